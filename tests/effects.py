@@ -79,7 +79,7 @@ def says_that_a_cpu_has_the_batches(kind: Kind) -> None:
     say_once.cache_clear()
     with heard() as said:
         fit(TinyLM(), BATCHES, [kind()])
-    assert any("batches are on the CPU already" in line for line in said)
+    assert any("batches are already on the CPU" in line for line in said)
 
 
 # model

@@ -49,7 +49,7 @@ def test_rank_zero_alone_says_what_acts_on_the_run_and_how_it_went(found):
 
 
 def test_ranks_find_one_rule_though_some_can_compare_nothing(found):
-    assert {rank["rule"] for rank in found} == {"the entries of the labels other than -100"}
+    assert {rank["rule"] for rank in found} == {"its number of targets (labels != -100)"}
     for rank in found:
         assert rank["own count"] is True
         assert "cannot split this loss exactly" in rank["refused"]

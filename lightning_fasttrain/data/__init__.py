@@ -1,8 +1,8 @@
-"""Changes the batch: its split, its order, its way to the device.
+"""Techniques that change the batch: how it is split, ordered and moved to the device.
 
-What a loss is divided by is read in ``normalizer``; where that is not enough, the ``trunk`` of the model is split. How
-many micro-batches fit is found in ``fitting``; how much a step holds over the run, in ``sizes``. What comes from the
-loader is looked after in ``loading``.
+``normalizer`` reads what a loss is divided by; where that does not suffice, ``trunk`` splits the model instead.
+``out_of_memory`` finds how many micro-batches fit, ``warmup`` grows the batch size and the sequence length, and
+``loaders`` wraps the data loaders.
 
 From the bottom up: ``split_batch``, ``normalizer``, ``trunk``, ``float32_gradient_sums``, ``micro_batch_logging``,
 ``accumulate_gradients``, ``loaders``, ``out_of_memory``, ``closure``, ``micro_batching``,

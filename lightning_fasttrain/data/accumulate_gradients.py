@@ -1,4 +1,4 @@
-"""The gradient of a whole batch, or of several batches, a part at a time and exact."""
+"""Exact gradients of a whole batch, or of several batches, computed one micro-batch at a time."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -46,35 +46,36 @@ def accumulate_gradients(
     backward: Backward = torch.Tensor.backward,
     no_sync: NoSync = nullcontext,
 ) -> Tensor:
-    """Add the gradient of ``batch`` to ``.grad`` in ``n`` parts, one part's activations in memory at a time.
+    """Add the gradient of ``batch`` to ``.grad`` in ``n`` micro-batches, holding the activations of one at a time.
 
-    With c_i the number of targets in part i, ℓ_i its mean loss and C = Σ c_i, the loss of the whole batch is
-    L = Σ (c_i / C) ℓ_i, so its gradient is the sum of the parts' gradients with these weights; plain averaging
-    would be wrong as soon as padding makes the c_i differ. c_i is read from the graph of ℓ_i, in every part of every
-    batch. A loss that is no such sum, as of several normalizers or of samples that depend on one another, is computed
-    from the whole batch, while the trunk of the model runs in parts with recomputation: see
+    With c_i the number of targets in micro-batch i, ℓ_i its mean loss and C = Σ c_i, the whole batch has the loss
+    L = Σ (c_i / C) ℓ_i, so its gradient is the sum of the micro-batches' gradients with these weights; plain averaging
+    would be wrong as soon as padding makes the c_i differ. c_i is read from the graph of ℓ_i, in every micro-batch of
+    every batch. A loss that is not such a sum (several normalizers, or samples that depend on one another) is computed
+    from the whole batch, while the trunk of the model runs in micro-batches with recomputation: see
     :func:`~lightning_fasttrain.data.micro_batch_forward_`. Dropout draws other masks than for the unsplit batch.
 
     Args:
-        step: a part of the batch → its mean loss (or sum), or a mapping with a ``"loss"``. Runs n times; in the first
-            call, and in calls 2, 4, 8, ... while that takes under 1% of the time, also on a few samples.
+        step: maps a micro-batch to its mean loss (or sum), or to a mapping with a ``"loss"``. Runs n times; in the
+            first call, and in calls 2, 4, 8, ... while that takes under 1% of the time, it also runs on a few samples.
         batch: anything :func:`~lightning_fasttrain.data.split_batch` takes.
-        n: number of parts.
-        count: what c_i is. ``"auto"`` reads it from each loss: see :func:`~lightning_fasttrain.data.read_normalizers`.
-            Else ``"targets"``, ``"next_tokens"``, ``"samples"``, ``"sum"`` (the parts' losses are added), or a
-            function: batch → the number of terms its mean loss averages over, or the sum of their weights.
-        check: refuse what would not be the same training, before its gradient is used. False goes on with what is
-            nearest, and says how far off it is.
+        n: number of micro-batches.
+        count: how c_i is obtained. ``"auto"`` reads it from each loss: see
+            :func:`~lightning_fasttrain.data.read_normalizers`. Otherwise ``"targets"``, ``"next_tokens"``,
+            ``"samples"``, ``"sum"`` (the micro-batch losses are added), or a function that maps a batch to the number
+            of terms its mean loss averages over, or to the sum of their weights.
+        check: refuse a split that would change the training, before its gradient is used. False uses the nearest
+            weighting and reports its error.
         backward: ``fabric.backward`` under Fabric.
-        no_sync: a context in which gradients are not synchronised, entered for all parts but the last, forward
+        no_sync: a context in which gradients are not synchronized, entered for all micro-batches but the last, forward
             and backward; ``lambda: fabric.no_backward_sync(model)`` under Fabric, ``ddp.no_sync`` for plain DDP.
 
     Returns:
-        The mean loss of the whole batch: a detached 0-dimensional tensor, not waited for.
+        The mean loss of the whole batch: a detached 0-dimensional tensor, returned without waiting for the device.
 
     Raises:
-        ValueError: the batch cannot be split, the loss is not one number, or neither the loss nor a trunk can be split
-            exactly: BatchNorm in training mode, for instance.
+        ValueError: the batch cannot be split, the loss is not a scalar, or neither the loss nor a trunk can be split
+            exactly, for instance with BatchNorm in training mode.
 
     Example:
         >>> import torch
@@ -89,7 +90,7 @@ def accumulate_gradients(
         ``global_valid_tokens``, here per micro-batch of one batch.
     """
     parts = split_batch(batch, n)
-    most = n if rank_count() > 1 else len(parts)  # all ranks find the rule together, also where one has a single sample
+    most = n if rank_count() > 1 else len(parts)  # a rank with a single sample takes part, too
     found = _find(step, batch, n, count, check, no_sync, most, is_window=False)
     for attempt in range(TRIES):
         if isinstance(found, Trunk):
@@ -125,19 +126,20 @@ def accumulate_window(
     backward: Backward = torch.Tensor.backward,
     no_sync: NoSync = nullcontext,
 ) -> Tensor:
-    """Add the gradient of several batches, as if they were one: every target counts the same, wherever it is.
+    """Add the gradient of several batches as if they were one, so that every target has the same weight.
 
     L = Σ_k c_k ℓ_k / Σ_k c_k over all batches k of the window, and over all ranks where ``torch.distributed`` is
-    initialised; there, ranks may hold different numbers of targets and of batches.
+    initialized; there, ranks may hold different numbers of targets and of batches.
 
     Args:
         step, count, check, backward: as for :func:`accumulate_gradients`.
         batches: the batches of one optimizer step.
-        n: parts that each batch is split into.
-        no_sync: as for :func:`accumulate_gradients`; entered for all parts of all batches but the very last.
+        n: number of micro-batches that each batch is split into.
+        no_sync: as for :func:`accumulate_gradients`; entered for all micro-batches of the window but the very last.
 
     Returns:
-        This rank's share of the window's mean loss, detached: on one rank the loss, over ranks their sum is it.
+        This rank's share of the window's mean loss, detached: the loss on one rank; over several, their sum is the
+        loss.
 
     Example:
         >>> import torch
@@ -152,7 +154,7 @@ def accumulate_window(
     if not parts:
         raise ValueError(explain("no batches", "a window without batches has no gradient", "Skip the step"))
     ranks = rank_count()
-    # Where there are other ranks, a single part is one of several.
+    # With other ranks, a single micro-batch is one of several.
     found = _find(step, held[0], n, count, check, no_sync, len(parts) * ranks, is_window=True)
     assert isinstance(found, LossSplit)
     try:
@@ -163,14 +165,14 @@ def accumulate_window(
 
 @dataclass
 class _Found:
-    """How the loss of a step function is split, and when its batches are looked at again."""
+    """How the loss of a step function is split, and when later batches are checked again."""
 
     split: LossSplit | Trunk
     looks: Looks
 
 
-_found: OrderedDict[Any, _Found] = OrderedDict()  # by step and count
-_MOST_FOUND = 64  # a program that makes model after model would fill it without end
+_found: OrderedDict[Any, _Found] = OrderedDict()  # keyed by step and count
+_MOST_FOUND = 64  # bounded, for programs that create many models
 
 
 def _find(
@@ -183,13 +185,13 @@ def _find(
     parts: int,
     is_window: bool,
 ) -> LossSplit | Trunk:
-    """How the loss is split: found in the first call with more than one part, since a single part weighs 1."""
+    """Return how the loss is split, searching in the first call with several micro-batches (one alone has weight 1)."""
     count = named_count(count)
     if callable(count) and not check:
         return LossSplit(None, count)
     key = _key(step, count, is_window)
     known = _found.get(key)
-    if known is None and parts == 1:  # by "sum" nothing is looked for in the batch
+    if known is None and parts == 1:  # "sum" needs no labels in the batch
         return LossSplit(None, count if callable(count) else CountRule("sum"))
     looks = Looks() if known is None else known.looks
 
@@ -231,7 +233,7 @@ def _search(step: Step, batch: Any, n: int, count: Count, check: bool, no_sync: 
         n,
         lambda: sample_rows(batch, -(-batch_size(batch) // n)),
         find_split,
-        may_use_trunk=count == "auto" and not is_window,  # the trunk of several batches cannot run as one
+        may_use_trunk=count == "auto" and not is_window,  # a trunk cannot run several batches as one
     )
 
 
@@ -249,9 +251,9 @@ def _accumulate(
     gradients: StepGradients,
 ) -> Tensor:
     weights = StepWeights(split, parts)
-    weights.in_window = ranks > 1  # where nothing counts here, something may on another rank
+    weights.in_window = ranks > 1  # other ranks may hold targets where this one has none
     if weights.known is not None and ranks > 1 and not split.is_sum:
-        # All ranks come here or none: they have found the same rule.
+        # Either all ranks get here or none, since they found the same rule.
         weights.known = MicroBatchWeights(weights.known.counts, _sum_over_ranks(weights.known.total, parts[0]))
     with sum_gradients_in_float32(split.parameters if len(parts) > 1 else ()) as sums:
         total = None if weights.known is None else weights.known.total
@@ -260,17 +262,17 @@ def _accumulate(
         for i, part in enumerate(parts):
             last = i == len(parts) - 1
             with nullcontext() if last else no_sync():
-                loss = weights.weigh(loss_of(step(part)), i)
+                loss = weights.scale_loss(loss_of(step(part)), i)
                 if last and total is None:
                     total = weights.total if ranks == 1 else _sum_over_ranks(weights.total, parts[0])
                     loss = gradients.finish(loss, weights.settle(total))
                 check = DeferredCheck(weights.disagreement()) if last else None
                 if last and rank_count() > 1:
-                    sums.finish()  # DDP's buckets have the parameters' own type
-                backward(loss * ranks if ranks > 1 else loss)  # DDP takes the mean over ranks: make it the sum
+                    sums.finish()  # DDP's buckets have the parameters' dtype
+                backward(loss * ranks if ranks > 1 else loss)  # DDP averages over ranks; make it the sum
                 if check is not None:
                     _look_at(check)
-            del loss  # and with it the part's graph, before the next one is built
+            del loss  # free the graph before the next micro-batch
     return weights.loss(total)
 
 
@@ -278,8 +280,8 @@ def _look_at(check: DeferredCheck) -> None:
     try:
         check.refuse()
     except OtherSplitError as error:
-        if rank_count() > 1:  # then the step cannot be run again on this rank alone
-            raise CannotSplitError(f"{error}, and other ranks have this rank's gradients already") from error
+        if rank_count() > 1:  # this rank alone cannot run the step again
+            raise CannotSplitError(f"{error}, and other ranks already have this rank's gradients") from error
         raise
 
 

@@ -16,11 +16,12 @@ class Float32GradientSums:
     """Keeps ``.grad`` in float32 between :meth:`begin` and :meth:`finish`, which rounds each gradient once.
 
     A sum in bfloat16 is rounded at every micro-batch: with 64 of them the gradient is about three times as far from the
-    float32 gradient as that of the unsplit batch. Here it is as near. Until ``finish``, gradients take 4 bytes for each
+    float32 gradient as that of the unsplit batch. Here it is as close. Until ``finish``, gradients take 4 bytes per
     parameter element instead of 2; ``finish`` converts them one by one, so that only one is held twice.
 
-    Left alone are parameters that are float32 or float64, frozen, sharded (FSDP sums in its ``reduce_dtype``, DeepSpeed
-    in its own buffers), whose ``grad_dtype`` the user has set, or whose gradient a hook consumes as it arrives.
+    Some parameters are left unchanged: float32 or float64, frozen, sharded (FSDP sums in its ``reduce_dtype``,
+    DeepSpeed in its own buffers), those whose ``grad_dtype`` the user has set, or whose gradient a hook consumes as it
+    arrives.
 
     DistributedDataParallel reduces in buckets of the parameters' dtype and raises at a float32 gradient. There, call
     ``finish`` before the last backward of a step, which is the one that synchronizes.
@@ -38,7 +39,7 @@ class Float32GradientSums:
         tensor([258.], dtype=torch.bfloat16)
 
     Source:
-        Ours, on ``Tensor.grad_dtype``. Checked against gradients in float32.
+        This implementation is our own, based on ``Tensor.grad_dtype``. Checked against gradients in float32.
     """
 
     def __init__(self) -> None:
@@ -46,13 +47,13 @@ class Float32GradientSums:
 
     @property
     def is_open(self) -> bool:
-        """Whether gradients are kept in float32 at the moment."""
+        """Whether gradients are currently kept in float32."""
         return bool(self._switched)
 
     def begin(self, parameters: Iterable[Tensor]) -> None:
-        """Sum in float32 from now on; gradients that are there already are the first terms.
+        """Sum in float32 from now on; existing gradients are the first terms.
 
-        Called again before ``finish``, it takes kept float32 gradients into the next sum unrounded.
+        If called again before ``finish``, float32 gradients enter the next sum unrounded.
         """
         switched = set(self._switched)
         for parameter in parameters:
@@ -62,12 +63,12 @@ class Float32GradientSums:
                 self._switched.append(parameter)
 
     def finish(self) -> None:
-        """Round each gradient to its parameter's dtype, and let autograd make gradients of that dtype again."""
+        """Round each gradient to its parameter's dtype, in which autograd accumulates from now on."""
         while self._switched:
             parameter = self._switched.pop()
             _set_gradient_dtype(parameter, parameter.dtype)
 
-    def __getstate__(self) -> dict[str, Any]:  # a copied parameter has the default grad_dtype again
+    def __getstate__(self) -> dict[str, Any]:  # a copied parameter has the default grad_dtype
         return {"_switched": []}
 
 
@@ -76,12 +77,12 @@ def sum_gradients_in_float32(parameters: Iterable[Tensor], keep: bool = False) -
     """Within the context, sum the gradients of bfloat16 and float16 parameters in float32.
 
     Args:
-        parameters: those whose gradients are summed.
-        keep: leave float32 gradients after a context that ended well, for an optimizer that takes them; then call
-            ``finish`` on what the context returned, after the optimizer's step.
+        parameters: parameters whose gradients are summed.
+        keep: leave float32 gradients after the context if it ended without an error, for an optimizer that accepts
+            them; call ``finish`` on the returned object after the optimizer's step.
 
     Returns:
-        The :class:`Float32GradientSums`, to ``finish`` earlier under DistributedDataParallel.
+        The :class:`Float32GradientSums`, whose ``finish`` is called earlier under DistributedDataParallel.
 
     Example:
         >>> layer = torch.nn.Linear(4, 1, dtype=torch.bfloat16)
@@ -108,10 +109,10 @@ def sum_gradients_in_float32(parameters: Iterable[Tensor], keep: bool = False) -
 
 
 def takes_float32_gradients(optimizer: Optimizer) -> bool:
-    """Return whether ``optimizer`` steps correctly, and better, with float32 gradients of its low-precision parameters.
+    """Return whether ``optimizer`` supports float32 gradients of its low-precision parameters.
 
-    An optimizer says so by a class attribute ``float32_gradients_for``, the dtypes of such parameters. Those of torch
-    do not: Adam, AdamW and all fused ones raise, and the others round state or update to the parameter's dtype.
+    An optimizer declares it by a class attribute ``float32_gradients_for``, the dtypes of such parameters. Those of
+    torch do not: Adam, AdamW and all fused ones raise, and the others round state or update to the parameter's dtype.
     """
     dtypes = {parameter.dtype for group in optimizer.param_groups for parameter in group["params"]}
     return not dtypes.intersection(LOW).difference(getattr(type(optimizer), "float32_gradients_for", ()))
@@ -120,7 +121,7 @@ def takes_float32_gradients(optimizer: Optimizer) -> bool:
 def _can_be_switched(parameter: Tensor) -> bool:
     if parameter.dtype not in LOW or not parameter.requires_grad or parameter.grad_dtype is not parameter.dtype:
         return False
-    # A wrapper subclass is FSDP2's or a quantised one; the attributes are DeepSpeed's and FSDP's.
+    # A wrapper subclass is from FSDP2 or quantization; the attributes are from DeepSpeed and FSDP.
     marks = ("ds_id", "_is_flat_param", "_fsdp_flattened")
     if is_traceable_wrapper_subclass(parameter) or any(hasattr(parameter, mark) for mark in marks):
         return False
@@ -128,7 +129,7 @@ def _can_be_switched(parameter: Tensor) -> bool:
 
 
 def _set_gradient_dtype(parameter: Tensor, dtype: torch.dtype) -> None:
-    gradient, parameter.grad = parameter.grad, None  # with a gradient of another dtype, grad_dtype cannot be set
+    gradient, parameter.grad = parameter.grad, None  # grad_dtype cannot be set while a gradient of another dtype exists
     parameter.grad_dtype = dtype
     if gradient is not None:
         parameter.grad = gradient.to(dtype)

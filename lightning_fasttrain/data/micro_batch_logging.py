@@ -1,4 +1,4 @@
-"""What ``self.log`` records while a batch is run in parts: the values of the unsplit step, once."""
+"""Log the values of ``self.log`` once per batch, combined over its micro-batches."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,22 +26,22 @@ _BY_POSITION = tuple(inspect.signature(L.LightningModule.log).parameters)[3:]
 
 
 class PartLogs:
-    """Collects the calls of ``self.log`` over the parts of a batch and passes each name on once.
+    """Collects the calls of ``self.log`` over the micro-batches of a batch and passes each name on once.
 
-    A value with a graph is weighted by what it was divided by itself; others by what was found to give the value of
-    the unsplit step; sums are added, minima and maxima taken. A ``torchmetrics`` object accumulates by
-    itself; what it shows for this step is computed over all parts, by letting it collect the batch alone.
+    A value with a graph is weighted by its own divisor; others by the rule that was found to give the value of the
+    unsplit step; sums are added, minima and maxima reduced. A ``torchmetrics`` object accumulates by itself; its value
+    for this step is computed over all micro-batches, by letting it accumulate the batch alone.
     """
 
     def __init__(self) -> None:
         self.part = 0
-        self._sums: set[tuple[int, int]] = set()  # part, and where the values lie that are sums, not means
-        # Those that are logged by step, learnt from the first batch; by id, as a Metric's hash follows its state.
+        self._sums: set[tuple[int, int]] = set()  # micro-batch and address of values that are sums, not means
+        # Metrics logged per step, learned from the first batch; keyed by id, as a Metric's hash depends on its state.
         self._metrics: dict[int, Metric] = {}
 
     def note_sum(self, loss: Tensor) -> None:
-        """This part's loss is a sum, and so is what is logged of it."""
-        # By address: what is logged of it is detached, which shares its memory.
+        """Note that this micro-batch's loss is a sum, and so are values logged from it."""
+        # By address: logged values are detached, which shares memory.
         self._sums.add((self.part, loss.data_ptr()))
 
     def _reduction(self, seen: list["LogCall"], reduce_fx: str | Callable[..., Any]) -> str:
@@ -53,13 +53,13 @@ class PartLogs:
     def of_parts(
         self, pl_module: L.LightningModule, parts: Sequence[Any], rules: Mapping[str, FoundRule | None]
     ) -> Iterator["CollectedLogs"]:
-        """Within it, ``pl_module.log`` is collected; what it yields logs the combined values afterwards."""
-        self._sums.clear()  # addresses of the last batch, at which there may be other values by now
+        """Collect the calls of ``pl_module.log`` in the context; the yielded object logs the combined values."""
+        self._sums.clear()  # addresses from the last batch, which may have been reused
         calls: dict[str, list[LogCall]] = {}
         several = len(parts) > 1
 
         def collect(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-            # The order of LightningModule.log.
+            # The argument order of LightningModule.log.
             kwargs = {**dict(zip(_BY_POSITION, args, strict=False)), **kwargs}
             own: Number | None = None
             if isinstance(value, Tensor):
@@ -67,7 +67,7 @@ class PartLogs:
                 value = value.detach()
             calls.setdefault(name, []).append(LogCall(self.part, value, kwargs, own))
 
-        # Emptied before the batch, so that what they compute after it is of this batch alone.
+        # Reset before the batch, so that their values afterwards are of this batch alone.
         earlier = {key: _set_aside(metric) for key, metric in self._metrics.items() if several}
 
         def pass_on(weighting: LogWeights) -> None:
@@ -91,7 +91,7 @@ class PartLogs:
         weighting: "LogWeights | None",
         earlier: dict[int, MetricState],
     ) -> None:
-        """Log what all parts logged under a name; ``weighting`` is None for a single part, which is passed on."""
+        """Log the combined value of a name; ``weighting`` is None for a single micro-batch, whose call is passed on."""
         value, kwargs = seen[-1].value, seen[-1].kwargs
         if weighting is None:
             pl_module.log(name, value, **kwargs)
@@ -114,21 +114,21 @@ class PartLogs:
             add_to_metric_(metric, state)
             show_step_value_(metric, value)
         elif id(metric) in self._metrics:
-            return  # logged under a second name; already done
+            return  # logged under a second name, so it is already done
         elif not _can_merge(pl_module, metric):
             warn(
                 f"{type(metric).__name__} logged with on_step: its states cannot be merged, so the step value is that "
                 "of the last micro-batch (the epoch value is exact). Log it with on_step=False."
             )
         else:
-            if read_metric(metric).updates <= self.part + 1:  # nothing before this batch: the state is the batch's
+            if read_metric(metric).updates <= self.part + 1:  # no earlier batch: the state is that of this batch
                 show_step_value_(metric, metric.compute())
             self._metrics[id(metric)] = metric
 
 
 def _can_merge(pl_module: L.LightningModule, metric: Metric) -> bool:
     for collection in pl_module.modules():
-        # Metrics of a collection may share their states: emptying one would empty the others.
+        # Metrics of a collection may share their states: resetting one would reset the others.
         if isinstance(collection, MetricCollection) and any(metric is other for other in collection.values()):
             return False
     return not (metric.full_state_update or metric.dist_sync_on_step)
@@ -147,7 +147,7 @@ def _may_be_own(rules: Mapping[str, FoundRule | None], name: str) -> bool:
 
 @dataclass(frozen=True)
 class LogCall:
-    """One call of ``self.log`` in one part: ``own`` is what the value's graph says that it was divided by."""
+    """One call of ``self.log`` in one micro-batch; ``own`` is the divisor that the value's graph shows."""
 
     part: int
     value: Any
@@ -162,11 +162,11 @@ class LogCall:
 
 @dataclass(frozen=True)
 class CollectedLogs:
-    """What the parts of a batch logged.
+    """The values that the micro-batches of a batch logged.
 
     Attributes:
-        calls: name → the calls, part by part.
-        pass_on: logs each name once, by the given weights.
+        calls: maps each name to its calls, one per micro-batch.
+        pass_on: logs each name once, with the given weights.
     """
 
     calls: dict[str, list[LogCall]]
@@ -174,22 +174,22 @@ class CollectedLogs:
 
 
 class LogWeights:
-    """By how much the values count that the parts of a batch logged.
+    """The weights of the values that the micro-batches of a batch logged.
 
     Args:
-        parts: of the batch.
-        loss_counts: part → by how much its loss counts, of the parts that gave one.
-        rules: what was found out for each name.
+        parts: the micro-batches.
+        loss_counts: maps each micro-batch that gave a loss to the normalizer of its loss.
+        rules: the rule found for each name.
     """
 
     def __init__(
         self, parts: Sequence[Any], loss_counts: Mapping[int, Number], rules: Mapping[str, FoundRule | None]
     ) -> None:
         self.parts, self.loss_counts, self.rules = parts, loss_counts, rules
-        self._shared: dict[Any, MicroBatchWeights] = {}  # most names are logged in every part, and share one division
+        self._shared: dict[Any, MicroBatchWeights] = {}  # most names are logged in every micro-batch and share these
 
     def rule_of(self, name: str, seen: Sequence[LogCall]) -> LogRule | None:
-        """What was found out; of a name that was not logged then, or that nothing fits, what is likely."""
+        """Return the rule found for a name; where none was found, the likeliest one."""
         has_size = _has_size(seen)
         found = self.rules.get(name)
         if found is not None and (found.is_sure or not has_size):
@@ -199,19 +199,19 @@ class LogWeights:
         if name in self.rules:
             note_once(
                 f"self.log('{name}') in micro-batches: no weights give the value of the unsplit batch, so "
-                "the logged value is about right. Log a mean over samples, or a Metric object."
+                "the logged value is approximate. Log a mean over samples, or a Metric object."
             )
         elif all(call.own is not None for call in seen):
             return OWN
         elif not has_size:
             note_once(
                 f"self.log('{name}') in micro-batches: it was not logged in the first batch and has no graph, so it is "
-                "weighted as the loss is. Give batch_size=, or log a Metric object."
+                "weighted like the loss. Give batch_size=, or log a Metric object."
             )
         return None if has_size else LOSS
 
     def of(self, name: str, seen: Sequence[LogCall]) -> MicroBatchWeights | None:
-        """The weights of these calls; None where the values are added."""
+        """Return the weights of these calls; None where the values are added."""
         rule = self.rule_of(name, seen)
         if rule == SUM:
             return None
@@ -225,16 +225,16 @@ class LogWeights:
         return self._shared[rule, logging]
 
     def combine(self, name: str, seen: list[LogCall]) -> Any:
-        """What the unsplit step would have returned under a name."""
+        """Return the value that the unsplit step would have logged under a name."""
         found = self.rules.get(name)
         is_sum = found is not None and found.rule == SUM
-        # A constant keeps its type. Values on a device are not waited for.
+        # A constant keeps its type. Values on a device are not synchronized.
         if not is_sum and all(call.is_on_host and call.value == seen[0].value for call in seen):
             return seen[-1].value
         return _combine(name, seen, self, "mean")
 
     def rules_differ(self, name: str, seen: Sequence[LogCall]) -> bool | Tensor:
-        """Whether the rules that gave this name's value so far give different ones now; on the values' device."""
+        """Whether the rules that matched so far give different values now; on the values' device."""
         found = self.rules.get(name)
         if found is None or found.is_sure or _has_size(seen):
             return False
@@ -276,6 +276,6 @@ def _combine(name: str, seen: list[LogCall], weighting: LogWeights, how: str) ->
         return sum(values)
     if all(isinstance(x, int | float) for x in (*values, *weights.counts)):
         total: Any = weights.total
-        weighed = sum(value * count for value, count in zip(values, weights.counts, strict=True))
-        return weighed / total if total else values[-1]
+        weighted = sum(value * count for value, count in zip(values, weights.counts, strict=True))
+        return weighted / total if total else values[-1]
     return weights.add_up([torch.as_tensor(value) for value in values])

@@ -1,4 +1,4 @@
-"""One batch from the loader, trained in parts: the same step in a fraction of the activation memory."""
+"""Train one batch from the loader in micro-batches: the same step in a fraction of the activation memory."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
@@ -25,44 +25,45 @@ from lightning_fasttrain.technique.technique import techniques_of
 
 
 class MicroBatching(Technique):
-    """Run each batch as ``n`` micro-batches inside one step; everything else stays as it is.
+    """Run each batch as ``n`` micro-batches inside one step, with the same result as the unsplit step.
 
-    ``training_step`` is called once a micro-batch and returns its loss, as always. Each loss is weighted by what it was
-    divided by, which is read from its graph. Where that cannot give the gradient of the unsplit batch, the submodule in
+    ``training_step`` is called once a micro-batch and returns its loss, as always. Each loss is weighted by its
+    normalizer, which is read from its graph. Where that cannot give the gradient of the unsplit batch, the submodule in
     which samples do not depend on one another runs in micro-batches with recomputation instead, and ``training_step``
-    is called once, with the whole batch: which of the two it is, is logged in one line. Batch size, ``batch_idx``,
-    ``global_step``, schedules, clipping and the values of ``self.log`` are those of the unsplit step;
-    ``accumulate_grad_batches`` goes on top of it, and under DDP gradients are synchronised once a step.
-    ``on_before_backward`` and ``on_after_backward`` fire once a micro-batch. For the arithmetic and its limits
-    (BatchNorm, dropout) see :func:`~lightning_fasttrain.accumulate_gradients`.
+    is called once, with the whole batch; one log line reports which of the two is used. Batch size, ``batch_idx``,
+    ``global_step``, schedules, clipping and the values of ``self.log`` are those of the unsplit step; it composes with
+    ``accumulate_grad_batches``, and under DDP gradients are synchronized once a step. ``on_before_backward`` and
+    ``on_after_backward`` fire once a micro-batch. For the arithmetic and its limits (BatchNorm, dropout) see
+    :func:`~lightning_fasttrain.accumulate_gradients`.
 
     Acts in the closure of the optimizer step, since Lightning zeroes gradients after ``training_step``.
 
     Args:
-        n: number of micro-batches; a batch with fewer samples is run one sample at a time. ``"auto"`` begins with
-            one and doubles whenever a step runs out of memory, repeating that batch as if nothing had happened: see
-            :func:`~lightning_fasttrain.data.split_until_it_fits`. The number found is kept, also in checkpoints.
-            On several processes, with DDP or FSDP2, all double when one runs out of memory. For this they speak once
-            a step, and average gradients after the backward rather than during it. Once the number is known, giving it
-            saves both. A ``training_step`` that communicates by itself is refused, where it is seen to.
-        count: by what micro-batches are weighted, as for :func:`~lightning_fasttrain.accumulate_gradients`. ``"auto"``
+        n: number of micro-batches; a batch with fewer samples is run one sample at a time. ``"auto"`` starts with one
+            and doubles whenever a step runs out of memory, repeating that batch from a restored state: see
+            :func:`~lightning_fasttrain.data.split_until_it_fits`. The number found is kept, also in checkpoints. On
+            several processes, with DDP or FSDP2, all double when one runs out of memory. For this they exchange one
+            message a step, and average gradients after the backward rather than during it. Once the number is known,
+            setting it saves both. A ``training_step`` that communicates by itself is refused where this is detected.
+        count: the normalizer of micro-batches, as for :func:`~lightning_fasttrain.accumulate_gradients`. ``"auto"``
             reads it from each micro-batch's own loss.
         split: how to split a batch, for batches that :func:`~lightning_fasttrain.data.split_batch` refuses.
-        check: stop on the first batch if the training would not be the same, as with BatchNorm in training mode. False
-            goes on with what is nearest, and says by how much it is off.
-        then: with ``"auto"``, what else to use once single samples do not fit either, one after another and only then:
-            ``[ActivationCheckpointing(), ActivationOffload()]``. After each the search begins again with one part.
-            What was taken is kept, also in checkpoints.
+        check: raise on the first batch if the training would change, as with BatchNorm in training mode. False
+            continues with the nearest weighting and reports its error.
+        then: with ``"auto"``, techniques to apply one after another once single samples do not fit either:
+            ``[ActivationCheckpointing(), ActivationOffload()]``. After each, the search restarts with one micro-batch.
+            Applied techniques stay, also in checkpoints.
         through: the submodule, several of them or a class that runs in micro-batches, such as ``"encoder"``, while the
             loss sees the whole batch; see :func:`~lightning_fasttrain.data.micro_batch_forward_`. By default it is
             found where a loss cannot be split.
 
     Raises:
-        TypeError: n is not a whole number; ``then`` holds no technique; ``through`` is no name and no class.
-        ValueError: n is less than 1; ``then`` holds another kind of technique; in ``fit``: manual optimisation, a
-            strategy that accumulates by itself, or ``"auto"`` on several processes with another strategy than DDP and
+        TypeError: n is not an integer; ``then`` holds an object that is not a technique; ``through`` is neither a name
+            nor a class.
+        ValueError: n is less than 1; ``then`` holds another kind of technique; in ``fit``: manual optimization, a
+            strategy that accumulates by itself, ``"auto"`` on several processes with a strategy other than DDP and
             FSDP2, or a step that communicates; a loss that can be split neither by itself nor at a trunk.
-        torch.OutOfMemoryError: in ``fit``: nothing is left to try; with what was missing, and what else helps.
+        torch.OutOfMemoryError: in ``fit``: nothing is left to try; with the missing memory, and further options.
 
     Example:
         >>> import lightning as L
@@ -77,8 +78,8 @@ class MicroBatching(Technique):
 
     keeps_draws: ClassVar[bool] = False
     capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.SPLITS_BATCHES})
-    effect: ClassVar[str] = "activations of one n-th of the batch at a time"
-    when: ClassVar[str] = "a batch does not fit; not with parts so small that the GPU waits for work"
+    effect: ClassVar[str] = "only the activations of one micro-batch are in memory at a time"
+    when: ClassVar[str] = "a batch does not fit; not with micro-batches so small that the GPU waits for work"
     in_a_loop: ClassVar[str] = "accumulate_gradients(step, batch, n)"
     predicted: ClassVar[bool] = True
 
@@ -94,7 +95,7 @@ class MicroBatching(Technique):
         self.adaptive = n == "auto"
         self.n = 1 if self.adaptive else positive_int("n", n)
         if split is not None and not callable(split):
-            raise TypeError(explain(f"split={split!r}", "it is called with a batch", "Give a function"))
+            raise TypeError(explain(f"split={split!r}", "expected a function of a batch", "Give a function"))
         self.count: Count = named_count(count)
         self.split = split or split_batch
         self.check = check
@@ -102,12 +103,12 @@ class MicroBatching(Technique):
         self.then = list(then)
         self.savings = FurtherSavings(then)
         if then and not self.adaptive:
-            why, way_out = "a given number is never tried again", "List them among the callbacks, or use n='auto'"
+            why, way_out = "only n='auto' uses them", "List them among the callbacks, or use n='auto'"
             raise ValueError(explain(f"then={self.then} with n={n}", why, way_out))
         self.found: LossSplit | None = None
         self.found_before: CountRule | None = None
         self.shared: SharedSplit | None = None
-        self.parts = 0  # of the last batch
+        self.parts = 0  # micro-batches of the last batch
         self.together = Together()
 
     def does(self, capability: Capability) -> bool:
@@ -115,7 +116,7 @@ class MicroBatching(Technique):
 
     def predict(self, step: PredictedStep) -> None:
         if self.adaptive:
-            step.notes.append("MicroBatching('auto') is taken with the number of parts it begins with.")
+            step.notes.append("MicroBatching('auto') is predicted with the number of micro-batches it starts with.")
         if self.n > 1:
             step.split = lambda batch: self.split(batch, self.n)
 
@@ -125,12 +126,12 @@ class MicroBatching(Technique):
         leave = BatchClosures.join(trainer, pl_module, micro=self)
         if not self.adaptive:
             return leave
-        # What may be taken later must go with the others: this is asked now, not in the middle of a run.
+        # Techniques applied later must be compatible with the others: this is checked now, not during the run.
         check_together([*techniques_of(trainer), *self.savings.techniques], trainer.strategy)
         self.together = together_of(trainer)
         if self.through is not None and not self.together.may_split_forwards:
             what = f"MicroBatching('auto', through=...) with {type(trainer.strategy).__name__}"
-            why = "ranks gather parameters in each micro-batch of a forward, and would take different numbers of them"
+            why = "ranks gather parameters in each micro-batch of a forward, and would need different numbers of them"
             raise ValueError(explain(what, why, "Give a number, as MicroBatching(8, through=...)"))
 
         def undo() -> None:
@@ -142,7 +143,7 @@ class MicroBatching(Technique):
         return undo
 
     def took_hold(self, model: nn.Module) -> str:
-        parts = f"each batch runs in {number_of(self.n, 'part')}"
+        parts = f"each batch runs in {number_of(self.n, 'micro-batch', 'micro-batches')}"
         return f"{parts}, in twice as many when memory runs out" if self.adaptive else parts
 
     def exactness_on(self, model: nn.Module) -> Exactness:
@@ -151,17 +152,17 @@ class MicroBatching(Technique):
         return Exactness.CHANGES_TRAINING if accepts_statistics else self.exactness
 
     def outcome(self, model: nn.Module) -> str:
-        return f"batches of this size fit in {number_of(self.n, 'part')}" if self.adaptive else ""
+        return f"batches fit with {number_of(self.n, 'micro-batch', 'micro-batches')}" if self.adaptive else ""
 
     def why_idle(self, model: nn.Module) -> tuple[str, str] | None:
         if self.adaptive or self.parts > 1 or self.n == 1:
             return None
         if self.parts == 0:
-            return "no batch was split", "Do not replace the closure of automatic optimisation"
-        return f"the loader's batches are one sample each, which {self.n} parts cannot share", "Use larger batches"
+            return "no batch was split", "Do not replace the closure of automatic optimization"
+        return f"batches of one sample cannot be split into {self.n} micro-batches", "Use larger batches"
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook: the first at which the model is complete."""
+        """Hook: the first one at which the model is complete."""
         if self.adaptive and trainer.world_size > 1:
             refuse_collectives(pl_module)
         if self.adaptive or self.n > 1:
@@ -169,26 +170,26 @@ class MicroBatching(Technique):
         self.savings.try_on(pl_module)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook: the checkpoint is read."""
+        """Hook: called after the checkpoint is loaded."""
         self.savings.take_again(pl_module)
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Hook: what was found is worth keeping."""
+        """Hook: save the number of micro-batches and the counting rule that were found."""
         state = {"n": self.n, "then": self.savings.taken} if self.adaptive else {}
         checkpoint["MicroBatching"] = {**state, **rule_state(self.found and self.found.count)}
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Hook: begin with what was found before."""
+        """Hook: start with the number of micro-batches and the counting rule of the checkpoint."""
         state = checkpoint.get("MicroBatching", {})
         if self.adaptive and "n" in state:
             self.n = positive_int("n", state["n"])
-            # The run that wrote it may have had a longer list.
+            # The run that wrote the checkpoint may have had a longer list.
             self.savings.taken = min(state.get("then", 0), len(self.savings.techniques))
         self.found_before = rule_in(state)
 
 
 def _refuse_what_is_no_name(through: Through | None) -> Through | None:
-    """Raises: TypeError: neither a name, nor a class of modules, nor several of these."""
+    """Raises: TypeError: neither a name, nor a module class, nor several of these."""
     names: list[Any] = list(through) if isinstance(through, list | tuple | set) else [through]
     for name in names:
         is_class = isinstance(name, type) and issubclass(name, nn.Module)
@@ -196,11 +197,11 @@ def _refuse_what_is_no_name(through: Through | None) -> Through | None:
             why = "expected the qualified name of a submodule, a pattern, a module class, or a list of these"
             raise TypeError(explain(f"through={through!r}", why, "Use through='encoder'"))
     if through is not None and not names:
-        raise ValueError(explain(f"through={through!r}", "it names nothing", "Use through='encoder', or leave it out"))
+        raise ValueError(explain(f"through={through!r}", "it is empty", "Use through='encoder', or leave it out"))
     return through
 
 
 def _refuse_static_graph(replica: nn.Module | None) -> None:
     if isinstance(replica, DistributedDataParallel) and replica.static_graph:
-        why = "DDP's first step then has to synchronise in each backward, and parts but the last do not"
+        why = "DDP's first step then synchronizes in each backward, but only the last micro-batch should"
         raise ValueError(explain("MicroBatching with static_graph=True", why, "Leave static_graph out"))

@@ -1,4 +1,4 @@
-"""Cut a batch of any shape into parts of samples."""
+"""Split a batch of any structure into micro-batches."""
 
 import copy
 import dataclasses
@@ -15,23 +15,23 @@ from lightning_fasttrain.core.messages import explain
 
 
 def split_batch(batch: Any, n: int) -> list[Any]:
-    """Cut ``batch`` into ``n`` parts of neighbouring samples, whose sizes differ by one at most.
+    """Split ``batch`` into ``n`` micro-batches of neighbouring samples, whose sizes differ by one at most.
 
-    The rule: the first axis of every tensor (or NumPy array) with an axis is the samples' axis, and all of them
-    agree on its length B. So does a list or tuple of B plain values such as strings. Everything else, from
-    0-dimensional tensors to strings, None and your own objects, is kept whole in every part. Tuples, lists,
-    mappings (``BatchEncoding`` too), dataclasses and named tuples are walked and keep their type; tensors are cut
-    without copying.
+    The rule: the first axis of every tensor (or NumPy array) with an axis is the batch axis, and all of them have the
+    same length B. A list or tuple of B plain values such as strings is split likewise. Everything else, such as
+    0-dimensional tensors, strings, None and your own objects, is repeated in every micro-batch. Tuples, lists, mappings
+    (``BatchEncoding`` too), dataclasses and named tuples are traversed and keep their type; tensors are split without
+    copying.
 
     Args:
         batch: tensors of shape (B, ...), in any nesting.
-        n: number of parts, at least 1. A batch of fewer than n samples gives one part a sample.
+        n: number of micro-batches, at least 1. A batch of fewer than n samples gives one micro-batch per sample.
 
     Returns:
         ``min(n, B)`` batches of the same structure.
 
     Raises:
-        ValueError: nothing to cut, no samples, or a leaf of another length; the message names the leaf.
+        ValueError: nothing to split, no samples, or a leaf of another length; the message names the leaf.
 
     Example:
         >>> import torch
@@ -46,7 +46,7 @@ def split_batch(batch: Any, n: int) -> list[Any]:
 
 
 def split_sizes(size: int, n: int) -> list[int]:
-    """The numbers of samples of ``n`` parts, which differ by one at most; one for each sample where there are fewer.
+    """Return the sizes of ``n`` micro-batches, which differ by one at most; one per sample where there are fewer.
 
     Example:
         >>> split_sizes(5, 2), split_sizes(2, 4)
@@ -57,7 +57,7 @@ def split_sizes(size: int, n: int) -> list[int]:
 
 
 def take_rows(batch: Any, start: int, stop: int) -> Any:
-    """Samples ``start`` to ``stop`` of ``batch``, by the rule of :func:`split_batch`.
+    """Return samples ``start`` to ``stop`` of ``batch``, by the rule of :func:`split_batch`.
 
     Example:
         >>> import torch
@@ -68,7 +68,7 @@ def take_rows(batch: Any, start: int, stop: int) -> Any:
 
 
 def pick_rows(batch: Any, rows: list[int]) -> Any:
-    """The samples with these numbers, in their order, by the rule of :func:`split_batch`; a sample may come twice.
+    """Return the samples with these indices, in their order, by the rule of :func:`split_batch`; indices may repeat.
 
     Example:
         >>> import torch
@@ -88,7 +88,7 @@ def pick_rows(batch: Any, rows: list[int]) -> Any:
 
 
 def reverse_rows(batch: Any) -> Any:
-    """The samples of ``batch`` in reverse order, by the rule of :func:`split_batch`.
+    """Return the samples of ``batch`` in reverse order, by the rule of :func:`split_batch`.
 
     Example:
         >>> import torch
@@ -101,7 +101,7 @@ def reverse_rows(batch: Any) -> Any:
         if isinstance(leaf, Tensor) and leaf.ndim > 0:
             return leaf.flip(0)
         if isinstance(leaf, np.ndarray) and leaf.ndim > 0:
-            return leaf[::-1].copy()  # torch takes no arrays with negative strides
+            return leaf[::-1].copy()  # torch does not accept arrays with negative strides
         if isinstance(leaf, list | tuple) and len(leaf) == size:
             return leaf[::-1]
         return leaf
@@ -110,10 +110,10 @@ def reverse_rows(batch: Any) -> Any:
 
 
 def batch_size(batch: Any) -> int:
-    """Number of samples in ``batch``, by the rule of :func:`split_batch`.
+    """Return the number of samples in ``batch``, by the rule of :func:`split_batch`.
 
     Raises:
-        ValueError: there is no tensor to tell it, it is 0, or two tensors disagree.
+        ValueError: there is no tensor with a batch axis, it is 0, or two tensors disagree.
 
     Example:
         >>> import torch
@@ -129,20 +129,20 @@ def batch_size(batch: Any) -> int:
 
     walk_leaves(batch, note, "batch")
     if not lengths:
-        why = "it holds no tensor with a samples' axis"
-        way_out = "Return tensors from the loader, or give MicroBatching a split= function of your own"
+        why = "it holds no tensor with a batch axis"
+        way_out = "Return tensors from the loader, or give MicroBatching a split= function"
         raise ValueError(explain(f"a batch of type {type(batch).__name__} cannot be split", why, way_out))
     first, size = next(iter(lengths.items()))
     if size == 0:
-        why = "the mean loss of nothing is not a number"
-        raise ValueError(explain(f"{first} has 0 samples", why, "Leave empty batches out"))
+        why = "the mean loss of an empty batch is NaN"
+        raise ValueError(explain(f"{first} has 0 samples", why, "Remove empty batches"))
     for path, length in lengths.items():
         if length != size:
             raise ValueError(
                 explain(
                     f"{path} has {length} rows where {first} has {size}",
-                    "every tensor is cut along its first axis, so all must agree on it",
-                    "Pad it to one row a sample, wrap it in an object of your own to keep it whole, "
+                    "every tensor is split along its first axis, so all must have the same length",
+                    "Pad it to one row per sample, wrap it in an object of your own to repeat it in every micro-batch, "
                     "or give MicroBatching a split= function",
                 )
             )
@@ -164,11 +164,11 @@ def walk_leaves(value: Any, visit: Callable[[Any, str], Any], path: str) -> Any:
     """Rebuild ``value`` with every leaf replaced by ``visit(leaf, path)``; containers keep their type."""
     if isinstance(value, Tensor):
         if value.is_nested or value.is_sparse:
-            way_out = "Give MicroBatching a split= function of your own"
-            raise ValueError(explain(f"{path} is a nested or sparse tensor", "it has no rows to cut along", way_out))
+            way_out = "Give MicroBatching a split= function"
+            raise ValueError(explain(f"{path} is a nested or sparse tensor", "it has no rows to split", way_out))
         return visit(value, path)
     if isinstance(value, PackedSequence):
-        why = "its rows are time steps of all samples together"
+        why = "each of its rows holds a time step of all samples"
         raise ValueError(explain(f"{path} is a PackedSequence", why, "Pack inside the model, after the split"))
     if isinstance(value, Mapping):
         parts = {key: walk_leaves(item, visit, f"{path}[{key!r}]") for key, item in value.items()}
@@ -177,14 +177,14 @@ def walk_leaves(value: Any, visit: Callable[[Any, str], Any], path: str) -> Any:
         if value and all(_is_plain(item) for item in value):
             return visit(value, path)
         items = [walk_leaves(item, visit, f"{path}[{i}]") for i, item in enumerate(value)]
-        if hasattr(value, "_fields"):  # a named tuple takes its items one by one
+        if hasattr(value, "_fields"):  # a named tuple takes its items as separate arguments
             return type(value)(*items)
         return type(value)(items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         result = copy.copy(value)
         for field in dataclasses.fields(value):
             part = walk_leaves(getattr(value, field.name), visit, f"{path}.{field.name}")
-            object.__setattr__(result, field.name, part)  # also where the dataclass is frozen
+            object.__setattr__(result, field.name, part)  # also works for a frozen dataclass
         return result
     return visit(value, path)
 
@@ -192,7 +192,7 @@ def walk_leaves(value: Any, visit: Callable[[Any, str], Any], path: str) -> Any:
 def _with_items(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     if type(mapping) is dict:
         return items
-    result: Any = copy.copy(mapping)  # keeps the type and what else it carries
+    result: Any = copy.copy(mapping)  # keeps the type and other attributes
     try:
         for key, item in items.items():
             result[key] = item
@@ -202,7 +202,7 @@ def _with_items(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """A value that a collate function leaves in a list with one entry a sample."""
+    """Whether a collate function leaves this value in a list with one entry per sample."""
     return isinstance(value, str | bytes | int | float | complex) or (
         value is not None
         and not isinstance(value, Tensor | np.ndarray | Mapping | list | tuple)

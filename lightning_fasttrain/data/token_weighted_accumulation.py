@@ -1,4 +1,4 @@
-"""Gradient accumulation over batches in which every target counts the same, in the tail window too."""
+"""Gradient accumulation over batches in which every target has the same weight, also in an incomplete last window."""
 
 import math
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ from lightning_fasttrain.technique.predicted_step import PredictedStep
 
 
 class TokenWeightedAccumulation(Technique):
-    """Sum gradients over ``factor`` batches so that the step is that of their concatenation.
+    """Sum gradients over ``factor`` batches so that the step equals that of their concatenation.
 
     Lightning divides every batch's mean loss by the factor, which is wrong when batches hold different numbers of
     targets and when the last window of an epoch is short. Here batch k contributes c_k ℓ_k, and once the window is
@@ -42,14 +42,14 @@ class TokenWeightedAccumulation(Technique):
     sees the gradient. A checkpoint taken inside a window holds the gradient so far.
 
     Args:
-        factor: batches a window; or a schedule, ``{0: 1, 4: 8}``: from epoch (or optimizer step) 4 on, 8.
-        by: what the keys of a schedule are, ``"epoch"`` or ``"step"``. A new factor holds from the next window on.
+        factor: number of batches per window; or a schedule, ``{0: 1, 4: 8}``: from epoch (or optimizer step) 4 on, 8.
+        by: the unit of a schedule's keys, ``"epoch"`` or ``"step"``. A new factor applies from the next window on.
         count: as for :class:`~lightning_fasttrain.MicroBatching`; one given there serves both.
         check: as for :class:`~lightning_fasttrain.MicroBatching`.
 
     Raises:
-        TypeError, ValueError: a factor that is not a whole number of at least 1, or a schedule without key 0;
-            in ``fit``: accumulation is also asked for elsewhere.
+        TypeError, ValueError: a factor that is not an integer of at least 1, or a schedule without key 0; in ``fit``:
+            accumulation is also configured elsewhere.
 
     Example:
         >>> schedule = TokenWeightedAccumulation({0: 1, 100: 4}, by="step")
@@ -63,8 +63,8 @@ class TokenWeightedAccumulation(Technique):
 
     keeps_draws: ClassVar[bool] = False
     capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.SUMS_BATCHES})
-    effect: ClassVar[str] = "several batches a step, every target weighed the same"
-    when: ClassVar[str] = "batches that are summed hold different numbers of targets; not for a batch that fits"
+    effect: ClassVar[str] = "several batches per step, with the same weight for every target"
+    when: ClassVar[str] = "accumulated batches hold different numbers of targets; not for a batch that fits"
     in_a_loop: ClassVar[str] = "accumulate_window(step, batches)"
     predicted: ClassVar[bool] = True
 
@@ -77,10 +77,10 @@ class TokenWeightedAccumulation(Technique):
     ) -> None:
         schedule = dict(factor) if isinstance(factor, Mapping) else {0: factor}
         if 0 not in schedule:
-            raise ValueError(explain(f"factor={schedule}", "the schedule does not say how to begin", "Add a key 0"))
+            raise ValueError(explain(f"factor={schedule}", "the schedule has no first factor", "Add a key 0"))
         for start, value in schedule.items():
             if not isinstance(start, int) or start < 0:
-                raise ValueError(explain(f"factor={schedule}", f"{start!r} is no {by}", "Use whole numbers from 0"))
+                raise ValueError(explain(f"factor={schedule}", f"{start!r} is not a valid {by}", "Use integers from 0"))
             positive_int("factor", value)
         self.schedule = dict(sorted(schedule.items()))
         self.by = one_of("by", by, ("epoch", "step"))
@@ -89,11 +89,11 @@ class TokenWeightedAccumulation(Technique):
         self.found: LossSplit | None = None
         self.found_before: CountRule | None = None
         self.shared: SharedSplit | None = None
-        self.reference: Any = None  # keeps summed losses near their mean in size, for float16; cancels in the end
+        self.reference: Any = None  # scales summed losses near their mean, for float16; cancels out
         self._trainer: L.Trainer | None = None
         self._restored: dict[str, Any] | None = None
         self._factor = self._world_size = 1
-        self._asked_for = -1  # the batch that the answer below is about
+        self._asked_for = -1  # the batch of the cached answer below
         self._goes_on = False
         self._begin_window()
 
@@ -102,20 +102,20 @@ class TokenWeightedAccumulation(Technique):
         self._targets: Number = 0
 
     def factor_at(self, when: int) -> int:
-        """The factor at an epoch or optimizer step, whichever the schedule is by."""
+        """Return the factor at an epoch or optimizer step, depending on the schedule's unit."""
         return [factor for start, factor in self.schedule.items() if start <= when][-1]
 
     def factor_in(self, epoch: int, step: int) -> int:
-        """The factor of a window that begins in an epoch, at an optimizer step."""
+        """Return the factor of a window that begins in an epoch, at an optimizer step."""
         return self.factor_at(epoch if self.by == "epoch" else step)
 
     def count_windows(self, batches: int, epoch: int, before: int) -> int:
-        """The windows of an epoch, each an optimizer step; the last may be short.
+        """Return the number of windows of an epoch, each an optimizer step; the last may be short.
 
         Args:
-            batches: of the epoch.
-            epoch: its number.
-            before: the optimizer steps before it.
+            batches: number of batches in the epoch.
+            epoch: the epoch's index.
+            before: number of optimizer steps before it.
 
         Example:
             >>> TokenWeightedAccumulation({0: 1, 3: 4}, by="step").count_windows(12, epoch=0, before=0)
@@ -130,18 +130,18 @@ class TokenWeightedAccumulation(Technique):
         return windows
 
     def _stays_from(self, step: int) -> bool:
-        """Whether the factor is the same from there to the end of an epoch."""
+        """Whether the factor is constant from this step to the end of an epoch."""
         return self.by == "epoch" or step >= max(self.schedule)
 
     @classmethod
     def why_not(cls, facts: Facts) -> str | None:
         if facts.accumulates == 1 and facts.devices == 1:
-            return "a step is one batch on one device, whose targets weigh the same"
+            return "a step is one batch on one device, whose targets already have the same weight"
         return None
 
     def took_hold(self, model: nn.Module) -> str:
         factors = sorted(set(self.schedule.values()))
-        return f"every target of {' or '.join(map(str, factors))} batches weighs the same in a step"
+        return f"every target of {' or '.join(map(str, factors))} batches has the same weight in a step"
 
     def predict(self, step: PredictedStep) -> None:
         step.window = max(self.schedule.values())
@@ -153,7 +153,7 @@ class TokenWeightedAccumulation(Technique):
         if trainer.accumulate_grad_batches != 1 or others:
             other = others[0] if others else f"accumulate_grad_batches={trainer.accumulate_grad_batches}"
             what = f"TokenWeightedAccumulation with {other}"
-            raise ValueError(explain(what, "two would decide when to step", "Leave the other one out"))
+            raise ValueError(explain(what, "both would decide when to step", "Remove the other one"))
         self._trainer = trainer
         self._world_size = trainer.world_size
         self._asked_for = -1
@@ -163,7 +163,7 @@ class TokenWeightedAccumulation(Technique):
         zero_grad = pl_module.optimizer_zero_grad
 
         def optimizer_zero_grad(epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
-            if self._batches == 0:  # Lightning counts windows by batch_idx, which a schedule by step does not follow
+            if self._batches == 0:  # Lightning counts windows by batch_idx, unlike a schedule by step
                 zero_grad(epoch, batch_idx, optimizer)
 
         restore_zero_grad = patch(pl_module, "optimizer_zero_grad", optimizer_zero_grad)
@@ -184,11 +184,11 @@ class TokenWeightedAccumulation(Technique):
         return self.factor_in(self._trainer.current_epoch, self._trainer.fit_loop.epoch_loop.global_step)
 
     def _window_goes_on(self) -> bool:
-        """Lightning's question, asked before, during and after the step of a batch: does the window go on after it?"""
+        """Whether the window continues after this batch; Lightning asks before, during and after its step."""
         assert self._trainer is not None
         loop = self._trainer.fit_loop.epoch_loop
         batch = loop.batch_progress.total.ready
-        # One answer a batch: `add`, between two questions about it, changes what the answer is made of.
+        # One answer per batch: `add` runs between two of these questions and changes the state that determines it.
         if batch != self._asked_for:
             self._asked_for = batch
             if self._batches == 0:
@@ -198,36 +198,36 @@ class TokenWeightedAccumulation(Technique):
 
     @property
     def holds_one_batch(self) -> bool:
-        """Whether windows are one batch on one rank: then its weight cancels."""
+        """Whether windows are one batch on one rank, so that its weight cancels."""
         return not self._window_goes_on() and self._factor == self._world_size == 1
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Hook: before the batch is run; a window begins without gradients."""
+        """Hook: called before the batch is run; a window begins without gradients."""
         # Lightning zeroes at multiples of the factor, counted from the start of the epoch; windows may begin elsewhere.
         if not self.holds_one_batch and self._batches == 0:
             for optimizer in trainer.optimizers:
                 optimizer.zero_grad(set_to_none=True)
 
     def take_reference(self, trainer: L.Trainer, size: Number) -> None:
-        """Called by the closure before each batch; the first of a run gives the size of sums."""
+        """Set the scale of summed losses; called by the closure before each batch, effective for the first of a run."""
         if self.reference is None:
             here = torch.as_tensor(size, dtype=torch.float32, device=trainer.strategy.root_device)
-            mean = float(trainer.strategy.reduce(here, reduce_op="mean"))  # waits for the device, once a run
-            # The first batch may count nothing, and all is divided by it.
+            mean = float(trainer.strategy.reduce(here, reduce_op="mean"))  # synchronizes the device, once a run
+            # The first batch may have no targets, and it is a divisor.
             self.reference = mean if mean > 0 else 1.0
 
     def add(self, targets: Number, optimizer: Optimizer) -> None:
-        """Called by the closure after each batch: count it, and finish the gradient if the window is full."""
+        """Count a batch after it was run, and finish the gradient if the window is full; called by the closure."""
         assert self._trainer is not None
         self._targets = self._targets + targets
         self._batches += 1
         if self._window_goes_on():
             return
         if self.found is not None and self.found.is_sum:
-            self._targets = 1 / self._trainer.world_size  # of the mean over ranks, the sum
-        elif self._trainer.world_size > 1:  # DDP's gradients are means over ranks, so the mean of the counts divides
+            self._targets = 1 / self._trainer.world_size  # turns the mean over ranks into a sum
+        elif self._trainer.world_size > 1:  # DDP averages gradients, so the mean count divides
             strategy = self._trainer.strategy
             targets = torch.as_tensor(self._targets, dtype=torch.float32, device=strategy.root_device)
             self._targets = strategy.reduce(targets, reduce_op="mean")
@@ -235,7 +235,7 @@ class TokenWeightedAccumulation(Technique):
         self._begin_window()
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Hook: inside a window, the gradient so far belongs to the checkpoint (means over ranks, as DDP will take)."""
+        """Hook: save the gradient so far inside a window (averaged over ranks, as DDP will do)."""
 
         def mean(value: Number) -> Tensor:
             # A copy, since Lightning reduces in place.
@@ -244,7 +244,7 @@ class TokenWeightedAccumulation(Technique):
                 value = trainer.strategy.reduce(value.float(), reduce_op="mean")
             return value.cpu()
 
-        # Where a strategy holds the gradient in pieces, or other ranks may not come to take its mean, it is not saved:
+        # It is not saved where a strategy shards the gradient, or where other ranks may not take part in averaging it:
         # after a resume the window starts over.
         alone = trainer.interrupted and trainer.world_size > 1
         batches = 0 if alone or own_scaling(trainer.strategy) else self._batches
@@ -260,12 +260,12 @@ class TokenWeightedAccumulation(Technique):
         checkpoint["TokenWeightedAccumulation"] = state
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Hook: the gradients follow in ``on_train_start``, when the model is on its device."""
+        """Hook: gradients are restored in ``on_train_start``, when the model is on its device."""
         self._restored = checkpoint.get("TokenWeightedAccumulation")
         self.found_before = rule_in(self._restored or {})
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook: after Lightning's own ``zero_grad`` at the start of a run."""
+        """Hook: called after Lightning's own ``zero_grad`` at the start of a run."""
         state, self._restored = self._restored, None
         if state is not None:
             self.reference, self._batches, self._factor = state["reference"], state["batches"], state["factor"]
@@ -273,6 +273,6 @@ class TokenWeightedAccumulation(Technique):
             parameters = dict(pl_module.named_parameters())
             for name, grad in state.get("grads", {}).items():
                 parameters[name].grad = grad.to(parameters[name])
-        # Lightning asks about the last batch of an interrupted run before it takes the next.
+        # Lightning asks about the last batch of an interrupted run before it fetches the next.
         self._asked_for = trainer.fit_loop.epoch_loop.batch_progress.total.ready
         self._goes_on = self._batches > 0

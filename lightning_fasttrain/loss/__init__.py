@@ -1,6 +1,4 @@
-"""Tensors in, scalar out.
-
-Logits of a few tokens are there at a time, never all.
+"""Loss functions and techniques that compute the logits of a few tokens at a time.
 
 From the bottom up: ``_chunks``, ``_counted_positions``, ``deferred_logits``, ``linear_cross_entropy``,
 ``linear_kl_divergence``, ``_module_io``, ``_watched_logits``, ``fused_loss_head``, ``_teacher``, ``_distiller``,

@@ -1,4 +1,4 @@
-"""Which positions a mean loss averages over, read from what a step and its model were given."""
+"""Find the positions that a mean loss averages over, from the inputs of a step and its model."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -14,24 +14,24 @@ IGNORED = -100
 
 
 def masks_in(batch: Any, arguments: Mapping[str, Any], model: nn.Module) -> Iterator[Tensor]:
-    """What there is to tell the positions that count, as booleans, the best first.
+    """Yield masks of the counted positions, as booleans, the most reliable first.
 
     Args:
-        batch: what the step was given.
-        arguments: what ``model`` was given, by name.
-        model: the one that made the logits.
+        batch: the input of the step.
+        arguments: the inputs of ``model``, by name.
+        model: the model that computed the logits.
     """
-    # Hugging Face's models are known by `can_generate`; others may have a `config` that means something else.
+    # Hugging Face's models are recognized by `can_generate`; others may have a `config` with another meaning.
     config = getattr(model, "config", None) if hasattr(type(model), "can_generate") else None
-    # With an encoder too, models shift the decoder's inputs, and labels stay in their places.
+    # Encoder-decoder models shift the decoder's inputs and leave labels unshifted.
     one_sided = config is not None and not getattr(config, "is_encoder_decoder", False)
-    # Their loss takes these as they are, and then does not look at `labels`.
+    # Their loss uses these unchanged, and then ignores `labels`.
     if is_integer(shifted := arguments.get("shift_labels")):
         yield shifted != IGNORED
     for name in LABELS:
         labels: Any = arguments.get(name)
         if is_integer(labels):
-            # Hugging Face's causal models predict the next label at each position, and nothing at the last.
+            # Hugging Face's causal models predict the next label at each position, and none at the last.
             if one_sided and type(model).can_generate():  # type: ignore[attr-defined]
                 labels = F.pad(labels[..., 1:], (0, 1), value=IGNORED)
             yield labels != IGNORED
@@ -45,19 +45,19 @@ def masks_in(batch: Any, arguments: Mapping[str, Any], model: nn.Module) -> Iter
 
 
 def of_logits(masks: Iterable[Tensor], shape: torch.Size) -> tuple[Tensor | None, bool]:
-    """The first of the ``masks`` that fits logits of this shape, and whether their classes are the second axis.
+    """Return the first of the ``masks`` that fits logits of this shape, and whether their classes are the second axis.
 
-    They are the last, (..., V), unless the mask tells that they are (B, V, ...), as ``cross_entropy`` has it.
+    Classes are the last axis, (..., V), unless the mask shows that logits are (B, V, ...), as in ``cross_entropy``.
     """
     for mask in masks:
         if mask.shape == shape[:-1]:
             return mask, False
         if mask.shape == (*shape[:1], *shape[2:]):
             return mask, True
-        note_once(f"distillation: labels or mask {tuple(mask.shape)} say nothing about logits {tuple(shape)}")
+        note_once(f"distillation: labels or mask {tuple(mask.shape)} do not fit logits {tuple(shape)}")
     return None, False
 
 
 def of_feature(masks: Iterable[Tensor], shape: torch.Size) -> Tensor | None:
-    """The first of the ``masks`` whose axes are the first ones of this shape."""
+    """Return the first of the ``masks`` whose axes are the leading ones of this shape."""
     return next((mask for mask in masks if mask.ndim < len(shape) and mask.shape == shape[: mask.ndim]), None)

@@ -1,4 +1,4 @@
-"""Student and teacher held together, and steps that learn from both."""
+"""A student and its teacher, and training steps that learn from both."""
 
 import copy
 import inspect
@@ -33,10 +33,10 @@ _HEAD = "the head"
 
 
 class Distiller:
-    """A function of steps: ``step = distil(step)``. Its arguments: see :func:`~lightning_fasttrain.loss.distil_into`.
+    """Wraps steps: ``step = distil(step)``. For its arguments see :func:`~lightning_fasttrain.loss.distil_into`.
 
     Attributes:
-        parts: the last step's ``own`` loss, ``kl`` (with T²) and ``features``, detached; what there was of them.
+        parts: the last step's ``own`` loss, ``kl`` (with T²) and ``features``, detached, as far as they were computed.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Distiller:
         if teacher_head is None and head in dict(teacher.named_modules()):
             teacher_head = head
         modules = {name: module_named(student, name, "features") for name in self.pairs}
-        # Of the class: a wrapper on the instance has no names.
+        # From the class, since a wrapper on the instance has no argument names.
         self.names = list(inspect.signature(type(student).forward).parameters)[1:]
         self.listening, self.seen = False, Seen()
         self.calls: list[_Call] = []
@@ -76,21 +76,21 @@ class Distiller:
                 _refuse_other_classes(self.head, self.teacher.head)
             for name, module in modules.items():
                 undo.callback(Tap(module, name, self.seen).install())
-            # Last, so outside of a tap on the student itself, which only looks while this one runs it.
+            # Last, so outside of a tap on the student itself, which only records while this wrapper runs it.
             undo.callback(Student(student, self).install())
             self.undo_all = undo.pop_all()
 
     def undo(self) -> None:
         self.undo_all.close()
 
-    def __getstate__(self) -> dict[str, Any]:  # a copy undoes nothing of the original's
+    def __getstate__(self) -> dict[str, Any]:  # undoing a copy must not change the original
         return {**self.__dict__, "undo_all": ExitStack(), "calls": [], "listening": False, "parts": {}}
 
     def __call__(self, step: Callable[..., Any]) -> "DistilledStep":
         return DistilledStep(self, step)
 
     def run_student(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The student's forward inside a step. The teacher goes first, while there are no activations in memory."""
+        """Run the student's forward inside a step, after the teacher's, while no activations are in memory."""
         device = next((p.device for p in self.student.parameters()), torch.device("cpu"))
         call = _Call({**dict(zip(self.names, args, strict=False)), **kwargs}, autocast_dtype(device))
         call.logits, call.features = self.teacher.run(args, kwargs, device)
@@ -100,20 +100,20 @@ class Distiller:
         return call.output
 
     def mix(self, own: Tensor, batch: Any) -> Tensor:
-        """The loss of a step, in which the student was called."""
+        """Return the mixed loss of a step in which the student was called."""
         if len(self.calls) != 1:
             what = f"the step called {type(self.student).__name__} {len(self.calls)} times with gradients"
-            way_out = "Name with student= the module whose output is compared, and call it once"
+            way_out = "Use student= to name the module whose output is compared, and call it once"
             raise RuntimeError(explain(what, "the teacher is compared with one call a step", way_out))
         call = self.calls[0]
-        # A list, since the logits and each feature begin at its first.
+        # A list, since the logits and each feature start at its first element.
         masks = list(masks_in(batch, call.arguments, self.student)) if self.mask is None else [self.mask(batch)]
         loss = (1 - self.alpha) * own
         self.parts = {"own": own.detach()}
         if self.alpha > 0:
             kl = self._divergence(call, masks)
             loss, self.parts["kl"] = loss + self.alpha * kl, kl.detach()
-        elif not self.pairs:  # nothing is learnt, but how far it is can be watched
+        elif not self.pairs:  # nothing is learned, but the divergence is reported
             with torch.no_grad():
                 self.parts["kl"] = self._divergence(call, masks)
         if self.pairs:
@@ -126,21 +126,21 @@ class Distiller:
         teacher = call.logits
         if student is None or teacher is None:
             whose, module = ("student", self.student) if student is None else ("teacher", self.teacher.module)
-            why = "they are looked for in its output: itself, its 'logits', or the first of a tuple"
-            way_out = "Name the layer that makes them with head=, or use alpha=0 and features="
+            why = "they must be its output: itself, its 'logits', or the first of a tuple"
+            way_out = "Use head= to name the layer that computes them, or use alpha=0 and features="
             raise TypeError(explain(f"{type(module).__name__}, the {whose}, returned no logits", why, way_out))
         shape = torch.Size((*student.hidden.shape[:-1], student.classes))
         mask, classes_second = of_logits(masks, shape)
         if self.mask is not None and mask is None:
             what = f"mask= returned {tuple(masks[0].shape)} for logits {tuple(shape)}"
-            raise ValueError(explain(what, "it says of each position whether it counts", "Return one boolean for each"))
+            raise ValueError(explain(what, "expected one boolean per position", "Return a mask of that shape"))
         if classes_second and student.weight is teacher.weight is None:
             student, teacher = (one._replace(hidden=one.hidden.movedim(1, -1)) for one in (student, teacher))
         return divergence(student, teacher, temperature=self.temperature, mask=mask)
 
     def _linear_head(self) -> nn.Module | None:
         head = self.head
-        if head is None:  # one that was fused by name, perhaps
+        if head is None:  # possibly one that was fused by name
             fused = [module for module in self.student.modules() if wrapper_on(module, FusedHead)]
             head = fused[0] if len(fused) == 1 else None
         # bitsandbytes' layers are subclasses of nn.Linear, torchao's and sharded weights are subclasses of Tensor.
@@ -151,32 +151,32 @@ class Distiller:
         to = self.pairs[name]
         ours, theirs = feature_in(self.seen.at.get(name, (None, None))[1]), call.features.get(to)
         if ours is None or theirs is None:
-            why = "it was not called by its model, or returned none first"
+            why = "it was not called by its model, or its first output is not a tensor"
             way_out = "Name a layer that returns its hidden states"
             raise TypeError(explain(f"features: '{name if ours is None else to}' gave no tensor", why, way_out))
         mask = of_feature(masks, ours.shape)
         if name in self.projected:
-            # The model's copy, which its optimizer trains; the one in `features` stays as it was given.
+            # The model's copy, which its optimizer trains; the module in `features` stays unchanged.
             projection = self.model.get_submodule(f"{PROJECTIONS}.{projection_key(name)}")
             dtype = next((p.dtype for p in projection.parameters()), ours.dtype)
-            ours = projection(ours.to(dtype))  # outside of autocast, layers take their own dtype alone
+            ours = projection(ours.to(dtype))  # outside autocast, layers accept only their own dtype
         if ours.shape != theirs.shape:
             wide = f"nn.Linear({ours.shape[-1]}, {theirs.shape[-1]})"
             what = f"features: '{name}' {tuple(ours.shape)} and the teacher's '{to}' {tuple(theirs.shape)}"
-            way_out = f"Give a module that maps one onto the other, which is learnt: {{'{name}': ('{to}', {wide})}}"
-            raise ValueError(explain(what, "hidden states are compared number by number", way_out))
-        # The square of 256 is beyond float16, and bfloat16 keeps three digits of a difference.
+            way_out = f"Give a module that maps one onto the other, which is trained: {{'{name}': ('{to}', {wide})}}"
+            raise ValueError(explain(what, "hidden states are compared element by element", way_out))
+        # The square of 256 exceeds float16, and bfloat16 keeps three digits of a difference.
         wide_enough = torch.promote_types(ours.dtype, torch.float32)
         distance = (ours.to(wide_enough) - theirs.to(wide_enough)).square()
         if mask is None:
             return distance.mean()
         distance = distance.flatten(mask.ndim).mean(dim=-1)
         # Not a product with the mask: NaN · 0 is NaN.
-        return torch.where(mask, distance, 0).sum() / mask.sum().clamp(min=1)  # a part of a batch may have none
+        return torch.where(mask, distance, 0).sum() / mask.sum().clamp(min=1)  # a micro-batch may have none
 
 
 class _Call:
-    """One call of the student, and what the teacher has to say to it."""
+    """One call of the student, and the teacher's output for it."""
 
     output: Any
     logits: LogitsOf | None
@@ -187,7 +187,7 @@ class _Call:
 
 
 class Student(WrappedForward):
-    """The student's forward: inside a step, with gradients, its teacher is asked too."""
+    """The student's forward: inside a step, with gradients, it also runs the teacher."""
 
     def __init__(self, module: nn.Module, distiller: Distiller) -> None:
         super().__init__(module)
@@ -200,13 +200,13 @@ class Student(WrappedForward):
 
 
 class DistilledStep:
-    """A step whose loss is mixed with what the teacher says.
+    """A step whose loss is mixed with the divergence from the teacher.
 
-    An object, not a closure, so that a copy of a model whose step it is trains itself and not the original.
+    An object rather than a closure, so that a copy of a model with this step trains the copy and not the original.
     """
 
     def __init__(self, distiller: Distiller, step: Callable[..., Any]) -> None:
-        self.distiller, self.__wrapped__ = distiller, step  # by this name, inspect finds the signature
+        self.distiller, self.__wrapped__ = distiller, step  # inspect reads the signature from this name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         distiller = self.distiller
@@ -215,14 +215,14 @@ class DistilledStep:
         distiller.listening = True
         try:
             output = self.__wrapped__(*args, **kwargs)
-            distiller.listening = False  # if mask= calls the student, that is no call of the step
-            if output is None:  # the step is left out
+            distiller.listening = False  # a call of the student by mask= does not count
+            if output is None:  # the step is skipped
                 return None
             loss = distiller.mix(_loss_in(output), next(iter((*args, *kwargs.values())), None))
         finally:
             distiller.listening = False
             distiller.calls.clear()
-            distiller.seen.clear()  # nothing holds on to the graph
+            distiller.seen.clear()  # releases the graph
         return _with_loss(output, loss)
 
 
@@ -232,7 +232,7 @@ def _loss_in(output: Any) -> Tensor:
     else:
         loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
     if not isinstance(loss, Tensor):
-        why = "its loss is mixed with the teacher's, and there is no loss tensor in it"
+        why = "its loss is mixed with the teacher's, but it holds no loss tensor"
         way_out = "Return the loss, or a dict with a 'loss'"
         raise TypeError(explain(f"the step returned {type(output).__name__}", why, way_out))
     return loss
@@ -241,7 +241,7 @@ def _loss_in(output: Any) -> Tensor:
 def _with_loss(output: Any, loss: Tensor) -> Any:
     if isinstance(output, Tensor):
         return loss
-    output = copy.copy(output)  # the step may hold on to what it returned
+    output = copy.copy(output)  # the step may keep a reference to its output
     if isinstance(output, Mapping):
         output["loss"] = loss  # type: ignore[index]
     else:
@@ -250,7 +250,7 @@ def _with_loss(output: Any, loss: Tensor) -> Any:
 
 
 def projection_key(name: str) -> str:
-    """What the projection of a feature is called among the model's modules, whose names have no dots."""
+    """Return the name of a feature's projection among the model's modules, without dots."""
     return name.replace(".", "/") or "output"
 
 
@@ -262,8 +262,8 @@ def _refuse_a_trained_teacher(model: nn.Module, teacher: nn.Module) -> None:
             explain(
                 f"the teacher, a {type(teacher).__name__}, is part of the model"
                 + (f": they share '{shared[0]}'" if shared else ""),
-                "it would change while it teaches, or be in checkpoints, the optimizer and DDP",
-                "Give it to Distillation alone, not to the module; to learn from itself, copy.deepcopy(model)",
+                "it would change during training, and be part of checkpoints, the optimizer and DDP",
+                "Pass it to Distillation only, not to the module; for self-distillation, use copy.deepcopy(model)",
             )
         )
 
@@ -273,5 +273,5 @@ def _refuse_other_classes(head: nn.Module | None, teacher_head: nn.Module | None
         ours, theirs = head.out_features, teacher_head.out_features
         if ours != theirs:
             why = "their probabilities are compared class by class"
-            way_out = "Bring them to one vocabulary; where only its padding differs, resize_token_embeddings does it"
+            way_out = "Use the same vocabulary; if only its padding differs, call resize_token_embeddings"
             raise ValueError(explain(f"the student has {ours} classes, the teacher {theirs}", why, way_out))

@@ -1,4 +1,4 @@
-"""Names in a model, and what goes in and out of its modules."""
+"""Look up modules by name, and record their inputs and outputs."""
 
 import difflib
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ PROJECTIONS = "distillation_projections"
 
 
 class Seen:
-    """What taps have seen of one forward: module's name → (first input, output)."""
+    """Records of one forward: module's name → (first input, output)."""
 
     def __init__(self) -> None:
         self.open = False
@@ -35,13 +35,13 @@ class Seen:
 
     @contextmanager
     def hook(self, module: nn.Module | None, name: str) -> Iterator[None]:
-        """Within it, a module is seen from the outside of whatever stands, or will be put, in place of its forward."""
+        """Record a module in the context, outside of whatever replaces its forward now or later."""
         if module is None:
             yield
             return
 
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            if "then" not in kwargs:  # with it, a fused head computes its loss
+            if "then" not in kwargs:  # such a call is a fused head computing its loss
                 self.at[name] = (next(iter(args), None), output)
 
         handle = module.register_forward_hook(note, with_kwargs=True)
@@ -53,12 +53,12 @@ class Seen:
     def clear(self) -> None:
         self.at = {}
 
-    def __getstate__(self) -> dict[str, Any]:  # activations are not for copies
+    def __getstate__(self) -> dict[str, Any]:  # copies do not keep activations
         return {"open": False, "at": {}}
 
 
 class Tap(WrappedForward):
-    """Notes what goes in and out of a module, when that is asked for; of several calls, the last."""
+    """Records a module's input and output while requested; of several calls, the last."""
 
     def __init__(self, module: nn.Module, name: str, seen: Seen) -> None:
         super().__init__(module)
@@ -72,46 +72,46 @@ class Tap(WrappedForward):
 
 
 def module_named(model: nn.Module, name: str, argument: str) -> nn.Module:
-    """The module of this name; ``argument`` is what the error calls it.
+    """Return the module of this name; ``argument`` is the argument that an error names.
 
     Raises:
-        ValueError: there is none; the message lists near ones.
+        ValueError: there is no such module; the message lists similar names.
     """
     modules = dict(model.named_modules())
     if name not in modules:
         near = difflib.get_close_matches(name, modules, n=4, cutoff=0.3) or [key for key in modules if key][:4]
-        way_out = f"Near it are {', '.join(map(repr, near)) or 'none'}"
-        raise ValueError(explain(f"{argument}={name!r} in {type(model).__name__}", "there is no such module", way_out))
+        way_out = f"Similar names are {', '.join(map(repr, near)) or 'none'}"
+        raise ValueError(explain(f"{argument}={name!r} in {type(model).__name__}", "no such module", way_out))
     return modules[name]
 
 
 def student_of(model: nn.Module, name: str | None) -> nn.Module:
-    """The module of ``model`` whose output is compared with the teacher's."""
+    """Return the module of ``model`` whose output is compared with the teacher's."""
     if name is not None:
         return module_named(model, name, "student")
     told = keep_outermost({key: m for key, m in model.named_modules() if hasattr(type(m), "get_output_embeddings")})
     if len(told) > 1:
         what = f"{type(model).__name__} holds several models: {', '.join(map(repr, told))}"
-        raise ValueError(explain(what, "one of them is compared with the teacher", "Say which: student='...'"))
+        raise ValueError(explain(what, "only one of them can be compared with the teacher", "Name it: student='...'"))
     if told:
         return next(iter(told.values()))
     if isinstance(model, L.LightningModule):
         children = [m for key, m in model.named_children() if key != PROJECTIONS and has_parameters(m)]
-        # Containers have no forward that a step could call.
+        # Containers have no forward for a step to call.
         if len(children) == 1 and type(children[0]) not in (nn.ModuleList, nn.ModuleDict):
             return children[0]
     return model
 
 
 def head_of(model: nn.Module, name: str | None, argument: str) -> nn.Module | None:
-    """The layer that makes the logits: by name, or as Hugging Face's models tell it; None if nobody says."""
+    """Return the layer that computes the logits: by name, or as Hugging Face's models define it; None if unknown."""
     if name is not None:
         return module_named(model, name, argument)
     return next(iter(told_heads(model)), None)
 
 
 def logits_in(output: Any) -> Any:
-    """The logits in what a model returned: itself, its ``logits``, or the first of a tuple that has axes; or None."""
+    """Return the logits in a model's output: itself, its ``logits``, or a tuple's first tensor with axes; or None."""
     if isinstance(output, Mapping):
         return output.get("logits")
     if isinstance(output, list | tuple):
@@ -122,7 +122,7 @@ def logits_in(output: Any) -> Any:
 
 
 def feature_in(output: Any) -> Tensor | None:
-    """The hidden states in what a layer returned: itself, or the first tensor of a tuple or mapping."""
+    """Return the hidden states in a layer's output: itself, or the first tensor of a tuple or mapping."""
     if isinstance(output, Tensor):
         return output
     if isinstance(output, Mapping):
@@ -134,13 +134,13 @@ def feature_in(output: Any) -> Tensor | None:
 def logits_of(
     output: Any, head: nn.Module | None, tapped: tuple[Any, Any] | None, autocast: torch.dtype | None
 ) -> LogitsOf | None:
-    """The logits that a model returned, made of the inputs of its head where that is known to be the same.
+    """Return the logits of a model's output, expressed by the inputs of its head where that is known to be equal.
 
     Args:
-        output: what the model returned. Where there are no logits in it, they are what its head returned.
-        head: the layer that made them, if it is a plain linear one.
+        output: the model's output. If it contains no logits, the head's output is used.
+        head: the layer that computed them, if it is a plain linear one.
         tapped: first input and output of ``head``.
-        autocast: in which the model was run.
+        autocast: the autocast dtype in which the model was run.
     """
     logits = logits_in(output)
     hidden, made = tapped or (None, None)
@@ -150,12 +150,12 @@ def logits_of(
         # They are cap · tanh(factor · (W h + b) + added); LogitsOf are cap · tanh((W h + b) / cap).
         hidden, cap, added = logits.hidden, logits.cap, logits.bias
         factor = logits.factor if cap is None else logits.factor * cap
-    elif logits is not made or not isinstance(hidden, Tensor):  # something was done to them since
+    elif logits is not made or not isinstance(hidden, Tensor):  # they were modified afterwards
         return LogitsOf(logits) if isinstance(logits, Tensor) else None
-    if not isinstance(head, nn.Linear):  # without its weight, deferred logits cannot be made
+    if not isinstance(head, nn.Linear):  # deferred logits need its weight
         return LogitsOf(logits) if isinstance(logits, Tensor) else None
     bias: Tensor | None = head.bias
-    if factor != 1:  # of D numbers a token, not of V
+    if factor != 1:  # on D values per token instead of V
         hidden, bias = hidden * factor, None if bias is None else bias * factor
     if added is not None:
         added = (added if cap is None else added * cap).to(head.weight.dtype)

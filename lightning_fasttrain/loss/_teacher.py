@@ -1,4 +1,4 @@
-"""The teacher of a distillation: run beside the student, and no part of it."""
+"""The teacher of a distillation, which runs beside the student and is not part of it."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -24,12 +24,12 @@ _HEAD = "the head"
 
 
 def load_teacher(teacher: AnyTeacher, student: nn.Module) -> nn.Module:
-    """The teacher itself; of a path or a function what it gives, without drawing the run's random numbers."""
+    """Load the teacher from a module, a path or a function, without drawing from the run's random state."""
     if isinstance(teacher, nn.Module):
         return teacher
-    # To fork the generators of GPUs would start CUDA where nobody has used it yet.
+    # Forking GPU generators would initialize CUDA where it has not been used yet.
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    # Sharded strategies build the student where there is no memory; of the teacher nobody would fill it in.
+    # Sharded strategies build the student on the meta device, where a teacher would never be materialized.
     with torch.random.fork_rng(list(devices)), torch.device("cpu"):
         made = teacher() if callable(teacher) else _from_directory(Path(teacher), student)
     if not isinstance(made, nn.Module):
@@ -40,23 +40,23 @@ def load_teacher(teacher: AnyTeacher, student: nn.Module) -> nn.Module:
 
 def _from_directory(path: Path, student: nn.Module) -> nn.Module:
     if not path.is_dir():
-        why = "there is no such directory"
-        raise ValueError(explain(f"teacher={str(path)!r}", why, "Give one that save_pretrained wrote"))
+        why = "no such directory"
+        raise ValueError(explain(f"teacher={str(path)!r}", why, "Give a directory that save_pretrained wrote"))
     if not any(path.glob("*.safetensors")):
-        why = "there is no safetensors file in it, and pickles are not opened"
+        why = "it contains no safetensors file, and pickles are not opened"
         raise ValueError(explain(f"teacher={str(path)!r}", why, "Save it with model.save_pretrained(directory)"))
     transformers = require("transformers", extra="finetune")
     config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    for name in dir(transformers):  # the same task as the student's, whatever the architecture
+    for name in dir(transformers):  # the same task as the student's, for any architecture
         models = getattr(getattr(transformers, name), "_model_mapping", None) if name.startswith("AutoModel") else None
         if models is None or type(config) not in models or not _lists(models, student):
             continue
         auto = getattr(transformers, name)
-        # Of a directory only tensors and settings are read: no pickle, no code in it, nothing from the net.
+        # Only tensors and settings are read from a directory: no pickle, no code, and nothing from the network.
         options = {"use_safetensors": True, "local_files_only": True, "trust_remote_code": False, "dtype": "auto"}
         return auto.from_pretrained(path, config=config, **options)
-    why = f"no task of Hugging Face's has both that class and a {type(config).__name__}"
-    way_out = "Give the teacher as a module, or a function that makes it"
+    why = f"no Hugging Face task supports both that class and a {type(config).__name__}"
+    way_out = "Give the teacher as a module, or a function that creates it"
     raise ValueError(explain(f"teacher={str(path)!r} for {type(student).__name__}", why, way_out))
 
 
@@ -69,7 +69,7 @@ def _lists(models: Any, student: nn.Module) -> bool:
 
 
 class _Deferring(WrappedForward):
-    """The teacher's head, which need not make its logits while it teaches."""
+    """The teacher's head, which need not compute its logits during a step."""
 
     module: nn.Linear
 
@@ -78,7 +78,7 @@ class _Deferring(WrappedForward):
         self.seen, self.on = seen, True
 
     def __call__(self, input: Tensor) -> Tensor | DeferredLogits:
-        # Beside run() it is anybody's model. The compiler knows no deferred logits, and a loss made of them
+        # Outside of run() it is an ordinary model. The compiler does not support deferred logits, and a loss of them
         # multiplies by the weight itself, so that must be a plain tensor.
         if (
             not (self.on and self.seen.open)
@@ -87,35 +87,35 @@ class _Deferring(WrappedForward):
         ):
             return self.inner(input)
         dtype = autocast_dtype(input.device) or input.dtype
-        # A loss of the teacher's own, which Hugging Face's compute where there are labels, is nobody's business.
+        # A loss of the teacher's own, which Hugging Face's models compute from labels, is not used.
         return DeferredLogits(input, self.module.out_features, dtype, lambda *_, **__: input.new_zeros(()))
 
 
 class Teacher:
-    """A module that is run in eval, without a graph, on the student's device.
+    """A module that runs in eval mode, without a graph, on the student's device.
 
-    What is done to it is undone: it goes back to where it was, into the modes it was in.
+    Changes to it are undone: its device and its modes are restored.
     """
 
     def __init__(self, module: nn.Module, head: str | None, features: Iterable[str]) -> None:
         self.module, self.seen, self.undo_all = module, Seen(), ExitStack()
         self.head = head_of(module, head, "teacher_head")
         taps = [Tap(module_named(module, name, "features"), name, self.seen) for name in features]
-        wants_logits = any(tap.module in (self.head, module) for tap in taps)  # as a feature, which is a tensor
+        wants_logits = any(tap.module in (self.head, module) for tap in taps)  # a feature must be a tensor
         self.deferring: _Deferring | None = None
         if type(self.head) is nn.Linear and not wants_logits:
             self.deferring = _Deferring(self.head, self.seen)
         if self.deferring is not None:
             self.undo_all.callback(self.deferring.install())
-            # Made after the line above, so that it stands on top and notes the deferred logits.
+            # Created after the line above, so that it is outermost and records the deferred logits.
             taps.append(Tap(self.deferring.module, _HEAD, self.seen))
         for tap in taps:
             self.undo_all.callback(tap.install())
         for one in module.modules():
-            # One by one: train() would wake modules that were in eval before.
+            # One by one, since train() would also switch modules that were in eval mode before.
             self.undo_all.callback(setattr, one, "training", one.training)
             config = getattr(one, "config", None)
-            if getattr(config, "use_cache", False) is True:  # keys and values of every layer, for nobody
+            if getattr(config, "use_cache", False) is True:  # keys and values of every layer would be unused
                 self.undo_all.callback(patch(config, "use_cache", False))
         module.eval()
         tensors = [*module.parameters(), *module.buffers()]
@@ -123,7 +123,7 @@ class Teacher:
         self.dtype = next((x.dtype for x in tensors if x.is_floating_point()), None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Teacher":
-        return self  # nothing changes it, so a copy of the student has the same one
+        return self  # it does not change, so copies of the student share it
 
     def undo(self) -> None:
         self.undo_all.close()
@@ -138,10 +138,10 @@ class Teacher:
     def run(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device
     ) -> tuple[LogitsOf | None, dict[str, Tensor | None]]:
-        """Logits and features for these arguments of the student's."""
+        """Return logits and features for these arguments of the student."""
         self._move_to(device)
 
-        # The student may be given another precision, and without autocast layers take their own dtype alone.
+        # The student may run in another precision, and without autocast layers accept only their own dtype.
         def fit(value: Any) -> Any:
             floating = isinstance(value, Tensor) and value.is_floating_point()
             return value.to(self.dtype) if floating and self.dtype is not None else value
@@ -150,7 +150,7 @@ class Teacher:
         with torch.no_grad(), self.seen.watch():
             output = self._output(args, kwargs)
             head = self.head if self.deferring is not None else None
-            # Taken out, so that what is left there are features.
+            # Remove the logits, so that only features remain.
             logits = logits_of(output, head, self.seen.at.pop(_HEAD, None), autocast_dtype(device))
         features = {name: feature_in(out) for name, (_, out) in self.seen.at.items()}
         self.seen.clear()
@@ -159,11 +159,11 @@ class Teacher:
     def _output(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         try:
             return self.module(*args, **kwargs)
-        # Deferred logits raise the first two; code that wants a Tensor and gets something else raises the third.
+        # Deferred logits raise the first two; code that expects a Tensor and gets something else raises the third.
         except (RuntimeError, AttributeError, TypeError) as error:
             if self.deferring is None or not self.deferring.on or isinstance(error, torch.OutOfMemoryError):
                 raise
             self.deferring.on = False
-            output = self.module(*args, **kwargs)  # raises again unless it was for want of the numbers
-            note_once(f"distillation: {type(self.module).__name__} uses its logits, so as a teacher it makes them")
+            output = self.module(*args, **kwargs)  # raises again unless missing values were the cause
+            note_once(f"distillation: {type(self.module).__name__} uses its logits, so the teacher computes them")
             return output

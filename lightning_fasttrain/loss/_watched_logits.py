@@ -1,4 +1,4 @@
-"""Logits with their values, which show whether deferred logits could stand in for them."""
+"""Logits with values that record whether deferred logits could replace them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,18 +10,19 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_fasttrain.loss.deferred_logits import DeferredLogits
 
-# Strategies and precision plugins ask this of every tensor in an output. Deferred logits, which are none, pass them by.
+# Strategies and precision plugins query these on each tensor of an output. Deferred logits, which are not tensors, are
+# skipped.
 _ASKED_OF_TENSORS = {"requires_grad", "grad_fn", "is_leaf", "register_hook", "is_floating_point", "is_nested", "layout"}
 
 
 @dataclass
 class HeadEvidence:
-    """What the training steps so far have shown about one linear layer.
+    """Evidence from the training steps so far about one linear layer.
 
     Attributes:
-        ended: whether a gradient came back to its output, wherever it came from.
-        reached: whether the output went into a cross-entropy.
-        refused: the first operation on the output that deferred logits cannot do; "" if there was none.
+        ended: whether a gradient reached its output, from any source.
+        reached: whether the output reached a cross-entropy.
+        refused: the first operation on the output that deferred logits do not support; "" if there was none.
     """
 
     ended: bool = False
@@ -39,10 +40,10 @@ class HeadEvidence:
 
 
 class WatchedLogits(Tensor):
-    """A tensor of logits, beside which deferred logits go through everything that is done to it.
+    """A tensor of logits that applies each operation to deferred logits, too.
 
-    The values are those of the plain tensor. Operations that deferred logits refuse are noted as evidence, and their
-    results are plain tensors.
+    The values are those of the plain tensor. Operations that deferred logits do not support are recorded as evidence,
+    and their results are plain tensors.
     """
 
     deferred: DeferredLogits
@@ -53,14 +54,14 @@ class WatchedLogits(Tensor):
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-        if torch.compiler.is_compiling():  # what is noted while tracing would not be noted when the code runs
+        if torch.compiler.is_compiling():  # records made while tracing would be missing at run time
             return result
         watched = [one for one in tree_leaves((args, kwargs)) if _is_watched(one)]
         if not watched or _name_of(func) in _ASKED_OF_TENSORS:
             return result
         try:
             deferred = _do_likewise(func, tree_map(_deferred_of, tuple(args)), tree_map(_deferred_of, kwargs))
-        except Exception as error:  # whatever it is, training with deferred logits would raise it too
+        except Exception as error:  # training with deferred logits would raise it, too
             for one in watched:
                 one.evidence.refused = one.evidence.refused or _refused_in(error)
             return result
@@ -68,7 +69,7 @@ class WatchedLogits(Tensor):
 
 
 def watch_logits(output: Tensor, hidden: Tensor, total: HeadEvidence) -> Tensor:
-    """Return a linear layer's ``output`` as watched logits; when its gradient arrives, what was seen is added up."""
+    """Return a linear layer's ``output`` as watched logits; the evidence is added when its gradient arrives."""
     if not output.requires_grad:
         return output
     evidence = HeadEvidence(ended=True)
@@ -77,7 +78,7 @@ def watch_logits(output: Tensor, hidden: Tensor, total: HeadEvidence) -> Tensor:
         evidence.reached = True
         return torch.zeros_like(targets)
 
-    # By then the step has done all that it does with the output, such as computing an accuracy after the loss.
+    # By then the step has finished using the output, including an accuracy computed after the loss.
     output.register_hook(lambda gradient: total.add(evidence))
     return _mark(output, DeferredLogits(hidden.detach(), output.shape[-1], output.dtype, loss_of), evidence)
 
@@ -102,12 +103,12 @@ def _mark(result: Any, deferred: Any, evidence: HeadEvidence) -> Any:
 
 
 def _name_of(func: Any) -> str:
-    # Of a property, torch hands over the getter of its descriptor.
+    # For a property, torch passes the getter of its descriptor.
     return func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
 
 
 def _do_likewise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call ``func`` on deferred logits, which have torch's methods under their names alone."""
+    """Call ``func`` on deferred logits, whose methods have the names of torch's."""
     if isinstance(args[0], DeferredLogits):
         if func.__name__ == "__get__":
             return getattr(args[0], _name_of(func))

@@ -1,4 +1,4 @@
-"""Logits that are described instead of made: hidden states that remember what becomes of them."""
+"""Logits that are not computed: hidden states that record the operations applied to the logits."""
 
 import functools
 import math
@@ -18,27 +18,27 @@ _METHODS_TOO = (torch.reshape, torch.flatten, torch.permute, torch.transpose, to
 class DeferredLogits:
     r"""Stands for the logits :math:`z = f · \mathrm{head}(h) + b`, or :math:`z = c \tanh(f · \mathrm{head}(h) + b)`.
 
-    It has their shape, dtype and device, but no numbers. It goes through what models do between head and loss: casts,
-    reshapes, slices and splits that leave the classes last and whole, a permutation that puts the classes second
-    (einops' too), factors, one number added to each class, soft-capping, and at last ``log_softmax``. Its
-    ``cross_entropy``, or after ``log_softmax`` its ``nll_loss``, is what ``loss_of`` returns. Whatever else would need
-    the numbers is refused. It is no ``Tensor``, so that the hooks of strategies, which cast, detach or gather the
-    tensors of an output, let it pass.
+    They have the shape, dtype and device of the logits, but no values. They support what models do between head and
+    loss: casts, reshapes, slices and splits that keep the classes last and complete, a permutation that puts the
+    classes second (einops' too), factors, one value added to each class, soft-capping, and finally ``log_softmax``.
+    Their ``cross_entropy``, or after ``log_softmax`` their ``nll_loss``, is the result of ``loss_of``. Operations that
+    need the values are refused. They are not a ``Tensor``, so that the hooks of strategies, which cast, detach or
+    gather the tensors of an output, skip them.
 
     Args:
         hidden: h, (..., D).
         classes: V; the shape is (..., V).
-        dtype: that of the head's output.
+        dtype: the dtype of the head's output.
         loss_of: called with ``hidden`` (N, D), ``targets`` (N), f·c or f, c, and keywords of ``cross_entropy``; with
             ``bias``, c·b or b (V,), if there is one.
         factor: f.
         cap: c; None for no tanh.
-        bias: b (V,); None for none.
+        bias: b (V,); None for no bias.
         normalised: whether ``log_softmax`` was called, which changes no loss.
         classes_second: whether the shape is (B, V, ...), as ``cross_entropy`` wants it, instead of (B, ..., V).
 
     Raises:
-        RuntimeError, AttributeError: something needs the numbers.
+        RuntimeError, AttributeError: an operation needs the values.
 
     Example:
         >>> def loss_of(hidden, targets, factor, cap, **how):
@@ -50,7 +50,8 @@ class DeferredLogits:
         tensor(24.)
 
     Source:
-        Ours, on PyTorch's ``__torch_function__``. Checked against the same operations on real logits.
+        This class is our own, based on PyTorch's ``__torch_function__``. Checked against the same operations on real
+        logits.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class DeferredLogits:
         old = size_average is not None or reduce is not None
         if old or weight is not None or target.is_floating_point():
             raise _refusal("cross_entropy with class weights, with probabilities for targets or with old options")
-        # With more than two axes, cross_entropy takes the second one for the classes.
+        # With more than two axes, cross_entropy treats the second one as the classes.
         if self.ndim > 2 and not self.classes_second:
             raise _refusal(f"cross_entropy over the second dimension of {tuple(self.shape)}")
         cap = 1.0 if self.cap is None else self.cap
@@ -109,7 +110,7 @@ class DeferredLogits:
         return self.loss_of(
             self.hidden,
             target,
-            1.0 if math.isclose(factor, 1.0) else factor,  # soft-capping divides and multiplies by the same number
+            1.0 if math.isclose(factor, 1.0) else factor,  # soft-capping divides and multiplies by the same value
             self.cap,
             ignore_index=ignore_index,
             reduction=reduction,
@@ -125,7 +126,7 @@ class DeferredLogits:
 
     def to(self, *args: Any, **kwargs: Any) -> "DeferredLogits":
         for asked in (*args, *kwargs.values()):
-            # By type, since "cuda" is not equal to "cuda:0".
+            # Compared by type, since "cuda" is not equal to "cuda:0".
             if isinstance(asked, str | torch.device) and torch.device(asked).type != self.device.type:
                 raise _refusal(f".to({str(asked)!r})")
         dtypes = [asked for asked in (*args, *kwargs.values()) if isinstance(asked, torch.dtype)]
@@ -141,17 +142,17 @@ class DeferredLogits:
         return self._reshape_rows("flatten", start_dim, end_dim)
 
     def _reshape_rows(self, name: str, *args: Any) -> "DeferredLogits":
-        # torch's own rules for -1, tuples and ranges of axes, on a tensor that takes no memory.
+        # Applies torch's own rules for -1, tuples and ranges of axes, on a tensor without memory.
         shape = getattr(torch.empty(self.shape, device="meta"), name)(*args).shape
         if shape == self.shape:
             return self
-        if self.classes_second or shape[-1] != self.classes:  # rows stay rows as long as their length does
+        if self.classes_second or shape[-1] != self.classes:  # rows are preserved if their length is
             raise _refusal(f".{name}{args}")
         return self._copy_with(hidden=self.hidden.reshape(*shape[:-1], self.hidden.shape[-1]))
 
     def permute(self, *dims: Any) -> "DeferredLogits":
-        """Any order of the axes in which the classes are last or second."""
-        # torch's own rules for negative axes and tuples, on a tensor whose axes differ in length.
+        """Return the logits with permuted axes; the classes must end up last or second."""
+        # Applies torch's own rules for negative axes and tuples, on a tensor whose axes differ in length.
         lengths = torch.empty(tuple(range(self.ndim)), device="meta").permute(*dims).shape
         classes_at = 1 if self.classes_second else self.ndim - 1
         # The classes are last in `hidden`, so the axes between move down by one.
@@ -182,13 +183,13 @@ class DeferredLogits:
         return tuple(self._copy_with(hidden=rows) for rows in self.hidden.split(split_size, dim))
 
     def __getitem__(self, index: Any) -> "DeferredLogits":
-        """A mask or numbers of rows, or slices that do not reach the classes."""
+        """Index rows by a mask, indices or slices that do not reach the classes."""
         parts = index if isinstance(index, tuple) else (index,)
         if isinstance(index, Tensor):
             leaves_classes = index.ndim < self.ndim > 1
         elif all(isinstance(part, slice | int) or part is Ellipsis for part in parts):
             named = [part for part in parts if part is not Ellipsis]
-            # The last part is the classes' own if all axes are named, or if those in between are left to the `...`.
+            # The last index applies to the classes if all axes are named, or if `...` stands for those between.
             reaches = len(named) == self.ndim or (Ellipsis in parts and parts[-1] is not Ellipsis)
             leaves_classes = not reaches or named[-1] == slice(None)
         else:
@@ -200,7 +201,7 @@ class DeferredLogits:
     def __mul__(self, factor: object) -> "DeferredLogits":
         if not isinstance(factor, int | float) or self.normalised:
             raise _refusal(f"* {type(factor).__name__}")
-        if self.cap is not None:  # outside of the tanh: f and b, inside of it, stay
+        if self.cap is not None:  # applied outside of the tanh, so f and b inside it stay
             return self._copy_with(cap=self.cap * factor)
         return self._copy_with(factor=self.factor * factor, bias=None if self.bias is None else self.bias * factor)
 
@@ -230,14 +231,14 @@ class DeferredLogits:
         return self._copy_with(cap=1.0)
 
     def log_softmax(self, dim: int, dtype: torch.dtype | None = None, **_: Any) -> "DeferredLogits":
-        # `_` is what F.log_softmax adds for its warnings: how deep in the stack its caller is.
+        # `_` is the stack level that F.log_softmax passes for its warnings.
         if dim not in ((1, 1 - self.ndim) if self.classes_second else (-1, self.ndim - 1)):
             raise _refusal(f"log_softmax over dimension {dim}")
         return self._copy_with(normalised=True, dtype=dtype or self.dtype)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # torch asks every argument that has this method, whether or not it is a Tensor.
+        # torch calls this on every argument that has this method, Tensor or not.
         if function is F.cross_entropy and isinstance(args[0], DeferredLogits):
             return args[0]._cross_entropy(*args[1:], **(kwargs or {}))
         if function is F.nll_loss and isinstance(args[0], DeferredLogits) and args[0].normalised:
@@ -253,7 +254,7 @@ class DeferredLogits:
         raise _refusal(function.__name__)
 
     def __getattr__(self, name: str) -> Any:
-        # Not a RuntimeError: hasattr(), and whoever tries whether something is there, must get an answer.
+        # Not a RuntimeError, so that hasattr() and similar checks work.
         raise AttributeError(str(_refusal(f".{name}")))
 
 
@@ -261,22 +262,22 @@ def _refusal(what: str) -> RuntimeError:
     return RuntimeError(
         explain(
             f"{what} of deferred logits",
-            "FusedLossHead makes no numbers for them, and computes their plain cross_entropy without",
-            "Call the model under torch.no_grad() for its logits, as validation does, or leave FusedLossHead out",
+            "FusedLossHead does not compute their values, only their plain cross_entropy",
+            "Call the model under torch.no_grad() to get its logits, as validation does, or leave FusedLossHead out",
         )
     )
 
 
 @functools.cache
 def _register_with_einops() -> None:
-    """einops takes what a subclass of its ``AbstractBackend`` knows."""
+    """Register deferred logits with einops, which finds subclasses of its ``AbstractBackend``."""
     try:
         from einops._backends import AbstractBackend
     except ImportError:
         return
 
     class DeferredLogitsBackend(AbstractBackend):
-        framework_name = __name__  # einops asks for it once this module is imported
+        framework_name = __name__  # einops uses the backend once this module is imported
 
         def is_appropriate_type(self, tensor: object) -> bool:
             return isinstance(tensor, DeferredLogits)

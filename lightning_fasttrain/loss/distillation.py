@@ -1,4 +1,4 @@
-"""A student learns from what a teacher predicts, not only from the labels."""
+"""Knowledge distillation: a student learns from a teacher's predictions, not only from the labels."""
 
 import copy
 import os
@@ -41,62 +41,62 @@ def distil_into(
     feature_weight: float = 1.0,
     mask: Mask | None = None,
 ) -> Iterator[Distiller]:
-    r"""Within it, steps can be made to learn from ``teacher`` too.
+    r"""Enter a context in which steps learn from ``teacher``, too.
 
     Yields a function of steps, ``step = distil(step)``. The new step takes the same batch, calls the old one, and
-    returns the same with its loss mixed:
+    returns the same output with its loss mixed:
 
     .. math:: (1 - α) \, \mathrm{own} + α T^2 \, \mathrm{KL}(\mathrm{teacher} \Vert \mathrm{student})
               + w \sum_{\mathrm{features}} \mathrm{MSE}
 
-    The teacher is run on what the student is called with, once a step, in eval and without a graph, on the student's
-    device and in its autocast, in its own dtype. It draws no random numbers. It is in neither the model's
-    ``state_dict`` nor its parameters, and DDP does not see it. It is not run where gradients are off, as in validation.
+    The teacher runs on the student's arguments, once a step, in eval mode and without a graph, on the student's device
+    and in its autocast, in its own dtype. It draws no random numbers. It is in neither the model's ``state_dict`` nor
+    its parameters, and DDP does not see it. It does not run where gradients are off, as in validation.
 
-    Logits are compared a few tokens at a time, see :func:`~lightning_fasttrain.loss.linear_kl_divergence`: of the
-    teacher they never exist if its head is a plain ``nn.Linear`` that is known; of the student neither, beside
+    Logits are compared a few tokens at a time, see :func:`~lightning_fasttrain.loss.linear_kl_divergence`: the
+    teacher's are never computed in full if its head is a known plain ``nn.Linear``; nor are the student's with
     :func:`~lightning_fasttrain.fuse_loss_head_`.
 
-    Averages are taken over the positions that count. These are, by the first of the following that has their shape:
+    Averages are taken over the counted positions. These are given by the first of the following with a fitting shape:
 
-    1. ``labels`` other than -100 that the student is called with (or ``targets``, ``shift_labels``), moved by one
-       where it is a causal model of Hugging Face's, whose own loss does so;
+    1. ``labels`` other than -100 among the student's arguments (or ``targets``, ``shift_labels``), shifted by one for
+       causal models of Hugging Face, whose own loss does so;
     2. the batch's ``labels`` or ``targets``, as :func:`~lightning_fasttrain.data.count_targets` finds them;
     3. the ``attention_mask`` (``decoder_attention_mask`` with encoder and decoder) of the student's arguments or of
        the batch;
-    4. none: all count.
+    4. otherwise, all positions count.
 
-    So with ``count_targets``, or ``count_next_tokens`` where labels are moved, micro-batches add up exactly. With a
-    mask alone, weigh them by ``count=lambda batch: batch["attention_mask"].sum()``. A feature without the labels'
-    axes, (B, D) beside labels (B, T), is averaged over samples; then micro-batches add up if these are equal in count.
+    So with ``count_targets``, or ``count_next_tokens`` where labels are shifted, micro-batches add up exactly. With a
+    mask alone, weight them by ``count=lambda batch: batch["attention_mask"].sum()``. A feature without the labels'
+    axes, (B, D) beside labels (B, T), is averaged over samples; micro-batches then add up if their sizes are equal.
 
     Args:
-        model: what is trained, a ``LightningModule`` for example. Enter this before its optimizer is made.
+        model: the model that is trained, such as a ``LightningModule``. Enter this before its optimizer is created.
         teacher: a module; a directory that ``save_pretrained`` wrote (safetensors only, nothing is downloaded), opened
-            for the same task as the student's; or a function that makes the module. Of a ``LightningModule``, the same
-            part is taken as of the student.
+            for the same task as the student's; or a function that creates the module. From a ``LightningModule``, the
+            same submodule is used as of the student.
         student: qualified name of the module whose output is compared. By default the Hugging Face model in ``model``,
-            or the only child with parameters of a ``LightningModule``, or ``model`` itself. A step calls it once.
-        temperature: T; the higher, the more the teacher's small probabilities count.
+            or the only child with parameters of a ``LightningModule``, or ``model`` itself. A step must call it once.
+        temperature: T; the higher it is, the larger the influence of the teacher's small probabilities.
         alpha: α, from 0, the own loss alone, to 1, the teacher's alone. With 0 and ``features``, no logits are needed.
-        head: qualified name, in the student, of the layer that makes the logits. Hugging Face's models tell it.
-        teacher_head: the same in the teacher; by default ``head``, if it has that too.
+        head: qualified name of the student's layer that computes the logits. Hugging Face's models define it.
+        teacher_head: the same in the teacher; by default ``head``, if it exists there.
         features: hidden states to match: name in the student → name in the teacher. Where their shapes differ,
             name → (name, module): the module, such as ``nn.Linear(384, 768)``, maps the student's onto the teacher's
-            and is learnt. It is given, not guessed, since widths are known once the model has run, and by then the
-            optimizer exists. A copy of it becomes part of ``model.distillation_projections``: the optimizer, DDP and
-            checkpoints know it, and it stays when the ``with`` ends.
+            and is trained. It must be given, since widths are only known once the model has run, after the optimizer
+            was created. A copy of it becomes part of ``model.distillation_projections``: the optimizer, DDP and
+            checkpoints include it, and it stays after the ``with`` block.
         feature_weight: w.
-        mask: batch → which positions count, (...) booleans, in place of the rules above.
+        mask: maps a batch to the counted positions, (...) booleans, instead of the rules above.
 
     Yields:
         The function of steps. Its ``parts`` are the last step's ``own``, ``kl`` (with T²) and ``features``, detached.
 
     Raises:
-        TypeError, ValueError: unfit settings; unknown names, near ones listed; vocabularies that differ; a teacher
-            that is trained with the student.
-        TypeError, ValueError, RuntimeError: in a step: no loss in what it returned, no logits, features that differ
-            in shape, a student that was not called once.
+        TypeError, ValueError: invalid settings; unknown names, with similar ones listed; vocabularies that differ; a
+            teacher that is trained with the student.
+        TypeError, ValueError, RuntimeError: in a step: its output has no loss, there are no logits, features differ in
+            shape, or the student was not called exactly once.
 
     Example:
         >>> import torch
@@ -109,7 +109,7 @@ def distil_into(
 
     Source:
         Hinton et al. 2015, "Distilling the Knowledge in a Neural Network", https://arxiv.org/abs/1503.02531; features:
-        Romero et al. 2015, "FitNets", https://arxiv.org/abs/1412.6550. Checked against loops that make both logits.
+        Romero et al. 2015, "FitNets", https://arxiv.org/abs/1412.6550. Checked against loops that compute both logits.
     """
     settings = Distillation(
         teacher,
@@ -130,30 +130,30 @@ def distil_into(
 
 
 class Distillation(Technique):
-    """The loss of ``training_step`` becomes a mixture with what a teacher says; see :func:`distil_into`.
+    """Mix the loss of ``training_step`` with the divergence from a teacher; see :func:`distil_into`.
 
-    The teacher is loaded, and projections are made, right after ``configure_model``; all is undone at teardown, except
-    for projections. ``training_step`` returns its loss, or a dict with one, as always, and what becomes of it is logged
-    at each step: ``distillation/own``, ``distillation/kl`` (with T²), ``distillation/features``.
+    The teacher is loaded, and projections are created, right after ``configure_model``; all is undone at teardown,
+    except for projections. ``training_step`` returns its loss, or a dict with one, as always, and the parts of the
+    mixed loss are logged at each step: ``distillation/own``, ``distillation/kl`` (with T²), ``distillation/features``.
 
-    In a Fabric or bare loop, after ``apply(model, [distillation])``, make the step with
+    In a Fabric or bare loop, after ``apply(model, [distillation])``, wrap the step with
     ``step = distillation.distil(step)``, or use :func:`distil_into`.
 
     Args:
-        teacher: as for :func:`distil_into`, like all that follow. A path or a function, unlike a module, is opened
-            again in each run and each process, and let go of at its end.
+        teacher: as for :func:`distil_into`, like the other arguments. A path or a function, unlike a module, is loaded
+            again in each run and each process, and released at its end.
         student: qualified name in the ``LightningModule``.
         temperature: T.
         alpha: α.
-        head: the student's.
-        teacher_head: the teacher's.
+        head: the student's head.
+        teacher_head: the teacher's head.
         features: hidden states to match.
         feature_weight: w.
-        mask: batch → which positions count.
+        mask: maps a batch to the counted positions.
 
     Raises:
-        TypeError, ValueError: settings out of their range; in ``fit``: names or vocabularies that do not fit, manual
-            optimisation, or a teacher that is part of the model.
+        TypeError, ValueError: settings out of range; in ``fit``: names or vocabularies that do not fit, manual
+            optimization, or a teacher that is part of the model.
 
     Example:
         >>> teacher = nn.Linear(4, 3)
@@ -165,14 +165,14 @@ class Distillation(Technique):
 
     exactness: ClassVar[Exactness] = Exactness.CHANGES_TRAINING
     surgery: ClassVar[Surgery | None] = Surgery.ARCHITECTURE
-    effect: ClassVar[str] = "a smaller model learns from a larger one, whose logits are never whole"
+    effect: ClassVar[str] = "a smaller model learns from a larger one, whose logits are never stored in full"
     when: ClassVar[str] = "there is a larger model with the same vocabulary to learn from"
     in_a_loop: ClassVar[str] = "with loss.distil_into(model, teacher) as distil: step = distil(step)"
     predicted: ClassVar[bool] = True
 
     @classmethod
     def conflicts(cls) -> tuple[Conflict, ...]:
-        why = "it reads the weight of the student's head outside of the head, where each rank holds a piece of it"
+        why = "it reads the weight of the student's head outside of the head, where each rank holds one shard"
         return (Conflict(DeepSpeedStrategy, why, "Use stage=2 or less", lambda _, zero: zero.zero_stage_3),)
 
     def __init__(
@@ -189,16 +189,16 @@ class Distillation(Technique):
         mask: Mask | None = None,
     ) -> None:
         if not (isinstance(teacher, nn.Module | str | os.PathLike) or callable(teacher)):
-            raise TypeError(explain(f"teacher={teacher!r}", "it is run", "Give a module, a directory or a function"))
+            raise TypeError(explain(f"teacher={teacher!r}", "expected a model", "Give a module, directory or function"))
         if not 0 <= alpha <= 1:
-            raise ValueError(explain(f"alpha={alpha}", "it is the teacher's share of the loss", "Use 0 to 1"))
+            raise ValueError(explain(f"alpha={alpha}", "expected the teacher's share of the loss", "Use 0 to 1"))
         if not temperature > 0:
             raise ValueError(explain(f"temperature={temperature}", "logits are divided by it", "Use a positive number"))
         if not feature_weight >= 0:
-            why = "it would drive features apart"
+            why = "a negative weight would push features apart"
             raise ValueError(explain(f"feature_weight={feature_weight}", why, "Use 0 or more"))
         if mask is not None and not callable(mask):
-            raise TypeError(explain(f"mask={mask!r}", "it is called with a batch", "Give a function"))
+            raise TypeError(explain(f"mask={mask!r}", "expected a function of a batch", "Give a function"))
         self.teacher, self.student, self.temperature, self.alpha = teacher, student, temperature, alpha
         self.head, self.teacher_head, self.feature_weight, self.mask = head, teacher_head, feature_weight, mask
         self.features = _check_features(features or {})
@@ -206,11 +206,11 @@ class Distillation(Technique):
         self._distiller: Distiller | None = None
 
     def distil_(self, model: nn.Module) -> Distiller:
-        """Bring ``model`` and the teacher together; the result makes steps, and has a method ``undo``."""
+        """Connect ``model`` and the teacher; the result wraps steps, and has a method ``undo``."""
         student = student_of(model, self.student)
         if distiller_on(student) is not None:
-            why = "a step asks one"
-            raise ValueError(explain(f"{type(student).__name__} has a teacher", why, "End the first distillation"))
+            why = "a step has one teacher"
+            raise ValueError(explain(f"{type(student).__name__} has a teacher already", why, "Undo the first one"))
         _add_projections_(model, self.features)
         teacher = load_teacher(self.teacher, student)
         if isinstance(teacher, L.LightningModule):
@@ -230,20 +230,20 @@ class Distillation(Technique):
         )
 
     def distil(self, step: Callable[..., Any]) -> DistilledStep:
-        """The step whose loss is mixed, once ``apply`` has brought model and teacher together."""
+        """Wrap a step so that its loss is mixed, after ``apply`` has connected model and teacher."""
         if self._distiller is None:
-            why = "there is no model yet"
-            raise RuntimeError(explain("distil(step)", why, "Call ft.apply(model, [distillation]) before"))
+            why = "no model has been given yet"
+            raise RuntimeError(explain("distil(step)", why, "Call ft.apply(model, [distillation]) first"))
         return self._distiller(step)
 
     def predict(self, step: PredictedStep) -> None:
-        step.leave_out(self, "the teacher and its loss are not counted, so this is a lower bound")
+        step.leave_out(self, "the teacher and its loss are not included, so this is a lower bound")
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo:
         stage = self._stage = str(trainer.state.fn.value) if trainer.state.fn is not None else None
         if stage == "fit" and not pl_module.automatic_optimization:
-            self._stage = None  # nobody undoes an attach that raises
-            why = "the loss that training_step returns is not the one that is trained"
+            self._stage = None  # an attach that raises is not undone
+            why = "the loss that training_step returns is not the one that is trained on"
             way_out = "Use `with distil_into(self, teacher) as distil` and distil(step) inside your training_step"
             raise ValueError(explain("Distillation with automatic_optimization=False", why, way_out))
 
@@ -253,11 +253,11 @@ class Distillation(Technique):
         return undo
 
     def apply(self, model: nn.Module) -> Undo | None:
-        if self._stage not in (None, "fit"):  # only what a checkpoint of the training run holds
+        if self._stage not in (None, "fit"):  # create only what the training run's checkpoint contains
             _add_projections_(model, self.features)
             return None
         there = distiller_on(student_of(model, self.student))
-        if there is not None:  # applied twice is once
+        if there is not None:  # applying twice has no further effect
             self._distiller = there
             return self._forget
         with ExitStack() as stack:
@@ -282,7 +282,7 @@ class Distillation(Technique):
 
 
 class _LoggedStep(DistilledStep):
-    """``training_step``, with the parts of its loss logged: by step alone, so that nothing needs the batch's size."""
+    """``training_step`` that also logs the parts of its loss, per step only, so that the batch size is not needed."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output = super().__call__(*args, **kwargs)
@@ -294,24 +294,24 @@ class _LoggedStep(DistilledStep):
 
 
 def _check_features(features: Features) -> dict[str, str | tuple[str, nn.Module]]:
-    wanted = "Use {'name in the student': 'name in the teacher'}, or a pair of that name and a module for a value"
+    wanted = "Use {'name in the student': 'name in the teacher'}, or a pair of that name and a module as value"
     if not isinstance(features, Mapping):
-        raise TypeError(explain(f"features={features!r}", "it maps names to names", wanted))
+        raise TypeError(explain(f"features={features!r}", "expected a mapping of names to names", wanted))
     checked: dict[str, str | tuple[str, nn.Module]] = {}
     for name, to in features.items():
         if not isinstance(name, str) or not (isinstance(to, str) or _is_pair(to)):
-            raise TypeError(explain(f"features={{{name!r}: {to!r}}}", "it maps names to names", wanted))
+            raise TypeError(explain(f"features={{{name!r}: {to!r}}}", "expected a mapping of names to names", wanted))
         checked[name] = to if isinstance(to, str) else (to[0], to[1])
     return checked
 
 
 def _is_pair(to: Any) -> bool:
-    """Whether it is a name and a projection."""
+    """Whether ``to`` is a pair of a name and a projection."""
     return isinstance(to, tuple | list) and len(to) == 2 and isinstance(to[0], str) and isinstance(to[1], nn.Module)
 
 
 def distiller_on(student: nn.Module) -> Distiller | None:
-    """What holds this module and its teacher together, if something does."""
+    """Return the distiller of this student, if there is one."""
     held = next(wrappers_on(student, Student), None)
     return None if held is None else held.distiller
 
@@ -322,7 +322,7 @@ def _add_projections_(model: nn.Module, features: Features) -> None:
         return
     if isinstance(model, nn.Sequential | nn.ModuleList | nn.ModuleDict):
         why = "the projection would become one of its layers"
-        way_out = "Put the model into a module of your own"
+        way_out = "Wrap the model in a module of your own"
         raise ValueError(explain(f"features with a projection in a {type(model).__name__}", why, way_out))
     held = model._modules.get(PROJECTIONS)
     if not isinstance(held, nn.ModuleDict):
@@ -330,6 +330,6 @@ def _add_projections_(model: nn.Module, features: Features) -> None:
         model.add_module(PROJECTIONS, held)
     first = next(model.parameters(), None)
     for key, module in given.items():
-        if key not in held:  # one of an earlier run has learnt already
-            # A copy, so that the given one begins untrained with the next model.
+        if key not in held:  # a projection of an earlier run is already trained
+            # A copy, so that the given module starts untrained with the next model.
             held[key] = copy.deepcopy(module).to(None if first is None else first.device)

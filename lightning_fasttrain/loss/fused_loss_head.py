@@ -1,4 +1,4 @@
-"""The head of a language model and its cross-entropy run as one, without the logits between them."""
+"""Fuse the head of a language model with its cross-entropy, without storing the logits."""
 
 import copy
 import functools
@@ -33,35 +33,36 @@ from lightning_fasttrain.technique.predicted_step import PredictedStep
 def fuse_loss_head_(
     model: nn.Module, head: str | None = None, *, chunk: int | None = None, backend: str = "auto"
 ) -> dict[str, "FusedHead"]:
-    """Let the model's ``cross_entropy`` be computed straight from its last hidden states, in place.
+    """Compute the model's ``cross_entropy`` directly from its last hidden states, in place.
 
     While gradients are on, the head returns :class:`DeferredLogits`, which the model's own code reshapes, shifts,
-    scales, adds a bias to and gives to ``torch.nn.functional.cross_entropy``, or to ``log_softmax`` and ``nll_loss``.
-    There :func:`~lightning_fasttrain.linear_cross_entropy` takes over. So the loss is the model's own, whatever it
-    ignores, shifts or divides by. For N tokens and V classes this saves the N·V logits, their float32 copy and their
-    gradient.
-    Where gradients are off, as in validation and generation, logits are made as usual. DDP looks for tensors in what a
-    model returns if ``find_unused_parameters`` is set; then the model must return the loss itself, as in a Trainer.
+    scales, adds a bias to and passes to ``torch.nn.functional.cross_entropy``, or to ``log_softmax`` and ``nll_loss``.
+    There :func:`~lightning_fasttrain.linear_cross_entropy` takes over. So the loss is the model's own, including
+    ignored labels, shifts and normalizers. For N tokens and V classes this saves the N·V logits, their float32 copy and
+    their gradient. Where gradients are off, as in validation and generation, logits are computed as usual. DDP searches
+    a model's output for tensors if ``find_unused_parameters`` is set; then the model must return the loss itself, as in
+    a Trainer.
 
-    Without ``head``, models that have ``get_output_embeddings()``, as Hugging Face's, name their own. In all others
-    the first training loss shows it: in the first forward and backward the linear layers outside of the repeated
-    blocks make their outputs as usual, and each one whose output is used for a cross-entropy and nothing else is fused
-    from its next call on. So a wrong layer is never fused, but the first micro-batch needs the memory of its logits.
+    Without ``head``, models with ``get_output_embeddings()``, such as Hugging Face's, define their own. In all others
+    the first training loss identifies it: in the first forward and backward the linear layers outside of the repeated
+    blocks compute their outputs as usual, and each layer whose output is used for a cross-entropy and nothing else is
+    fused from its next call on. So a wrong layer is never fused, but the first micro-batch needs the memory of its
+    logits.
 
     Args:
         model: any module whose head is an ``nn.Linear``, and whose loss is ``cross_entropy`` of the head's output.
-        head: qualified name of the head. By default the first training loss shows it.
+        head: qualified name of the head. By default the first training loss identifies it.
         chunk: as for :func:`~lightning_fasttrain.linear_cross_entropy`.
         backend: as for :func:`~lightning_fasttrain.linear_cross_entropy`.
 
     Returns:
-        Qualified name of each head, or of each layer that may be one → what now replaces its ``forward``, with a
-        method ``undo``. Heads that were fused before are left as they are, and left out.
+        A mapping from the qualified name of each head, or each candidate, to the object that replaces its ``forward``,
+        with a method ``undo``. Heads that were already fused stay unchanged, and are not listed.
 
     Raises:
-        ValueError: there is no layer of that name, or no linear layer that may be the head.
-        TypeError: a head is something else than ``nn.Linear``.
-        RuntimeError: in training, if logits are used for anything else than a cross-entropy.
+        ValueError: no layer has that name, or no linear layer can be the head.
+        TypeError: a head is not an ``nn.Linear``.
+        RuntimeError: in training, if logits are used for anything other than a cross-entropy.
 
     Example:
         >>> net = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9))
@@ -82,8 +83,8 @@ def fuse_loss_head_(
     fused: dict[str, FusedHead] = {}
     for name, found in (named or _candidates(model)).items():
         if type(found) is not nn.Linear:
-            why = "only a plain nn.Linear is known to be the product that the fused loss computes"
-            way_out = "Leave the head out of quantisation and adapters, or train without FusedLossHead"
+            why = "expected a plain nn.Linear, whose product the fused loss computes"
+            way_out = "Exclude the head from quantization and adapters, or train without FusedLossHead"
             raise TypeError(explain(f"head '{name}' is a {type(found).__name__}", why, way_out))
         if not wrapper_on(found, FusedHead):
             fused[name] = FusedHead(found, options, search)
@@ -94,24 +95,24 @@ def fuse_loss_head_(
 
 
 def _named_heads(model: nn.Module, head: str | None) -> dict[str, nn.Module]:
-    """The heads that the user or the models inside name; nothing if nobody does."""
+    """Return the heads that the user or the contained models name; empty if there are none."""
     modules = dict(model.named_modules())
     if head is None:
         told = told_heads(model)
         return {name: module for name, module in modules.items() if module in told}
     if head not in modules:
         what = f"{head=} in {type(model).__name__}"
-        raise ValueError(explain(what, "there is no such layer", f"Name the head; {_list_widest(model)}"))
+        raise ValueError(explain(what, "no such layer", f"Name the head; {_list_widest(model)}"))
     return {head: modules[head]}
 
 
 def _candidates(model: nn.Module) -> dict[str, nn.Module]:
-    """The plain linear layers outside of the repeated blocks."""
+    """Return the plain linear layers outside of the repeated blocks."""
     linear = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
     found: dict[str, nn.Module] = {name: linear[name] for name in outside_blocks(model, linear)}
     if not found:
         what = f"head=None in {type(model).__name__}"
-        why = "no model in it has get_output_embeddings(), and no plain nn.Linear is outside of its repeated blocks"
+        why = "no submodule has get_output_embeddings(), and no plain nn.Linear is outside of the repeated blocks"
         raise ValueError(explain(what, why, f"Name the head; {_list_widest(model)}"))
     return found
 
@@ -123,11 +124,11 @@ def _list_widest(model: nn.Module) -> str:
 
 
 class HeadSearch:
-    """The layers of one model among which the first training loss shows the heads.
+    """The layers of one model among which the first training loss identifies the heads.
 
     Attributes:
-        candidates: qualified name → what replaces the layer's forward.
-        told: whether it was reported that no candidate is a head, or a Trainer will ask and report it.
+        candidates: qualified name → object that replaces the layer's forward.
+        told: whether it was reported that no candidate is a head, or a Trainer will report it.
     """
 
     def __init__(self) -> None:
@@ -138,7 +139,7 @@ class HeadSearch:
         return [name for name, head in self.candidates.items() if head.evidence.is_head]
 
     def why_none(self) -> tuple[str, str] | None:
-        """Why no candidate is the head, and what to do; None if one is."""
+        """Return why no candidate is the head, and what to do; None if one is."""
         if self.found():
             return None
         refused = {name: head.evidence.refused for name, head in self.candidates.items() if head.evidence.reached}
@@ -150,7 +151,7 @@ class HeadSearch:
         return why, "Compile the blocks alone, with CompileBlocks, name the head in head=, or leave FusedLossHead out"
 
     def tell(self) -> None:
-        """Warn once where no Trainer asks, which is as soon as a second forward begins without a head."""
+        """Warn once if there is no head when a second forward begins, unless a Trainer reports it."""
         if self.told or not any(head.evidence.ended for head in self.candidates.values()):
             return
         reason = self.why_none()
@@ -160,7 +161,7 @@ class HeadSearch:
 
 
 class FusedHead(WrappedForward):
-    """A head that gives out deferred logits while gradients are on."""
+    """A head that returns deferred logits while gradients are on."""
 
     module: nn.Linear
     can_compile: ClassVar[bool] = True
@@ -173,16 +174,16 @@ class FusedHead(WrappedForward):
 
     @property
     def is_fused(self) -> bool:
-        """Whether it gives out deferred logits, or will from its next call on."""
+        """Whether it returns deferred logits, or will from its next call on."""
         return self.search is None or self.evidence.is_head
 
     def __call__(self, input: Tensor, then: Callable[[Tensor], Tensor] | None = None) -> Tensor | DeferredLogits:
         if then is not None:
             return then(input)
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # the compiler knows no deferred logits
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # unsupported by the compiler
             return self.inner(input)
         if is_traceable_wrapper_subclass(self.module.weight):
-            note_once("FusedLossHead: a head whose weight is quantised or tensor-parallel makes its logits")
+            note_once("FusedLossHead: a head with a quantized or tensor-parallel weight computes its logits")
             return self.inner(input)
         if self.search is not None and not self.evidence.is_head:
             return self._look_for_loss(input, self.search)
@@ -192,8 +193,8 @@ class FusedHead(WrappedForward):
         return DeferredLogits(input, self.module.out_features, autocast or input.dtype, loss_of)
 
     def _look_for_loss(self, input: Tensor, search: HeadSearch) -> Tensor:
-        """The plain output, watched for as long as nothing has spoken against this layer."""
-        if self.evidence.ended:  # a gradient came, but from no cross-entropy, or not from there alone
+        """Return the plain output, watched as long as this layer may be the head."""
+        if self.evidence.ended:  # a gradient came from elsewhere than a cross-entropy
             search.tell()
             self.undo()
             return self.inner(input)
@@ -221,32 +222,32 @@ class FusedHead(WrappedForward):
             return loss_of(hidden, weight, targets, bias=bias, softcap=cap, **how, **self.options)
 
         self.used = True
-        with torch.autocast(hidden.device.type, dtype=autocast, enabled=autocast is not None):  # as the head was called
-            return self.module(hidden, then=loss)  # through its hooks, by which sharded weights are gathered
+        with torch.autocast(hidden.device.type, dtype=autocast, enabled=autocast is not None):  # as in the head's call
+            return self.module(hidden, then=loss)  # through its hooks, which gather sharded weights
 
     def _compiled_loss(self, *tensors: Tensor, **options: Any) -> Tensor:
-        """The loss with compiled code between its products; without it for good once that has failed."""
+        """Compute the loss with compiled code between its products; if that fails once, without it from then on."""
         if self.failure is not None or options["backend"] not in ("auto", "chunked"):
             return linear_cross_entropy(*tensors, **options)
         try:
             return linear_cross_entropy(*tensors, **{**options, "backend": "compiled"})
         except torch._dynamo.exc.TorchDynamoException as error:
             self.failure = first_line(error)
-        what = f"the loss of a head ({type(self.module).__name__}) could not be compiled and runs as it is"
-        warn(explain(what, self.failure, "Mend the cause, or use CompileBlocks without head=True"))
+        what = f"the loss of a head ({type(self.module).__name__}) could not be compiled and runs uncompiled"
+        warn(explain(what, self.failure, "Fix the cause, or use CompileBlocks without head=True"))
         return linear_cross_entropy(*tensors, **options)
 
 
 class FusedLossHead(Technique):
-    """The model's loss without its logits, for any model whose head is an ``nn.Linear``.
+    """Compute the model's loss without its logits, for any model whose head is an ``nn.Linear``.
 
-    Hugging Face's language models name their head. In other models, unless ``head`` names it, the first training loss
-    shows it, and it is fused from the second forward on; see :func:`~lightning_fasttrain.fuse_loss_head_`.
+    Hugging Face's language models define their head. In other models, unless ``head`` names it, the first training loss
+    identifies it, and it is fused from the second forward on; see :func:`~lightning_fasttrain.fuse_loss_head_`.
 
-    Acts right after ``configure_model``, after adapters and before checkpointing; undone at teardown. In training,
-    the ``logits`` that the model returns have a shape but no numbers. Inside a model that is compiled as a whole the
-    logits are made as usual; :class:`~lightning_fasttrain.CompileBlocks` leaves the head out, and goes with it; with
-    ``head=True`` it compiles what this computes between its matrix products.
+    Acts right after ``configure_model``, after adapters and before checkpointing; undone at teardown. In training, the
+    returned ``logits`` have a shape but no values. Inside a model that is compiled completely the logits are computed
+    as usual; :class:`~lightning_fasttrain.CompileBlocks` excludes the head, and composes with this; with ``head=True``
+    it compiles the code between the matrix products of this loss.
 
     Args:
         head: as for :func:`~lightning_fasttrain.fuse_loss_head_`.
@@ -261,8 +262,8 @@ class FusedLossHead(Technique):
     """
 
     surgery: ClassVar[Surgery | None] = Surgery.ARCHITECTURE
-    effect: ClassVar[str] = "the loss without the logits, a few tokens at a time"
-    when: ClassVar[str] = "a large vocabulary makes logits most of the memory; not for a few classes"
+    effect: ClassVar[str] = "the loss is computed a few tokens at a time, without storing the logits"
+    when: ClassVar[str] = "logits of a large vocabulary take most of the memory; not for a few classes"
     in_a_loop: ClassVar[str] = "fuse_loss_head_(model)"
     worth_trying: ClassVar[tuple[Setting, ...]] = (Setting("head", "fused", cost=1.05),)
     predicted: ClassVar[bool] = True
@@ -278,11 +279,11 @@ class FusedLossHead(Technique):
     @classmethod
     def why_not(cls, facts: Facts) -> str | None:
         if facts.heads == 0:
-            return "no linear layer was found that gives logits"
+            return "no linear layer was found that computes logits"
         return None
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo:
-        self._is_asked = True  # after the first batch, by why_idle
+        self._is_asked = True  # why_idle is called after the first batch
 
         def undo() -> None:
             self._is_asked = False
@@ -290,7 +291,7 @@ class FusedLossHead(Technique):
         return undo
 
     def predict(self, step: PredictedStep) -> Technique | None:
-        steady = copy.copy(self)  # of the steps after the first, in which the head is known
+        steady = copy.copy(self)  # for steps after the first, when the head is known
         steady._is_predicted = True
         return steady
 
@@ -317,12 +318,12 @@ class FusedLossHead(Technique):
             for head in wrappers_on(module, FusedHead):
                 (fused if head.is_fused else searched).append(name)
         if searched:
-            return f"finds the head by the first loss, among {list_some(searched)}"
+            return f"finds the head from the first loss, among {list_some(searched)}"
         return f"the loss of {list_some(fused)} without its logits" if fused else ""
 
     def outcome(self, model: nn.Module) -> str:
         found = self._search.found() if self._search is not None else []
-        return f"found the head by the first loss: {list_some(found)}" if found else ""
+        return f"found the head from the first loss: {list_some(found)}" if found else ""
 
     def why_idle(self, model: nn.Module) -> tuple[str, str] | None:
         if self._search is not None:

@@ -1,4 +1,4 @@
-"""Cross-entropy straight from hidden states: the logits of a few tokens at a time, never all of them."""
+"""Cross-entropy computed directly from hidden states, with the logits of a few tokens at a time."""
 
 import functools
 import math
@@ -25,8 +25,8 @@ from lightning_fasttrain.loss._chunks import (
 )
 
 BACKENDS = ("auto", "chunked", "compiled", "liger", "torch")
-_IN_CACHE = 2**18  # numbers: in float32 they stay in the caches of a CPU
-_WAY_OUT = "Take F.cross_entropy of the logits, hidden @ weight.T, for this; FusedLossHead has to go as well"
+_IN_CACHE = 2**18  # elements; in float32 they fit in the caches of a CPU
+_WAY_OUT = "Use F.cross_entropy of the logits, hidden @ weight.T, instead, and remove FusedLossHead"
 
 
 def linear_cross_entropy(
@@ -43,43 +43,42 @@ def linear_cross_entropy(
     chunk: int | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    r"""``cross_entropy(hidden @ weight.T + bias, targets)`` without the logits.
+    r"""Compute ``cross_entropy(hidden @ weight.T + bias, targets)`` without storing the logits.
 
     With logits :math:`z = c \tanh((W h + b) / c)` (:math:`c` = ``softcap``; none by default) and
     :math:`\ell = \log \sum_j e^{z_j}`, the loss of a token is
     :math:`(1 - ε)(\ell - z_y) + ε (\ell - \bar z) + ζ \ell^2` with ε = ``label_smoothing`` and ζ = ``z_loss``.
 
-    Logits are made for ``chunk`` tokens at a time and used at once: for ``"mean"`` and ``"sum"`` the gradients are
-    computed with them in the forward, so nothing is computed twice; for ``"none"`` they are made again in the
-    backward. Peak memory is the gradients plus one chunk, whatever the number of tokens.
+    Logits are computed for ``chunk`` tokens at a time and used at once: for ``"mean"`` and ``"sum"`` the gradients are
+    computed with them in the forward, so nothing is computed twice; for ``"none"`` they are recomputed in the backward.
+    Peak memory is the gradients plus one chunk, for any number of tokens.
 
     Args:
         hidden: (..., D), in any floating dtype.
-        weight: (V, D); it may be tied to an embedding, frozen, or used elsewhere too.
-        targets: (...), whole numbers below V or ``ignore_index``.
+        weight: (V, D); it may be tied to an embedding, frozen, or used elsewhere, too.
+        targets: (...), integers below V or ``ignore_index``.
         bias: (V,).
-        ignore_index: targets that count neither in the loss nor in its mean.
+        ignore_index: label of targets that are excluded from the loss and its mean.
         label_smoothing: ε, from 0 to 1.
-        reduction: ``"mean"`` over the targets that count, ``"sum"``, or ``"none"`` for one loss a token, (...).
+        reduction: ``"mean"`` over the counted targets, ``"sum"``, or ``"none"`` for one loss per token, (...).
         z_loss: ζ, the weight of the squared log-partition, which keeps logits from drifting.
         softcap: largest absolute logit, as in Gemma 2.
-        chunk: tokens whose logits live at once. By default an eighth of them, or if that is below 2,048 a quarter, and
-            at most 4,096, or as many as 512 MiB hold.
-        backend: ``"chunked"`` is ours, and so is ``"auto"``, because the others are not as good everywhere:
-            ``"compiled"`` is the same with what lies between its matrix products compiled by ``torch.compile``, which
-            takes time once and needs a compiler;
-            ``"liger"`` is Liger's Triton kernel (CUDA, extra ``liger``), which makes the host wait for the device at
-            each call and whose graph can be walked backward once; ``"torch"`` is
+        chunk: number of tokens whose logits are in memory at once. By default an eighth of them, or if that is below
+            2,048 a quarter, and at most 4,096, or as many as fit in 512 MiB.
+        backend: ``"chunked"`` is our implementation, and so is ``"auto"``, because the others have limitations:
+            ``"compiled"`` is the same with the operations between its matrix products compiled by ``torch.compile``,
+            which takes time once and needs a compiler; ``"liger"`` is Liger's Triton kernel (CUDA, extra ``liger``),
+            which makes the host wait for the device at each call and whose graph supports one backward; ``"torch"`` is
             ``torch.nn.functional.linear_cross_entropy`` (torch 2.13), which rounds the loss of bfloat16 inputs more
-            coarsely than the plain path, and whose gradients are NaN where no target counts.
+            coarsely than the plain path, and whose gradients are NaN without counted targets.
             ``examples/chunked_loss.py`` measures them.
 
     Returns:
         The loss: float32, or float64 for float64 inputs; a scalar, or (...) for ``reduction="none"``.
 
     Raises:
-        ValueError: shapes or arguments that do not go together, or that the backend cannot do.
-        RuntimeError: a second derivative is asked for (in the backward), or a forward-mode one, or ``torch.func``'s.
+        ValueError: shapes or arguments that do not match, or that the backend does not support.
+        RuntimeError: a second derivative is requested (in the backward), or a forward-mode one, or ``torch.func``'s.
         ModuleNotFoundError: ``backend="liger"`` without the package.
 
     Example:
@@ -101,9 +100,9 @@ def linear_cross_entropy(
     one_of("reduction", reduction, ("mean", "sum", "none"))
     one_of("backend", backend, BACKENDS)
     shape, low = targets.shape, autocast_dtype(hidden.device)
-    # In 64 bits, which gather takes, and in which -100 is not 156.
+    # In 64 bits, which gather expects, and in which -100 is not 156.
     hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1).long()
-    if not torch.is_grad_enabled():  # a custom function is not told, and would compute gradients for nothing
+    if not torch.is_grad_enabled():  # a custom function would compute unused gradients
         hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
     kept = _counted_positions(targets, ignore_index)
     if kept is not None:
@@ -114,22 +113,22 @@ def linear_cross_entropy(
     if backend in ("auto", "chunked", "compiled"):
         loss = _Chunked.apply(hidden, weight, bias, *arguments, size, low, backend == "compiled")
     elif chunk is not None:
-        why = "this backend has a rule of its own"
+        why = "this backend chooses its own chunk size"
         raise ValueError(explain(f"{chunk=} with {backend=}", why, "Use backend='chunked'"))
     else:
         if low is not None:
             hidden, weight, bias = hidden.to(low), weight.to(low), cast(bias, low)
         loss = (_run_liger if backend == "liger" else _run_torch)(hidden, weight, bias, *arguments)
         if loss.requires_grad and not torch.compiler.is_compiling():
-            loss.register_hook(_refuse_second_derivative)  # both would leave it out, as a custom function does
+            loss.register_hook(_refuse_second_derivative)  # both would silently omit it, as a custom function does
     if reduction != "none":
         return loss
     return loss.reshape(shape) if kept is None else loss.new_zeros(shape.numel()).index_copy(0, kept, loss).view(shape)
 
 
 def _counted_positions(targets: Tensor, ignore_index: int) -> Tensor | None:
-    """Where targets count, so that the others need no logits; None where all do, or where to look would cost a wait."""
-    # Subclasses, too: a fake tensor has no numbers to look at.
+    """Return where targets count, so that others need no logits; None if all do, or if checking would synchronize."""
+    # Includes subclasses: a fake tensor has no values.
     if type(targets) is not Tensor or targets.device.type != "cpu" or torch.compiler.is_compiling():
         return None
     kept = (targets != ignore_index).nonzero()[:, 0]
@@ -139,22 +138,22 @@ def _counted_positions(targets: Tensor, ignore_index: int) -> Tensor | None:
 def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
     if hidden.shape[:-1] != targets.shape or weight.ndim != 2 or hidden.shape[-1] != weight.shape[1]:
         what = f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)}"
-        why = "they must be (..., D), (V, D) and (...)"
-        raise ValueError(explain(what, why, "Check which of them is transposed or shifted"))
+        why = "expected (..., D), (V, D) and (...)"
+        raise ValueError(explain(what, why, "Check whether one of them is transposed or shifted"))
     if bias is not None and bias.shape != weight.shape[:1]:
-        why = "there is one a class"
+        why = "expected one value per class"
         raise ValueError(explain(f"bias {tuple(bias.shape)}", why, f"Give {tuple(weight.shape[:1])}"))
     if targets.is_floating_point() or targets.dtype is torch.bool:
-        raise ValueError(explain(f"targets of {targets.dtype}", "they are class numbers", "Convert them with .long()"))
+        raise ValueError(explain(f"targets of {targets.dtype}", "expected class indices", "Convert them with .long()"))
 
 
 def _check_options(smoothing: float, z_loss: float, softcap: float | None) -> None:
     if not 0 <= smoothing <= 1:
-        raise ValueError(explain(f"label_smoothing={smoothing}", "it is a share of the target", "Use 0 to 1"))
+        raise ValueError(explain(f"label_smoothing={smoothing}", "expected a share of the target", "Use 0 to 1"))
     if not math.isfinite(z_loss):
-        raise ValueError(explain(f"z_loss={z_loss}", "it is a factor of the loss", "Use 0 for none, or about 1e-4"))
+        raise ValueError(explain(f"z_loss={z_loss}", "expected a factor of at least 0", "Use 0, or about 1e-4"))
     if softcap is not None and not 0 < softcap < math.inf:
-        why = "it bounds the size of logits"
+        why = "it bounds the magnitude of logits"
         raise ValueError(explain(f"softcap={softcap}", why, "Use a positive number, or None"))
 
 
@@ -180,10 +179,10 @@ class _Chunked(torch.autograd.Function):
         compiled: bool,
     ) -> Tensor:
         ctx.dtypes = hidden.dtype, weight.dtype, dtype_of(bias)
-        if low is not None:  # as F.linear would; in here, so that gradients of float32 weights are not rounded
+        if low is not None:  # as F.linear; here, so that gradients of float32 weights are not rounded
             hidden, weight, bias = hidden.to(low), weight.to(low), cast(bias, low)
         counted = targets != ignore_index
-        targets = torch.where(counted, targets, 0)  # gather takes classes alone; the loss of these is set to 0 below
+        targets = torch.where(counted, targets, 0)  # gather expects valid classes; these losses are set to 0 below
         options = (smoothing, z_loss, softcap)
         needs = ctx.needs_input_grad[:3]
         ctx.options, ctx.size, ctx.reduction, ctx.compiled = options, size, reduction, compiled
@@ -203,13 +202,13 @@ class _Chunked(torch.autograd.Function):
         if reduction == "none":
             ctx.save_for_backward(hidden, weight, bias, targets, counted)
             return loss
-        # The gradients saved are those of the sum, in float32 where they add up over tokens; the mean's factor meets
-        # them in the backward, together with a loss scaler's, so that they neither overflow nor vanish in float16.
-        # The mean of nothing is NaN, as always, and its gradient 0.
+        # The saved gradients are those of the sum, in float32 where they add up over tokens. The mean's factor is
+        # applied in the backward, together with a loss scaler's, so that they neither overflow nor vanish in float16.
+        # The mean of nothing is NaN, as in torch, and its gradient 0.
         number = counted.sum().to(loss.dtype) if reduction == "mean" else loss.new_ones(())
         factor = number.clamp(min=1).reciprocal()
         if not torch.compiler.is_compiling():
-            ctx.normalizer = reduction, number  # for data.read_normalizers, which cannot look into a custom function
+            ctx.normalizer = reduction, number  # for data.read_normalizers, which cannot see into a custom function
         if sums is not None:
             ctx.save_for_backward(factor, sums.hidden, sums.weight, sums.bias)
         return loss.sum() * number.reciprocal()
@@ -243,10 +242,10 @@ def _use_logits(
     share: Tensor | None = None,
     with_gradient: bool = True,
 ) -> Tensor:
-    """The loss of each token of a chunk; the gradient with respect to its logits takes their place, rounded once.
+    """Return the loss of each token of a chunk; the gradient replaces the logits in place, rounded once.
 
-    ``share`` is a factor of the gradient for each token. On a CPU this is done for a few rows at a time, which stay in
-    its cache from the first operation to the last.
+    ``share`` is a factor of the gradient per token. On a CPU this is done for a few rows at a time, which stay in its
+    cache from the first operation to the last.
     """
     if compiled and with_gradient and not torch.compiler.is_compiling():
         return _compiled_use()(logits, targets[:, None], options, None if share is None else share[:, None])
@@ -269,8 +268,10 @@ def _compiled_use() -> Callable[..., Tensor]:
 def _use_logits_in_two_passes(
     logits: Tensor, targets: Tensor, options: tuple[float, float, float | None], share: Tensor | None
 ) -> Tensor:
-    """What :func:`_use_logits` does, in operations that a compiler fuses: one pass over the logits sums their
-    exponentials, one puts the gradient in their place. Not to be run as it is: it makes eight tensors of their size."""
+    """Compute :func:`_use_logits` in operations that a compiler fuses.
+
+    One pass over the logits sums their exponentials, one replaces them with the gradient. Uncompiled, it would allocate
+    eight tensors of their size."""
     smoothing, z_loss, softcap = options
     scores = logits.to(at_least_float32(logits))
     slope: Tensor | float = 1.0
@@ -280,7 +281,7 @@ def _use_logits_in_two_passes(
     lse = torch.logsumexp(scores, dim=1, keepdim=True)
     losses = lse - (1 - smoothing) * scores.gather(1, targets)
     losses = losses - smoothing * scores.mean(dim=1, keepdim=True) + z_loss * lse * lse
-    # A comparison: a scatter would be a pass of its own.
+    # A comparison, since a scatter would be a separate pass.
     is_target = torch.arange(logits.shape[1], device=logits.device) == targets
     gradient = (scores - lse).exp() * (1 + 2 * z_loss * lse) - smoothing / logits.shape[1]
     gradient = torch.where(is_target, gradient - (1 - smoothing), gradient) * slope
@@ -289,7 +290,7 @@ def _use_logits_in_two_passes(
 
 
 def _loss_of_rows(logits: Tensor, targets: Tensor, options: tuple[float, float, float | None]) -> tuple[Tensor, Tensor]:
-    """Losses of a few tokens (T,), and their gradient (T, V), in at least float32."""
+    """Return the losses of a few tokens (T,), and their gradient (T, V), in at least float32."""
     smoothing, z_loss, softcap = options
     dtype = at_least_float32(logits)
     slope = None
@@ -297,12 +298,13 @@ def _loss_of_rows(logits: Tensor, targets: Tensor, options: tuple[float, float, 
         logits = torch.tanh(logits.to(dtype) / softcap)
         slope, logits = 1 - logits.square(), logits * softcap
     shares = torch.softmax(logits, dim=1, dtype=dtype)
-    # The largest share is exp(max z − lse): so lse costs no exponentials beside softmax's.
+    # The largest probability is exp(max z − lse), so lse needs no exponentials beside softmax's.
     lse = logits.amax(dim=1, keepdim=True) - shares.amax(dim=1, keepdim=True).log_()
     losses = lse - (1 - smoothing) * logits.gather(1, targets).to(dtype)
     if smoothing:
         losses -= smoothing * logits.mean(dim=1, keepdim=True, dtype=dtype)
-    # The gradient by z is p (1 + 2 ζ lse) − ε / V − (1 − ε) at the target: the factor is p's alone, so it comes first.
+    # The gradient by z is p (1 + 2 ζ lse) − ε / V − (1 − ε) at the target; the factor applies to p alone, so it comes
+    # first.
     if z_loss:
         losses += z_loss * lse.square()
         shares *= 1 + 2 * z_loss * lse
@@ -333,11 +335,11 @@ def _run_liger(
         ignore_index=ignore_index,
         lse_square_scale=z_loss,
         label_smoothing=smoothing,
-        reduction="sum",  # Liger's mean of nothing is 0, and its factor would meet gradients before they are summed
+        reduction="sum",  # Liger's mean of nothing is 0, and scales gradients before their sum
         softcap=softcap,
         accum_dtype=torch.float32,
     )
-    if weight.requires_grad and not hidden.requires_grad:  # Liger asks these alone whether gradients are wanted
+    if weight.requires_grad and not hidden.requires_grad:  # Liger checks only these for requires_grad
         hidden = hidden.detach().requires_grad_()
     total = kernel(weight, hidden, targets, bias)
     return total / (targets != ignore_index).sum() if reduction == "mean" else total
@@ -356,7 +358,7 @@ def _run_torch(
 ) -> Tensor:
     if not hasattr(F, "linear_cross_entropy") or z_loss or smoothing or softcap is not None:
         what = f"backend='torch' with torch {torch.__version__}, {z_loss=}, label_smoothing={smoothing}, {softcap=}"
-        why = "torch has this function from 2.13 on, and chunks it without z-loss, smoothing and softcap only"
+        why = "torch has this function from 2.13 on, and chunks it only without z-loss, smoothing and softcap"
         raise ValueError(explain(what, why, "Use backend='chunked'"))
     # By default a second backward raises, with retain_graph=True as well; ours allows it.
     chunked = torch.nn.LinearCrossEntropyOptions(allow_retain_graph=True)

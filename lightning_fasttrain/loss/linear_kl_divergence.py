@@ -1,4 +1,4 @@
-"""How far a student's predictions are from a teacher's, a few tokens at a time: neither's logits are ever whole."""
+"""KL divergence between a student's and a teacher's predictions, with the logits of a few tokens at a time."""
 
 import math
 from typing import Any, NamedTuple
@@ -21,31 +21,31 @@ from lightning_fasttrain.loss._chunks import (
 )
 
 _NAME = "linear_kl_divergence or kl_divergence"
-_WAY_OUT = "Take F.kl_div of both models' log-softmax for this, which has every derivative"
+_WAY_OUT = "Use F.kl_div of both models' log-softmax instead, which has all derivatives"
 
 
 class LogitsOf(NamedTuple):
-    """What logits :math:`c \\tanh((W h + b) / c)` are made of; without W, h are the logits themselves."""
+    """The factors of logits :math:`c \\tanh((W h + b) / c)`; without W, h are the logits themselves."""
 
     hidden: Tensor
     weight: Tensor | None = None
     bias: Tensor | None = None
     softcap: float | None = None
-    dtype: torch.dtype | None = None  # in which the product is taken, outside of autocast
+    dtype: torch.dtype | None = None  # dtype of the product, outside of autocast
 
     @property
     def classes(self) -> int:
         return self.hidden.shape[-1] if self.weight is None else self.weight.shape[0]
 
     def rows(self, part: slice) -> Tensor:
-        """Those of some tokens, in float32 at least; maybe memory of the caller's."""
+        """Return the logits of some tokens, in float32 at least; they may share the caller's memory."""
         logits = self.hidden[part] if self.weight is None else F.linear(self.hidden[part], self.weight, self.bias)
         logits = logits.to(at_least_float32(logits))
-        # The division makes a new tensor, so tanh_ never writes into logits of the caller's.
+        # The division creates a new tensor, so tanh_ never writes into the caller's logits.
         return logits if self.softcap is None else torch.tanh_(logits / self.softcap).mul_(self.softcap)
 
     def cast(self) -> "LogitsOf":
-        """As autocast would cast them for ``F.linear``; a custom function has no autocast in its backward."""
+        """Cast the factors as autocast would for ``F.linear``; a custom function has no autocast in its backward."""
         dtype = autocast_dtype(self.hidden.device) or self.dtype
         if self.weight is None or dtype is None:
             return self
@@ -75,35 +75,35 @@ def linear_kl_divergence(
     reduction: str = "mean",
     chunk: int | None = None,
 ) -> Tensor:
-    r""":math:`T^2 \, \mathrm{KL}(p \Vert q)` of a teacher's p and a student's q, without either's logits.
+    r"""Compute :math:`T^2 \, \mathrm{KL}(p \Vert q)` of a teacher's p and a student's q, without storing their logits.
 
     With logits :math:`z = c \tanh((W h + b) / c)` (:math:`c` = ``softcap``; none by default), :math:`q =
-    \mathrm{softmax}(z / T)` and p likewise. The factor T² keeps gradients of one size whatever T is.
+    \mathrm{softmax}(z / T)` and p likewise. The factor T² keeps the size of gradients independent of T.
 
-    Both logits are made for ``chunk`` tokens at a time and used at once: for ``"mean"`` and ``"sum"`` the gradients
-    are computed with them in the forward, so nothing is computed twice; for ``"none"`` they are made again in the
-    backward. Peak memory is the gradients plus a few chunks, whatever the number of tokens.
+    Both logits are computed for ``chunk`` tokens at a time and used at once: for ``"mean"`` and ``"sum"`` the gradients
+    are computed with them in the forward, so nothing is computed twice; for ``"none"`` they are recomputed in the
+    backward. Peak memory is the gradients plus a few chunks, for any number of tokens.
 
     Args:
-        hidden: the student's (..., D), in any floating dtype.
-        weight: (V, D); it may be tied to an embedding, frozen, or used elsewhere too.
-        teacher_hidden: (..., E); the teacher's width may be another one.
-        teacher_weight: (V, E). Nothing of the teacher's gets a gradient.
+        hidden: the student's hidden states (..., D), in any floating dtype.
+        weight: (V, D); it may be tied to an embedding, frozen, or used elsewhere, too.
+        teacher_hidden: (..., E); the teacher's width may differ.
+        teacher_weight: (V, E). The teacher's tensors get no gradients.
         bias: (V,).
         teacher_bias: (V,).
         softcap: largest absolute logit, as in Gemma 2.
-        teacher_softcap: likewise.
-        temperature: T; the higher, the more the teacher's small probabilities count.
-        mask: (...), which tokens count in the loss and in its mean, such as ``labels != -100``. By default all.
-        reduction: ``"mean"`` over the tokens that count, ``"sum"``, or ``"none"`` for one value a token, (...).
-        chunk: tokens whose logits live at once. By default a 32nd of them, in multiples of 128, and at most 4,096.
-
+        teacher_softcap: the same for the teacher.
+        temperature: T; the higher it is, the larger the influence of the teacher's small probabilities.
+        mask: (...), the tokens counted in the loss and in its mean, such as ``labels != -100``. By default all.
+        reduction: ``"mean"`` over the counted tokens, ``"sum"``, or ``"none"`` for one value per token, (...).
+        chunk: number of tokens whose logits are in memory at once. By default a 32nd of them, in multiples of 128, and
+            at most 4,096.
     Returns:
         The loss: float32, or float64 for float64 inputs; a scalar, or (...) for ``reduction="none"``.
 
     Raises:
-        ValueError: shapes or arguments that do not go together.
-        RuntimeError: a second derivative is asked for (in the backward), or a forward-mode one, or ``torch.func``'s.
+        ValueError: shapes or arguments that do not match.
+        RuntimeError: a second derivative is requested (in the backward), or a forward-mode one, or ``torch.func``'s.
 
     Example:
         >>> hidden, weight, theirs, head = torch.randn(5, 4), torch.randn(9, 4), torch.randn(5, 6), torch.randn(9, 6)
@@ -130,7 +130,7 @@ def kl_divergence(
     reduction: str = "mean",
     chunk: int | None = None,
 ) -> Tensor:
-    """:func:`linear_kl_divergence` of logits that exist: their float32 copies and probabilities never whole.
+    """Compute :func:`linear_kl_divergence` of existing logits, without complete float32 copies and probabilities.
 
     Args:
         logits: the student's, (..., V).
@@ -138,13 +138,13 @@ def kl_divergence(
         temperature: as for :func:`linear_kl_divergence`.
         mask: as for :func:`linear_kl_divergence`.
         reduction: as for :func:`linear_kl_divergence`.
-        chunk: tokens at once. By default a 32nd of them, in multiples of 128, and at most 4,096.
+        chunk: number of tokens at once. By default a 32nd of them, in multiples of 128, and at most 4,096.
 
     Returns:
         As for :func:`linear_kl_divergence`.
 
     Raises:
-        ValueError: shapes or arguments that do not go together.
+        ValueError: shapes or arguments that do not match.
 
     Example:
         >>> kl_divergence(torch.zeros(2, 3), torch.zeros(2, 3))
@@ -163,15 +163,15 @@ def divergence(
     reduction: str = "mean",
     chunk: int | None = None,
 ) -> Tensor:
-    """Either of the above, for any two kinds of logits."""
+    """Compute the divergence of any two kinds of logits."""
     one_of("reduction", reduction, ("mean", "sum", "none"))
     _check(student, teacher, temperature, mask)
     refuse_transforms(_NAME, _WAY_OUT, *student[:3], *teacher[:3])
     shape = student.hidden.shape[:-1]
     student, teacher = student.cast().flatten(), teacher.detach().cast().flatten()
-    if not torch.is_grad_enabled():  # a custom function is not told, and would compute gradients for nothing
+    if not torch.is_grad_enabled():  # a custom function would compute unused gradients
         student = student.detach()
-    # Logits of two models, and what is made of them: several times the room that a loss of one model needs.
+    # Logits of two models and their intermediate values take several times the memory of one model's loss.
     row_bytes = student.classes * student.hidden.element_size()
     size = chunk_size(len(student.hidden), row_bytes, share=32, enough=128)
     size = size if chunk is None else positive_int("chunk", chunk)
@@ -187,24 +187,24 @@ def _check(student: LogitsOf, teacher: LogitsOf, temperature: float, mask: Tenso
     for whose, one in (("student", student), ("teacher", teacher)):
         if one.weight is not None and (one.weight.ndim != 2 or one.hidden.shape[-1] != one.weight.shape[1]):
             what = f"{whose}: hidden {tuple(one.hidden.shape)}, weight {tuple(one.weight.shape)}"
-            raise ValueError(explain(what, "they must be (..., D) and (V, D)", "Check which of them is transposed"))
+            raise ValueError(explain(what, "expected (..., D) and (V, D)", "Check whether one of them is transposed"))
         if one.bias is not None and one.bias.shape != (one.classes,):
-            why = "there is one a class"
+            why = "expected one value per class"
             raise ValueError(explain(f"{whose}: bias {tuple(one.bias.shape)}", why, f"Give ({one.classes},)"))
         if one.softcap is not None and not 0 < one.softcap < math.inf:
-            why = "it bounds the size of logits"
+            why = "it bounds the magnitude of logits"
             raise ValueError(explain(f"{whose}: softcap={one.softcap}", why, "Use a positive number"))
     if student.classes != teacher.classes:
         what = f"the student has {student.classes} classes, the teacher {teacher.classes}"
-        way_out = "Bring them to one vocabulary first; where only its padding differs, resize_token_embeddings does it"
+        way_out = "Use the same vocabulary; if only its padding differs, call resize_token_embeddings"
         raise ValueError(explain(what, "their probabilities are compared class by class", way_out))
     shape = student.hidden.shape[:-1]
     if teacher.hidden.shape[:-1] != shape:
         what = f"{tuple(shape)} tokens of the student, {tuple(teacher.hidden.shape[:-1])} of the teacher"
         raise ValueError(explain(what, "they are compared token by token", "Run both on the same inputs"))
     if mask is not None and (mask.shape != shape or mask.is_floating_point()):
-        why = "it says of each token whether it counts"
-        way_out = "Give booleans of their shape, such as labels != -100"
+        why = "expected one boolean per token"
+        way_out = "Give booleans of that shape, such as labels != -100"
         raise ValueError(explain(f"mask {tuple(mask.shape)} of {mask.dtype} for {tuple(shape)} tokens", why, way_out))
 
 
@@ -229,7 +229,7 @@ class _Chunked(torch.autograd.Function):
         teacher = LogitsOf(teacher_hidden, teacher_weight, teacher_bias, teacher_softcap)
         ctx.softcaps = softcap, teacher_softcap
         ctx.temperature, ctx.size = temperature, size
-        # The gradient of logits that exist is as large as they are: it is made in the backward, where it goes on.
+        # The gradient of existing logits is as large as they are, so it is computed in the backward.
         ctx.again = reduction == "none" or weight is None
         needs = ctx.needs_input_grad[:3]
         sums = None
@@ -247,12 +247,12 @@ class _Chunked(torch.autograd.Function):
         else:
             number = loss.new_full((), len(loss) if reduction == "mean" else 1)
         if not torch.compiler.is_compiling():
-            ctx.normalizer = reduction, number  # for data.read_normalizers, which cannot look into a custom function
-        factor = number.clamp(min=1).reciprocal()  # the mean of nothing is NaN, as always, and its gradient 0
+            ctx.normalizer = reduction, number  # for data.read_normalizers, which cannot see into a custom function
+        factor = number.clamp(min=1).reciprocal()  # the mean of nothing is NaN, as in torch, and its gradient 0
         if ctx.again:
             tensors = (hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, counted, factor)
             ctx.save_for_backward(*tensors)
-        elif sums is not None:  # of the sum, in float32; the mean's factor meets them in the backward, and is exact
+        elif sums is not None:  # gradients of the sum, in float32; the backward applies the mean's factor
             ctx.dtypes = hidden.dtype, dtype_of(weight), dtype_of(bias)
             ctx.save_for_backward(factor, sums.hidden, sums.weight, sums.bias)
         return loss if reduction == "none" else loss.sum() * number.reciprocal()
@@ -289,17 +289,18 @@ def _loss_of(
     temperature: float,
     with_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Loss of each token of a chunk, and its gradient with respect to the student's ``hidden @ weight.T + bias``."""
+    """Return the loss of each token of a chunk, and its gradient by the student's ``hidden @ weight.T + bias``."""
     logits = student.rows(part)
     slope = None
     if student.softcap is not None and with_gradient:  # of z = c · tanh(x / c): dz / dx = 1 − (z / c)²
         slope = torch.sub(1, (logits / student.softcap).square_())
     log_q = torch.log_softmax(logits / temperature, dim=1)
-    del logits  # float32 (tokens, V): before the teacher's are made
+    del logits  # free float32 (tokens, V) before computing the teacher's
     log_p = torch.log_softmax(teacher.rows(part) / temperature, dim=1).to(log_q.dtype)
     p = log_p.exp()
     losses = log_p.sub_(log_q).mul_(p).masked_fill_(p == 0, 0).sum(dim=1).mul_(temperature**2)  # 0 · log 0 = 0
-    # Of T² KL by the student's logits: T² (q − p) / T. In place of log q, which the loss needs no longer.
+    # The gradient of T² KL by the student's logits is T² (q − p) / T. It replaces log q, which the loss no longer
+    # needs.
     gradient = log_q.exp_().sub_(p).mul_(temperature) if with_gradient else losses
     if slope is not None:
         gradient.mul_(slope)

@@ -1,6 +1,6 @@
-"""Changes gradients, updates, optimizer state, and the rates of a run.
+"""Techniques that change gradients, updates, optimizer state and learning rates.
 
-Parameter groups are made here too; optimizers that are asked for by name, in ``named``.
+Parameter groups are created here, too; optimizers selected by name are in ``named``.
 
 From the bottom up: ``eager_gradient_release``, ``fused_clipping``, ``galore``, ``optimizer_in_backward``,
 ``adaptive_clipping``, ``weight_clipping``, ``parameter_groups``, ``galore_groups``, ``named``, ``schedule``.

@@ -1,4 +1,4 @@
-"""Adaptive gradient clipping: each unit's gradient is kept small beside the unit's weights."""
+"""Adaptive gradient clipping: limit each unit's gradient relative to the unit's weights."""
 
 from collections.abc import Iterable
 from typing import ClassVar
@@ -22,18 +22,18 @@ def clip_adaptively_(parameters: Iterable[Tensor], factor: float = 0.01, eps: fl
     For unit i, a row of a matrix or a filter of a convolution:
     g_i ← g_i · min(1, factor · max(‖w_i‖, eps) / ‖g_i‖). A vector, such as a bias, is one unit.
 
-    Call it after the backward and before ``optimizer.step()``. Embeddings and the last layer are better left out.
+    Call it after the backward and before ``optimizer.step()``. Exclude embeddings and the last layer.
 
     Args:
-        parameters: those without a gradient are left alone.
+        parameters: parameters to clip; those without a gradient are skipped.
         factor: largest ‖g_i‖ / ‖w_i‖, positive.
-        eps: what the norm of weights is at least, so that those that begin at zero can move.
+        eps: lower bound of the norm of weights, so that weights initialized to zero can change.
 
     Returns:
-        How many gradients were looked at.
+        The number of gradients that were processed.
 
     Raises:
-        ValueError: ``factor`` or ``eps`` is not positive; a gradient that is sparse in more than its rows.
+        ValueError: ``factor`` or ``eps`` is not positive; a gradient is sparse in more than its rows.
 
     Example:
         >>> weight = nn.Parameter(torch.tensor([[3.0, 4.0], [0.0, 1.0]]))
@@ -55,28 +55,28 @@ def clip_adaptively_(parameters: Iterable[Tensor], factor: float = 0.01, eps: fl
             continue
         count += 1
         weight: Tensor = parameter
-        if gradient.is_sparse:  # an embedding's: the rows that were looked up
+        if gradient.is_sparse:  # an embedding's gradient holds the rows that were looked up
             gradient = parameter.grad = gradient.coalesce()
             weight, gradient = _rows_of(parameter, gradient), gradient.values()
         largest = factor * _unit_norms(weight).clamp(min=eps)
         norms = _unit_norms(gradient)
-        # where the gradient is zero the quotient is infinite, and 1 is the smaller
+        # If the gradient is zero the quotient is infinite, and 1 is the minimum.
         gradient.mul_((largest / norms).clamp(max=1.0).to(gradient.dtype))
     return count
 
 
 def _rows_of(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """The weights of those units that a sparse gradient, coalesced, is of."""
+    """Return the weights of the units that a coalesced sparse gradient belongs to."""
     if gradient.sparse_dim() != 1:
         what = f"a gradient of shape {tuple(gradient.shape)} that is sparse in {gradient.sparse_dim()} dimensions"
-        why = "it holds parts of units, and a unit is clipped as a whole"
-        raise ValueError(explain(what, why, "Leave this parameter out, or make its gradient dense"))
+        why = "it holds parts of units, and a unit is clipped as one"
+        raise ValueError(explain(what, why, "Exclude this parameter, or make its gradient dense"))
     return parameter[gradient.indices()[0]]
 
 
 def _unit_norms(tensor: Tensor) -> Tensor:
-    """[units, 1, ...]; of a vector or a number [1]."""
-    axes = list(range(1, tensor.ndim)) if tensor.ndim > 1 else None  # None: all of them
+    """Return the norms with shape [units, 1, ...]; [1] for a vector or a scalar."""
+    axes = list(range(1, tensor.ndim)) if tensor.ndim > 1 else None  # None reduces all axes
     return torch.linalg.vector_norm(tensor, dim=axes, keepdim=True, dtype=torch.float32)
 
 
@@ -84,22 +84,22 @@ def _refuse_not_positive(**numbers: float) -> None:
     for name, number in numbers.items():
         if not number > 0:
             way_out = f"Use {name}=0.01" if name == "factor" else f"Use {name}=1e-3"
-            raise ValueError(explain(f"{name}={number}", "nothing would be left of the gradients", way_out))
+            raise ValueError(explain(f"{name}={number}", "all gradients would become zero", way_out))
 
 
 class AdaptiveClipping(Technique):
-    """Clip each unit's gradient by the norm of its own weights, instead of all by their common norm.
+    """Clip each unit's gradient by the norm of its own weights, instead of the global norm.
 
     Acts in ``on_before_optimizer_step``, when gradients are summed, averaged and unscaled; clipping by the Trainer
-    comes after it.
+    follows it.
 
     Args:
         factor, eps: as for :func:`~lightning_fasttrain.optim.clip_adaptively_`.
-        leave_out: modules whose own parameters are not clipped, by name: ``["head"]``. Embeddings never are.
+        leave_out: names of modules whose own parameters are not clipped: ``["head"]``. Embeddings never are.
 
     Raises:
-        ValueError: ``factor`` or ``eps`` is not positive; in ``fit``: a module that the model lacks, or a fused
-            optimizer with a loss scaler.
+        ValueError: ``factor`` or ``eps`` is not positive; in ``fit``: the model has no such module, or a fused
+            optimizer is used with a loss scaler.
 
     Example:
         >>> clipping = AdaptiveClipping(0.01, leave_out=["head"])
@@ -110,7 +110,7 @@ class AdaptiveClipping(Technique):
 
     exactness: ClassVar[Exactness] = Exactness.CHANGES_TRAINING
     effect: ClassVar[str] = "each unit's gradient is clipped by the norm of its weights"
-    when: ClassVar[str] = "large batches or learning rates, nets without normalisation; not beside clipping by norm"
+    when: ClassVar[str] = "large batches or learning rates, no normalization layers; not with clipping by norm"
     in_a_loop: ClassVar[str] = "optim.clip_adaptively_(parameters)"
     predicted: ClassVar[bool] = True
 
@@ -130,18 +130,18 @@ class AdaptiveClipping(Technique):
         self._parameters: list[Tensor] = []
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
-        return self._parameters.clear  # or the technique would keep the model in memory after the run
+        return self._parameters.clear  # releases the model after the run
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook: model and optimizers are there."""
+        """Hook: called when model and optimizers exist."""
         scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
         if scaled and any(group.get("fused") for group in trainer.optimizers[0].param_groups):
-            why = "it undoes the scaling of gradients inside its step, so they are too large here"
+            why = "such an optimizer unscales gradients inside its step, so they are too large here"
             raise ValueError(explain("AdaptiveClipping with a fused optimizer in float16", why, "Use fused=False"))
         self._parameters = _parameters_of(pl_module, self.leave_out)
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
-        """Hook: the gradients are as the optimizer would take them."""
+        """Hook: called when the gradients are final, right before the optimizer uses them."""
         clip_adaptively_(self._parameters, self.factor, self.eps)
 
 
@@ -150,7 +150,7 @@ def _parameters_of(model: nn.Module, leave_out: Iterable[str]) -> list[Tensor]:
     for name in leave_out:
         if name not in modules:
             known = ", ".join(child for child, _ in model.named_children())
-            way_out = f"Name one, such as {known}"
+            way_out = f"Use one of its modules, such as {known}"
             raise ValueError(explain(f"leave_out={name!r}", f"{type(model).__name__} has no such module", way_out))
     left_out: set[Tensor] = set()
     for name, module in modules.items():

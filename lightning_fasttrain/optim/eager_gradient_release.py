@@ -1,4 +1,4 @@
-"""Gradients that are gone as soon as they have been used."""
+"""Release gradients as soon as they have been used."""
 
 from collections.abc import Iterable
 from typing import Any, ClassVar
@@ -20,13 +20,13 @@ def release_gradients_(parameters: Iterable[nn.Parameter]) -> int:
     Call it right after ``optimizer.step()``.
 
     Args:
-        parameters: of the model; those without a gradient are left alone.
+        parameters: parameters of the model; those without a gradient are skipped.
 
     Returns:
-        Bytes released.
+        The number of bytes released.
 
     Raises:
-        TypeError: a module instead of its parameters.
+        TypeError: a module was passed instead of its parameters.
 
     Example:
         >>> import torch
@@ -37,17 +37,17 @@ def release_gradients_(parameters: Iterable[nn.Parameter]) -> int:
     """
     if isinstance(parameters, nn.Module):
         way_out = "Use release_gradients_(model.parameters())"
-        raise TypeError(explain(f"release_gradients_({type(parameters).__name__})", "it takes parameters", way_out))
+        raise TypeError(explain(f"release_gradients_({type(parameters).__name__})", "expected parameters", way_out))
     released = 0
     for parameter in parameters:
         if parameter.grad is not None:
             released += _bytes_of(parameter.grad)
-            parameter.grad = None  # not zeros: these would take the memory
+            parameter.grad = None  # not zeros, which would keep the memory
     return released
 
 
 def _bytes_of(gradient: Tensor) -> int:
-    if gradient.is_sparse:  # an embedding's
+    if gradient.is_sparse:  # such as an embedding's
         return gradient._indices().nbytes + gradient._values().nbytes
     return gradient.nbytes
 
@@ -55,10 +55,10 @@ def _bytes_of(gradient: Tensor) -> int:
 class EagerGradientRelease(Technique):
     """Free the gradients right after the optimizer step instead of during the next one.
 
-    Lightning zeroes gradients between the next forward and backward, so one full set of them stays alive while the
-    activations grow. Acts in ``on_train_batch_end``, once the step is done and unless gradients are being
-    accumulated; callbacks that read gradients do so in ``on_before_optimizer_step``. Under DDP with
-    ``gradient_as_bucket_view`` the buckets stay; strategies that own their gradients (DeepSpeed) are left alone.
+    Lightning zeroes gradients between the next forward and backward, so one full set of them stays in memory while the
+    activations grow. Acts in ``on_train_batch_end``, after the step and unless gradients are being accumulated;
+    callbacks that read gradients do so in ``on_before_optimizer_step``. Under DDP with ``gradient_as_bucket_view`` the
+    buckets stay; strategies that own their gradients (DeepSpeed) are skipped.
 
     Example:
         >>> release = EagerGradientRelease()
@@ -68,7 +68,7 @@ class EagerGradientRelease(Technique):
     """
 
     effect: ClassVar[str] = "no gradients in memory during the forward"
-    when: ClassVar[str] = "gradients are a good part of the peak; nothing to gain where they are summed over batches"
+    when: ClassVar[str] = "gradients are a large share of the peak; no effect where they are accumulated over batches"
     in_a_loop: ClassVar[str] = "release_gradients_(model.parameters())"
     worth_trying: ClassVar[tuple[Setting, ...]] = (Setting("gradients", "released"),)
     predicted: ClassVar[bool] = True
@@ -76,34 +76,34 @@ class EagerGradientRelease(Technique):
     @classmethod
     def conflicts(cls) -> tuple[Conflict, ...]:
         why = "DeepSpeed keeps buffers for the gradients in host memory, and needs them in the next step"
-        way_out = "Leave it out: the device holds no gradients then"
+        way_out = "Remove it, since the device then holds no gradients"
         return (Conflict(DeepSpeedStrategy, why, way_out, _would_take_from_the_host),)
 
     @classmethod
     def why_not(cls, facts: Facts) -> str | None:
         if facts.accumulates is not None and facts.accumulates > 1:
-            return f"gradients are summed over {facts.accumulates} batches, so they stay in most forwards"
+            return f"gradients are accumulated over {facts.accumulates} batches, so they exist during most forwards"
         return None
 
     def predict(self, step: PredictedStep) -> None:
         step.releases = True
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook: the strategy is known, say if it leaves nothing to do."""
+        """Hook: called when the strategy is known; log if there is nothing to do."""
         if trainer.strategy.handles_gradient_accumulation:
             note_once(f"EagerGradientRelease: {type(trainer.strategy).__name__} frees its gradients itself")
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Hook: the first after the optimizer has stepped."""
+        """Hook: the first one after the optimizer step."""
         if not (trainer.strategy.handles_gradient_accumulation or step_goes_on(trainer)):
             for optimizer in trainer.optimizers:
                 release_gradients_(p for group in optimizer.param_groups for p in group["params"])
 
 
 def _would_take_from_the_host(release: EagerGradientRelease, zero: DeepSpeedStrategy) -> bool:
-    if zero.handles_gradient_accumulation:  # then nothing is released
+    if zero.handles_gradient_accumulation:  # nothing is released in this case
         return False
-    assert isinstance(zero.config, dict)  # Lightning reads a file at once
+    assert isinstance(zero.config, dict)  # Lightning has already read a config file
     return "offload_optimizer" in zero.config.get("zero_optimization", {})

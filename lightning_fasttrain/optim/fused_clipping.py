@@ -14,14 +14,14 @@ from lightning_fasttrain.technique.facts import Facts
 def allow_fused_clipping_(precision: Precision) -> Undo | None:
     """Let ``precision`` clip gradients of optimizers made with ``fused=True``, where no loss scaler is in use.
 
-    ``MixedPrecision`` refuses because a fused optimizer undoes the loss scaling inside its step, after clipping
-    would have seen scaled gradients. That holds for float16 alone: bfloat16 has no scaler, so nothing is scaled.
+    ``MixedPrecision`` refuses because a fused optimizer unscales gradients inside its step, so clipping before it would
+    see scaled gradients. That holds for float16 alone: bfloat16 uses no scaler, so gradients are not scaled.
 
     Args:
         precision: a trainer's ``precision_plugin``; only ``bf16-mixed`` is changed.
 
     Returns:
-        How to undo it; None if there was nothing to change.
+        A function that undoes it; None if there was nothing to change.
 
     Example:
         >>> from lightning.pytorch.plugins.precision import MixedPrecision
@@ -34,7 +34,7 @@ def allow_fused_clipping_(precision: Precision) -> Undo | None:
         return None
 
     def clip_gradients(*args: Any, **kwargs: Any) -> None:
-        Precision.clip_gradients(precision, *args, **kwargs)  # the base class's: it clips, and does not refuse
+        Precision.clip_gradients(precision, *args, **kwargs)  # the base class clips without the check
 
     return patch(precision, "clip_gradients", clip_gradients)
 
@@ -42,8 +42,8 @@ def allow_fused_clipping_(precision: Precision) -> Undo | None:
 class FusedClipping(Technique):
     """Make ``gradient_clip_val`` work with ``AdamW(fused=True)`` under ``precision="bf16-mixed"``.
 
-    Acts on this trainer's precision plugin, for the length of the run. Fabric and bare loops need nothing: their
-    clipping does not refuse.
+    Acts on this trainer's precision plugin, for the duration of the run. Fabric and bare loops do not need it, since
+    their clipping does not refuse.
 
     Example:
         >>> clipping = FusedClipping()
@@ -52,7 +52,7 @@ class FusedClipping(Technique):
         See :func:`~lightning_fasttrain.optim.allow_fused_clipping_`.
     """
 
-    effect: ClassVar[str] = "gradient clipping beside a fused optimizer in bf16"
+    effect: ClassVar[str] = "gradient clipping with a fused optimizer in bf16"
     when: ClassVar[str] = "you clip in mixed precision with a fused optimizer, which Lightning refuses"
     in_a_loop: ClassVar[str] = "nothing: fabric.clip_gradients and torch.nn.utils.clip_grad_norm_ work as they are"
     predicted: ClassVar[bool] = True
@@ -60,11 +60,11 @@ class FusedClipping(Technique):
     @classmethod
     def why_not(cls, facts: Facts) -> str | None:
         if facts.precision not in (None, "bf16-mixed"):
-            return f"Lightning refuses to clip beside a fused optimizer in bf16-mixed alone; this is {facts.precision}"
-        return "the Trainer clips nothing" if facts.clips == "no" else None
+            return f"Lightning refuses fused clipping only in bf16-mixed; the precision is {facts.precision}"
+        return "the Trainer does not clip gradients" if facts.clips == "no" else None
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
         undo = allow_fused_clipping_(trainer.precision_plugin)
         if undo is None:
-            note_once(f"FusedClipping: precision {trainer.precision} needs no help, or cannot be helped (float16)")
+            note_once(f"FusedClipping: precision {trainer.precision} needs no change, or does not allow it (float16)")
         return undo

@@ -1,4 +1,4 @@
-"""GaLore: AdamW whose state for a matrix is that of its gradient in a low-rank subspace."""
+"""GaLore: AdamW that keeps the state of matrices in a low-rank subspace of their gradients."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,37 +17,38 @@ SUBSPACES = ("exact", "sketched")
 
 
 class GaLoreAdamW(Optimizer):
-    r"""AdamW that keeps its two moments of a matrix in a subspace of ``rank`` dimensions; all weights still train.
+    r"""AdamW that keeps the two moments of a matrix in a subspace of ``rank`` dimensions; all weights are trained.
 
-    For a matrix of m ≤ n (a tall one is treated the other way round) and its gradient G, with P the m × r leading
-    left singular vectors of a G that is at most ``update_every`` steps old:
+    For a matrix with m ≤ n (a tall one is transposed) and its gradient G, with P the m × r leading left singular
+    vectors of a gradient that is at most ``update_every`` steps old:
 
         R = PᵀG (r × n),   U = Adam's update of R,   W ← (1 − lr·weight_decay) W + scale · P U
 
-    So the state is r·(m + 2n) numbers, where AdamW has 2·m·n. When P is refreshed the moments stay as they are, in
-    coordinates of the old P: so does the reference, and Adam forgets them in some steps. Each column of the new P
-    gets the sign with which it points along the one before, as the sign that a library gives it means nothing.
+    So the state has r·(m + 2n) elements, where AdamW has 2·m·n. When P is refreshed the moments stay unchanged, in
+    coordinates of the old P, as in the reference; they decay within some steps. Each column of the new P gets the sign
+    with which it correlates with the previous one, since the sign of a singular vector is arbitrary.
 
-    Groups that have a ``rank`` are projected, and all others are updated as by ``torch.optim.AdamW``, bit for bit;
-    :func:`~lightning_fasttrain.optim.galore_groups` makes both. A plain optimizer in all else: schedulers, clipping,
-    accumulation, loss scalers, :func:`~lightning_fasttrain.optimize_in_backward_`. Its state is tensors only, in the
-    parameters' dtype, of a size known before (:func:`~lightning_fasttrain.optim.galore_state_bytes`), and resumes
-    exactly. Under DDP each process finds the same P for itself, from the gradient that they share.
+    Groups with a ``rank`` are projected, and all others are updated as by ``torch.optim.AdamW``, bit for bit;
+    :func:`~lightning_fasttrain.optim.galore_groups` creates both. Otherwise it is a plain optimizer for schedulers,
+    clipping, accumulation, loss scalers, :func:`~lightning_fasttrain.optimize_in_backward_`. Its state consists of
+    tensors only, in the parameters' dtype, of a size known beforehand
+    (:func:`~lightning_fasttrain.optim.galore_state_bytes`), and resumes exactly. Under DDP each process computes the
+    same P, from the common gradient.
 
     Args:
-        params: groups. Those to be projected hold matrices only, and have ``rank``, and if they want ``update_every``
+        params: groups. Those to be projected hold matrices only, and have ``rank``, and optionally ``update_every``
             (default 200, in steps), ``scale`` (default 0.25) and ``subspace`` (``"exact"``, or ``"sketched"``: a random
-            sketch of the gradient finds nearly the same P, much quicker where the rank is far below the matrix's size).
-        lr: learning rate, of all groups that have none of their own.
-        betas: decay of the two moments, a step.
+            sketch of the gradient finds nearly the same P, much faster if the rank is far below the matrix's size).
+        lr: learning rate of all groups without their own.
+        betas: decay of the two moments per step.
         eps: added to the root of the second moment.
         weight_decay: decoupled, as in AdamW.
-        foreach: many tensors at once; None means on CUDA. False needs the least memory during the step.
+        foreach: update many tensors at once; None: on CUDA only. False needs the least memory during the step.
 
     Raises:
-        ValueError: no group has a rank; in a group with one: something else than a real, whole matrix, a rank above
-            its smaller side, a setting that is out of range. On loading: a state of some other optimizer.
-        RuntimeError: in ``step``: a sparse gradient, one that is no matrix any more, one without singular vectors.
+        ValueError: no group has a rank; a group with one contains anything but real, unsharded matrices, a rank above
+            the smaller side, or a setting out of range. On loading: a state of another optimizer.
+        RuntimeError: in ``step``: a gradient is sparse, is no longer a matrix, or has no singular vectors.
 
     Example:
         >>> from torch import nn
@@ -81,19 +82,19 @@ class GaLoreAdamW(Optimizer):
         if all(group["rank"] is None for group in self.param_groups):
             what = f"GaLoreAdamW with {len(self.param_groups)} groups of which none has a rank"
             way_out = "Use GaLoreAdamW(galore_groups(model, rank=128)), or torch.optim.AdamW"
-            raise ValueError(explain(what, "no gradient would be projected, so this would be plain AdamW", way_out))
+            raise ValueError(explain(what, "no gradient would be projected, as in plain AdamW", way_out))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         try:
             _check_group(self.param_groups[-1])
-        except Exception:  # what is refused must not stay: the optimizer may be in use
+        except Exception:  # a rejected group must not stay, as the optimizer may be in use
             self.param_groups.pop()
             raise
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if any("rank" not in group for group in state_dict["param_groups"]):
-            why = "it was saved by another optimizer, whose moments are in no subspace"
+            why = "it was saved by another optimizer, whose moments are not in a subspace"
             way_out = "Load the weights alone, and start with a fresh optimizer"
             raise ValueError(explain("a state without ranks for GaLoreAdamW", why, way_out))
         super().load_state_dict(state_dict)
@@ -110,7 +111,7 @@ class GaLoreAdamW(Optimizer):
                 continue
             _refuse_gradients(parameters, group)
             parts = [parameters]
-            if not _in_lists(parameters, group):  # one by one, so that only one projected gradient is held
+            if not _in_lists(parameters, group):  # one by one, so that only one projected gradient is in memory
                 parts = [[parameter] for parameter in parameters]
             with torch.autocast(parameters[0].device.type, enabled=False):
                 update = self._step_plain if group["rank"] is None else self._step_projected
@@ -127,13 +128,13 @@ class GaLoreAdamW(Optimizer):
         small = []
         for parameter, gradient in zip(parameters, gradients, strict=True):
             state = self.state[parameter]
-            step = int(state["step"]) if state else 0  # kept on the CPU, so nothing waits for the device
+            step = int(state["step"]) if state else 0  # on the CPU, so the device is not synchronized
             if step % group["update_every"] == 0:
                 state.setdefault("step", _make_zero())
                 found = _leading_subspace(gradient, group["rank"], group["subspace"], step)
                 state["projection"] = _with_signs_of(state["projection"], found) if step else found
             small.append(_project(gradient, state["projection"]))
-        # Adam on parameters that are zero leaves in them just its update.
+        # Adam on zero parameters leaves exactly its update in them.
         updates = [torch.zeros_like(gradient) for gradient in small]
         self._adam(parameters, updates, small, group, weight_decay=0.0)
         for parameter, update in zip(parameters, updates, strict=True):
@@ -151,7 +152,7 @@ class GaLoreAdamW(Optimizer):
         group: dict[str, Any],
         weight_decay: float,
     ) -> None:
-        """PyTorch's AdamW on ``updated``, with the state that is kept for ``parameters``."""
+        """Run PyTorch's AdamW on ``updated``, with the state of ``parameters``."""
         states = [self.state[parameter] for parameter in parameters]
         for state, gradient in zip(states, gradients, strict=True):
             if "exp_avg" not in state:
@@ -198,45 +199,45 @@ def _project(gradient: Tensor, projection: Tensor) -> Tensor:
 
 
 def _leading_subspace(gradient: Tensor, rank: int, how: str, seed: int) -> Tensor:
-    """Orthonormal columns that span most of ``gradient`` along its shorter side; the strongest comes first."""
+    """Return orthonormal columns that span most of ``gradient`` along its shorter side, the strongest first."""
     wide = gradient.T if _is_tall(gradient) else gradient
-    sketched = how == "sketched" and rank + 8 < wide.shape[0]  # eight more than wanted: Halko et al. advise five to ten
+    sketched = how == "sketched" and rank + 8 < wide.shape[0]  # oversampled by 8: Halko et al. advise 5 to 10
     wide = wide.to(torch.promote_types(wide.dtype, torch.float32 if sketched else torch.float64), copy=True)
     largest = torch.linalg.vector_norm(wide, float("inf"))
-    wide.div_(largest.clamp_min_(torch.finfo(wide.dtype).tiny))  # or the squares of small ones vanish
+    wide.div_(largest.clamp_min_(torch.finfo(wide.dtype).tiny))  # otherwise squares of small values vanish
     try:
         basis = None
         if sketched:
-            generator = torch.Generator(wide.device).manual_seed(seed)  # alike on all processes, and after resuming
+            generator = torch.Generator(wide.device).manual_seed(seed)  # identical on all processes, and after resuming
             noise = torch.randn(wide.shape[1], rank + 8, generator=generator, device=wide.device, dtype=wide.dtype)
             basis = torch.linalg.qr(wide @ noise).Q
-            # Two power iterations, which bring out the leading vectors where singular values fall slowly.
+            # Two power iterations, which amplify the leading vectors where singular values decay slowly.
             for _ in range(2):
                 basis = torch.linalg.qr(wide @ (wide.T @ basis)).Q
             wide = (basis.T @ wide).double()  # [rank + 8, n]: small enough for float64
-        # In float64: the product squares how far the singular values lie apart, which float32 has no digits for.
+        # In float64, since the product squares the ratios of singular values, beyond the precision of float32.
         vectors = torch.linalg.eigh(wide @ wide.T).eigenvectors[:, -rank:].flip(1)
     except torch.linalg.LinAlgError as error:
         what = f"the gradient of a parameter of shape {tuple(gradient.shape)} has no singular vectors"
-        why = "it is not finite, or too far from being well conditioned"
-        raise RuntimeError(explain(what, why, "Look for NaN in the loss, and clip the gradients")) from error
+        why = "it is not finite, or badly conditioned"
+        raise RuntimeError(explain(what, why, "Check the loss for NaN, and clip the gradients")) from error
     found = vectors if basis is None else basis @ vectors.to(basis.dtype)
     return found.to(gradient.dtype).contiguous()
 
 
 def _with_signs_of(previous: Tensor, found: Tensor) -> Tensor:
-    """Signs of singular vectors are arbitrary, but the first moment keeps its own."""
+    """Align the arbitrary signs of singular vectors with the previous ones, as the first moment keeps its sign."""
     agree = (previous * found).sum(0) >= 0
     return torch.where(agree, found, -found)
 
 
 def check_settings(group: dict[str, Any]) -> None:
-    """Refuse settings of a projected group that are out of range, with ``ValueError`` or ``TypeError``."""
+    """Refuse settings of a projected group that are out of range; raises ``ValueError`` or ``TypeError``."""
     positive_int("rank", group["rank"])
     positive_int("update_every", group["update_every"])
     one_of("subspace", group["subspace"], SUBSPACES)
     if not group["scale"] > 0:
-        raise ValueError(explain(f"scale={group['scale']}", "projected weights would not be trained", "Try 0.25"))
+        raise ValueError(explain(f"scale={group['scale']}", "projected weights would not be updated", "Try 0.25"))
 
 
 def _check_group(group: dict[str, Any]) -> None:
@@ -253,16 +254,16 @@ def _check_group(group: dict[str, Any]) -> None:
     check_settings(group)
     unfit = (
         (lambda p: p.ndim != 2, "only a matrix has a low-rank subspace", "Put it in a group without rank"),
-        (torch.is_complex, "only real matrices are known to train so", "Put it in a group without rank"),
+        (torch.is_complex, "only real matrices are supported", "Put it in a group without rank"),
         (
             is_traceable_wrapper_subclass,
-            "it is quantised or split over devices, so that its singular vectors are nowhere at hand",
+            "it is quantized or sharded, so its singular vectors cannot be computed locally",
             "Use torch.optim.AdamW with FSDP or tensor parallelism, or train with DDP",
         ),
         (
             lambda p: group["rank"] > min(p.shape),
             f"rank={group['rank']} is above its smaller side",
-            "Use a smaller rank, or galore_groups(model, rank), which leaves such matrices out",
+            "Use a smaller rank, or galore_groups(model, rank), which excludes such matrices",
         ),
     )
     for i, parameter in enumerate(group["params"]):
@@ -280,7 +281,7 @@ def _refuse_gradients(parameters: list[Tensor], group: dict[str, Any]) -> None:
             way_out = "Use nn.Embedding(sparse=False), or torch.optim.SparseAdam for this parameter"
             raise RuntimeError(explain(f"a sparse gradient of shape {tuple(parameter.shape)}", why, way_out))
         if group["rank"] is not None and parameter.ndim != 2:
-            what = f"a matrix that was to be projected has become one of shape {tuple(parameter.shape)}"
-            why = "the strategy has flattened it, so there are no rows and columns left"
-            way_out = "Use a strategy that keeps parameters whole, such as DDP, or torch.optim.AdamW"
+            what = f"a matrix to be projected now has the shape {tuple(parameter.shape)}"
+            why = "the strategy has flattened it, so it has no rows and columns"
+            way_out = "Use a strategy that keeps parameters unsharded, such as DDP, or torch.optim.AdamW"
             raise RuntimeError(explain(what, why, way_out))

@@ -1,4 +1,4 @@
-"""What GaLore projects in a model, and how much state it will need."""
+"""Parameter groups for GaLore, and the size of their state."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -9,7 +9,7 @@ from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
 from lightning_fasttrain.optim.galore import check_settings
 
-STEP_BYTES = 4  # one float32 a parameter
+STEP_BYTES = 4  # one float32 per parameter
 
 
 def galore_groups(
@@ -22,24 +22,24 @@ def galore_groups(
     subspace: str = "exact",
     frozen: bool = True,
 ) -> list[dict[str, Any]]:
-    """Two groups for GaLore: the matrices of the model's blocks, which are projected, and all other parameters.
+    """Return two groups for GaLore: the matrices of the model's blocks, which are projected, and all other parameters.
 
     They are for :class:`~lightning_fasttrain.optim.GaLoreAdamW`. As in the paper, embeddings, the head, norms and
-    biases are not projected. Neither are matrices for which ``rank`` is so high that it would save nothing, and this
-    is said. A parameter that several modules share is listed once.
+    biases are not projected. Neither are matrices for which ``rank`` is too high to save memory, which is logged. A
+    parameter that several modules share is listed once.
 
     Args:
         model: any module, also one on the meta device, for :func:`galore_state_bytes`.
-        rank: of the subspaces.
-        update_every: steps from one refresh of the subspaces to the next.
+        rank: rank of the subspaces.
+        update_every: number of steps between refreshes of the subspaces.
         scale: factor of the projected updates.
-        blocks: whose matrices are projected: a class, a class name, a pattern of names, or several
+        blocks: modules whose matrices are projected: a class, a class name, a pattern of names, or several
             (:func:`~lightning_fasttrain.model.find_blocks`); by default the repeated blocks of the model.
         subspace: ``"exact"`` or ``"sketched"``, see :class:`~lightning_fasttrain.optim.GaLoreAdamW`.
-        frozen: also list parameters that are frozen now. They need no memory until they are thawed.
+        frozen: also list parameters that are frozen now. They need no memory until they are unfrozen.
 
     Returns:
-        The groups ``"galore"`` and, if anything is left, ``"plain"``.
+        The groups ``"galore"`` and, if other parameters exist, ``"plain"``.
 
     Raises:
         ValueError: there is nothing to project, or a setting is out of range.
@@ -60,17 +60,17 @@ def galore_groups(
         if not parameter.is_floating_point() or not (frozen or parameter.requires_grad):
             continue
         is_matrix = name in matrices
-        # AdamW keeps 2·m·n numbers of it.
+        # AdamW keeps 2·m·n elements for it.
         saves = is_matrix and rank < min(parameter.shape) and _numbers(parameter, rank) < 2 * parameter.numel()
         (projected if saves else rest).append(parameter)
         if is_matrix and not saves:
             too_small[name] = tuple(parameter.shape)
     examples = ", ".join(f"{name} {shape[0]} × {shape[1]}" for name, shape in list(too_small.items())[:3])
     if not projected:
-        why = f"there is no matrix that could be projected in {len(find_blocks(model, blocks))} blocks"
-        way_out = "Name the modules whose matrices are to be projected: blocks="
+        why = f"none of its {len(find_blocks(model, blocks))} blocks has a matrix to project"
+        way_out = "Use blocks= to name the modules whose matrices are to be projected"
         if too_small:
-            why = f"it would save memory for none of its {len(too_small)} matrices in blocks ({examples})"
+            why = f"it would save no memory for any of its {len(too_small)} matrices in blocks ({examples})"
             way_out = "Use a smaller rank"
         raise ValueError(explain(f"galore_groups(rank={rank}) on {type(model).__name__}", why, way_out))
     if too_small:
@@ -80,14 +80,15 @@ def galore_groups(
 
 
 def block_matrices(model: nn.Module, blocks: Blocks | None = None) -> dict[str, nn.Parameter]:
-    """The matrices of a model's blocks, by name: not embeddings, not the head, not what is listed elsewhere first.
+    """Return the matrices of a model's blocks, by name, without embeddings, the head and tensors listed elsewhere
+    first.
 
     Args:
         model: any module.
         blocks: as for :func:`~lightning_fasttrain.model.find_blocks`.
 
     Raises:
-        ValueError: no blocks.
+        ValueError: the model has no blocks.
 
     Example:
         >>> net = nn.Sequential(nn.Embedding(9, 8), *[nn.TransformerEncoderLayer(8, 2, 16) for _ in range(2)])
@@ -105,18 +106,18 @@ def block_matrices(model: nn.Module, blocks: Blocks | None = None) -> dict[str, 
 
 
 def galore_state_bytes(groups: Iterable[dict[str, Any]]) -> int:
-    """Bytes of state that GaLore will have for these groups, once each parameter has had a gradient.
+    """Return the bytes of state that GaLore will have for these groups, once each parameter has had a gradient.
 
-    Exactly, for :class:`~lightning_fasttrain.optim.GaLoreAdamW`. A group without a rank counts as AdamW's, so that
-    ``galore_state_bytes([{"params": parameters}])`` is AdamW's state. Frozen parameters count nothing. A step holds
-    a little more for its duration: copies of the projected gradients and of their updates, and in the step of a
-    refresh one gradient in float32 with its subspace's equations.
+    The result is exact for :class:`~lightning_fasttrain.optim.GaLoreAdamW`. A group without a rank counts like AdamW's,
+    so that ``galore_state_bytes([{"params": parameters}])`` is AdamW's state. Frozen parameters count as zero. A step
+    temporarily needs a little more: copies of the projected gradients and of their updates, and in a refreshing step
+    one gradient in float32 with its subspace's equations.
 
     Args:
-        groups: what :func:`galore_groups` returns, or ``optimizer.param_groups``; meta tensors are fine.
+        groups: the groups of :func:`galore_groups`, or ``optimizer.param_groups``; meta tensors are supported.
 
     Returns:
-        Bytes, with the four of each parameter's step.
+        The number of bytes, including four for each parameter's step.
 
     Example:
         >>> import torch

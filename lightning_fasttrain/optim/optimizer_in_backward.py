@@ -1,4 +1,4 @@
-"""Each parameter is updated as its gradient arrives, and the gradient is freed at once."""
+"""Update each parameter when its gradient arrives during backward, and free the gradient at once."""
 
 import inspect
 import threading
@@ -25,31 +25,30 @@ from lightning_fasttrain.technique.predicted_step import PredictedStep
 def optimize_in_backward_(
     optimizer: Optimizer, *, clip_norm: float | None = None, clip_value: float | None = None
 ) -> Undo:
-    """Let ``optimizer`` update each parameter during ``backward``, so that gradients are never all in memory.
+    """Let ``optimizer`` update each parameter during ``backward``, so that all gradients never exist at the same time.
 
-    The update is the plain optimizer's, bit for bit, and so is everything around it: the one optimizer steps over one
-    parameter at a time, with its own groups and state. A learning-rate scheduler drives it and ``state_dict`` is
-    interchangeable. The loop stays as it is, too: call ``optimizer.step()`` after each ``backward``. It finds no
-    gradients left, and steps only what came another way (a parameter thawed or added since the last step). Step hooks
-    fire there, once a step and after the updates.
+    Updates are those of the plain optimizer, bit for bit: the one optimizer steps over one parameter at a time, with
+    its own groups and state. A learning-rate scheduler works as before, and ``state_dict`` is interchangeable. The loop
+    is unchanged, too: call ``optimizer.step()`` after each ``backward``. It finds no gradients left, and updates only
+    other parameters (unfrozen or added since the last step). Step hooks fire there, once a step and after the updates.
 
-    What needs all gradients at once cannot be had: sums over several ``backward``, clipping by their common norm, a
-    loss scaler (it raises in ``step`` or ``update``, for it has seen no gradients), averages over processes. If
-    ``backward`` fails midway, what it reached is updated and the rest is not: go back to a checkpoint.
+    Features that need all gradients at once are not available: accumulation over several ``backward`` calls, clipping
+    by the global norm, a loss scaler (it raises in ``step`` or ``update``, as it has seen no gradients), averages over
+    processes. If ``backward`` fails midway, some parameters have been updated and others have not: load a checkpoint.
 
     Args:
-        optimizer: any that treats its parameters one by one, whatever their place in a group (by which bitsandbytes
-            finds its overrides for single parameters); the plain optimizer, or what Fabric made of it.
-        clip_norm: largest norm of each parameter's gradient *by itself*. This is not clipping by the common norm:
-            it changes training.
-        clip_value: largest absolute value of a gradient's entries; as ``clip_grad_value_``, and before ``clip_norm``.
+        optimizer: any optimizer that treats its parameters independently of their position in a group (bitsandbytes
+            uses it for overrides of single parameters); the plain optimizer, or Fabric's wrapper of it.
+        clip_norm: largest norm of each parameter's gradient *by itself*. This is not clipping by the global norm, and
+            changes training.
+        clip_value: largest absolute value of a gradient's entries, as ``clip_grad_value_``; applied first.
 
     Returns:
-        How to undo it.
+        A function that undoes it.
 
     Raises:
         TypeError: not a torch optimizer.
-        ValueError: it needs a closure (LBFGS); a limit that is not positive; several processes.
+        ValueError: the optimizer needs a closure (LBFGS); a limit is not positive; there are several processes.
         RuntimeError: in ``backward``: a second gradient for a parameter before ``optimizer.step()``, or an optimizer
             that keeps state for a whole group of parameters (Prodigy, schedule-free ones).
 
@@ -65,11 +64,11 @@ def optimize_in_backward_(
 
     Source:
         Lv et al. 2023, "Full Parameter Fine-tuning for Large Language Models with Limited Resources",
-        https://arxiv.org/abs/2306.09782. PyTorch's tutorial on the same makes one optimizer a parameter; here there
-        is one optimizer as before, so that its checkpoints and schedulers stay as they are.
+        https://arxiv.org/abs/2306.09782. PyTorch's tutorial creates one optimizer per parameter; here there is one
+        optimizer as before, so that its checkpoints and schedulers stay compatible.
     """
     if isinstance(optimizer, FabricOptimizer | LightningOptimizer):
-        optimizer = optimizer.optimizer  # hooks and groups are the plain one's
+        optimizer = optimizer.optimizer  # hooks and groups belong to the plain optimizer
     _refuse_unfit(optimizer)
     for name, limit in (("clip_norm", clip_norm), ("clip_value", clip_value)):
         _refuse_not_positive(name, limit)
@@ -77,20 +76,20 @@ def optimize_in_backward_(
 
 
 class _InBackward:
-    """One optimizer at work in the backward pass."""
+    """One optimizer that updates during the backward pass."""
 
     def __init__(self, optimizer: Optimizer, clip_norm: float | None, clip_value: float | None) -> None:
         self.optimizer, self.clip_norm, self.clip_value = optimizer, clip_norm, clip_value
-        # the method itself, without what torch puts around it to fire the step hooks
+        # the method itself, without torch's wrapper that fires the step hooks
         self.plain_step = inspect.unwrap(type(optimizer).step, stop=lambda step: not hasattr(step, "hooked"))
-        self.group_of: dict[Tensor, int] = {}  # an index, since loading a state replaces the groups themselves
+        self.group_of: dict[Tensor, int] = {}  # an index, since loading a state replaces the groups
         self.updated: set[Tensor] = set()  # since the last optimizer.step()
         self.lock = threading.Lock()  # autograd has a thread for each device
         self.hooks = ExitStack()
         self.hooks.callback(optimizer.register_step_post_hook(self.end_step).remove)
         self.hook_parameters()
         if not self.group_of:
-            warn(f"optimize_in_backward_: no parameter of {type(optimizer).__name__} requires a gradient (yet).")
+            warn(f"optimize_in_backward_: no parameter of {type(optimizer).__name__} requires a gradient so far.")
 
     def undo(self) -> None:
         self.hooks.close()
@@ -104,10 +103,10 @@ class _InBackward:
 
     def end_step(self, *_: object) -> None:
         self.updated.clear()
-        self.hook_parameters()  # of those that were thawed or added
+        self.hook_parameters()  # parameters that were unfrozen or added
 
     def update(self, parameter: Tensor) -> None:
-        if parameter.grad is None:  # applied twice: the other one was first
+        if parameter.grad is None:  # applied twice, and the other hook ran first
             return
         with self.lock:
             if parameter in self.updated:
@@ -124,11 +123,11 @@ class _InBackward:
             parameter.grad = None
 
     def step_over(self, parameter: Tensor) -> None:
-        """The optimizer's own step, while this parameter is all that it has."""
+        """Run the optimizer's own step with this parameter alone."""
         optimizer, groups = self.optimizer, self.optimizer.param_groups
         group = groups[self.group_of[parameter]]
         before = dict(group)
-        # The group itself rather than a copy, so that what a step changes in it is seen below, and stays.
+        # The group itself rather than a copy, so that changes by a step are detected below, and kept.
         optimizer.param_groups, group["params"] = [group], [parameter]
         try:
             self.plain_step(optimizer)
@@ -137,8 +136,8 @@ class _InBackward:
         changed = [key for key in group if group[key] is not before.get(key)]
         if changed:
             what = f"{type(optimizer).__name__} changed its group's {', '.join(changed)} in a step"
-            why = "it would do so once a parameter, where the group's parameters share it"
-            way_out = "Use an optimizer that treats its parameters one by one, such as AdamW"
+            why = "it updates per-group state once per parameter, but the group shares one value"
+            way_out = "Use an optimizer without per-group state, such as AdamW"
             raise RuntimeError(explain(what, why, way_out))
 
 
@@ -146,7 +145,7 @@ def _clip_norm_(parameter: Tensor, limit: float) -> None:
     if parameter.grad is None or not parameter.grad.is_sparse:
         nn.utils.clip_grad_norm_(parameter, limit)
         return
-    # torch has no norm of sparse gradients, which are an embedding's; its own formula, of what such a one holds.
+    # torch has no norm of sparse gradients (of embeddings); this applies its formula to their values.
     parameter.grad = parameter.grad.coalesce()
     entries = parameter.grad.values()
     entries.mul_((limit / (entries.norm() + 1e-6)).clamp(max=1.0))
@@ -154,8 +153,8 @@ def _clip_norm_(parameter: Tensor, limit: float) -> None:
 
 def _refuse_unfit(optimizer: object) -> None:
     if not isinstance(optimizer, Optimizer):
-        why = "it is no torch.optim.Optimizer"
-        raise TypeError(explain(f"optimizer={type(optimizer).__name__}", why, "Give the optimizer"))
+        why = "expected a torch.optim.Optimizer"
+        raise TypeError(explain(f"optimizer={type(optimizer).__name__}", why, "Pass the optimizer itself"))
     name = type(optimizer).__name__
     try:
         # A step that can be called without a closure.
@@ -171,28 +170,28 @@ def _refuse_unfit(optimizer: object) -> None:
 
 def _refuse_not_positive(name: str, limit: float | None) -> None:
     if limit is not None and not limit > 0:
-        raise ValueError(explain(f"{name}={limit}", "nothing would be left of the gradients", f"Leave {name} out"))
+        raise ValueError(explain(f"{name}={limit}", "all gradients would become zero", f"Remove {name}"))
 
 
 class OptimizerInBackward(Technique):
     """Update each parameter during the backward pass, as its gradient arrives, and free the gradient at once.
 
-    The peak falls by one full set of gradients where activations take less than they do (small batches,
-    :class:`~lightning_fasttrain.ActivationCheckpointing`), and by nothing where activations alone make the peak. Steps
-    take a little longer, since the optimizer is called once a parameter. Automatic optimisation on one device; the
-    Trainer's clipping by value works, ``global_step``, schedulers, checkpoints and resuming are as ever.
+    The peak is lower by one full set of gradients where activations are smaller than gradients (small batches,
+    :class:`~lightning_fasttrain.ActivationCheckpointing`), and unchanged where activations alone make the peak. Steps
+    take a little longer, since the optimizer is called once per parameter. For automatic optimization on one device;
+    the Trainer's clipping by value, ``global_step``, schedulers, checkpoints and resuming work as usual.
 
-    Acts on the optimizer from ``on_fit_start``, the first hook at which there is one. Whatever looks at gradients
-    after the backward pass (``on_after_backward``, ``on_before_optimizer_step``, loggers of their norm) finds none,
-    and comes after the update: a learning rate that is set there counts from the next step.
+    Acts on the optimizer from ``on_fit_start``, the first hook at which it exists. Code that reads gradients after the
+    backward pass (``on_after_backward``, ``on_before_optimizer_step``, loggers of their norm) finds none, and runs
+    after the update: a learning rate set there applies from the next step.
 
     Args:
         clip_norm: largest norm of each parameter's gradient by itself. Without it the training is the same, bit for
-            bit; with it, it is another one than without clipping, and than with clipping by the common norm.
+            bit; with it, it differs from training without clipping, and from clipping by the global norm.
 
     Raises:
-        ValueError: ``clip_norm`` is not positive; in ``fit``: manual optimisation, accumulation, clipping by norm or
-            by a ``configure_gradient_clipping`` of your own, a loss scaler (float16), a strategy for several devices.
+        ValueError: ``clip_norm`` is not positive; in ``fit``: manual optimization, accumulation, clipping by norm or by
+            a custom ``configure_gradient_clipping``, a loss scaler (float16), a strategy for several devices.
 
     Example:
         >>> in_backward = OptimizerInBackward()
@@ -202,9 +201,9 @@ class OptimizerInBackward(Technique):
     """
 
     capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.UPDATES_IN_BACKWARD})
-    effect: ClassVar[str] = "each gradient is used and freed as it arrives: never all of them in memory"
+    effect: ClassVar[str] = "each gradient is used and freed when it arrives, so they are never all in memory"
     when: ClassVar[str] = (
-        "gradients are a good part of the peak, on one device; not with clipping by norm, or where gradients are summed"
+        "gradients are a large share of the peak, on one device; not with clipping by norm or gradient accumulation"
     )
     in_a_loop: ClassVar[str] = "optimize_in_backward_(optimizer)"
     worth_trying: ClassVar[tuple[Setting, ...]] = (Setting("gradients", "in backward"),)
@@ -212,8 +211,8 @@ class OptimizerInBackward(Technique):
 
     @classmethod
     def conflicts(cls) -> tuple[Conflict, ...]:
-        why = "each gradient is used and freed during backward, so none is left to be summed over"
-        way_out = "Use one of them; ActivationCheckpointing saves activations beside OptimizerInBackward"
+        why = "each gradient is used and freed during backward, so it cannot be summed over"
+        way_out = "Use one of them; ActivationCheckpointing saves activations together with OptimizerInBackward"
         return (
             Conflict(Capability.SPLITS_BATCHES, f"{why} micro-batches", way_out),
             Conflict(Capability.SUMS_BATCHES, f"{why} batches", "Use one of them"),
@@ -230,9 +229,9 @@ class OptimizerInBackward(Technique):
         if facts.devices > 1:
             return "the strategy averages or shards the gradients, so they must stay"
         if facts.accumulates is not None and facts.accumulates > 1:
-            return f"gradients are summed over {facts.accumulates} batches, so they must stay"
+            return f"gradients are accumulated over {facts.accumulates} batches, so they must stay"
         if facts.clips == "norm":
-            return "the Trainer clips by the norm of all gradients, which are never there at once"
+            return "the Trainer clips by the norm of all gradients, which never exist at the same time"
         return None
 
     def predict(self, step: PredictedStep) -> None:
@@ -247,8 +246,8 @@ class OptimizerInBackward(Technique):
         return self._in_backward.close
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook: the first at which the optimizer exists; its state is restored later, into the same object."""
-        clip_value = trainer.gradient_clip_val or 0  # by norm was refused before
+        """Hook: the first one at which the optimizer exists; its state is restored later, into the same object."""
+        clip_value = trainer.gradient_clip_val or 0  # clipping by norm was refused before
         undo = optimize_in_backward_(
             trainer.optimizers[0], clip_norm=self.clip_norm, clip_value=clip_value if clip_value > 0 else None
         )
@@ -256,7 +255,7 @@ class OptimizerInBackward(Technique):
 
 
 def _clip_what_is_left_(precision: Precision) -> Undo:
-    """``clip_grad_value_`` fails where there is no gradient at all, which here is the rule."""
+    """Skip ``clip_grad_value_`` where there is no gradient at all, the usual case here, in which it fails."""
     original = precision.clip_grad_by_value
 
     def clip_grad_by_value(optimizer: Optimizer, clip_val: float) -> None:
@@ -273,38 +272,38 @@ def _refuse_settings(trainer: L.Trainer, module: L.LightningModule) -> None:
             not module.automatic_optimization,
             "automatic_optimization=False",
             "the module steps its optimizers itself, and there may be several",
-            "Call optimize_in_backward_(optimizer) in on_fit_start, and what it returns in on_fit_end",
+            "Call optimize_in_backward_(optimizer) in on_fit_start, and the function it returns in on_fit_end",
         ),
         (
             trainer.accumulate_grad_batches > 1,
             f"accumulate_grad_batches={trainer.accumulate_grad_batches}",
-            "each gradient is used and freed during backward, so none is left to be summed",
-            "Use accumulate_grad_batches=1, or leave OptimizerInBackward out",
+            "each gradient is used and freed during backward, so it cannot be accumulated",
+            "Use accumulate_grad_batches=1, or remove OptimizerInBackward",
         ),
         (
             clip > 0 and algorithm != "value",
             f"gradient_clip_val={clip} by norm",
-            "the norm of all gradients is known when all of them are there, which they never are",
+            "the norm of all gradients requires all of them, which never exist at the same time",
             f"Use gradient_clip_algorithm='value', or OptimizerInBackward(clip_norm={clip}) instead, which clips each "
             "parameter's gradient by its own norm",
         ),
         (
             is_overridden("configure_gradient_clipping", module),
             f"configure_gradient_clipping of {type(module).__name__}",
-            "it is called when the gradients are gone",
+            "it is called after the gradients have been freed",
             "Use Trainer(gradient_clip_algorithm='value') or OptimizerInBackward(clip_norm=...)",
         ),
         (
             getattr(trainer.precision_plugin, "scaler", None) is not None,
             f"precision={trainer.precision!r}",
-            "its loss scaler unscales the gradients before the step, when they are gone",
+            "its loss scaler unscales the gradients before the step, when they have been freed",
             "Use precision='bf16-mixed'",
         ),
         (
             not isinstance(trainer.strategy, SingleDeviceStrategy),
             type(trainer.strategy).__name__,
             "it owns the gradients, to average or shard them over devices",
-            "Train on one device (devices=1, strategy='auto'), or leave OptimizerInBackward out",
+            "Train on one device (devices=1, strategy='auto'), or remove OptimizerInBackward",
         ),
     ]
     for is_so, what, why, way_out in unfit:

@@ -1,4 +1,4 @@
-"""Parameter groups for fine-tuning: learning rates by depth, and those of LoRA+."""
+"""Parameter groups for fine-tuning: layer-wise learning rates, and those of LoRA+."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -10,10 +10,10 @@ from lightning_fasttrain.core.messages import explain, note_once
 from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
 from lightning_fasttrain.core.modules.heads import heads_beside, is_inside, warn_of_blocks_beyond
 
-_NORMS = (nn.LayerNorm, nn.RMSNorm)  # those of the others are one-dimensional anyway
+_NORMS = (nn.LayerNorm, nn.RMSNorm)  # other norms have one-dimensional parameters anyway
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-# What names of bare tensors say that they are: learned positions, the token of a class, the latents and queries that a
-# model begins with; and logarithms of rates, as in Mamba, which decay would draw towards 1.
+# Names of bare tensors that are embeddings: learned positions, class tokens, and the latents and queries that a model
+# starts with; or logarithms, as in Mamba, which weight decay would draw towards a rate of 1.
 _EMBEDDED = re.compile(r"embed|token|position|latent|queries|prompt|registers|(^|_)pos(_|$)|(^|_)logs?$|^log_", re.I)
 
 
@@ -27,35 +27,35 @@ def layer_decay_groups(
     head: str | Iterable[str] = (),
     frozen: bool = True,
 ) -> list[dict[str, Any]]:
-    """Groups whose learning rate falls with the distance from the head, for any optimizer.
+    """Return groups whose learning rate falls with the distance from the head, for any optimizer.
 
-    With L blocks, the head learns at ``lr``, block i (the first is 1) at lr · decay^(L + 1 − i), and the stem at
-    lr · decay^(L + 1). The stem is what the model lists before its first block (embeddings, the first convolution),
-    the head what it lists after the last one (the final norm, the classifier) and what
-    :func:`~lightning_fasttrain.finetune.find_heads` finds elsewhere, and what lies between two blocks goes with the
-    earlier one. Which is which is said in one line. A parameter that several modules share is listed once, where the
-    model names it first: a head that is tied to the embeddings is in the stem.
+    With L blocks, the head has the learning rate ``lr``, block i (the first is 1) lr · decay^(L + 1 − i), and the stem
+    lr · decay^(L + 1). The stem consists of the modules that the model lists before its first block (embeddings, the
+    first convolution), the head of those after the last one (the final norm, the classifier) and those that
+    :func:`~lightning_fasttrain.finetune.find_heads` finds elsewhere; modules between two blocks belong to the earlier
+    one. One log line reports the result. A parameter that several modules share is listed once, where the model names
+    it first: a head that is tied to the embeddings is in the stem.
 
-    What :func:`~lightning_fasttrain.optim.decay_groups` leaves without has no weight decay, nor have the stem's bare
-    tensors (position embeddings, a class token).
+    Parameters without weight decay in :func:`~lightning_fasttrain.optim.decay_groups` have none here either, nor have
+    the stem's bare tensors (position embeddings, a class token).
 
     Args:
         model: any module with repeated blocks.
         lr: learning rate of the head.
-        decay: from one layer to the next below, above 0; 1 gives all the same.
-        weight_decay: of the matrices and kernels.
+        decay: ratio from one layer to the next below, above 0; 1 gives all layers the same learning rate.
+        weight_decay: weight decay of the matrices and kernels.
         blocks: as for :func:`~lightning_fasttrain.model.find_blocks`; by default the repeated blocks of the model.
-        head: names of modules that are the head wherever they are listed, beside those that are found, such as
-            ``"classifier"`` in a LightningModule that makes it before its backbone.
-        frozen: also list parameters that are frozen now. They take no memory, and train once they are thawed, which
-            an optimizer that has never seen them cannot offer. Quantised weights are left out in any case.
+        head: names of modules that belong to the head wherever they are listed, in addition to those that are found,
+            such as ``"classifier"`` in a LightningModule that creates it before its backbone.
+        frozen: also list parameters that are frozen now. They take no memory, and train once they are unfrozen, which
+            is impossible if the optimizer does not hold them. Quantized weights are excluded in any case.
 
     Returns:
-        From stem to head, up to two groups each, without empty ones: ``"name"`` is ``"stem"``, the block's qualified
+        Up to two groups each from stem to head, without empty ones: ``"name"`` is ``"stem"``, the block's qualified
         name or ``"head"``, with ``"/no_decay"`` for those without weight decay.
 
     Raises:
-        ValueError: a rate out of range, no blocks, a head that is not there, nothing to train.
+        ValueError: a learning rate out of range, no blocks, a head that does not exist, no trainable parameters.
 
     Example:
         >>> net = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.LayerNorm(4))
@@ -74,7 +74,7 @@ def layer_decay_groups(
     """
     _refuse_rates(lr, weight_decay)
     if not 0 < decay <= 1:
-        why = "it is the ratio of a layer's rate to that of the one above"
+        why = "expected the ratio of a layer's learning rate to that of the one above"
         raise ValueError(explain(f"decay={decay}", why, "Use 0.75 to 0.95"))
     named = [head] if isinstance(head, str) else list(head)
     found = list(find_blocks(model, blocks))
@@ -87,14 +87,14 @@ def layer_decay_groups(
     for name, parameter, layer in _with_layers(model, layers, named):
         if not parameter.is_floating_point() or not (frozen or parameter.requires_grad):
             continue
-        # The stem's own tensors, such as a class token, are embeddings by another name.
+        # The stem's own tensors, such as a class token, are embeddings with other names.
         bare = layer == 0 and "weight" not in name.rpartition(".")[2]
         members.setdefault((layer, bare or parameter in undecayed), []).append(parameter)
         if layer in outside:
             outside[layer][name.rpartition(".")[0] or name] = None
     if not members:
         why = "all its parameters are frozen"
-        raise ValueError(explain(f"{type(model).__name__} with frozen=False", why, "Thaw some first"))
+        raise ValueError(explain(f"{type(model).__name__} with frozen=False", why, "Unfreeze some first"))
     stem, top = (", ".join(names) or "nothing" for names in outside.values())
     note_once(f"layer_decay_groups: the stem is {stem}; then {len(layers) - 2} blocks; the head is {top}")
     groups: list[dict[str, Any]] = []
@@ -110,24 +110,24 @@ def layer_decay_groups(
 def lora_plus_groups(
     model: nn.Module, lr: float, ratio: float = 16.0, weight_decay: float = 0.0, *, embedding_lr: float = 1e-6
 ) -> list[dict[str, Any]]:
-    """LoRA+: the B matrices of adapters learn ``ratio`` times as fast as the A matrices, for any optimizer.
+    """Return the groups of LoRA+: adapters' B matrices have ``ratio`` times the learning rate of their A matrices.
 
-    As in the reference implementation, one-dimensional parameters (DoRA's magnitudes, trained biases and norms) go
-    with B, adapters of embeddings have a rate of their own, and all else that trains, such as a new head, goes with A.
-    Frozen parameters are left out.
+    As in the reference implementation, one-dimensional parameters (DoRA's magnitudes, trained biases and norms) are
+    grouped with B, adapters of embeddings have their own learning rate, and other trainable parameters, such as a new
+    head, are grouped with A. Frozen parameters are excluded.
 
     Args:
         model: a model with adapters whose parameters are named as by PEFT (``lora_A``, ``lora_B``).
         lr: learning rate of A.
-        ratio: of B's learning rate to that of A.
-        weight_decay: of matrices; one-dimensional parameters have none.
-        embedding_lr: learning rate of both factors where the adapted layer is an embedding.
+        ratio: ratio of B's learning rate to that of A.
+        weight_decay: weight decay of matrices; one-dimensional parameters have none.
+        embedding_lr: learning rate of both factors if the adapted layer is an embedding.
 
     Returns:
         The groups ``"A"``, ``"embedding"``, ``"B"`` and ``"B/no_decay"``, without empty ones.
 
     Raises:
-        ValueError: a rate out of range; no B matrix that trains.
+        ValueError: a learning rate out of range, or no trainable B matrix.
 
     Example:
         >>> net = nn.ModuleDict({"lora_A": nn.Linear(8, 2, bias=False), "lora_B": nn.Linear(2, 8, bias=False)})
@@ -136,13 +136,13 @@ def lora_plus_groups(
 
     Source:
         Hayou et al. 2024, "LoRA+: Efficient Low Rank Adaptation of Large Models", https://arxiv.org/abs/2402.12354.
-        Held against PEFT's ``create_loraplus_optimizer``.
+        Checked against PEFT's ``create_loraplus_optimizer``.
     """
     _refuse_rates(lr, weight_decay)
     if not ratio > 0:
         raise ValueError(explain(f"{ratio=}", "B would not be trained", "Use 1 for plain LoRA, or about 16"))
     if not embedding_lr >= 0:
-        raise ValueError(explain(f"{embedding_lr=}", "a learning rate is at least 0", "Use 1e-6"))
+        raise ValueError(explain(f"{embedding_lr=}", "expected a learning rate of at least 0", "Use 1e-6"))
     rates = {"A": lr, "embedding": embedding_lr, "B": lr * ratio, "B/no_decay": lr * ratio}
     members: dict[str, list[Tensor]] = {name: [] for name in rates}
     found = [name for name, _ in model.named_parameters() if "lora_B" in name or "lora_embedding_B" in name]
@@ -156,10 +156,10 @@ def lora_plus_groups(
         else:
             members["B" if "lora_B" in name else "A"].append(parameter)
     if not members["B"] and not members["embedding"]:
-        what, way_out = "no lora_B", "Add LoRA to the model before its optimizer is made"
+        what, way_out = "no lora_B", "Add LoRA to the model before creating its optimizer"
         if found:
-            what, way_out = f"{len(found)} B matrices, all frozen", "Switch the adapter on first"
-        raise ValueError(explain(f"{type(model).__name__} has {what}", "there is no adapter to train", way_out))
+            what, way_out = f"{len(found)} B matrices, all frozen", "Enable the adapter first"
+        raise ValueError(explain(f"{type(model).__name__} has {what}", "no adapter can be trained", way_out))
     decays = {**dict.fromkeys(rates, weight_decay), "B/no_decay": 0.0}
     return [
         {"params": parameters, "name": name, "lr": rates[name], "weight_decay": decays[name]}
@@ -169,7 +169,7 @@ def lora_plus_groups(
 
 
 def _with_layers(model: nn.Module, layers: list[str], head: list[str]) -> Iterable[tuple[str, Tensor, int]]:
-    """Every parameter with its name and the index in ``layers`` of the layer that it belongs to."""
+    """Yield every parameter with its name and the index in ``layers`` of its layer."""
     modules = dict(model.named_modules())
     for name in head:
         if name not in modules:
@@ -177,7 +177,7 @@ def _with_layers(model: nn.Module, layers: list[str], head: list[str]) -> Iterab
             why = f"{type(model).__name__} has no such module"
             raise ValueError(explain(f"head={name!r}", why, f"Its children are {children}"))
     named = list(model.named_parameters())
-    # A head that shares the embedding goes with that, which is listed first.
+    # A head that shares the embedding belongs to it, which is listed first.
     tied = _shared_with_tables(model)
     head = [*head, *(one for one in heads_beside(model, layers[1:-1]) if one not in tied)]
     of_block = [_block_of(name, layers[1:-1]) for name, _ in named]
@@ -190,14 +190,14 @@ def _with_layers(model: nn.Module, layers: list[str], head: list[str]) -> Iterab
         block = of_block[position]
         if block is not None:
             layer = block
-        # Behind the last parameter of any block; what comes earlier goes with the block before it.
+        # After the last parameter of any block; earlier ones belong to the preceding block.
         elif position >= last:
             layer = len(layers) - 1
         yield name, parameter, layer
 
 
 def _block_of(name: str, blocks: list[str]) -> int | None:
-    """Which of the blocks, counted from 1, a parameter of this name is in."""
+    """Return which block, counted from 1, a parameter of this name is in."""
     return next((i for i, block in enumerate(blocks, 1) if name.startswith(f"{block}.")), None)
 
 
@@ -208,10 +208,10 @@ def _shared_with_tables(model: nn.Module) -> set[str]:
 
 
 def never_decayed(model: nn.Module) -> set[Tensor]:
-    """Parameters that are no weights of products.
+    """Return the parameters that are not weights of products.
 
-    Those of norms and embeddings, also where a head shares them; those whose shape or name says so; and those that the
-    model itself exempts, by ``_no_weight_decay`` on a parameter (Mamba) or ``no_weight_decay()`` (timm).
+    These are parameters of norms and embeddings (also if a head shares them), those whose shape or name shows it, and
+    those that the model itself exempts, by ``_no_weight_decay`` on a parameter (Mamba) or ``no_weight_decay()`` (timm).
     """
     found = {name for name, parameter in model.named_parameters() if _is_no_product(name, parameter)}
     for prefix, module in model.named_modules():
@@ -225,20 +225,21 @@ def never_decayed(model: nn.Module) -> set[Tensor]:
 
 def _is_no_product(name: str, parameter: Tensor) -> bool:
     own = name.rpartition(".")[2]
-    # Of a weight norm the first is its gain, [n, 1, ...]; the original of any other goes by what it is made into.
+    # In a weight norm the first tensor is its gain, [n, 1, ...]; the original of any other parametrization is judged by
+    # its result.
     made = re.search(r"parametrizations\.(\w+)\.original(1?)$", name)
     if made is not None:
         own = made[1]
     if parameter.ndim < 2 or own.endswith("bias") or getattr(parameter, "_no_weight_decay", False):
         return True
     is_bare = "weight" not in own or own.endswith("weight_g")
-    # As bias_k of attention, a gain, or the scale of a channel.
+    # Such as bias_k of attention, a gain, or the scale of a channel.
     has_one_axis = parameter.numel() == max(parameter.shape)
     return is_bare and (has_one_axis or _EMBEDDED.search(own) is not None)
 
 
 def _refuse_rates(lr: float, weight_decay: float) -> None:
     if not lr > 0:
-        raise ValueError(explain(f"{lr=}", "nothing would be trained", "Use the rate that the head is to have"))
+        raise ValueError(explain(f"{lr=}", "expected the head's learning rate", "Use a value above 0"))
     if not weight_decay >= 0:
         raise ValueError(explain(f"{weight_decay=}", "weights would grow", "Use 0 for none"))

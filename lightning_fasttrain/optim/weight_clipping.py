@@ -1,4 +1,4 @@
-"""Weights that stay within a limit: clipped after each step."""
+"""Clip weights to a limit after each step."""
 
 from collections.abc import Iterable
 from typing import Any, ClassVar
@@ -16,17 +16,17 @@ from lightning_fasttrain.technique import Conflict, Exactness, Technique
 
 @torch.no_grad()
 def clip_weights_(parameters: Iterable[Tensor], limit: float) -> int:
-    """Bring every entry of the parameters that train into [−limit, limit]; call it after ``optimizer.step()``.
+    """Clamp every entry of the trainable parameters to [−limit, limit]; call it after ``optimizer.step()``.
 
     Args:
-        parameters: of a model, or of a part of it; those that are frozen are left alone.
+        parameters: parameters of a model or submodule; frozen ones are skipped.
         limit: largest absolute value, positive.
 
     Returns:
-        How many parameters were looked at.
+        The number of parameters that were processed.
 
     Raises:
-        ValueError: ``limit`` is not positive, or no parameter trains.
+        ValueError: ``limit`` is not positive, or no parameter is trainable.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.tensor([0.5, -2.0]))
@@ -39,7 +39,7 @@ def clip_weights_(parameters: Iterable[Tensor], limit: float) -> int:
     _refuse_limit(limit)
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not trained:
-        raise ValueError(explain("clip_weights_", "none of the parameters trains", "Give those of a part that does"))
+        raise ValueError(explain("clip_weights_", "none of the parameters is trainable", "Pass trainable parameters"))
     torch._foreach_clamp_min_(trained, -limit)
     torch._foreach_clamp_max_(trained, limit)
     return len(trained)
@@ -47,20 +47,21 @@ def clip_weights_(parameters: Iterable[Tensor], limit: float) -> int:
 
 def _refuse_limit(limit: float) -> None:
     if not limit > 0:
-        raise ValueError(explain(f"limit={limit}", "no weight could be other than zero", "Use limit=0.01 or more"))
+        raise ValueError(explain(f"limit={limit}", "all weights would become zero", "Use limit=0.01 or more"))
 
 
 class WeightClipping(Technique):
-    """Bring weights into [−limit, limit] after each optimizer step.
+    """Clamp weights to [−limit, limit] after each optimizer step.
 
-    Acts in ``on_train_batch_end``, the first hook after the step, unless gradients are being summed.
+    Acts in ``on_train_batch_end``, the first hook after the step, unless gradients are being accumulated.
 
     Args:
         limit: largest absolute value, positive.
-        of: the module whose parameters are clipped, by name: ``"critic"``; by default the whole model.
+        of: name of the module whose parameters are clipped: ``"critic"``; by default the whole model.
 
     Raises:
-        ValueError: ``limit`` is not positive; in ``fit``: the model has no such module, or nothing in it trains.
+        ValueError: ``limit`` is not positive; in ``fit``: the model has no such module, or none of its parameters is
+            trainable.
 
     Example:
         >>> clipping = WeightClipping(0.01, of="critic")
@@ -71,13 +72,13 @@ class WeightClipping(Technique):
 
     exactness: ClassVar[Exactness] = Exactness.CHANGES_TRAINING
     effect: ClassVar[str] = "weights stay within a limit"
-    when: ClassVar[str] = "critics of Wasserstein GANs; for others weight decay is the milder way"
+    when: ClassVar[str] = "critics of Wasserstein GANs; otherwise prefer weight decay"
     in_a_loop: ClassVar[str] = "optim.clip_weights_(parameters, limit)"
     predicted: ClassVar[bool] = True
 
     @classmethod
     def conflicts(cls) -> tuple[Conflict, ...]:
-        why = "DeepSpeed keeps the weights that it updates apart from those of the model"
+        why = "DeepSpeed keeps the weights that it updates separate from those of the model"
         return (Conflict(DeepSpeedStrategy, why, "Use FSDP2 or DDP"),)
 
     def __init__(self, limit: float, of: str = "") -> None:
@@ -86,20 +87,20 @@ class WeightClipping(Technique):
         self._parameters: list[Tensor] = []
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
-        return self._parameters.clear  # or the technique would keep the model in memory after the run
+        return self._parameters.clear  # releases the model after the run
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook: the model is complete."""
+        """Hook: called when the model is complete."""
         modules = dict(pl_module.named_modules())
         if self.of not in modules:
             known = ", ".join(name for name, _ in pl_module.named_children())
             why = f"{type(pl_module).__name__} has no such module"
-            raise ValueError(explain(f"of={self.of!r}", why, f"Name one, such as {known}"))
+            raise ValueError(explain(f"of={self.of!r}", why, f"Use one of its modules, such as {known}"))
         self._parameters = list(modules[self.of].parameters())
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Hook: the optimizer has stepped."""
+        """Hook: called after the optimizer step."""
         if not step_goes_on(trainer):
             clip_weights_(self._parameters, self.limit)

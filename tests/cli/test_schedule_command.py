@@ -40,7 +40,7 @@ def test_epochs_need_their_steps(capsys):
     [
         (["cosinus", "--total", "9"], "shape='cosinus'"),
         (["cosine", "--total", "soon"], "total='soon'"),
-        (["cosine", "--total", "9", "--out", "rate.pdf"], "pictures are SVG or PNG files"),
+        (["cosine", "--total", "9", "--out", "rate.pdf"], "expected an SVG or PNG file"),
         (["cosine", "--total", "9", "--warmup", "1tok"], "Give all lengths in one of them"),
     ],
 )

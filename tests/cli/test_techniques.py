@@ -63,4 +63,4 @@ def test_what_cannot_act_says_so_and_the_rest_says_nothing():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_card_says_that_there_is_nothing_to_do_here(capsys):
     assert main(["techniques", "DevicePrefetch"]) == 0
-    assert "not here   batches are on the CPU already" in capsys.readouterr().out
+    assert "not here   batches are already on the CPU" in capsys.readouterr().out

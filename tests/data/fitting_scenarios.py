@@ -1,4 +1,4 @@
-"""Run by two processes (see test_fitting.py): one of them runs out of memory, and each writes what came of it."""
+"""Run by two processes (see test_fitting.py): one of them runs out of memory, and each writes its results."""
 
 import faulthandler
 import json
@@ -22,7 +22,7 @@ from tests.nets import DIM, VOCAB, TinyLM, as_loader, largest_difference, lm_bat
 
 RANK = int(os.environ.get("RANK", 0))
 MINE = (lm_batches(4, size=6, seed=3), lm_batches(4, size=4, seed=4))[RANK]
-FITS = {0: 4, 1: 2}  # which rank is short of memory → the number of parts that fits it
+FITS = {0: 4, 1: 2}  # rank that runs out of memory → the number of micro-batches that fits
 
 
 class _Fails(torch.autograd.Function):
@@ -36,10 +36,10 @@ class _Fails(torch.autograd.Function):
 
 
 class Hungry(TinyLM):
-    """One rank runs out of memory with more than two samples from the third batch on, in one place of a step.
+    """Runs out of memory on one rank with more than two samples from the third batch on, at one point of a step.
 
-    Everything that a step can change is changed by then, and logged over ranks. The loss has a term over samples beside
-    one over targets, so no count splits it exactly.
+    Everything that a step can change has been changed by then, and logged over ranks. The loss has a term over
+    samples in addition to one over targets, so no count splits it exactly.
     """
 
     def __init__(self, short=None, place="forward", part="first", unused=False, **settings):
@@ -76,7 +76,7 @@ class Hungry(TinyLM):
 
 
 class Knows(Hungry):
-    """A run that was given the number beforehand, from the batch on where it is needed."""
+    """A run that uses the known number from the batch on where it is needed."""
 
     def __init__(self, technique, n, **settings):
         super().__init__(**settings)
@@ -138,7 +138,7 @@ def settings_of_ddp(found):
 
 
 class Starved(TinyLM):
-    """Fits on one rank, from the third batch on, only where its blocks are recomputed."""
+    """Fits on one rank, from the third batch on, only with checkpointed blocks."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
@@ -148,7 +148,7 @@ class Starved(TinyLM):
 
 
 def sharded(found):
-    """The same with parameters in pieces, where ranks meet in every block."""
+    """Run the same with sharded parameters, where ranks communicate in every block."""
     for short, places in ((0, ("forward first", "backward last")), (1, ("forward last", "backward first"))):
         technique = micro_batching(1)
         expected = run(Knows(technique, FITS[short]), [technique], FSDP2Strategy())
@@ -167,7 +167,7 @@ def sharded(found):
 
 
 def sharded_with_unequal_parts(found):
-    """One rank's batches are one sample, so it has one part where the other has two: with DDP no rank minds."""
+    """Run with one sample per batch on one rank, so that it has one micro-batch where the other has two."""
     batches = [{name: value[: (4, 1)[RANK]] for name, value in batch.items()} for batch in MINE]
     auto = ft.MicroBatching("auto")
     auto.n = 2
@@ -176,7 +176,7 @@ def sharded_with_unequal_parts(found):
 
 
 def sharded_to_the_end(found):
-    """What else can be tried, and what cannot."""
+    """Run the fallbacks that are supported with sharded parameters, and those that are not."""
     auto = ft.MicroBatching("auto", then=[ft.ActivationCheckpointing()])
     expected, seen = run(TinyLM(dropout=0.3), [], FSDP2Strategy()), run(Starved(dropout=0.3), [auto], FSDP2Strategy())
     found["sharded recomputed"] = [largest_difference(expected, seen), auto.n, auto.savings.taken]
@@ -255,7 +255,7 @@ class Leaves(TinyLM):
 
 
 def main(path):
-    faulthandler.dump_traceback_later(100, exit=True)  # a rank that waits for ever says where
+    faulthandler.dump_traceback_later(100, exit=True)  # shows where a rank hangs
     found = {}
     for scenario in (
         everywhere,
@@ -272,7 +272,7 @@ def main(path):
         found.setdefault("seconds", {})[scenario.__name__] = time.time() - began
     gathered = [None, None]
     dist.all_gather_object(gathered, found)
-    gone = error_of(lambda: run(Leaves(), [ft.MicroBatching("auto")]))  # from here on rank 0 is alone
+    gone = error_of(lambda: run(Leaves(), [ft.MicroBatching("auto")]))  # rank 0 is alone from now on
     with open(path, "w") as file:
         json.dump([*gathered, gone], file)
     os._exit(0)  # without destructors: see ddp_scenarios.py

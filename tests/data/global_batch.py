@@ -1,4 +1,4 @@
-"""Run by one, two and four processes (see test_global_batch.py): the same global batches, spread over ever more."""
+"""Run by one, two and four processes (see test_global_batch.py): the same global batches on each number."""
 
 import os
 import sys
@@ -14,13 +14,13 @@ from tests.nets import TinyLM, concatenate, lm_batches, sgd, trainer, weights
 
 WORLD = int(os.environ.get("WORLD_SIZE", 1))
 RANK = int(os.environ.get("RANK", 0))
-PARTS = 8 // WORLD  # on each process, of two samples each
+PARTS = 8 // WORLD  # per process, of two samples each
 SAMPLES = 44  # two global batches of 16 and one of 12
 
 
 class Scheduled(TinyLM):
     def __init__(self):
-        super().__init__(optimizer=sgd)  # which would show a wrong scale, unlike AdamW
+        super().__init__(optimizer=sgd)  # sensitive to a wrong scale, unlike AdamW
 
     def configure_optimizers(self):
         optimizer = super().configure_optimizers()
@@ -29,7 +29,7 @@ class Scheduled(TinyLM):
 
 
 def rows(counted):
-    """Samples with very different numbers of targets; or, not ``counted``, with one for each token."""
+    """Return samples with very different numbers of targets; or, without ``counted``, with one per token."""
     whole = concatenate(lm_batches(SAMPLES // 4, size=4))
     if not counted:
         whole["labels"] = whole["input_ids"].roll(1, dims=1)
@@ -57,7 +57,7 @@ def main(path):
         torch.save(found, path)
     if WORLD > 1:
         dist.barrier()
-        time.sleep(0.5)  # until the others have heard; see ddp_scenarios.py
+        time.sleep(0.5)  # until the others have received it; see ddp_scenarios.py
     sys.stdout.flush()
     os._exit(0)
 

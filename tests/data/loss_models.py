@@ -1,6 +1,6 @@
-"""What the losses of these tests are made of: models, fields of batches, and what joins them to a training.
+"""Building blocks of the losses of these tests: models, fields of batches, and trainings that combine them.
 
-The first batch of each training hides what its loss is divided by; the later ones show it.
+The first batch of each training hides the normalizer of its loss; the later ones show it.
 Axes: B samples, T tokens of a sample, C classes.
 """
 
@@ -20,13 +20,13 @@ Draw = Callable[[Generator, int, int], Any]  # (generator, number of the batch, 
 
 @dataclass
 class Training:
-    """What a user trains.
+    """A user's model, step and batches.
 
     Attributes:
         module: in float64.
         step: batch -> loss, or something that holds a loss.
         batches: the first one hides the rule.
-        after_step: what the user's loop does after each optimizer step.
+        after_step: called after each optimizer step, like a user's loop.
     """
 
     module: nn.Module
@@ -40,9 +40,9 @@ class LossCase:
     """One loss.
 
     Attributes:
-        name: how the tests call it.
+        name: its name in the tests.
         make: seed -> the same training each time.
-        refused: the message where this loss cannot be split exactly.
+        refused: the message if this loss cannot be split exactly.
         tolerance: largest relative difference; more than rounding of float64 where the model itself rounds to float32.
     """
 
@@ -72,7 +72,7 @@ class PointNet(nn.Module):
 
 
 class CausalMean(nn.Module):
-    """Add to each token what the tokens before it hold in the mean."""
+    """Add the mean of the earlier tokens to each token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class Heads(nn.Module):
 
 
 def kept(*shape: int, other: bool = False, empty: bool = False) -> Draw:
-    """Masks (B, *shape): all True at first; later random, with half of the rows empty, with all rows but one empty.
+    """Return masks (B, *shape): all True at first; later random, with half of the rows or all rows but one empty.
 
     ``other`` turns the order of the rows around, for a second head. ``empty`` keeps nothing at all in the last batch.
     """
@@ -148,7 +148,7 @@ def kept(*shape: int, other: bool = False, empty: bool = False) -> Draw:
 
 
 def prefixes(length: int) -> Draw:
-    """Attention masks (B, length) of at least one token: all True at first, later as uneven as :func:`kept`."""
+    """Return attention masks (B, length) of at least one token: all True at first, later as uneven as :func:`kept`."""
 
     def draw(g: Generator, number: int, size: int) -> Tensor:
         lengths = 1 + kept(length - 1)(g, number, size).sum(1)
@@ -158,7 +158,7 @@ def prefixes(length: int) -> Draw:
 
 
 def classes(count: int = CLASSES, *shape: int) -> Draw:
-    """Labels (B, *shape): all of one class at first; later random, sorted, and all 0 but in the last row."""
+    """Return labels (B, *shape): all of one class at first; later random, sorted, and all 0 but in the last row."""
 
     def draw(g: Generator, number: int, size: int) -> Tensor:
         labels = torch.randint(count, (size, *shape), generator=g)
@@ -174,7 +174,7 @@ def classes(count: int = CLASSES, *shape: int) -> Draw:
 
 
 def labelled(ignored: int, count: int = CLASSES, *shape: int, other: bool = False) -> Draw:
-    """Labels (B, *shape) as of :func:`classes`, replaced by ``ignored`` where :func:`kept` keeps nothing."""
+    """Return labels (B, *shape) of :func:`classes`, replaced by ``ignored`` where :func:`kept` is False."""
 
     def draw(g: Generator, number: int, size: int) -> Tensor:
         labels = classes(count, *shape)(g, number, size)
@@ -186,7 +186,7 @@ def labelled(ignored: int, count: int = CLASSES, *shape: int, other: bool = Fals
 
 
 def positives(*shape: int, empty: bool = False) -> Draw:
-    """Targets of 0 and 1 (B, *shape): one positive in each row at first, later as :func:`kept` does."""
+    """Return targets of 0 and 1 (B, *shape): one positive per row at first, later the masks of :func:`kept`."""
     keep = kept(*shape, empty=empty)
 
     def draw(g: Generator, number: int, size: int) -> Tensor:
@@ -200,7 +200,7 @@ def positives(*shape: int, empty: bool = False) -> Draw:
 
 
 def weights(*shape: int) -> Draw:
-    """Positive weights (B, *shape): equal at first, later of very different sizes."""
+    """Return positive weights (B, *shape): equal at first, later of very different magnitudes."""
 
     def draw(g: Generator, number: int, size: int) -> Tensor:
         drawn = torch.rand(size, *shape, generator=g, dtype=torch.float64) ** 3 + 0.01
@@ -227,7 +227,7 @@ def signs(*shape: int) -> Draw:
 
 
 def with_gaps(*shape: int) -> Draw:
-    """Regression targets (B, *shape) that are NaN where :func:`kept` keeps nothing."""
+    """Return regression targets (B, *shape) that are NaN where :func:`kept` is False."""
     return lambda g, number, size: normal(*shape)(g, number, size).masked_fill(
         ~kept(*shape)(g, number, size), torch.nan
     )
@@ -246,7 +246,7 @@ def task(
     form: Callable[[dict[str, Any]], Any] = dict,
     **fields: Draw,
 ) -> Callable[[int], Training]:
-    """Return what makes a training of ``step(net, batch)`` on batches of these fields."""
+    """Return a function that makes a training of ``step(net, batch)`` on batches of these fields."""
 
     def make(seed: int) -> Training:
         with torch.random.fork_rng(devices=[]):

@@ -1,4 +1,4 @@
-"""Losses as data, which are sums over samples and divided by one normalizer: those of ``torch.nn.functional``.
+"""Losses with one normalizer: those of ``torch.nn.functional``.
 
 Names in the rows: b a batch, z the outputs of the model, e the loss of each entry, m a mask, w weights.
 """
@@ -59,14 +59,14 @@ class Output:
 
 
 def cross_entropy(**settings: Any) -> Callable[[int], Training]:
-    """A classifier with class weights, if any, as ``nn.CrossEntropyLoss`` takes them."""
+    """A classifier with optional class weights of ``nn.CrossEntropyLoss``."""
     if "weight" in settings:
         return points(lambda z, b: F.cross_entropy(z, b["y"], **{**settings, "weight": RARE.to(z)}), y=classes())
     return points(lambda z, b: F.cross_entropy(z, b["y"], **settings), y=classes())
 
 
 def partly_labelled(ignored: int, **settings: Any) -> Callable[[int], Training]:
-    """A classifier, some of whose samples have no label."""
+    """A classifier with some unlabeled samples."""
 
     def loss(z: Tensor, b: Any) -> Tensor:
         weight = RARE.to(z) if "weight" in settings else None
@@ -76,7 +76,7 @@ def partly_labelled(ignored: int, **settings: Any) -> Callable[[int], Training]:
 
 
 def words(ignored: int, name: str, form: Callable[[dict[str, Any]], Any] = dict, **settings: Any) -> Any:
-    """A language model whose labels are found under ``name`` in a dict, or wherever ``form`` puts them."""
+    """A language model with labels under ``name`` in a dict, or where ``form`` puts them."""
 
     def step(net: nn.Module, b: Any) -> Tensor:
         fields = vars(b) if isinstance(b, Example) else b
@@ -95,7 +95,7 @@ def regression(loss: Callable[..., Tensor], target: Draw | None = None, **settin
 
 
 def speech(own: Callable[[Tensor, Tensor], Tensor] | None = None, **settings: Any) -> Callable[[int], Training]:
-    """CTC on 9 frames a sample and 1 to 3 labels."""
+    """CTC on 9 frames per sample and 1 to 3 labels."""
 
     def step(net: nn.Module, b: Any) -> Tensor:
         z = net(b["x"]).log_softmax(-1).transpose(0, 1)

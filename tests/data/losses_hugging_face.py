@@ -1,4 +1,4 @@
-"""Losses as data, which models of Hugging Face compute themselves: tiny ones, built from their configs alone."""
+"""Losses that Hugging Face models compute themselves; the models are tiny and built from their configs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -46,7 +46,7 @@ def ids(*shape: int) -> Draw:
 
 
 def ended(g: torch.Generator, number: int, size: int) -> torch.Tensor:
-    """Token ids that end with the token by which CLIP pools."""
+    """Return token ids that end with CLIP's pooling token."""
     drawn = ids(LENGTH)(g, number, size)
     drawn[:, -1] = 2
     return drawn

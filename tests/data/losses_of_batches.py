@@ -1,4 +1,4 @@
-"""Losses as data, which are nonlinear, or in which samples touch one another: they can only be split at the trunk."""
+"""Losses that are nonlinear or couple samples, so that only the trunk can be split."""
 
 from collections.abc import Callable
 from typing import Any
@@ -48,7 +48,7 @@ def concordance(z: Tensor, b: Any) -> Tensor:
 
 
 class Uncertain(nn.Module):
-    """Weighs two tasks by learned uncertainties s: exp(-s) * loss + s."""
+    """Weights two tasks by learned uncertainties s: exp(-s) * loss + s."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ def annealed_vae(seed: int) -> Training:
 
 
 def late(g: torch.Generator, number: int, size: int) -> Tensor:
-    """0 in the first batch, in which what it multiplies shows nothing, and 1 in all others."""
+    """Return a factor of 0 in the first batch, which hides a term, and of 1 in all others."""
     return torch.full((size, 1), float(number > 0), dtype=torch.float64)
 
 
@@ -242,7 +242,7 @@ def with_free_bits(z: Tensor, b: Any) -> Tensor:
 
 
 def with_important_weights(net: nn.Module, b: Any) -> Tensor:
-    """As elastic weight consolidation does."""
+    """Penalize changes of weights, as in elastic weight consolidation."""
     penalties = [((p - 0.1).square() * p.detach().exp()).sum() for p in net.parameters()]
     return F.cross_entropy(net(b["x"]), b["y"]) + 0.1 * torch.stack(penalties).sum()
 
@@ -253,7 +253,7 @@ def of_module(make_net: Callable[[], nn.Module], **fields: Any) -> Callable[[int
 
 
 LOSSES_OF_BATCHES = [
-    # Nonlinear in one number.
+    # Losses nonlinear in one scalar.
     LossCase("RMSE", points(lambda z, b: F.mse_loss(z, b["y"]).sqrt(), y=normal(CLASSES))),
     LossCase("PSNR", points(lambda z, b: 10 * torch.log10(F.mse_loss(z, b["y"])), y=normal(CLASSES))),
     LossCase("perplexity", masked(lambda e, m: e[m].mean().exp())),
@@ -271,7 +271,7 @@ LOSSES_OF_BATCHES = [
     LossCase("mean + penalty of moved weights", task(PointNet, with_important_weights, x=normal(POINT), y=classes())),
     LossCase("mean + sum / 8 that is idle at first", points(with_late_sum, y=classes(), late=late)),
     LossCase("free bits that are free at first", points(with_free_bits, y=classes(), late=late)),
-    # Samples that touch one another.
+    # Losses that couple samples.
     LossCase("two towers", of_module(Towers, x=normal(POINT), y=normal(3))),
     LossCase("one trunk, called twice", two_views(info_nce)),
     LossCase("NT-Xent", task(PointNet, nt_xent, x=normal(POINT), view=normal(POINT))),

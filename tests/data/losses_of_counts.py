@@ -1,4 +1,4 @@
-"""Losses as data, with several normalizers, with one that does not add up, or with one that depends on the model."""
+"""Losses with several normalizers, with one that does not add up, or with one that depends on the model."""
 
 import math
 from collections.abc import Callable
@@ -56,7 +56,7 @@ def masked_words_and_order(z: Tensor, b: Any) -> Tensor:
 
 
 def boxes(z: Tensor, b: Any) -> Tensor:
-    """Six numbers a sample: the logits of two classes of an anchor and its box, which counts where there is one."""
+    """Six outputs per sample: the logits of two classes of an anchor and its box, which counts if there is one."""
     has_box = b["box_at"]
     of_class = F.cross_entropy(z[:, :2], has_box.long(), torch.tensor([0.1, 1.0]).to(z))
     of_box = F.l1_loss(z[:, 2:], b["box"], reduction="none").sum(1)
@@ -64,7 +64,7 @@ def boxes(z: Tensor, b: Any) -> Tensor:
 
 
 def mean_per_task(z: Tensor, b: Any) -> Tensor:
-    """Multi-label with missing labels: a mean for each task (column) over what is labelled, then over tasks."""
+    """Multi-label with missing labels: a mean over labeled entries for each task (column), then over tasks."""
     e = F.binary_cross_entropy_with_logits(z, b["y"], reduction="none")
     return ((e * b["known"]).sum(0) / b["known"].sum(0).clamp(min=1)).mean()
 
@@ -116,7 +116,7 @@ def policy_gradient(z: Tensor, b: Any) -> Tensor:
 
 
 class DividesInside(torch.autograd.Function):
-    """Cross-entropy whose graph does not show the number of targets that it is divided by."""
+    """Cross-entropy whose graph hides its number of targets."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, y: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Losses as data, which are sums over samples and divided by one normalizer: written by hand, in many ways.
+"""Losses with one normalizer, written by hand in many ways.
 
 Names in the rows: b a batch, z the outputs of the model, e the loss of each entry, m a mask, w weights.
 """
@@ -82,14 +82,14 @@ class Denoiser(nn.Module):
         return self.head(self.trunk(torch.cat([x, t], 1)))
 
 
-def denoising(weigh: Callable[[Tensor], Tensor]) -> Callable[[int], Training]:
-    """A diffusion model; noise and times come in the batch. ``weigh`` gets the ratio of signal to noise (B,)."""
+def denoising(weight_of: Callable[[Tensor], Tensor]) -> Callable[[int], Training]:
+    """A diffusion model; noise and times come in the batch. ``weight_of`` gets the ratio of signal to noise (B,)."""
 
     def step(net: nn.Module, b: Any) -> Tensor:
         t = 0.01 + 0.98 * b["t"][:, None]
         noisy = (1 - t).sqrt() * b["x"] + t.sqrt() * b["noise"]
         missed = (net(noisy, t) - b["noise"]).square().mean(1)
-        return (weigh((1 - t) / t).squeeze(1) * missed).mean()
+        return (weight_of((1 - t) / t).squeeze(1) * missed).mean()
 
     return task(Denoiser, step, x=normal(POINT), noise=normal(POINT), t=uniform())
 
@@ -105,7 +105,7 @@ def distillation(temperature: float, share: float) -> Callable[[int], Training]:
 
 
 LOSSES_OF_MASKS = [
-    # Means over a mask, in all the ways in which they are written.
+    # Means over a mask, in all common formulations.
     LossCase("(e * m).sum() / m.sum()", masked(lambda e, m: (e * m).sum() / m.sum())),
     LossCase("m.sum().clamp(min=1)", masked(lambda e, m: (e * m).sum() / m.sum().clamp(min=1), empty=True)),
     LossCase("m.sum() + 1e-8", masked(lambda e, m: (e * m).sum() / (m.to(e).sum() + 1e-8), empty=True)),
@@ -149,7 +149,7 @@ LOSSES_OF_MASKS = [
     LossCase("(w.softmax(0) * e).sum()", weighted(lambda e, w: (w.softmax(0) * e).sum())),
     LossCase("(w * e).mean()", weighted(lambda e, w: (w * e).mean())),
     LossCase("(w * e).sum()", weighted(lambda e, w: (w * e).sum())),
-    # Targets that are missing, and divided by positives.
+    # Missing targets, and division by the number of positives.
     LossCase(
         "NaN-masked regression",
         points(lambda z, b: (z - b["y"])[~b["y"].isnan()].square().mean(), y=with_gaps(CLASSES)),

@@ -1,4 +1,4 @@
-"""Losses as data, of models whose trunk takes or returns more than a tensor, or holds BatchNorm."""
+"""Losses of models whose trunk takes or returns more than a tensor, or contains BatchNorm."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +26,7 @@ from tests.data.losses_of_batches import info_nce
 
 
 class Texts(nn.Module):
-    """A Transformer with a padding mask, by keyword; the mean of what is no padding."""
+    """A Transformer with a padding mask as a keyword; averages over tokens other than padding."""
 
     def __init__(self) -> None:
         super().__init__()

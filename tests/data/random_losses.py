@@ -1,4 +1,4 @@
-"""Random losses: sums of terms, each of which reduces a loss of each token of a tiny model in some way.
+"""Random losses: sums of terms, each of which reduces the token losses of a tiny model in some way.
 
 A seed gives the same loss each time; its name is the formula. Axes: B samples, T tokens of a sample.
 """
@@ -16,13 +16,13 @@ from torch.nn import functional as F
 from tests.data.loss_models import LENGTH, LossCase, TokenNet, Training, kept, labelled, normal, weights
 
 SIZES = (8, 7, 10)  # samples of each batch
-LARGEST = 30.0  # gradients beyond it make a training in which rounding grows
+LARGEST = 30.0  # larger gradients amplify rounding
 Fields = dict[str, Tensor]  # the batch, and the losses of each token
 
 
 @dataclass(frozen=True)
 class Expression:
-    """A formula and what computes it."""
+    """A formula and the function that computes it."""
 
     text: str
     value: Callable[[Fields], Tensor]
@@ -33,7 +33,7 @@ def leaf(name: str) -> Expression:
 
 
 def joined(template: str, compute: Callable[..., Tensor], *inner: Expression) -> Expression:
-    """``compute`` of the values of the inner expressions, whose texts are put into the template."""
+    """Apply ``compute`` to the inner expressions, and insert their texts into the template."""
     return Expression(
         template.format(*(e.text for e in inner)), lambda fields: compute(*(e.value(fields) for e in inner))
     )
@@ -96,7 +96,7 @@ OF_ONE_NUMBER: list[tuple[str, Callable[..., Tensor]]] = [
 
 
 def rows_of(e: Tensor, m: Tensor) -> Tensor:
-    """The masked mean of each row."""
+    """Return the masked mean of each row."""
     return (e * m).sum(1) / m.sum(1).clamp(min=1)
 
 
@@ -131,7 +131,7 @@ def mean_of(*values: Tensor) -> Tensor:
 
 
 def random_batches(g: Generator) -> list[Any]:
-    """Batches of labels, targets, two masks and weights. In the first, masks are full and weights are equal."""
+    """Draw batches of labels, targets, two masks and weights. In the first, masks are full and weights are equal."""
 
     def batch(number: int, size: int) -> dict[str, Tensor]:
         uneven = 0 if number == 0 else int(torch.randint(1, 5, (), generator=g))
@@ -174,13 +174,13 @@ def is_stable(training: Training) -> bool:
         loss = training.step(batch)
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
         largest = torch.stack([loss.detach().abs(), *(gradient.abs().max() for gradient in gradients)]).max()
-        if not largest <= LARGEST:  # so that NaN is not
+        if not largest <= LARGEST:  # so that NaN is rejected
             return False
     return True
 
 
 def random_loss(seed: int) -> LossCase:
-    """Draw formulas until one can be trained with."""
+    """Draw formulas until one is stable."""
     draw = random.Random(seed)
     while True:
         expression = random_expression(draw)

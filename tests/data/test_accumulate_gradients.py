@@ -1,4 +1,4 @@
-"""The gradient of parts is the gradient of the whole, to float rounding."""
+"""Gradients summed over micro-batches equal those of the unsplit batch up to rounding."""
 
 from contextlib import contextmanager
 
@@ -22,7 +22,7 @@ def gradient_of_whole(net, batch):
 
 
 def random_batch(seed):
-    """Rows, lengths and padding drawn again; one row in four holds no target at all."""
+    """Draw rows, lengths and padding; one row in four has no targets."""
     g = torch.Generator().manual_seed(seed)
     size, length = (int(torch.randint(2, 9, (), generator=g)) for _ in range(2))
     (batch,) = lm_batches(1, size, length, seed)
@@ -36,7 +36,7 @@ def random_batch(seed):
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.float64, 1e-12), (torch.bfloat16, 1.6e-2)]
 )
-def test_equals_the_full_batch(seed, n, dtype, tolerance):
+def test_accumulated_gradients_equal_the_full_batch(seed, n, dtype, tolerance):
     net, batch = TinyLM().to(dtype), random_batch(seed)
     if dtype is torch.float64:
         net.loss = lambda b: F.cross_entropy(net(b["input_ids"]).flatten(0, 1), b["labels"].flatten())
@@ -46,14 +46,14 @@ def test_equals_the_full_batch(seed, n, dtype, tolerance):
     assert loss == pytest.approx(expected_loss.item(), rel=tolerance)
 
 
-def test_negative_control_plain_averaging_is_far_off():
+def test_negative_control_plain_averaging_gives_another_gradient():
     net, batch = TinyLM(), random_batch(1)
     expected, _ = gradient_of_whole(net, batch)
     accumulate_gradients(net.loss, batch, 2, count=lambda part: 1, check=False)
     assert largest_difference(expected, gradients(net)) > 1e-2
 
 
-def test_mean_over_samples_and_a_count_of_ones_own():
+def test_count_may_be_samples_or_a_function():
     x, y = torch.randn(7, 3), torch.randn(7)
     weight = torch.rand(7)
     net = nn.Linear(3, 1)
@@ -61,10 +61,10 @@ def test_mean_over_samples_and_a_count_of_ones_own():
     def plain(part):
         return (net(part[0]).squeeze(1) - part[1]).pow(2).mean()
 
-    def weighed(part):
+    def weighted(part):
         return (part[2] * (net(part[0]).squeeze(1) - part[1]).pow(2)).sum() / part[2].sum()
 
-    for step, count in ((plain, count_targets), (weighed, lambda part: part[2].sum())):
+    for step, count in ((plain, count_targets), (weighted, lambda part: part[2].sum())):
         expected = dict(
             zip(["weight", "bias"], torch.autograd.grad(step((x, y, weight)), list(net.parameters())), strict=True)
         )
@@ -75,7 +75,7 @@ def test_mean_over_samples_and_a_count_of_ones_own():
 
 @pytest.mark.parametrize("as_tensor", [True, False])
 @pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
-def test_counts_may_be_weights_of_any_size(as_tensor, size):
+def test_counts_may_be_real_weights(as_tensor, size):
     x, weight, net = torch.randn(6, 3), size * torch.rand(6), nn.Linear(3, 1)
 
     def step(part):
@@ -88,7 +88,7 @@ def test_counts_may_be_weights_of_any_size(as_tensor, size):
     assert largest_difference(expected, gradients(net)) < 2e-6
 
 
-def test_a_part_without_targets_adds_nothing_and_no_nan():
+def test_a_micro_batch_without_targets_adds_neither_gradient_nor_nan():
     batch = lm_batches(1, size=4)[0]
     batch["labels"][2:] = -100
     net = TinyLM()
@@ -108,7 +108,7 @@ def test_a_window_equals_the_concatenated_batch():
         assert loss == pytest.approx(expected_loss.item(), rel=1e-6)
 
 
-def test_sync_is_left_out_for_all_parts_but_the_last():
+def test_gradients_are_synchronized_in_the_last_micro_batch_only():
     entered, calls = [], []
 
     @contextmanager
@@ -125,7 +125,7 @@ def test_sync_is_left_out_for_all_parts_but_the_last():
     assert calls == [1, 1, 0]
 
 
-def test_gradients_are_added_to_those_that_are_there():
+def test_gradients_are_added_to_existing_ones():
     net = nn.Linear(2, 1, bias=False)
     net.weight.grad = torch.ones(1, 2)
     accumulate_gradients(lambda x: net(x).mean(), torch.ones(4, 2), 2)
@@ -136,16 +136,16 @@ def test_gradients_are_added_to_those_that_are_there():
     ("step", "error", "message"),
     [
         (lambda x: None, TypeError, "the step returned NoneType"),
-        (lambda x: {"value": x}, TypeError, "no loss tensor in it"),
+        (lambda x: {"value": x}, TypeError, "holds no loss tensor"),
         (lambda x: x, ValueError, r"loss of shape \(2,\).*Return loss.mean\(\)"),
     ],
 )
-def test_what_is_no_loss_is_refused(step, error, message):
+def test_outputs_without_a_loss_are_refused(step, error, message):
     with pytest.raises(error, match=message):
         accumulate_gradients(step, torch.ones(4, requires_grad=True), 2)
 
 
-def test_a_loss_in_an_output_object():
+def test_the_loss_is_found_in_an_output_object():
     from transformers.modeling_outputs import CausalLMOutput
 
     net = nn.Linear(2, 1)
@@ -153,7 +153,7 @@ def test_a_loss_in_an_output_object():
     assert loss.item() == pytest.approx(net(torch.ones(1, 2)).item(), rel=1e-6)
 
 
-def test_an_unmodified_hugging_face_causal_model_with_shifted_labels():
+def test_hugging_face_causal_models_shift_labels_exactly():
     import transformers as tf
 
     from lightning_fasttrain.data import count_next_tokens

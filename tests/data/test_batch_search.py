@@ -1,4 +1,4 @@
-"""Later batches are looked at again, for what the first has not shown, in the Trainer and in a loop."""
+"""Later batches are checked for properties that the first one did not show, in the Trainer and in a loop."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ BATCHES = 4
 
 
 class Mixing(L.LightningModule):
-    """Samples depend on one another as far as the batch says."""
+    """Samples depend on one another by a strength given in the batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def batches(mixed_from: int) -> list[tuple[Tensor, Tensor]]:
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Time that passes when it is told to: looking takes none of it."""
+    """A clock that advances on request only, so that checks take no time."""
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(batch_search, "time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
@@ -86,7 +86,7 @@ def in_the_trainer(clock: Any, given: list[Any], *techniques: Any) -> list[dict[
 
 
 @pytest.mark.parametrize("mixed_from", [1, 3])  # the second batch, the fourth
-def test_what_a_later_batch_shows_is_heeded_from_then_on(clock, mixed_from):
+def test_a_split_refuted_by_a_later_batch_is_replaced(clock, mixed_from):
     given = batches(mixed_from)
     pairs = [
         (unsplit_in_a_loop(given), in_a_loop(clock, given)),
@@ -97,14 +97,14 @@ def test_what_a_later_batch_shows_is_heeded_from_then_on(clock, mixed_from):
         assert max(map(largest_difference, expected, seen)) < 1e-5
 
 
-def test_negative_control_without_looking_again_the_gradient_is_another_one(clock):
+def test_negative_control_without_later_checks_the_gradient_is_wrong(clock):
     given = batches(mixed_from=2)  # between the second batch and the fourth
     difference = largest_difference(unsplit_in_a_loop(given)[2], in_a_loop(clock, given)[2])
     assert difference > 1e-2
 
 
-def test_a_loss_of_which_the_first_batch_shows_nothing_is_tried_again_on_the_next():
-    """Its terms have several normalizers; the first batch has no gradient to check a rule with."""
+def test_an_inconclusive_first_batch_is_followed_by_a_second_search():
+    """The loss has several normalizers; the first batch has no gradient to check a rule with."""
     net = Mixing()
 
     def step(batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -118,13 +118,13 @@ def test_a_loss_of_which_the_first_batch_shows_nothing_is_tried_again_on_the_nex
         step((x, on)).backward()
         expected = gradients(net)
         net.zero_grad()
-        with pytest.warns(ft.FastTrainWarning, match="nothing was checked") if number == 0 else nullcontext():
+        with pytest.warns(ft.FastTrainWarning, match="unchecked") if number == 0 else nullcontext():
             ft.accumulate_gradients(step, (x, on), 3)
         seen = gradients(net)
         assert all(torch.allclose(seen[name], expected[name], rtol=1e-5, atol=1e-6) for name in expected)
 
 
-def test_looking_takes_one_percent_of_the_time_at_most(clock):
+def test_checks_of_later_batches_take_at_most_one_percent_of_the_time(clock):
     looks = Looks()
     with looks.timed():
         clock.now += 2
@@ -135,7 +135,7 @@ def test_looking_takes_one_percent_of_the_time_at_most(clock):
     assert not any(looks.is_due(lambda: False) for _ in range(8))
 
 
-def test_a_batch_that_shows_nothing_changes_nothing():
+def test_an_inconclusive_batch_does_not_change_the_split():
     before, nothing = LossSplit(None, None, scale=2.0), LossSplit(None, None, provisional=True)
     assert prefer_what_shows_something(nothing, before) is before
     assert prefer_what_shows_something(None, before) is before
@@ -143,10 +143,10 @@ def test_a_batch_that_shows_nothing_changes_nothing():
     assert prefer_what_shows_something(before, nothing) is before
 
 
-def test_where_ranks_gather_parameters_none_of_them_searches_alone(monkeypatch):
-    """It would wait for the others in its first forward, and they for it in theirs."""
+def test_with_sharded_parameters_no_rank_searches_alone(monkeypatch):
+    """Such a rank would wait for the others in its first forward, and they for it in theirs."""
     monkeypatch.setattr(batch_search, "rank_count", lambda: 2)
     stage = Stage(lambda batch: pytest.fail("it ran"), gradients=False)
     search = BatchSearch("here", stage, None, 2, lambda: iter(()), lambda _: pytest.fail("it searched"), True)
-    with pytest.raises(CannotSplitError, match=r"another term.*cannot run a batch again on one of them"):
+    with pytest.raises(CannotSplitError, match=r"another term.*a single rank cannot run a batch again"):
         search.find_another(LossSplit(None, None), OtherSplitError("it has another term"), 0)

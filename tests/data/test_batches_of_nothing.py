@@ -50,15 +50,15 @@ def test_the_finite_guard_skips_a_step_without_a_loss(kind):
     assert largest_difference(weights(plain), weights(module)) == 0
 
 
-def test_lightning_alone_makes_a_step_of_nothing():
-    """Of gradients that are zero; momentum and weight decay move the weights all the same."""
+def test_lightning_alone_steps_on_zero_gradients():
+    """Momentum and weight decay change the weights although gradients are zero."""
     plain = run([*BATCHES[:2], *BATCHES[3:]], [])
     assert largest_difference(weights(plain), weights(run(with_nothing("no samples"), []))) > 1e-4
 
 
 @each_kind
 @pytest.mark.parametrize("techniques", [[], [ft.FiniteGuard()]], ids=["alone", "guarded"])
-def test_in_a_window_that_counts_targets_it_counts_nothing(kind, techniques):
+def test_a_skipped_batch_has_no_weight_in_a_token_weighted_window(kind, techniques):
     seen = Gradients()
     run(with_nothing(kind), [ft.TokenWeightedAccumulation(2), *techniques, seen], optimizer=sgd)
     expected, module = [], TinyLM(optimizer=sgd)
@@ -72,12 +72,12 @@ def test_in_a_window_that_counts_targets_it_counts_nothing(kind, techniques):
     assert max(map(largest_difference, expected, seen.seen)) < 2e-6
 
 
-def test_a_window_of_lightnings_that_lacks_a_loss_is_said_to_be_wrong():
+def test_lightnings_window_with_a_missing_loss_is_reported_as_wrong():
     with pytest.warns(ft.FastTrainWarning, match="returned None for batch 2.*TokenWeightedAccumulation"):
         run(with_nothing("None"), [ft.FiniteGuard()], accumulate_grad_batches=2)
 
 
-def test_what_has_no_samples_cannot_be_split():
+def test_a_batch_without_samples_cannot_be_split():
     with pytest.raises(ValueError, match="has 0 samples"):
         run(with_nothing("no samples"), [ft.MicroBatching(2)])
 

@@ -1,4 +1,4 @@
-"""Which entries the mean loss averages over, by the documented rule."""
+"""Counted targets follow the documented rule."""
 
 import logging
 
@@ -25,25 +25,25 @@ PADDED = torch.tensor([[1, 2, -100], [3, -100, -100]])
         (torch.zeros(4, 2), 4),
     ],
 )
-def test_the_rule(batch, expected):
+def test_the_counting_rule(batch, expected):
     assert int(count_targets(batch)) == expected
 
 
-def test_another_ignore_index():
+def test_ignore_index_can_be_changed():
     assert int(count_targets({"labels": torch.tensor([0, 1, 2, 0])}, ignore_index=0)) == 2
 
 
-def test_shifted_labels():
+def test_next_token_counts_skip_the_first_label():
     assert int(count_next_tokens({"labels": PADDED})) == 1
     with pytest.raises(ValueError, match="no integer labels of shape"):
         count_next_tokens({"labels": torch.tensor([1, 2])})
 
 
-def test_the_rule_that_is_used_is_said_once(caplog):
+def test_the_rule_is_logged_once(caplog):
     say_once.cache_clear()
     with caplog.at_level(logging.INFO, logger="lightning_fasttrain"):
         count_targets({"labels": PADDED})
         count_targets({"labels": PADDED})
     assert [record.message for record in caplog.records] == [
-        "micro-batches are weighed by the entries of batch['labels'] other than -100"
+        "micro-batches are weighted by their number of targets (batch['labels'] != -100)"
     ]

@@ -1,4 +1,4 @@
-"""Every batch once, in order, at the right resume position; overlap on CUDA."""
+"""DevicePrefetch yields every batch once, in order, with the right resume state, and overlaps copies on CUDA."""
 
 import ctypes
 import dataclasses
@@ -20,7 +20,7 @@ def numbered(count):
     return [{"x": torch.full((2,), float(i)), "name": i} for i in range(count)]
 
 
-# The meta device takes the look-ahead path without a GPU; what is not a tensor tells the batches apart.
+# The meta device uses the prefetching path without a GPU; values other than tensors distinguish the batches.
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("count", [0, 1, 2, 5])
 def test_every_batch_once_and_in_order(device, count):
@@ -29,7 +29,7 @@ def test_every_batch_once_and_in_order(device, count):
     assert all(batch["x"].device.type == device for batch in seen)
 
 
-def test_cpu_passes_the_same_objects_through_and_fetches_nothing_ahead():
+def test_on_cpu_batches_pass_through_without_prefetching():
     batches, fetched = numbered(3), []
 
     def loader():
@@ -42,7 +42,7 @@ def test_cpu_passes_the_same_objects_through_and_fetches_nothing_ahead():
         assert fetched == list(range(i + 1))
 
 
-def test_one_batch_is_fetched_ahead_elsewhere():
+def test_on_other_devices_one_batch_is_fetched_ahead():
     fetched = []
 
     def loader():
@@ -58,7 +58,7 @@ def test_one_batch_is_fetched_ahead_elsewhere():
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_the_state_is_that_of_the_last_batch_handed_out(device):
+def test_the_state_is_that_of_the_last_batch_yielded(device):
     prefetcher = prefetch_to_device(StatefulLoader(numbered(5)), device)
     iterator = iter(prefetcher)
     assert [next(iterator)["name"] for _ in range(2)] == [0, 1]
@@ -68,12 +68,12 @@ def test_the_state_is_that_of_the_last_batch_handed_out(device):
     assert [batch["name"] for batch in resumed] == [2, 3, 4]
 
 
-def test_a_loader_without_state_does_not_get_one():
+def test_a_loader_without_state_stays_without_state():
     prefetcher = prefetch_to_device(numbered(2), "meta")
     assert not hasattr(prefetcher, "state_dict")
 
 
-def test_the_loaders_attributes_shine_through():
+def test_attributes_of_the_loader_are_forwarded():
     loader = DataLoader(range(6), batch_size=2)
     prefetcher = prefetch_to_device(loader, "meta")
     assert len(prefetcher) == 3
@@ -94,7 +94,7 @@ class HookedLM(TinyLM):
         return batch
 
 
-def test_a_transfer_hook_of_ones_own_is_kept_and_said(monkeypatch):
+def test_a_custom_transfer_hook_is_kept_with_a_warning(monkeypatch):
     from lightning.pytorch.strategies import SingleDeviceStrategy
 
     monkeypatch.setattr(SingleDeviceStrategy, "root_device", torch.device("meta"))
@@ -108,7 +108,7 @@ def test_a_transfer_hook_of_ones_own_is_kept_and_said(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_cuda_copies_run_on_a_side_stream_and_arrive_whole():
+def test_cuda_copies_run_on_a_side_stream_and_are_complete():
     loader = DataLoader(torch.arange(64.0).view(16, 4), batch_size=4, pin_memory=True)
     seen = [batch.clone() for batch in prefetch_to_device(loader, "cuda")]
     assert torch.equal(torch.cat(seen).cpu(), torch.arange(64.0).view(16, 4))
@@ -116,7 +116,7 @@ def test_cuda_copies_run_on_a_side_stream_and_arrive_whole():
 
 @pytest.mark.gpu
 def test_cuda_copy_overlaps_with_compute():
-    """The copy of the next batch ends while the kernels of this one still run."""
+    """The copy of the next batch ends while the kernels of the current one still run."""
     big = [torch.randn(2**22).pin_memory() for _ in range(3)]
     a = torch.randn(4096, 4096, device="cuda")
     iterator = iter(prefetch_to_device(big, "cuda"))
@@ -126,7 +126,7 @@ def test_cuda_copy_overlaps_with_compute():
     busy = torch.cuda.Event()
     busy.record()
     next(iterator)  # queues the copy of the third batch
-    assert not busy.query()  # handing out the second did not wait for the kernels
+    assert not busy.query()  # yielding the second did not wait for the kernels
 
 
 @dataclasses.dataclass
@@ -135,7 +135,7 @@ class Rows:
 
 
 class Graph:
-    """Like a batch of torch_geometric: it says itself how it travels, and nobody else can look inside."""
+    """Like a batch of torch_geometric: it defines its own transfer, and is opaque to others."""
 
     __slots__ = ("edges",)
 
@@ -157,7 +157,7 @@ of_every_kind = pytest.mark.parametrize(("wrap", "tensor_in"), CONTAINERS.values
 
 
 @of_every_kind
-def test_what_a_transfer_copies_and_makes_is_seen_in_any_container(wrap, tensor_in):
+def test_copied_and_created_tensors_are_recorded_in_any_container(wrap, tensor_in):
     x = torch.zeros(4)
     with _Copies(torch.device("meta")) as copies:
         moved = move_data_to_device(wrap(x), torch.device("meta"))
@@ -167,8 +167,8 @@ def test_what_a_transfer_copies_and_makes_is_seen_in_any_container(wrap, tensor_
 
 @pytest.fixture
 def device_is_behind():
-    """Call it: from then on the device is busy, and no event is reached."""
-    stand_in = getattr(ctypes.CDLL(None), "fake_not_ready", None)  # where a driver only pretends, it is told to lag
+    """Return a function that makes the device busy, so that no event is reached."""
+    stand_in = getattr(ctypes.CDLL(None), "fake_not_ready", None)  # a simulated driver is set to lag
 
     def begin():
         torch.cuda._sleep(2 * 10**9)
@@ -183,20 +183,20 @@ def device_is_behind():
 
 @pytest.mark.gpu
 @of_every_kind
-def test_memory_of_a_batch_that_is_still_read_is_not_given_to_a_later_one(device_is_behind, wrap, tensor_in):
+def test_memory_of_a_batch_in_use_is_not_reused(device_is_behind, wrap, tensor_in):
     batches = (wrap(torch.zeros(2**20).pin_memory()) for _ in range(4))
     iterator = iter(prefetch_to_device(batches, "cuda"))
     first = next(iterator)
     address = tensor_in(first).data_ptr()
     device_is_behind()
-    tensor_in(first).sum()  # a kernel that waits for its turn, as the batch is dropped
+    tensor_in(first).sum()  # a queued kernel, as the batch is dropped
     del first
-    later = [next(iterator), next(iterator)]  # the third batch was fetched when the first one was gone
+    later = [next(iterator), next(iterator)]  # the third batch was fetched after the first one was freed
     assert address not in [tensor_in(batch).data_ptr() for batch in later]
 
 
 @pytest.mark.gpu
-def test_batches_that_no_stream_can_be_recorded_for_arrive_too():
+def test_batches_without_record_stream_are_copied_correctly():
     batches = [torch.eye(3).to_sparse() * i for i in range(4)]
     with pytest.warns(ft.FastTrainWarning, match="not in pinned memory"):
         assert len(list(prefetch_to_device(batches, "cuda"))) == 4
@@ -204,6 +204,6 @@ def test_batches_that_no_stream_can_be_recorded_for_arrive_too():
 
 @pytest.mark.gpu
 @of_every_kind
-def test_unpinned_batches_are_said(wrap, tensor_in):
+def test_unpinned_batches_are_reported(wrap, tensor_in):
     with pytest.warns(ft.FastTrainWarning, match="not in pinned memory"):
         list(prefetch_to_device([wrap(torch.zeros(4))], "cuda"))

@@ -1,4 +1,4 @@
-"""By what parts are weighed is found from the loss itself, or the loss is refused with what was tried."""
+"""The weights of micro-batches are found from the loss itself, or the loss is refused with the tried rules."""
 
 import logging
 
@@ -121,14 +121,14 @@ def whole(net, step, batch):
 
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("name", SPLITTABLE)
-def test_parts_add_up_without_being_told_what_the_loss_averages_over(name, n):
+def test_micro_batches_add_up_without_a_given_count(name, n):
     net, step, batch = SPLITTABLE[name]()
     expected = whole(net, step, batch)
     ft.accumulate_gradients(step, batch, n)
     assert largest_difference(expected, gradients(net)) < 2e-6
 
 
-def test_random_numbers_of_a_step_are_the_same_for_the_same_samples():
+def test_a_trial_draws_the_same_random_values_for_the_same_samples():
     _, step, batch = denoising()
     assert ft.data.find_count(step, batch) == CountRule("samples")
 
@@ -170,7 +170,7 @@ def with_running_mean():
     [
         (
             lambda: (*language_model(weight=torch.linspace(0.1, 3, VOCAB)), PADDED),
-            "class weights.*no number of samples",
+            "class weights.*not a number of samples",
         ),
         (contrastive, "depend on one another.*through="),
         (with_router, "cannot split this loss exactly.*through="),
@@ -178,7 +178,7 @@ def with_running_mean():
     ],
     ids=["class weights", "contrastive", "router", "running mean"],
 )
-def test_a_loss_that_no_count_splits_is_refused_and_nothing_is_left(make, words):
+def test_a_loss_without_a_counting_rule_is_refused_without_side_effects(make, words):
     net, step, batch = make()
     buffers, state = [b.clone() for b in net.buffers()], torch.get_rng_state()
     with pytest.raises(ValueError, match=words):
@@ -188,14 +188,14 @@ def test_a_loss_that_no_count_splits_is_refused_and_nothing_is_left(make, words)
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_without_the_check_the_nearest_count_is_taken_and_the_error_said():
+def test_without_the_check_the_nearest_count_is_used_and_its_error_reported():
     net, step, batch = with_router()
-    with pytest.warns(ft.FastTrainWarning, match=r"which is off by .*%: not the same training"):
+    with pytest.warns(ft.FastTrainWarning, match=r"with an error of .*%, which changes the training"):
         ft.accumulate_gradients(step, batch, 3, check=False)
     assert all(p.grad is not None for p in net.parameters())
 
 
-def test_class_weights_work_with_the_count_that_the_message_gives():
+def test_class_weights_work_with_the_count_suggested_by_the_message():
     weight = torch.linspace(0.1, 3, VOCAB)
     net, step = language_model(weight=weight)
     expected = whole(net, step, PADDED)
@@ -208,14 +208,14 @@ def test_class_weights_work_with_the_count_that_the_message_gives():
     assert largest_difference(expected, gradients(net)) < 2e-6
 
 
-def test_a_count_that_is_given_is_checked():
+def test_a_given_count_is_checked():
     _, step = language_model()
-    with pytest.raises(ValueError, match=r"count= splits no loss"):
+    with pytest.raises(ValueError, match=r"count= does not split this loss"):
         ft.data.find_count(step, PADDED, count=len)
     assert ft.data.find_count(step, PADDED, count="targets") == CountRule("targets")
 
 
-def test_rules_that_a_batch_does_not_tell_apart_are_told_by_what_cross_entropy_was_given():
+def test_ambiguous_rules_are_decided_by_the_arguments_of_cross_entropy():
     assert ft.data.find_count(language_model(shift=True)[1], FULL) == CountRule("next_tokens")
     assert ft.data.find_count(language_model(ignore_index=0)[1], FULL) == CountRule("targets", ignore_index=0)
     net = TinyLM()
@@ -227,51 +227,51 @@ def test_rules_that_a_batch_does_not_tell_apart_are_told_by_what_cross_entropy_w
     assert ft.data.find_count(hidden, FULL) == CountRule("next_tokens")
 
 
-def test_under_autocast_it_is_compared_in_float32():
+def test_under_autocast_gradients_are_compared_in_float32():
     net, step = language_model(shift=True)
     in_bf16 = torch.autocast("cpu", torch.bfloat16)(step)
     assert ft.data.find_count(in_bf16, PADDED) == CountRule("next_tokens")
-    with pytest.raises(ValueError, match="cannot split|splits no loss"):
+    with pytest.raises(ValueError, match="cannot split|does not split this loss"):
         ft.data.find_count(in_bf16, PADDED, count="targets")
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_blocks_that_are_recomputed_run_without_dropout_both_times(precision):
+def test_checkpointed_blocks_run_without_dropout_in_both_passes(precision):
     net = TinyLM(dropout=0.3)
     step = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed")(net.loss)
     with ft.apply(net, [ft.ActivationCheckpointing()]):
-        with pytest.raises(ValueError, match="cannot split|splits no loss"):
+        with pytest.raises(ValueError, match="cannot split|does not split this loss"):
             ft.data.find_count(step, PADDED, count="samples")
         assert ft.data.find_count(step, PADDED) == CountRule("targets")
 
 
-def test_weights_in_bfloat16_find_the_rule_within_their_rounding():
+def test_the_rule_is_found_for_bfloat16_weights():
     net, step = language_model(reduction="sum")
     net.bfloat16()
     assert ft.data.find_count(step, PADDED) == CountRule("sum")
 
 
 def long_texts_in_bfloat16():
-    """So many tokens that the gradients of biases, sums in 16 bits, are many percent off: also those of the whole."""
+    """Enough tokens that 16-bit gradients of biases are many percent off, even for the unsplit batch."""
     torch.manual_seed(0)
     net = GPT(GPTConfig(vocabulary=256, context=256, layers=2, heads=4, width=256)).bfloat16()
     ids = torch.randint(256, (8, 257))
     return net, (ids[:, :-1], ids[:, 1:])
 
 
-def test_weights_in_bfloat16_find_the_rule_on_long_texts_too():
+def test_the_rule_is_found_for_bfloat16_weights_on_long_texts():
     net, batch = long_texts_in_bfloat16()
 
     def step(part):
         return F.cross_entropy(net(part[0]).flatten(0, 1).float(), part[1].flatten())
 
     assert ft.data.find_count(step, batch).name == "targets"
-    with pytest.raises(ValueError, match="cannot split|splits no loss"):
+    with pytest.raises(ValueError, match="cannot split|does not split this loss"):
         ft.data.find_count(step, batch, count="sum")
 
 
 @pytest.mark.parametrize("share", [1.0, 0.3])
-def test_weights_in_bfloat16_do_not_hide_that_samples_depend_on_one_another(share):
+def test_dependent_samples_are_detected_with_bfloat16_weights(share):
     net, batch = long_texts_in_bfloat16()
 
     def contrastive(part):
@@ -280,7 +280,7 @@ def test_weights_in_bfloat16_do_not_hide_that_samples_depend_on_one_another(shar
         pairs = F.cross_entropy(x @ x.T / 0.1, torch.arange(len(x)))
         return share * pairs + (1 - share) * F.cross_entropy(logits.flatten(0, 1), part[1].flatten())
 
-    with pytest.raises(ValueError, match="cannot split|splits no loss"):
+    with pytest.raises(ValueError, match="cannot split|does not split this loss"):
         ft.data.find_count(contrastive, batch)
 
 
@@ -294,7 +294,7 @@ class Operations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_what_it_costs_grows_no_faster_than_the_model():
+def test_its_cost_grows_no_faster_than_the_model():
     def operations(layers):
         net = nn.Sequential(*[nn.Linear(3, 3) for _ in range(layers)])
         with Operations() as seen:
@@ -304,20 +304,20 @@ def test_what_it_costs_grows_no_faster_than_the_model():
     assert operations(48) - operations(32) == operations(32) - operations(16)
 
 
-def test_weights_in_float32_among_others_in_bfloat16_are_compared_as_closely_as_ever():
+def test_float32_weights_among_bfloat16_ones_are_compared_to_float32_precision():
     torch.manual_seed(0)
     large, small = nn.Linear(64, 64).bfloat16(), nn.Parameter(torch.ones(64))
 
     def step(x):
-        coupled = (small * x.mean(0)).square().mean()  # of all samples, in a small gradient
-        return 10 + large(x.bfloat16()).float().square().mean() + 0.5 * coupled  # a loss that hides it too
+        coupled = (small * x.mean(0)).square().mean()  # a coupling of all samples, in a small gradient
+        return 10 + large(x.bfloat16()).float().square().mean() + 0.5 * coupled  # a loss that also hides it
 
-    with pytest.raises(ValueError, match="cannot split|splits no loss"):
+    with pytest.raises(ValueError, match="cannot split|does not split this loss"):
         ft.data.find_count(step, torch.randn(8, 64) + 1)
 
 
 @pytest.mark.parametrize("base", ["bfloat16", "nf4"])
-def test_what_trains_in_float32_beside_a_base_that_rounds_finds_the_rule(base):
+def test_the_rule_is_found_for_float32_adapters_on_a_low_precision_base(base):
     model = TinyLM().bfloat16()
     ft.apply(model, [ft.LoRA(rank=2)] if base == "bfloat16" else [ft.QLoRA(rank=2)])
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
@@ -325,29 +325,29 @@ def test_what_trains_in_float32_beside_a_base_that_rounds_finds_the_rule(base):
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.1)
     assert ft.data.find_count(model.loss, PADDED) == CountRule("targets")
-    with pytest.raises(ValueError, match="count= splits no loss"):
+    with pytest.raises(ValueError, match="count= does not split this loss"):
         ft.data.find_count(model.loss, PADDED, count=lambda batch: len(batch["labels"]))
 
 
-def test_batch_norm_does_not_hide_what_the_loss_averages_over():
+def test_the_normalizer_is_found_despite_batch_norm():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
     before = {name: value.clone() for name, value in net.state_dict().items()}
-    with pytest.warns(ft.FastTrainWarning, match="not the same training"):
+    with pytest.warns(ft.FastTrainWarning, match="changes the training"):
         assert ft.data.find_count(lambda x: net(x).square().sum(), torch.randn(9, 4), check=False) == CountRule("sum")
     with pytest.raises(ValueError, match="BatchNorm in training mode"):
         ft.data.find_count(lambda x: net(x).square().sum(), torch.randn(9, 4))
     assert all(torch.equal(value, net.state_dict()[name]) for name, value in before.items())
 
 
-def test_one_sample_cannot_be_cut_and_the_loss_itself_tells():
+def test_for_a_single_sample_the_rule_is_read_from_the_loss():
     one = {name: value[:1] for name, value in PADDED.items()}
     assert ft.data.find_count(language_model(shift=True)[1], one) == CountRule("next_tokens")
     net = nn.Linear(4, 1)
     assert ft.data.find_count(lambda x: net(x).square().mean(), torch.randn(1, 4)) == CountRule("samples")
 
 
-def test_it_is_found_once_though_the_step_is_made_again_in_every_turn():
+def test_a_step_redefined_in_a_loop_is_searched_once():
     net, calls = TinyLM(), []
 
     def loss(batch):
@@ -368,7 +368,7 @@ def test_it_is_found_once_though_the_step_is_made_again_in_every_turn():
 
 
 @pytest.mark.parametrize("count", ["auto", "targets", lambda part: int((part["labels"] != -100).sum())])
-def test_it_is_found_once_for_a_name_a_function_and_a_step_that_is_decorated_in_every_turn(count):
+def test_a_named_count_and_a_redecorated_step_are_searched_once(count):
     net, calls = TinyLM(), []
 
     def loss(batch):
@@ -382,7 +382,7 @@ def test_it_is_found_once_for_a_name_a_function_and_a_step_that_is_decorated_in_
     assert len(calls) == 3
 
 
-def test_a_small_coupling_is_seen_under_a_hosts_autocast_too(caplog):
+def test_weakly_dependent_samples_are_detected_under_outer_autocast(caplog):
     class Coupled(TinyLM):
         def loss(self, batch):
             spread = self(batch["input_ids"]).softmax(-1).mean((0, 1)).square().sum()
@@ -397,7 +397,7 @@ def test_a_small_coupling_is_seen_under_a_hosts_autocast_too(caplog):
 
 
 @pytest.mark.parametrize("count", [3, "tokens", None])
-def test_what_is_no_count_is_refused_when_given(count):
+def test_invalid_counts_are_refused(count):
     for make in (ft.MicroBatching, ft.TokenWeightedAccumulation):
         with pytest.raises((TypeError, ValueError), match="count="):
             make(2, count=count)
@@ -407,7 +407,7 @@ def test_what_is_no_count_is_refused_when_given(count):
 
 
 class Shifted(TinyLM):
-    """A language model that shifts its labels, logs, and keeps what it has seen."""
+    """A language model that shifts its labels, logs, and records its batches."""
 
     def __init__(self, reduction="mean", **kwargs):
         super().__init__(optimizer=sgd, **kwargs)
@@ -434,7 +434,7 @@ def run(callbacks, batches, **settings):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_in_the_trainer_it_is_found_and_leaves_no_trace(reduction):
+def test_in_the_trainer_the_search_has_no_side_effects(reduction):
     batches = lm_batches(3, size=6)
     expected, _, metrics, _ = run([], batches, reduction=reduction)
     seen, module, ours, random = run([ft.MicroBatching(3)], batches, reduction=reduction)
@@ -448,7 +448,7 @@ def test_in_the_trainer_it_is_found_and_leaves_no_trace(reduction):
     assert torch.equal(ours["loss"], unchecked["loss"])
 
 
-def test_in_a_module_that_optimises_by_hand_nothing_of_it_is_logged():
+def test_under_manual_optimization_trials_log_nothing():
     class ByHand(Shifted):
         def __init__(self):
             super().__init__()
@@ -478,7 +478,7 @@ def test_a_window_of_summed_losses_is_the_sum_over_its_batches():
     assert max(map(largest_difference, expected, seen)) < 2e-6
 
 
-def test_a_window_of_batches_that_nothing_can_cut_is_weighed_by_what_the_loss_was_given():
+def test_a_window_of_unsplittable_batches_is_weighted_by_the_loss_arguments():
     ragged = [(torch.zeros(3, dtype=torch.long), torch.tensor([1, 2, -100])), (torch.ones(2, dtype=torch.long),) * 2]
     batches = [{"input_ids": ids, "labels": labels, "other": torch.zeros(7)} for ids, labels in ragged]
 
@@ -495,7 +495,7 @@ def test_a_window_of_batches_that_nothing_can_cut_is_weighed_by_what_the_loss_wa
     assert largest_difference(gradients(net), seen.seen[0]) < 2e-6
 
 
-def test_in_the_trainer_a_model_that_cannot_be_split_stops_the_run_at_its_first_batch():
+def test_in_the_trainer_an_unsplittable_model_fails_on_its_first_batch():
     class Normed(TinyLM):
         def build(self):
             super().build()
@@ -510,8 +510,8 @@ def test_in_the_trainer_a_model_that_cannot_be_split_stops_the_run_at_its_first_
     assert "log" not in vars(module)
 
 
-def test_the_rule_is_in_the_checkpoint_and_is_tried_first_after_a_resume(tmp_path):
-    class Hidden(Shifted):  # its loss is computed where nothing sees it
+def test_the_rule_is_saved_and_tried_first_after_a_resume(tmp_path):
+    class Hidden(Shifted):  # its loss is hidden from autograd's graph
         def training_step(self, batch, batch_idx):
             logits, labels = self(batch["input_ids"])[:, :-1].log_softmax(-1), batch["labels"][:, 1:]
             each = -logits.gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1)
@@ -528,7 +528,7 @@ def test_the_rule_is_in_the_checkpoint_and_is_tried_first_after_a_resume(tmp_pat
 
 
 @pytest.mark.parametrize("limit", [1, 2])
-def test_where_two_samples_do_not_fit_it_is_said_that_nothing_was_checked(limit):
+def test_if_two_samples_do_not_fit_the_log_says_unchecked(limit):
     class Hungry(Shifted):
         def training_step(self, batch, batch_idx):
             if len(batch["labels"]) > limit:
@@ -537,9 +537,7 @@ def test_where_two_samples_do_not_fit_it_is_said_that_nothing_was_checked(limit)
 
     technique = ft.MicroBatching(9)
     if limit == 1:
-        with pytest.warns(
-            ft.FastTrainWarning, match="nothing was checked, as the step failed on 2 samples alone: OutOf"
-        ):
+        with pytest.warns(ft.FastTrainWarning, match="unchecked: the step failed on 2 samples alone: OutOf"):
             fit(Hungry(), [PADDED], [technique])
     else:
         fit(Hungry(), [PADDED], [technique])

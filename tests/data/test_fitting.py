@@ -1,4 +1,4 @@
-"""When a step runs out of memory: what is tried next, by all ranks alike, and that it is the same training."""
+"""When a step runs out of memory, all ranks use the same fallback, and the training stays the same."""
 
 import json
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from tests.ranks import run_ranks
 
 
 class Starved(TinyLM):
-    """Fits from the third batch on only where its blocks are recomputed, and then three samples at a time."""
+    """Fits from the third batch on only with checkpointed blocks, and then three samples at a time."""
 
     def __init__(self, **settings):
         super().__init__(dropout=0.3, **settings)
@@ -28,7 +28,7 @@ class Starved(TinyLM):
 
 
 class Knows(TinyLM):
-    """A run that was given the number of parts, from the batch on where it is needed."""
+    """A run that uses the known number of micro-batches from the batch on where it is needed."""
 
     def __init__(self, technique):
         super().__init__(dropout=0.3)
@@ -49,7 +49,7 @@ def steps(net, technique, **settings):
     return {**weights(net), "random": torch.rand(1)}, t
 
 
-def test_blocks_are_recomputed_where_single_samples_do_not_fit_and_nothing_else_changes(caplog):
+def test_checkpointing_starts_when_single_samples_do_not_fit(caplog):
     known, auto = ft.MicroBatching(1), ladder()
     expected, _ = steps(Knows(known), known)
     net = Starved()
@@ -59,15 +59,15 @@ def test_blocks_are_recomputed_where_single_samples_do_not_fit_and_nothing_else_
     assert "forward" not in vars(net.blocks[0])  # undone at the end
     said = [message for message in caplog.messages if "Out of memory" in message]
     assert [message.split(":")[1] for message in said] == [
-        " the same batch again with 2",
-        " the same batch again with 4",
-        " the same batch again with 6",
-        " from here on with ActivationCheckpointing(), and the same batch again in one",
-        " the same batch again with 2",
+        " repeating the batch with 2",
+        " repeating the batch with 4",
+        " repeating the batch with 6",
+        " applying ActivationCheckpointing() from now on, and repeating the batch unsplit",
+        " repeating the batch with 2",
     ]
 
 
-def test_a_resumed_run_begins_with_what_was_found(tmp_path):
+def test_a_resumed_run_starts_with_the_number_found(tmp_path):
     _, t = steps(Starved(), ladder())
     t.save_checkpoint(tmp_path / "a.ckpt")
 
@@ -82,7 +82,7 @@ def test_a_resumed_run_begins_with_what_was_found(tmp_path):
     assert (again.n, again.savings.taken) == (2, 1)
 
 
-def test_where_nothing_is_left_the_error_has_the_shortfall_and_what_is_left():
+def test_the_final_error_names_the_missing_memory_and_further_options():
     class Never(TinyLM):
         def training_step(self, batch, batch_idx):
             where = "GPU 0 has a total capacity of 10.00 GiB of which 256.00 MiB is free. Including non-PyTorch memory"
@@ -95,7 +95,7 @@ def test_where_nothing_is_left_the_error_has_the_shortfall_and_what_is_left():
     assert auto.savings.taken == 2
 
 
-def test_compiled_blocks_can_be_recomputed_later():
+def test_compiled_blocks_can_be_checkpointed_later():
     torch._dynamo.reset()
     plain, _ = steps(Knows(known := ft.MicroBatching(1)), known)
     torch.manual_seed(5)
@@ -108,19 +108,19 @@ def test_compiled_blocks_can_be_recomputed_later():
 @pytest.mark.parametrize(
     ("then", "n", "error", "match"),
     [
-        ([ft.LoRA(rank=2)], "auto", ValueError, "what changes nothing but how activations are kept"),
-        ([ft.ActivationCheckpointing(ft.MemoryBudget(1.0))], "auto", ValueError, "measures whole steps"),
-        (["recompute"], "auto", TypeError, "it is no technique"),
-        ([ft.ActivationCheckpointing()], 4, ValueError, "a given number is never tried again"),
+        ([ft.LoRA(rank=2)], "auto", ValueError, "techniques that change nothing but how activations are stored"),
+        ([ft.ActivationCheckpointing(ft.MemoryBudget(1.0))], "auto", ValueError, "a few complete steps to measure"),
+        (["recompute"], "auto", TypeError, "expected a Technique, got"),
+        ([ft.ActivationCheckpointing()], 4, ValueError, "only n='auto' uses them"),
     ],
     ids=["adapter", "budget", "word", "number"],
 )
-def test_what_cannot_wait_until_it_is_needed_is_refused(then, n, error, match):
+def test_techniques_that_cannot_start_during_a_run_are_refused(then, n, error, match):
     with pytest.raises(error, match=match):
         ft.MicroBatching(n, then=then)
 
 
-def test_what_could_not_be_applied_is_refused_before_it_is_needed():
+def test_inapplicable_techniques_are_refused_before_they_are_needed():
     twice = [ft.MicroBatching("auto", then=[ft.ActivationCheckpointing()]), ft.ActivationCheckpointing()]
     with pytest.raises(ValueError, match="ActivationCheckpointing is listed twice"):
         fit(TinyLM(), lm_batches(1), twice)
@@ -141,57 +141,57 @@ def found(tmp_path_factory):
 @pytest.mark.parametrize("short", [0, 1])
 @pytest.mark.parametrize("place", ["forward", "backward"])
 @pytest.mark.parametrize("part", ["first", "last"])
-def test_one_rank_that_is_out_of_memory_leads_all_to_the_number_that_fits(found, short, place, part):
+def test_all_ranks_use_the_number_that_fits_on_the_smallest(found, short, place, part):
     for rank in found:
         assert rank[f"{short} {place} {part}"] == [0.0, {0: 4, 1: 2}[short]]
         assert rank["another training"] > 1e-2  # the comparison can fail
 
 
 @pytest.mark.parametrize("setting", ["window", "views", "unused"])
-def test_so_it_is_with_other_settings_of_ddp(found, setting):
+def test_ranks_agree_under_other_ddp_settings(found, setting):
     assert {rank[setting] for rank in found} == {0.0}
 
 
-def test_blocks_are_recomputed_on_all_ranks_where_one_needs_it(found):
+def test_checkpointing_starts_on_all_ranks_if_one_needs_it(found):
     assert [rank["recomputed"] for rank in found] == [[0.0, 1, 1]] * 2
 
 
-def test_an_error_on_one_rank_ends_all_and_is_shown_on_its_own(found):
+def test_an_error_on_one_rank_stops_all_and_is_reported_on_its_rank(found):
     assert found[1]["Wrong"] == "ValueError: a mistake in the step"
-    assert found[0]["Wrong"].startswith("RuntimeError: rank 1 failed in this step: no rank can go on alone.")
+    assert found[0]["Wrong"].startswith("RuntimeError: rank 1 failed in this step: no rank can continue alone.")
 
 
-def test_single_samples_that_do_not_fit_on_one_rank_end_all(found):
+def test_a_sample_that_does_not_fit_on_one_rank_stops_all(found):
     assert found[0]["TooLarge"] == "OutOfMemoryError: CUDA out of memory (staged)"
     assert found[1]["TooLarge"].startswith("OutOfMemoryError: rank 0, with 6 micro-batches: its samples do not fit")
 
 
-def test_a_rank_that_is_gone_is_an_error_at_once(found):
-    assert found[0]["gone"].startswith("RuntimeError: a rank is gone, or did not answer in time:")
+def test_an_exited_rank_is_an_error_at_once(found):
+    assert found[0]["gone"].startswith("RuntimeError: a rank has exited or did not answer in time:")
 
 
 @pytest.mark.parametrize(
     ("net", "match"),
     [
-        ("Gathers", "a training_step that communicates (all_gather, all_reduce): a rank that runs out of memory"),
-        ("Synchronises", "MulticlassAccuracy 'accuracy': it synchronises inside of the step"),
+        ("Gathers", "a training_step that communicates (all_gather, all_reduce): the other ranks would wait there"),
+        ("Synchronises", "MulticlassAccuracy 'accuracy': it synchronizes inside the step"),
         ("static", "static_graph=True: DDP's first step"),
     ],
 )
-def test_what_would_leave_ranks_waiting_is_refused_on_all(found, net, match):
+def test_steps_that_wait_for_other_ranks_are_refused_on_all_ranks(found, net, match):
     for rank in found:
         assert match in rank[net]
 
 
 @pytest.mark.parametrize("strategy", [FSDPStrategy, DeepSpeedStrategy, ft.ZeROStrategy])
 def test_strategies_that_gather_in_a_forward_are_refused(strategy):
-    """DeepSpeed's are subclasses of DDP's, and as unfit."""
+    """DeepSpeed's strategies are subclasses of DDP's, and unsuitable as well."""
     trainer = SimpleNamespace(world_size=2, strategy=strategy())
     with pytest.raises(ValueError, match=rf"'auto'\) with {strategy.__name__} on 2 processes: .*Give a number"):
         together_of(trainer)
 
 
-def test_blocks_that_one_rank_cannot_compile_run_as_they_are_there_alone_which_it_says(found):
+def test_blocks_that_fail_to_compile_on_one_rank_run_uncompiled_there(found):
     assert found[0]["compiler"] == [0.0, [], []]
     blocks = [f"blocks.{i}" for i in range(3)]
     said = [f"rank 1: block '{block}' (Block) could not be compiled and runs eagerly"[:60] for block in blocks]
@@ -201,20 +201,20 @@ def test_blocks_that_one_rank_cannot_compile_run_as_they_are_there_alone_which_i
 @pytest.mark.parametrize(
     "where", ["0 forward first", "0 backward last", "1 forward last", "1 backward first", "window", "half"]
 )
-def test_so_it_is_where_parameters_are_sharded_and_ranks_meet_in_every_block(found, where):
+def test_ranks_agree_if_parameters_are_sharded_in_every_block(found, where):
     for rank in found:
         assert rank[f"sharded {where}"] == [0.0, 2 if where.startswith("1") else 4]
 
 
-def test_a_rank_with_fewer_parts_takes_its_part_in_gathering(found):
+def test_a_rank_with_fewer_micro_batches_joins_all_gathers(found):
     assert max(rank["unequal"] for rank in found) < 1e-5
 
 
-def test_sharded_blocks_are_recomputed_on_all_ranks_where_one_needs_it(found):
+def test_checkpointing_of_sharded_blocks_starts_on_all_ranks(found):
     assert [rank["sharded recomputed"] for rank in found] == [[0.0, 1, 1]] * 2
 
 
-def test_errors_on_one_rank_end_all_where_parameters_are_sharded(found):
+def test_with_sharded_parameters_an_error_on_one_rank_stops_all(found):
     assert found[1]["sharded Wrong"] == "ValueError: a mistake in the step"
     assert found[0]["sharded Wrong"].startswith("RuntimeError: rank 1 failed in this step")
     assert found[0]["sharded TooLarge"] == "OutOfMemoryError: CUDA out of memory (staged)"

@@ -1,4 +1,4 @@
-"""Gradients summed in float32 over many micro-batches are as near to the float32 gradient as the whole batch's."""
+"""Gradients summed in float32 over many micro-batches are as accurate as those of the whole batch."""
 
 import contextlib
 import copy
@@ -33,7 +33,7 @@ def data(dtype):
 
 
 def backward(net, parts, windows=1):
-    """Gradients of ``windows`` times the batch, in as many parts."""
+    """Return the gradients of ``windows`` times the batch, in as many micro-batches."""
     x, y = data(next(net.parameters()).dtype)
     for _ in range(windows):
         for some, target in zip(x.chunk(parts), y.chunk(parts), strict=True):
@@ -46,7 +46,7 @@ def error(net, exact):
 
 
 def errors(dtype):
-    """Of the whole batch, of parts summed in float32, and of parts summed in the parameters' dtype."""
+    """Return the errors of the whole batch, and of micro-batches summed in float32 and in the parameters' dtype."""
     exact, whole, summed, rounded = build(dtype).float(), build(dtype), build(dtype), build(dtype)
     backward(exact, 1)
     backward(whole, 1)
@@ -57,13 +57,13 @@ def errors(dtype):
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_many_micro_batches_are_as_near_as_the_whole_batch(dtype):
+def test_float32_sums_are_as_accurate_as_the_whole_batch(dtype):
     whole, summed, rounded = errors(dtype)
     assert summed <= 1.15 * whole
-    assert rounded > 1.5 * whole  # so there is something to win
+    assert rounded > 1.5 * whole  # the plain sum has a notable error
 
 
-def test_negative_control_without_the_technique_they_are_not(monkeypatch):
+def test_negative_control_low_precision_sums_are_less_accurate(monkeypatch):
     monkeypatch.setattr(float32_gradient_sums, "_can_be_switched", lambda parameter: False)
     whole, summed, rounded = errors(torch.bfloat16)
     assert summed == rounded > 1.15 * whole
@@ -80,7 +80,7 @@ def test_earlier_gradients_are_a_term_of_the_sum(dtype):
     assert error(net, exact) <= 1.15 * error(whole, exact)
 
 
-def test_kept_gradients_go_into_the_next_sum_unrounded():
+def test_kept_gradients_enter_the_next_sum_unrounded():
     exact, net, sums = build(torch.bfloat16).float(), build(torch.bfloat16), Float32GradientSums()
     backward(exact, PARTS, windows=4)
     for _ in range(4):
@@ -97,7 +97,7 @@ def test_kept_gradients_go_into_the_next_sum_unrounded():
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_one_micro_batch_has_the_plain_bits(dtype):
+def test_one_micro_batch_is_bitwise_the_plain_gradient(dtype):
     plain, net = build(dtype), build(dtype)
     backward(plain, 1)
     with sum_gradients_in_float32(net.parameters()):
@@ -113,12 +113,12 @@ def assert_unchanged(net, dtype):
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_nothing_stays_changed(dtype):
+def test_parameters_are_restored_afterwards(dtype):
     net = build(dtype)
     assert_unchanged(net, dtype)
     with sum_gradients_in_float32(net.parameters()) as sums:
         backward(net, PARTS)
-        net[0].weight.grad = None  # as a parameter that this step does not reach
+        net[0].weight.grad = None  # like a parameter that this step does not use
         assert net[2].weight.grad.dtype is torch.float32
         sums.finish()  # as before the last backward under DDP
         assert_unchanged(net, dtype)
@@ -127,7 +127,7 @@ def test_nothing_stays_changed(dtype):
     assert_unchanged(net, dtype)
 
 
-def test_nothing_stays_changed_after_an_error():
+def test_parameters_are_restored_after_an_error():
     net = build(torch.bfloat16)
 
     def fail():
@@ -160,7 +160,7 @@ def test_keep_leaves_the_sums_for_the_optimizer():
     ],
     ids=["frozen", "float32", "DeepSpeed", "the user's own", "consumed"],
 )
-def test_what_is_left_alone(prepare):
+def test_unsupported_parameters_are_left_unchanged(prepare):
     parameter = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     prepare(parameter)
     before = parameter.grad_dtype
@@ -205,7 +205,7 @@ def test_under_ddp_the_sums_are_rounded_before_the_last_backward(views):
         assert torch.equal(ours.grad, theirs.grad)
 
 
-def test_in_compiled_code_too():
+def test_sums_work_in_compiled_code():
     torch._dynamo.reset()
     net, compiled = build(torch.bfloat16), build(torch.bfloat16)
     compiled.compile(backend="aot_eager")
@@ -233,11 +233,11 @@ def low_precision(make):
         (lambda params: HostOptimizer(params, torch.optim.AdamW), False),
     ],
 )
-def test_which_optimizers_take_float32_gradients(make, takes):
+def test_optimizers_that_support_float32_gradients(make, takes):
     assert takes_float32_gradients(make([nn.Parameter(torch.ones(2, dtype=torch.bfloat16))])) is takes
 
 
-def test_an_optimizer_over_float32_parameters_takes_them_and_one_over_float16_does_not():
+def test_support_depends_on_the_parameters_dtype():
     def optimizer(*dtypes):
         parameters = [nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (torch.bfloat16, *dtypes)]
         return LowPrecisionUpdates(torch.optim.AdamW(parameters), "kahan")

@@ -1,4 +1,4 @@
-"""A global batch is one step, however it lies on processes and parts: 1 × 8 = 2 × 4 = 4 × 2, the ragged end too."""
+"""A global batch gives the same step for any split over processes and micro-batches: 1 × 8 = 2 × 4 = 4 × 2."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ WORLDS = (1, 2, 4)
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """World size → what its processes found; all at the same time."""
+    """Map world sizes to the results of their processes, which run at the same time."""
     folder = tmp_path_factory.mktemp("worlds")
     launches = []
     for world in WORLDS:
@@ -29,17 +29,17 @@ def found(tmp_path_factory):
 
 @pytest.mark.parametrize("how", ["parts", "window", "equal"])
 @pytest.mark.parametrize("world", [2, 4])
-def test_the_same_samples_are_the_same_steps_on_any_number_of_processes(found, world, how):
-    """``parts``: of a batch; ``window``: of several; ``equal``: plain means, right where each has as many targets."""
+def test_a_global_batch_gives_the_same_step_on_any_number_of_processes(found, world, how):
+    """``parts``: one batch; ``window``: several; ``equal``: plain means, correct for equal numbers of targets."""
     expected, *schedule = found[1][how]
     seen, *same_schedule = found[world][how]
     assert largest_difference(expected, seen) < 2e-6
     assert same_schedule == schedule == [6, pytest.approx(0.01 / 7)]
 
 
-def test_a_window_of_batches_is_one_batch_in_parts(found):
+def test_a_window_of_batches_equals_one_batch_in_micro_batches(found):
     assert largest_difference(found[1]["parts"][0], found[4]["window"][0]) < 2e-6
 
 
-def test_negative_control_means_over_ranks_differ_where_targets_do(found):
+def test_negative_control_means_over_ranks_differ_with_unequal_targets(found):
     assert largest_difference(found[1]["unweighted"][0], found[4]["unweighted"][0]) > 1e-4

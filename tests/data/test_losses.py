@@ -41,7 +41,7 @@ IN_THE_TRAINER = {
     "BertForPreTraining",
 }
 
-# Normalizers that lie on the device: equal in the first batch, not in later ones; kept from zero; sums of weights.
+# Normalizers on the device: equal in the first batch only; clamped away from zero; sums of weights.
 ON_A_GPU = {"two heads", "m.sum().clamp(min=1)", "(w * e).sum() / w.sum()"}
 
 
@@ -93,7 +93,7 @@ def first_difference(case, tolerance, seed=1, prepare=lambda training: training)
     ours = train(prepare(case.make(seed)), in_micro_batches(number_of_micro_batches(case)))
     for i, ((loss, parameters), (our_loss, our_parameters)) in enumerate(zip(expected, ours, strict=True)):
         error = largest_difference(parameters, our_parameters)
-        if not error <= tolerance:  # so that NaN is not
+        if not error <= tolerance:  # so that NaN is rejected
             return f"{case.name}: weights are {error:.1e} off after batch {i}"
         if our_loss != pytest.approx(loss, rel=tolerance, abs=tolerance):
             return f"{case.name}: the loss of batch {i} is {our_loss} instead of {loss}"
@@ -110,7 +110,7 @@ def test_micro_batches_train_as_the_unsplit_batches(case):
 
 
 @by_name([case for case in OURS if case.refused is None])
-def test_in_float32_they_differ_by_rounding(case):
+def test_in_float32_trainings_differ_by_rounding(case):
     """Gradients that are sums over some 50 tokens round to about 1e-6.
 
     After five steps with momentum, weights differ by 2e-6 at most where the trunk is split by hand. Weighting
@@ -135,7 +135,7 @@ def difference_or_refusal(case, seed):
 
 
 @pytest.mark.parametrize("first", range(0, 500, SEEDS_A_TEST))
-def test_random_losses(first):
+def test_random_losses_train_as_the_unsplit_batches(first):
     found = {seed: difference_or_refusal(random_loss(seed), seed) for seed in range(first, first + SEEDS_A_TEST)}
     differences = [f"seed {seed}: {difference}" for seed, difference in found.items() if difference]
     assert not differences, "\n".join(differences)
@@ -169,7 +169,7 @@ def test_in_the_trainer(case):
 
 @pytest.mark.gpu
 @by_name([case for case in OURS if case.name in ON_A_GPU])
-def test_on_a_gpu_what_the_first_batch_hides_is_seen_before_the_optimizer_uses_it(case):
+def test_on_a_gpu_later_mismatches_are_detected_before_the_optimizer_step(case):
     def on_the_gpu(training):
         training = in_float32(training)
         training.module.cuda()

@@ -1,4 +1,4 @@
-"""A trunk that runs in micro-batches: its gradients, random numbers, outputs, memory, and what goes with it."""
+"""A trunk that runs in micro-batches: gradients, random numbers, outputs, memory, and combinations."""
 
 import copy
 import json
@@ -42,7 +42,7 @@ class Encoder(nn.Module):
 
 
 def encoder(**settings: Any) -> Encoder:
-    torch.manual_seed(7)  # the same weights each time
+    torch.manual_seed(7)  # identical weights each time
     return Encoder(**settings).double()
 
 
@@ -52,7 +52,7 @@ def pairs(size: int = 7, length: int = LENGTH, seed: int = 3) -> dict[str, Tenso
 
 
 def contrast(net: Any, batch: dict[str, Tensor], **settings: Any) -> Tensor:
-    """A loss in which all samples of a batch touch one another."""
+    """A loss in which all samples of a batch depend on one another."""
     return info_nce(net(batch["a"], **settings), net(batch["b"], **settings))
 
 
@@ -63,7 +63,7 @@ def gradients_of(net: nn.Module, make_loss: Any) -> dict[str, Tensor]:
 
 
 def difference(net: nn.Module, make_loss: Any, n: int, trunk: nn.Module | None = None) -> float:
-    """How far gradients with the trunk (by default the whole net) in ``n`` micro-batches are from the unsplit ones."""
+    """Return the difference of gradients with the trunk (default: the whole net) in ``n`` micro-batches."""
     expected = gradients_of(net, make_loss)
     restore = micro_batch_forward_(trunk or net, n)
     seen = gradients_of(net, make_loss)
@@ -74,9 +74,9 @@ def difference(net: nn.Module, make_loss: Any, n: int, trunk: nn.Module | None =
 # The gradient
 
 
-def test_the_noise_of_rrelu_is_drawn_again_before_it_is_used():
+def test_rrelu_noise_is_redrawn_before_use():
     net, batch = encoder(), pairs(size=7)
-    net.blocks.append(nn.Sequential(nn.RReLU(0.3, 0.3)))  # noise that is the same for all
+    net.blocks.append(nn.Sequential(nn.RReLU(0.3, 0.3)))  # the same noise for all
     net.blocks[-1].forward = lambda x, forward=net.blocks[-1].forward: (forward(x), None)
     for n in (1, 3):
         assert difference(net, lambda: contrast(net, batch), n) < 1e-10
@@ -88,7 +88,7 @@ def test_the_gradient_is_that_of_the_unsplit_step(n):
     assert difference(net, lambda: contrast(net, batch), n) < 1e-10
 
 
-def test_it_runs_in_as_many_micro_batches_as_it_was_told():
+def test_the_trunk_runs_in_n_micro_batches():
     net, rows = encoder(), []
     net.blocks[0].register_forward_pre_hook(lambda module, args: rows.append(len(args[0])))
     micro_batch_forward_(net, 3)
@@ -96,7 +96,7 @@ def test_it_runs_in_as_many_micro_batches_as_it_was_told():
     assert rows == [3, 2, 2]
 
 
-def test_the_input_has_its_gradient_too():
+def test_the_input_gets_its_gradient():
     net, x = encoder(), pairs()["a"].requires_grad_()
     (expected,) = torch.autograd.grad(net(x).logsumexp(0).sum(), x)
     micro_batch_forward_(net, 3)
@@ -104,7 +104,7 @@ def test_the_input_has_its_gradient_too():
     assert torch.allclose(seen, expected, atol=1e-12)
 
 
-def test_negative_control_the_mean_of_micro_batch_losses_is_another_gradient():
+def test_negative_control_averaging_micro_batch_losses_gives_another_gradient():
     net, batch = encoder(), pairs(size=8)
     expected = gradients_of(net, lambda: contrast(net, batch))
     halves = [{name: x[rows] for name, x in batch.items()} for rows in (slice(0, 4), slice(4, 8))]
@@ -123,8 +123,8 @@ def test_gradients_of_16_bit_parameters_are_rounded_once():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_backward_that_fails_leaves_nothing_behind(dtype):
-    """As where memory runs out in a recomputation, and the batch is tried again."""
+def test_a_failed_backward_leaves_no_state_behind(dtype):
+    """This happens when memory runs out in a recomputation, and the batch is repeated."""
     net, batch = encoder().to(dtype), {name: x.to(dtype) for name, x in pairs(size=8).items()}
     micro_batch_forward_(net, 4)
     expected = gradients_of(net, lambda: contrast(net, batch).float())
@@ -164,7 +164,7 @@ def test_dropout_has_the_same_masks_in_the_recomputation(n):
 
 
 class Drawing(nn.Module):
-    """Scales by numbers that Python and NumPy draw, and by how often it was called."""
+    """Scales by random values of Python and NumPy, and by its number of calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class Drawing(nn.Module):
         return torch.tanh(self.layer(x)) * (random.random() + np.random.rand() + self.calls)
 
 
-def test_buffers_and_random_numbers_of_python_and_numpy_are_as_they_were():
+def test_buffers_and_python_and_numpy_random_states_match_the_unsplit_run():
     runs = []
     for split in (False, True):
         torch.manual_seed(7)
@@ -260,7 +260,7 @@ def test_a_tensor_whose_first_axis_is_not_the_batch_is_refused():
 
 
 class Attending(nn.Module):
-    """Attention with a causal mask (1, T, T) and a padding mask (B, T), which come by keyword."""
+    """Attention with a causal mask (1, T, T) and a padding mask (B, T), passed by keyword."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -272,7 +272,7 @@ class Attending(nn.Module):
         return self.block(scores.softmax(-1) @ x)[0].mean(1)
 
 
-def test_masks_of_each_sample_are_split_and_those_of_all_are_not():
+def test_per_sample_masks_are_split_and_shared_masks_are_not():
     net, batch = Attending(), pairs(size=7)
     causal = torch.ones(1, LENGTH, LENGTH, dtype=torch.bool).tril()
     padding = torch.arange(LENGTH) < torch.tensor([4, 1, 2, 3, 4, 2, 1])[:, None]
@@ -282,7 +282,7 @@ def test_masks_of_each_sample_are_split_and_those_of_all_are_not():
 
 
 class Positions(nn.Module):
-    """Hands a table of positions (T, D) to its trunk, which returns another one beside its output."""
+    """Passes a table of positions (T, D) to its trunk, which returns another one with its output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -304,7 +304,7 @@ class Positioned(nn.Module):
 
 
 @pytest.mark.parametrize("size", [LENGTH, 2 * LENGTH, 7])
-def test_a_trunk_that_was_found_does_not_split_a_table_as_long_as_the_batch(size):
+def test_an_automatic_trunk_keeps_a_table_as_long_as_the_batch(size):
     net, batch = Positions(), pairs(size)
     expected = gradients_of(net, lambda: contrast(net, batch))
     net.zero_grad()
@@ -313,15 +313,15 @@ def test_a_trunk_that_was_found_does_not_split_a_table_as_long_as_the_batch(size
 
 
 @pytest.mark.parametrize("size", [2 * LENGTH, 7])
-def test_a_trunk_that_was_named_does_not_split_a_table_of_another_length(size):
+def test_a_named_trunk_keeps_a_table_of_another_length(size):
     net, batch = Positions(), pairs(size)
     assert difference(net, lambda: contrast(net, batch), 2, trunk=net.trunk) < 1e-10
 
 
-# Beside other techniques
+# Combinations with other techniques
 
 
-def test_blocks_that_are_recomputed_run_twice_and_not_three_times():
+def test_checkpointed_blocks_run_twice_rather_than_three_times():
     net, batch, calls = encoder(depth=3), pairs(size=8), []
     ft.apply(net, [ft.ActivationCheckpointing()])
     net.blocks[1].up.register_forward_hook(lambda *given: calls.append(1))
@@ -374,7 +374,7 @@ def bytes_saved(make_loss: Any) -> int:
     return sum(kept.values())
 
 
-def test_a_tower_of_six_layers_saves_little_more_than_its_input():
+def test_a_trunk_of_six_layers_saves_little_more_than_its_input():
     net, batch = encoder(depth=6), pairs(size=64)
     held = sum(x.nbytes for x in (*net.parameters(), *batch.values()))
     unsplit = bytes_saved(lambda: contrast(net, batch)) - held
@@ -415,7 +415,7 @@ def test_batchnorm_in_training_mode_is_refused_by_name():
 
 
 class Matching(L.LightningModule):
-    """Matches the two views of a sample among those of its batch."""
+    """Matches the two views of each sample against those of its batch."""
 
     def __init__(self, dropout: float = 0.0, lr: float = 0.05) -> None:
         super().__init__()
@@ -444,7 +444,7 @@ def batches(dtype: torch.dtype = torch.float64) -> list[dict[str, Tensor]]:
 
 
 def steps(callbacks: Any = (), make_net: Any = Matching, given: Any = None, **settings: Any) -> Any:
-    """The gradient of every optimizer step, the module and the trainer, of one run in float64."""
+    """Return the gradient of every optimizer step, the module and the trainer of one run in float64."""
     seen, net = Gradients(), make_net()
     torch.manual_seed(5)
     settings = {"precision": "64-true", **settings} if "plugins" not in settings else settings
@@ -473,14 +473,14 @@ def test_every_gradient_is_that_of_the_unsplit_run(through, n):
     [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.01}],
     ids=["accumulation", "clipping"],
 )
-def test_it_goes_with_settings_of_the_trainer(settings):
+def test_it_composes_with_trainer_settings(settings):
     expected, *_ = steps(**settings)
     for through in (None, "encoder"):
         seen, *_ = steps([ft.MicroBatching(3, through=through)], **settings)
         assert worst(expected, seen) < 1e-10
 
 
-def test_what_was_found_is_said_in_a_line():
+def test_the_trunk_is_reported_in_one_log_line():
     with heard() as said:
         steps([ft.MicroBatching(3)])
     line = next(line for line in said if "recomputation" in line)
@@ -503,7 +503,7 @@ def test_a_loss_scaler_sees_the_scaled_loss():
 
 @pytest.mark.parametrize("adapter", [ft.LoRA(rank=2), ft.QLoRA(rank=2, kind="int8")], ids=["LoRA", "QLoRA"])
 @pytest.mark.parametrize("through", [None, "encoder"])
-def test_adapters_in_the_trunk(adapter, through):
+def test_the_trunk_may_contain_adapters(adapter, through):
     settings = {"given": batches(torch.float32), "precision": "32-true"}
     expected, *_ = steps([copy.deepcopy(adapter)], **settings)
     seen, net, _ = steps([copy.deepcopy(adapter), ft.MicroBatching(3, through=through)], **settings)
@@ -517,7 +517,7 @@ def test_adapters_in_the_trunk(adapter, through):
     ids=["checkpointing", "compiled"],
 )
 @pytest.mark.parametrize("through", [None, "encoder"])
-def test_blocks_in_the_trunk_may_be_recomputed_or_compiled(technique, through):
+def test_blocks_in_the_trunk_may_be_checkpointed_or_compiled(technique, through):
     torch._dynamo.reset()
     given = [pairs(size=6, seed=i) for i in range(3)]  # of one size, so that blocks are compiled once
     expected, *_ = steps(given=given)
@@ -559,7 +559,7 @@ def test_two_trunks_are_found_and_both_are_split():
 
 
 def test_the_trunk_of_bert_for_question_answering_is_bert():
-    """The second batch has spans that are cut off, in other samples for their starts than for their ends."""
+    """The second batch has truncated spans, in different samples for starts and ends."""
     case = next(case for case in LOSSES_HUGGING_FACE if case.name == "BertForQuestionAnswering")
     training = case.make(1)
     assert isinstance(training.module, transformers.BertForQuestionAnswering)
@@ -588,7 +588,7 @@ def test_a_trunk_is_found_around_batchnorm():
 
 
 class Partners(Matching):
-    """Mixes each sample with another one of the batch, by its number: so the step fails on a few samples alone."""
+    """Mixes each sample with another one by its index, so the step fails on a few samples."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         mixed = 0.7 * batch["a"] + 0.3 * batch["a"][batch["order"]]
@@ -601,7 +601,7 @@ class MixingEncoder(Encoder):
 
 
 class PartnersInside(Matching):
-    """Does so inside of the encoder, whose blocks are the trunk."""
+    """Mixes samples inside the encoder, whose blocks are the trunk."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -625,7 +625,7 @@ def batches_with_partners() -> list[dict[str, Tensor]]:
         (PartnersInside, "encoder.blocks.*", "'encoder.blocks.0', 'encoder.blocks.1'"),
     ],
 )
-def test_a_step_that_fails_on_a_few_samples_is_tried_on_its_batch(make_net, through, trunk):
+def test_a_step_that_fails_on_a_few_samples_is_tried_on_the_whole_batch(make_net, through, trunk):
     expected, *_ = steps(make_net=make_net, given=batches_with_partners())
     with heard() as said:
         seen, *_ = steps([ft.MicroBatching(3, through=through)], make_net=make_net, given=batches_with_partners())
@@ -633,33 +633,33 @@ def test_a_step_that_fails_on_a_few_samples_is_tried_on_its_batch(make_net, thro
     assert any(trunk in line for line in said)
 
 
-def test_a_trunk_that_mixes_samples_by_their_numbers_is_refused():
+def test_a_trunk_that_mixes_samples_by_index_is_refused():
     with pytest.raises(ValueError, match="through= names 'encoder', but"):
         steps([ft.MicroBatching(3, through="encoder")], make_net=PartnersInside, given=batches_with_partners())
 
 
-def test_a_step_that_fails_on_its_batch_too_is_refused_with_its_error():
+def test_a_step_that_also_fails_on_its_batch_is_refused_with_its_error():
     def fail(x: Tensor) -> Tensor:
         raise IndexError(f"no row of {len(x)}")
 
-    with pytest.raises(ValueError, match="fails, too: IndexError no row of 6"):
+    with pytest.raises(ValueError, match="also fails on the whole batch: IndexError no row of 6"):
         accumulate_gradients(fail, torch.ones(6, 2), n=2)
 
 
 @pytest.mark.parametrize("through", ["enkoder", nn.LSTM, ["enkoder", nn.LSTM]])
-def test_names_of_nothing_list_the_candidates(through):
+def test_unknown_names_list_the_candidates(through):
     with pytest.raises(ValueError, match=r"through=.* matches nothing: candidates are .*Block.*pattern or a class"):
         steps([ft.MicroBatching(3, through=through)])
 
 
 @pytest.mark.parametrize("through", [3, ["encoder", 3], []])
-def test_what_is_no_name_is_refused_when_it_is_given(through):
+def test_invalid_through_arguments_are_refused(through):
     with pytest.raises((TypeError, ValueError), match="through="):
         ft.MicroBatching(3, through=through)
 
 
 class Starved(Matching):
-    """A trunk that takes three samples and no more."""
+    """A trunk that fits three samples at most."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -697,14 +697,14 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, through):
 
 
 class Seeded(L.Callback):
-    """The same random numbers in each epoch, whatever came before it."""
+    """Draws the same random numbers in each epoch, whatever came before it."""
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         torch.manual_seed(trainer.global_step)
 
 
-def test_a_window_of_several_batches_is_refused_with_what_helps():
-    """Samples of several batches are never in memory together, so naming the trunk is no way out."""
+def test_a_window_of_several_batches_is_refused_with_a_solution():
+    """Samples of several batches are never in memory together, so naming the trunk would not help."""
     for through in (None, "encoder"):
         techniques = [ft.MicroBatching(4, through=through), ft.TokenWeightedAccumulation(2)]
         with pytest.raises(ValueError, match="TokenWeightedAccumulation") as caught:
@@ -733,20 +733,20 @@ def test_two_ranks_train_as_one_process_that_sees_both_batches(found, run):
         assert between_ranks == 0
 
 
-def test_a_named_trunk_in_which_samples_depend_on_one_another_is_refused_where_parameters_are_sharded(found):
+def test_a_sharded_trunk_with_dependent_samples_is_refused(found):
     for rank in found:
         assert "through= names 'encoder', but" in rank["mixed"]
 
 
-def test_all_ranks_take_more_micro_batches_when_one_runs_out_of_memory(found):
+def test_all_ranks_use_more_micro_batches_when_one_runs_out_of_memory(found):
     assert [rank["starved n"] for rank in found] == [4, 4]
 
 
-def test_looking_for_a_number_through_a_trunk_under_fsdp2_is_refused(found):
+def test_auto_with_a_trunk_under_fsdp2_is_refused(found):
     for rank in found:
         assert "MicroBatching('auto', through=...) with FSDP2Strategy" in rank["fsdp2 auto"]
         assert "Give a number" in rank["fsdp2 auto"]
 
 
-def test_one_rank_of_a_loop_looks_at_a_batch_again_while_the_other_does_not(found):
+def test_one_rank_may_recheck_a_batch_while_the_other_does_not(found):
     assert all(rank["loop"] < 1e-6 for rank in found)

@@ -1,4 +1,4 @@
-"""What a step logs in micro-batches is what the unsplit step logs, name by name and batch by batch.
+"""Values logged in micro-batches equal those of the unsplit step, for each name and batch.
 
 Names in the rows: s one call of training_step, z logits (B, T, V), y labels (B, T), kept the labels that count (B, T).
 """
@@ -24,7 +24,7 @@ LENGTH = 5
 
 
 def batches(hiding: bool) -> list[dict[str, Tensor]]:
-    """Rows of different numbers of targets and marked tokens; ``hiding``: in the first batch all rows have them all."""
+    """Return rows with different numbers of targets and marked tokens; with ``hiding``, batch 0 is full."""
     g = torch.Generator().manual_seed(3)
     found = []
     for number, size in enumerate(SIZES):
@@ -99,7 +99,7 @@ def accuracy(average: Any) -> Metric:
 
 
 class Watch(L.Callback):
-    """Keeps the logged values after each batch, and what the step returned."""
+    """Records the logged values after each batch, and the output of the step."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
@@ -135,7 +135,7 @@ def with_size(value: Callable[[Step], Any], size: Callable[[Step], int]) -> Call
     return lambda s: s.log("value", value(s), on_step=True, on_epoch=True, batch_size=size(s))
 
 
-# Values that every batch tells how to put together.
+# Values whose rule every batch determines.
 VALUES: dict[str, Callable[[Step], Any]] = {
     "the loss": logs(lambda s: s.loss),
     "the loss, detached": logs(lambda s: s.loss.detach()),
@@ -173,7 +173,7 @@ def test_values_are_those_of_the_unsplit_step(name, hiding):
     check(VALUES[name], hiding)
 
 
-# Values without a graph: a batch without padding tells by other labels whether they are means over targets or samples.
+# Values without a graph: without padding, altered labels distinguish means over targets from those over samples.
 WITHOUT_GRAPH: dict[str, Callable[[Step], None]] = {
     "accuracy over targets": logs(lambda s: s.right[s.kept].mean()),
     "accuracy over targets, as a quotient": logs(lambda s: (s.right * s.kept).sum() / s.kept.sum()),
@@ -200,7 +200,7 @@ def test_values_without_a_graph_are_those_of_the_unsplit_step(name, hiding):
 
 
 def is_settled_in_time(**settings: Any) -> bool:
-    """Whether the last batch of several is logged right, of a value that was 0 in the first."""
+    """Return whether a value that was 0 in the first batch is logged correctly in the last one."""
     write, given = WITHOUT_GRAPH["0 before training, then over targets"], batches(hiding=True) * 4
     expected, seen = (run(write, given, parts, **settings).steps[-2]["value_step"] for parts in (None, 3))
     return seen == pytest.approx(expected, rel=1e-6)
@@ -217,7 +217,7 @@ def test_values_on_a_gpu_are_settled_in_a_later_batch():
 
 
 @pytest.mark.parametrize("hiding", [True, False], ids=["hiding", "showing"])
-def test_batch_size_tells_by_what_a_value_is_weighted(hiding):
+def test_batch_size_sets_the_weight_of_a_value(hiding):
     check(with_size(lambda s: s.right[s.kept].mean(), lambda s: int(s.kept.sum())), hiding)
 
 
@@ -264,7 +264,7 @@ def test_tensors_of_a_metric_collection_are_those_of_the_unsplit_step(hiding):
 
 
 @pytest.mark.parametrize("n", [2, 4, 16])
-def test_it_does_not_depend_on_the_number_of_micro_batches(n):
+def test_values_do_not_depend_on_the_number_of_micro_batches(n):
     check(VALUES["another term, over what is marked"], hiding=True, n=n)
 
 
@@ -276,8 +276,8 @@ def test_a_value_with_a_graph_may_be_logged_from_a_later_batch_on():
     check(late(lambda s: s.z[s.marked].square().mean()), hiding=True)
 
 
-def test_a_value_without_a_graph_that_comes_later_is_right_or_said():
-    """Nothing was found out about it on the first batch."""
+def test_a_later_value_without_a_graph_is_right_or_reported():
+    """The first batch did not log it, so no rule was found."""
     with heard() as said:
         expected, seen = (run(late(lambda s: s.right.mean()), batches(hiding=False), n).steps for n in (None, 3))
     same = all(other == pytest.approx(one, rel=1e-6) for one, other in zip(expected, seen, strict=True))
@@ -302,7 +302,7 @@ RETURNED: dict[str, Callable[[Step], Any]] = {
 
 @pytest.mark.parametrize("hiding", [True, False], ids=["hiding", "showing"])
 @pytest.mark.parametrize("name", RETURNED)
-def test_numbers_beside_the_loss_are_those_of_the_unsplit_step(name, hiding):
+def test_scalars_returned_beside_the_loss_are_those_of_the_unsplit_step(name, hiding):
     expected, seen = outputs_of(lambda s: {"value": RETURNED[name](s)}, hiding)
     for one, other in zip(expected, seen, strict=True):
         values = [float(torch.as_tensor(output["value"]).detach()) for output in (one, other)]
@@ -321,7 +321,7 @@ def medians(s: Step) -> None:
     s.log("median", s.z.detach().median(), on_step=True, on_epoch=True)
 
 
-def test_a_value_that_nothing_fits_is_said_once():
+def test_a_value_without_a_matching_rule_is_reported_once():
     with heard() as said:
         run(medians, batches(hiding=False), 3)
     lines = [line for line in said if "self.log('median')" in line]
@@ -329,7 +329,7 @@ def test_a_value_that_nothing_fits_is_said_once():
     assert "Log a mean over samples, or a Metric object" in lines[0]
 
 
-def test_negative_control_a_median_is_another_one():
+def test_negative_control_a_median_differs():
     with pytest.raises(AssertionError):
         check(medians, hiding=False)
 

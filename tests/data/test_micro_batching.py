@@ -30,7 +30,7 @@ CLIP = {"gradient_clip_val": 0.01}
 
 
 def steps(callbacks=(), net=TinyLM, batches=None, **settings):
-    """The gradient of every optimizer step, the module and the trainer, of one run."""
+    """Return the gradient of every optimizer step, the module and the trainer of one run."""
     seen, module, t = Gradients(), net(optimizer=sgd), None
     torch.manual_seed(5)
     t = trainer([*callbacks, seen], **settings)
@@ -51,7 +51,7 @@ def test_every_gradient_is_that_of_the_unsplit_run(n, settings):
     assert max(map(largest_difference, expected, seen)) < 2e-6
 
 
-def test_bf16_mixed_is_no_further_from_the_truth_than_the_plain_run():
+def test_bf16_mixed_is_as_accurate_as_the_plain_run():
     truth, _, _ = steps()
     plain, _, _ = steps(precision="bf16-mixed")
     split, _, _ = steps([ft.MicroBatching(3)], precision="bf16-mixed")
@@ -111,7 +111,7 @@ def test_logs_and_outputs_are_those_of_the_unsplit_step():
 
 
 class MeanId(Metric):
-    """The mean of token numbers, each update weighed the same."""
+    """The mean of token ids, with equal weight for each update."""
 
     full_state_update = False
 
@@ -148,7 +148,7 @@ def test_metrics_whose_states_are_means_are_those_of_the_unsplit_step():
     assert epochs[1] == pytest.approx(epochs[0], rel=1e-5)
 
 
-def test_the_graph_of_a_part_is_gone_before_the_next():
+def test_the_graph_is_freed_before_the_next_micro_batch():
     alive = []
 
     class Net(TinyLM):
@@ -163,11 +163,11 @@ def test_the_graph_of_a_part_is_gone_before_the_next():
         refs: list = []
 
     fit(Net(), lm_batches(1), [ft.MicroBatching(3)])
-    assert len(alive) > 3  # what is tried on the first batch, and the three parts
+    assert len(alive) > 3  # the trial on the first batch, and three micro-batches
     assert not any(alive)
 
 
-def test_a_schedule_by_step_moves_once_a_batch():
+def test_a_schedule_steps_once_per_batch():
     class Net(TinyLM):
         def configure_optimizers(self):
             optimizer = super().configure_optimizers()
@@ -179,14 +179,14 @@ def test_a_schedule_by_step_moves_once_a_batch():
     assert len(module.losses) == 15
 
 
-def test_a_part_that_returns_none_gives_its_weight_to_the_others():
+def test_a_micro_batch_without_a_loss_gives_its_weight_to_the_others():
     class Skipping(TinyLM):
         def training_step(self, batch, batch_idx):
             return None if (batch["input_ids"][:, 0] == 99).any() else self.loss(batch)
 
     batch = lm_batches(1, size=6)[0]
     marked = {key: value.clone() for key, value in batch.items()}
-    marked["input_ids"][4, 0] = 99  # in the third part of three
+    marked["input_ids"][4, 0] = 99  # in the third of three micro-batches
     rest = {key: value[:4] for key, value in batch.items()}
     expected, _, _ = steps(batches=[rest])
     seen, _, _ = steps([ft.MicroBatching(3)], net=Skipping, batches=[marked])
@@ -195,8 +195,8 @@ def test_a_part_that_returns_none_gives_its_weight_to_the_others():
         steps([ft.MicroBatching(3)], net=Skipping, batches=[marked, marked], accumulate_grad_batches=2)
 
 
-def test_all_parts_returning_none_skips_the_batch_as_lightning_does(monkeypatch):
-    # which says so once a process
+def test_a_batch_without_any_loss_is_skipped_as_in_lightning(monkeypatch):
+    # it warns once per process
     monkeypatch.setattr(Closure, "warning_cache", WarningCache())
 
     class Skipping(TinyLM):
@@ -210,12 +210,12 @@ def test_all_parts_returning_none_skips_the_batch_as_lightning_does(monkeypatch)
 
 
 @pytest.mark.parametrize(("n", "error"), [(0, ValueError), (2.5, TypeError), ("4", TypeError), (None, TypeError)])
-def test_the_number_is_checked_when_it_is_given(n, error):
+def test_invalid_numbers_of_micro_batches_are_refused(n, error):
     with pytest.raises(error, match="n="):
         ft.MicroBatching(n)
 
 
-def test_manual_optimization_is_told_what_to_call():
+def test_under_manual_optimization_the_error_names_the_function_to_call():
     class Manual(TinyLM):
         def __init__(self):
             super().__init__()
@@ -231,7 +231,7 @@ def test_an_empty_batch_is_an_error_that_names_it():
         fit(TinyLM(), [empty], [ft.MicroBatching(2)])
 
 
-def test_batchnorm_is_refused_by_name_where_it_takes_statistics():
+def test_batchnorm_in_training_mode_is_refused_with_its_name():
     class WithNorm(TinyLM):
         def build(self):
             super().build()
@@ -246,7 +246,7 @@ def test_batchnorm_is_refused_by_name_where_it_takes_statistics():
     for n in (2, "auto"):
         with pytest.raises(ValueError, match=r"BatchNorm in training mode .*'net.1'"):
             fit(WithNorm(), lm_batches(1), [ft.MicroBatching(n)])
-    with pytest.warns(ft.FastTrainWarning, match="BatchNorm in training mode .*not the same training"):
+    with pytest.warns(ft.FastTrainWarning, match="BatchNorm in training mode .*changes the training"):
         fit(WithNorm(), lm_batches(1), [ft.MicroBatching(2, check=False)])
     accepted = describe_acting([ft.MicroBatching(2, check=False)], WithNorm())
     assert accepted[0].exactness == "changes_training"
@@ -257,7 +257,7 @@ def test_batchnorm_is_refused_by_name_where_it_takes_statistics():
     fit(frozen, lm_batches(1), [ft.MicroBatching(2)])  # warnings are errors here
 
 
-def test_nothing_stays_patched():
+def test_all_patches_are_undone():
     module = TinyLM()
     t = trainer([ft.MicroBatching(2), ft.TokenWeightedAccumulation(2)])
     t.fit(module, as_loader(lm_batches(2)))
@@ -289,7 +289,7 @@ def test_a_loss_scaler_sees_one_scaled_gradient(monkeypatch):
 
 
 class Operations(TorchDispatchMode):
-    """Counts what makes or changes a tensor: on a GPU, each is a launch at least."""
+    """Counts operations that create or change a tensor: on a GPU, each is at least one launch."""
 
     def __init__(self):
         super().__init__()
@@ -319,7 +319,7 @@ def operations_in(n):
 
 
 def operations_by_hand():
-    """Of the forward and backward of one part whose gradients are added to those of the part before."""
+    """Count the operations of the forward and backward of one micro-batch whose gradients are accumulated."""
     module, batch = TinyLM(), lm_batches(1, size=2)[0]
     for _ in range(2):
         with Operations() as operations:
@@ -327,9 +327,9 @@ def operations_by_hand():
     return operations.count
 
 
-def test_a_part_costs_five_small_operations_beside_its_own():
+def test_a_micro_batch_costs_five_additional_small_operations():
     counting_two, weighing_three = 2, 3  # compare and sum; of the loss, and of its gradient
     four, eight = operations_in(4), operations_in(8)
     assert (eight - four) / 4 == operations_by_hand() + counting_two + weighing_three
-    once_a_step = 30  # at most: the division, the loss that is returned, and the one that is logged
+    once_a_step = 30  # at most: the division, the returned loss and the logged one
     assert four - operations_in(1) <= 3 * operations_by_hand() + 4 * 5 + once_a_step

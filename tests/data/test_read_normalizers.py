@@ -1,4 +1,4 @@
-"""What is read from a loss's graph: its terms, coefficients and normalizers, without computing anything.
+"""Terms, coefficients and normalizers are read from a loss's graph without computing anything.
 
 Axes: 4 samples, 3 classes. Names in the rows: z logits (4, 3), y labels (4,), e losses (4, 3), m a mask, s a parameter.
 """
@@ -24,7 +24,7 @@ KEPT = 2  # entries of the mask in the first row of a batch; one in all others
 
 @dataclass
 class Fields:
-    """What losses are made of; ``z`` stands for the output of a model."""
+    """Inputs of losses; ``z`` stands for the output of a model."""
 
     z: Tensor
     y: Tensor
@@ -145,7 +145,7 @@ def test_the_structure_does_not_depend_on_the_number_of_samples(name):
 
 @pytest.mark.parametrize("name", ["mean", "mse", "masked sum / sum of the mask", "class weights", "picked by a mask"])
 def test_a_single_sample_has_the_same_structure_and_its_own_normalizer(name):
-    """A mean over a vector of one sample is a mean and not a scalar that is passed on."""
+    """A mean over a vector of one sample is a mean rather than a scalar."""
 
     def make(size: int) -> Any:
         f = fields(size)
@@ -164,7 +164,7 @@ def test_a_mean_over_a_vector_of_one_sample_is_a_mean():
 
 
 # Losses that are computed by the same operations on scalars; all others differ from each other.
-ALIKE = [
+EQUIVALENT = [
     {"cross_entropy", "class weights", "other ignored label"},
     {"mean", "mean over all axes by name", "l1", "picked by a mask", "mean of means", "without NaN"},
     {"kl_div, batchmean", "masked sum / sum of the mask", "sum / len(z)"},
@@ -177,10 +177,10 @@ def test_other_losses_have_other_structures():
     found: dict[tuple[str, ...], set[str]] = {}
     for name, (make, _) in LOSSES.items():
         found.setdefault(read_normalizers(make(fields())).structure, set()).add(name)
-    assert [names for names in found.values() if len(names) > 1] == ALIKE
+    assert [names for names in found.values() if len(names) > 1] == EQUIVALENT
 
 
-def test_it_prints_a_table():
+def test_normalizers_print_as_a_table():
     shown = str(read_normalizers(LOSSES["coefficients"][0](fields())))
     rows = [line.split() for line in shown.splitlines() if line.strip(" ─")]
     assert rows == [
@@ -190,7 +190,7 @@ def test_it_prints_a_table():
     ]
 
 
-def test_other_orders_of_the_same_sums_are_read_alike():
+def test_reordered_sums_have_the_same_terms():
     f = fields()
     one, other = f.e.mean() + f.z.sum() / 4, f.z.sum() / 4 + f.e.mean()
     terms = [[(t.kind, float(t.normalizer)) for t in read_normalizers(loss).terms] for loss in (one, other)]
@@ -209,8 +209,8 @@ class Cubed(torch.autograd.Function):
         return gradient * 3 * x.square() / x.numel()
 
 
-def test_what_ddp_puts_around_the_outputs_of_a_module_is_read_through():
-    """Each output by itself: the others are no terms of this loss."""
+def test_wrappers_of_ddp_around_outputs_are_skipped():
+    """Each output is tested separately, since the others are not terms of its loss."""
 
     class Replica:
         _ddp_sink_clone = True
@@ -221,7 +221,7 @@ def test_what_ddp_puts_around_the_outputs_of_a_module_is_read_through():
     assert [(term.kind, term.normalizer) for term in read_normalizers(quotient).terms] == [("quotient", 7)]
 
 
-def test_a_function_of_the_users_own_is_opaque():
+def test_a_custom_autograd_function_is_opaque():
     own, mean = read_normalizers(Cubed.apply(fields().z) / 2 + fields().e.mean()).terms
     assert (own.kind, own.name, mean.kind) == ("opaque", "Cubed", "mean")
 
@@ -253,8 +253,8 @@ def test_reading_computes_nothing(name):
     assert set(operations.seen) <= {"aten.detach.default"}
 
 
-def test_a_step_may_run_in_a_dispatch_mode():
-    """As under ``FlopCounterMode`` or a memory tracker, to which Python's numbers in a graph are no tensors."""
+def test_reading_works_inside_a_dispatch_mode():
+    """Examples are ``FlopCounterMode`` and memory trackers, which reject Python numbers in a graph."""
     net, batch = torch.nn.Linear(5, 3), (torch.randn(6, 5), torch.tensor([0, 1, -100, 2, 0, 1]))
     with FlopCounterMode(display=False):
         loss = ft.accumulate_gradients(lambda b: 2 * F.cross_entropy(net(b[0]), b[1]), batch, 3)
@@ -262,7 +262,7 @@ def test_a_step_may_run_in_a_dispatch_mode():
 
 
 def test_reading_does_not_wait_for_a_device():
-    """Tensors on `meta` have no values: whoever asks for one gets an error."""
+    """Tensors on `meta` have no values, so reading one raises an error."""
     f = fields(device="meta")
     for name in ("cross_entropy", "class weights", "masked sum / sum of the mask", "learned factor", "weight penalty"):
         terms = read_normalizers(LOSSES[name][0](f)).terms
@@ -277,7 +277,7 @@ def test_a_normalizer_stays_on_its_device():
     assert term.normalizer.shape == ()
 
 
-def test_a_graph_without_end_is_opaque_instead_of_endless():
+def test_an_exponentially_large_graph_is_opaque():
     loss = fields().e.mean()
     for _ in range(40):
         loss = loss + loss
@@ -286,7 +286,7 @@ def test_a_graph_without_end_is_opaque_instead_of_endless():
     assert terms[-1].kind == "opaque"
 
 
-def test_reading_leaves_the_graph_as_it_is():
+def test_reading_does_not_change_the_graph():
     f = fields()
     loss = LOSSES["coefficients"][0](f)
     read_normalizers(loss)

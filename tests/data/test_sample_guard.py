@@ -1,4 +1,4 @@
-"""Samples that cannot be read, and workers that die."""
+"""SampleGuard reports unreadable samples and dead workers."""
 
 import os
 import pickle
@@ -17,7 +17,7 @@ ROWS = [{name: value[row] for name, value in WHOLE.items()} for row in range(12)
 
 
 class Rows(Dataset):
-    """Rows of which some cannot be read, and one kills who reads it."""
+    """A dataset in which some rows cannot be read, and one kills the reading process."""
 
     def __init__(self, bad=(), deadly=None):
         self.bad, self.deadly = bad, deadly
@@ -34,7 +34,7 @@ class Rows(Dataset):
 
 
 class Several(Rows):
-    """Reads a batch at once, as Hugging Face's datasets do."""
+    """Reads a batch at once, like Hugging Face's datasets."""
 
     def __getitems__(self, indices):
         return [self[index] for index in indices]
@@ -52,7 +52,7 @@ def same(batches, others):
 
 @pytest.mark.parametrize("kind", [Rows, Several])
 @pytest.mark.parametrize(("workers", "reader"), [(0, "the training process"), (1, "worker 0")])
-def test_a_bad_sample_is_named_and_left_out_of_its_batch(kind, workers, reader):
+def test_a_bad_sample_is_reported_and_left_out_of_its_batch(kind, workers, reader):
     loader = DataLoader(kind(bad=[5]), batch_size=4, num_workers=workers)
     guarded = guard_samples(loader, skip_bad_samples=1)
     with pytest.warns(
@@ -63,17 +63,17 @@ def test_a_bad_sample_is_named_and_left_out_of_its_batch(kind, workers, reader):
     assert (guarded.skipped, len(guarded), type(loader.dataset)) == (1, 3, kind)
 
 
-def test_a_loader_that_is_closed_is_the_plain_one():
+def test_closing_restores_the_loader():
     loader = DataLoader(Rows(bad=[5]), batch_size=4)
     guard_samples(loader, skip_bad_samples=1).close()
     with pytest.raises(OSError, match="file 5 is broken"):
         list(loader)
 
 
-def test_workers_that_persist_are_guarded_and_are_plain_afterwards():
+def test_persistent_workers_are_guarded_and_restored_afterwards():
     dataset = Rows()
     loader = DataLoader(dataset, batch_size=4, num_workers=1, persistent_workers=True)
-    plain = list(loader)  # by workers that know of no guard
+    plain = list(loader)  # by workers without the guard
     dataset.bad = [5]
     guarded = guard_samples(loader, skip_bad_samples=2)
     with pytest.warns(ft.FastTrainWarning, match="sample 5"):
@@ -85,7 +85,7 @@ def test_workers_that_persist_are_guarded_and_are_plain_afterwards():
     assert same(list(loader), plain)
 
 
-def test_one_too_many_and_a_batch_of_nothing_are_errors():
+def test_one_bad_sample_too_many_and_an_empty_batch_are_errors():
     with pytest.raises(RuntimeError, match="sample 5, read by the training process: OSError.*skip_bad_samples=0"):
         list(guard_samples(DataLoader(Rows(bad=[5]), batch_size=4)))
     with (
@@ -96,18 +96,18 @@ def test_one_too_many_and_a_batch_of_nothing_are_errors():
     for size in (1, None):
         with (
             pytest.warns(ft.FastTrainWarning),
-            pytest.raises(RuntimeError, match="nothing is left of a batch: sample 5"),
+            pytest.raises(RuntimeError, match="a batch has no readable sample: sample 5"),
         ):
             list(guard_samples(DataLoader(Rows(bad=[5]), batch_size=size), skip_bad_samples=3))
     with pytest.raises(ValueError, match="skip_bad_samples=-1"):
         SampleGuard(-1)
 
 
-def test_a_worker_that_dies_is_named_with_its_batch(monkeypatch):
-    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)  # s, that torch waits for the dead
+def test_a_dead_worker_is_reported_with_its_batch(monkeypatch):
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)  # s that torch waits for dead workers
     guarded = guard_samples(DataLoader(Rows(deadly=1), batch_size=2, num_workers=1))
     with pytest.raises(
-        RuntimeError, match=r"worker 0 of the loader \(process \d+\) ended with exit code 3; .* number 0 of"
+        RuntimeError, match=r"worker 0 of the loader \(process \d+\) died with exit code 3; .* number 0 of"
     ):
         list(guarded)
 
@@ -122,7 +122,7 @@ def test_streams_and_other_loaders_pass_through():
     assert list(guard_samples([1, 2])) == [1, 2]
 
 
-def test_it_can_be_sent_to_workers_that_are_spawned():
+def test_the_guarded_dataset_can_be_sent_to_spawned_workers():
     again = pickle.loads(pickle.dumps(TolerantDataset(Several(bad=[1]))))
     assert [type(sample).__name__ for sample in again.__getitems__([0, 1])] == ["dict", "BadSample"]
 
@@ -140,7 +140,7 @@ def test_without_bad_samples_the_run_is_the_plain_one():
 
 
 class SaveAt(ft.Technique):
-    """A checkpoint after some batches."""
+    """Saves a checkpoint after some batches."""
 
     def __init__(self, step, path):
         self.step, self.path = step, path
@@ -152,7 +152,7 @@ class SaveAt(ft.Technique):
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("step", [2, 5])
-def test_a_resumed_run_ends_as_the_uninterrupted_one_and_counts_as_it(tmp_path, workers, step):
+def test_a_resumed_run_matches_the_uninterrupted_one_including_its_count(tmp_path, workers, step):
     bad, path = Rows(bad=[2, 7]), tmp_path / "cut.ckpt"
     whole, resumed = SampleGuard(10), SampleGuard(10)
     with pytest.warns(ft.FastTrainWarning):

@@ -1,4 +1,4 @@
-"""Batches and sequences that grow: by exact counts, beside schedules, over a resume, and on two processes alike."""
+"""Batch size and sequence length warmup: exact counts, schedules, resuming, and two processes."""
 
 import math
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ ROWS = [len(batch["labels"]) for batch in RAGGED]
 
 
 @pytest.mark.parametrize(("start", "full", "grid", "over"), [(1, 8, 1, 100), (16, 100, 8, 1000), (3, 3, 1, 10)])
-def test_each_size_below_the_full_one_lasts_equally_long(start, full, grid, over):
+def test_all_sizes_below_the_full_one_last_equally_long(start, full, grid, over):
     growth = Growth(start, full, over, grid)
     sizes = [growth.size_at(done) for done in range(2 * over)]
     below = list(range(start, full, grid))
@@ -39,7 +39,7 @@ def test_each_size_below_the_full_one_lasts_equally_long(start, full, grid, over
 @pytest.mark.parametrize(
     ("make", "error", "says"),
     [
-        (lambda: Growth(4, 2, 10), ValueError, "it is to grow"),
+        (lambda: Growth(4, 2, 10), ValueError, "the size must grow"),
         (lambda: Growth(0, 2, 10), ValueError, "start=0"),
         (lambda: BatchSizeWarmup(2.5, 10), TypeError, "full=2.5"),
         (lambda: BatchSizeWarmup(8, "5%"), ValueError, "Give steps, samples or tokens"),
@@ -48,13 +48,13 @@ def test_each_size_below_the_full_one_lasts_equally_long(start, full, grid, over
         (lambda: SequenceLengthWarmup(2, 8, 10, cut=3), TypeError, "Give a function"),
     ],
 )
-def test_what_cannot_grow_is_refused_at_once(make, error, says):
+def test_invalid_growths_are_refused(make, error, says):
     with pytest.raises(error, match=says):
         make()
 
 
 class Sizes(L.Callback):
-    """Rows of each optimizer step, and its rate, as a stranger sees them."""
+    """Records the rows of each optimizer step and its learning rate."""
 
     def __init__(self):
         self.rows, self.rates, self.window = [], [], 0
@@ -69,7 +69,7 @@ class Sizes(L.Callback):
 
 
 def by_samples(rows, full, over):
-    """The windows, slowly: the size is that of the rows that were seen before."""
+    """Compute the windows by a slow reference: the size depends on the rows seen before."""
     steps, seen, window = [], 0, []
     for row in rows:
         below = full - 1
@@ -82,7 +82,7 @@ def by_samples(rows, full, over):
     return [*steps, sum(window)] if window else steps
 
 
-def test_batches_of_other_sizes_are_counted_as_they_are():
+def test_batches_of_different_sizes_are_counted_exactly():
     warmup, seen = BatchSizeWarmup(full=4, over="30 samples"), Sizes()
     fit(TinyLM(), RAGGED, [warmup, seen])
     assert seen.rows == by_samples(ROWS, 4, 30)
@@ -111,8 +111,8 @@ class Save(L.Callback):
         lambda: SequenceLengthWarmup(2, 5, over="50%", grid=1),
     ],
 )
-def test_resumed_while_it_grows_is_uninterrupted(tmp_path, make, at):
-    """At 4 batches, within a window."""
+def test_a_run_resumed_during_growth_matches_the_uninterrupted_one(tmp_path, make, at):
+    """The run is interrupted after 4 batches, within a window."""
     whole, resumed, first, second = TinyLM(), TinyLM(), make(), make()
     fit(whole, RAGGED, [first, ft.ExactResume(), Save(tmp_path / "half.ckpt", at)])
     torch.manual_seed(12)
@@ -122,7 +122,7 @@ def test_resumed_while_it_grows_is_uninterrupted(tmp_path, make, at):
     assert second.state_dict() == first.state_dict()
 
 
-def test_a_checkpoint_within_a_window_changes_nothing(tmp_path):
+def test_a_checkpoint_within_a_window_has_no_effect(tmp_path):
     plain, saves = TinyLM(), TinyLM()
     fit(plain, RAGGED, [BatchSizeWarmup(full=4, over="100 tok", rate="linear")])
     fit(saves, RAGGED, [BatchSizeWarmup(full=4, over="100 tok", rate="linear"), Save(tmp_path / "a.ckpt", 4)])
@@ -130,8 +130,8 @@ def test_a_checkpoint_within_a_window_changes_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(("rule", "expected"), [("linear", [1 / 3, 2 / 3, 1]), ("sqrt", [3**-0.5, (2 / 3) ** 0.5, 1])])
-def test_rates_follow_the_size_and_it_is_said(rule, expected):
-    """Updates of plain SGD tell the rate that was used: beside a schedule, which goes on as without."""
+def test_learning_rates_follow_the_size_and_changes_are_logged(rule, expected):
+    """Updates of plain SGD show the learning rate that was used; the schedule is unaffected."""
 
     class Moves(TinyLM):
         def configure_optimizers(self):
@@ -155,11 +155,11 @@ def test_rates_follow_the_size_and_it_is_said(rule, expected):
     assert module.used == pytest.approx([rate * by for rate, by in zip(plain, expected, strict=False)], rel=1e-4)
     assert module.left == pytest.approx(plain[1:])
     told = [line for line in said if line.startswith("BatchSizeWarmup: from")]
-    assert told[1] == f"BatchSizeWarmup: from step 1 on 2 of 3 batches, with {expected[1]:.3g} of the learning rate"
+    assert told[1] == f"BatchSizeWarmup: from step 1 on, 2 of 3 batches per step, learning rate × {expected[1]:.3g}"
     assert len(told) == 3
 
 
-def test_torchs_schedulers_go_on_as_without_it():
+def test_torch_schedulers_are_not_affected():
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -175,7 +175,7 @@ def test_torchs_schedulers_go_on_as_without_it():
     assert weight.tolist() == [1 - 0.125]
 
 
-def test_a_step_that_fails_leaves_the_rates_as_they_were():
+def test_a_failed_step_restores_the_learning_rates():
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     undo = scale_rates_(optimizer, lambda: 0.5)
@@ -195,7 +195,7 @@ def test_a_step_that_fails_leaves_the_rates_as_they_were():
     assert optimizer.param_groups[0]["lr"] == 1.0
 
 
-def test_a_schedule_knows_how_many_steps_there_will_be():
+def test_a_schedule_knows_the_number_of_steps():
     class Scheduled(TinyLM):
         def configure_optimizers(self):
             self.schedule = ft.build_schedule(super().configure_optimizers(), "cosine", module=self)
@@ -215,7 +215,7 @@ class Row:
     names: list
 
 
-def test_all_of_a_batch_is_cut_alike():
+def test_all_tensors_of_a_batch_are_cut_to_the_same_length():
     ids = torch.arange(24).reshape(2, 12)
     batch = {
         "nested": (ids, Row(ids + 1, ["a", "b"])),
@@ -238,7 +238,7 @@ def test_all_of_a_batch_is_cut_alike():
 
 
 def left_padded(lengths, full):
-    """Each row's real tokens count 1, 2, 3 … from where they begin; padding is 0."""
+    """Return rows whose real tokens are 1, 2, 3 … from their start; padding is 0."""
     real = torch.stack([torch.arange(full) >= full - n for n in lengths])
     ids = real.cumsum(dim=1) * real
     places = torch.arange(full).expand(len(lengths), full)
@@ -252,7 +252,7 @@ def left_padded(lengths, full):
 
 
 @pytest.mark.parametrize("length", [2, 5, 8])
-def test_of_rows_with_padding_in_front_the_first_real_tokens_are_kept(length):
+def test_left_padded_rows_keep_their_first_real_tokens(length):
     lengths = [9, 8, 5, 3, 1]
     batch = left_padded(lengths, 9)
     cut = cut_sequences(batch, length)
@@ -269,15 +269,15 @@ def test_of_rows_with_padding_in_front_the_first_real_tokens_are_kept(length):
     assert torch.equal(cut_sequences(inverted, length)["ids"], cut["input_ids"])
 
 
-def test_padding_behind_and_a_mask_of_the_prompt_cut_the_end():
+def test_right_padded_rows_and_prompt_masks_are_cut_at_the_end():
     batch = left_padded([9, 4], 9)
     behind = {name: tensor.flip(1) for name, tensor in batch.items() if tensor.ndim == 2}
-    behind["loss_mask"] = batch["attention_mask"]  # the prompt is not trained on: no padding
+    behind["loss_mask"] = batch["attention_mask"]  # labels ignore the prompt, which is not padding
     for name, tensor in cut_sequences(behind, 5).items():
         assert torch.equal(tensor, behind[name][:, :5]), name
 
 
-def test_scores_of_as_many_classes_as_tokens_keep_all_classes():
+def test_scores_with_as_many_classes_as_tokens_keep_all_classes():
     batch = {
         "input_ids": torch.ones(2, 6, dtype=torch.long),
         "labels": torch.rand(2, 6),
@@ -289,7 +289,7 @@ def test_scores_of_as_many_classes_as_tokens_keep_all_classes():
     assert cut_sequences((batch["input_ids"], batch["labels"]), 4)[1].shape == (2, 6)
 
 
-def test_only_training_batches_are_cut_and_what_is_trained_on_is_counted():
+def test_only_training_batches_are_cut_and_trained_tokens_counted():
     lengths = {"train": [], "validate": []}
 
     class Looking(TinyLM):
@@ -304,7 +304,7 @@ def test_only_training_batches_are_cut_and_what_is_trained_on_is_counted():
     assert (warmup.growth.samples, warmup.growth.tokens) == (48, 6 * sum(lengths["train"]))
 
 
-def test_loops_go_on_where_they_were():
+def test_loops_resume_their_growth():
     whole, first, second = (Growth(1, 5, over="100 tok") for _ in range(3))
     expected = [batch["labels"].shape for batch in grow_sequences(RAGGED, whole)]
     before = [batch["labels"].shape for batch in grow_sequences(RAGGED[:4], first)]
@@ -335,8 +335,8 @@ assert torch.equal(other[0], other[1])
 """
 
 
-def test_two_ranks_count_the_samples_of_both_and_grow_together(tmp_path):
-    """Of 2 and of 6 rows: alone they would step at other batches, and wait for one another for ever."""
+def test_two_ranks_count_all_samples_and_grow_together(tmp_path):
+    """With 2 and 6 rows: separate counts would step at different batches, and the ranks would hang."""
     script = tmp_path / "program.py"
     script.write_text(RANKS)
     run_ranks(str(script), log=tmp_path / "program.log", timeout_s=60)

@@ -37,7 +37,7 @@ def test_sizes_differ_by_one_at_most(rows, n, sizes):
         Sample(torch.arange(5), list("abcde")),
     ],
 )
-def test_joined_parts_are_the_batch_and_keep_its_type(batch):
+def test_micro_batches_concatenate_to_the_batch_and_keep_its_type(batch):
     from torch.utils._pytree import tree_leaves
 
     def leaves(value):
@@ -46,11 +46,11 @@ def test_joined_parts_are_the_batch_and_keep_its_type(batch):
 
     parts = split_batch(batch, 2)
     assert {type(part) for part in parts} == {type(batch)}
-    for whole, *pieces in zip(leaves(batch), *map(leaves, parts), strict=True):
-        assert np.array_equal(np.concatenate(pieces), whole)
+    for whole, *slices in zip(leaves(batch), *map(leaves, parts), strict=True):
+        assert np.array_equal(np.concatenate(slices), whole)
 
 
-def test_plain_lists_go_with_their_samples_and_other_leaves_are_kept():
+def test_lists_are_split_with_their_samples_and_other_leaves_are_kept():
     batch = {
         "x": torch.arange(3),
         "texts": ["a", "b", "c"],
@@ -76,7 +76,7 @@ def test_batch_encoding_of_hugging_face():
     assert len(batch["input_ids"]) == 3  # the batch itself is untouched
 
 
-def test_parts_are_views():
+def test_micro_batches_are_views():
     batch = torch.zeros(4, 2)
     assert all(
         part.untyped_storage().data_ptr() == batch.untyped_storage().data_ptr() for part in split_batch(batch, 2)
@@ -91,17 +91,17 @@ def test_parts_are_views():
         (torch.zeros(0, 2), "batch has 0 samples"),
         ("text", "a batch of type str cannot be split"),
         (None, "a batch of type NoneType cannot be split"),
-        (torch.tensor(1.0), "it holds no tensor with a samples' axis"),
+        (torch.tensor(1.0), "it holds no tensor with a batch axis"),
         ([torch.zeros(2), pack_sequence([torch.zeros(2), torch.zeros(1)])], r"batch\[1\] is a PackedSequence"),
         (torch.zeros(2, 2).to_sparse(), "batch is a nested or sparse tensor"),
     ],
 )
-def test_what_cannot_be_split_is_named(batch, message):
+def test_unsplittable_leaves_are_named(batch, message):
     with pytest.raises(ValueError, match=message):
         split_batch(batch, 2)
 
 
 @pytest.mark.parametrize(("n", "error"), [(0, ValueError), (-1, ValueError), (2.5, TypeError), (True, TypeError)])
-def test_the_number_of_parts_is_checked(n, error):
+def test_an_invalid_number_of_micro_batches_is_refused(n, error):
     with pytest.raises(error, match=f"n={n}"):
         split_batch(torch.zeros(4), n)

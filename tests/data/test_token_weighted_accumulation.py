@@ -1,4 +1,4 @@
-"""A window of batches trains as their concatenation would, however its targets are spread."""
+"""A window of batches trains like their concatenation, for any distribution of targets."""
 
 import lightning as L
 import pytest
@@ -29,7 +29,7 @@ def run(factor, batches, callbacks=(), epochs=1, by="epoch", **settings):
 
 
 def reference(windows):
-    """Plain PyTorch: one step for each window, on the concatenation of its batches."""
+    """Train in plain PyTorch: one step per window, on the concatenation of its batches."""
     module, expected = TinyLM(optimizer=sgd), []
     optimizer = module.configure_optimizers()
     for window in windows:
@@ -44,7 +44,7 @@ def reference(windows):
 @pytest.mark.parametrize(
     "micro", [(), (ft.MicroBatching(3),), (ft.EagerGradientRelease(),)], ids=["alone", "micro", "release"]
 )
-def test_windows_equal_concatenated_batches_in_the_tail_too(micro, precision):
+def test_windows_equal_concatenated_batches_including_the_last(micro, precision):
     b = [*lm_batches(4), *lm_batches(1, size=2, seed=8)]
     expected, _ = reference([b[0:2], b[2:4], b[4:5]])
     seen, _, t = run(2, b, micro, precision=precision)
@@ -97,7 +97,7 @@ def test_clipping_and_callbacks_see_the_finished_gradient():
         assert largest_difference(expected[0], seen.seen[0]) < 2e-6
 
 
-def test_learning_rate_schedule_moves_once_a_window_and_total_steps_are_right():
+def test_a_schedule_steps_once_per_window_with_the_right_total():
     class Net(TinyLM):
         def configure_optimizers(self):
             assert self.trainer.estimated_stepping_batches == 3
@@ -111,7 +111,7 @@ def test_learning_rate_schedule_moves_once_a_window_and_total_steps_are_right():
 
 
 class StatefulLoader:
-    """A loader that resumes where it was, as torchdata's does."""
+    """A loader that resumes at its position, like torchdata's."""
 
     def __init__(self, batches):
         self.batches, self.at = batches, 0
@@ -156,15 +156,20 @@ def test_a_checkpoint_inside_a_window_resumes_bitwise(at, tmp_path):
 
 @pytest.mark.parametrize(
     ("factor", "message"),
-    [(0, "factor=0"), ({1: 2}, "does not say how to begin"), ({0: 1, -3: 2}, "-3 is no epoch"), ({0: 0}, "factor=0")],
+    [
+        (0, "factor=0"),
+        ({1: 2}, "has no first factor"),
+        ({0: 1, -3: 2}, "-3 is not a valid epoch"),
+        ({0: 0}, "factor=0"),
+    ],
 )
-def test_factors_are_checked_when_they_are_given(factor, message):
+def test_invalid_factors_are_refused(factor, message):
     with pytest.raises(ValueError, match=message):
         ft.TokenWeightedAccumulation(factor)
 
 
 def test_a_second_accumulation_is_refused():
-    with pytest.raises(ValueError, match="accumulate_grad_batches=4: two would decide when to step"):
+    with pytest.raises(ValueError, match="accumulate_grad_batches=4: both would decide when to step"):
         fit(TinyLM(), lm_batches(1), [ft.TokenWeightedAccumulation(2)], accumulate_grad_batches=4)
     scheduler = L.pytorch.callbacks.GradientAccumulationScheduler({0: 2})
     with pytest.raises(ValueError, match="TokenWeightedAccumulation with GradientAccumulationScheduler"):

@@ -26,7 +26,7 @@ STRATEGIES = {
     "zero3": lambda: ft.ZeROStrategy(stage=3),
 }
 RANK = int(os.environ.get("RANK", 0))
-RANKS = [  # other numbers of samples on each rank
+RANKS = [  # different numbers of samples per rank
     [{name: x.float() for name, x in pairs(size, seed=10 * rank + i).items()} for i, size in enumerate(sizes)]
     for rank, sizes in enumerate([(8, 7, 5), (6, 7, 4)])
 ]
@@ -41,7 +41,7 @@ class Weighted(Matching):
 
 
 def reference(kind=Matching):
-    """One process that sees the batches of both ranks: the mean of their gradients, as DDP takes it."""
+    """Train in one process on the batches of both ranks, with the mean of their gradients, as in DDP."""
     net = kind()
     optimizer = net.configure_optimizers()
     net.log = lambda *given: None
@@ -54,7 +54,7 @@ def reference(kind=Matching):
 
 
 def train(strategy, callbacks, kind=Matching):
-    """The weights after three steps, gathered."""
+    """Return the gathered weights after three steps."""
     gc.freeze()
     torch.manual_seed(21)
     net = kind()
@@ -69,13 +69,13 @@ def train(strategy, callbacks, kind=Matching):
 
 
 def gathered(net):
-    """Within it, the parameters that ZeRO has in pieces are whole."""
-    pieces = [p for p in net.parameters() if hasattr(p, "ds_id")]
-    return deepspeed.zero.GatheredParameters(pieces) if pieces else nullcontext()
+    """Enter a context in which the parameters that ZeRO shards are gathered."""
+    sharded = [p for p in net.parameters() if hasattr(p, "ds_id")]
+    return deepspeed.zero.GatheredParameters(sharded) if sharded else nullcontext()
 
 
 class Mixed(Encoder):
-    """Samples depend on one another a little."""
+    """Samples depend on one another weakly."""
 
     def forward(self, x, mask=None):
         y = super().forward(x, mask)
@@ -89,7 +89,7 @@ class Mixing(Matching):
 
 
 def agree(gathered):
-    """Largest difference of these weights between the ranks."""
+    """Return the largest difference of these weights between the ranks."""
     flat = torch.cat([value.double().flatten() for value in gathered.values()])
     other = flat.clone()
     dist.broadcast(other, src=0)
@@ -97,7 +97,7 @@ def agree(gathered):
 
 
 def two_means(net, batch):
-    """Of the same entries in the first batch; on the second rank no longer so in the next one."""
+    """Adds two means over the same entries in the first batch, but not in the next one on the second rank."""
     errors = (net(batch["x"]) - batch["y"]).square().mean(-1)
     return (errors * batch["one"]).sum() / batch["one"].sum() + (errors * batch["two"]).sum() / batch["two"].sum()
 
@@ -118,7 +118,7 @@ def mlp():
 
 
 def train_loop(net, add_gradients, *ranks):
-    """The weights after three steps of a loop without a Trainer."""
+    """Return the weights after three steps of a loop without a Trainer."""
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for batches in zip(*map(masked_batches, ranks), strict=True):
         optimizer.zero_grad()
@@ -129,7 +129,7 @@ def train_loop(net, add_gradients, *ranks):
 
 
 def difference_of_loops():
-    """Between two processes of which one finds, alone, that its loss is split in another way, and one process."""
+    """Compare two processes, of which one changes its split alone, with one process."""
     whole = mlp()
     expected = train_loop(whole, lambda batch: (two_means(whole, batch) / 2).backward(), 0, 1)
     replica = DistributedDataParallel(mlp())

@@ -1,4 +1,4 @@
-"""Deferred logits go through a model's arithmetic as real ones do, or are refused."""
+"""Deferred logits support a model's operations like real ones, or refuse them."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def deferred(hidden=HIDDEN):
         lambda z: torch.nn.CrossEntropyLoss()(z.to(torch.float32).to(z.device).flatten(0, 1), TARGETS.flatten()),
     ],
 )
-def test_as_real_logits(loss):
+def test_deferred_logits_behave_as_real_logits(loss):
     torch.testing.assert_close(loss(deferred()), loss(HIDDEN @ WEIGHT.T))
 
 
@@ -64,7 +64,7 @@ def test_shape_dtype_and_device_are_those_of_the_logits():
         (lambda z: z.argmax(-1), ".argmax"),
         (lambda z: z.detach(), ".detach"),
         (lambda z: torch.softmax(z, -1), "softmax"),
-        (lambda z: z + torch.zeros(2, 4, CLASSES), "add"),  # another one for each token
+        (lambda z: z + torch.zeros(2, 4, CLASSES), "add"),  # a different one per token
         (lambda z: z + 1, "add"),
         (lambda z: torch.tanh(z) + BIAS, "add"),
         (lambda z: F.nll_loss(z[0], TARGETS[0]), "nll_loss"),
@@ -86,7 +86,7 @@ def test_shape_dtype_and_device_are_those_of_the_logits():
         (lambda z: F.cross_entropy(z[0], torch.ones(4, CLASSES)), "probabilities"),
     ],
 )
-def test_whatever_needs_the_numbers_is_refused_with_the_way_out(use, what):
+def test_operations_that_need_values_are_refused_with_a_solution(use, what):
     with pytest.raises((RuntimeError, AttributeError)) as error:
         use(deferred())
     assert what in str(error.value)

@@ -1,4 +1,4 @@
-"""A student that is distilled takes the steps of a loop that makes both logits and mixes the losses by hand."""
+"""A distilled student takes the same steps as a loop that computes both logits and mixes the losses by hand."""
 
 import copy
 import functools
@@ -42,7 +42,7 @@ BATCHES = lm_batches(4)
 
 
 class Wide(TinyLM):
-    """Another width than its student's."""
+    """A teacher of another width than its student."""
 
     def build(self):
         with torch.random.fork_rng():
@@ -75,7 +75,7 @@ def divergence(logits, theirs, mask, temperature=2.0):
 
 
 def by_hand(student, teacher, batches, alpha=0.5, temperature=2.0, extra=None, optimizer=None):
-    """The same training, naively."""
+    """Run the same training as a naive loop."""
     teacher = copy.deepcopy(teacher).eval()
     optimizer = optimizer or student.configure_optimizers()
     for batch in batches:
@@ -110,13 +110,13 @@ OTHERS = {
 
 @functools.cache
 def ends():
-    """Weights with the teacher, by hand, and without."""
+    """Return the weights with the teacher, by hand, and without."""
     return weights(by_hand(TinyLM(), a_teacher(), BATCHES)), weights(fit(TinyLM(), BATCHES))
 
 
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("name", OTHERS)
-def test_in_a_trainer_as_by_hand(name, turned):
+def test_training_in_a_trainer_matches_the_loop_by_hand(name, turned):
     torch._dynamo.reset()
     others, settings = OTHERS[name]
     techniques = [Distillation(a_teacher(), **settings), *others()]
@@ -127,7 +127,7 @@ def test_in_a_trainer_as_by_hand(name, turned):
 
 
 @pytest.mark.parametrize(("alpha", "temperature"), [(1.0, 1.0), (0.2, 5.0)])
-def test_a_teacher_of_another_width_shape_and_dtype(alpha, temperature):
+def test_a_teacher_may_have_another_width_shape_and_dtype(alpha, temperature):
     teacher = a_teacher(Wide)
     expected = by_hand(TinyLM(), teacher, BATCHES, alpha, temperature)
     module = fit(TinyLM(), BATCHES, [Distillation(teacher, alpha=alpha, temperature=temperature, head="head")])
@@ -146,7 +146,7 @@ FINISHED = {
 
 
 class Finished(TinyLM):
-    """Does something to what its head makes, as Hugging Face's models with a ``final_logits_bias`` do."""
+    """Changes its head's output, like Hugging Face's models with a ``final_logits_bias``."""
 
     def __init__(self, finish, **settings):
         super().__init__(**settings)
@@ -158,7 +158,7 @@ class Finished(TinyLM):
 
 @pytest.mark.parametrize("finish", FINISHED.values(), ids=FINISHED)
 @pytest.mark.parametrize("others", ["logits", "fused", "teacher's head alone", "head"])
-def test_what_is_done_to_logits_after_the_head_counts(others, finish):
+def test_changes_of_the_logits_after_the_head_are_included(others, finish):
     teacher = perturbed(Finished(finish, dropout=0.5))
     expected = by_hand(Finished(finish), teacher, BATCHES)
     techniques, settings = OTHERS[others]
@@ -174,7 +174,7 @@ def test_with_alpha_0_the_training_is_the_plain_one_and_the_distance_is_logged()
     assert t.callback_metrics["distillation/kl"] > 0
 
 
-def test_it_comes_nearer_to_its_teacher():
+def test_the_student_approaches_its_teacher():
     teacher, student, ids = a_teacher(dropout=0.0), TinyLM(), BATCHES[0]["input_ids"]
     everything = torch.ones_like(ids, dtype=torch.bool)
     before = divergence(student(ids), teacher(ids), everything).item()
@@ -197,7 +197,7 @@ def test_micro_batches_in_a_trainer_change_nothing_and_log_the_same():
 
 
 @pytest.mark.parametrize("others", [lambda: [], lambda: [ft.FusedLossHead("head")]], ids=["logits", "fused"])
-def test_a_micro_batch_without_targets_counts_for_nothing(others):
+def test_a_micro_batch_without_targets_has_no_weight(others):
     batches = lm_batches(2)
     batches[0]["labels"][:2] = -100
     ends = []
@@ -207,7 +207,7 @@ def test_a_micro_batch_without_targets_counts_for_nothing(others):
     assert largest_difference(*ends) <= 1e-5
 
 
-def test_windows_of_batches():
+def test_accumulation_windows_match_the_loop_by_hand():
     from tests.cases import pairs_of
 
     teacher = a_teacher()
@@ -218,7 +218,7 @@ def test_windows_of_batches():
 
 @pytest.mark.parametrize("n", [1, 4])
 @pytest.mark.parametrize("way", ["with", "apply", "fabric"])
-def test_in_a_loop(n, way):
+def test_bare_loops_and_fabric_match_the_loop_by_hand(n, way):
     teacher, model = a_teacher(), TinyLM()
     expected = by_hand(TinyLM(), teacher, BATCHES)
     step, backward, optimizer = model.loss, torch.Tensor.backward, None
@@ -244,7 +244,7 @@ def test_in_a_loop(n, way):
     assert not any("forward" in vars(m) for net in (model, teacher) for m in net.modules()) or way == "fabric"
 
 
-def test_without_gradients_the_step_is_its_own_and_the_teacher_is_not_asked():
+def test_without_gradients_the_teacher_is_not_run():
     teacher, model = a_teacher(), TinyLM()
     asked = count_calls(teacher)
     with distil_into(model, teacher) as distil:
@@ -263,7 +263,7 @@ def count_calls(module):
     return calls
 
 
-def test_validation_does_not_ask_the_teacher_and_checkpointing_asks_once():
+def test_validation_skips_the_teacher_and_checkpointing_runs_it_once():
     teacher = a_teacher()
     asked = count_calls(teacher)
     t = trainer([Distillation(teacher), ft.ActivationCheckpointing()], num_sanity_val_steps=1)
@@ -315,7 +315,7 @@ def hf_by_hand(model, teacher, batches, rows=slice(None)):
     ],
     ids=["alone", "FusedLossHead", "MicroBatching", "all"],
 )
-def test_hugging_faces_models_in_a_trainer(others):
+def test_hugging_face_models_train_in_a_trainer(others):
     batches, teacher = [hf_batch(4), hf_batch(3)], llama(24, seed=1, num_hidden_layers=3)
     module = HuggingFace(llama())
     trainer([Distillation(teacher), *others()]).fit(module, as_loader(batches), as_loader(batches))
@@ -338,7 +338,7 @@ def built(name, seed):
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_logits_are_the_models_own_whatever_it_does_to_them(name, fused):
+def test_the_compared_logits_are_the_models_own(name, fused):
     model, plain, teacher = built(name, 1), built(name, 1), built(name, 2)
     batch = hf_batch()
     shifted = model.can_generate() and not model.config.is_encoder_decoder
@@ -357,7 +357,7 @@ def test_the_logits_are_the_models_own_whatever_it_does_to_them(name, fused):
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks for it
-def test_a_student_that_peft_has_wrapped_learns_from_a_directory(tmp_path):
+def test_a_peft_student_learns_from_a_directory(tmp_path):
     peft = pytest.importorskip("peft")
     teacher = llama(24, seed=1)
     teacher.save_pretrained(tmp_path)
@@ -380,20 +380,20 @@ def test_a_directory_may_hold_another_architecture_of_the_same_task(tmp_path):
         assert type(distil.teacher.module).__name__ == "Qwen3ForCausalLM"
         distil(lambda batch: student(**batch))(hf_batch()).loss.backward()
     built("bert, masked", 2).save_pretrained(tmp_path / "bert")
-    with pytest.raises(ValueError, match="no task of Hugging Face's has both that class and a T5Config"):
+    with pytest.raises(ValueError, match="no Hugging Face task supports both that class and a T5Config"):
         built("t5, nothing shifted", 2).save_pretrained(tmp_path / "t5")
         Distillation(tmp_path / "t5").distil_(student)
 
 
 def test_a_pickle_is_not_opened(tmp_path):
     torch.save({}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="no safetensors file in it, and pickles are not opened"):
+    with pytest.raises(ValueError, match="contains no safetensors file, and pickles are not opened"):
         Distillation(tmp_path).distil_(llama())
-    with pytest.raises(ValueError, match="there is no such directory"):
+    with pytest.raises(ValueError, match="no such directory"):
         Distillation("organisation/model").distil_(llama())
 
 
-def test_peak_memory_is_without_either_logits():
+def test_peak_memory_contains_neither_logits():
     def added(**settings):
         model, teacher = llama(vocab=8192, max_position_embeddings=512), llama(24, vocab=8192, seed=1)
         if settings.pop("fused"):
@@ -410,13 +410,13 @@ def test_peak_memory_is_without_either_logits():
     logits = 4 * 512 * 8192 * 4
     assert added(fused=True) < 0.6 * logits
     naive = added(fused=False)
-    assert naive > 2 * logits  # the student's own loss makes them
+    assert naive > 2 * logits  # the student's own loss computes them
 
 
-# --- what counts ---
+# --- counted positions ---
 
 
-def test_a_mask_of_attention_where_there_are_no_labels_and_a_function_in_place_of_all():
+def test_masks_come_from_attention_masks_or_a_function():
     model, teacher, batch = llama(), llama(24, seed=1), hf_batch()
     ids, attended = batch["input_ids"], torch.ones_like(batch["input_ids"])
     attended[0, 5:] = 0
@@ -440,7 +440,7 @@ def test_a_mask_of_attention_where_there_are_no_labels_and_a_function_in_place_o
         (torch.zeros(4, 8), torch.zeros(4)),
     ],
 )
-def test_labels_are_found_where_micro_batches_find_them(batch):
+def test_labels_are_found_as_by_count_targets(batch):
     labels = find_labels(batch)[1]
     counted = ft.data.count_targets(batch)
     assert isinstance(counted, int) if labels is None else (labels != -100).sum() == counted
@@ -458,12 +458,12 @@ def test_classes_on_the_second_axis_and_samples_without_labels():
     assert by_sample.isfinite()
 
 
-def test_labels_that_say_nothing_about_the_logits_are_left_aside(caplog):
+def test_labels_that_do_not_fit_the_logits_are_ignored(caplog):
     student, teacher, x = nn.Linear(4, 3), nn.Linear(4, 3), torch.randn(2, 5, 4)
     with distil_into(student, teacher, alpha=1.0) as distil, caplog.at_level("INFO", "lightning_fasttrain"):
         seen = distil(lambda batch: student(batch["x"]).sum())({"x": x, "labels": torch.zeros(11, dtype=torch.long)})
     torch.testing.assert_close(seen, divergence(student(x), teacher(x), torch.ones(2, 5, dtype=torch.bool)))
-    assert "(11,) say nothing about logits (2, 5, 3)" in caplog.text
+    assert "(11,) do not fit logits (2, 5, 3)" in caplog.text
 
 
 # --- features ---
@@ -495,7 +495,7 @@ def feature_loss(student, teacher, path, to, batch, projection=None):
     ],
     ids=["alone", "checkpointed", "compiled", "all"],
 )
-def test_features_of_one_width(others):
+def test_features_of_equal_width(others):
     torch._dynamo.reset()
     teacher, features = a_teacher(), {"blocks.0": "blocks.1", "embed": "embed"}
     student, still = TinyLM(), copy.deepcopy(teacher).eval()
@@ -509,7 +509,7 @@ def test_features_of_one_width(others):
     assert largest_difference(weights(expected), weights(module)) <= 1e-5
 
 
-def test_what_a_head_makes_is_a_feature_too():
+def test_the_heads_output_can_be_a_feature():
     teacher, student = a_teacher(), TinyLM()
     still = copy.deepcopy(teacher).eval()
     expected = by_hand(
@@ -522,7 +522,7 @@ def test_what_a_head_makes_is_a_feature_too():
 PROJECTED = "distillation_projections.blocks/0"
 
 
-def test_features_of_another_width_through_a_projection_that_is_learnt():
+def test_features_of_another_width_use_a_trained_projection():
     teacher, projection = a_teacher(Wide), nn.Linear(DIM, 2 * DIM)
     student, still, learnt = TinyLM(), copy.deepcopy(teacher).eval(), copy.deepcopy(projection)
     optimizer = torch.optim.AdamW([*student.parameters(), *learnt.parameters()], lr=0.01)
@@ -533,7 +533,7 @@ def test_features_of_another_width_through_a_projection_that_is_learnt():
     seen = weights(module)
     assert largest_difference(weights(learnt), {k: seen.pop(f"{PROJECTED}.{k}") for k in ("weight", "bias")}) <= 1e-5
     assert largest_difference(weights(student), seen) <= 1e-5
-    again = fit(TinyLM(), BATCHES, [technique])  # what was given is not what is trained
+    again = fit(TinyLM(), BATCHES, [technique])  # the given module is not trained
     assert largest_difference(weights(module), weights(again)) == 0
 
 
@@ -577,7 +577,7 @@ def test_a_checkpoint_with_projections_resumes_and_validates(tmp_path):
     assert set(weights(whole)) == set(weights(resumed))
 
 
-# --- what becomes of teacher, student and run ---
+# --- teacher, student and run afterwards ---
 
 
 def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path):
@@ -598,7 +598,7 @@ def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path):
     assert largest_difference(weights(whole), weights(resumed)) == 0
 
 
-def test_the_teacher_is_left_as_it_was_and_is_nowhere_in_the_run(tmp_path):
+def test_the_teacher_is_restored_and_not_part_of_the_run(tmp_path):
     teacher = a_teacher().train()
     teacher.blocks[0].eval()
     before, modes = weights(teacher), [m.training for m in teacher.modules()]
@@ -623,7 +623,7 @@ def test_the_teacher_is_left_as_it_was_and_is_nowhere_in_the_run(tmp_path):
     assert "training_step" not in vars(module)
 
 
-def test_undone_when_the_run_fails():
+def test_changes_are_undone_when_the_run_fails():
     class Fails(TinyLM):
         def training_step(self, batch, batch_idx):
             super().training_step(batch, batch_idx)
@@ -636,13 +636,13 @@ def test_undone_when_the_run_fails():
     assert "training_step" not in vars(module)
 
 
-def test_a_second_fit_with_the_same_technique_is_as_the_first():
+def test_a_second_fit_with_the_same_technique_equals_the_first():
     technique = Distillation(a_teacher(), head="head")
     first, second = (fit(TinyLM(), BATCHES, [technique]) for _ in range(2))
     assert largest_difference(weights(first), weights(second)) == 0
 
 
-def test_a_function_for_a_teacher_draws_nothing_of_the_runs_random_numbers():
+def test_a_teacher_function_does_not_change_the_random_state():
     def make():
         torch.randn(100)
         return a_teacher()
@@ -652,7 +652,7 @@ def test_a_function_for_a_teacher_draws_nothing_of_the_runs_random_numbers():
     assert largest_difference(weights(given), weights(made)) == 0
 
 
-def test_a_lightning_module_for_a_teacher_is_taken_apart_like_the_student():
+def test_from_a_lightning_module_teacher_the_same_submodule_is_used():
     student, teacher = HuggingFace(llama()), HuggingFace(llama(24, seed=1))
     trainer([Distillation(teacher)]).fit(student, as_loader([hf_batch()]))
     expected = hf_by_hand(llama(), teacher.model, [hf_batch()])
@@ -689,7 +689,7 @@ def test_a_copy_within_a_run_trains_itself():
     assert largest_difference(weights(plain), weights(copied)) == 0
 
 
-def test_nothing_of_a_step_is_held_after_it():
+def test_a_step_keeps_no_tensors_alive():
     teacher, model = a_teacher(), TinyLM()
     with distil_into(model, teacher, head="head", features={"blocks.0": "blocks.0"}) as distil:
         held = []
@@ -704,7 +704,7 @@ def test_nothing_of_a_step_is_held_after_it():
         assert held[0]() is None
 
 
-def test_what_a_step_returns_is_kept_but_for_its_loss():
+def test_a_steps_output_is_unchanged_except_for_its_loss():
     teacher, model = a_teacher(), TinyLM()
     with distil_into(model, teacher) as distil:
         alone = distil(model.loss)(BATCHES[0])
@@ -721,7 +721,7 @@ def test_what_a_step_returns_is_kept_but_for_its_loss():
         assert distil.parts["own"] == given["loss"].detach()
 
 
-def test_a_teacher_that_uses_its_logits_makes_them_and_says_so(caplog):
+def test_a_teacher_that_uses_its_logits_computes_them_with_a_log_line(caplog):
     class Sharp(Wide):
         def forward(self, ids):
             logits = super().forward(ids)
@@ -732,10 +732,10 @@ def test_a_teacher_that_uses_its_logits_makes_them_and_says_so(caplog):
     with caplog.at_level("INFO", "lightning_fasttrain"):
         module = fit(TinyLM(), BATCHES, [Distillation(teacher, head="head")])
     assert largest_difference(weights(expected), weights(module)) <= 1e-5
-    assert "Sharp uses its logits, so as a teacher it makes them" in caplog.text
+    assert "Sharp uses its logits, so the teacher computes them" in caplog.text
 
 
-def test_a_model_that_returns_its_loss_alone_has_its_logits_taken_from_the_head():
+def test_if_a_model_returns_only_its_loss_the_heads_output_is_used():
     class LossOnly(TinyLM):
         def forward(self, ids, labels):
             return lm_loss(super().forward(ids), {"labels": labels})
@@ -751,7 +751,7 @@ def test_a_model_that_returns_its_loss_alone_has_its_logits_taken_from_the_head(
         assert largest_difference(weights(expected), weights(module)) <= 1e-5
 
 
-def test_in_bfloat16_autocast():
+def test_distillation_works_in_bfloat16_autocast():
     teacher = a_teacher()
     exact = by_hand(TinyLM(), teacher, BATCHES)
     for others in ([], [ft.FusedLossHead("head")]):
@@ -759,7 +759,7 @@ def test_in_bfloat16_autocast():
         assert 0 < largest_difference(weights(exact), weights(module)) <= 3e-2
 
 
-def test_autocast_inside_the_step_alone():
+def test_autocast_may_be_inside_the_step_alone():
     teacher, ends = a_teacher(), []
     for fused in (False, True):
         model = TinyLM()
@@ -780,19 +780,19 @@ def test_autocast_inside_the_step_alone():
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"alpha": 1.5}, ValueError, "alpha=1.5: it is the teacher's share"),
+        ({"alpha": 1.5}, ValueError, "alpha=1.5: expected the teacher's share"),
         ({"alpha": -0.1}, ValueError, "alpha=-0.1"),
         ({"temperature": 0}, ValueError, "temperature=0: logits are divided by it"),
         ({"feature_weight": -1.0}, ValueError, "feature_weight=-1.0"),
-        ({"features": ["blocks.0"]}, TypeError, "it maps names to names"),
-        ({"features": {"blocks.0": 3}}, TypeError, "it maps names to names"),
-        ({"features": {"blocks.0": ("blocks.1", 16)}}, TypeError, "it maps names to names"),
-        ({"features": {"blocks.0": ("blocks.1", None)}}, TypeError, "it maps names to names"),
-        ({"mask": torch.ones(3)}, TypeError, "it is called with a batch"),
-        ({"teacher": 3}, TypeError, "teacher=3.*a module, a directory or a function"),
+        ({"features": ["blocks.0"]}, TypeError, "expected a mapping of names to names"),
+        ({"features": {"blocks.0": 3}}, TypeError, "expected a mapping of names to names"),
+        ({"features": {"blocks.0": ("blocks.1", 16)}}, TypeError, "expected a mapping of names to names"),
+        ({"features": {"blocks.0": ("blocks.1", None)}}, TypeError, "expected a mapping of names to names"),
+        ({"mask": torch.ones(3)}, TypeError, "expected a function of a batch"),
+        ({"teacher": 3}, TypeError, "teacher=3.*a module, directory or function"),
     ],
 )
-def test_settings_are_refused_when_they_are_given(settings, error, message):
+def test_invalid_settings_are_refused(settings, error, message):
     with pytest.raises(error, match=message):
         Distillation(**{"teacher": TinyLM(), **settings})
 
@@ -800,15 +800,15 @@ def test_settings_are_refused_when_they_are_given(settings, error, message):
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"student": "block.0"}, ValueError, "student='block.0' in TinyLM: there is no such module.*'blocks.0'"),
-        ({"head": "heat"}, ValueError, "head='heat'.*Near it are 'head'"),
+        ({"student": "block.0"}, ValueError, "student='block.0' in TinyLM: no such module.*'blocks.0'"),
+        ({"head": "heat"}, ValueError, "head='heat'.*Similar names are 'head'"),
         ({"teacher_head": "lm_head"}, ValueError, "teacher_head='lm_head'.*'head'"),
         ({"features": {"block.1": "blocks.1"}}, ValueError, "features='block.1'.*'blocks.1'"),
         ({"features": {"blocks.1": "layers.1"}}, ValueError, "features='layers.1' in TinyLM"),
         ({"teacher": lambda: None}, TypeError, "the function for the teacher returned NoneType"),
     ],
 )
-def test_names_are_refused_with_near_ones_and_nothing_is_left_behind(settings, error, message):
+def test_unknown_names_are_refused_with_similar_ones(settings, error, message):
     model, teacher = TinyLM(), a_teacher()
     with pytest.raises(error, match=message):
         ft.apply(model, [Distillation(**{"teacher": teacher, **settings})])
@@ -821,7 +821,7 @@ def test_a_teacher_that_is_the_student_or_part_of_its_module_is_refused():
     with pytest.raises(ValueError, match="part of the model: they share 'embed.weight'.*copy.deepcopy"):
         ft.apply(model, [Distillation(model)])
     model.teacher = perturbed(TinyLM()).requires_grad_(False)
-    with pytest.raises(ValueError, match="is part of the model.*Give it to Distillation alone"):
+    with pytest.raises(ValueError, match="is part of the model.*Pass it to Distillation only"):
         ft.apply(model, [Distillation(model.teacher)])
 
 
@@ -833,7 +833,7 @@ def test_vocabularies_that_differ_are_refused_before_training_or_at_the_first_st
         fit(TinyLM(), BATCHES, [Distillation(teacher)])
 
 
-def test_features_that_differ_in_width_are_refused_with_the_line_to_write():
+def test_features_that_differ_in_width_are_refused_with_the_code_to_write():
     with pytest.raises(ValueError, match=r"{'blocks.0': \('blocks.1', nn.Linear\(8, 16\)\)}"):
         fit(TinyLM(), BATCHES, [Distillation(a_teacher(Wide), features={"blocks.0": "blocks.1"})])
 
@@ -841,7 +841,7 @@ def test_features_that_differ_in_width_are_refused_with_the_line_to_write():
 def test_a_projection_does_not_become_a_layer_of_a_sequential():
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
     technique = Distillation(nn.Linear(4, 3), features={"0": ("", nn.Linear(4, 3))})
-    with pytest.raises(ValueError, match="become one of its layers.*into a module of your own"):
+    with pytest.raises(ValueError, match="become one of its layers.*in a module of your own"):
         ft.apply(net, [technique])
 
 
@@ -853,16 +853,16 @@ def test_a_student_that_is_not_called_once_is_refused():
     for times in (0, 2):
         module = Idle()
         module.times = times
-        with pytest.raises(RuntimeError, match=f"the step called Idle {times} times.*Name with student="):
+        with pytest.raises(RuntimeError, match=f"the step called Idle {times} times.*Use student= to name"):
             fit(module, BATCHES, [Distillation(a_teacher())])
 
 
-def test_no_logits_and_no_loss():
+def test_missing_logits_and_missing_losses_are_refused():
     class Nothing(TinyLM):
         def training_step(self, batch, batch_idx):
             return {"loss": None, "x": self(batch["input_ids"])}
 
-    with pytest.raises(TypeError, match="no loss tensor in it"):
+    with pytest.raises(TypeError, match="holds no loss tensor"):
         with distil_into(model := Nothing(), a_teacher()) as distil:
             distil(model.training_step)(BATCHES[0], 0)
 
@@ -874,7 +874,7 @@ def test_no_logits_and_no_loss():
         fit(TinyLM(), BATCHES, [Distillation(Bag())])
 
 
-def test_two_models_inside_and_manual_optimisation():
+def test_several_models_and_manual_optimization_are_refused():
     class Two(TinyLM):
         def __init__(self):
             super().__init__()
@@ -888,17 +888,17 @@ def test_two_models_inside_and_manual_optimisation():
         fit(module, BATCHES, [Distillation(a_teacher())])
 
 
-def test_twice_on_one_model():
+def test_a_second_distillation_of_one_model_is_refused():
     model = TinyLM()
     with distil_into(model, a_teacher()):
         with pytest.raises(ValueError, match="TinyLM has a teacher"):
             with distil_into(model, a_teacher()):
                 pass
-    with pytest.raises(RuntimeError, match="there is no model yet"):
+    with pytest.raises(RuntimeError, match="no model has been given yet"):
         Distillation(a_teacher()).distil(model.loss)
 
 
-def test_the_student_is_found():
+def test_the_student_module_is_found():
     module = HuggingFace(llama())
     assert student_of(module, None) is module.model
     only = TinyLM(lazy=True)
@@ -908,12 +908,12 @@ def test_the_student_is_found():
     assert student_of(several, "blocks.0") is several.blocks[0]
 
 
-def test_the_teachers_head_makes_no_logits():
+def test_the_teachers_head_computes_no_logits():
     teacher, model, made = a_teacher(), TinyLM(), []
     with distil_into(model, teacher, head="head") as distil:
         teacher.register_forward_hook(lambda module, args, output: made.append(output))
         distil(model.loss)(BATCHES[0])
-        teacher(BATCHES[0]["input_ids"])  # but it does for others
+        teacher(BATCHES[0]["input_ids"])  # but it does for other callers
     assert isinstance(made[0], DeferredLogits)
     assert isinstance(made[1], torch.Tensor)
 

@@ -1,4 +1,4 @@
-"""The head of a model that does not name it is found by the first training loss, and a wrong one is never fused."""
+"""The head of a model is found from the first training loss, and a wrong one is never fused."""
 
 import copy
 
@@ -18,7 +18,7 @@ DIM = 8
 
 
 class Decoder(HeadFirst):
-    """A model as litgpt's, with its own loss: rows in chunks, each loss summed."""
+    """A model like litgpt's, with its own loss: rows in chunks, whose losses are summed."""
 
     def loss(self, ids):
         logits = self(ids)[..., :-1, :]
@@ -37,7 +37,7 @@ class Tied(Decoder):
 
 
 class Autoregressive(nn.Module):
-    """A wrapper as x-transformers': the classes go second, by einops; linear layers before and after the blocks."""
+    """A wrapper like x-transformers': einops puts the classes second; linear layers before and after the blocks."""
 
     def __init__(self):
         super().__init__()
@@ -64,7 +64,7 @@ class Transposed(Autoregressive):
 
 
 class Biased(nn.Module):
-    """A GPT of one's own: a head with a bias, and a scale."""
+    """A custom GPT whose head has a bias and a scale."""
 
     def __init__(self):
         super().__init__()
@@ -147,7 +147,7 @@ def test_a_frozen_head_is_found():
 
 @pytest.mark.parametrize("apply", [fuse_loss_head_, lambda net: ft.apply(net, [FusedLossHead()])])
 @pytest.mark.parametrize("kind", HEADS)
-def test_in_a_bare_loop_loss_and_gradients_are_the_models_and_the_head_is_found(kind, apply):
+def test_in_a_bare_loop_the_head_is_found_with_equal_gradients(kind, apply):
     plain, net = build(kind), build(kind)
     apply(net)
     for ids in batches():
@@ -157,7 +157,7 @@ def test_in_a_bare_loop_loss_and_gradients_are_the_models_and_the_head_is_found(
     assert all(net.get_submodule(name).forward.used for name in HEADS[kind])
 
 
-def test_the_first_step_has_the_plain_numbers_and_the_second_no_logits():
+def test_the_first_step_is_the_plain_one_and_the_second_has_no_logits():
     plain, net = build(Decoder), build(Decoder)
     fuse_loss_head_(net)
     assert torch.equal(net(batches()[0]), plain(batches()[0]))
@@ -196,7 +196,7 @@ def test_in_a_trainer_the_weights_are_those_of_the_plain_run(kind, parts):
         ends.append(weights(module))
     assert largest_difference(*ends) <= 1e-6
     head = f"net.{HEADS[kind][0]}"
-    assert f"  found the head by the first loss: {head}" in "\n".join(said)
+    assert f"  found the head from the first loss: {head}" in "\n".join(said)
     assert fused_in(module) == []
 
 
@@ -204,7 +204,7 @@ class Bringing(ft.FastTrainMixin, Module):
     techniques = (FusedLossHead(),)
 
 
-def test_a_module_with_the_mixin_finds_its_head_too():
+def test_the_head_of_a_module_with_the_mixin_is_found():
     nets = [cls(build(Biased)) for cls in (Module, Bringing)]
     for module in nets:
         trainer().fit(module, as_loader(batches()))
@@ -212,7 +212,7 @@ def test_a_module_with_the_mixin_finds_its_head_too():
 
 
 class Accurate(Biased):
-    """The logits are used again, after the loss."""
+    """Uses the logits again after the loss."""
 
     def loss(self, ids):
         self.logits = self.out(self.embed(ids)).flatten(0, 1)
@@ -245,7 +245,7 @@ NOT_FUSED = {
 
 
 @pytest.mark.parametrize("kind", NOT_FUSED)
-def test_a_head_that_cannot_be_fused_is_left_alone_and_named_once(kind):
+def test_a_head_that_cannot_be_fused_is_left_unchanged_and_reported_once(kind):
     plain, net = build(kind), build(kind)
     fuse_loss_head_(net)
 
@@ -262,7 +262,7 @@ def test_a_head_that_cannot_be_fused_is_left_alone_and_named_once(kind):
 
 @pytest.mark.parametrize("kind", [Accurate, Regression])
 @pytest.mark.parametrize("parts", [1, 2])
-def test_a_trainer_says_once_why_no_head_was_fused(kind, parts):
+def test_a_trainer_reports_once_why_no_head_was_fused(kind, parts):
     with pytest.warns(ft.FastTrainWarning, match=NOT_FUSED[kind]) as told:
         trainer([FusedLossHead(), ft.MicroBatching(parts, count=len)]).fit(Module(build(kind)), as_loader(batches()))
     assert (
@@ -274,7 +274,7 @@ def test_a_forward_without_a_backward_decides_nothing():
     net = build(Decoder)
     fuse_loss_head_(net)
     for _ in range(2):
-        net(batches()[0]).argmax(-1)  # with gradients on, as a careless evaluation has them
+        net(batches()[0]).argmax(-1)  # with gradients on, as in an evaluation without no_grad
     for ids in batches(2):
         step(net, ids)
     assert isinstance(net(batches()[0]), DeferredLogits)
@@ -305,7 +305,7 @@ def test_candidates_are_undone_and_copies_search_for_themselves():
     ],
 )
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_deferred_logits_with_the_classes_second(move, reduction):
+def test_deferred_logits_support_classes_on_the_second_axis(move, reduction):
     net, ids = nn.Sequential(nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB)), batches()[0][:3]
     expected = F.cross_entropy(move(net(ids)), ids, reduction=reduction)
     fuse_loss_head_(net, "1")
@@ -317,7 +317,7 @@ def test_deferred_logits_with_the_classes_second(move, reduction):
 @pytest.mark.parametrize(
     "use", [lambda x: x.mT.mT.permute(2, 0, 1), lambda x: x.mT[0], lambda x: x.split(2, -1), lambda x: x.mT.flatten()]
 )
-def test_what_deferred_logits_with_the_classes_elsewhere_refuse(use):
+def test_deferred_logits_with_classes_elsewhere_refuse_operations(use):
     net = nn.Sequential(nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB))
     fuse_loss_head_(net, "1")
     with pytest.raises(RuntimeError, match="of deferred logits"):

@@ -1,4 +1,4 @@
-"""Language models train on the loss without the logits: the same loss and the same gradients, Hugging Face's too."""
+"""Language models train with the same loss and gradients without storing logits, including Hugging Face's."""
 
 import copy
 
@@ -93,7 +93,7 @@ def agree(expected, seen, tolerance=1e-5):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_models_own_loss_and_gradients(name):
+def test_loss_and_gradients_are_the_models_own(name):
     model, fused = build(name), build(name)
     heads = fuse_loss_head_(fused)
     agree(loss_and_gradients(model), loss_and_gradients(fused))
@@ -112,13 +112,13 @@ def test_the_models_own_loss_and_gradients(name):
     ],
     ids=lambda inputs: next(iter(inputs)),
 )
-def test_whatever_else_the_loss_is_told(inputs):
+def test_arguments_of_cross_entropy_are_respected(inputs):
     model, fused = build(), build()
     fuse_loss_head_(fused)
     agree(loss_and_gradients(model, **inputs), loss_and_gradients(fused, **inputs))
 
 
-def test_a_bias_of_ones_own_and_the_likelihood_of_log_softmax():
+def test_a_custom_bias_and_log_softmax_with_nll_loss_are_supported():
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
@@ -142,7 +142,7 @@ def test_negative_control_a_loss_of_unshifted_labels_differs():
     assert abs(loss_and_gradients(fused, shift_labels=batch()["labels"])["loss"] - expected) > 1e-2
 
 
-def test_logits_in_training_have_a_shape_and_without_gradients_they_are_the_models():
+def test_logits_are_deferred_in_training_and_real_without_gradients():
     model, fused = build(), build()
     fuse_loss_head_(fused)
     out = fused.train()(**batch())
@@ -155,7 +155,7 @@ def test_logits_in_training_have_a_shape_and_without_gradients_they_are_the_mode
     assert torch.equal(fused.generate(**prompt, do_sample=False), model.generate(**prompt, do_sample=False))
 
 
-def test_under_autocast_though_the_loss_is_outside_of_it():
+def test_the_loss_may_be_outside_of_autocast():
     def run(head, hidden, targets):
         with torch.autocast("cpu", torch.bfloat16):
             logits = head(hidden)
@@ -174,7 +174,7 @@ def test_under_autocast_though_the_loss_is_outside_of_it():
         assert (fused[name] - value).norm() <= 1.1 * (plain[name] - value).norm()  # each chunk's product is rounded
 
 
-def test_peak_memory_is_without_the_logits():
+def test_peak_memory_does_not_contain_the_logits():
     def added(name):
         torch.manual_seed(0)
         config = transformers.LlamaConfig(**{**SMALL, "vocab_size": 8192, "max_position_embeddings": 512})
@@ -193,7 +193,7 @@ def test_peak_memory_is_without_the_logits():
     assert added("fused") < 0.5 * logits
 
 
-def test_a_name_for_models_of_ones_own_and_two_uses_of_one_head():
+def test_a_named_head_may_be_used_twice():
     class Twice(nn.Module):
         def __init__(self):
             super().__init__()
@@ -211,7 +211,7 @@ def test_a_name_for_models_of_ones_own_and_two_uses_of_one_head():
     agree(gradients(model), gradients(fused))
 
 
-def test_once_and_undone():
+def test_fusing_is_idempotent_and_can_be_undone():
     model = build()
     keys, heads = list(model.state_dict()), fuse_loss_head_(model)
     assert fuse_loss_head_(model) == {}
@@ -224,37 +224,37 @@ def test_once_and_undone():
 @pytest.mark.parametrize(
     ("head", "message"),
     [
-        (None, "no model in it has get_output_embeddings.*widest linear layers are 'blocks.0.up'"),
-        ("lm_head", "head='lm_head' in TinyLM: there is no such layer"),
+        (None, "no submodule has get_output_embeddings.*widest linear layers are 'blocks.0.up'"),
+        ("lm_head", "head='lm_head' in TinyLM: no such layer"),
     ],
 )
-def test_no_head(head, message):
+def test_a_missing_head_is_refused(head, message):
     net = TinyLM()
     net.head = nn.Identity()
     with pytest.raises(ValueError, match=message):
         fuse_loss_head_(net, head)
 
 
-def test_a_head_that_is_no_plain_linear_layer_is_refused():
+def test_a_head_other_than_a_plain_linear_layer_is_refused():
     class Adapted(nn.Linear):
         pass
 
     model = build()
     model.set_output_embeddings(Adapted(16, VOCAB))
-    with pytest.raises(TypeError, match="head 'lm_head' is a Adapted.*Leave the head out of quantisation and adapters"):
+    with pytest.raises(TypeError, match="head 'lm_head' is a Adapted.*Exclude the head from quantization and adapters"):
         fuse_loss_head_(model)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"), [({"chunk": 0}, "chunk=0"), ({"backend": "magic"}, "backend='magic'")]
 )
-def test_bad_settings(settings, message):
+def test_invalid_settings_of_the_fused_head_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         FusedLossHead(**settings)
 
 
 class HuggingFace(L.LightningModule):
-    """The shortest way to train one: what the model returns is a mapping with a loss."""
+    """The shortest way to train such a model, whose output is a mapping with a loss."""
 
     def __init__(self, model):
         super().__init__()
@@ -279,7 +279,7 @@ class HuggingFace(L.LightningModule):
     ],
     ids=["alone", "MicroBatching+ActivationCheckpointing", "CompileBlocks+TokenWeightedAccumulation"],
 )
-def test_in_a_trainer_beside_other_techniques(others):
+def test_it_composes_with_other_techniques_in_a_trainer(others):
     torch._dynamo.reset()
     batches = [batch(4), batch(3)]
     ends = []
@@ -293,7 +293,7 @@ def test_in_a_trainer_beside_other_techniques(others):
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT asks for it
-def test_a_model_that_peft_has_wrapped():
+def test_a_peft_model_can_be_fused():
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
     nets = []
@@ -303,11 +303,11 @@ def test_a_model_that_peft_has_wrapped():
     assert list(fuse_loss_head_(nets[1])) == ["base_model.model.lm_head"]
     agree(*(loss_and_gradients(net) for net in nets))
     adapted = peft.get_peft_model(build(), peft.LoraConfig(target_modules=["lm_head"]))
-    with pytest.raises(TypeError, match="Leave the head out of quantisation and adapters"):
+    with pytest.raises(TypeError, match="Exclude the head from quantization and adapters"):
         fuse_loss_head_(adapted)
 
 
-def test_a_model_that_is_compiled_as_a_whole_makes_its_logits_and_says_so():
+def test_a_completely_compiled_model_computes_its_logits_with_a_log_line():
     class Whole(TinyLM):
         def build(self):
             super().build()

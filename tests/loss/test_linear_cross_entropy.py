@@ -16,14 +16,14 @@ from lightning_fasttrain.loss import linear_cross_entropy
 from lightning_fasttrain.loss._chunks import chunk_size
 from lightning_fasttrain.run import PeakMemory
 
-module = sys.modules[linear_cross_entropy.__module__]  # a function of the room stands in the way of its name
+module = sys.modules[linear_cross_entropy.__module__]  # a function of the subpackage shadows its name
 TOKENS, DIM, CLASSES = 37, 12, 53
 
 
 def plain(
     hidden, weight, targets, *, bias=None, softcap=None, z_loss=0.0, reduction="mean", ignore_index=-100, **options
 ):
-    """Straight from the definition, with all logits."""
+    """Compute the loss from its definition, with all logits."""
     logits = F.linear(hidden, weight, bias)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if softcap is not None:
@@ -70,7 +70,7 @@ def test_value_and_gradients_in_float64(reduction, smoothing, z_loss, softcap, b
     ("reduction", "smoothing", "z_loss", "softcap", "dtype"),
     [("mean", 0.1, 1e-2, 3.0, torch.float64), ("none", 0.0, 0.0, None, torch.float32)],
 )
-def test_compiled_is_the_same(reduction, smoothing, z_loss, softcap, dtype):
+def test_the_compiled_backend_gives_the_same_result(reduction, smoothing, z_loss, softcap, dtype):
     tensors = inputs(dtype)
     options = {"reduction": reduction, "label_smoothing": smoothing, "z_loss": z_loss, "softcap": softcap}
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -86,7 +86,7 @@ def test_compiled_is_the_same(reduction, smoothing, z_loss, softcap, dtype):
     ("smoothing", "z_loss", "softcap", "shared"),
     list(itertools.product([0.0, 0.1], [0.0, 1e-2], [None, 3.0], [False, True])),
 )
-def test_what_is_compiled_computes_what_runs_without_a_compiler(smoothing, z_loss, softcap, shared):
+def test_the_compiled_operations_equal_the_uncompiled_ones(smoothing, z_loss, softcap, shared):
     g = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(7, CLASSES, generator=g, dtype=torch.float64)
     targets = torch.randint(CLASSES, (7,), generator=g)
@@ -114,7 +114,7 @@ def test_what_is_compiled_computes_what_runs_without_a_compiler(smoothing, z_los
         (4096, 4 * 16_000, 32, 128, 128),
     ],
 )
-def test_chunks_are_a_part_of_all_that_fits_a_figure_in_mib(tokens, row_bytes, share, enough, size):
+def test_chunk_sizes_are_a_share_of_all_tokens_and_bounded_in_mib(tokens, row_bytes, share, enough, size):
     assert chunk_size(tokens, row_bytes, share, enough) == size
 
 
@@ -136,7 +136,7 @@ def test_every_backend_agrees_in_float32(reduction, backend):
     [(torch.bfloat16, 0.0, 1.1), (torch.bfloat16, 0.1, 1.2), (torch.float16, 0.0, 1.2), (torch.float16, 0.1, 1.2)],
 )
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_low_precision_is_no_further_from_the_truth_than_the_plain_path(reduction, dtype, smoothing, most):
+def test_low_precision_is_as_accurate_as_the_plain_path(reduction, dtype, smoothing, most):
     low, high = inputs(dtype), inputs(dtype)
     high = tuple(x.detach().double().requires_grad_() if x.is_floating_point() else x for x in high)
     options = {"reduction": reduction, "label_smoothing": smoothing}
@@ -147,7 +147,7 @@ def test_low_precision_is_no_further_from_the_truth_than_the_plain_path(reductio
         assert (b.double() - t).norm() <= most * (a.double() - t).norm() + 1e-6
 
 
-def test_under_autocast_as_the_linear_layer_would_be():
+def test_under_autocast_it_rounds_like_the_linear_layer():
     hidden, weight, bias, targets = inputs()
     with torch.autocast("cpu", torch.bfloat16):
         expected = value_and_gradients(plain, hidden, weight, bias, targets)
@@ -157,7 +157,7 @@ def test_under_autocast_as_the_linear_layer_would_be():
         torch.testing.assert_close(b, a, rtol=2e-2, atol=2e-3)
 
 
-def test_tied_weight_frozen_weight_and_two_uses():
+def test_weights_may_be_tied_frozen_or_used_twice():
     targets = torch.randint(CLASSES, (3, 6))
     ids = torch.randint(CLASSES, (3, 6))
     table = nn.Embedding(CLASSES, DIM)
@@ -177,7 +177,7 @@ def test_tied_weight_frozen_weight_and_two_uses():
     torch.testing.assert_close(b, a)
 
 
-def test_a_second_backward_over_a_kept_graph():
+def test_a_second_backward_over_a_retained_graph_works():
     hidden, weight, bias, targets = inputs()
     loss = linear_cross_entropy(hidden, weight, targets, bias=bias, backend="chunked")
     first = torch.autograd.grad(loss, weight, retain_graph=True)[0]
@@ -185,7 +185,7 @@ def test_a_second_backward_over_a_kept_graph():
 
 
 def penalty(function, hidden, weight, targets, **options):
-    """The squared gradient by the hidden states, as a gradient penalty has it; and its own gradient by the weight."""
+    """Return the squared gradient by the hidden states (a gradient penalty), and its gradient by the weight."""
     loss = function(hidden, weight, targets, **options).sum()
     (gradient,) = torch.autograd.grad(loss, hidden, create_graph=True)
     return torch.autograd.grad(gradient.square().sum(), weight)[0]
@@ -194,12 +194,12 @@ def penalty(function, hidden, weight, targets, **options):
 @pytest.mark.parametrize(
     "options", [{}, {"reduction": "none"}, {"reduction": "sum", "chunk": 8}, {"backend": "torch"}], ids=str
 )
-def test_a_second_derivative_is_refused_where_it_would_be_left_out(options):
+def test_a_second_derivative_is_refused(options):
     hidden, weight, _, targets = inputs(bias=False)
     with pytest.raises(RuntimeError, match=r"create_graph=True.*second derivative would be wrong.*F\.cross_entropy"):
         penalty(linear_cross_entropy, hidden, weight, targets, **options)
     assert penalty(plain, hidden, weight, targets).norm() > 0  # the way out
-    linear_cross_entropy(hidden, weight, targets, **options).sum().backward()  # and a first derivative is as ever
+    linear_cross_entropy(hidden, weight, targets, **options).sum().backward()  # and a first derivative still works
 
 
 def batch_of(function):
@@ -218,17 +218,17 @@ def tangent_of(function):
     ("transform", "message"),
     [(torch.func.grad, "under torch.func's transforms"), (batch_of, "transforms"), (tangent_of, "forward-mode")],
 )
-def test_other_kinds_of_derivatives_are_refused_with_a_sentence(transform, message):
+def test_forward_mode_and_functional_derivatives_are_refused(transform, message):
     hidden, weight, _, targets = inputs(bias=False)
     with pytest.raises(RuntimeError, match=f"{message}.*only for backward.*F.cross_entropy of the logits"):
         transform(lambda hidden: linear_cross_entropy(hidden, weight, targets))(hidden.detach())
-    with torch.autograd.forward_ad.dual_level():  # of something else
+    with torch.autograd.forward_ad.dual_level():  # a derivative by another tensor
         linear_cross_entropy(hidden, weight, targets).backward()
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_class_numbers_of_any_width(dtype, reduction):
+def test_targets_may_have_any_integer_dtype(dtype, reduction):
     hidden, weight, bias, targets = inputs()
     targets = targets.clamp(min=0)
     seen = value_and_gradients(linear_cross_entropy, hidden, weight, bias, targets.to(dtype), reduction=reduction)
@@ -237,7 +237,7 @@ def test_class_numbers_of_any_width(dtype, reduction):
         assert torch.equal(one, other)
 
 
-def test_class_156_in_eight_bits_is_not_taken_for_minus_100():
+def test_class_156_in_uint8_is_not_confused_with_minus_100():
     hidden, weight = torch.randn(4, DIM), torch.randn(200, DIM)
     targets = torch.tensor([156, 3, 156, 7])
     loss = linear_cross_entropy(hidden, weight, targets.to(torch.uint8))
@@ -245,7 +245,7 @@ def test_class_156_in_eight_bits_is_not_taken_for_minus_100():
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_shapes_without_numbers(reduction):
+def test_meta_and_fake_tensors_are_supported(reduction):
     hidden, weight, _, targets = inputs(bias=False)
     hidden, weight = (tensor.detach().to("meta").requires_grad_() for tensor in (hidden, weight))
     loss = linear_cross_entropy(hidden, weight, targets.to("meta"), reduction=reduction)
@@ -254,13 +254,13 @@ def test_shapes_without_numbers(reduction):
     assert (hidden.grad.shape, weight.grad.shape) == (hidden.shape, weight.shape)
 
 
-def test_nothing_counted_is_as_the_plain_path_has_it():
+def test_without_counted_targets_it_equals_the_plain_path():
     hidden, weight, bias, targets = inputs()
     targets = torch.full_like(targets, -100)
     loss = linear_cross_entropy(hidden, weight, targets, bias=bias, backend="chunked")
     assert torch.isnan(loss)
     assert torch.isnan(plain(hidden, weight, targets, bias=bias))
-    # A micro-batch without targets has the weight 0, and must leave no trace in the sum.
+    # A micro-batch without targets has weight 0, and must not change the sum.
     assert torch.autograd.grad(0 * loss, weight)[0].abs().sum() == 0
     total = linear_cross_entropy(hidden, weight, targets, bias=bias, reduction="sum", backend="chunked")
     assert total == 0
@@ -268,7 +268,7 @@ def test_nothing_counted_is_as_the_plain_path_has_it():
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_float16_gradients_neither_overflow_nor_vanish_however_many_tokens(mixed):
+def test_float16_gradients_neither_overflow_nor_vanish(mixed):
     tokens, g = 4096, torch.Generator().manual_seed(0)
     hidden = 40 + torch.randn(tokens, 8, generator=g)  # the gradient of the sum is beyond 65504
     weight, targets = torch.randn(4, 8, generator=g) / 40, torch.randint(4, (tokens,), generator=g) // 3
@@ -292,7 +292,7 @@ def test_without_gradients_none_are_computed():
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_under_the_compiler(reduction):
+def test_it_works_inside_torch_compile(reduction):
     torch._dynamo.reset()
     tensors = inputs()
     expected = value_and_gradients(plain, *tensors, reduction=reduction)
@@ -313,7 +313,7 @@ def test_peak_memory_does_not_grow_with_vocabulary_times_tokens(reduction):
 
     logits = 4096 * 4096 * 4
     assert added(plain, 4096, 4096) > 2 * logits
-    # What is left is a chunk of the logits, and of a few rows what is computed with them.
+    # The remaining memory is a chunk of the logits, and intermediate values of a few rows.
     assert added(linear_cross_entropy, 4096, 4096) < 0.29 * logits
     assert added(functools.partial(linear_cross_entropy, chunk=128), 4096, 4096) < 0.08 * logits
 
@@ -321,24 +321,24 @@ def test_peak_memory_does_not_grow_with_vocabulary_times_tokens(reduction):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"weight": torch.zeros(DIM, CLASSES)}, "Check which of them is transposed"),
-        ({"targets": torch.zeros(TOKENS)}, "they are class numbers"),
-        ({"bias": torch.zeros(3)}, "there is one a class"),
+        ({"weight": torch.zeros(DIM, CLASSES)}, "one of them is transposed"),
+        ({"targets": torch.zeros(TOKENS)}, "expected class indices"),
+        ({"bias": torch.zeros(3)}, "expected one value per class"),
         ({"label_smoothing": 2.0}, "label_smoothing=2.0"),
-        ({"targets": torch.ones(TOKENS, dtype=torch.bool)}, "targets of torch.bool: they are class numbers"),
+        ({"targets": torch.ones(TOKENS, dtype=torch.bool)}, "targets of torch.bool: expected class indices"),
         ({"softcap": -1.0}, "softcap=-1.0"),
         ({"softcap": float("nan")}, "softcap=nan"),
         ({"softcap": float("inf")}, "softcap=inf"),
         ({"z_loss": float("nan")}, "z_loss=nan"),
         ({"reduction": "max"}, "reduction='max'"),
         ({"backend": "magic"}, "backend='magic'"),
-        ({"backend": "torch", "softcap": 2.0}, "chunks it without z-loss"),
+        ({"backend": "torch", "softcap": 2.0}, "chunks it only without z-loss"),
         ({"backend": "torch", "chunk": 8}, "chunk=8 with backend='torch'"),
         ({"backend": "liger", "reduction": "none"}, "float32 and bfloat16, 'mean' and 'sum'"),
         ({"backend": "liger"}, "backend='liger' on cpu"),
     ],
 )
-def test_what_does_not_go_together_is_refused(change, message):
+def test_mismatched_arguments_are_refused(change, message):
     hidden, weight, _, targets = inputs()
     arguments = {"hidden": hidden, "weight": weight, "targets": targets, **change}
     with pytest.raises(ValueError, match=message):
@@ -386,7 +386,7 @@ def test_liger_agrees_in_float32():
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["chunked", "compiled", "liger"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_cuda(dtype, backend):
+def test_it_works_on_cuda(dtype, backend):
     if backend == "liger":
         pytest.importorskip("liger_kernel")
     tensors = [None if x is None else x.detach().cuda() for x in inputs(dtype)]

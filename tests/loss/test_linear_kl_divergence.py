@@ -19,7 +19,7 @@ def product(hidden, weight, bias, softcap):
 
 
 def plain_of_logits(logits, theirs, *, temperature=1.0, mask=None, reduction="mean"):
-    """By torch's ``kl_div``, on all tokens at once."""
+    """Compute the divergence by torch's ``kl_div``, on all tokens at once."""
     q, p = F.log_softmax(logits / temperature, -1), F.softmax(theirs.detach() / temperature, -1)
     loss = temperature**2 * F.kl_div(q, p, reduction="none").sum(-1)
     mask = torch.ones_like(loss, dtype=torch.bool) if mask is None else mask
@@ -79,7 +79,7 @@ def test_value_and_gradients_in_float32(reduction):
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("chunk", [5, None])
-def test_of_logits_that_exist(reduction, chunk):
+def test_value_and_gradients_of_existing_logits(reduction, chunk):
     logits, theirs = torch.randn(2, 3, 7, 11, dtype=torch.float64).requires_grad_().unbind()
     options = {"reduction": reduction, "temperature": 3.0, "mask": torch.rand(3, 7) > 0.3}
     a, b = plain_of_logits(logits, theirs, **options), kl_divergence(logits, theirs, **options, chunk=chunk)
@@ -104,30 +104,30 @@ def test_gradcheck(reduction):
     assert torch.autograd.gradcheck(of_student, student)
 
 
-def test_nothing_of_the_teachers_gets_a_gradient():
+def test_the_teachers_tensors_get_no_gradient():
     tensors, offsets = inputs()
     linear_kl_divergence(*tensors, **offsets).backward()
     assert all(x.grad is not None for x in (*tensors[:2], offsets["bias"]))
     assert all(x.grad is None for x in (*tensors[2:], offsets["teacher_bias"]))
 
 
-def test_zero_from_itself_and_the_gap_of_the_logits_where_it_is_hot():
+def test_it_is_zero_for_equal_logits_and_their_distance_at_high_temperature():
     logits, theirs = torch.randn(2, 6, 9, dtype=torch.float64)
     assert kl_divergence(logits, logits) == 0
-    # T² KL goes to the variance over classes of the difference of logits, halved
+    # T² KL converges to the variance over classes of the difference of logits, halved
     limit = 0.5 * (logits - theirs).var(-1, correction=0).mean()
     hot = kl_divergence(logits, theirs, temperature=1e4)
     torch.testing.assert_close(hot, limit, rtol=1e-3, atol=0)
     assert abs(kl_divergence(logits, theirs) - limit) > 1e-2
 
 
-def test_two_classes_by_hand():
+def test_two_classes_match_the_value_by_hand():
     logits, theirs = torch.tensor([[0.0, 0.0]]), torch.tensor([[3.0, 1.0]]).log()
     by_hand = 0.75 * torch.tensor(0.75 / 0.5).log() + 0.25 * torch.tensor(0.25 / 0.5).log()
     torch.testing.assert_close(kl_divergence(logits, theirs), by_hand)
 
 
-def test_classes_that_are_ruled_out_by_minus_infinity():
+def test_classes_with_logits_of_minus_infinity_are_supported():
     logits, theirs = torch.randn(2, 5, 9).requires_grad_().unbind()
     padded, theirs_padded = (F.pad(x, (0, 3), value=-torch.inf) for x in (logits, theirs))
     loss = kl_divergence(padded, theirs_padded)
@@ -135,7 +135,7 @@ def test_classes_that_are_ruled_out_by_minus_infinity():
     assert torch.autograd.grad(loss, logits)[0].isfinite().all()
 
 
-def test_what_is_masked_may_be_anything():
+def test_masked_tokens_may_hold_any_value():
     logits, theirs = torch.randn(2, 4, 9)
     mask, broken = torch.tensor([True, False, True, False]), logits.clone()
     broken[~mask] = torch.nan
@@ -145,16 +145,16 @@ def test_what_is_masked_may_be_anything():
     assert torch.autograd.grad(loss, broken)[0][~mask].abs().sum() == 0
 
 
-def test_the_mean_of_nothing_is_not_a_number_and_its_gradient_is_0():
+def test_the_mean_of_no_tokens_is_nan_with_a_gradient_of_0():
     tensors, offsets = inputs()
     loss = linear_kl_divergence(*tensors, **offsets, mask=torch.zeros(TOKENS, dtype=torch.bool))
     assert loss.isnan()
-    torch.where(torch.tensor(False), loss, 0).backward()  # as a part of a batch is left out that has no targets
+    torch.where(torch.tensor(False), loss, 0).backward()  # like a micro-batch without targets, which is left out
     assert tensors[0].grad.abs().sum() == tensors[1].grad.abs().sum() == 0
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_bfloat16_is_no_further_from_the_truth_than_the_plain_path(reduction):
+def test_bfloat16_is_as_accurate_as_the_plain_path(reduction):
     low, offsets = inputs(torch.bfloat16)
     high = [x.detach().double().requires_grad_() for x in low]
     high_offsets = {key: x.detach().double().requires_grad_() for key, x in offsets.items()}
@@ -163,10 +163,10 @@ def test_bfloat16_is_no_further_from_the_truth_than_the_plain_path(reduction):
     ours = value_and_gradients(linear_kl_divergence, low, offsets, reduction=reduction, chunk=8)
     assert ours[0].dtype == torch.float32
     for t, a, b in zip(truth, theirs, ours, strict=True):
-        assert (b.double() - t).norm() <= 1.2 * (a.double() - t).norm() + 1e-6  # both have their luck in rounding
+        assert (b.double() - t).norm() <= 1.2 * (a.double() - t).norm() + 1e-6  # both round at random
 
 
-def test_under_autocast_as_the_linear_layer_would_be():
+def test_under_autocast_it_rounds_like_the_linear_layer():
     tensors, offsets = inputs()
     with torch.autocast("cpu", torch.bfloat16):
         expected = value_and_gradients(plain, tensors, offsets)
@@ -176,7 +176,7 @@ def test_under_autocast_as_the_linear_layer_would_be():
         torch.testing.assert_close(b, a, rtol=2e-2, atol=2e-3)
 
 
-def test_a_second_backward_over_a_kept_graph():
+def test_a_second_backward_over_a_retained_graph_works():
     tensors, offsets = inputs()
     loss = linear_kl_divergence(*tensors, **offsets)
     first = torch.autograd.grad(loss, tensors[1], retain_graph=True)[0]
@@ -196,7 +196,7 @@ def test_second_and_forward_mode_derivatives_are_refused(reduction):
         torch.func.vmap(kl_divergence)(logits.detach()[None], their_logits.detach()[None])
 
 
-def test_a_frozen_head_and_a_frozen_body():
+def test_the_head_or_the_body_may_be_frozen():
     (hidden, weight, theirs, their_weight), _ = inputs()
     for wanted, others in ((hidden, (hidden, weight.detach())), (weight, (hidden.detach(), weight))):
         a, b = (torch.autograd.grad(f(*others, theirs, their_weight), wanted)[0] for f in (plain, linear_kl_divergence))
@@ -204,7 +204,7 @@ def test_a_frozen_head_and_a_frozen_body():
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_under_the_compiler(reduction):
+def test_it_works_inside_torch_compile(reduction):
     torch._dynamo.reset()
     tensors, offsets = inputs()
     options = {"reduction": reduction, "mask": MASK, "temperature": 2.0}
@@ -219,7 +219,7 @@ LOGITS = 4096 * 4096 * 4
 
 
 def added(function, reduction="mean"):
-    """Bytes at the peak of a step, beside the inputs and their gradients."""
+    """Return the peak bytes of a step, in addition to the inputs and their gradients."""
     hidden, theirs = (torch.randn(4096, dim, requires_grad=True) for dim in (32, 48))
     weight, their_weight = (torch.randn(4096, dim, requires_grad=True) for dim in (32, 48))
     with PeakMemory("cpu", hidden, weight, theirs, their_weight) as peak:
@@ -230,11 +230,11 @@ def added(function, reduction="mean"):
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_peak_memory_does_not_grow_with_vocabulary_times_tokens(reduction):
     assert added(plain) > 4 * LOGITS
-    # What is left is a few chunks of 128 tokens, and sums that are as large as the weight and the hidden states.
+    # The remaining memory is a few chunks of 128 tokens, and sums as large as the weight and the hidden states.
     assert added(linear_kl_divergence, reduction) < 0.2 * LOGITS
 
 
-def test_of_logits_that_exist_only_the_gradient_is_as_large():
+def test_for_existing_logits_only_the_gradient_is_allocated():
     logits, theirs = torch.randn(2, 4096, 4096)
     logits.requires_grad_()
     with PeakMemory("cpu", logits, theirs) as peak:
@@ -254,20 +254,20 @@ def test_without_gradients_none_are_computed():
     [
         ({"temperature": 0.0}, "temperature=0.0"),
         ({"temperature": float("nan")}, "temperature=nan"),
-        ({"weight": torch.zeros(DIM, CLASSES)}, "student: hidden .* Check which of them is transposed"),
-        ({"teacher_weight": torch.zeros(CLASSES, 3)}, "teacher: hidden .* Check which of them is transposed"),
-        ({"teacher_weight": torch.zeros(7, THEIR_DIM)}, "student has 53 classes, the teacher 7.*one vocabulary"),
+        ({"weight": torch.zeros(DIM, CLASSES)}, "student: hidden .* one of them is transposed"),
+        ({"teacher_weight": torch.zeros(CLASSES, 3)}, "teacher: hidden .* one of them is transposed"),
+        ({"teacher_weight": torch.zeros(7, THEIR_DIM)}, "student has 53 classes, the teacher 7.*the same vocabulary"),
         ({"teacher_hidden": torch.zeros(3, THEIR_DIM)}, "37,.* tokens of the student, .3,. of the teacher"),
-        ({"teacher_bias": torch.zeros(3)}, "teacher: bias .3,.: there is one a class"),
+        ({"teacher_bias": torch.zeros(3)}, "teacher: bias .3,.: expected one value per class"),
         ({"softcap": -1.0}, "student: softcap=-1.0"),
         ({"softcap": float("nan")}, "student: softcap=nan"),
         ({"mask": torch.ones(TOKENS)}, "mask .* of torch.float32.*labels != -100"),
-        ({"mask": torch.ones(3, dtype=torch.bool)}, "whether it counts"),
+        ({"mask": torch.ones(3, dtype=torch.bool)}, "expected one boolean per token"),
         ({"reduction": "batchmean"}, "reduction='batchmean'"),
         ({"chunk": 0}, "chunk=0"),
     ],
 )
-def test_what_does_not_go_together_is_refused(change, message):
+def test_mismatched_arguments_are_refused(change, message):
     (hidden, weight, theirs, their_weight), _ = inputs()
     arguments = {"hidden": hidden, "weight": weight, "teacher_hidden": theirs, "teacher_weight": their_weight, **change}
     with pytest.raises(ValueError, match=message):
@@ -276,7 +276,7 @@ def test_what_does_not_go_together_is_refused(change, message):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_cuda(dtype):
+def test_it_works_on_cuda(dtype):
     tensors, _ = inputs(dtype, bias=False)
     tensors = [x.detach().cuda().requires_grad_() for x in tensors]
     expected = value_and_gradients(plain, tensors, {}, mask=MASK.cuda())

@@ -1,4 +1,4 @@
-"""Run by two processes (see test_sharded_optimizers.py): named optimizers under FSDP2 and under ZeRO, or why not."""
+"""Run by two processes (see test_sharded_optimizers.py): named optimizers under FSDP2 and ZeRO, or their errors."""
 
 import json
 import os
@@ -28,7 +28,7 @@ class Named(ft.FastTrainMixin, TinyLM):
 
 
 def reference(name):
-    """One process over the mean of both ranks' losses."""
+    """Train one process on the mean of both ranks' losses."""
     module = Named(name)
     optimizer = module.optimizer(module)
     for first, second in zip(*RANKS, strict=True):

@@ -1,4 +1,4 @@
-"""Every optimizer that has a name: how it is made, that it trains in every host, resumes, and keeps what it says."""
+"""Every named optimizer: creation, training in every host, resuming, and the size of its state."""
 
 import copy
 import io
@@ -33,7 +33,7 @@ def _nothing_is_compiled():
 
 
 class NamedLM(ft.FastTrainMixin, GPTModule):
-    """The reference GPT, small, with the optimizer of a name."""
+    """The small reference GPT with a named optimizer."""
 
     def __init__(self, name="adamw", **more):
         torch.manual_seed(7)
@@ -65,7 +65,7 @@ def saved(optimizer):
 
 
 def held_bytes(optimizer):
-    """Bytes of every tensor in the state, those that are shared once."""
+    """Return the bytes of all tensors in the state, counting shared ones once."""
     optimizer = optimizer.inner if isinstance(optimizer, HostOptimizer) else optimizer
     return sum({id(t): t.nbytes for state in optimizer.state.values() for t in tensors_in(state)}.values())
 
@@ -74,7 +74,7 @@ def held_bytes(optimizer):
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_it_trains_alike_in_trainer_mixin_and_loop_and_resumes_bit_for_bit(name, tmp_path):
+def test_trainer_mixin_and_loop_train_identically_and_resume_bit_for_bit(name, tmp_path):
     bare = NamedLM(name)
     optimizer = bare.optimizer(bare)
     before = weights(bare)
@@ -102,7 +102,7 @@ def test_it_trains_alike_in_trainer_mixin_and_loop_and_resumes_bit_for_bit(name,
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_its_state_has_the_bytes_that_were_predicted(name):
+def test_its_state_has_the_predicted_size(name):
     net = NamedLM(name)
     optimizer = net.optimizer(net)
     predicted = optimizer_state_bytes(optimizer)
@@ -120,7 +120,7 @@ ROUNDED = {"adamw8bit": 0.02, "paged-adamw8bit": 0.02, "adamw4bit": 0.2, "paged-
 
 
 @pytest.mark.parametrize("name", [*FAMILY, "lion8bit"])
-def test_state_goes_to_the_plain_optimizer_and_back(name):
+def test_state_transfers_to_the_plain_optimizer_and_back(name):
     plain = "lion" if "lion" in name else "adamw"
     net = NamedLM(name)
     optimizer = net.optimizer(net)
@@ -138,10 +138,10 @@ def test_state_goes_to_the_plain_optimizer_and_back(name):
         assert full.state[parameter]["exp_avg"].count_nonzero() > 0
         one, other = ({"": each.state[parameter]["exp_avg"]} for each in (full, third))
         assert largest_difference(one, other) <= ROUNDED[name]
-    loop(net, again, BATCHES)  # and it goes on
+    loop(net, again, BATCHES)  # the loaded optimizer continues
 
 
-def test_eight_bits_follow_the_moments_of_the_plain_optimizer():
+def test_eight_bit_moments_follow_those_of_the_plain_optimizer():
     nets = NamedLM("adamw"), NamedLM("adamw8bit")
     full, low = (net.optimizer(net) for net in nets)
     for net, optimizer in zip(nets, (full, low), strict=True):
@@ -159,25 +159,25 @@ def test_a_state_of_another_family_is_refused():
     with pytest.raises(ValueError, match="AdamW → Lion.*taken no step"):
         hand_over_state_(adamw, lion)
     loop(net, adamw, BATCHES[:1])
-    with pytest.raises(ValueError, match="one keeps a mean of squares, the other none"):
+    with pytest.raises(ValueError, match="one keeps a mean of squares, the other does not"):
         hand_over_state_(adamw, lion)
     other = NamedLM()
     with pytest.raises(ValueError, match="28 parameters of the first are unknown"):
         hand_over_state_(adamw, ft.build_optimizer(other))
     momentum = ft.build_optimizer(net, "sgd", momentum=0.9)
     loop(net, momentum, BATCHES[:1])
-    with pytest.raises(ValueError, match="it keeps momentum_buffer, which the other does not know"):
+    with pytest.raises(ValueError, match="it holds momentum_buffer, which the other does not support"):
         hand_over_state_(momentum, adamw)
 
 
-# What it is given, and what it refuses
+# Arguments and refusals
 
 
 def rates(optimizer, key="lr"):
     return {group["name"]: group[key] for group in optimizer.param_groups}
 
 
-def test_groups_are_those_of_the_function_that_is_asked_for():
+def test_groups_are_those_of_the_requested_function():
     net = NamedLM()
     assert rates(ft.build_optimizer(net, weight_decay=0.3), "weight_decay") == {"decay": 0.3, "no_decay": 0.0}
     layered = ft.build_optimizer(net, "muon", lr=0.1, layer_decay=0.5)
@@ -190,7 +190,7 @@ def test_groups_are_those_of_the_function_that_is_asked_for():
     assert [len(group["params"]) for group in galore.param_groups[:2]] == [4, 4]
 
 
-def test_lora_plus_rates_and_frozen_parameters_are_left_out():
+def test_lora_plus_sets_rates_and_excludes_frozen_parameters():
     net = NamedLM()
     ft.apply(net, [ft.LoRA(rank=2)])
     optimizer = ft.build_optimizer(net, lr=0.1, lora_plus=8)
@@ -199,7 +199,7 @@ def test_lora_plus_rates_and_frozen_parameters_are_left_out():
     assert sum(len(group["params"]) for group in ft.build_optimizer(net).param_groups) == len(trained)
 
 
-def test_names_are_joined_as_one_likes_and_settings_reach_the_optimizer():
+def test_names_ignore_separators_and_settings_reach_the_optimizer():
     net = NamedLM()
     for name in ("adamw8bit", "AdamW_8bit", "adamw-8-bit"):
         assert type(ft.build_optimizer(net, name)).__name__ == "AdamW8bit"
@@ -217,7 +217,11 @@ def test_names_are_joined_as_one_likes_and_settings_reach_the_optimizer():
         ({"offload": "disk"}, ValueError, "offload='disk'"),
         ({"updates": "kahn"}, ValueError, "updates='kahn'"),
         ({"updates": "kahan"}, ValueError, "parameters of torch.float32: only bfloat16.*bf16-true"),
-        ({"layer_decay": 0.9, "lora_plus": 2}, ValueError, "layer_decay and lora_plus: each makes all groups"),
+        (
+            {"layer_decay": 0.9, "lora_plus": 2},
+            ValueError,
+            "layer_decay and lora_plus: each creates all parameter groups",
+        ),
         ({"layer_decay": 0.9, "groups": [{}]}, ValueError, "layer_decay and groups"),
         ({"name": "paged-adamw", "offload": "cpu"}, ValueError, "offload='cpu' with 'paged-adamw'.*by itself"),
         ({"name": "schedule-free", "updates": "kahan"}, ValueError, "updates='kahan' with 'schedule-free'"),
@@ -225,7 +229,7 @@ def test_names_are_joined_as_one_likes_and_settings_reach_the_optimizer():
         ({"name": "muon", "blocks": "Conv2d"}, ValueError, "matches nothing"),
     ],
 )
-def test_what_cannot_be_is_refused_when_it_is_asked_for(asked, kind, message):
+def test_invalid_requests_are_refused(asked, kind, message):
     with pytest.raises(kind, match=message):
         ft.build_optimizer(NamedLM(), **asked)
 
@@ -234,7 +238,7 @@ def test_what_cannot_be_is_refused_when_it_is_asked_for(asked, kind, message):
     ("name", "package", "extra"),
     [("adamw4bit", "torchao", "ao"), ("schedule-free", "schedulefree", "schedule-free")],
 )
-def test_a_package_that_is_missing_is_named_with_what_installs_it(name, package, extra, monkeypatch):
+def test_a_missing_package_is_named_with_its_extra(name, package, extra, monkeypatch):
     for module in [module for module in sys.modules if module.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, package, None)
@@ -242,7 +246,7 @@ def test_a_package_that_is_missing_is_named_with_what_installs_it(name, package,
         ft.build_optimizer(NamedLM(), name)
 
 
-def test_a_recipe_refuses_an_unknown_name_before_there_is_a_model():
+def test_a_recipe_refuses_an_unknown_name_without_a_model():
     with pytest.raises(ValueError, match="Use one of"):
         ft.NamedOptimizer("adamw9")
 
@@ -251,7 +255,7 @@ def test_a_recipe_refuses_an_unknown_name_before_there_is_a_model():
 
 
 @pytest.mark.parametrize("name", ["sgd", "adafactor", "lion", "muon", "adamw8bit"])
-def test_in_the_backward_it_is_the_same_bit_for_bit(name):
+def test_optimizing_in_backward_is_the_same_bit_for_bit(name):
     plain, net = NamedLM(name), NamedLM(name)
     loop(plain, plain.optimizer(plain), BATCHES)
     fit(net, BATCHES, [ft.OptimizerInBackward()])
@@ -259,7 +263,7 @@ def test_in_the_backward_it_is_the_same_bit_for_bit(name):
 
 
 @pytest.mark.parametrize("more", [{"name": "muon"}, {"offload": "cpu"}, {"name": "adamw", "updates": "kahan"}])
-def test_a_copy_of_model_and_optimizer_goes_on_by_itself(more):
+def test_a_copy_of_model_and_optimizer_trains_independently(more):
     net = NamedLM(**more).to(torch.bfloat16 if "updates" in more else torch.float32)
     optimizer = net.optimizer(net)
     loop(net, optimizer, BATCHES)
@@ -271,7 +275,7 @@ def test_a_copy_of_model_and_optimizer_goes_on_by_itself(more):
     assert largest_difference(weights(net), weights(other)) == 0
 
 
-def test_paged_state_is_made_anew_after_loading_with_the_same_numbers():
+def test_paged_state_is_recreated_after_loading_with_the_same_values():
     net = NamedLM("paged-adamw8bit")
     optimizer = net.optimizer(net)
     loop(net, optimizer, BATCHES[:1])
@@ -317,7 +321,7 @@ def test_schedules_and_clipping_reach_every_group_of_muon():
 
 def test_a_fused_optimizer_can_be_clipped_in_mixed_precision():
     ends = []
-    for limit in (None, 1e-3):  # Lightning refuses to clip for one made by hand
+    for limit in (None, 1e-3):  # Lightning refuses to clip for one created by hand
         net = NamedLM("adamw")
         net.optimizer = ft.NamedOptimizer("adamw", settings={"fused": True, "eps": 1e-2})
         ends.append(weights(fit(net, BATCHES, gradient_clip_val=limit, precision="bf16-mixed")))
@@ -325,20 +329,20 @@ def test_a_fused_optimizer_can_be_clipped_in_mixed_precision():
 
 
 @pytest.mark.parametrize("name", ["muon", "galore", "adafactor"])
-def test_zero_is_refused_to_what_needs_whole_matrices(name):
+def test_zero_is_refused_for_optimizers_of_matrices(name):
     net = NamedLM(name)
     with pytest.raises(ValueError, match="with ZeRO.*flat pieces"):
         refuse_unshardable(net.optimizer(net))
 
 
-def test_zero_is_refused_to_an_optimizer_in_host_memory():
+def test_zero_is_refused_for_an_optimizer_in_host_memory():
     net = NamedLM("adamw", offload="cpu")
     with pytest.raises(ValueError, match="HostOptimizer with ZeRO: its copy of the weights"):
         refuse_unshardable(net.optimizer(net))
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "lion", "adamw8bit", "lion8bit"])
-def test_zero_takes_what_treats_each_number_alike(name):
+def test_zero_accepts_elementwise_optimizers(name):
     net = NamedLM(name)
     refuse_unshardable(net.optimizer(net))
 
@@ -356,14 +360,14 @@ def test_the_planner_and_the_shard_command_know_the_names():
     assert report.at_peak["optimizer state"] == bytes_of["muon"]
 
 
-def test_the_proof_of_techniques_takes_a_named_optimizer():
+def test_verification_accepts_a_named_optimizer():
     net = NamedLM().gpt
     loss = lambda net, batch: torch.nn.functional.cross_entropy(net(batch[0]).flatten(0, 1), batch[1].flatten())  # noqa: E731
     proof = ft.verify(net, BATCHES[0], [ft.ActivationCheckpointing()], loss=loss, optimizer=ft.NamedOptimizer("muon"))
     assert proof.ok
 
 
-def test_a_module_that_names_no_optimizer_says_so():
+def test_a_module_without_an_optimizer_is_an_error():
     class Bare(ft.FastTrainMixin, L.LightningModule):
         def training_step(self, batch):
             return None

@@ -1,4 +1,4 @@
-"""Clipping by units, and of weights."""
+"""Adaptive gradient clipping by units, and weight clipping."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ BATCHES = lm_batches(4)
 
 
 def one_unit(weights, gradient, factor, eps=1e-3):
-    """Equation 3 of the paper, for one unit by itself."""
+    """Apply equation 3 of the paper to one unit."""
     largest = factor * max(float(weights.norm()), eps)
     return gradient * largest / gradient.norm() if float(gradient.norm()) > largest else gradient
 
@@ -25,7 +25,7 @@ def test_each_unit_is_clipped_by_itself(shape):
     expected = [one_unit(w, g, 0.05) for w, g in zip(weight.detach(), before.clone(), strict=True)]
     clip_adaptively_([weight], 0.05)
     torch.testing.assert_close(weight.grad, torch.stack(expected))
-    assert torch.equal(weight.grad[0], expected[0])  # small beside its weights, so it stays
+    assert torch.equal(weight.grad[0], expected[0])  # small relative to its weights, so it stays
 
 
 @pytest.mark.parametrize("shape", [(5,), ()])
@@ -54,14 +54,14 @@ def test_rows_of_a_sparse_gradient_are_clipped_as_those_of_a_dense_one():
         clip_adaptively_([weight])
 
 
-def test_what_is_zero_stays_and_can_move():
+def test_zero_gradients_stay_and_zero_weights_can_change():
     zero = nn.Parameter(torch.zeros(2, 2))
     zero.grad = torch.tensor([[0.0, 0.0], [3.0, 4.0]])
     assert clip_adaptively_([zero, nn.Parameter(torch.ones(1))], 0.01, eps=0.1) == 1
     torch.testing.assert_close(zero.grad, torch.tensor([[0.0, 0.0], [0.0006, 0.0008]]))
 
 
-def test_in_a_run_all_but_embeddings_and_what_is_left_out():
+def test_in_a_run_embeddings_and_excluded_modules_are_not_clipped():
     plain, clipped = Gradients(), Gradients()
     fit(TinyLM(optimizer=sgd), BATCHES[:1], [plain])
     fit(TinyLM(optimizer=sgd), BATCHES[:1], [AdaptiveClipping(1e-3, leave_out="blocks.0.up"), clipped])
@@ -75,7 +75,7 @@ def test_in_a_run_all_but_embeddings_and_what_is_left_out():
     assert largest_difference(plain.seen[0], clipped.seen[0]) > 0.1
 
 
-def test_weights_are_clipped_after_the_step_and_not_before_it():
+def test_weights_are_clipped_after_the_step():
     net = fit(TinyLM(lr=0.5), BATCHES, [WeightClipping(0.3, of="blocks.1")], accumulate_grad_batches=2)
     assert float(net.blocks[1].up.weight.detach().abs().max()) == pytest.approx(0.3)
     assert float(net.blocks[0].up.weight.detach().abs().max()) > 0.3
@@ -87,12 +87,12 @@ def test_weights_are_clipped_after_the_step_and_not_before_it():
         (lambda: AdaptiveClipping(0.0), "factor=0.0"),
         (lambda: AdaptiveClipping(eps=-1), "eps=-1"),
         (lambda: WeightClipping(0), "limit=0"),
-        (lambda: clip_weights_([torch.ones(1)], 1.0), "none of the parameters trains"),
+        (lambda: clip_weights_([torch.ones(1)], 1.0), "none of the parameters is trainable"),
         (lambda: fit(TinyLM(), BATCHES, [AdaptiveClipping(leave_out="haed")]), "leave_out='haed'.*embed, blocks, head"),
         (lambda: fit(TinyLM(), BATCHES, [WeightClipping(1, of="haed")]), "of='haed'.*embed, blocks, head"),
         (lambda: fit(TinyLM(), BATCHES, [AdaptiveClipping(), ft.OptimizerInBackward()]), "used and freed"),
     ],
 )
-def test_what_is_unfit_is_refused(make, message):
+def test_invalid_arguments_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()

@@ -15,7 +15,7 @@ def names_in(model, groups):
 
 
 class Vision(nn.Module):
-    """What vision models keep as bare tensors."""
+    """Bare tensors of vision models."""
 
     def __init__(self):
         super().__init__()
@@ -27,7 +27,7 @@ class Vision(nn.Module):
         self.experts = nn.Parameter(torch.zeros(2, 4, 4))
 
 
-def test_products_are_decayed_and_nothing_else():
+def test_only_weights_of_products_are_decayed():
     model = Vision()
     groups = ft.optim.decay_groups(model, 0.2)
     assert [group["weight_decay"] for group in groups] == [0.2, 0.0]
@@ -38,7 +38,7 @@ def test_products_are_decayed_and_nothing_else():
 
 
 class Unusual(nn.Module):
-    """What is no product, though it has more than one dimension, beside what is one, though its name is unusual."""
+    """Multi-dimensional parameters that are not weights of products, and weights with unusual names."""
 
     def __init__(self):
         super().__init__()
@@ -48,7 +48,7 @@ class Unusual(nn.Module):
         self.attention = nn.MultiheadAttention(4, 2, add_bias_kv=True)
         self.normed = parametrizations.weight_norm(nn.Linear(4, 3))
         self.old = nn.utils.weight_norm(nn.Conv1d(4, 3, 2))
-        self.score = parametrizations.spectral_norm(nn.Linear(4, 1))  # [1, 4]: a product, all the same
+        self.score = parametrizations.spectral_norm(nn.Linear(4, 1))  # [1, 4], but a weight of a product
         self.value = nn.Linear(4, 1)
         self.marked, self.listed = nn.Parameter(torch.zeros(4, 4)), Listed()
         self.marked._no_weight_decay = True
@@ -105,7 +105,7 @@ def test_a_tied_weight_is_listed_once_and_spared_as_an_embedding():
     assert "lm_head.weight" in names_in(free, ft.optim.decay_groups(free))["decay"]
 
 
-def test_frozen_parameters_are_out_unless_they_are_asked_for():
+def test_frozen_parameters_are_excluded_unless_requested():
     model = TinyLM()
     model.blocks[0].requires_grad_(False)
     found = names_in(model, ft.optim.decay_groups(model))
@@ -116,14 +116,14 @@ def test_frozen_parameters_are_out_unless_they_are_asked_for():
         ft.optim.decay_groups(model.requires_grad_(False))
 
 
-def test_one_line_says_which_matrices_are_spared():
+def test_one_log_line_names_the_undecayed_matrices():
     with heard() as said:
         ft.optim.decay_groups(Vision(), 0.123)
     (line,) = [line for line in said if "decay_groups" in line]
-    assert "0.123 for 4 parameters, none for 7: of more than one dimension are cls_token, pos_embed" in line
+    assert "0.123 on 4 parameters, none on 7, including cls_token, pos_embed" in line
 
 
-def test_names_change_what_the_rules_say():
+def test_given_names_override_the_rules():
     model = TinyLM()
     found = names_in(model, ft.optim.decay_groups(model, decayed="embed.weight", spared="blocks.*.up.*"))
     assert "embed.weight" in found["decay"]
@@ -138,10 +138,10 @@ def test_names_change_what_the_rules_say():
     ("settings", "message"),
     [
         ({"weight_decay": -0.1}, "weight_decay=-0.1: weights would grow"),
-        ({"decayed": "embeds"}, "decayed='embeds': no parameter that trains has this name.*embed.weight"),
+        ({"decayed": "embeds"}, "decayed='embeds': no trainable parameter has this name.*embed.weight"),
         ({"spared": ["nothing.*"]}, r"spared='nothing\.\*'"),
     ],
 )
-def test_what_cannot_be_is_refused(settings, message):
+def test_invalid_arguments_are_refused_with_a_reason(settings, message):
     with pytest.raises(ValueError, match=message):
         ft.optim.decay_groups(TinyLM(), **settings)

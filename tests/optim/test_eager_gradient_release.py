@@ -1,4 +1,4 @@
-"""No gradient is alive during a forward."""
+"""No gradient is in memory during a forward."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from tests.nets import Gradients, TinyLM, fit, gradients, largest_difference, lm
 
 
 class Watching(TinyLM):
-    """Counts the gradients that are alive while it computes."""
+    """Counts the gradients in memory during its forward."""
 
     def training_step(self, batch, batch_idx):
         self.alive = [*getattr(self, "alive", []), len(gradients(self))]

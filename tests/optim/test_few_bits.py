@@ -1,4 +1,4 @@
-"""State in 8 bits, and weights in bfloat16 alone, train the reference GPT as float32 does; plain bfloat16 does not."""
+"""8-bit state and compensated bfloat16 weights train the reference GPT like float32; plain bfloat16 does not."""
 
 import dataclasses
 import importlib
@@ -22,16 +22,16 @@ def train(monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "rate", "steps"), [("adamw", 1e-3, 100), ("lion", 1e-4, 40)])
-def test_eight_bits_follow_thirty_two_within_one_percent(train, name, rate, steps):
+def test_eight_bit_state_matches_float32_within_one_percent(train, name, rate, steps):
     pytest.importorskip("bitsandbytes")
     full, full_state = train(name, lr=rate, steps=steps)
     low, low_state = train(f"{name}8bit", lr=rate, steps=steps)
     assert statistics.mean(low) == pytest.approx(statistics.mean(full), rel=0.01)
-    assert full[0] - full[-1] > 0.5  # there was something to follow
+    assert full[0] - full[-1] > 0.5  # the loss has decreased
     assert low_state < 0.3 * full_state
 
 
-def test_bfloat16_alone_stalls_and_kahan_does_not(train):
+def test_pure_bfloat16_stalls_and_kahan_does_not(train):
     full, plain, kahan = (
         statistics.mean(train(steps=80, dtype=dtype, updates=updates)[0][-20:])
         for dtype, updates in ((torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "kahan"))
@@ -40,8 +40,8 @@ def test_bfloat16_alone_stalls_and_kahan_does_not(train):
     assert kahan == pytest.approx(full, rel=0.004)
 
 
-def test_what_is_written_is_what_was_measured():
-    """The figures in examples/results/README.md."""
+def test_the_documented_figures_are_the_measured_ones():
+    """Check the figures in examples/results/README.md."""
     text = (RESULTS / "README.md").read_text()
     for file in ("bf16_alone_cpu.json", "few_bits_cpu.json"):
         for row in json.loads((RESULTS / file).read_text())["rows"]:

@@ -1,4 +1,4 @@
-"""Clipping beside a fused optimizer in bfloat16: allowed, right, and only for this run."""
+"""Clipping with a fused optimizer in bfloat16 is allowed, correct, and limited to the run."""
 
 import pytest
 import torch
@@ -10,8 +10,8 @@ from tests.nets import Gradients, TinyLM, as_loader, fit, largest_difference, lm
 SETTINGS = {"gradient_clip_val": 0.1, "precision": "bf16-mixed"}
 
 
-def test_the_host_still_refuses():
-    """Once this fails, Lightning has mended it and the technique can go."""
+def test_lightning_still_refuses_fused_clipping():
+    """If this fails, Lightning has fixed it and the technique can be removed."""
     with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
         fit(TinyLM(fused=True), lm_batches(1), **SETTINGS)
 
@@ -36,12 +36,12 @@ def test_the_gradient_is_clipped():
     assert net.norms == pytest.approx([1e-3, 1e-3], rel=1e-3)
 
 
-def test_it_is_undone():
+def test_the_change_is_undone_after_the_run():
     t = trainer([ft.FusedClipping(), Gradients()], **SETTINGS)
     t.fit(TinyLM(fused=True), as_loader(lm_batches(1)))
     assert "clip_gradients" not in vars(t.precision_plugin)
 
 
-def test_float16_is_left_alone():
+def test_float16_is_left_unchanged():
     plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
     assert ft.optim.allow_fused_clipping_(plugin) is None

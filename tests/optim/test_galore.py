@@ -1,4 +1,4 @@
-"""GaLore against the paper's algorithm written out, against PyTorch's AdamW, and its own promises of memory."""
+"""GaLore against the paper's algorithm, PyTorch's AdamW, and its predicted memory."""
 
 import copy
 import io
@@ -40,7 +40,7 @@ def random_gradients(count, *shape, dtype=torch.float64):
 
 
 def run(parameter, steps, groups=None, optimizer=None, **settings):
-    """``steps`` gradients, one after the other, on one parameter."""
+    """Take ``steps`` steps on one parameter."""
     optimizer = optimizer or GaLoreAdamW(groups or [{"params": [parameter], "rank": 2}], **settings)
     for gradient in steps:
         parameter.grad = gradient.clone()
@@ -68,7 +68,7 @@ def projections(optimizer):
 
 
 def algorithm_of_the_paper(weight, steps, rank, every, lr, scale, decay, beta1=0.9, beta2=0.999, eps=1e-8):
-    """Algorithm 2 of the paper for a wide matrix, with Adam written out entry by entry."""
+    """Run algorithm 2 of the paper for a wide matrix, with Adam written out entry by entry."""
     first = second = torch.zeros(rank, weight.shape[1], dtype=weight.dtype)
     basis = torch.zeros(weight.shape[0], rank, dtype=weight.dtype)
     for t, gradient in enumerate(steps):
@@ -99,7 +99,7 @@ def test_equals_the_algorithm_of_the_paper(shape, foreach):
     torch.testing.assert_close(parameter.detach(), expected, rtol=1e-9, atol=1e-9)
 
 
-def test_full_rank_in_the_coordinates_of_the_matrix_is_adamw():
+def test_full_rank_in_the_matrix_coordinates_equals_adamw():
     """The singular vectors of a diagonal gradient are the axes, so that projecting changes nothing."""
     steps = [torch.diag(torch.tensor([3.0, 2.0, 1.0], dtype=torch.float64) * c) for c in (1.0, -2.0, 0.3, 5.0)]
     ours, theirs = (nn.Parameter(torch.ones(3, 3, dtype=torch.float64)) for _ in range(2))
@@ -127,7 +127,7 @@ def test_the_subspace_is_refreshed_on_schedule():
 
 @pytest.mark.parametrize("scale", [1.0, 1e-25, 1e25])
 @pytest.mark.parametrize("shape", [(40, 90), (90, 40)])
-def test_subspaces_hold_what_the_best_one_holds(shape, scale):
+def test_subspaces_capture_as_much_as_the_optimal_one(shape, scale):
     short = min(shape)
     spectrum = torch.arange(1, short + 1).float() ** -0.7
     u, v = (torch.linalg.qr(torch.randn(size, short)).Q for size in shape)
@@ -143,7 +143,7 @@ def test_subspaces_hold_what_the_best_one_holds(shape, scale):
 
 
 def ill_conditioned(shape, smallest):
-    """Singular values from one down to ``smallest``, all the same ratio apart."""
+    """Return a matrix with singular values from one down to ``smallest``, in equal ratios."""
     short, generator = min(shape), torch.Generator().manual_seed(4)
     u, v = (torch.linalg.qr(torch.randn(n, short, generator=generator, dtype=torch.float64)).Q for n in shape)
     return (u * torch.logspace(0, smallest, short, dtype=torch.float64)) @ v.T
@@ -174,7 +174,7 @@ def test_the_exact_subspace_is_that_of_a_float64_svd_vector_by_vector(gradient):
     assert float((expected * basis).sum(0).abs()[apart].min()) > 0.999
 
 
-def test_a_sketch_is_the_same_again_and_draws_no_random_numbers_of_yours():
+def test_a_sketch_is_reproducible_and_keeps_the_random_state():
     gradient, before = torch.randn(40, 90), torch.get_rng_state()
     bases = [_leading_subspace(gradient, 8, "sketched", seed) for seed in (3, 3, 4)]
     assert torch.equal(bases[0], bases[1])
@@ -192,7 +192,7 @@ def test_groups_without_a_rank_are_pytorchs_adamw_bit_for_bit():
     assert largest_difference(weights(nets[1]), weights(nets[0])) == 0
 
 
-def test_it_descends():
+def test_the_loss_decreases():
     torch.manual_seed(0)
     net, target = nn.Linear(24, 16, bias=False), torch.randn(16, 4) @ torch.randn(4, 24) / 5
     optimizer = GaLoreAdamW([{"params": [net.weight], "rank": 4, "update_every": 20, "scale": 1.0}], lr=0.02)
@@ -232,14 +232,14 @@ def test_adamws_state_is_larger_by_the_formula():
     assert state_bytes(adamw) == galore_state_bytes([{"params": list(net.parameters())}])
 
 
-def test_the_memory_prediction_sees_it():
+def test_the_memory_prediction_includes_its_state():
     net = GaLoreLM()
     report = ft.predict_memory(net, BATCHES[0], device="cpu")
     predicted = galore_state_bytes(galore_groups(net, rank=2))
     assert report.at_peak["optimizer state"] == predicted
 
 
-def test_bytes_of_a_model_that_is_nowhere():
+def test_state_bytes_of_a_meta_model_are_predicted():
     with torch.device("meta"):
         net = nn.Sequential(*[nn.TransformerEncoderLayer(4096, 32, 16384) for _ in range(32)])
     galore = galore_state_bytes(galore_groups(net, rank=128))
@@ -250,7 +250,7 @@ def test_bytes_of_a_model_that_is_nowhere():
 
 
 @pytest.mark.parametrize("kind", [GaLoreLM, SketchedLM])
-def test_saved_and_loaded_it_goes_on_bit_for_bit(kind):
+def test_saved_and_loaded_it_continues_bit_for_bit(kind):
     whole, half = kind(), kind()
     loop(whole, whole.configure_optimizers(), BATCHES * 2)
     optimizer = half.configure_optimizers()
@@ -278,7 +278,7 @@ def test_resumed_in_the_trainer_bit_for_bit(tmp_path):
     assert largest_difference(weights(whole), weights(resumed)) == 0
 
 
-def test_a_copy_of_model_and_optimizer_goes_on_by_itself():
+def test_a_copy_of_model_and_optimizer_trains_independently():
     net = GaLoreLM()
     optimizer = net.configure_optimizers()
     loop(net, optimizer)
@@ -298,7 +298,7 @@ def test_the_state_of_another_optimizer_is_refused():
         net.configure_optimizers().load_state_dict(adamw.state_dict())
 
 
-# Hosts and company
+# Hosts and other techniques
 
 
 def test_trainer_fabric_and_bare_loop_agree_bit_for_bit():
@@ -314,7 +314,7 @@ def test_trainer_fabric_and_bare_loop_agree_bit_for_bit():
         optimizer.step()
     assert largest_difference(weights(bare), weights(net)) == 0
     assert largest_difference(weights(bare), weights(fit(GaLoreLM(), BATCHES))) == 0
-    assert largest_difference(weights(bare), weights(fit(TinyLM(), BATCHES))) > 1e-3  # AdamW's are others
+    assert largest_difference(weights(bare), weights(fit(TinyLM(), BATCHES))) > 1e-3  # AdamW's weights differ
 
 
 def test_in_backward_it_is_the_same_bit_for_bit():
@@ -335,7 +335,7 @@ def test_micro_batches_and_clipping_change_nothing_but_rounding():
     settings = {"gradient_clip_val": 0.1}
     plain = fit(GaLoreLM(), BATCHES, **settings)
     split = fit(GaLoreLM(), BATCHES, [ft.MicroBatching(3)], **settings)
-    assert largest_difference(weights(plain), weights(split)) < 1e-3  # Adam magnifies what is nearly nothing
+    assert largest_difference(weights(plain), weights(split)) < 1e-3  # Adam amplifies tiny gradients
     assert largest_difference(weights(plain), weights(fit(GaLoreLM(), BATCHES))) > 1e-3
 
 
@@ -353,7 +353,7 @@ def test_under_mixed_precision_the_state_and_the_projection_stay_in_float32():
     assert torch.equal(*ends)
 
 
-def test_in_true_bfloat16_it_is_near_to_float32():
+def test_in_true_bfloat16_it_is_close_to_float32():
     ends = []
     for dtype in (torch.float32, torch.bfloat16):
         parameter = nn.Parameter(torch.zeros(6, 9, dtype=dtype))
@@ -362,7 +362,7 @@ def test_in_true_bfloat16_it_is_near_to_float32():
     assert largest_difference(*ends) < 0.03
 
 
-def test_schedulers_drive_each_group_by_itself():
+def test_schedulers_drive_each_group_independently():
     net = GaLoreLM()
     optimizer = net.configure_optimizers()
     scheduler = LambdaLR(optimizer, [lambda step: 0.0, lambda step: 0.5**step])
@@ -386,7 +386,7 @@ def test_a_closure_is_called_with_gradients_on():
     assert (parameter < 1).all()
 
 
-def test_what_is_thawed_later_starts_with_its_own_subspace():
+def test_parameters_unfrozen_later_start_with_their_own_subspace():
     net = GaLoreLM()
     frozen = net.blocks[0].up.weight.requires_grad_(False)
     groups = galore_groups(net, **net.groups)
@@ -450,7 +450,7 @@ def names_in(net, groups):
     return {group["name"]: [of[parameter] for parameter in group["params"]] for group in groups}
 
 
-def test_matrices_of_blocks_are_projected_and_all_is_listed_once():
+def test_matrices_of_blocks_are_projected_and_parameters_listed_once():
     net = TinyLM()
     names = names_in(net, galore_groups(net, rank=2))
     assert names["galore"] == [f"blocks.{i}.{layer}.weight" for i in range(3) for layer in ("up", "down")]
@@ -470,7 +470,7 @@ def test_llamas_embeddings_norms_and_head_are_not_projected():
     }
 
 
-def test_named_modules_only_without_frozen_ones():
+def test_only_named_and_unfrozen_modules_are_projected():
     net = TinyLM()
     net.blocks[0].up.weight.requires_grad_(False)
     names = names_in(net, galore_groups(net, rank=2, blocks="blocks.*.up", frozen=False))
@@ -483,7 +483,7 @@ def test_an_embedding_within_a_block_is_not_projected():
     assert names_in(net, galore_groups(net, rank=2))["galore"] == ["0.up.weight", "1.up.weight"]
 
 
-def test_matrices_for_which_the_rank_saves_nothing_are_left_out_and_said(caplog):
+def test_matrices_too_small_for_the_rank_are_excluded_and_logged(caplog):
     net = nn.ModuleList([nn.ModuleList([nn.Linear(8, 40), nn.Linear(3, 3)]) for _ in range(2)])
     with caplog.at_level(logging.INFO, "lightning_fasttrain"):
         names = names_in(net, galore_groups(net, rank=2))
@@ -499,14 +499,14 @@ def test_matrices_for_which_the_rank_saves_nothing_are_left_out_and_said(caplog)
     [
         ({"rank": 0}, "rank=0: it counts things"),
         ({"update_every": 0}, "update_every=0: it counts things"),
-        ({"scale": 0}, "scale=0: projected weights would not be trained"),
+        ({"scale": 0}, "scale=0: projected weights would not be updated"),
         ({"subspace": "svd"}, "subspace='svd': not a known choice"),
-        ({"rank": 1000}, r"rank=1000\) on TinyLM: .*none of its 6 matrices.*up.weight 16 × 8.*smaller rank"),
-        ({"blocks": "LayerNorm"}, "no matrix that could be projected in 3 blocks.*blocks="),
+        ({"rank": 1000}, r"rank=1000\) on TinyLM: .*any of its 6 matrices.*up.weight 16 × 8.*smaller rank"),
+        ({"blocks": "LayerNorm"}, "none of its 3 blocks has a matrix to project.*blocks="),
         ({"blocks": "Conv2d"}, "matches nothing"),
     ],
 )
-def test_groups_that_cannot_be_are_refused(settings, message):
+def test_invalid_groups_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         galore_groups(TinyLM(), **{"rank": 2, **settings})
 
@@ -530,7 +530,7 @@ def one(shape=(3, 4), **group):
         (one(eps=-1.0), "eps=-1.0"),
     ],
 )
-def test_bad_groups_are_refused_when_they_are_given(groups, message):
+def test_the_optimizer_refuses_invalid_groups(groups, message):
     with pytest.raises(ValueError, match=message):
         GaLoreAdamW(groups)
 
@@ -542,7 +542,7 @@ def test_a_group_that_is_refused_is_not_added():
     assert len(optimizer.param_groups) == 1
 
 
-def test_matrices_that_are_split_over_devices_are_refused():
+def test_sharded_matrices_are_refused():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -550,13 +550,13 @@ def test_matrices_that_are_split_over_devices_are_refused():
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
         matrix = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (2,)), [Shard(0)])
-        with pytest.raises(ValueError, match="a DTensor of shape .*split over devices.*train with DDP"):
+        with pytest.raises(ValueError, match="a DTensor of shape .*quantized or sharded.*train with DDP"):
             GaLoreAdamW([{"params": [nn.Parameter(matrix).detach().requires_grad_()], "rank": 2}])
     finally:
         dist.destroy_process_group()
 
 
-def test_matrices_that_were_flattened_since_are_refused_at_the_step():
+def test_matrices_flattened_later_are_refused_in_the_step():
     optimizer = GaLoreAdamW(one())
     flat = torch.ones(12)
     flat.grad = torch.ones(12)
@@ -565,7 +565,7 @@ def test_matrices_that_were_flattened_since_are_refused_at_the_step():
         optimizer.step()
 
 
-def test_sparse_gradients_and_those_that_are_not_finite_are_refused():
+def test_sparse_and_non_finite_gradients_are_refused():
     embedding = nn.Embedding(5, 4, sparse=True)
     optimizer = GaLoreAdamW([{"params": [embedding.weight], "rank": 2}])
     embedding(torch.tensor([1])).sum().backward()
@@ -580,7 +580,7 @@ def test_sparse_gradients_and_those_that_are_not_finite_are_refused():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("foreach", [None, False])
-def test_on_cuda_it_is_the_same_and_waits_for_the_device_at_refreshes_only(foreach):
+def test_on_cuda_it_is_equal_and_synchronizes_at_refreshes_only(foreach):
     steps, ends = random_gradients(6, 40, 70), []
     for device in ("cpu", "cuda"):
         parameter = nn.Parameter(torch.ones(40, 70, dtype=torch.float64, device=device))

@@ -1,4 +1,4 @@
-"""An optimizer in host memory against the same one on the device, which here is the same memory."""
+"""An optimizer in host memory against the same one on the device, here the CPU as well."""
 
 import lightning as L
 import pytest
@@ -29,7 +29,7 @@ class Offloaded(TinyLM):
 
 
 @pytest.mark.parametrize("name", ABLE)
-def test_it_trains_as_on_the_device_bit_for_bit_and_resumes(name, tmp_path):
+def test_it_matches_the_device_bit_for_bit_and_resumes(name, tmp_path):
     if KNOWN[name].extra:
         pytest.importorskip("bitsandbytes")
 
@@ -46,11 +46,11 @@ def test_it_trains_as_on_the_device_bit_for_bit_and_resumes(name, tmp_path):
     t.fit(resumed, as_loader(BATCHES), ckpt_path=tmp_path / "half.ckpt", weights_only=True)
     assert largest_difference(weights(plain), weights(resumed)) == 0
     (optimizer,) = t.optimizers
-    assert len(optimizer.state) == 0  # so that Lightning moves nothing of it
+    assert len(optimizer.state) == 0  # so that Lightning does not move its state
     assert optimizer.param_groups[0]["lr"] == 0.01 * 0.25
 
 
-def test_its_checkpoint_is_the_plain_optimizers():
+def test_its_checkpoint_has_the_plain_optimizers_format():
     net = TinyLM()
     away = ft.build_optimizer(net, offload="cpu")
     net.loss(BATCHES[0]).backward()
@@ -64,7 +64,7 @@ def test_its_checkpoint_is_the_plain_optimizers():
     assert torch.equal(first, second)
 
 
-def test_weights_that_something_else_has_set_are_read_again():
+def test_weights_changed_in_place_are_read_again():
     net, reference = nn.Linear(3, 2), nn.Linear(3, 2)
     away = HostOptimizer(net.parameters(), lambda groups: torch.optim.SGD(groups, lr=0.1))
     net(torch.ones(1, 3)).sum().backward()

@@ -1,4 +1,4 @@
-"""Training in bfloat16 alone, against a float32 copy of the weights that is kept by hand."""
+"""Training in pure bfloat16, against a float32 copy of the weights kept by hand."""
 
 import io
 import math
@@ -35,7 +35,7 @@ def run(parameter, optimizer, steps):
 
 
 def whole(parameter, optimizer):
-    """The float32 number whose rounding the parameter is."""
+    """Return the float32 value whose rounding the parameter is."""
     bits = parameter.detach().view(torch.int16).int() << 16
     return (bits + optimizer.state[parameter]["low_bits"].int()).view(torch.float32)
 
@@ -53,7 +53,7 @@ def test_kahan_is_the_optimizer_on_a_float32_copy_bit_for_bit(name):
 
 
 @pytest.mark.parametrize("value", [1.0, -1.0, 1.00390625, -0.0, 3e38, 1e-39, float("inf"), float("nan")])
-def test_every_number_survives_narrowing_and_widening(value):
+def test_every_value_survives_conversion_and_restoration(value):
     parameter = nn.Parameter(torch.tensor([value]).bfloat16())
     before = parameter.detach().clone()
     optimizer = LowPrecisionUpdates(torch.optim.SGD([parameter], lr=0.0), "kahan")
@@ -62,21 +62,21 @@ def test_every_number_survives_narrowing_and_widening(value):
 
 
 def drift(optimizer_of, steps=600):
-    """A weight of one that is to fall by 1e-4 a step, which bfloat16 rounds away near one."""
+    """Train a weight of one by -1e-4 per step, which bfloat16 rounds away near one."""
     parameter = nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
     run(parameter, optimizer_of(parameter), [torch.ones(4096)] * steps)
     return parameter.float().mean().item()
 
 
-def test_plain_bfloat16_stalls_where_ours_follows_float32():
+def test_plain_bfloat16_stalls_and_ours_follows_float32():
     sgd = lambda p: torch.optim.SGD([p], lr=1e-4)  # noqa: E731
     assert drift(sgd) == 1.0
     for how in HOW:
         assert drift(lambda p, how=how: LowPrecisionUpdates(sgd(p), how)) == pytest.approx(0.94, abs=2e-3)
 
 
-def test_rounding_by_chance_has_the_true_value_as_its_mean():
-    """One update by a quarter of the last place is made by a quarter of the weights."""
+def test_stochastic_rounding_is_unbiased():
+    """An update by a quarter of the last place changes a quarter of the weights."""
     parameter = nn.Parameter(torch.ones(40_000, dtype=torch.bfloat16))
     optimizer = LowPrecisionUpdates(torch.optim.SGD([parameter], lr=2.0**-9), "stochastic")
     run(parameter, optimizer, [-torch.ones(40_000)])  # the last place of one is 2⁻⁷
@@ -86,7 +86,7 @@ def test_rounding_by_chance_has_the_true_value_as_its_mean():
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_what_is_not_finite_stays_so_whatever_its_bits(how):
+def test_non_finite_values_stay_non_finite(how):
     patterns = torch.tensor([0x7FFFFFFF, -1, 0x7FC00000, 0x7F800001, 0x7F800000, -0x800000], dtype=torch.int32)
 
     class Sets(torch.optim.SGD):
@@ -100,7 +100,7 @@ def test_what_is_not_finite_stays_so_whatever_its_bits(how):
     assert parameter.tolist()[4:] == [math.inf, -math.inf]
 
 
-def test_parameters_and_steps_round_differently_and_no_random_number_of_yours_is_drawn():
+def test_rounding_noise_is_independent_and_keeps_the_random_state():
     two = [nn.Parameter(torch.ones(500, dtype=torch.bfloat16)) for _ in range(2)]
     optimizer = LowPrecisionUpdates(torch.optim.SGD(two, lr=2.0**-9), "stochastic")
     before, seen = torch.get_rng_state(), []
@@ -115,7 +115,7 @@ def test_parameters_and_steps_round_differently_and_no_random_number_of_yours_is
 
 
 class InLow(TinyLM):
-    """The tiny language model, with an optimizer for bfloat16 alone."""
+    """The tiny language model, with an optimizer for pure bfloat16."""
 
     def __init__(self, name="adamw", updates="kahan", **more):
         super().__init__()
@@ -146,7 +146,7 @@ def test_in_the_trainer_it_resumes_bit_for_bit(name, updates, tmp_path):
     assert largest_difference(weights(whole), weights(plain)) > 0
 
 
-def test_in_backward_and_offloaded_it_is_the_same():
+def test_optimizing_in_backward_and_offloading_give_the_same_result():
     settings = {"precision": "bf16-true"}
     plain = fit(InLow(), BATCHES, **settings)
     in_backward = fit(InLow(), BATCHES, [ft.OptimizerInBackward()], **settings)
@@ -165,7 +165,7 @@ def test_its_state_is_as_large_as_predicted(updates):
     assert held == predicted == 100 * (8 + 2 * (updates == "kahan")) + 4
 
 
-def test_a_plain_state_loads_and_its_own_loads_into_the_plain_optimizer():
+def test_states_load_from_and_into_the_plain_optimizer():
     parameter = nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
     plain = MAKE["adamw"]([parameter])
     run(parameter, plain, gradients(2, 5))
@@ -184,7 +184,7 @@ def test_a_plain_state_loads_and_its_own_loads_into_the_plain_optimizer():
     assert plain.state[parameter]["step"] == 4
 
 
-def test_what_it_cannot_do_is_refused():
+def test_unsupported_uses_are_refused():
     with pytest.raises(ValueError, match="updates='kahan' with parameters of torch.float32"):
         LowPrecisionUpdates(MAKE["sgd"]([nn.Parameter(torch.ones(1))]), "kahan")
 

@@ -1,4 +1,4 @@
-"""Muon beside AdamW against the two by themselves, and Lion against its formula written out."""
+"""MuonAdamW against Muon and AdamW separately, and Lion against its formula."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def matrices(net):
     return [p for name, p in net.named_parameters() if name.startswith("blocks.") and p.ndim == 2]
 
 
-def test_one_optimizer_computes_what_the_two_compute_by_themselves_bit_for_bit():
+def test_the_combined_optimizer_equals_both_optimizers_bit_for_bit():
     joined, apart = TinyLM(), TinyLM()
     loop(joined, ft.build_optimizer(joined, "muon", lr=0.01, weight_decay=0.2, momentum=0.9, betas=(0.8, 0.95)))
     hidden = set(matrices(apart))
@@ -49,11 +49,11 @@ def test_a_state_of_other_groups_is_refused(name):
     net = TinyLM()
     other = ft.build_optimizer(net, name, **({"blocks": "blocks.0"} if name == "muon" else {}))
     loop(net, other)
-    with pytest.raises(ValueError, match="not this MuonAdamW's"):
+    with pytest.raises(ValueError, match="a state for MuonAdamW"):
         ft.build_optimizer(net, "muon").load_state_dict(other.state_dict())
 
 
-def test_what_muon_cannot_take_is_refused():
+def test_unsupported_parameters_of_muon_are_refused():
     bias, weight = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3, 3))
     with pytest.raises(ValueError, match=r"shape \(3,\) in a group for Muon"):
         MuonAdamW([{"params": [bias], "muon": True}])
@@ -61,7 +61,7 @@ def test_what_muon_cannot_take_is_refused():
         MuonAdamW([weight])
 
 
-def test_lion_is_its_formula_entry_by_entry():
+def test_lion_matches_its_formula_entry_by_entry():
     start, generator = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4), torch.Generator().manual_seed(2)
     parameter = nn.Parameter(start.clone())
     optimizer = Lion([parameter], lr=0.1, betas=(0.7, 0.95), weight_decay=0.3)
@@ -86,7 +86,7 @@ def test_lion_agrees_with_that_of_bitsandbytes():
 
 
 @pytest.mark.parametrize("settings", [{"lr": -1}, {"betas": (0.9, 1.0)}, {"weight_decay": -0.1}])
-def test_settings_of_lion_that_are_out_of_range_are_refused(settings):
+def test_settings_of_lion_out_of_range_are_refused(settings):
     with pytest.raises(ValueError, match=f"{next(iter(settings))}=.*out of range"):
         Lion([nn.Parameter(torch.zeros(2))], **settings)
 

@@ -1,4 +1,4 @@
-"""The plain optimizer's updates, bit for bit, without ever holding all gradients."""
+"""OptimizerInBackward equals the plain optimizer bit for bit, and never holds all gradients."""
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +22,7 @@ BATCHES = lm_batches(5)
 
 
 def loop(optimizer_of, in_backward, net=None, steps=5, **clips):
-    """``steps`` steps by hand, under a scheduler; returns the net and its optimizer."""
+    """Take ``steps`` steps by hand with a scheduler; return the net and its optimizer."""
     net = net or TinyLM()
     optimizer = optimizer_of(net)
     scheduler = LambdaLR(optimizer, lambda step: 0.7**step)
@@ -113,7 +113,7 @@ def test_clip_norm_clips_each_parameter_by_its_own_norm():
     optimize_in_backward_(optimizer, clip_norm=0.5)
     (3 * net.weight.sum() + 0.1 * net.bias.sum()).backward()
     assert torch.allclose(before["weight"] - net.weight, torch.full((2, 3), 0.5 / 6**0.5))  # norm 3·√6 became 0.5
-    assert torch.allclose(before["bias"] - net.bias, torch.full((2,), 0.1))  # short enough as it is
+    assert torch.allclose(before["bias"] - net.bias, torch.full((2,), 0.1))  # below the limit
 
 
 def test_sparse_gradients():
@@ -132,7 +132,7 @@ def test_sparse_gradients():
     assert largest_difference(*ends) == 0
 
 
-def test_sparse_gradients_are_clipped_as_dense_ones_are():
+def test_sparse_gradients_are_clipped_like_dense_ones():
     ends = []
     for sparse in (False, True):
         torch.manual_seed(0)
@@ -146,7 +146,7 @@ def test_sparse_gradients_are_clipped_as_dense_ones_are():
     assert largest_difference(*ends) < 1e-6
 
 
-def test_state_dict_goes_both_ways():
+def test_state_dicts_are_interchangeable():
     def make(net):
         return torch.optim.AdamW(net.parameters(), lr=0.01)
 
@@ -167,7 +167,7 @@ def test_state_dict_goes_both_ways():
             undo()
 
 
-def test_gradients_are_never_all_in_memory():
+def test_gradients_never_exist_all_at_once():
     added = {}
     for in_backward in (False, True):
         net = nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(16)])
@@ -175,7 +175,7 @@ def test_gradients_are_never_all_in_memory():
         if in_backward:
             optimize_in_backward_(optimizer)
         x = torch.ones(1, 128)
-        for _ in range(2):  # the first makes the optimizer's state
+        for _ in range(2):  # the first creates the optimizer's state
             loss = net(x).sum()
             with ft.run.PeakMemory("cpu", net, optimizer, loss) as peak:
                 loss.backward()
@@ -198,8 +198,8 @@ def test_a_parameter_that_is_used_twice_is_updated_once():
     assert torch.equal(net.weight, before - expected)
 
 
-def test_loop_around_it_stays_truthful():
-    """Step hooks fire once a step, a closure is evaluated once and its loss returned, a scheduler does not complain."""
+def test_hooks_closures_and_schedulers_work_as_usual():
+    """Step hooks fire once a step, a closure is evaluated once and its loss returned, a scheduler does not warn."""
     net, fired = nn.Linear(2, 2), []
     optimizer = torch.optim.AdamW(net.parameters())
     optimizer.register_step_pre_hook(lambda *_: fired.append("before"))
@@ -220,7 +220,7 @@ def test_loop_around_it_stays_truthful():
     assert optimizer.state[net.weight]["step"] == 1
 
 
-def test_added_and_thawed_parameters_take_part_and_frozen_ones_rest():
+def test_added_and_unfrozen_parameters_are_updated_and_frozen_ones_are_not():
     def run(in_backward):
         torch.manual_seed(0)
         net = nn.ModuleList([nn.Linear(2, 2) for _ in range(3)])
@@ -256,7 +256,7 @@ def test_hooks_survive_a_change_of_dtype_and_device_of_the_parameters():
     assert not gradients(net)
 
 
-def test_applied_twice_is_once_and_a_copy_of_the_model_is_plain():
+def test_applying_twice_has_no_effect_and_a_copy_of_the_model_is_plain():
     net = nn.Linear(2, 2, bias=False)
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
     undos = [optimize_in_backward_(optimizer) for _ in range(2)]
@@ -296,7 +296,7 @@ def test_reentrant_checkpoints_that_share_a_parameter_are_refused_and_others_are
         twice.sum().backward()
 
 
-def test_an_error_in_backward_goes_on():
+def test_an_error_in_backward_is_propagated():
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     optimize_in_backward_(optimizer)
@@ -319,17 +319,17 @@ class CountingInItsGroup(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_what_cannot_work_is_refused():
+def test_unsupported_optimizers_are_refused():
     parameters = [nn.Parameter(torch.ones(2))]
     with pytest.raises(ValueError, match="LBFGS in backward: its step takes a closure"):
         optimize_in_backward_(torch.optim.LBFGS(parameters))
-    with pytest.raises(TypeError, match="optimizer=Linear: it is no torch.optim.Optimizer"):
+    with pytest.raises(TypeError, match="optimizer=Linear: expected a torch.optim.Optimizer"):
         optimize_in_backward_(nn.Linear(1, 1))  # type: ignore[arg-type]
     for name in ("clip_norm", "clip_value"):
         with pytest.raises(ValueError, match=f"{name}=0"):
             optimize_in_backward_(torch.optim.SGD(parameters, lr=0.1), **{name: 0})
     optimize_in_backward_(CountingInItsGroup(parameters, lr=0.1))
-    with pytest.raises(RuntimeError, match="CountingInItsGroup changed its group's k .*once a parameter"):
+    with pytest.raises(RuntimeError, match="CountingInItsGroup changed its group's k .*once per parameter"):
         parameters[0].sum().backward()
 
 
@@ -345,7 +345,7 @@ def test_several_processes_are_refused():
 
 
 def test_gradients_that_arrive_on_several_threads():
-    """As those of a model on several devices do; on the CPU, each ``backward`` runs in its caller's thread."""
+    """Gradients of a model on several devices do; on the CPU, each ``backward`` runs in its caller's thread."""
     net = nn.ModuleList([nn.ParameterList([nn.Parameter(torch.ones(100_000)) for _ in range(10)]) for _ in range(4)])
     optimizer = torch.optim.Adam([{"params": list(part)} for part in net], lr=0.1)
     optimize_in_backward_(optimizer)
@@ -358,13 +358,13 @@ def test_gradients_that_arrive_on_several_threads():
     assert [len(group["params"]) for group in optimizer.param_groups] == [10] * 4
 
 
-def test_nothing_to_hook_is_said():
+def test_an_optimizer_without_trainable_parameters_warns():
     with pytest.warns(ft.FastTrainWarning, match="no parameter of SGD requires a gradient"):
         optimize_in_backward_(torch.optim.SGD([torch.ones(1)], lr=0.1))
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_loss_scaler_in_a_loop_fails_rather_than_train_with_scaled_gradients(fused):
+def test_a_loss_scaler_in_a_loop_raises(fused):
     net = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, fused=fused)
     optimize_in_backward_(optimizer)
@@ -375,7 +375,7 @@ def test_a_loss_scaler_in_a_loop_fails_rather_than_train_with_scaled_gradients(f
         scaler.update()
 
 
-def test_what_fabric_wrapped():
+def test_an_optimizer_wrapped_by_fabric_is_supported():
     fabric = L.Fabric(accelerator="cpu", devices=1)
     net = fabric.setup_module(nn.Linear(2, 2))
     optimizer = fabric.setup_optimizers(torch.optim.SGD(net.parameters(), lr=0.1))
@@ -404,7 +404,7 @@ class ByEpoch(Scheduled):
 
 @pytest.mark.parametrize("net", [TinyLM, Scheduled, ByEpoch])
 @pytest.mark.parametrize("settings", [{}, {"precision": "bf16-mixed"}])
-def test_the_trainer_trains_as_ever(net, settings):
+def test_the_trainer_trains_identically(net, settings):
     runs = {}
     for techniques in ([], [OptimizerInBackward()], [OptimizerInBackward(), ft.EagerGradientRelease()]):
         torch.manual_seed(11)
@@ -417,7 +417,7 @@ def test_the_trainer_trains_as_ever(net, settings):
     assert runs[0].losses == runs[1].losses
 
 
-def test_the_trainer_never_sees_gradients_and_everything_is_undone():
+def test_the_trainer_sees_no_gradients_and_all_is_undone():
     seen, module = Gradients(), TinyLM()
     t = trainer([OptimizerInBackward(), seen])
     t.fit(module, as_loader(BATCHES))
@@ -449,14 +449,14 @@ def test_the_trainers_clipping_by_value_is_kept():
     assert largest_difference(weights(reference), weights(ours)) <= 1e-5
 
 
-def test_clip_norm_says_that_it_changes_training():
+def test_clip_norm_is_reported_as_changing_training():
     assert OptimizerInBackward().exactness is Exactness.EXACT
     assert OptimizerInBackward(clip_norm=1.0).exactness is Exactness.CHANGES_TRAINING
     ours = fit(TinyLM(), BATCHES, [OptimizerInBackward(clip_norm=1e-3)])
     assert largest_difference(weights(fit(TinyLM(), BATCHES)), weights(ours)) > 1e-4
 
 
-def test_a_backbone_that_is_thawed_during_the_run():
+def test_a_backbone_may_be_unfrozen_during_the_run():
     class Net(L.LightningModule):
         def __init__(self):
             super().__init__()
@@ -484,7 +484,7 @@ class Manual(TinyLM):
         self.automatic_optimization = False
 
 
-def test_manual_optimisation_by_the_function_as_its_refusal_says():
+def test_manual_optimization_works_through_the_function():
     class ByHand(Manual):
         in_backward = True
 
@@ -519,8 +519,8 @@ class ClipsItself(TinyLM):
     ("net", "settings", "message"),
     [
         (Manual, {}, "automatic_optimization=False: .* Call optimize_in_backward_"),
-        (ClipsItself, {}, "configure_gradient_clipping of ClipsItself: .*gone"),
-        (TinyLM, {"accumulate_grad_batches": 2}, "accumulate_grad_batches=2: .*none is left to be summed"),
+        (ClipsItself, {}, "configure_gradient_clipping of ClipsItself: .*freed"),
+        (TinyLM, {"accumulate_grad_batches": 2}, "accumulate_grad_batches=2: .*cannot be accumulated"),
         (TinyLM, {"gradient_clip_val": 0.5}, r"gradient_clip_val=0.5 by norm: .*clip_norm=0.5\)"),
         (TinyLM, {"strategy": "ddp", "devices": 1}, "DDPStrategy: it owns the gradients"),
         (
@@ -541,6 +541,6 @@ def test_accumulation_by_a_callback_is_refused_at_the_second_batch():
         fit(TinyLM(), BATCHES, [scheduler, OptimizerInBackward()])
 
 
-def test_clip_norm_of_nothing_is_refused_when_it_is_given():
+def test_a_clip_norm_of_zero_is_refused():
     with pytest.raises(ValueError, match="clip_norm=-1"):
         OptimizerInBackward(clip_norm=-1)

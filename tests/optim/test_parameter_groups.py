@@ -1,4 +1,4 @@
-"""Who is in which group, at which rate: worked out by hand, and against PEFT for LoRA+."""
+"""Groups and learning rates, against values by hand, and against PEFT for LoRA+."""
 
 import logging
 import re
@@ -13,7 +13,7 @@ from lightning_fasttrain.optim import layer_decay_groups, lora_plus_groups
 from tests.families import built
 from tests.nets import HeadFirst, TinyLM, fit, largest_difference, lm_batches, weights
 
-# PEFT asks transformers by a name that it is about to drop.
+# PEFT uses a deprecated name of transformers.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 
@@ -59,7 +59,7 @@ class Residual(nn.Module):
 
 
 class Stages(nn.Module):
-    """As a ResNet or a Swin: blocks in stages, with something between the stages."""
+    """Like a ResNet or a Swin: blocks in stages, with modules between the stages."""
 
     def __init__(self):
         super().__init__()
@@ -75,7 +75,7 @@ class Stages(nn.Module):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_head_that_is_registered_first_learns_at_the_full_rate_unless_it_is_the_embedding(tied):
+def test_a_head_registered_first_has_the_full_rate_unless_tied(tied):
     net = HeadFirst(tied=tied)
     groups = layer_decay_groups(net, lr=1.0, decay=0.5)
     assert_each_once(net, groups)
@@ -93,24 +93,24 @@ def test_a_head_that_is_registered_first_learns_at_the_full_rate_unless_it_is_th
 @pytest.mark.parametrize(
     "family", ["BartForConditionalGeneration", "T5ForConditionalGeneration", "Whisper", "FromTorch"]
 )
-def test_no_layer_of_a_decoder_learns_at_the_rate_of_the_head(family):
+def test_no_layer_of_a_decoder_has_the_learning_rate_of_the_head(family):
     net = built(family)
     groups = layer_decay_groups(net, lr=1.0, decay=0.5)
     assert_each_once(net, groups)
     named, rate = names_in(net, groups), rates(groups)
     head = [name for group in ("head", "head/no_decay") for name in named.get(group, [])]
-    assert not [name for name in head if re.search(r"\d", name)]  # nothing of a list
+    assert not [name for name in head if re.search(r"\d", name)]  # no module of a list
     first = next(group for group in named if "decoder" in group)
     assert max(rate[group] for group in named if "encoder" in group) < rate[first] < 1
 
 
-def test_a_decoder_that_blocks_leave_out_is_named():
+def test_a_decoder_outside_of_blocks_is_named():
     with pytest.warns(UserWarning, match=r"body\.decoder\.layers\.0, .* would count as head"):
         layer_decay_groups(built("FromTorch"), lr=1.0, blocks="body.encoder.layers.*")
     layer_decay_groups(built("FromTorch"), lr=1.0, blocks="body.encoder.layers.*", head=["body.decoder"])
 
 
-def test_the_tiny_language_model_by_hand():
+def test_the_tiny_language_model_matches_groups_by_hand():
     net = TinyLM(depth=2)
     groups = layer_decay_groups(net, lr=1.0, decay=0.5, weight_decay=0.1)
     assert names_in(net, groups) == {
@@ -125,7 +125,7 @@ def test_the_tiny_language_model_by_hand():
     assert_each_once(net, groups)
 
 
-def test_bert_by_hand():
+def test_bert_matches_groups_by_hand():
     net = tiny_bert()
     groups = layer_decay_groups(net, lr=1.0, decay=0.5)
     names = names_in(net, groups)
@@ -144,7 +144,7 @@ def test_bert_by_hand():
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_llama_by_hand(tied):
+def test_llama_matches_groups_by_hand(tied):
     net = tiny_llama(tie_word_embeddings=tied)
     groups = layer_decay_groups(net, lr=1.0, decay=0.5)
     names = names_in(net, groups)
@@ -155,7 +155,7 @@ def test_llama_by_hand(tied):
     assert_each_once(net, groups)
 
 
-def test_what_lies_between_blocks_goes_with_the_earlier_one():
+def test_modules_between_blocks_belong_to_the_earlier_block():
     net = Stages()
     groups = layer_decay_groups(net, lr=1.0, decay=0.5)
     names = names_in(net, groups)
@@ -168,7 +168,7 @@ def test_what_lies_between_blocks_goes_with_the_earlier_one():
 
 
 class Classifier(L.LightningModule):
-    """Makes its head before its backbone."""
+    """Creates its head before its backbone."""
 
     def __init__(self):
         super().__init__()
@@ -176,7 +176,7 @@ class Classifier(L.LightningModule):
         self.backbone = TinyLM(depth=2)
 
 
-def test_a_head_that_is_listed_first_can_be_named():
+def test_a_head_listed_first_can_be_named():
     net = Classifier()
     unnamed = layer_decay_groups(net, lr=1.0, decay=0.5)
     assert "classifier.weight" in names_in(net, unnamed)["stem"]
@@ -187,7 +187,7 @@ def test_a_head_that_is_listed_first_can_be_named():
     assert_each_once(net, groups)
 
 
-def test_which_is_stem_and_which_is_head_is_said(caplog):
+def test_stem_and_head_are_logged(caplog):
     say_once.cache_clear()
     with caplog.at_level(logging.INFO, "lightning_fasttrain"):
         layer_decay_groups(tiny_bert(), lr=1.0)
@@ -195,7 +195,7 @@ def test_which_is_stem_and_which_is_head_is_said(caplog):
     assert "then 2 blocks; the head is bert.pooler.dense, classifier" in caplog.text
 
 
-def test_frozen_ones_are_listed_unless_they_are_unwanted_and_quantised_ones_never():
+def test_frozen_parameters_are_optional_and_quantized_ones_excluded():
     net = TinyLM(depth=2)
     net.blocks[0].requires_grad_(False)
     net.codes = nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
@@ -207,7 +207,7 @@ def test_frozen_ones_are_listed_unless_they_are_unwanted_and_quantised_ones_neve
     assert not [name for names in names_in(net, without).values() for name in names if name.startswith("blocks.0.")]
 
 
-def test_without_decay_the_training_is_the_plain_one():
+def test_a_decay_of_one_trains_as_without_groups():
     class Net(TinyLM):
         def configure_optimizers(self):
             return torch.optim.AdamW(layer_decay_groups(self, lr=0.01, decay=1.0, weight_decay=0.0))
@@ -217,7 +217,7 @@ def test_without_decay_the_training_is_the_plain_one():
     assert largest_difference(weights(plain), weights(fit(Net(), batches))) == 0
 
 
-def test_blocks_and_matrices_with_names_that_begin_alike_are_kept_apart():
+def test_names_with_a_common_prefix_are_distinguished():
     net = nn.ModuleList([nn.Linear(2, 2) for _ in range(11)])
     names = names_in(net, layer_decay_groups(net, lr=1.0))
     assert names["1"] == ["1.weight"]
@@ -227,16 +227,16 @@ def test_blocks_and_matrices_with_names_that_begin_alike_are_kept_apart():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"decay": 0}, "decay=0: it is the ratio"),
+        ({"decay": 0}, "decay=0: expected the ratio"),
         ({"decay": 1.1}, "decay=1.1"),
         ({"decay": float("nan")}, "decay=nan"),
-        ({"lr": 0}, "lr=0: nothing would be trained"),
+        ({"lr": 0}, "lr=0: expected the head's learning rate"),
         ({"weight_decay": -0.1}, "weight_decay=-0.1: weights would grow"),
         ({"head": "classifier"}, "head='classifier': TinyLM has no such module. Its children are embed, blocks, head"),
         ({"blocks": "Conv2d"}, "matches nothing"),
     ],
 )
-def test_what_cannot_be_is_refused(settings, message):
+def test_invalid_arguments_are_refused_with_a_reason(settings, message):
     with pytest.raises(ValueError, match=message):
         layer_decay_groups(TinyLM(), **{"lr": 1.0, **settings})
 
@@ -261,7 +261,7 @@ ADAPTERS = {
 
 
 @pytest.mark.parametrize("settings", ADAPTERS.values(), ids=ADAPTERS.keys())
-def test_every_rate_is_that_of_pefts_own_function(settings):
+def test_all_learning_rates_are_those_of_pefts_function(settings):
     peft = pytest.importorskip("peft")
     from peft.optimizers import create_loraplus_optimizer
 
@@ -274,7 +274,7 @@ def test_every_rate_is_that_of_pefts_own_function(settings):
     assert set(expected) == {p for p in net.parameters() if p.requires_grad}
 
 
-def test_weight_decay_is_of_matrices_only():
+def test_only_matrices_have_weight_decay():
     peft = pytest.importorskip("peft")
     net = peft.get_peft_model(tiny_llama(), peft.LoraConfig(r=2, use_dora=True, **ADAPTERS["linear"]))
     groups = lora_plus_groups(net, lr=0.5, weight_decay=0.1)
@@ -284,10 +284,10 @@ def test_weight_decay_is_of_matrices_only():
 
 def test_a_model_without_adapters_or_with_frozen_ones_is_refused():
     peft = pytest.importorskip("peft")
-    with pytest.raises(ValueError, match="TinyLM has no lora_B: there is no adapter to train. Add LoRA"):
+    with pytest.raises(ValueError, match="TinyLM has no lora_B: no adapter can be trained. Add LoRA"):
         lora_plus_groups(TinyLM(), lr=0.1)
     net = peft.get_peft_model(tiny_llama(), peft.LoraConfig(r=2, **ADAPTERS["linear"])).requires_grad_(False)
-    with pytest.raises(ValueError, match="4 B matrices, all frozen: .*Switch the adapter on"):
+    with pytest.raises(ValueError, match="4 B matrices, all frozen: .*Enable the adapter"):
         lora_plus_groups(net, lr=0.1)
 
 
@@ -301,6 +301,6 @@ def test_a_model_without_adapters_or_with_frozen_ones_is_refused():
         ({"embedding_lr": -1}, "embedding_lr=-1"),
     ],
 )
-def test_rates_that_cannot_be_are_refused(settings, message):
+def test_invalid_learning_rates_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         lora_plus_groups(TinyLM(), **{"lr": 0.1, **settings})

@@ -1,4 +1,4 @@
-"""Rates over a run: beside torch's own schedulers, by hand, and through all that makes updates rarer than batches."""
+"""Schedules against torch's own schedulers and values by hand, also with fewer updates than batches."""
 
 import math
 
@@ -24,7 +24,7 @@ def sgd(rate=0.5):
 
 
 def rates_of(optimizer, steps, schedule=None):
-    """The rate of each step; torch's schedulers are stepped."""
+    """Return the learning rate of each step; torch's schedulers are stepped."""
     rates = []
     for _ in range(steps):
         rates.append(optimizer.param_groups[0]["lr"])
@@ -47,12 +47,12 @@ def rates_of(optimizer, steps, schedule=None):
         ("5%", Length(0.05, "share")),
     ],
 )
-def test_lengths_are_understood(value, length):
+def test_lengths_are_parsed(value, length):
     assert read_length("warmup", value) == length
 
 
 @pytest.mark.parametrize("value", ["", "many", "-5", "5 minutes", "120%", "0.5tok", 0.05, True, None, "1e999", "nan"])
-def test_other_lengths_are_refused_with_what_is_understood(value):
+def test_invalid_lengths_are_refused_with_the_accepted_forms(value):
     with pytest.raises(ValueError, match=r"warmup=.*Use "):
         read_length("warmup", value)
 
@@ -71,14 +71,14 @@ TORCHS = {
 
 
 @pytest.mark.parametrize("shape", TORCHS)
-def test_a_shape_is_the_one_of_torch(shape):
+def test_shapes_match_torch_schedulers(shape):
     settings, make = TORCHS[shape]
     ours, theirs = sgd(), sgd()
     build_schedule(ours, shape, total=20, **settings)
     assert rates_of(ours, 20) == pytest.approx(rates_of(theirs, 20, make(theirs)), rel=1e-9)
 
 
-def test_a_warm_up_is_the_one_of_torch_before_a_cosine():
+def test_warmup_and_cosine_match_torch_schedulers():
     ours, theirs = sgd(), sgd()
     build_schedule(ours, "cosine", warmup="20%", total=20)
     parts = [torchs.LinearLR(theirs, 1 / 4, 1.0, total_iters=3), torchs.CosineAnnealingLR(theirs, 16)]
@@ -96,7 +96,7 @@ def test_inverse_square_root_falls_as_one_over_the_root_of_the_step():
 
 
 @pytest.mark.parametrize("shape", ["inverse-sqrt", "one-cycle", "cosine"])
-def test_a_share_of_a_short_run_is_one_step_at_least(shape):
+def test_a_share_of_a_short_run_is_at_least_one_step(shape):
     optimizer = sgd(1.0)
     build_schedule(optimizer, shape, warmup="1%", total=9)
     rates = rates_of(optimizer, 9)
@@ -110,7 +110,7 @@ def test_wsd_is_flat_and_falls_at_the_end():
     assert rates_of(optimizer, 12) == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2, 0.2])
 
 
-def test_each_group_keeps_its_own_rate_also_one_that_is_added_and_one_that_is_a_tensor():
+def test_each_group_keeps_its_own_learning_rate():
     weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(3)]
     groups = [{"params": [weights[0]], "lr": 0.1}, {"params": [weights[1]], "lr": torch.tensor(0.2)}]
     optimizer = torch.optim.AdamW(groups, foreach=False, capturable=False)
@@ -127,30 +127,30 @@ def test_each_group_keeps_its_own_rate_also_one_that_is_added_and_one_that_is_a_
     ("settings", "says"),
     [
         ({"shape": "cosinus"}, "Use one of 'constant'"),
-        ({"shape": "cosine"}, "nothing here knows how long the run is"),
-        ({"total": "5%"}, "must be a length itself"),
+        ({"shape": "cosine"}, "the length of the run is unknown"),
+        ({"total": "5%"}, "cannot be one itself"),
         ({"total": "1e6tok", "warmup": 100}, "1,000,000 tokens and 100 steps"),
         ({"warmup": "1e6tok"}, "Give total='1e9tok'"),
         ({"shape": "exponential", "total": 9}, "Use final=0.01"),
         ({"shape": "inverse-sqrt"}, "Use warmup=1000"),
-        ({"shape": "step", "total": 9}, "nothing says when"),
+        ({"shape": "step", "total": 9}, "its marks are missing"),
         ({"at": [3], "total": 9}, "only 'step'"),
-        ({"final": 2, "total": 9}, "a share of the rate"),
+        ({"final": 2, "total": 9}, "a share of the learning rate"),
         ({"shape": "constant", "warmup": "2ep"}, "give total=10_000, or module=self".capitalize()),
     ],
 )
-def test_what_cannot_be_is_refused_when_it_is_asked_for(settings, says):
+def test_invalid_requests_are_refused(settings, says):
     with pytest.raises(ValueError, match=says):
         build_schedule(sgd(), **settings)
 
 
-def test_a_warm_up_longer_than_the_run_is_warned_about():
+def test_a_warmup_longer_than_the_run_warns():
     with pytest.warns(ft.FastTrainWarning, match=r"100 steps\) is longer than the run \(10\)"):
         build_schedule(sgd(), warmup=100, total=10)
 
 
 class Scheduled(TinyLM):
-    """Takes arguments of build_schedule; ``listed``: gives it to Lightning as most do, which means once an epoch."""
+    """Takes arguments of build_schedule; ``listed``: returns it to Lightning as a list, which means once an epoch."""
 
     def __init__(self, *shape, rate=1.0, listed=False, fused=False, **settings):
         super().__init__(depth=1)
@@ -195,13 +195,13 @@ def test_the_total_is_the_trainers(settings, callbacks, total, listed):
     assert "setup_data" not in vars(t.fit_loop)
 
 
-def test_epochs_become_steps():
+def test_epochs_are_converted_to_steps():
     module = Scheduled("constant", warmup="1.5ep")
     fit(module, BATCHES, max_epochs=2, accumulate_grad_batches=2)
     assert module.schedule.plan.warmup == 4  # 3 steps an epoch
 
 
-def test_loaders_are_asked_for_once_and_read_as_without_a_schedule():
+def test_loaders_are_created_once_and_read_as_without_a_schedule():
     class Counted(Scheduled):
         made = read = 0
 
@@ -231,7 +231,7 @@ def test_a_loader_without_a_length_needs_max_steps():
     assert module.rates == line(4)
 
 
-def test_the_first_rate_is_set_before_anybody_logs_it(tmp_path):
+def test_the_first_learning_rate_is_set_before_logging(tmp_path):
     seen = []
 
     class Monitor(LearningRateMonitor):
@@ -243,8 +243,8 @@ def test_the_first_rate_is_set_before_anybody_logs_it(tmp_path):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_step_that_overflows_is_none(fused):
-    """A fused optimizer skips by itself, and its hooks are called all the same."""
+def test_an_overflowing_step_does_not_count(fused):
+    """A fused optimizer skips by itself, but its hooks are called."""
     module = Scheduled("linear", total=10, rate=0.01, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**18)
     t = trainer(max_epochs=2, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
@@ -256,7 +256,7 @@ def test_a_step_that_overflows_is_none(fused):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_step_that_a_guard_skips_is_none(fused):
+def test_a_step_skipped_by_a_guard_does_not_count(fused):
     class Breaks(Scheduled):
         def training_step(self, batch, batch_idx):
             return super().training_step(batch, batch_idx) * (float("nan") if batch_idx == 2 else 1.0)
@@ -268,7 +268,7 @@ def test_a_step_that_a_guard_skips_is_none(fused):
 
 
 @pytest.mark.parametrize(("name", "settings"), [("muon", {}), ("lion", {}), ("adamw", {"offload": "cpu"})])
-def test_an_optimizer_by_its_name_is_driven_as_by_torchs_own(name, settings):
+def test_a_named_optimizer_is_driven_as_by_torch_schedulers(name, settings):
     class Named(TinyLM):
         def configure_optimizers(self):
             optimizer = ft.build_optimizer(self, name, lr=0.01, **settings)
@@ -286,7 +286,7 @@ def test_an_optimizer_by_its_name_is_driven_as_by_torchs_own(name, settings):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_step_that_overflows_on_a_gpu_is_none(fused):
+def test_an_overflowing_step_on_a_gpu_does_not_count(fused):
     module = Scheduled("linear", total=40, rate=0.01, fused=fused)
     scaler = torch.amp.GradScaler("cuda", init_scale=2.0**24)
     t = trainer(max_epochs=4, accelerator="gpu", devices=1, plugins=[MixedPrecision("16-mixed", "cuda", scaler)])
@@ -317,17 +317,17 @@ def test_resumed_is_uninterrupted(tmp_path, total):
     assert not any("schedule" in one for one in said)
 
 
-def test_a_length_that_was_another_in_the_checkpoint_is_said(tmp_path):
+def test_a_length_that_differs_from_the_checkpoint_is_logged(tmp_path):
     path = tmp_path / "half.ckpt"
     fit(Scheduled("linear"), BATCHES, [Save(path, 5)], max_epochs=2)
     longer = Scheduled("linear")
     with heard() as said:
         trainer(max_epochs=4).fit(longer, as_loader(BATCHES), ckpt_path=path, weights_only=True)
-    assert "the schedule's total is 20 now, and was 10 in the checkpoint" in said
+    assert "the schedule's total is now 20, but was 10 in the checkpoint" in said
     assert longer.rates == pytest.approx([1 - k / 20 for k in range(5, 20)])
 
 
-def test_a_clock_of_samples_counts_short_batches_as_they_are():
+def test_a_clock_of_samples_counts_short_batches_exactly():
     batches = [*lm_batches(2, size=6), *lm_batches(2, size=3)]
     module = Scheduled("linear", total="18 samples")
     fit(module, batches)
@@ -345,8 +345,8 @@ def test_a_clock_of_tokens_in_a_loop():
     assert rates == pytest.approx([0.5, 1.0, 1 - 5 / 30, 1 - 15 / 30])
 
 
-def test_a_finder_of_rates_finds_as_without_it_and_the_schedule_begins_afterwards():
-    """It steps the same optimizer with a schedule of its own, in a short run within the run."""
+def test_a_learning_rate_finder_works_before_the_schedule_starts():
+    """The finder steps the same optimizer with its own schedule, in a short run within the run."""
 
     class Plain(TinyLM):
         lr = 1.0
@@ -364,7 +364,7 @@ def test_a_finder_of_rates_finds_as_without_it_and_the_schedule_begins_afterward
     assert module.rates[-10:] == line(10)
 
 
-def test_a_schedule_that_lightning_was_not_given_is_refused_since_it_would_not_resume():
+def test_a_schedule_not_returned_to_lightning_is_refused():
     class Keeps(Scheduled):
         def configure_optimizers(self):
             return super().configure_optimizers()["optimizer"]
@@ -373,14 +373,14 @@ def test_a_schedule_that_lightning_was_not_given_is_refused_since_it_would_not_r
         fit(Keeps("linear"), BATCHES)
 
 
-def test_in_the_backward_the_rates_are_those_of_the_plain_step():
+def test_learning_rates_in_backward_are_those_of_the_plain_step():
     plain, early = Scheduled("cosine", warmup=2), Scheduled("cosine", warmup=2)
     fit(plain, BATCHES)
     fit(early, BATCHES, [ft.OptimizerInBackward()])
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), early.parameters(), strict=True))
 
 
-def test_in_fabric_and_manual_optimisation():
+def test_schedules_work_in_fabric_and_manual_optimization():
     fabric = L.Fabric(accelerator="cpu", devices=1)
     net, optimizer = fabric.setup(TinyLM(depth=1), sgd(1.0))
     schedule = build_schedule(optimizer, "linear", total=4)
@@ -393,7 +393,7 @@ def test_in_fabric_and_manual_optimisation():
         fit(module, BATCHES)
 
 
-def test_without_a_trainer_a_module_knows_nothing_but_memory_can_be_predicted():
+def test_without_a_trainer_a_module_gives_no_length():
     module = Scheduled("linear")
     assert ft.predict_memory(module, BATCHES[0], device="cpu").peak_bytes > 0
     optimizer = module.configure_optimizers()["optimizer"]
@@ -401,7 +401,7 @@ def test_without_a_trainer_a_module_knows_nothing_but_memory_can_be_predicted():
         optimizer.step()
 
 
-def test_where_the_first_group_is_empty_it_is_so_too():
+def test_an_empty_first_group_is_supported():
     class EmptyGroup(Scheduled):
         def configure_optimizers(self):
             optimizer = torch.optim.SGD([{"params": []}, {"params": list(self.parameters())}], lr=0.1)
@@ -426,7 +426,7 @@ assert [round(60 * rate) for rate in module.rates] == [60, 46, 32, 18], module.r
 
 
 def test_ranks_count_the_samples_of_all(tmp_path):
-    """Of 6 and of 8 samples: a rank that counted its own would train at another rate."""
+    """Ranks have 6 and 8 samples: one that counted its own would use another learning rate."""
     script = tmp_path / "program.py"
     script.write_text(TWO_RANKS)
     run_ranks(str(script), log=tmp_path / "program.log")

@@ -1,4 +1,4 @@
-"""Evaluation at the average, training where gradients are taken, and files that go on."""
+"""Evaluation at the average, training at the gradient point, and checkpoints that resume."""
 
 import lightning as L
 import pytest
@@ -24,7 +24,7 @@ def fit(callbacks=(), epochs=2, path=None):
 
 
 class At(L.Callback):
-    """Weights in the last batches of training, and of validation."""
+    """Records the weights in the last batches of training and of validation."""
 
     def on_train_batch_end(self, trainer, pl_module, *batch):
         self.trained = weights(pl_module)
@@ -33,7 +33,7 @@ class At(L.Callback):
         self.validated = weights(pl_module)
 
 
-def test_it_validates_and_ends_at_the_average_and_trains_where_gradients_are_taken():
+def test_validation_uses_the_average_and_training_the_gradient_point():
     plain, seen = At(), At()
     net, _ = fit([plain])
     averaged, _ = fit([ScheduleFreeEvaluation(), seen])
@@ -44,7 +44,7 @@ def test_it_validates_and_ends_at_the_average_and_trains_where_gradients_are_tak
     assert not torch.equal(net.head.weight, averaged.head.weight)
 
 
-def test_the_average_is_the_mean_of_where_it_stepped():
+def test_the_average_is_the_mean_of_the_iterates():
     class Follow(At):
         def __init__(self):
             self.stepped = []
@@ -58,7 +58,7 @@ def test_the_average_is_the_mean_of_where_it_stepped():
     assert (net.head.weight - mean).abs().max() <= 1e-6 * mean.abs().max()
 
 
-def test_what_is_saved_in_training_goes_on_bit_for_bit_and_what_is_saved_after_it_goes_on_too(tmp_path):
+def test_checkpoints_saved_during_and_after_training_resume(tmp_path):
     class Saves(L.Callback):
         def on_train_epoch_end(self, trainer, pl_module):
             trainer.save_checkpoint(tmp_path / f"{trainer.current_epoch}.ckpt")
@@ -73,12 +73,12 @@ def test_what_is_saved_in_training_goes_on_bit_for_bit_and_what_is_saved_after_i
 
 
 def test_another_optimizer_is_refused():
-    with pytest.raises(ValueError, match="ScheduleFreeEvaluation with SGD: its weights are no average"):
+    with pytest.raises(ValueError, match="ScheduleFreeEvaluation with SGD: its weights are not an average"):
         trainer([ScheduleFreeEvaluation()]).fit(TinyLM(optimizer=sgd), as_loader(BATCHES))
 
 
 class Watches(L.Callback):
-    """The weights before and after each validation, and whether they were others meanwhile."""
+    """Records the weights before and after each validation, and whether they differed meanwhile."""
 
     def __init__(self, meddle=False):
         self.meddle, self.gaps, self.moved = meddle, [], []
@@ -96,14 +96,14 @@ class Watches(L.Callback):
                 pl_module.head.weight.mul_(1.5)
 
 
-def test_a_validation_leaves_the_weights_bit_for_bit():
+def test_validation_restores_the_weights_bit_for_bit():
     watches = Watches()
     fit([watches, ScheduleFreeEvaluation()], epochs=3)
     assert watches.gaps == [0.0] * 3
     assert min(watches.moved[1:]) > 1e-3  # the first is the sanity check, before any step
 
 
-def test_what_a_validation_writes_into_the_weights_stays():
+def test_weights_written_during_validation_are_kept():
     watches = Watches(meddle=True)
     fit([watches, ScheduleFreeEvaluation()], epochs=1)
     assert watches.gaps[0] > 1e-2

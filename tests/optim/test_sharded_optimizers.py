@@ -1,4 +1,4 @@
-"""Named optimizers on two real processes, under FSDP2 and ZeRO: they train as in one process, or say why not."""
+"""Named optimizers on two real processes, under FSDP2 and ZeRO: they train as in one process, or are refused."""
 
 import json
 
@@ -20,19 +20,19 @@ def found(tmp_path_factory):
 )
 def test_two_processes_train_as_one(found, run, most):
     assert found["untrained"] > 1e-2
-    assert found[run] < most  # Muon rounds to bfloat16 on its way, in another order of sums
+    assert found[run] < most  # Muon rounds to bfloat16 internally, in another order of sums
 
 
 @pytest.mark.parametrize(
     ("run", "why"),
     [
-        ("fsdp2 galore", "its singular vectors are nowhere at hand. Use torch.optim.AdamW"),
+        ("fsdp2 galore", "its singular vectors cannot be computed locally. Use torch.optim.AdamW"),
         ("fsdp2 adamw8bit", "its kernels know nothing of shards. Use AdamW"),
-        ("fsdp2 offload", "pieces of tensors belong to their devices. Use FSDP2Strategy(offload='cpu')"),
+        ("fsdp2 offload", "shards of tensors belong to their devices. Use FSDP2Strategy(offload='cpu')"),
         ("fsdp2 updates", "bits are on several devices. Keep float32 shards, with precision='bf16-mixed'"),
         ("zero muon", "MuonAdamW with ZeRO: it makes no step on a piece of a layer"),
         ("zero offload", "HostOptimizer with ZeRO: its copy of the weights"),
     ],
 )
-def test_what_cannot_be_sharded_is_refused_with_the_reason(found, run, why):
+def test_unsupported_sharding_is_refused_with_the_reason(found, run, why):
     assert why in found[run]

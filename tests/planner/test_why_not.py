@@ -42,13 +42,13 @@ def test_reasons_are_of_the_model_of_what_is_in_use_and_of_what_they_would_raise
 @pytest.mark.parametrize(
     ("settings", "name", "why"),
     [
-        ({"accumulate_grad_batches": 4}, "EagerGradientRelease", "summed over 4 batches"),
-        ({"accumulate_grad_batches": 4}, "OptimizerInBackward", "summed over 4 batches"),
+        ({"accumulate_grad_batches": 4}, "EagerGradientRelease", "accumulated over 4 batches"),
+        ({"accumulate_grad_batches": 4}, "OptimizerInBackward", "accumulated over 4 batches"),
         ({"gradient_clip_val": 1.0}, "OptimizerInBackward", "clips by the norm"),
-        ({"precision": "bf16-mixed"}, "FusedClipping", "clips nothing"),
-        ({}, "FusedClipping", "in bf16-mixed alone; this is 32-true"),
+        ({"precision": "bf16-mixed"}, "FusedClipping", "does not clip"),
+        ({}, "FusedClipping", "only in bf16-mixed; the precision is 32-true"),
         ({}, "TokenWeightedAccumulation", "a step is one batch on one device"),
-        ({}, "DevicePrefetch", "on the CPU already"),
+        ({}, "DevicePrefetch", "already on the CPU"),
     ],
 )
 def test_reasons_are_of_how_the_trainer_is_set(settings, name, why):

@@ -180,7 +180,7 @@ def test_no_step_stays_wrapped(found):
         ("OptimizerInBackward", "OptimizerInBackward with FSDP2Strategy: it owns the gradients"),
         ("GradualUnfreezing", "GradualUnfreezing with FSDP2Strategy: it takes the parameters over"),
         ("WeightAveraging", "WeightAveraging with FSDP2Strategy: it averages a copy of the whole model"),
-        ("GaLoreAdamW", "a DTensor of shape (16, 8): it is quantised or split over devices"),
+        ("GaLoreAdamW", "a DTensor of shape (16, 8): it is quantized or sharded"),
     ],
 )
 def test_what_cannot_work_on_shards_is_refused(found, name, why):

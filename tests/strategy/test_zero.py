@@ -88,7 +88,7 @@ def test_a_schedule_that_cannot_be_told_of_an_empty_group_is_refused(one):
 
 
 def test_a_schedule_that_would_count_pieces_as_steps_is_refused(one):
-    assert "make it in configure_optimizers" in one["late schedule"]
+    assert "create it in configure_optimizers" in one["late schedule"]
 
 
 def test_an_adagrad_that_deepspeed_would_replace_is_refused(one):

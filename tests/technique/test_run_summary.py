@@ -52,7 +52,7 @@ def test_the_summary_lists_techniques_in_the_order_in_which_they_change_the_mode
         "lightning_fasttrain: 4 techniques",
         "  LoRA                     rank 2 beside 6 layers",
         "  ActivationCheckpointing  3 blocks of Block recomputed",
-        "  MicroBatching            each batch runs in 3 parts",
+        "  MicroBatching            each batch runs in 3 micro-batches",
         "  Also                     EagerGradientRelease()",
     ]
     trained, total = (sum(p.numel() for p in net.parameters()) for net in (lora_alone(), with_lora()))
@@ -187,10 +187,10 @@ def test_the_end_states_what_fell_back_and_what_gained_nothing(recwarn):
     lines = end_of(run(techniques)[0]).splitlines()
     assert lines[-3].startswith("  CompileBlocks   3 of 3 blocks ran uncompiled: ")
     assert "no such kernel" in lines[-3]
-    assert lines[-2] == "  MicroBatching   batches of this size fit in 1 part"
-    assert lines[-1] == "  DevicePrefetch  gained nothing, since batches are on the CPU already"
+    assert lines[-2] == "  MicroBatching   batches fit with 1 micro-batch"
+    assert lines[-1] == "  DevicePrefetch  no effect: batches are already on the CPU"
     idle = end_of(run([ft.MicroBatching(4)], batches=lm_batches(3, size=1))[0])
-    assert "MicroBatching  did nothing: the loader's batches are one sample each" in idle
+    assert "MicroBatching  did nothing: batches of one sample cannot be split into 4 micro-batches" in idle
 
 
 class WithSettings(TinyLM):

@@ -155,7 +155,7 @@ class SplitsBatches(Technique):
 
 
 def test_a_strangers_technique_is_refused_by_what_it_does():
-    with pytest.raises(ValueError, match=r"OptimizerInBackward \+ SplitsBatches: .* none is left to be summed"):
+    with pytest.raises(ValueError, match=r"OptimizerInBackward \+ SplitsBatches: .* cannot be summed"):
         fit(TinyLM(), lm_batches(1), [SplitsBatches(), ft.OptimizerInBackward()])
 
 
@@ -429,7 +429,7 @@ class PastItsHead(TinyLM):
         (ft.CompileBlocks(backend="eager"), PastItsBlocks, 4, r"none of its 3 blocks \(Block\) was called"),
         (ft.ActivationOffload(), PastItsBlocks, 4, r"none of its 3 blocks \(Block\) was called"),
         (ft.FusedLossHead("head"), PastItsHead, 4, "did not reach cross_entropy"),
-        (ft.MicroBatching(4), TinyLM, 1, "one sample each, which 4 parts cannot share"),
+        (ft.MicroBatching(4), TinyLM, 1, "batches of one sample cannot be split into 4 micro-batches"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Technique) else "",
 )

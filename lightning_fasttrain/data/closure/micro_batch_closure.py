@@ -1,8 +1,8 @@
-"""How this room takes part in Lightning's automatic optimisation: the closure of one batch, run a part at a time.
+"""The closure of Lightning's automatic optimization that runs one batch in micro-batches.
 
-Lightning runs ``training_step`` → ``zero_grad`` → ``backward``, once a batch, so gradients made inside
-``training_step`` would be wiped. Here the closure of a batch is ``zero_grad`` → (``training_step`` → ``backward``) × n,
-through the strategy's own methods, so that autocast, loss scaling, forward redirection and profiling stay Lightning's.
+Lightning runs ``training_step`` → ``zero_grad`` → ``backward`` once a batch, so gradients made inside ``training_step``
+would be erased. Here the closure of a batch is ``zero_grad`` → (``training_step`` → ``backward``) × n, through the
+strategy's own methods, so that autocast, loss scaling, forward redirection and profiling work as usual.
 """
 
 import functools
@@ -46,17 +46,17 @@ from lightning_fasttrain.data.out_of_memory.retry_with_smaller_micro_batches imp
 from lightning_fasttrain.data.split_batch import batch_size, split_batch
 from lightning_fasttrain.data.trunk.batch_search import OUT_OF_TRIES, TRIES
 
-_MANY = 2**16  # parts to give up at, where a user's own split function knows the number of samples
+_MANY = 2**16  # upper limit where only the user's split function knows the number of samples
 
 
 @dataclass(frozen=True)
 class _Parts:
-    """What running a batch in parts gave.
+    """The result of running a batch in micro-batches.
 
     Attributes:
-        weights: of the parts.
-        output: what the unsplit step would have returned.
-        pass_on_logs: logs what the parts logged, once.
+        weights: weights of the micro-batches.
+        output: the output that the unsplit step would have returned.
+        pass_on_logs: logs the values of all micro-batches, combined into one each.
     """
 
     weights: StepWeights
@@ -65,7 +65,7 @@ class _Parts:
 
 
 class BatchClosures:
-    """Makes the closures of Lightning's automatic optimization while a run uses our accumulation."""
+    """Create the closures of Lightning's automatic optimization for a run that splits or sums batches."""
 
     def __init__(self, trainer: L.Trainer) -> None:
         self.trainer = trainer
@@ -83,17 +83,17 @@ class BatchClosures:
         micro: Splitter | None = None,
         window: Window | None = None,
     ) -> Undo:
-        """Take part in this trainer's closures; the returned function leaves them again."""
+        """Register a technique with this trainer's closures; the returned function unregisters it."""
         name = type(micro or window).__name__
         if not pl_module.automatic_optimization:
             why = "the module runs backward itself, so there is no step to split"
             way_out = "Call accumulate_gradients(...) inside your training_step, with backward=self.manual_backward"
             raise ValueError(explain(f"{name} with automatic_optimization=False", why, way_out))
         if trainer.strategy is not None and trainer.strategy.handles_gradient_accumulation:
-            why = "this strategy counts micro-batches itself and steps on its own count"
+            why = "this strategy counts micro-batches itself and decides by its own count when to step"
             way_out = "Use accumulate_grad_batches with a smaller batch"
             raise ValueError(explain(f"{name} with {type(trainer.strategy).__name__}", why, way_out))
-        # One closure serves both kinds of technique: a second would replace the first.
+        # One closure serves both kinds of technique, since a second one would replace the first.
         joined = replaced_closures(trainer)
         closures = joined if isinstance(joined, cls) else cls(trainer)
         search = closures.search
@@ -118,7 +118,7 @@ class BatchClosures:
         return Closure(step_fn=lambda: self._run(kwargs, optimizer, zero_grad))
 
     def _is_plain(self) -> bool:
-        """One part in a window of one batch weighs 1 whatever it counts: then Lightning's own closure does the same."""
+        """Whether the weight is always 1 (one micro-batch in a window of one batch), as in Lightning's own closure."""
         one_part = self.search.micro is None or (self.search.micro.n == 1 and not self.search.micro.adaptive)
         return one_part and (self.search.window is None or self.search.window.holds_one_batch)
 
@@ -127,8 +127,8 @@ class BatchClosures:
     ) -> ClosureResult:
         if zero_grad is not None:
             zero_grad()
-        if "any" in kwargs:  # what Lightning calls the iterator that it hands to such a step
-            why = "the module fetches its batches itself, so there is none to split"
+        if "any" in kwargs:  # Lightning's name for the iterator argument of such a step
+            why = "the module fetches its batches itself, so there is no batch to split"
             raise TypeError(explain("training_step(self, dataloader_iter)", why, "Take `batch` in training_step"))
         batch, *rest = kwargs.values()
         self.search.look_at(batch, rest)
@@ -151,7 +151,7 @@ class BatchClosures:
         return self._finish(self._run_in(self.search.micro, self.search.micro.n, batch, rest, optimizer), optimizer)
 
     def _run_in(self, micro: Splitter, n: int, batch: Any, rest: list[Any], optimizer: Optimizer) -> "_Parts":
-        """Run a batch in ``n`` micro-batches: the whole step of each, or the trunk alone."""
+        """Run a batch in ``n`` micro-batches: the whole step for each, or the trunk alone."""
         if self.search.trunk is None:
             parts = micro.split(batch, n)
             micro.parts = len(parts)
@@ -183,7 +183,7 @@ class BatchClosures:
     def _run_parts(self, batch: Any, parts: list[Any], rest: list[Any], optimizer: Optimizer) -> "_Parts":
         reference = None
         if self.search.window is not None:
-            # The window's total is not known yet: a constant stands for it, and is taken out when the window is full.
+            # The window's total is not known yet: a constant stands in, and is divided out when the window is full.
             reference = self.search.window.reference
         weights = StepWeights(self.search.split or LossSplit(None, count_targets), parts, reference)
         with self.logs.of_parts(self.trainer.lightning_module, parts, weights.split.log_rules) as logs:
@@ -199,7 +199,7 @@ class BatchClosures:
         return _Parts(weights, output, functools.partial(logs.pass_on, weighting))
 
     def _finish(self, parts: "_Parts", optimizer: Optimizer) -> ClosureResult:
-        """What may wait for other ranks, and is done once, when all parts have fitted."""
+        """Do the work that may wait for other ranks, once all micro-batches have fitted."""
         parts.pass_on_logs()
         if self.search.window is not None:
             self.search.window.add(parts.weights.total, optimizer)
@@ -219,7 +219,7 @@ class BatchClosures:
         if scaled_here:
             gradients.set_aside()
         for i, part in enumerate(parts):
-            # block_backward_sync is a method of these strategies only: others have no ranks to wait for.
+            # Only these strategies have block_backward_sync: others have no ranks to wait for.
             last = i == len(parts) - 1
             with strategy.block_backward_sync() if self._has_sync and not last else nullcontext():
                 self.logs.part = i
@@ -228,20 +228,20 @@ class BatchClosures:
                     self._refuse_none()
                     continue
                 outputs.append((_detach(output), _read_divisors(output)))
-                weighed = self._weigh(loss_of(output), weights, i)
+                weighted = self._scale_loss(loss_of(output), weights, i)
                 del output
                 if not last:
-                    call_strategy(trainer, "backward", weighed, optimizer)
+                    call_strategy(trainer, "backward", weighted, optimizer)
                 else:
                     check = DeferredCheck(weights.disagreement())
                     if scaled_here:
-                        weighed = gradients.finish(weighed, weights.settle())
+                        weighted = gradients.finish(weighted, weights.settle())
                     if self._reduces_gradients:
-                        self._sums.finish()  # DDP's buckets have the parameters' own type
-                    call_strategy(trainer, "backward", weighed, optimizer)
+                        self._sums.finish()  # DDP's buckets have the parameters' dtype
+                    call_strategy(trainer, "backward", weighted, optimizer)
                     self._look_at(check)
-                del weighed  # its graph must be gone before the next part is run
-        if scaled_here:  # and the last part's step returned None
+                del weighted  # free its graph before the next micro-batch runs
+        if scaled_here:  # the last micro-batch's step returned None
             gradients.close(weights.settle() if weights.held else None)
         else:
             self._forget_missing(weights, len(parts), optimizer)
@@ -251,18 +251,18 @@ class BatchClosures:
         try:
             check.refuse()
         except OtherSplitError as error:
-            if self._reduces_gradients:  # then the step cannot be run again on this rank alone
-                raise CannotSplitError(f"{error}, and other ranks have this rank's gradients already") from error
+            if self._reduces_gradients:  # this rank alone cannot run the step again
+                raise CannotSplitError(f"{error}, and other ranks already have this rank's gradients") from error
             raise
 
-    def _weigh(self, loss: Tensor, weights: StepWeights, part: int) -> Tensor:
+    def _scale_loss(self, loss: Tensor, weights: StepWeights, part: int) -> Tensor:
         if weights.split.is_sum:
             self.logs.note_sum(loss)
-        weighed = weights.weigh(loss, part)
+        weighted = weights.scale_loss(loss, part)
         if self.search.window is None and self.trainer.accumulate_grad_batches > 1:
-            # As Lightning's ClosureResult does with the loss of a whole batch.
-            weighed = weighed / self.trainer.accumulate_grad_batches
-        return weighed
+            # Lightning's ClosureResult divides the loss of a whole batch by the same number.
+            weighted = weighted / self.trainer.accumulate_grad_batches
+        return weighted
 
     @property
     def _reduces_gradients(self) -> bool:
@@ -275,22 +275,22 @@ class BatchClosures:
 
     def _refuse_none(self) -> None:
         if self.trainer.world_size > 1:
-            why = "the other ranks would wait for this rank's gradients for ever"
+            why = "the other ranks would wait for this rank's gradients until a timeout"
             way_out = "Return a loss of zero that depends on the parameters, such as 0 * output.sum()"
             raise RuntimeError(explain("training_step returned None", why, way_out))
 
     def _forget_missing(self, weights: StepWeights, parts: int, optimizer: Optimizer) -> None:
-        """Where a part's step returned None: give its weight to the others."""
+        """Give the weight of a micro-batch whose step returned None to the others."""
         held = weights.held
         if len(held) == parts or not held or self.search.window is not None or weights.split.is_sum:
             return
         assert weights.known is not None
         counted, total = weights.total, weights.known.total
-        if float(counted) in (0.0, float(total)):  # waits for the device, in a case that is rare
+        if float(counted) in (0.0, float(total)):  # rarely reached; it waits for the device
             return
         if self.trainer.accumulate_grad_batches > 1:
             what = "training_step returned None for one micro-batch inside an accumulation window"
-            why = "the parts before it were already weighed as if it counted, and are summed with other batches"
+            why = "earlier micro-batches were already weighted as if it counted, and are summed with other batches"
             raise RuntimeError(explain(what, why, "Use TokenWeightedAccumulation, or return a loss of zero"))
         scale_(list_parameters(optimizer), ratio(total, counted, self.trainer.strategy.root_device, torch.float32))
 
@@ -300,7 +300,7 @@ def _detach(output: Any) -> Any:
 
 
 def _list_returned(outputs: list[Any], held: Sequence[int]) -> dict[str, list[LogCall]]:
-    """The numbers that the parts returned beside the loss, as if they had been logged."""
+    """Return the values that micro-batches returned beside the loss, in the form of logged values."""
     first_output = outputs[0][0] if outputs else None
     returned: dict[str, list[LogCall]] = {}
     for key, first in first_output.items() if isinstance(first_output, dict) else ():
@@ -316,7 +316,7 @@ def _list_returned(outputs: list[Any], held: Sequence[int]) -> dict[str, list[Lo
 def _combine(
     outputs: list[Any], weights: StepWeights, weighting: LogWeights, returned: Mapping[str, list[LogCall]]
 ) -> Any:
-    """What the unsplit step would have returned: the loss, tensors with an axis joined, other values as logged ones."""
+    """Return the unsplit step's output: the loss, tensors joined along their first axis, other values as if logged."""
     if not outputs:
         return None
     loss = weights.loss()
@@ -344,7 +344,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _read_divisors(output: Any) -> dict[str, Number]:
-    """What the graphs of the values beside the loss say that they were divided by."""
+    """Return the divisors that the graphs of the values beside the loss show."""
     found: dict[str, Number] = {}
     for key, value in output.items() if isinstance(output, dict) else ():
         own = own_divisor(value) if key != "loss" and isinstance(value, Tensor) and value.numel() == 1 else None

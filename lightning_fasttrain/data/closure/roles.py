@@ -1,4 +1,4 @@
-"""What the techniques that share one closure say about themselves, and are told."""
+"""Protocols of the techniques that share one closure."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -15,13 +15,13 @@ from lightning_fasttrain.data.trunk.find_trunk import Through
 
 
 class SharedSplit:
-    """What copies of a technique that take the same steps tell one another, so that only the first has to try.
+    """A found split, shared by copies of a technique that take the same steps, so that only the first one searches.
 
-    A copy of it is itself: a technique that has one shares it with its own copies.
+    Copying it returns the object itself, so a technique shares it with its own copies.
 
     Attributes:
-        split: what one of them has found.
-        seconds: that it took.
+        split: the split that one of them found.
+        seconds: the time that the search took.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class SharedSplit:
 
 
 class Counting(Protocol):
-    """What both kinds of technique say about weighing, and are told."""
+    """What both kinds of technique provide for the weighting of micro-batches."""
 
     count: Count
     check: bool
@@ -43,7 +43,7 @@ class Counting(Protocol):
 
 
 class Splitter(Counting, Protocol):
-    """One that runs a batch in parts."""
+    """A technique that runs a batch in micro-batches."""
 
     n: int
     adaptive: bool
@@ -55,7 +55,7 @@ class Splitter(Counting, Protocol):
 
 
 class Window(Counting, Protocol):
-    """One that sums the gradients of several batches."""
+    """A technique that sums the gradients of several batches."""
 
     reference: Any
 

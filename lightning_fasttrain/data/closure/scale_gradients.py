@@ -1,4 +1,4 @@
-"""Multiply the gradients of an optimizer step, wherever the strategy keeps them."""
+"""Multiply the gradients of an optimizer step, wherever the strategy stores them."""
 
 from collections.abc import Callable
 
@@ -14,9 +14,9 @@ from lightning_fasttrain.data.normalizer.step_gradients import scale_
 def scale_gradients_(
     optimizer: Optimizer, numerator: Number, denominator: Number, strategy: Strategy | None = None
 ) -> int:
-    """Multiply every gradient by ``numerator / denominator`` (0 where the denominator is 0); returns how many.
+    """Multiply all gradients by ``numerator / denominator`` (0 where the denominator is 0) and return their number.
 
-    A strategy that keeps gradients where ``parameter.grad`` does not show them has a ``scale_gradients_`` of its own.
+    A strategy whose gradients are not visible in ``parameter.grad`` provides a ``scale_gradients_`` of its own.
     """
     own = own_scaling(strategy)
     parameters = list_parameters(optimizer)
@@ -32,7 +32,7 @@ def list_parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 def own_scaling(strategy: Strategy | None) -> Callable[[Tensor], None] | None:
-    """How a strategy that holds the gradients itself, in pieces, multiplies those of the coming step; else None."""
+    """Return the method by which a strategy with sharded gradients multiplies those of the coming step, or None."""
     return getattr(strategy, "scale_gradients_", None)
 
 

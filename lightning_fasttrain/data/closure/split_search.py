@@ -1,4 +1,4 @@
-"""How the batches of a run are split: at the loss, by a rule that its batches keep to, or at the trunk."""
+"""Find how the batches of a run are split: at the loss, by a weighting rule, or at the trunk."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,19 +28,19 @@ from lightning_fasttrain.data.trunk.find_trunk import Through, name_trunk, refus
 from lightning_fasttrain.data.trunk.micro_batch_forward import MicroBatchedForward, Trunk
 
 _NAME = "MicroBatching"
-_MOST_LOG_LOOKS = 8  # batches in which samples are run once more to settle how a logged value is weighted
+_MOST_LOG_LOOKS = 8  # batches in which samples run again to decide the weights of a logged value
 _MOST_PAIRS = 4
 
 
 class SplitSearch:
-    """Finds how the batches of a run are split, and looks again where a batch is unlike those before it.
+    """Finds how the batches of a run are split, and searches again where a batch differs from earlier ones.
 
     Attributes:
-        micro: the technique that splits batches, if one does.
-        window: the technique that sums batches, if one does.
+        micro: the technique that splits batches, if there is one.
+        window: the technique that sums batches, if there is one.
         split: how losses are split; None before the first batch.
-        trunk: what runs in micro-batches where the loss cannot be split.
-        forwards: of the trunk.
+        trunk: the submodules that run in micro-batches where the loss cannot be split.
+        forwards: the trunk's forwards.
     """
 
     def __init__(self, trainer: L.Trainer) -> None:
@@ -56,8 +56,8 @@ class SplitSearch:
         self._differing: dict[str, DeferredFlag] = {}
 
     def look_at(self, batch: Any, rest: list[Any]) -> None:
-        """Before each batch: the first shows how to split it, and later ones may show what it has not."""
-        # There ranks count what they gather in a step, and hear of one that is gone by a vote of their own.
+        """Search before a batch: the first shows how to split it, and later ones may show more."""
+        # Such strategies count the collectives of a step, and detect a failed rank by a vote of their own.
         votes = self.micro is not None and self.micro.adaptive and self.trainer.world_size > 1
         is_due = not votes and self._looks.is_due(lambda: self._may_show_more(batch))
         if self.split is None and self._takes_shared():
@@ -66,23 +66,23 @@ class SplitSearch:
             self._find_split(batch, rest)
 
     def _may_show_more(self, batch: Any) -> bool:
-        """Whether looking at a later batch could change anything."""
+        """Whether a later batch could change the result."""
         if self.micro is None or not self._counting.check or self.split is None or self.split.read is None:
             return False
         return self.micro.split is not split_batch or (can_be_cut(batch) and batch_size(batch) > 1)
 
     def _takes_shared(self) -> bool:
-        """Whether a copy has found what can be used here. Among several ranks more is looked at than the loss."""
+        """Whether a copy's result can be used; with several ranks more than the loss is examined."""
         looks_further = self.micro is not None and (self.micro.adaptive or self.micro.through is not None)
         shared = self._counting.shared
         if shared is None or shared.split is None or looks_further or self.trainer.world_size > 1:
             return False
-        self._looks.seconds = shared.seconds  # as if it had been found here
+        self._looks.seconds = shared.seconds  # as if this copy had searched
         self._use(shared.split)
         return True
 
     def size_of(self, batch: Any) -> Number:
-        """About what the loss of a batch is divided by."""
+        """Return an estimate of what the loss of a batch is divided by."""
         split = self.split or LossSplit(None, count_targets)
         if split.is_sum:
             return 1
@@ -108,12 +108,12 @@ class SplitSearch:
         trunk = name_trunk([self.trainer.lightning_module], through)
         search = self._search(batch, rest)
         refuse_dependent_samples(search.stage, search.samples(), batch, search.n, trunk)
-        say_trunk(_NAME, trunk, "as through= says")
+        say_trunk(_NAME, trunk, "as given by through=")
         return trunk
 
     @contextmanager
     def _explaining_windows(self) -> Iterator[None]:
-        """A loss that cannot be split is refused in a window: naming a trunk would not help there."""
+        """Refuse a loss that cannot be split inside a window, where naming a trunk would not help."""
         try:
             yield
         except CannotSplitError as error:
@@ -125,12 +125,12 @@ class SplitSearch:
             raise ValueError(explain(what, why, way_out)) from None
 
     def _use(self, found: LossSplit | Trunk | None) -> None:
-        """Split batches that way, and tell the techniques."""
+        """Use this split from now on, and pass it to the techniques."""
         if isinstance(found, Trunk):
             if self.trunk is None:
                 self.forwards, self._undo_trunk = found.install(1)
             self.trunk = found
-            found = LossSplit(None, CountRule("sum"))  # of a single part
+            found = LossSplit(None, CountRule("sum"))  # a single micro-batch
         self.split = found
         for technique in self._techniques:
             technique.found = self.split
@@ -140,10 +140,10 @@ class SplitSearch:
     def settle_logs(
         self, batch: Any, rest: list[Any], weighting: LogWeights, logged: Mapping[str, Sequence[LogCall]]
     ) -> Mapping[str, FoundRule | None]:
-        """Settle by which rule values are weighted where those that fitted so far differ in this batch.
+        """Decide how logged values are weighted where the rules that matched so far differ in this batch.
 
         A value may be the same in all samples of the first batch, such as an accuracy of 0 before training, and then
-        any rule fits. A few pairs of samples are run from the parts with the largest and the smallest value.
+        any rule matches. A few pairs of samples are run from the micro-batches with the largest and the smallest value.
         """
         if self.split is None or self.trainer.world_size > 1 or self._log_looks == _MOST_LOG_LOOKS:
             return weighting.rules
@@ -158,7 +158,7 @@ class SplitSearch:
         return self.split.log_rules
 
     def _rules_differ(self, name: str, seen: Sequence[LogCall], weighting: LogWeights) -> bool:
-        """Values on a device are compared there, and what that gave is looked at in a later batch."""
+        """Whether the rules disagree; on a device, the result is read in a later batch."""
         differ = weighting.rules_differ(name, seen)
         if isinstance(differ, bool):
             return differ
@@ -171,15 +171,15 @@ class SplitSearch:
         return False
 
     def leave_trunk(self) -> None:
-        """At the end of the run."""
+        """Restore the trunk's forwards at the end of the run."""
         self._undo_trunk()
         self.trunk, self.forwards, self._undo_trunk = None, [], _do_nothing
 
     def find_another(self, batch: Any, rest: list[Any], error: OtherSplitError, attempt: int, is_first: bool) -> None:
-        """For a batch whose loss is not split as those before it: none of its gradients has been used."""
+        """Search again for a batch whose loss is split differently; none of its gradients have been used yet."""
         if not is_first:
             what = "MicroBatching inside an accumulation window"
-            why = f"this batch is not split as those before it, whose gradients are in the sum: {error}"
+            why = f"this batch is split unlike earlier ones, whose gradients are in the sum: {error}"
             raise ValueError(
                 explain(what, why, "Use TokenWeightedAccumulation, or name the trunk with through=")
             ) from error
@@ -192,7 +192,7 @@ class SplitSearch:
         self._use(found)
 
     def _search(self, batch: Any, rest: list[Any]) -> BatchSearch:
-        """Where and on what this batch is tried."""
+        """Return the search on this batch."""
         return BatchSearch(
             _NAME,
             self._stage(rest, CollectivesWatch()),
@@ -204,9 +204,9 @@ class SplitSearch:
         )
 
     def _try_batch(self, batch: Any, rest: list[Any], together: bool) -> LossSplit | None:
-        """How the loss of this batch is split; None where it is one part of one sample, and weighs 1."""
+        """Return how the loss of this batch is split; None where it is a single sample, with weight 1."""
         if self.micro is None and not can_be_cut(batch):
-            # Nothing can be compared, but the losses that the step computes may tell the rule.
+            # There is nothing to compare, but the losses that the step computes may show the rule.
             return self._find_on(rest, iter([Sample(batch, 1, [])]), together)
         is_one = self.micro is None or self.micro.split is split_batch
         if is_one and batch_size(batch) < 2 and self.window is None and self.trainer.world_size == 1:
@@ -214,7 +214,7 @@ class SplitSearch:
         return self._find_on(rest, self._sample(batch), together)
 
     def _sample(self, batch: Any) -> Iterator[Sample]:
-        """A few samples of a batch; where a user's own function splits it, its first micro-batch."""
+        """Yield a few samples of a batch; where the user's function splits it, its first micro-batch."""
         split, n = (self.micro.split, self.micro.n) if self.micro is not None else (split_batch, 1)
         if split is not split_batch:
             return first_micro_batch(batch, n, split)
@@ -233,14 +233,14 @@ class SplitSearch:
             together=together,
             whole_batches=self.micro is None,
         )
-        if self.micro is not None and self.micro.adaptive and stage.gradients:  # there each forward communicates
+        if self.micro is not None and self.micro.adaptive and stage.gradients:  # each forward communicates
             watch.refuse()
         return found
 
     def _stage(self, rest: list[Any], watch: CollectivesWatch) -> Stage:
         module, strategy = self.trainer.lightning_module, self.trainer.strategy
         sharded = is_sharded(module)
-        # Past the strategy where it can be: then nothing is synchronised, and no engine waits for a backward.
+        # Bypass the strategy where possible, so that nothing is synchronized and no engine waits for a backward.
         training_step = strategy.training_step if sharded else module.training_step
         return Stage(
             watch.wrap(lambda rows: training_step(rows, *rest)),
@@ -253,7 +253,7 @@ class SplitSearch:
 
     @property
     def _counting(self) -> Counting:
-        """The technique whose ``count`` is used: one that is given serves both."""
+        """The technique whose ``count`` is used: if one is given, it serves both."""
         given = [technique for technique in self._techniques if technique.count != "auto"]
         return (given or self._techniques)[0]
 
@@ -263,7 +263,7 @@ class SplitSearch:
 
 
 def _pick_rows(parts: Sequence[Any], seen: Sequence[LogCall]) -> tuple[list[int], list[int]]:
-    """Rows of the batch: of the part that logged the largest value, and of that with the smallest."""
+    """Return rows of the micro-batches that logged the largest and the smallest value."""
     starts = [0, *itertools.accumulate(map(batch_size, parts))]
     values = [abs(float(call.value)) for call in seen]
     rows: list[list[int]] = []
@@ -279,7 +279,7 @@ def _do_nothing() -> None:
 
 
 def can_be_cut(batch: Any) -> bool:
-    """Whether a batch has samples, by the rule of :func:`~lightning_fasttrain.data.split_batch`."""
+    """Whether a batch can be split into samples, by the rule of :func:`~lightning_fasttrain.data.split_batch`."""
     try:
         return batch_size(batch) > 0
     except ValueError:

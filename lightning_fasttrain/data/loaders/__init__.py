@@ -1,4 +1,4 @@
-"""Looks after what comes from the loader: its way to the device, bad samples, ranks with fewer batches than others.
+"""Wrappers of data loaders: device prefetch, bad samples, and ranks with unequal numbers of batches.
 
 From the bottom up: ``device_prefetch``, ``_skipping_dataset``, ``loader_wrapper``, ``even_epochs``, ``sample_guard``.
 """

@@ -1,4 +1,4 @@
-"""What reads samples in a worker and lets those that cannot be read travel as such, instead of ending the run."""
+"""A dataset wrapper that returns unreadable samples as markers instead of raising in a worker."""
 
 import traceback
 from collections.abc import Callable
@@ -14,9 +14,9 @@ class BadSample:
     """A sample that could not be read.
 
     Attributes:
-        index: that the dataset was asked for.
-        worker: number of the loader's process that read it; None: the training process itself.
-        error: its class, message and where it was raised.
+        index: the index that was read.
+        worker: the number of the worker process that read it; None: the training process itself.
+        error: the exception's class and message, and where it was raised.
     """
 
     index: Any
@@ -30,23 +30,23 @@ class BadSample:
 
 @dataclass
 class Envelope:
-    """A batch, and the samples that it lacks; it travels as the batch would.
+    """A batch together with its unreadable samples; it supports the operations of a batch.
 
     Attributes:
-        batch: None if no sample is left.
-        bad: those that could not be read.
+        batch: None if no sample could be read.
+        bad: the samples that could not be read.
     """
 
     batch: Any
     bad: list[BadSample]
 
-    # torch asks batches of kinds that it does not know for this method.
+    # torch calls this method on batches of unknown types.
     def pin_memory(self) -> "Envelope":
         return Envelope(pin_memory(self.batch), self.bad)
 
 
 class TolerantDataset(Dataset[Any]):
-    """Gives a :class:`BadSample` where the dataset raises.
+    """Returns a :class:`BadSample` where the dataset raises.
 
     Args:
         inner: a map-style dataset.
@@ -55,7 +55,8 @@ class TolerantDataset(Dataset[Any]):
     def __init__(self, inner: Any) -> None:
         self.inner = inner
         if callable(getattr(inner, "__getitems__", None)):
-            # On the object: torch reads samples together where a dataset has this, and not all have it.
+            # Set on the object: torch reads samples together if the dataset has this method, and not every dataset
+            # does.
             self.__getitems__ = self._read_several
 
     def __getitem__(self, index: Any) -> Any:
@@ -65,13 +66,13 @@ class TolerantDataset(Dataset[Any]):
             info = get_worker_info()
             last = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{last.filename}:{last.lineno}"
-            # As text, since not every exception can be pickled on its way from a worker.
+            # As text, since not every exception can be pickled for the way back from a worker.
             return BadSample(index, None if info is None else info.id, f"{type(error).__name__}: {error} ({where})")
 
     def _read_several(self, indices: list[Any]) -> list[Any]:
         try:
             return self.inner.__getitems__(indices)
-        except Exception:  # one of them: which is found by asking for each
+        except Exception:  # read one by one to find which of them failed
             return [self[index] for index in indices]
 
 
@@ -79,7 +80,7 @@ class Sieve:
     """Collates the samples that could be read.
 
     Args:
-        collate: the loader's own.
+        collate: the loader's own ``collate_fn``.
     """
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:

@@ -1,4 +1,4 @@
-"""The next batch travels to the device while this one is computed."""
+"""Copy the next batch to the device while the current one is computed."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
@@ -19,19 +19,19 @@ from lightning_fasttrain.technique.predicted_step import PredictedStep
 
 
 def prefetch_to_device(iterable: Iterable[Any], device: torch.device | str) -> "DevicePrefetcher":
-    """Iterate over ``iterable`` with each batch on ``device``, the next one being copied meanwhile.
+    """Iterate over ``iterable`` with each batch on ``device``, copying the next batch during the current step.
 
-    On CUDA the copy runs on a side stream and the current stream waits for it by an event, so the host never does;
-    the copy overlaps only if the batches lie in pinned memory (``DataLoader(pin_memory=True)``). On a CPU batches
-    pass through untouched and nothing is fetched ahead.
+    On CUDA the copy runs on a side stream and the current stream waits for it by an event, so the host never waits; the
+    copy overlaps only if the batches are in pinned memory (``DataLoader(pin_memory=True)``). On a CPU batches pass
+    through unchanged and nothing is fetched ahead.
 
     Args:
-        iterable: usually a ``DataLoader``. Its attributes (``dataset``, ``sampler``, ``__len__``…) shine through; if
-            it has ``state_dict``, the state given out is that of the last batch handed out, not of the one ahead.
-        device: where the batches go.
+        iterable: usually a ``DataLoader``. Its attributes (``dataset``, ``sampler``, ``__len__``…) are forwarded; if it
+            has ``state_dict``, the returned state is that of the last batch yielded, not of the one fetched ahead.
+        device: the target device of the batches.
 
     Returns:
-        An object to iterate over, as often as ``iterable`` allows: every batch once, in order.
+        An iterable that can be iterated as often as ``iterable``: every batch once, in order.
 
     Example:
         >>> loader = torch.utils.data.DataLoader(range(4), batch_size=2)
@@ -42,7 +42,7 @@ def prefetch_to_device(iterable: Iterable[Any], device: torch.device | str) -> "
         The side-stream pattern of NVIDIA Apex's ``data_prefetcher``, with ``Tensor.record_stream`` for the allocator.
     """
     stateful = hasattr(iterable, "state_dict") and hasattr(iterable, "load_state_dict")
-    # Two classes, since Lightning takes a loader with these methods for one that can resume.
+    # Two classes, since Lightning treats a loader with these methods as one that can resume.
     kind = StatefulDevicePrefetcher if stateful else DevicePrefetcher
     return kind(iterable, torch.device(device))
 
@@ -54,7 +54,7 @@ class DevicePrefetcher:
         self.inner = inner
         self.device = device
         self._pinned: bool | None = None
-        self._in_turn = False  # a copy begins when the device is done with the batches before
+        self._in_turn = False  # the copy starts after the device's earlier work
 
     def __iter__(self) -> Iterator[Any]:
         if self.device.type == "cpu":
@@ -71,11 +71,11 @@ class DevicePrefetcher:
             yield self._finish_copy(*item)
 
     def _start_copy(self, batch: Any, stream: "torch.cuda.Stream | None") -> tuple[Any, Any, Any, Any]:
-        state = self._state_now()  # after this batch, and before the loader goes on to the next
+        state = self._state_now()  # after this batch and before the next one is read
         if stream is None:
             return move_data_to_device(batch, self.device), None, None, state
         if self._in_turn:
-            # What has no record_stream may lie where this copy goes, and still be in use.
+            # Types without record_stream may occupy the memory that this copy uses, and still be in use.
             stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream), _Copies(self.device) as copies:
             moved = move_data_to_device(batch, self.device)
@@ -87,7 +87,7 @@ class DevicePrefetcher:
         if event is not None:
             current = torch.cuda.current_stream(self.device)
             current.wait_event(event)
-            for tensor in kept[1]:  # memory of the side stream, used on this one
+            for tensor in kept[1]:  # allocated on the side stream, used on this one
                 try:
                     tensor.record_stream(current)
                 except NotImplementedError:  # sparse and nested tensors
@@ -100,7 +100,7 @@ class DevicePrefetcher:
             if not self._pinned:
                 warn(
                     "DevicePrefetch: the batches are not in pinned memory, so the host waits for each copy and "
-                    "nothing overlaps. Use DataLoader(pin_memory=True)."
+                    "no copy overlaps with the step. Use DataLoader(pin_memory=True)."
                 )
 
     def _state_now(self) -> Any:
@@ -113,7 +113,7 @@ class DevicePrefetcher:
         return len(self.inner)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
-        # While there is no `inner`, as in unpickling, the line below would ask for it without end.
+        # Without an `inner`, as during unpickling, the line below would recurse endlessly.
         if name == "inner" or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.inner, name)
@@ -124,7 +124,7 @@ class DevicePrefetcher:
 
 
 class StatefulDevicePrefetcher(DevicePrefetcher):
-    """A prefetcher over a loader that can resume: its state is that of the last batch handed out."""
+    """A prefetcher over a loader that can resume: its state is that of the last batch yielded."""
 
     def __init__(self, inner: Any, device: torch.device) -> None:
         super().__init__(inner, device)
@@ -146,13 +146,13 @@ class StatefulDevicePrefetcher(DevicePrefetcher):
 
 
 class _Copies(TorchDispatchMode):
-    """Sees what a transfer copies and makes.
+    """Records the tensors that a transfer copies and creates.
 
-    Any object may say by its own ``to`` how it travels, so no walk over a batch finds all its tensors.
+    Any object may define its own ``to``, so walking the batch cannot find all its tensors.
 
     Attributes:
         sources: tensors in host memory that were copied to the device.
-        made: tensors that were made on the device.
+        made: tensors that were created on the device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -173,11 +173,11 @@ class _Copies(TorchDispatchMode):
 
 
 class DevicePrefetch(Technique):
-    """Copy the next batch to the device while this one is computed, for every loader of the run.
+    """Copy the next batch to the device while the current one is computed, for every loader of the run.
 
-    Acts where the strategy takes its loaders. ``Precision.convert_input`` and ``on_after_batch_transfer`` then see
-    tensors that are on the device already; a module or datamodule with an ``on_before_batch_transfer`` or
-    ``transfer_batch_to_device`` of its own keeps Lightning's path, and is told so. On a CPU nothing is done.
+    Acts where the strategy processes its loaders. ``Precision.convert_input`` and ``on_after_batch_transfer`` then see
+    tensors that are already on the device; a module or datamodule that overrides ``on_before_batch_transfer`` or
+    ``transfer_batch_to_device`` keeps Lightning's path, with a warning. On a CPU nothing is done.
 
     Example:
         >>> prefetch = DevicePrefetch()
@@ -187,8 +187,8 @@ class DevicePrefetch(Technique):
     """
 
     bitwise: ClassVar[bool] = True
-    effect: ClassVar[str] = "the next batch is copied while this one is computed"
-    when: ClassVar[str] = "copying a batch takes time beside a step on a GPU; not on a CPU"
+    effect: ClassVar[str] = "the next batch is copied to the device during the current step"
+    when: ClassVar[str] = "copying a batch to the GPU takes a notable share of the step; not on a CPU"
     in_a_loop: ClassVar[str] = "prefetch_to_device(loader, device)"
     worth_trying: ClassVar[tuple[Setting, ...]] = (Setting("loader", "prefetched", cost=0.98),)
     predicted: ClassVar[bool] = True
@@ -196,12 +196,12 @@ class DevicePrefetch(Technique):
     @classmethod
     def why_not(cls, facts: Facts) -> str | None:
         if facts.device == "cpu":
-            return "batches are on the CPU already"
+            return "batches are already on the CPU"
         return None
 
     def outcome(self, model: nn.Module) -> str:
         on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
-        return f"gained nothing, since {self.why_not(Facts('cpu'))}" if on_cpu else ""
+        return f"no effect: {self.why_not(Facts('cpu'))}" if on_cpu else ""
 
     def predict(self, step: PredictedStep) -> None:
         step.prefetches = True
@@ -209,12 +209,12 @@ class DevicePrefetch(Technique):
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
         device = trainer.strategy.root_device
         if device.type == "cpu":
-            note_once("DevicePrefetch: batches are on the CPU already, so they pass through")
+            note_once("DevicePrefetch: batches are already on the CPU and are passed through unchanged")
             return None
         for owner in (pl_module, trainer.datamodule):
             for hook in ("on_before_batch_transfer", "transfer_batch_to_device"):
                 if owner is not None and is_overridden(hook, owner):
-                    why = "that hook must see each batch before it travels, so nothing is prefetched"
+                    why = "that hook must see each batch before it is copied, so nothing is prefetched"
                     way_out = f"Do its work in the dataset's collate_fn, or in on_after_batch_transfer ({device})"
                     warn(explain(f"DevicePrefetch with {type(owner).__name__}.{hook}", why, way_out))
                     return None

@@ -1,4 +1,4 @@
-"""Ranks whose loaders hold unequal numbers of batches end their epochs together."""
+"""End epochs after the same number of batches on all ranks."""
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -20,29 +20,29 @@ _END = object()
 
 
 def even_epochs(loader: Iterable[Any]) -> "EvenLoader":
-    """Wrap a loader so that every pass over it ends after as many batches on each rank: those of the shortest.
+    """Wrap a loader so that every pass ends on all ranks after as many batches as the shortest rank has.
 
     Where all ranks know the length of their loaders they compare it once, here. Otherwise each rank fetches a batch
-    ahead and all say whether they have one: one byte on the CPU, by gloo, for each batch. The question is sent when a
-    batch is handed out and the answer read when the next is asked for, so it travels during the step.
+    ahead and all exchange whether they have one: one byte on the CPU, over gloo, per batch. The exchange starts when a
+    batch is yielded and its result is read when the next is requested, so it overlaps with the step.
 
-    What the longer ranks have left is not trained on in this pass; with shuffling it is something else each time.
-    With one process nothing is done. With several, all must call this, and all must go on to the same batch.
+    The remaining batches of the longer ranks are not trained on in this pass; with shuffling they differ from pass to
+    pass. With one process nothing is done. With several, all must call this, and all must advance to the same batch.
 
     Args:
-        loader: a ``DataLoader``, or anything to iterate over. Its attributes shine through.
+        loader: a ``DataLoader`` or any other iterable. Its attributes are forwarded.
 
     Returns:
-        The wrapped loader. ``left_out`` is how many batches of this rank were left out of the last pass, as far as is
-        known without reading them; ``close()`` ends the talk between ranks.
+        The wrapped loader. ``left_out`` is the number of batches of this rank that the last pass left out, as far as it
+        is known without reading them; ``close()`` frees the process group.
 
     Example:
         >>> list(even_epochs([1, 2, 3]))
         [1, 2, 3]
 
     Source:
-        ``torch.distributed.algorithms.Join`` goes on instead, with a collective that shadows each of the step's. It
-        has to know them all; DDP's are known to it, those of FSDP2, of metrics and of the user's are not.
+        ``torch.distributed.algorithms.Join`` continues instead, with a collective that shadows each of the step's. It
+        must know all of them; it knows those of DDP, but not those of FSDP2, of metrics and of the user.
     """
     stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
     return StatefulEvenLoader(loader) if stateful else EvenLoader(loader)
@@ -55,17 +55,17 @@ class EvenLoader(WrappedLoader):
         super().__init__(inner)
         self._left_out = 0
         self._group: dist.ProcessGroup | None = None
-        self._vote = torch.zeros(1, dtype=torch.int64)  # lives as long as the group, whose thread uses it
+        self._vote = torch.zeros(1, dtype=torch.int64)  # must outlive the group, whose thread uses it
         self._work: dist.Work | None = None
         self._length: int | None = None
         self._alone = rank_count() == 1
         if not self._alone:
-            self._group = dist.new_group(backend="gloo")  # its own: a step's collectives go another way
+            self._group = dist.new_group(backend="gloo")  # a separate group, apart from the step's collectives
             self._compare_lengths()
 
     @property
     def left_out(self) -> int:
-        """Batches of this rank that were left out of the last pass, as far as is known without reading them."""
+        """Number of this rank's batches that the last pass left out, as far as it is known without reading them."""
         return self._left_out
 
     def __len__(self) -> int:
@@ -76,15 +76,15 @@ class EvenLoader(WrappedLoader):
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
-        batches = iter(self.inner)  # now, as the plain loader's would be, since it may draw random numbers
+        batches = iter(self.inner)  # now, as for the plain loader: it may draw random numbers
         if self._alone:
             return batches
         return self._iterate_together(batches) if self._length is None else islice(batches, self._length)
 
     def close(self) -> None:
-        """Free what the ranks talk through."""
+        """Free the process group over which the ranks vote."""
         if self._group is not None and dist.is_initialized():
-            self._wait()  # for a question of a pass that was not finished
+            self._wait()  # for the vote of an unfinished pass
             dist.destroy_process_group(self._group)
         self._group = None
 
@@ -95,17 +95,17 @@ class EvenLoader(WrappedLoader):
             return
         self._length, self._left_out = shortest, (mine or 0) - shortest
         if longest > shortest:
-            most = f"up to {number_of(longest - shortest, 'batch', 'batches')} of a rank are left out"
+            most = f"up to {number_of(longest - shortest, 'batch', 'batches')} per rank are left out"
             say("EvenEpochs: ranks have %d to %d batches; epochs end after %d, %s", shortest, longest, shortest, most)
 
     def _extremes(self, number: int) -> tuple[int, int]:
-        # The minimum of the negated numbers is the maximum: one call for both.
+        # The minimum of the negated values is the maximum, so one call gives both.
         both = torch.tensor([number, -number])
         dist.all_reduce(both, dist.ReduceOp.MIN, group=self._group)
         return int(both[0]), -int(both[1])
 
     def _iterate_together(self, batches: Iterator[Any]) -> Iterator[Any]:
-        self._wait()  # of a pass that was not finished
+        self._wait()  # for the vote of an unfinished pass
         ahead = self._fetch(batches)
         while self._wait():
             batch, state = ahead
@@ -115,14 +115,14 @@ class EvenLoader(WrappedLoader):
         self._left_out = int(ahead[0] is not _END)
 
     def _fetch(self, batches: Iterator[Any]) -> tuple[Any, Any]:
-        """The next batch, and the loader's state before the one after it; asks the others whether they have one."""
+        """Fetch the next batch and the loader's state after it, and start the vote on whether all ranks have one."""
         batch = next(batches, _END)
         self._vote.fill_(batch is not _END)
         self._work = dist.all_reduce(self._vote, dist.ReduceOp.MIN, group=self._group, async_op=True)
         return batch, self._state_now()
 
     def _wait(self) -> bool:
-        """Whether all ranks had a batch when they were asked last."""
+        """Wait for the last vote and return whether all ranks had a batch."""
         work, self._work = self._work, None
         if work is not None:
             work.wait()
@@ -136,7 +136,7 @@ class EvenLoader(WrappedLoader):
 
 
 class StatefulEvenLoader(EvenLoader):
-    """Over a loader that can resume: its state is that of the last batch handed out."""
+    """An even loader over a loader that can resume: its state is that of the last batch yielded."""
 
     def __init__(self, inner: Iterable[Any]) -> None:
         super().__init__(inner)
@@ -157,7 +157,7 @@ class StatefulEvenLoader(EvenLoader):
 
 
 def _length_of(loader: Any) -> int | None:
-    """How many batches it has; None where it may be wrong about it."""
+    """Return the number of batches; None where the loader may be wrong about it."""
     if isinstance(getattr(find_innermost(loader), "dataset", None), IterableDataset):
         return None
     try:
@@ -167,12 +167,12 @@ def _length_of(loader: Any) -> int | None:
 
 
 class EvenEpochs(Technique):
-    """End epochs together where ranks have unequal numbers of batches, after those of the shortest.
+    """End epochs after the same number of batches on all ranks, those of the shortest rank.
 
-    Without it the rank with fewer batches goes on to the end of its epoch, and the others wait for its gradients until
-    a timeout. Acts where the strategy takes its training loaders. ``num_training_batches``, ``global_step`` and
-    schedules are the same on all ranks then. With :class:`~lightning_fasttrain.ExactResume` a run goes on exactly, but
-    needs ``strict=False``: what a checkpoint says of the data is what the first rank has.
+    Otherwise the rank with fewer batches ends its epoch early, and the others wait for its gradients until a timeout.
+    Acts where the strategy processes its training loaders. ``num_training_batches``, ``global_step`` and schedules are
+    then the same on all ranks. With :class:`~lightning_fasttrain.ExactResume` a run resumes exactly, but needs
+    ``strict=False``, since a checkpoint describes the data of the first rank.
 
     Example:
         >>> even = EvenEpochs()
@@ -181,14 +181,14 @@ class EvenEpochs(Technique):
         See :func:`~lightning_fasttrain.data.even_epochs`.
     """
 
-    effect: ClassVar[str] = "ranks with unequal numbers of batches end their epochs together"
+    effect: ClassVar[str] = "epochs end after the same number of batches on all ranks"
     when: ClassVar[str] = "data is split over ranks by files or streams; not with a DistributedSampler, which is even"
     in_a_loop: ClassVar[str] = "data.even_epochs(loader)"
     predicted: ClassVar[bool] = True
 
     @classmethod
     def why_not(cls, facts: Facts) -> str | None:
-        return "there is one device, with all the batches" if facts.devices == 1 else None
+        return "there is one device, which has all batches" if facts.devices == 1 else None
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
         if trainer.state.fn != "fit":
@@ -203,7 +203,7 @@ class EvenEpochs(Technique):
 
         def undo() -> None:
             leave()
-            while made and not trainer.interrupted:  # the other ranks may not come
+            while made and not trainer.interrupted:  # the other ranks may not take part
                 made.pop().close()
 
         return undo

@@ -1,6 +1,6 @@
-"""A loader around another one, through which the other's attributes shine; and where a run takes its training loaders.
+"""Base class of loader wrappers, which forwards unknown attributes; and a patch that wraps a run's training loaders.
 
-Techniques of other rooms wrap loaders too; all of them hold the wrapped one as ``inner``.
+Techniques of other subpackages wrap loaders, too; all of them keep the wrapped loader as ``inner``.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 
 
 class WrappedLoader:
-    """Has the attributes of ``inner``, and sets them there."""
+    """Forwards attribute reads and writes to ``inner``."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -23,7 +23,7 @@ class WrappedLoader:
         return len(self.inner)
 
     def __getattr__(self, name: str) -> Any:
-        # While there is no `inner`, as in unpickling, the line below would ask for it without end.
+        # Without an `inner`, as during unpickling, the line below would recurse endlessly.
         if name == "inner" or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.inner, name)
@@ -34,7 +34,7 @@ class WrappedLoader:
 
 
 def find_innermost(loader: Any) -> Any:
-    """The user's own loader, under all that was put around it."""
+    """Return the user's own loader, below all wrappers."""
     loader = without_fabric(loader)
     while "inner" in getattr(loader, "__dict__", {}):
         loader = without_fabric(loader.inner)
@@ -42,10 +42,10 @@ def find_innermost(loader: Any) -> Any:
 
 
 def wrap_training_loaders(trainer: L.Trainer, wrap: Callable[[Any], Any]) -> Undo:
-    """Put ``wrap`` around the training loaders of a run, not around those of validation; returns how to undo it."""
+    """Wrap a run's training loaders, but not its validation loaders, with ``wrap``; return how to undo it."""
     fit_loop, strategy = trainer.fit_loop, trainer.strategy
     setup_data, process = fit_loop.setup_data, strategy.process_dataloader
-    # Validation's loaders go through process_dataloader as well, but outside of setup_data.
+    # Validation loaders pass through process_dataloader as well, but outside of setup_data.
     taken: list[bool] = []
 
     def setting_up_data() -> None:

@@ -1,4 +1,4 @@
-"""A sample that cannot be read is named and, if asked for, passed over; a worker that dies is named."""
+"""Report samples that cannot be read and workers that die, and optionally skip bad samples."""
 
 import signal
 import weakref
@@ -20,21 +20,22 @@ from lightning_fasttrain.technique import Technique
 
 
 def guard_samples(loader: Any, skip_bad_samples: int = 0) -> "GuardedLoader":
-    """Wrap a ``DataLoader`` so that it names what it cannot read, and passes over some of it.
+    """Wrap a ``DataLoader`` so that it reports samples that it cannot read, and skips some of them.
 
-    A sample whose ``__getitem__`` raises is left out of its batch, which has a row less. An error is raised for the
-    first one beyond ``skip_bad_samples``, and for a batch of which nothing is left, since a step without a batch would
-    leave other ranks waiting. A worker that ends is named with its exit code and the batch that it was to bring next.
+    A sample whose ``__getitem__`` raises is left out of its batch, which is then one row shorter. An error is raised
+    for the first one beyond ``skip_bad_samples``, and for a batch without any readable sample, since other ranks would
+    wait for a rank that skips the step. A worker that dies is reported with its exit code and the batch that it was to
+    deliver next.
 
-    Of an ``IterableDataset``, which ends with its first error, and of loaders of other kinds, only what torch says of
-    workers is made clearer.
+    For an ``IterableDataset``, which ends with its first error, and for loaders of other types, only torch's errors
+    about workers are made clearer.
 
     Args:
-        loader: a ``DataLoader``, or what this package made of one; it is changed until :meth:`GuardedLoader.close`.
-        skip_bad_samples: how many may be passed over in all, in this process.
+        loader: a ``DataLoader``, possibly wrapped by this package; it is changed until :meth:`GuardedLoader.close`.
+        skip_bad_samples: how many samples may be skipped in total, in this process.
 
     Returns:
-        The wrapped loader; its ``skipped`` is how many were.
+        The wrapped loader; its ``skipped`` is the number of skipped samples.
 
     Raises:
         ValueError: ``skip_bad_samples`` is negative.
@@ -54,7 +55,7 @@ def guard_samples(loader: Any, skip_bad_samples: int = 0) -> "GuardedLoader":
         True
 
     Source:
-        What a dataset returns for a sample that it lacks, ``None`` and a ``collate_fn`` that drops it, done outside it.
+        Replaces the usual pattern of a dataset that returns ``None`` and a ``collate_fn`` that drops it.
     """
     _refuse_negative(skip_bad_samples)
     return GuardedLoader(loader, Tally(skip_bad_samples))
@@ -62,13 +63,13 @@ def guard_samples(loader: Any, skip_bad_samples: int = 0) -> "GuardedLoader":
 
 def _refuse_negative(skip_bad_samples: object) -> None:
     if isinstance(skip_bad_samples, bool) or not isinstance(skip_bad_samples, int) or skip_bad_samples < 0:
-        why = "it is how many samples may be passed over"
+        why = "expected the number of samples that may be skipped"
         raise ValueError(explain(f"skip_bad_samples={skip_bad_samples!r}", why, "Use a whole number, 0 for none"))
 
 
 @dataclass
 class Tally:
-    """How many samples may be passed over, and how many were."""
+    """How many samples may be skipped, and how many were."""
 
     limit: int
     skipped: int = 0
@@ -80,7 +81,7 @@ class GuardedLoader(WrappedLoader):
     def __init__(self, inner: Any, tally: Tally) -> None:
         super().__init__(inner)
         self._tally = tally
-        self._batches: Callable[[], Any] = lambda: None  # of torch's loader, which ends its workers when it is freed
+        self._batches: Callable[[], Any] = lambda: None  # torch's iterator, which stops its workers when it is freed
         self._undo = ExitStack()
         loader = find_innermost(inner)
         if isinstance(loader, DataLoader):
@@ -88,11 +89,11 @@ class GuardedLoader(WrappedLoader):
 
     @property
     def skipped(self) -> int:
-        """Samples that were passed over so far."""
+        """Number of samples skipped so far."""
         return self._tally.skipped
 
     def close(self) -> None:
-        """Leave the loader as it was; a pass that is going on stays guarded."""
+        """Restore the loader; a pass in progress stays guarded."""
         self._undo.close()
 
     def __iter__(self) -> Iterator[Any]:
@@ -107,29 +108,27 @@ class GuardedLoader(WrappedLoader):
         tally = self._tally
         for bad in envelope.bad:
             if tally.skipped >= tally.limit:
-                why = f"skip_bad_samples={tally.limit}, so no other may be passed over"
-                raise RuntimeError(explain(str(bad), why, "Mend it, or allow more"))
+                why = f"skip_bad_samples={tally.limit}, and as many samples have been skipped already"
+                raise RuntimeError(explain(str(bad), why, "Fix this sample, or allow more"))
             tally.skipped += 1
-            warn_on_any_rank(f"{bad}. It is passed over, {tally.skipped} of at most {tally.limit}.")
+            warn_on_any_rank(f"{bad}. It is skipped ({tally.skipped} of at most {tally.limit}).")
         if envelope.bad and envelope.batch is None:
-            why = "no step can be made without a batch"
-            raise RuntimeError(explain(f"nothing is left of a batch: {envelope.bad[-1]}", why, "Mend these samples"))
+            why = "a step needs at least one sample"
+            raise RuntimeError(explain(f"a batch has no readable sample: {envelope.bad[-1]}", why, "Fix them"))
         return envelope.batch
 
     def _death(self) -> str:
-        """What is known of workers that ended; "" if none did."""
+        """Return what is known of workers that died; "" if none did."""
         batches = self._batches()
         for number, worker in enumerate(getattr(batches, "_workers", ())):
             code = worker.exitcode
             if code is None or code == 0:
                 continue
             ended = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-            # A batch that has come is in its entry, beside the worker's number.
+            # The entry of a batch that has arrived holds it beside the worker's number.
             waiting = [batch for batch, task in batches._task_info.items() if task == (number,)]
-            batch = (
-                f"; the first batch that it still had to bring is number {min(waiting)} of this pass" if waiting else ""
-            )
-            return f"worker {number} of the loader (process {worker.pid}) ended {ended}{batch}"
+            batch = f"; its next batch was number {min(waiting)} of this pass" if waiting else ""
+            return f"worker {number} of the loader (process {worker.pid}) died {ended}{batch}"
         return ""
 
 
@@ -142,28 +141,28 @@ class _Unpacked(Iterator[Any]):
     def __next__(self) -> Any:
         try:
             envelope = next(self.envelopes)
-        # torch raises the first where it finds a dead worker; a queue that breaks off raises the others.
+        # torch raises RuntimeError when it finds a dead worker; a broken queue raises the others.
         except (RuntimeError, OSError, EOFError) as error:
             death = self.loader._death()
             if not death:
                 raise
-            why = "SIGKILL is often the system's, for lack of memory; SIGBUS is a lack of shared memory"
-            way_out = "Use fewer workers or smaller samples, or num_workers=0 to see an error of its own"
+            why = "SIGKILL often means that the system ran out of memory, SIGBUS that shared memory ran out"
+            way_out = "Use fewer workers or smaller samples, or num_workers=0 to see the original error"
             raise RuntimeError(explain(death, why, way_out)) from error
         return self.loader._open(envelope)
 
 
 def _let_bad_samples_through_(loader: DataLoader[Any], note: Callable[[Any], None]) -> Undo:
-    """Have the passes over ``loader`` give envelopes; ``dataset`` and ``collate_fn`` are its own in between."""
+    """Make the passes over ``loader`` yield envelopes; ``dataset`` and ``collate_fn`` are restored in between."""
     own = loader._get_iterator
 
     def forget_workers() -> None:
-        loader._iterator = None  # workers that persist keep the dataset that they were made with
+        loader._iterator = None  # persistent workers keep the dataset that they started with
 
     def get_iterator() -> Any:
         undo = ExitStack()
         if not isinstance(loader.dataset, IterableDataset):
-            # An iterator takes both when it is made. torch lets nobody set a dataset, hence vars().
+            # An iterator reads both when it is created. torch forbids setting a dataset, hence vars().
             places, before = vars(loader), (loader.dataset, loader.collate_fn)
             undo.callback(places.update, dataset=before[0], collate_fn=before[1])
             places.update(dataset=TolerantDataset(before[0]), collate_fn=Sieve(before[1]))
@@ -180,19 +179,19 @@ def _let_bad_samples_through_(loader: DataLoader[Any], note: Callable[[Any], Non
 
 
 class SampleGuard(Technique):
-    """Name samples that cannot be read, and workers that die; pass over as many as allowed.
+    """Report samples that cannot be read and workers that die; skip as many samples as allowed.
 
-    Acts where the strategy takes its training loaders. How many were passed over is in checkpoints, for each process,
-    so a resumed run may pass over what is left. List it after what fetches batches ahead, such as
-    :class:`~lightning_fasttrain.DevicePrefetch`, so that only samples of batches that were used are counted.
+    Acts where the strategy processes its training loaders. Checkpoints hold the number of skipped samples of each
+    process, so a resumed run may skip the remaining ones. List it after techniques that fetch batches ahead, such as
+    :class:`~lightning_fasttrain.DevicePrefetch`, so that only samples of used batches are counted.
 
     Args:
-        skip_bad_samples: how many may be passed over in a run, on each process; with 0 the first is an error, which
-            names it.
+        skip_bad_samples: how many samples may be skipped in a run, on each process; with 0 the first one raises an
+            error that names it.
 
     Raises:
         ValueError: ``skip_bad_samples`` is negative.
-        RuntimeError: in ``fit``: one bad sample too many, a batch without samples, or a worker that ended.
+        RuntimeError: in ``fit``: one bad sample too many, a batch without samples, or a worker that died.
 
     Example:
         >>> guard = SampleGuard(skip_bad_samples=10)
@@ -201,7 +200,7 @@ class SampleGuard(Technique):
         See :func:`~lightning_fasttrain.data.guard_samples`.
     """
 
-    effect: ClassVar[str] = "bad samples are named and passed over, up to a limit; dead workers are named"
+    effect: ClassVar[str] = "bad samples are reported and skipped, up to a limit; dead workers are reported"
     when: ClassVar[str] = "some of many files may be broken; not where each sample must be trained on"
     in_a_loop: ClassVar[str] = "data.guard_samples(loader, skip_bad_samples)"
     predicted: ClassVar[bool] = True
@@ -213,7 +212,7 @@ class SampleGuard(Technique):
 
     @property
     def skipped(self) -> int:
-        """Samples that were passed over so far, in this process."""
+        """Number of samples skipped so far, in this process."""
         return self._tally.skipped
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
@@ -236,16 +235,16 @@ class SampleGuard(Technique):
         return undo
 
     def outcome(self, model: nn.Module) -> str:
-        return f"passed over {number_of(self.skipped, 'bad sample')}" if self.skipped else ""
+        return f"skipped {number_of(self.skipped, 'bad sample')}" if self.skipped else ""
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Hook: called on all processes, whoever writes the file; after an error each speaks for itself."""
+        """Hook: called on all processes, whichever writes the file; after an error each process saves its own count."""
         mine = torch.tensor([self.skipped], device=trainer.strategy.root_device)
         everyone = mine if trainer.interrupted else trainer.strategy.all_gather(mine)
         checkpoint["SampleGuard"] = everyone.flatten().tolist()
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Hook: before or after loaders are made, as the strategy has it."""
+        """Hook: called before or after loaders are created, depending on the strategy."""
         counts = checkpoint.get("SampleGuard", [])
         if trainer.state.fn == "fit" and len(counts) > trainer.global_rank:
             self._tally.skipped = counts[trainer.global_rank]

@@ -1,4 +1,4 @@
-"""Tell the numbers that a loss is divided by from factors, by what adds up over the pieces of some samples."""
+"""Classify the divisors in a loss as normalizers or constant factors, by whether they add up over splits of samples."""
 
 from collections.abc import Sequence
 
@@ -12,13 +12,13 @@ from lightning_fasttrain.data.normalizer.trial.try_split import Trial
 _SURE = 1e-5
 _UNREADABLE = {
     "nonlinear": "the loss is not a sum over samples ({} of a mean or sum)",
-    "opaque": "the loss does not show what it is divided by ({})",
+    "opaque": "the graph of the loss does not show its divisor ({})",
 }
-_NOTHING = "nothing: the loss is a sum, and its micro-batches are added"
+_NOTHING = "1 (the loss is a sum over samples)"
 
 
 def classify_terms(splits: Sequence[Split]) -> ReadNormalizer | str:
-    """What weights micro-batches, of the numbers that were read; or why nothing does."""
+    """Return which of the values read from the graphs weights micro-batches, or the reason why none does."""
     first = splits[0].whole
     runs = [run for split in splits for run in (split.whole, *split.runs)]
     why_not = _find_unreadable(runs)
@@ -30,13 +30,13 @@ def classify_terms(splits: Sequence[Split]) -> ReadNormalizer | str:
     for place in normalized:
         offset = _find_offset(place, varying[place], splits)
         if offset is None:
-            return f"what {first.terms[place].name} is divided by does not add up over samples"
+            return f"the divisor of {first.terms[place].name} does not add up over samples"
         offsets[place] = offset
     if not normalized:
         return ReadNormalizer(first.structure, None, (), varying, 0.0, None, _NOTHING)
     # A penalty on weights is the same in each micro-batch, whose weights add up to 1.
     if not all(term.of_parameters for place, term in enumerate(first.terms) if place not in normalized):
-        return "the loss has a sum over samples beside a mean"
+        return "the loss adds a sum over samples to a mean"
     shares = [_shares(place, varying[place], offsets[place], splits) for place in normalized]
     if not all(torch.allclose(shares[0], share, rtol=1e-5, atol=1e-8) for share in shares):
         return "the loss has several normalizers"
@@ -46,18 +46,18 @@ def classify_terms(splits: Sequence[Split]) -> ReadNormalizer | str:
 
 
 def _find_unreadable(runs: Sequence[Run]) -> str:
-    """Why terms cannot be compared over these runs; empty if they can."""
+    """Return why terms cannot be compared over these runs; empty if they can."""
     terms = runs[0].terms
     if not terms:
-        return "its loss has no autograd graph"
+        return "the loss has no autograd graph"
     if any(run.structure != runs[0].structure for run in runs):
-        return "the loss is made of other terms for some samples than for others"
+        return "the loss consists of different terms for different samples"
     unreadable = [term for term in terms if term.kind in _UNREADABLE]
     return _UNREADABLE[unreadable[0].kind].format(unreadable[0].name) if unreadable else ""
 
 
 def classify_alone(run: Run) -> ReadNormalizer | None:
-    """What is likely of a loss that cannot be compared with another: its reduction is over samples."""
+    """Return the likely normalizer of a loss that cannot be compared with another: its reduction is over samples."""
     if len(run.terms) != 1 or run.terms[0].kind not in ("mean", "sum", "quotient"):
         return None
     term = run.terms[0]
@@ -69,7 +69,7 @@ def classify_alone(run: Run) -> ReadNormalizer | None:
 
 
 def _find_summed(place: int, varying: Sequence[int], offset: float, runs: Sequence[Run]) -> float | None:
-    """How many times what the sum is over the divisor is; None where they are not in proportion."""
+    """Return the ratio of the number of summed elements to the divisor; None where they are not proportional."""
     scale: float | None = None
     for run in runs:
         summed, divisor = run.terms[place].summed, read_count(run, place, varying) - offset
@@ -84,16 +84,16 @@ def _find_summed(place: int, varying: Sequence[int], offset: float, runs: Sequen
 
 
 def _cancels(place: int, varying: Sequence[int], runs: Sequence[Run]) -> bool:
-    """Whether a mean is multiplied by the number that it was divided by."""
+    """Whether a mean is multiplied by the same value that it was divided by."""
     if len({runs[0].terms[place].slots[slot][1] for slot in varying}) < 2:
-        return False  # nothing multiplies, or nothing divides
+        return False  # there is no multiplier, or no divisor
     counts = [read_count(run, place, varying) for run in runs]
-    seen = [count for count in counts if count]  # 0 where nothing counts
+    seen = [count for count in counts if count]  # 0 where no element counts
     return bool(seen) and max(seen) - min(seen) <= _SURE * max(seen)
 
 
 def _find_varying(place: int, runs: Sequence[Run]) -> tuple[int, ...]:
-    """The numbers of a term that depend on the samples."""
+    """Return the factors of a term that depend on the samples."""
     terms = [run.terms[place] for run in runs]
     varying = []
     for slot in range(len(terms[0].slots)):
@@ -109,7 +109,7 @@ def read_count(run: Run, place: int, varying: Sequence[int]) -> float:
 
 
 def _find_offset(place: int, varying: Sequence[int], splits: Sequence[Split]) -> float | None:
-    """What is added to a count, such as an epsilon; None if it is no count, since it does not add up."""
+    """Return the constant added to a count, such as an epsilon; None if the value does not add up like a count."""
     offsets = []
     for split in splits:
         whole = read_count(split.whole, place, varying)
@@ -117,7 +117,7 @@ def _find_offset(place: int, varying: Sequence[int], splits: Sequence[Split]) ->
         missed = sum(counts) - whole
         if abs(missed) <= 1e-12 * abs(whole):
             missed = 0.0
-        # A count that is kept from zero, as by clamp(min=1), is too large by what it is kept at.
+        # A count that is kept from zero, as by clamp(min=1), is too large by the difference.
         if missed and min(counts) == missed and missed <= 1 and split.runs[counts.index(missed)].is_zero:
             missed = 0.0
         if not abs(missed) <= 1e-3 * abs(whole):
@@ -140,10 +140,10 @@ def _shares(place: int, varying: Sequence[int], offset: float, splits: Sequence[
 def _describe(run: Run, place: int) -> str:
     term = run.terms[place]
     if term.name in ("NllLoss", "NllLoss2D"):
-        return "its targets, or their class weights, as cross_entropy sums them"
+        return "its number of targets, or the sum of their class weights (cross_entropy)"
     if term.kind == "mean":
         return f"the number of elements of its {term.name.lower()}"
-    return "the number that its sum is divided by"
+    return "the divisor of its sum"
 
 
 def error_of_read(read: ReadNormalizer, split: Split, trial: Trial) -> float:
@@ -160,7 +160,7 @@ def error_of_read(read: ReadNormalizer, split: Split, trial: Trial) -> float:
 
 
 def gradient_floor(trial: Trial) -> float:
-    """Gradients that are smaller than this share of the average one are mostly rounding."""
+    """Return the share of the average gradient below which gradients are mostly rounding."""
     if trial.precise:
         return 1e-4
     return 0.3 if trial.rounding else 1e-2

@@ -1,4 +1,4 @@
-"""How many terms the loss of a batch averages over: what makes parts of a batch add up exactly."""
+"""Count the terms that the loss of a batch averages over, so that micro-batches can be weighted exactly."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ NAMES = ("targets", "next_tokens", "samples", "sum")
 
 @dataclass(frozen=True)
 class CountRule:
-    """A way to weigh the parts of a batch; call it with one for its weight.
+    """A rule that computes the weight of a micro-batch; call it with one.
 
     Attributes:
-        name: ``"targets"``: entries of the labels; ``"next_tokens"``: the same, but the first of each row predicts
-            nothing; ``"samples"``; or ``"sum"``: the loss is a sum already, so its parts are added as they are.
-        ignore_index: the label that the loss leaves out.
+        name: ``"targets"``: entries of the labels; ``"next_tokens"``: the same without the first of each row, which has
+            no prediction; ``"samples"``; or ``"sum"``: the loss is a sum already, so micro-batch losses are added.
+        ignore_index: the label that the loss ignores.
 
     Example:
         >>> import torch
@@ -44,76 +44,76 @@ class CountRule:
         if labels is None or (self.name == "next_tokens" and labels.ndim < 2):
             shape = "" if self.name == "targets" else " of shape (B, T)"
             why = f"the batch has no integer labels{shape} to count"
-            way_out = "Use count='samples', or a count= function of your own"
+            way_out = "Use count='samples', or pass a function as count="
             raise ValueError(explain(f"count={self.name!r}", why, way_out))
         labels = labels[..., 1:] if self.name == "next_tokens" else labels
         return (labels != self.ignore_index).sum()
 
     def __str__(self) -> str:
         return {
-            "targets": f"the entries of the labels other than {self.ignore_index}",
-            "next_tokens": f"the labels other than {self.ignore_index}, without the first of each row",
-            "samples": "the samples",
-            "sum": "nothing: the loss is a sum, and its parts are added",
+            "targets": f"its number of targets (labels != {self.ignore_index})",
+            "next_tokens": f"its number of targets (labels != {self.ignore_index}, without the first of each row)",
+            "samples": "its number of samples",
+            "sum": "1 (the loss is a sum over samples)",
         }[self.name]
 
 
 def named_count(count: object) -> Count:
-    """``count`` as it is used: a rule for a name, and ``"auto"`` or a function as it is.
+    """Return ``count`` as it is used: a rule for a name; ``"auto"`` and functions unchanged.
 
     Raises:
         TypeError: neither a name nor a function.
         ValueError: an unknown name.
     """
-    if callable(count):  # a CountRule, too
+    if callable(count):  # including a CountRule
         return cast(CountTargets, count)
     if count == "auto":
         return "auto"
     if not isinstance(count, str):
-        raise TypeError(explain(f"count={count!r}", "it is called with a batch", "Give a name or a function"))
+        raise TypeError(explain(f"count={count!r}", "expected a rule's name or a function", "Give one of these"))
     if count not in NAMES:
         words = ", ".join(map(repr, ("auto", *NAMES)))
-        raise ValueError(explain(f"count={count!r}", "there is no such rule", f"Use one of {words}, or a function"))
+        raise ValueError(explain(f"count={count!r}", "unknown counting rule", f"Use one of {words}, or a function"))
     return CountRule(count)
 
 
 def rule_state(count: CountTargets | None) -> dict[str, Any]:
-    """What a checkpoint keeps of a rule that was found; of a user's function, nothing."""
+    """Return the checkpoint state of a rule that was found; empty for a user's function."""
     return {"count": count.name, "ignore_index": count.ignore_index} if isinstance(count, CountRule) else {}
 
 
 def rule_in(state: dict[str, Any]) -> CountRule | None:
-    """The rule that :func:`rule_state` wrote, if there is one."""
+    """Return the rule that :func:`rule_state` wrote, if there is one."""
     return CountRule(state["count"], int(state["ignore_index"])) if state.get("count") in NAMES else None
 
 
 def weights_of(count: CountTargets, parts: Sequence[Any]) -> tuple[list[Number], Number]:
-    """The count of each part, and the total that the sum of count · loss is divided by."""
+    """Return the count of each micro-batch, and the total that the sum of count · loss is divided by."""
     counts = [count(part) for part in parts]
     return counts, 1 if is_sum(count) else add_counts(counts)
 
 
 def is_sum(count: object) -> bool:
-    """Whether the loss is a sum rather than a mean, so that nothing is divided."""
+    """Whether the loss is a sum rather than a mean, so that no division is needed."""
     return isinstance(count, CountRule) and count.name == "sum"
 
 
 def count_targets(batch: Any, ignore_index: int = -100) -> Tensor | int:
-    """Count the targets that a mean loss averages over, where a batch has its labels.
+    """Count the targets that a mean loss averages over, in a batch that holds its labels.
 
     1. A mapping or dataclass with integer ``labels`` or ``targets``: the entries other than ``ignore_index``.
     2. A tuple or list: the same of its last integer tensor (or of the mapping in it that has labels).
     3. Anything else, for example regression: the number of samples.
 
-    Which rule is used is logged once. Models that shift their labels inside (Hugging Face's ``...ForCausalLM``)
+    The rule that is used is logged once. Models that shift their labels inside (Hugging Face's ``...ForCausalLM``)
     never count the first target of a row: use :func:`count_next_tokens` with them.
 
     Args:
         batch: any batch that :func:`~lightning_fasttrain.data.split_batch` takes.
-        ignore_index: the label that the loss leaves out; for another one, ``partial(count_targets, ignore_index=0)``.
+        ignore_index: the label that the loss ignores; for another one, ``partial(count_targets, ignore_index=0)``.
 
     Returns:
-        A 0-dimensional tensor on the labels' device, so that nothing waits for it; or an int by rule 3.
+        A 0-dimensional tensor on the labels' device, so that the host does not wait for it; or an int by rule 3.
 
     Example:
         >>> import torch
@@ -126,18 +126,18 @@ def count_targets(batch: Any, ignore_index: int = -100) -> Tensor | int:
     """
     where, labels = find_labels(batch)
     if labels is None:
-        note_once("micro-batches are weighed by their number of samples (the batch has no integer labels)")
+        note_once("micro-batches are weighted by their number of samples (the batch has no integer labels)")
         return batch_size(batch)
-    note_once(f"micro-batches are weighed by the entries of {where} other than {ignore_index}")
+    note_once(f"micro-batches are weighted by their number of targets ({where} != {ignore_index})")
     return CountRule("targets", ignore_index)(batch)
 
 
 def count_next_tokens(batch: Any, ignore_index: int = -100) -> Tensor | int:
-    """Count targets for models that shift the labels inside: the first of each row predicts nothing.
+    """Count targets for models that shift the labels inside: the first label of each row has no prediction.
 
     Args:
         batch: as for :func:`count_targets`; labels of shape (B, T).
-        ignore_index: the label that the loss leaves out.
+        ignore_index: the label that the loss ignores.
 
     Example:
         >>> import torch
@@ -145,5 +145,5 @@ def count_next_tokens(batch: Any, ignore_index: int = -100) -> Tensor | int:
         tensor(1)
     """
     counted = CountRule("next_tokens", ignore_index)(batch)
-    note_once(f"micro-batches are weighed by the next-token entries of the labels other than {ignore_index}")
+    note_once(f"micro-batches are weighted by their number of next-token targets (labels != {ignore_index})")
     return counted

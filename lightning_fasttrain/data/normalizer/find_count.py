@@ -1,4 +1,4 @@
-"""Find how the loss of a step function is split, on some samples of a batch."""
+"""Find how the loss of a step function is split, from some samples of a batch."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -27,27 +27,27 @@ def find_count(
     check: bool = True,
     no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> CountTargets:
-    """Find a function that counts what a loss is divided by, before anything is computed.
+    """Find a function that counts what a loss is divided by, without running the model.
 
-    A few samples are run, unsplit and in pieces. What each loss is divided by is read from its graph (see
-    :func:`~lightning_fasttrain.data.read_normalizers`), the gradient of the whole is compared with the weighted sum of
-    its pieces' gradients, and the counting rules that give the numbers read are found: targets other than -100, the
-    same after the shift of next-token models, other ignored labels, samples, and a plain sum. The step runs without
-    dropout and with autocast off, and what it changes is restored: random states, and buffers, metrics and plain
-    attributes of the models that it uses.
+    A few samples are run, unsplit and in micro-batches. The normalizer of each loss is read from its graph (see
+    :func:`~lightning_fasttrain.data.read_normalizers`), the gradient of the unsplit samples is compared with the
+    weighted sum of the micro-batches' gradients, and the counting rules that reproduce the normalizers are determined:
+    targets other than -100, the same after the shift of next-token models, other ignored labels, samples, and a plain
+    sum. The step runs without dropout and with autocast off, and everything it changes is restored: random states, and
+    buffers, metrics and plain attributes of the models that it uses.
 
-    :func:`~lightning_fasttrain.accumulate_gradients` and ``MicroBatching`` do this by themselves, and need no rule.
+    :func:`~lightning_fasttrain.accumulate_gradients` and ``MicroBatching`` do this themselves, and need no rule.
 
     Args:
-        step: a part of the batch → its loss, or a mapping with a ``"loss"``.
+        step: maps a micro-batch to its loss, or to a mapping with a ``"loss"``.
         batch: anything :func:`~lightning_fasttrain.data.split_batch` takes.
-        n: the number of micro-batches that batches will be split into: one of them is known to fit.
+        n: the number of micro-batches that batches will be split into; one of them is known to fit in memory.
         count: a rule to check instead of finding one.
-        check: False takes the nearest rule, and says how far it is off.
+        check: False uses the nearest rule and reports its error.
         no_sync: as for :func:`~lightning_fasttrain.accumulate_gradients`.
 
     Returns:
-        batch → its weight. Pass it on as ``count=``.
+        A function that maps a batch to its weight. Pass it as ``count=``.
 
     Raises:
         ValueError: the loss cannot be split, or no rule counts what it is divided by.
@@ -63,8 +63,8 @@ def find_count(
     if split.is_sum:
         return CountRule("sum")
     if split.count is None:
-        why = f"it is divided by {split.read}, which is no number of samples or labels"
-        raise CannotSplitError(f"{why}: so no rule counts it beforehand, though micro-batches can read it")
+        why = f"it is divided by {split.read}, which is not a number of samples or labels"
+        raise CannotSplitError(f"{why}, so no rule can count it beforehand; micro-batches can still read it")
     return split.count
 
 
@@ -79,20 +79,20 @@ def find_split_of(
     whole_batches: bool = False,
     together: bool = True,
 ) -> LossSplit:
-    """How the loss of a step function is split, found on some samples of a batch.
+    """Return how the loss of a step function is split, found from some samples of a batch.
 
     Raises:
-        CannotSplitError: it is not a weighted sum of those of its micro-batches.
+        CannotSplitError: the loss is not a weighted sum of its micro-batches' losses.
     """
     stage = stage_of(step, no_sync)
     samples = sample_rows(batch, -(-batch_size(batch) // n))
     found = find_split(stage, samples, count, check=check, together=together, whole_batches=whole_batches)
-    assert found is not None  # this stage refuses a step that returns None
+    assert found is not None  # this stage rejects a step that returns None
     return found
 
 
 def stage_of(step: Callable[[Any], Any], no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Stage:
-    """Where a step function of a bare loop is tried out."""
+    """Return the stage on which a step function of a bare loop is tried."""
     models = models_of(step)
     replicas = [m for model in models for m in model.modules() if isinstance(m, DistributedDataParallel)]
 
@@ -110,6 +110,6 @@ def stage_of(step: Callable[[Any], Any], no_sync: Callable[[], AbstractContextMa
 
 
 def _is_engine(model: nn.Module) -> bool:
-    """Whether DeepSpeed holds the gradients."""
+    """Whether DeepSpeed holds the gradients of the model."""
     deepspeed = sys.modules.get("deepspeed")  # importing it takes seconds
     return deepspeed is not None and any(isinstance(module, deepspeed.DeepSpeedEngine) for module in model.modules())

@@ -1,4 +1,4 @@
-"""Find out, on a few samples, by what the micro-batches of a loss are weighted, and check that it can be split."""
+"""Find, from a few samples, how the micro-batches of a loss are weighted, and check that the loss can be split."""
 
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,21 +28,21 @@ from lightning_fasttrain.data.normalizer.split_rule import LossSplit
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample, list_altered
 from lightning_fasttrain.data.normalizer.trial.try_split import Run, Stage, Trial, try_split
 
-_SURE = 1e-5  # a right rule misses by less in float32, nearly always; what lies above is looked at in float64
+_SURE = 1e-5  # float32 rounding is nearly always below; larger errors are checked in float64
 _FLOAT32 = 1e-3
-_ROUNDED = 5e-2  # where something is computed with fewer bits, and float64 cannot be had
-_FLOAT64 = 1e-6  # a step may round some tensors to float32 by itself
+_ROUNDED = 5e-2  # for low-precision operations that float64 cannot replace
+_FLOAT64 = 1e-6  # a step may itself round some tensors to float32
 _ALL_FLOAT64 = 1e-9
-_STATISTICS = "BatchNorm in training mode takes the statistics of the samples that run together"
+_STATISTICS = "BatchNorm in training mode uses the statistics of the samples that run together"
 
 
 class CannotSplitError(ValueError):
-    """A loss that is not a weighted sum of those of its micro-batches.
+    """A loss that is not a weighted sum of its micro-batches' losses.
 
     Attributes:
-        why: the reason, in a sentence's part.
-        trial: what was tried; None where nothing was.
-        otherwise: what splits the loss of the samples, although the step does more than that.
+        why: the reason, as a clause.
+        trial: the trial that showed it; None where the step was not tried.
+        otherwise: a split of the samples' loss that would work if the step did nothing else.
     """
 
     def __init__(self, why: str, trial: Trial | None = None, otherwise: LossSplit | None = None):
@@ -50,7 +50,7 @@ class CannotSplitError(ValueError):
         what = "MicroBatching cannot split this loss exactly"
         way_out = (
             "Name the submodule in which samples do not depend on one another, with through=, give count= a function "
-            "(batch → the number of terms that its loss averages over), or use ActivationCheckpointing for memory"
+            "(of a batch: the number of terms its loss averages over), or use ActivationCheckpointing for memory"
         )
         super().__init__(explain(what, why, way_out))
 
@@ -65,17 +65,17 @@ def find_split(
     together: bool = True,
     whole_batches: bool = False,
 ) -> LossSplit | None:
-    """How the loss of a step on a given stage is split; ``preferred`` is the counting rule that is tried first.
+    """Return how the loss of a step on a given stage is split; ``preferred`` is the counting rule that is tried first.
 
     Args:
-        together: whether all ranks call this, and decide alike.
-        whole_batches: whether what is summed are batches as they come, whose statistics are their own.
+        together: whether all ranks call this, and reach the same decision.
+        whole_batches: whether complete batches are summed, each with its own statistics.
 
     Returns:
-        None where the step returned None, and nothing could be found yet.
+        The split; None where the step returned None, so that nothing could be found yet.
 
     Raises:
-        CannotSplitError: the loss is not a weighted sum of those of its micro-batches.
+        CannotSplitError: the loss is not a weighted sum of its micro-batches' losses.
     """
     if callable(count) and not check:
         return LossSplit(None, count)
@@ -92,7 +92,7 @@ def find_split(
     altered = _try_altered(verdict, trial, stage)
     verdict = replace(_judge_altered(verdict, altered), **facts)
     if together:
-        # A user's function may be one that cannot be sent; all ranks have it.
+        # A user's function may not be picklable; every rank has it anyway.
         own = {"split": verdict.split, "rules": verdict.rules} if callable(count) else {}
         sent = replace(verdict, split=None, rules=()) if callable(count) else verdict
         verdict = replace(_worst(from_all_ranks([sent])), **own)
@@ -105,7 +105,7 @@ def find_split(
 
 
 def _is_the_same_step(trial: Trial, precise: Trial) -> bool:
-    """Whether float64 changed rounding alone: kernels of quantised layers, for instance, do not know it."""
+    """Whether float64 changed rounding alone: kernels of quantized layers, for instance, do not support it."""
     one, other = trial.splits[0].whole.everything, precise.splits[0].whole.everything
     return one.shape == other.shape and float((one - other).norm()) <= 0.1 * float(one.norm())
 
@@ -123,20 +123,20 @@ def _name_statistics(trial: Trial, stage: Stage) -> str:
 
 @dataclass(frozen=True)
 class _Verdict:
-    """What one rank found.
+    """The result of one rank.
 
     Attributes:
-        split: the best that was found; None if nothing could be.
-        rules: the counting rules that give what was read, or the one that was given; the likeliest first.
+        split: the best split that was found; None if there was none.
+        rules: the counting rules that reproduce the read normalizer, or the given one; the likeliest first.
         why_not: why the loss cannot be split that way; empty if it can.
-        error: how far the best is off.
-        limit: the largest error that is taken for rounding.
+        error: the error of the best split.
+        limit: the largest error that counts as rounding.
         checked: whether gradients or losses were compared.
         skipped: whether the step returned None.
-        statistics: the layers that take statistics of the batch; empty if none does.
+        statistics: the layers that use statistics of the batch; empty if none does.
         changed: the buffers that the step changes.
         failed: whether the step cannot run on a few samples.
-        shows_nothing: whether the samples have no finite loss or no gradient, so that others are to be tried.
+        shows_nothing: whether the samples have no finite loss or no gradient, so that others must be tried.
     """
 
     split: LossSplit | None = None
@@ -153,7 +153,7 @@ class _Verdict:
 
     @property
     def is_unsure(self) -> bool:
-        """Whether float64 may tell rounding from a real difference."""
+        """Whether float64 could distinguish rounding from a real difference."""
         ambiguous = _SURE < self.error <= (0.3 if self.limit == _ROUNDED else 1e-2)
         return self.checked and not self.skipped and ambiguous and self.limit not in (_FLOAT64, _ALL_FLOAT64)
 
@@ -182,34 +182,34 @@ def _judge(trial: Trial, count: Count, preferred: CountRule | None) -> _Verdict:
 
 
 def _try_altered(verdict: _Verdict, trial: Trial, stage: Stage) -> list[Trial]:
-    """The step on the same samples with other weights, masks and labels, where that can tell more."""
+    """Run the step on the same samples with other weights, masks and labels, where this adds information."""
     is_right = verdict.checked and not verdict.why_not and verdict.error <= verdict.limit
     if not is_right or not stage.gradients or verdict.split is None or verdict.split.read is None:
         return []
     samples = list_altered(trial.sample, _ignored(trial))
     tried = [try_split(stage, iter([sample]), trial.precision) for sample in samples]
-    # A step need not run on any numbers.
+    # A step may fail on such values.
     return [altered for altered in tried if not altered.why_not and altered.precision == trial.precision]
 
 
 def _ignored(trial: Trial) -> int | None:
-    """The label that a loss leaves out which is cross_entropy and nothing else; None for any other loss."""
+    """Return the ``ignore_index`` of a loss that is a plain cross_entropy; None for any other loss."""
     ignored = {term.ignored for term in trial.splits[0].whole.terms}
     return ignored.pop() if len(ignored) == 1 else None
 
 
 def _judge_altered(verdict: _Verdict, altered: Sequence[Trial]) -> _Verdict:
-    """Whether what holds for the samples holds for them with other weights, masks and labels, too."""
+    """Check the verdict on the samples with other weights, masks and labels."""
     for trial in altered:
         other = _judge(trial, "auto", None)
         if other.split is None or other.split.read is None or other.error > other.limit:
-            why = other.why_not or "samples of a batch depend on one another where their weights or masks differ"
+            why = other.why_not or "samples of a batch depend on one another if their weights or masks differ"
             return replace(verdict, split=LossSplit(None, None), why_not=why, error=float("inf"), rules=())
     return verdict
 
 
 def _worst(verdicts: Sequence[_Verdict]) -> _Verdict:
-    """Of all ranks that could compare anything, with the rules that hold on all of them."""
+    """Return the worst verdict of all ranks that could compare anything, with the rules that hold on all of them."""
     checked = [verdict for verdict in verdicts if verdict.checked]
     checked = checked or [verdict for verdict in verdicts if verdict.split is not None]
     if not checked:
@@ -222,7 +222,7 @@ def _worst(verdicts: Sequence[_Verdict]) -> _Verdict:
 def _conclude(verdict: _Verdict, trial: Trial, count: Count, check: bool, may_scale: bool) -> LossSplit | None:
     if verdict.skipped:
         return None
-    _refuse_what_cannot_run_in_pieces(verdict, trial, is_given=callable(count), check=check)
+    _refuse_what_cannot_be_split(verdict, trial, is_given=callable(count), check=check)
     if not verdict.checked:
         return _choose_unchecked(verdict, trial, count)
     split = verdict.split
@@ -239,9 +239,9 @@ def _conclude(verdict: _Verdict, trial: Trial, count: Count, check: bool, may_sc
         _say_found(split, verdict.error, trial)
         return split
     if check:
-        why = f"gradients of pieces miss that of the unsplit samples by {verdict.error:.2g}"
+        why = f"the micro-batches' gradients differ from that of the unsplit samples by {verdict.error:.2g}"
         if callable(count):
-            why = f"count= splits no loss like this one: {why}"
+            why = f"count= does not split this loss exactly: {why}"
         else:
             why = f"{why}, weighted by {split}: samples of a batch depend on one another"
         raise CannotSplitError(why, trial)
@@ -254,25 +254,25 @@ def _refuse_what_this_step_cannot_use(
 ) -> None:
     """Raises: CannotSplitError: the total must be known beforehand and is not, or each micro-batch changes buffers."""
     if split.count is None and not split.is_sum and not may_scale:
-        why = f"no rule counts {split} beforehand, and this strategy sums gradients where they cannot be multiplied"
+        why = f"no rule counts {split} beforehand, and this strategy sums gradients before they can be scaled"
         raise CannotSplitError(why, trial)
     if verdict.changed and not accepts_changes:
         changed = list_some(list(map(repr, verdict.changed)))
-        raise CannotSplitError(f"the step changes {changed}, and would do so in each micro-batch", trial, split)
+        raise CannotSplitError(f"the step changes {changed}, and would change them in each micro-batch", trial, split)
 
 
-def _refuse_what_cannot_run_in_pieces(verdict: _Verdict, trial: Trial, is_given: bool, check: bool) -> None:
-    """Raises: CannotSplitError: layers take statistics of the batch, or the step does not run on a few samples."""
+def _refuse_what_cannot_be_split(verdict: _Verdict, trial: Trial, is_given: bool, check: bool) -> None:
+    """Raises: CannotSplitError: layers use statistics of the batch, or the step does not run on a few samples."""
     if verdict.statistics and check:
         raise CannotSplitError(f"{_STATISTICS} ({verdict.statistics})", trial)
     if verdict.statistics:
-        warn(f"{_STATISTICS} ({verdict.statistics}): not the same training")
+        warn(f"{_STATISTICS} ({verdict.statistics}), which changes the training")
     if verdict.failed and check and not is_given:
         raise CannotSplitError(verdict.why_not, trial)
 
 
 def _take_nearest_rule(trial: Trial) -> LossSplit:
-    """What ``check=False`` goes on with where a loss does not show its normalizers."""
+    """Return the counting rule with the smallest error, for ``check=False`` and a loss that hides its normalizers."""
     errors = {rule: error_of_rule(rule, trial) for rule in list_rules(trial, None)}
     nearest = min(errors, key=lambda rule: errors[rule])
     _warn_unchecked(LossSplit(None, nearest), errors[nearest])
@@ -280,11 +280,11 @@ def _take_nearest_rule(trial: Trial) -> LossSplit:
 
 
 def _warn_unchecked(split: LossSplit, error: float) -> None:
-    warn(f"micro-batches are weighted by {split}, which is off by {error:.1%}: not the same training")
+    warn(f"each micro-batch is weighted by {split}, with an error of {error:.1%}, which changes the training")
 
 
 def error_limit(trial: Trial) -> float:
-    """The largest error that is taken for rounding."""
+    """Return the largest error that counts as rounding."""
     if trial.precise:
         return _FLOAT64
     parameters = trial.splits[0].parameters
@@ -296,13 +296,13 @@ def error_limit(trial: Trial) -> float:
 def settle_log_rules(
     split: LossSplit, names: Iterable[str], stage: Stage, samples: Iterable[Sample]
 ) -> dict[str, FoundRule | None]:
-    """Run further samples until they settle by which rule some logged values are put together.
+    """Run further samples until they decide by which rule some logged values are combined.
 
     Args:
-        split: with the rules that gave these values before.
-        names: of the values.
+        split: the split, with the rules that matched these values so far.
+        names: names of the values.
         stage: where the step runs.
-        samples: on which it runs, unsplit and in pieces.
+        samples: samples on which the step runs, unsplit and in micro-batches.
     """
     found = {name: split.log_rules[name] for name in names}
     for sample in samples:
@@ -320,7 +320,7 @@ def _find_log_rules(split: LossSplit, trials: Sequence[Trial]) -> dict[str, Foun
 
 
 def _list_logged(split: LossSplit, trials: Sequence[Trial]) -> list[tuple[LoggedRun, list[LoggedRun]]]:
-    """What each sample and its pieces logged."""
+    """Return what each sample and its micro-batches logged."""
 
     def as_logged(batch: Any, run: Run) -> LoggedRun:
         count: float | None = None
@@ -333,8 +333,10 @@ def _list_logged(split: LossSplit, trials: Sequence[Trial]) -> list[tuple[Logged
     splits: list[tuple[LoggedRun, list[LoggedRun]]] = []
     for trial in trials:
         for one in trial.splits:
-            pieces = [as_logged(piece, run) for piece, run in zip(one.pieces, one.runs, strict=True)]
-            splits.append((as_logged(trial.sample.whole, one.whole), pieces))
+            micro_batches = [
+                as_logged(micro_batch, run) for micro_batch, run in zip(one.micro_batches, one.runs, strict=True)
+            ]
+            splits.append((as_logged(trial.sample.whole, one.whole), micro_batches))
     return splits
 
 
@@ -348,17 +350,17 @@ def _count_per_sample(split: LossSplit, trial: Trial) -> float:
 
 
 def _choose_unchecked(verdict: _Verdict, trial: Trial, count: Count) -> LossSplit:
-    """No rank could compare gradients: what was read, else what fits most models."""
+    """Choose a split where no rank could compare gradients: the normalizer read, or the rule that fits most models."""
     split = verdict.split
     if callable(count):
-        warn(f"micro-batches are weighted as count= says; nothing was checked, as {trial.why_not}")
+        warn(f"micro-batches are weighted by count=, unchecked: {trial.why_not}")
         return LossSplit(None, count)
     if split is not None and split.read is not None:
-        say("micro-batches are weighted by %s; gradients were not compared, as %s", split, trial.why_not)
+        say("each micro-batch is weighted by %s; gradients were not compared: %s", split, trial.why_not)
         return split
     first = CountRule("targets" if find_labels(trial.sample.whole)[1] is not None else "samples")
     warn(
-        f"micro-batches are weighted by {first}; nothing was checked, as {trial.why_not}. "
+        f"each micro-batch is weighted by {first}, unchecked: {trial.why_not}. "
         "Give count= if the loss averages over something else."
     )
     return LossSplit(None, first, provisional=verdict.shows_nothing)

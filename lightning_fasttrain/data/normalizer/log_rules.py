@@ -1,4 +1,4 @@
-"""Find out how a value that a step logs is put together from those of its micro-batches."""
+"""Find how a logged value is combined from the values of its micro-batches."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ OWN, LOSS, SAMPLES, SUM = "own", "loss", "samples", "sum"
 
 @dataclass(frozen=True)
 class LoggedValue:
-    """A number that a step logged.
+    """A scalar that a step logged.
 
     Attributes:
-        value: the number.
-        divisor: what its graph says it was divided by; None where it has none, or is no mean.
+        value: the value.
+        divisor: the divisor shown by its graph; None where it has no graph, or is not a mean.
     """
 
     value: float
@@ -30,13 +30,13 @@ class LoggedValue:
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """What a step logged in one run on some samples.
+    """The values that a step logged in one run on some samples.
 
     Attributes:
         batch: the samples.
-        loss: its value.
-        count: by how much the loss counts; None where it is not a weighted mean.
-        values: name → what was logged.
+        loss: the value of the loss.
+        count: the normalizer of the loss; None where it is not a weighted mean.
+        values: maps names to logged values.
     """
 
     batch: Any
@@ -50,11 +50,11 @@ LogRule = str | CountRule
 
 @dataclass(frozen=True)
 class FoundRule:
-    """How a value is put together.
+    """The rule by which a value is combined.
 
     Attributes:
-        rule: the likeliest of those that give the value of the unsplit samples.
-        rivals: the others that do, where nothing settles it.
+        rule: the likeliest of the rules that give the value of the unsplit samples.
+        rivals: the other rules that do, where the samples cannot decide.
     """
 
     rule: LogRule
@@ -67,7 +67,7 @@ class FoundRule:
 
 
 def own_divisor(value: Tensor) -> Number | None:
-    """What the graph of a logged value says that it was divided by.
+    """Return the divisor that the graph of a logged value shows.
 
     Example:
         >>> import torch
@@ -77,30 +77,30 @@ def own_divisor(value: Tensor) -> Number | None:
     terms = read_normalizers(value).terms
     if not terms or any(term.kind not in ("mean", "quotient") for term in terms):
         return None
-    # Terms of one loss have one normalizer, but for constant factors, which cancel.
+    # The terms of a loss share one normalizer, except for constant factors, which cancel.
     return terms[0].normalizer
 
 
 def find_log_rules(
     splits: Sequence[tuple[LoggedRun, Sequence[LoggedRun]]], rules: Sequence[CountRule]
 ) -> dict[str, FoundRule | None]:
-    """For each name, how its values add up over pieces; None where no rule gives the unsplit value.
+    """Return, for each name, how its values combine over micro-batches; None where no rule gives the unsplit value.
 
     Args:
-        splits: runs on some samples, and on the pieces that they were cut into.
+        splits: runs on some samples, and on the micro-batches that they were split into.
         rules: counting rules to try.
 
     Example:
         >>> import torch
         >>> whole = LoggedRun(torch.zeros(3), 1.0, None, {"rows": LoggedValue(3.0, None)})
-        >>> pieces = [LoggedRun(torch.zeros(n), 1.0, None, {"rows": LoggedValue(float(n), None)}) for n in (1, 2)]
-        >>> find_log_rules([(whole, pieces)], [])
+        >>> runs = [LoggedRun(torch.zeros(n), 1.0, None, {"rows": LoggedValue(float(n), None)}) for n in (1, 2)]
+        >>> find_log_rules([(whole, runs)], [])
         {'rows': FoundRule(rule='sum', rivals=())}
     """
     names = [name for whole, _ in splits[:1] for name in whole.values]
     found: dict[str, FoundRule | None] = {}
     for name in names:
-        if not all(name in run.values for whole, pieces in splits for run in (whole, *pieces)):
+        if not all(name in run.values for whole, micro_batches in splits for run in (whole, *micro_batches)):
             continue
         is_loss = all(_is_near(whole.values[name].value, whole.loss, 1.0) for whole, _ in splits)
         usual: list[LogRule] = [OWN, LOSS, SAMPLES] if is_loss else [OWN, SAMPLES, LOSS]
@@ -114,14 +114,14 @@ def find_log_rules(
 def settle_rivals(
     name: str, found: FoundRule, splits: Sequence[tuple[LoggedRun, Sequence[LoggedRun]]]
 ) -> FoundRule | None:
-    """Keep those rules of a name that also give the values of further runs; None where none does.
+    """Keep the rules of a name that also give the values of further runs; None where none does.
 
     Args:
-        name: of the value.
-        found: what gave it before.
+        name: name of the value.
+        found: the rules that matched so far.
         splits: as for :func:`find_log_rules`.
     """
-    telling = [(whole, pieces) for whole, pieces in splits if name in whole.values]
+    telling = [(whole, micro_batches) for whole, micro_batches in splits if name in whole.values]
     return _choose([rule for rule in (found.rule, *found.rivals) if _fits_all(name, rule, telling)])
 
 
@@ -132,7 +132,7 @@ def _choose(fitting: Sequence[LogRule]) -> FoundRule | None:
 def merge_log_rules(
     before: dict[str, FoundRule | None], now: dict[str, FoundRule | None]
 ) -> dict[str, FoundRule | None]:
-    """What two batches show: a rule that only one of them tells apart from others is that one's.
+    """Merge what two batches show: if only one of them decides between rules, its rule is used.
 
     Example:
         >>> tie, sure = FoundRule("samples", ("loss",)), FoundRule("loss")
@@ -148,15 +148,15 @@ def merge_log_rules(
 
 
 def _fits_all(name: str, rule: LogRule, splits: Sequence[tuple[LoggedRun, Sequence[LoggedRun]]]) -> bool:
-    return all(_fits(name, rule, whole, pieces) for whole, pieces in splits)
+    return all(_fits(name, rule, whole, micro_batches) for whole, micro_batches in splits)
 
 
-def _fits(name: str, rule: LogRule, whole: LoggedRun, pieces: Sequence[LoggedRun]) -> bool:
-    weights = list(_weights(name, rule, pieces))
-    values = [piece.values[name].value for piece in pieces]
+def _fits(name: str, rule: LogRule, whole: LoggedRun, micro_batches: Sequence[LoggedRun]) -> bool:
+    weights = list(_weights(name, rule, micro_batches))
+    values = [micro_batch.values[name].value for micro_batch in micro_batches]
     if None in weights:
         return False
-    # A piece in which nothing counts has a mean of NaN, and a weight of 0.
+    # A micro-batch without counted elements has a mean of NaN, and a weight of 0.
     products = [weight * value for weight, value in zip(weights, values, strict=True) if weight]
     total = 1.0 if rule == SUM else sum(weights)
     size = max([abs(product) for product in products], default=0.0)
@@ -164,16 +164,16 @@ def _fits(name: str, rule: LogRule, whole: LoggedRun, pieces: Sequence[LoggedRun
     return bool(total) and _is_near(sum(products) / total, expected, size / total)
 
 
-def _weights(name: str, rule: LogRule, pieces: Sequence[LoggedRun]) -> Iterator[Any]:
-    for piece in pieces:
+def _weights(name: str, rule: LogRule, micro_batches: Sequence[LoggedRun]) -> Iterator[Any]:
+    for micro_batch in micro_batches:
         if rule == OWN:
-            yield piece.values[name].divisor
+            yield micro_batch.values[name].divisor
         elif rule == LOSS:
-            yield piece.count
+            yield micro_batch.count
         elif rule == SUM:
             yield 1.0
         else:
-            yield _count(rule, piece.batch)
+            yield _count(rule, micro_batch.batch)
 
 
 def _count(rule: LogRule, batch: Any) -> float | None:

@@ -1,4 +1,4 @@
-"""Find the counting rules that give what a loss is divided by before anything is computed."""
+"""Find the counting rules that reproduce a loss's normalizer without running the model."""
 
 import torch
 
@@ -12,7 +12,7 @@ _SURE = 1e-5
 
 
 def list_rules(trial: Trial, preferred: CountRule | None) -> list[CountRule]:
-    """Counting rules, the likeliest first."""
+    """Return counting rules, the likeliest first."""
     ignored = sorted(_may_be_ignored(trial) - {-100})
     terms = trial.whole.terms if trial.whole is not None else ()
     read = [term.ignored for term in terms if term.ignored is not None]
@@ -23,20 +23,20 @@ def list_rules(trial: Trial, preferred: CountRule | None) -> list[CountRule]:
 
 
 def _may_be_ignored(trial: Trial) -> set[int]:
-    """Labels of the samples that were tried: the least, the greatest, the most frequent, and what others use."""
+    """Return labels that may be ignored: the smallest, largest and most frequent of the samples, and the usual ones."""
     found: set[int] = set()
-    for piece in trial.splits[0].pieces if trial.splits else ():
-        labels = find_labels(piece)[1]
+    for micro_batch in trial.splits[0].micro_batches if trial.splits else ():
+        labels = find_labels(micro_batch)[1]
         if labels is not None and labels.numel() > 0:
             values, frequencies = labels.cpu().unique(return_counts=True)
             found |= {int(values[0]), int(values[-1]), int(values[frequencies.argmax()])}
-            # 0 is padding in text, 255 no class in segmentation; -1 is used in both.
+            # 0 is padding in text, 255 a void class in segmentation; -1 is used in both.
             found |= {value for value in (0, -1, 255) if bool((values == value).any())}
     return found
 
 
 def rules_that_give(read: ReadNormalizer, trial: Trial, preferred: CountRule | None) -> list[CountRule]:
-    """The counting rules in proportion to what was read, in every piece and sample."""
+    """Return the counting rules that are proportional to the read normalizer in every micro-batch and sample."""
     if read.term is None:
         return []
     scales = {rule: _scale_or_none(read, rule, trial) for rule in list_rules(trial, preferred)}
@@ -55,11 +55,11 @@ def _scale_or_none(read: ReadNormalizer, rule: CountTargets, trial: Trial) -> fl
         return None
     scale: float | None = None
     for split in trial.splits:
-        for piece, run in zip(split.pieces, split.runs, strict=True):
+        for micro_batch, run in zip(split.micro_batches, split.runs, strict=True):
             try:
-                counted = float(rule(piece))
+                counted = float(rule(micro_batch))
             except ValueError:
-                return None  # it does not apply to such batches
+                return None  # the rule does not apply to such batches
             count = read_count(run, read.term, read.varying[read.term]) - read.offset
             if counted == 0 and (count == 0 or run.is_zero):
                 continue
@@ -73,12 +73,12 @@ def error_of_rule(rule: CountTargets, trial: Trial) -> float:
     errors = []
     for split in trial.splits:
         try:
-            counts, total = weights_of(rule, split.pieces)
+            counts, total = weights_of(rule, split.micro_batches)
         except ValueError:
             if isinstance(rule, CountRule):
-                return float("inf")  # it does not apply to such batches
+                return float("inf")  # the rule does not apply to such batches
             raise
-        # Where the total is 0 each count is 0, and so is each weight.
+        # If the total is 0, each count is 0, and so is each weight.
         weights = [float(count) / max(float(total), 1e-30) for count in counts]
         errors.append(split.error(weights, gradient_floor(trial)))
     return max(errors)

@@ -11,18 +11,18 @@ Number = Tensor | float
 
 
 class MicroBatchWeights:
-    """The weights ``count / total`` of the parts of a step.
+    """The weights ``count / total`` of the micro-batches of a step.
 
-    On a GPU each operation on a single number is a launch, as expensive for the host as a large one. So the divisions
-    are done once for all parts, and a part costs three launches: two in the forward, one in the backward.
+    On a GPU each operation on a scalar is a launch, as expensive for the host as a large one. So the divisions are done
+    once for all micro-batches, and each one costs three launches: two in the forward, one in the backward.
 
     Args:
-        counts: how much each part counts, a number or a 0-dimensional tensor.
-        total: what they are divided by.
+        counts: the count of each micro-batch, a number or a 0-dimensional tensor.
+        total: the divisor of the counts.
 
     Example:
         >>> weights = MicroBatchWeights([1, 3], 4)
-        >>> weights.weigh(torch.tensor(2.0), part=1)
+        >>> weights.scale_loss(torch.tensor(2.0), part=1)
         tensor(1.5000)
         >>> weights.add_up([torch.tensor(8.0), torch.tensor(4.0)])
         tensor(5.)
@@ -31,59 +31,59 @@ class MicroBatchWeights:
     def __init__(self, counts: Sequence[Number], total: Number) -> None:
         self.counts, self.total = counts, total
         self._numbers: list[Any] | None = None
-        # Plain numbers above 0 need neither tensors nor a `where`.
+        # Python numbers above 0 need neither tensors nor a `where`.
         if all(not isinstance(x, Tensor) and x > 0 for x in (*counts, total)):
             self._numbers = [count / total for count in counts]
         self._tensors: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 
-    def weigh(self, loss: Tensor, part: int) -> Tensor:
-        """``loss · count / total``, and a true zero where nothing was counted, though the mean of nothing is NaN."""
+    def scale_loss(self, loss: Tensor, part: int) -> Tensor:
+        """Return ``loss · count / total``, or exactly zero for a count of 0, where the mean loss may be NaN."""
         if self._numbers is not None:
             return loss.to(_dtype_of(loss)) * self._numbers[part]
         weights, counted = self._on(loss.device, _dtype_of(loss))
-        return _Weigh.apply(loss, weights[part], counted[part])  # pyright: ignore[reportReturnType]
+        return _ScaleLoss.apply(loss, weights[part], counted[part])  # pyright: ignore[reportReturnType]
 
     def add_up(self, values: Sequence[Tensor]) -> Tensor:
-        """The weighed sum of one value of each part."""
+        """Return the weighted sum of one value per micro-batch."""
         values = [value.detach() for value in values]
         if self._numbers is not None:
-            # Not sum(), which begins with a 0: one addition less.
-            return functools.reduce(torch.add, [self.weigh(value, part) for part, value in enumerate(values)])
+            # Not sum(), which starts with a 0: one addition less.
+            return functools.reduce(torch.add, [self.scale_loss(value, part) for part, value in enumerate(values)])
         stacked = torch.stack(values)
         weights, counted = self._on(stacked.device, _dtype_of(stacked))
         return torch.where(counted, stacked * weights, 0.0).sum()
 
     def select(self, parts: Sequence[int]) -> "MicroBatchWeights":
-        """Those of these parts alone, the others not counted in the total."""
+        """Return the weights of these micro-batches alone, leaving the others out of the total."""
         if len(parts) == len(self.counts):
             return self
         others = [count for part, count in enumerate(self.counts) if part not in parts]
         return MicroBatchWeights([self.counts[part] for part in parts], self.total - add_counts(others))
 
     def _on(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The weights as one tensor, and which of them are of a part in which something was counted."""
+        """Return the weights as one tensor, and which micro-batches have a count above 0."""
         if (device, dtype) not in self._tensors:
             counts = torch.stack([_as_tensor(count, device) for count in self.counts]).to(dtype)
             total = _as_tensor(self.total, device).to(dtype)
-            total = torch.where(total > 0, total, 1.0)  # nothing is divided by 0, nor is a total below 1 taken for 1
+            total = torch.where(total > 0, total, 1.0)  # avoids 0 / 0 without changing totals below 1
             counted = counts > 0
             self._tensors[device, dtype] = torch.where(counted, counts / total, 0.0), counted
         return self._tensors[device, dtype]
 
 
-def weigh_loss(loss: Tensor, count: Number, reference: Number) -> Tensor:
-    """``loss · count / reference``, and a true zero where nothing was counted."""
+def scale_loss(loss: Tensor, count: Number, reference: Number) -> Tensor:
+    """Return ``loss · count / reference``, or exactly zero for a count of 0."""
     if not isinstance(count, Tensor) and not isinstance(reference, Tensor):
         if count > 0:
             return loss.to(_dtype_of(loss)) * (count / reference)
         count = torch.zeros((), device=loss.device)
     count = torch.as_tensor(count, device=loss.device)
     weight = (count / reference).to(_dtype_of(loss))
-    return _Weigh.apply(loss, weight, count > 0)  # pyright: ignore[reportReturnType]
+    return _ScaleLoss.apply(loss, weight, count > 0)  # pyright: ignore[reportReturnType]
 
 
-class _Weigh(torch.autograd.Function):
-    """``where(counted, loss · weight, 0)``, whose gradient is the weight: by formula it would take five launches."""
+class _ScaleLoss(torch.autograd.Function):
+    """``where(counted, loss · weight, 0)``, whose gradient is the weight: composed, it would take five launches."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, weight: Tensor, counted: Tensor) -> Tensor:
@@ -94,19 +94,19 @@ class _Weigh(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (weight,) = ctx.saved_tensors
-        # The weight is 0 where nothing was counted.
+        # The weight is 0 where the count is 0.
         return (gradient * weight).to(ctx.dtype), None, None
 
 
 def add_counts(counts: Sequence[Number]) -> Number:
-    """The sum of the counts, in two launches whatever their number."""
+    """Return the sum of the counts, in two launches for any number of them."""
     if counts and all(isinstance(count, Tensor) for count in counts):
         return torch.stack(list(counts)).sum()  # pyright: ignore[reportArgumentType]
     return sum(counts)
 
 
 def _dtype_of(loss: Tensor) -> torch.dtype:
-    """At least float32: a weight such as 1/3 keeps only three digits in bfloat16."""
+    """Return at least float32, since a weight such as 1/3 keeps only three digits in bfloat16."""
     return torch.promote_types(loss.dtype, torch.float32)
 
 

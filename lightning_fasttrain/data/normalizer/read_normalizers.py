@@ -1,4 +1,4 @@
-"""Read from a loss's autograd graph what its sums over samples are divided by."""
+"""Read the normalizers of a loss, the divisors of its sums over samples, from its autograd graph."""
 
 import functools
 import re
@@ -17,14 +17,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 Number = Tensor | float
 Kind = Literal["mean", "sum", "quotient", "parameter", "nonlinear", "opaque"]
 
-_MOST_TERMS = 64  # a graph in which one scalar is used over and over would unfold without end
-_REDUCED = ("none", "mean", "sum")  # torch's numbers of the `reduction=` argument
-# Nodes that pass on their one number as it is. `nan_to_num` and `where` pass on one branch of a finite loss.
+_MOST_TERMS = 64  # bounds graphs that use one scalar many times
+_REDUCED = ("none", "mean", "sum")  # indexed by torch's value of the `reduction=` argument
+# Nodes that pass on their only element unchanged. `nan_to_num` and `where` pass on one branch of a finite loss.
 _PASSED_ON = frozenset(
     """Alias Clone Expand NanToNum Permute ReshapeAlias Squeeze T ToCopy Transpose UnsafeView Unsqueeze View
     Where""".split()  # noqa: SIM905
 )
-# Functions of DeepSpeed and DDP around each output of a module: they only tell when its backward begins.
+# Functions of DeepSpeed and DDP around each output of a module, which only signal that its backward begins.
 _AROUND_OUTPUTS = frozenset({"PreBackwardFunctionForModule", "_DDPSink"})
 _BY_REDUCTION = frozenset(
     {"MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits"}
@@ -36,7 +36,7 @@ _OF_ONE_PARAMETER = frozenset(
 
 @dataclass(frozen=True)
 class Slot:
-    """A number that a term is multiplied with or divided by.
+    """A factor or divisor of a term.
 
     Attributes:
         value: a 0-dimensional tensor on its device, or a Python number.
@@ -49,13 +49,13 @@ class Slot:
 
 @dataclass(frozen=True)
 class Term:
-    """One of the sums that a loss is made of.
+    """One of the sums that a loss consists of.
 
     Attributes:
-        kind: ``"mean"`` and ``"sum"`` are reductions over elements; ``"quotient"`` is a sum that is divided by a
+        kind: ``"mean"`` and ``"sum"`` are reductions over elements; ``"quotient"`` is a sum divided by a
             number; ``"parameter"`` is a parameter of one element; ``"nonlinear"`` and ``"opaque"`` cannot be split.
-        slots: the numbers on the way from the loss to the reduction.
-        node: the reduction's node in the autograd graph.
+        slots: the factors and divisors on the path from the loss to the reduction.
+        node: the node of the reduction in the autograd graph.
     """
 
     kind: Kind
@@ -64,26 +64,26 @@ class Term:
 
     @property
     def coefficient(self) -> Number:
-        """The product of the numbers that the term is multiplied with."""
+        """The product of the term's factors."""
         return _product(slot.value for slot in self.slots if not slot.divides)
 
     @property
     def normalizer(self) -> Number:
-        """The product of the numbers that the term is divided by; 1 for a sum."""
+        """The product of the term's divisors; 1 for a sum."""
         return _product(slot.value for slot in self.slots if slot.divides)
 
     @property
     def name(self) -> str:
-        """The reduction's operation, as autograd calls it."""
+        """The reduction's operation, as named by autograd."""
         return _operation(self.node.name())
 
 
 @dataclass(frozen=True)
 class Normalizers:
-    """The terms of a loss; print it for a table.
+    """The terms of a loss; printed, a table.
 
     Attributes:
-        terms: in the order of the graph.
+        terms: terms in the order of the graph.
         structure: equal for two losses that were computed by the same operations on scalars.
     """
 
@@ -101,15 +101,15 @@ class Normalizers:
 
 
 def read_normalizers(loss: Tensor) -> Normalizers:
-    """Return the terms of a scalar loss, each with the number that its sum over samples is divided by.
+    """Return the terms of a scalar loss, each with the divisor of its sum over samples.
 
-    The graph is walked from ``loss.grad_fn`` through all nodes whose output is one number: sums and differences of
-    scalars, products with and quotients by numbers, ``stack(...).mean()``. It ends at the reductions: ``mean``,
-    ``sum``, ``cross_entropy`` (whose number of targets, or sum of class weights, autograd keeps on the loss's device)
-    and the losses with a ``reduction=`` argument. Nothing is computed and no device is waited for.
+    The graph is walked from ``loss.grad_fn`` through all nodes whose output is a scalar: sums and differences of
+    scalars, their products and quotients, ``stack(...).mean()``. It ends at the reductions: ``mean``, ``sum``,
+    ``cross_entropy`` (whose number of targets, or sum of class weights, autograd keeps on the loss's device) and the
+    losses with a ``reduction=`` argument. Nothing is computed, and the device is not synchronized.
 
-    Whether a number is a constant factor or counts samples cannot be told from one loss alone. ``MicroBatching`` tells
-    by comparing a few samples with their pieces: what adds up is a normalizer, what stays is a factor.
+    One loss alone does not show whether a divisor is a constant factor or counts samples. ``MicroBatching`` decides
+    this by comparing a few samples with their micro-batches: a normalizer adds up, a factor stays the same.
 
     Args:
         loss: a tensor with one element, before its ``backward`` has freed the graph.
@@ -140,7 +140,7 @@ class _Walk:
         self.structure: list[str] = []
 
     def visit(self, node: Any, output: int, slots: tuple[Slot, ...]) -> None:
-        """Add the terms below ``node``, whose output is one number."""
+        """Add the terms below ``node``, whose output is a scalar."""
         if len(self.terms) >= _MOST_TERMS:
             return self._end("opaque", slots, node)
         name = _operation(node.name())
@@ -196,7 +196,7 @@ class _Walk:
 
     def _visit_quotient(self, node: Any, slots: tuple[Slot, ...]) -> None:
         self.structure.append("Div")
-        above, below = (*node.next_functions, (None, 0))[:2]  # by a Python number there is one edge alone
+        above, below = (*node.next_functions, (None, 0))[:2]  # a division by a Python number has only one edge
         learned = below[0] is not None and _is_of_one_parameter(below[0])
         if above[0] is None or (below[0] is not None and not learned):
             return self._end("nonlinear", slots, node)
@@ -221,7 +221,7 @@ class _Walk:
             self._end("mean" if name == "Mean" else "sum", slots, node)
 
     def _end_at(self, name: str, node: Any, output: int, slots: tuple[Slot, ...]) -> None:
-        """A reduction of another kind, or an operation that cannot be split."""
+        """End at a reduction of another kind, or at an operation that cannot be split."""
         if name in ("NllLoss", "NllLoss2D"):
             return self._end_reduced(node, slots, lambda: node._saved_total_weight)
         if name in _BY_REDUCTION:
@@ -251,7 +251,7 @@ class _Walk:
 
 @functools.cache
 def _operation(name: str) -> str:
-    """The operation of a node's name: "Mul" of "MulBackward1".
+    """Return the operation in a node's name: "Mul" of "MulBackward1".
 
     Example:
         >>> _operation("NllLoss2DBackward0"), _operation("torch::autograd::AccumulateGrad")
@@ -261,7 +261,7 @@ def _operation(name: str) -> str:
 
 
 def _shape(node: Any, output: int) -> torch.Size:
-    """The shape of one of the outputs of a node's operation, which are the inputs of its backward."""
+    """Return the shape of an output of a node's operation; outputs are the inputs of its backward."""
     metadata = node._input_metadata
     return torch.Size(metadata[output].shape) if output < len(metadata) else torch.Size([0])
 
@@ -271,7 +271,7 @@ def _count_elements(node: Any, output: int) -> int:
 
 
 def _is_scalar(node: Any, output: int) -> bool:
-    """Whether this is a scalar whatever the number of samples: not the vector (B,) of a batch of one sample."""
+    """Whether this is a scalar for any number of samples: not the vector (B,) of a batch of one sample."""
     shape = _shape(node, output)
     if len(shape) == 0 or shape.numel() != 1:
         return len(shape) == 0
@@ -292,7 +292,7 @@ def _number_of_means(node: Any) -> int:
 
 
 def _signed(dims: Sequence[int], axes: int) -> Iterator[int]:
-    """Axes as autograd keeps them: negative ones wrap around 2**64."""
+    """Yield axes with their sign restored: autograd stores negative ones modulo 2**64."""
     for dim in dims:
         yield dim if dim < axes else dim - 2**64
 
@@ -301,14 +301,14 @@ _LOOKED_THROUGH = frozenset("Neg Sum View UnsafeView ReshapeAlias ToCopy Unsquee
 
 
 def count_summed(node: Any) -> Number | None:
-    """How many elements a sum is over, or the sum of their weights, as far as its graph shows a mask.
+    """Return the number of elements that a sum is over, or the sum of their weights, if its graph shows a mask.
 
     Args:
-        node: of the reduction.
+        node: the node of the reduction.
 
     Returns:
-        The sum of the mask or weights that the elements were multiplied with; the number of those that were picked, or
-        that were not filled or ignored; None where nothing of the kind is seen.
+        The sum of the mask or weights that multiplied the elements; the number of elements that were selected, or that
+        were not filled or ignored; None where the graph shows none of these.
 
     Example:
         >>> mask = torch.tensor([1.0, 0.0, 1.0])
@@ -338,7 +338,7 @@ def count_summed(node: Any) -> Number | None:
 
 
 def _is_of_one_parameter(node: Any) -> bool:
-    """Whether a scalar is computed from parameters alone, element by element, so that no sample is in it."""
+    """Whether a scalar is computed from parameters alone, element by element, independently of the samples."""
     waiting, seen = [node], 0
     while waiting:
         node = waiting.pop()
@@ -350,16 +350,16 @@ def _is_of_one_parameter(node: Any) -> bool:
     return True
 
 
-# Operations that choose entries by numbers that come with the samples.
+# Operations that select entries by indices that come with the samples.
 _BY_INDEX = frozenset("Embedding EmbeddingBag Index IndexSelect Gather Take TakeAlongDim MaskedSelect".split())  # noqa: SIM905
 _WITH_CONSTANTS = frozenset("Add Sub Rsub Div Pow Clamp".split())  # noqa: SIM905
 
 
 def is_of_parameters(node: Any) -> bool:
-    """Whether a term is computed from parameters and constants alone, as a penalty on weights is.
+    """Whether a term is computed from parameters and constants alone, such as a penalty on weights.
 
     Args:
-        node: of the reduction. What cannot be told from samples counts as samples.
+        node: the node of the reduction. Anything that may depend on samples counts as a sample.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2, 2))
@@ -374,7 +374,7 @@ def is_of_parameters(node: Any) -> bool:
         leaf = getattr(node, "variable", None)
         if name in _BY_INDEX or not (leaf is None or isinstance(leaf, Parameter)):
             return False
-        # Without a graph are numbers, constants, and what a loader gave.
+        # Scalars, constants and the loader's tensors have no graph.
         if any(following is None for following, _ in edges) and not _is_with_constants(name, node):
             return False
         for following, _ in edges:
@@ -394,14 +394,14 @@ def _is_with_constants(name: str, node: Any) -> bool:
 
 
 def _without_graph(value: Any) -> Any:
-    # Only where it has one: even detach() is an operation, which a user's dispatch mode would see.
+    # Only for tensors with a graph: even detach() is an operation, which a user's dispatch mode would see.
     return value.detach() if isinstance(value, Tensor) and value.requires_grad else value
 
 
 def _as_scalar(value: Any) -> Number:
-    """As a Python number where no device has to be waited for.
+    """Return the value as a Python number, unless that would wait for a device.
 
-    Autograd keeps a Python number beside a tensor as a tensor of its own, which a user's dispatch mode cannot take.
+    Autograd stores a Python number beside a tensor as a separate tensor, which a user's dispatch mode cannot handle.
     """
     if type(value) is Tensor and value.device.type == "cpu":
         with _disable_current_modes():

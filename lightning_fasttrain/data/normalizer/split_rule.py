@@ -1,4 +1,4 @@
-"""How the loss of a batch is split: by what each micro-batch's own loss is divided by, and by what was counted."""
+"""How the loss of a batch is split: by each micro-batch's own normalizer, and by counted targets."""
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -14,29 +14,29 @@ from lightning_fasttrain.data.normalizer.micro_batch_weights import (
     MicroBatchWeights,
     Number,
     add_counts,
-    weigh_loss,
+    scale_loss,
 )
 from lightning_fasttrain.data.normalizer.read_normalizers import Slot, Term, count_summed, read_normalizers
 
-_UNCLEAR = "its loss is divided by a number that may be kept from zero, or is zero beside a sum that is not"
-_ROUNDING = 1e-4  # two readings of one normalizer differ by less, two normalizers by more sooner or later
+_UNCLEAR = "its divisor may be clamped away from zero, or is zero beside a nonzero sum"
+_ROUNDING = 1e-4  # readings of one normalizer differ by less, distinct normalizers eventually by more
 
 
 class OtherSplitError(Exception):
-    """A micro-batch's loss is not split as the samples were that were tried: of other terms, or by other numbers."""
+    """Raised when a micro-batch's loss has other terms or other normalizers than the samples that were tried."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What one micro-batch's loss says about its weight.
+    """The information about its weight in one micro-batch's loss.
 
     Attributes:
-        divisor: what the loss was divided by; None where it is a sum.
-        count: how much of that is counted in this micro-batch: less where a divisor is kept from zero.
-        others: the divisors of the other terms, which must be in proportion to it.
-        factors: numbers that must be the same in all micro-batches of a step.
-        nodes: the reductions, through which a micro-batch of nothing must send no NaN.
-        unclear: whether it cannot be told what is counted; on the device, if it must be.
+        divisor: the divisor of the loss; None where it is a sum.
+        count: how much of the divisor this micro-batch counts: less where a divisor is clamped away from zero.
+        others: the divisors of the other terms, which must be proportional to it.
+        factors: values that must be the same in all micro-batches of a step.
+        nodes: the reductions, through which a micro-batch without targets must send no NaN.
+        unclear: whether the count cannot be determined; on the device, if necessary.
     """
 
     divisor: Number | None = None
@@ -49,15 +49,15 @@ class Reading:
 
 @dataclass(frozen=True)
 class ReadNormalizer:
-    """Read a micro-batch's weight from its own loss, as was found out on a few samples.
+    """Read a micro-batch's weight from its own loss, as found from a few samples.
 
     Attributes:
-        structure: of the losses that it was found for.
-        term: whose normalizer is the weight; None where the loss is a sum.
-        others: terms whose normalizer is in proportion to it.
-        varying: for each term, the places of its numbers that depend on the samples; the others are factors.
-        offset: what is added to a count, such as an epsilon.
-        summed: how many times what its sum is over the divisor is; None where its graph does not show that.
+        structure: the structure of the losses that it applies to.
+        term: the term whose normalizer is the weight; None where the loss is a sum.
+        others: terms whose normalizer is proportional to it.
+        varying: for each term, the indices of its slots that depend on the samples; the others are factors.
+        offset: the constant added to a count, such as an epsilon.
+        summed: the ratio of the number of summed elements to the divisor; None where the graph does not show it.
         name: the normalizer in words.
     """
 
@@ -73,10 +73,10 @@ class ReadNormalizer:
         return self.name
 
     def read(self, loss: Tensor) -> Reading:
-        """Raises: OtherSplitError: the loss was computed by other operations, or what it counts cannot be told."""
+        """Raises: OtherSplitError: the loss was computed by other operations, or its count cannot be determined."""
         read = read_normalizers(loss)
         if read.structure != self.structure:
-            raise OtherSplitError("its loss is made of other terms than that of the samples that were tried")
+            raise OtherSplitError("its loss has other terms than that of the samples that were tried")
         factors: list[Number] = []
         for term, varying in zip(read.terms, self.varying, strict=True):
             factors += [_on_host(slot.value) for place, slot in enumerate(term.slots) if place not in varying]
@@ -85,13 +85,13 @@ class ReadNormalizer:
         term = read.terms[self.term]
         divisor = count_of(term.slots, self.varying[self.term])
         others = tuple(count_of(read.terms[place].slots, self.varying[place]) for place in self.others)
-        # The others send no NaN: a mean over nothing has no gradient.
+        # The other reductions send no NaN: a mean over nothing has no gradient.
         nodes = tuple(one.node for one in read.terms if one.kind in ("sum", "quotient"))
         count, unclear = self._count(term, divisor, loss.detach())
         return Reading(divisor, count, others, tuple(factors), nodes, unclear)
 
     def _count(self, term: Term, divisor: Number, loss: Tensor) -> tuple[Number, bool | Tensor]:
-        """How much is counted, and whether that cannot be told."""
+        """Return the count, and whether it cannot be determined."""
         count = divisor - self.offset if self.offset else divisor
         if term.kind == "mean" or (isinstance(divisor, float | int) and divisor > 1):
             return count, False
@@ -99,7 +99,7 @@ class ReadNormalizer:
         if self.summed is not None and summed is not None:
             counted = _on_host(summed) * self.summed
             return counted, _is_neither(count, counted)
-        # It may be kept from zero, as by clamp(min=1), or be zero beside a sum that is not.
+        # It may be clamped away from zero, as by clamp(min=1), or be zero beside a nonzero sum.
         if isinstance(divisor, float | int) and loss.device.type == "cpu":
             return count, divisor > 0 or bool(loss.isinf())
         divided = torch.as_tensor(divisor, device=loss.device)
@@ -107,7 +107,7 @@ class ReadNormalizer:
 
 
 def _is_neither(count: Number, counted: Number) -> bool | Tensor:
-    """Whether a divisor is not what was counted, nor kept from zero where nothing was."""
+    """Whether a divisor is neither the count nor a clamped count of zero."""
     if isinstance(count, Tensor) or isinstance(counted, Tensor):
         missed = torch.as_tensor(count - counted).abs()
         return (missed > _ROUNDING * abs(counted)) & torch.as_tensor(counted != 0, device=missed.device)
@@ -115,7 +115,7 @@ def _is_neither(count: Number, counted: Number) -> bool | Tensor:
 
 
 def count_of(slots: Sequence[Slot], varying: Sequence[int]) -> Number:
-    """The normalizer of a term: the product of its numbers that vary, those that multiply as divisors."""
+    """Return the normalizer of a term: the product of its varying divisors, over that of its varying factors."""
     count: Number = 1
     for place in varying:
         value = _on_host(slots[place].value)
@@ -129,7 +129,7 @@ def count_of(slots: Sequence[Slot], varying: Sequence[int]) -> Number:
 
 
 def _on_host(value: Number) -> Number:
-    """As a Python number where no device has to be waited for."""
+    """Return the value as a Python number, unless that would wait for a device."""
     return float(value) if isinstance(value, Tensor) and value.device.type == "cpu" else value
 
 
@@ -139,16 +139,16 @@ def _as_host_bool(value: Tensor) -> bool | Tensor:
 
 @dataclass
 class LossSplit:
-    """How a loss is split into those of its micro-batches.
+    """How a loss is split into the losses of its micro-batches.
 
     Attributes:
-        read: how the weight of a micro-batch is read from its loss; None where the user's ``count`` says it, or
-            nothing can be read.
-        count: what gives the weights before anything is computed; None where that is not known.
-        scale: what is read is so many times the count.
-        provisional: whether the samples showed nothing, so that others are to be tried.
-        per_sample: how much a sample counts, about.
-        log_rules: how each value that the step logs is put together.
+        read: how the weight of a micro-batch is read from its loss; None where the user's ``count`` gives it, or it
+            cannot be read.
+        count: the function that gives the weights without running the model; None where it is not known.
+        scale: the ratio of the read normalizer to the count.
+        provisional: whether the samples showed nothing, so that others must be tried.
+        per_sample: the approximate count per sample.
+        log_rules: how each value that the step logs is combined.
         leaves: the leaf tensors of the samples' loss.
     """
 
@@ -168,7 +168,7 @@ class LossSplit:
 
     @property
     def is_sum(self) -> bool:
-        """Whether micro-batches are added as they are."""
+        """Whether the losses of micro-batches are added unweighted."""
         return self.read.term is None if self.read is not None else is_sum(self.count)
 
     def __str__(self) -> str:
@@ -180,17 +180,17 @@ class LossSplit:
 class StepWeights:
     """The weights of the micro-batches of one step.
 
-    Where their total is known beforehand, by counting, each loss is weighted by count / total, and what is read from
-    it must agree. Else it is weighted by count / reference, and :meth:`settle` says by what the gradients must be
-    multiplied before the last backward.
+    Where their total is known beforehand, by counting, each loss is weighted by count / total, and the normalizer read
+    from it must agree. Otherwise it is weighted by count / reference, and :meth:`settle` returns the factor by which
+    the gradients must be multiplied before the last backward.
 
     Args:
         split: how the loss is split.
         parts: the micro-batches.
-        reference: what counts are divided by in a window of several batches, whose total is not known yet.
+        reference: the divisor of counts in a window of several batches, whose total is not known yet.
 
     Attributes:
-        in_window: whether other batches or ranks count, too.
+        in_window: whether other batches or ranks contribute, too.
     """
 
     def __init__(self, split: LossSplit, parts: Sequence[Any], reference: Number | None = None) -> None:
@@ -209,23 +209,23 @@ class StepWeights:
             counts, total = weights_of(split.count, parts)
             self.known = MicroBatchWeights(counts, total if reference is None else reference)
 
-    def weigh(self, loss: Tensor, part: int) -> Tensor:
-        """The micro-batch's share of the loss of the step.
+    def scale_loss(self, loss: Tensor, part: int) -> Tensor:
+        """Return the micro-batch's share of the loss of the step.
 
-        Raises: OtherSplitError: what is read from the loss does not fit what was found or counted.
+        Raises: OtherSplitError: the normalizer read from the loss does not match the rule that was found, or the count.
         """
         self.losses.append(loss.detach())
         self.held.append(part)
         reading = None if self.split.read is None else self.split.read.read(loss)
         if reading is not None:
-            self.readings.append(replace(reading, nodes=()))  # the graph must be gone before the next part is run
+            self.readings.append(replace(reading, nodes=()))  # free the graph before the next micro-batch runs
         if self.known is not None:
             if reading is not None:
                 self._refuse_other(reading, part)
                 if self._counts_nothing(part):
                     return loss
                 _silence(reading, self.known.counts[part])
-            return self.known.weigh(loss, part)
+            return self.known.scale_loss(loss, part)
         assert reading is not None
         assert reading.count is not None
         assert reading.divisor is not None
@@ -236,17 +236,17 @@ class StepWeights:
         if self._counts_nothing(part):
             return loss
         _silence(reading, reading.divisor)
-        return weigh_loss(loss, reading.divisor, self.reference)
+        return scale_loss(loss, reading.divisor, self.reference)
 
     def _counts_nothing(self, part: int) -> bool:
-        """Whether this is the last micro-batch and nothing counts in any: then it is as the unsplit step."""
+        """Whether this is the last micro-batch and none has a count; then it is treated as the unsplit step."""
         return part == self.parts - 1 and not self.in_window and _is_zero(_on_host(self.total))
 
     def _refuse_other(self, reading: Reading, part: int) -> None:
         assert self.known is not None
         counted = self.known.counts[part]
         if reading.count is None or (isinstance(counted, Tensor) and counted.device.type != "cpu"):
-            return  # on a device: compared in `disagreement`
+            return  # values on a device are compared in `disagreement`
         if isinstance(reading.count, float | int):
             expected = float(counted) * self.split.scale
             if abs(reading.count - expected) > _ROUNDING * max(abs(expected), abs(reading.count)):
@@ -259,22 +259,22 @@ class StepWeights:
 
     @property
     def counts(self) -> list[Number]:
-        """Of the micro-batches that gave a loss."""
+        """The counts of the micro-batches that gave a loss."""
         if self.known is not None:
             return [self.known.counts[part] for part in self.held]
         return [reading.count for reading in self.readings if reading.count is not None]
 
     @property
     def total(self) -> Number:
-        """What the loss of the unsplit step is divided by."""
+        """The normalizer of the unsplit step's loss."""
         counted = add_counts(self.counts)
         return counted if self.known is not None or _is_zero(counted) else counted + self._offset
 
     def settle(self, total: Number | None = None) -> Number | None:
-        """By what the gradients so far, and the last loss, are to be multiplied; None where by nothing.
+        """Return the factor for the gradients so far and for the last loss; None where none is needed.
 
         Args:
-            total: of all ranks, where they share it.
+            total: the total of all ranks, where they share it.
         """
         if self.known is not None or self.reference is None:
             return None
@@ -285,7 +285,7 @@ class StepWeights:
         return None if total in (0, self.reference) else self.reference / total
 
     def disagreement(self) -> bool | Tensor:
-        """Whether what was read is not what micro-batches of one loss share: on the device, if it must be."""
+        """Whether the readings contradict a split of one loss: on the device, if necessary."""
         found: list[Tensor] = [reading.unclear for reading in self.readings if isinstance(reading.unclear, Tensor)]
         for one, other in self._pairs_that_must_agree():
             if isinstance(one, Tensor) or isinstance(other, Tensor):
@@ -313,7 +313,7 @@ class StepWeights:
                 yield other * total, divisor * others_total
 
     def loss(self, total: Number | None = None) -> Tensor:
-        """The loss of the step, detached; of this rank's share, where the total is that of all ranks."""
+        """Return the loss of the step, detached; this rank's share of it, where the total is that of all ranks."""
         if self.readings and not self.in_window and _is_zero(_on_host(self.total if total is None else total)):
             return self.losses[-1]
         if self.known is not None:
@@ -344,14 +344,14 @@ class DeferredFlag:
         return self._event is None or self._event.query()
 
     def read(self) -> bool:
-        """Return the flag; waits until the device has computed it."""
+        """Return the flag; wait until the device has computed it."""
         if self._event is not None:
             self._event.synchronize()
         return bool(self._told)
 
 
 class DeferredCheck:
-    """A comparison on the device, looked at when the device has work to do meanwhile: the last backward."""
+    """A comparison on the device, whose result is read while the device is busy with the last backward."""
 
     def __init__(self, disagrees: bool | Tensor) -> None:
         if disagrees is True:
@@ -359,17 +359,17 @@ class DeferredCheck:
         self._flag = DeferredFlag(disagrees) if isinstance(disagrees, Tensor) else None
 
     def refuse(self) -> None:
-        """Raises: OtherSplitError: they did not agree."""
+        """Raises: OtherSplitError: the readings did not agree."""
         if self._flag is not None and self._flag.read():
             self.refuse_now()
 
     @staticmethod
     def refuse_now() -> None:
-        raise OtherSplitError("this batch shows several normalizers in its loss, or factors that depend on samples")
+        raise OtherSplitError("the loss of this batch has several normalizers, or factors that depend on samples")
 
 
 def _estimate_total(count: Number, parts: int) -> Number:
-    """A total of the right size, so that nothing overflows in float16 before the real one is known."""
+    """Estimate the total, so that nothing overflows in float16 before the real one is known."""
     if isinstance(count, Tensor):
         return torch.where(count > 0, count * parts, 1.0)
     return count * parts if count > 0 else 1.0
@@ -384,7 +384,7 @@ def _is_zero(total: Number) -> bool:
 
 
 def _silence(reading: Reading, count: Number) -> None:
-    """Let nothing through the reductions of a micro-batch that counts nothing: 0 / 0 would be NaN in their backward."""
+    """Block gradients through the reductions of a micro-batch with a count of 0, where 0 / 0 would give NaN."""
     if isinstance(count, Tensor) and count.device.type != "cpu":
         keep: Callable[[Tensor], Tensor] = lambda gradient: torch.where(count > 0, gradient, 0.0)  # noqa: E731
     elif float(count) == 0:

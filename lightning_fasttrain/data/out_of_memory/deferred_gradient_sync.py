@@ -1,4 +1,4 @@
-"""On several ranks: the parts of a batch run without waiting for other ranks, and gradients are averaged at the end."""
+"""Run micro-batches without waiting for other ranks, and average gradients over ranks at the end."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -18,51 +18,52 @@ from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.data.out_of_memory.rank_vote import Agreement
 
 Result = TypeVar("Result")
-_WAITS = "a rank that runs out of memory before it would leave the others waiting there"
-_WAY_OUT = "Give a number, as MicroBatching(8): then nothing is tried again"
+_WAITS = "the other ranks would wait there for a rank that runs out of memory earlier"
+_WAY_OUT = "Give a number, as MicroBatching(8): then no batch is retried"
 
 
 class Together:
-    """How the processes of a run try a number of parts: here, a single one that need not ask anybody.
+    """How the processes of a run search for a number of micro-batches; this base class is for a single process.
 
     Attributes:
-        may_split_forwards: whether forwards inside of the step may run in parts.
+        may_split_forwards: whether forwards inside the step may run in micro-batches.
     """
 
     may_split_forwards: ClassVar[bool] = True
 
     def __init__(self, several: bool = False) -> None:
-        # Every process is a member, so every process must make it.
+        # Every process is a member, so every process must create it.
         self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo") if several else None
         self.agree = Agreement(self._group)
 
     @contextmanager
     def run_alone(self) -> Iterator[None]:
-        """Within it, no rank waits for another in a forward or backward."""
+        """Enter a context in which no rank waits for another in a forward or backward."""
         yield
 
     def rehearse(self, run_one: Callable[[], object], then: Callable[[], Any]) -> None:
-        """Before the first attempt, with what runs a single sample, and what else can be tried if that is too much."""
+        """Prepare the first attempt, with a function that runs one sample, and fallbacks if it does not fit."""
 
     def wrap(self, attempt: Callable[[int], Result]) -> Callable[[int], Result]:
-        """``attempt``, with what other ranks need of this one in it."""
+        """Return ``attempt`` with the synchronization that other ranks need from this one."""
         return attempt
 
     def join(self) -> None:
-        """After it: average the gradients over ranks, if this batch ends an optimizer step."""
+        """Average the gradients over ranks after the attempt, if this batch ends an optimizer step."""
 
     def leave(self) -> None:
-        """At the end of the run."""
+        """Destroy the process group at the end of the run."""
         if self._group is not None:
-            with suppress(RuntimeError, ValueError):  # gone already, with the whole process group
+            with suppress(RuntimeError, ValueError):  # destroyed already, with the default process group
                 dist.destroy_process_group(self._group)
 
 
 class DDPTogether(Together):
-    """Under DDP: its collectives come before the first part and after the last, where no rank can be out of memory.
+    """For DDP: its collectives run before the first micro-batch and after the last, where no rank can run out of
+    memory.
 
-    A plain run hides the averaging behind the last part's backward. Here it waits until all ranks have said that this
-    backward is done, since one that is not, of any batch, would leave the others waiting in it for ever.
+    A plain run overlaps the averaging with the last micro-batch's backward. Here it waits until all ranks have reported
+    that this backward is done, since the others would otherwise hang in it if one rank runs out of memory.
     """
 
     def __init__(self, strategy: DDPStrategy) -> None:
@@ -73,13 +74,13 @@ class DDPTogether(Together):
     @contextmanager
     def run_alone(self) -> Iterator[None]:
         replica = self._replica
-        self._due = replica.require_backward_grad_sync  # asked before it is switched off below
+        self._due = replica.require_backward_grad_sync  # read before it is switched off below
         with self.strategy.block_backward_sync():
-            _call_inside(replica, nullcontext)  # what DDP does before a forward: buffers of rank zero, new buckets
+            _call_inside(replica, nullcontext)  # DDP's work before a forward: rank zero's buffers, new buckets
             yield
 
     def join(self) -> None:
-        """Through DDP's own reducer, with its buckets and communication hooks: a backward that adds nothing."""
+        """Average through DDP's own reducer, with its buckets and communication hooks, by a backward that adds zero."""
         if not self._due:
             return
         replica = self._replica
@@ -94,7 +95,7 @@ class DDPTogether(Together):
 
 
 def together_of(trainer: L.Trainer) -> Together:
-    """How the processes of this run try together.
+    """Return how the processes of this run search together.
 
     Raises:
         ValueError: a strategy whose forwards wait for other ranks.
@@ -107,30 +108,30 @@ def together_of(trainer: L.Trainer) -> Together:
     if own is not None:
         return own()
     what = f"MicroBatching('auto') with {type(trainer.strategy).__name__} on {trainer.world_size} processes"
-    why = f"parameters are gathered inside of forward and backward, and {_WAITS}"
+    why = f"parameters are gathered inside forward and backward, and {_WAITS}"
     raise ValueError(explain(what, why, "Give a number, as MicroBatching(8), or use DDP or FSDP2Strategy"))
 
 
 def refuse_collectives(model: nn.Module) -> None:
-    """Refuse what is known to wait for other ranks inside of a ``training_step``.
+    """Refuse modules that are known to wait for other ranks inside a ``training_step``.
 
     Raises:
-        ValueError: the module · why · the way out.
+        ValueError: names the module, the reason and the solution.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm) or (isinstance(module, Metric) and module.dist_sync_on_step):
             what = f"MicroBatching('auto') with {type(module).__name__} '{name}'"
-            raise ValueError(explain(what, f"it synchronises inside of the step, and {_WAITS}", _WAY_OUT))
+            raise ValueError(explain(what, f"it synchronizes inside the step, and {_WAITS}", _WAY_OUT))
 
 
 class CollectivesWatch:
-    """Notices that a step waits for other ranks, by the number of collectives that the process group has seen."""
+    """Detects a step that waits for other ranks, by the process group's number of collectives."""
 
     def __init__(self) -> None:
         self.seen = False
 
     def wrap(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """``step``, watched."""
+        """Return ``step``, watched for collectives."""
 
         def watch_step(*args: Any) -> Any:
             before = _collectives_so_far()
@@ -142,7 +143,7 @@ class CollectivesWatch:
         return watch_step
 
     def refuse(self) -> None:
-        """Raises: ValueError: one was seen."""
+        """Raises: ValueError: a collective was seen."""
         if self.seen:
             what = "MicroBatching('auto') with a training_step that communicates (all_gather, all_reduce)"
             raise ValueError(explain(what, _WAITS, _WAY_OUT))
@@ -152,13 +153,13 @@ def _collectives_so_far() -> int:
     if not (dist.is_available() and dist.is_initialized()):
         return 0
     world: Any = dist.group.WORLD
-    with suppress(RuntimeError):  # a backend that does not count
+    with suppress(RuntimeError):  # a backend without a counter
         return world._get_sequence_number_for_group()
     return 0
 
 
 def _call_inside(replica: DistributedDataParallel, function: Callable[[], Any]) -> Any:
-    """``function()`` as DDP's forward, with all that DDP does before and after one."""
+    """Call ``function()`` as DDP's forward, with all that DDP does before and after one."""
     restore: Undo = patch(replica.module, "forward", lambda _: function())
     try:
         return replica(None)
@@ -167,9 +168,10 @@ def _call_inside(replica: DistributedDataParallel, function: Callable[[], Any]) 
 
 
 def _find_due(replica: DistributedDataParallel) -> list[nn.Parameter]:
-    """The parameters whose gradients are due.
+    """Return the parameters whose gradients DDP waits for.
 
-    DDP waits for all of them, also for one that no part of this rank has used, unless it looks for unused ones itself.
+    It waits for all of them, also for one that no micro-batch of this rank used, unless it looks for unused ones
+    itself.
     """
     found = []
     for name, parameter in replica.module.named_parameters():
@@ -180,7 +182,7 @@ def _find_due(replica: DistributedDataParallel) -> list[nn.Parameter]:
 
 
 class _AddNothing(torch.autograd.Function):
-    """A loss whose gradient is zero for each parameter, without a tensor of zeros for any."""
+    """A loss whose gradient is zero for each parameter, without allocating tensors of zeros."""
 
     @staticmethod
     def forward(ctx: Any, *parameters: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What is done, one after another, where a batch does not fit one sample at a time either."""
+"""Techniques applied one after another where a batch does not fit one sample at a time either."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -13,13 +13,13 @@ _SAVES = (Surgery.CHECKPOINT, Surgery.OFFLOAD)
 
 
 class FurtherSavings:
-    """Techniques that wait until they are needed, in their order; those that were stay for the rest of the run.
+    """Techniques that are applied when they are needed, in order, and stay for the rest of the run.
 
     Args:
-        techniques: exact ones that change how activations are kept, and nothing that an optimizer holds.
+        techniques: exact ones that change how activations are stored, and nothing that an optimizer holds.
 
     Attributes:
-        taken: how many are in use, or were when the last run ended.
+        taken: number of techniques in use, or in use when the last run ended.
 
     Raises:
         TypeError, ValueError: another kind of technique, or one that measures before it decides.
@@ -31,23 +31,23 @@ class FurtherSavings:
         self._undo: ExitStack | None = None
 
     def try_on(self, model: nn.Module) -> None:
-        """Apply all and undo it, so that what cannot be applied is an error now and not at step one thousand."""
+        """Apply all techniques and undo it, so that errors are raised before training starts."""
         with ExitStack() as undo:
             for technique in self.techniques:
                 undo.enter_context(apply(model, [technique]))
 
     def take_again(self, model: nn.Module) -> None:
-        """Those that were in use before."""
+        """Apply the techniques that were in use before."""
         for technique in self.techniques[: self.taken]:
             self._apply(technique, model)
 
     def list_left(self, model: nn.Module) -> Iterator[Callable[[], None]]:
-        """What is still to be tried."""
+        """Yield functions that apply the remaining techniques."""
         for technique in self.techniques[self.taken :]:
             yield partial(self._take, technique, model)
 
     def _take(self, technique: Technique, model: nn.Module) -> None:
-        say("Out of memory one sample at a time: from here on with %s, and the same batch again in one", technique)
+        say("Out of memory with single samples: applying %s from now on, and repeating the batch unsplit", technique)
         self._apply(technique, model)
         self.taken += 1
 
@@ -56,7 +56,7 @@ class FurtherSavings:
         self._undo.enter_context(apply(model, [technique]))
 
     def close(self) -> None:
-        """Undo what is in use; the next run begins with it."""
+        """Undo the techniques in use; the next run starts with them."""
         undo, self._undo = self._undo, None
         if undo is not None:
             undo.close()
@@ -65,11 +65,11 @@ class FurtherSavings:
 def _refuse_others(technique: Technique) -> Technique:
     what, way_out = f"then=[{technique!r}]", "Use ActivationCheckpointing() and ActivationOffload()"
     if not isinstance(technique, Technique):
-        raise TypeError(explain(what, "it is no technique", way_out))
+        raise TypeError(explain(what, f"expected a Technique, got {type(technique).__name__}", way_out))
     if technique.surgery not in _SAVES or technique.exactness is not Exactness.EXACT:
-        why = "in the middle of a run only what changes nothing but how activations are kept can begin"
+        why = "during a run, only techniques that change nothing but how activations are stored can start"
         raise ValueError(explain(what, why, way_out))
     if getattr(getattr(technique, "policy", None), "measures", False):  # MemoryBudget
-        why = "its policy measures whole steps before it decides, and is needed inside of one"
+        why = "MemoryBudget needs a few complete steps to measure, but this fallback starts inside a step"
         raise ValueError(explain(what, why, "Use ActivationCheckpointing(), or list it among the callbacks"))
     return technique

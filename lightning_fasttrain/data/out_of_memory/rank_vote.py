@@ -1,4 +1,4 @@
-"""How an attempt went on all ranks: heard on a process group of its own, before any of them acts on it."""
+"""Agree on the outcome of an attempt over all ranks, on a separate process group, before any rank acts on it."""
 
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,27 +11,27 @@ import torch.distributed as dist
 
 from lightning_fasttrain.core.messages import explain
 
-_HEARD_WITHIN = timedelta(seconds=10)  # a rank that fails ends then, whether or not the others have listened
-_RANKS = 2**24  # more than there will be
+_HEARD_WITHIN = timedelta(seconds=10)  # a failing rank exits after this time, received or not
+_RANKS = 2**24  # upper bound of the number of ranks
 
 
 class Outcome(IntEnum):
-    """How an attempt went; the worst of all ranks counts."""
+    """The outcome of an attempt; the worst of all ranks counts."""
 
     FITS = 0
     TOO_LARGE = 1
-    TOO_LARGE_IN_ONES = 2  # out of memory one sample at a time
+    TOO_LARGE_IN_ONES = 2  # out of memory with single samples
     FAILED = 3
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What all ranks heard.
+    """The common result of all ranks.
 
     Attributes:
-        outcome: the worst.
-        rank: one that had it.
-        most: the largest useful number of parts of any rank, so that all go on with the same number.
+        outcome: the worst outcome.
+        rank: a rank that had it.
+        most: the largest useful number of micro-batches of any rank, so that all continue with the same number.
     """
 
     outcome: Outcome
@@ -40,14 +40,14 @@ class Verdict:
 
 
 class Agreement:
-    """Each rank says how its attempt went, and hears the worst of all.
+    """Exchanges the outcome of an attempt, and returns the worst of all ranks.
 
-    One all-reduce of two numbers between host processes, so no device is waited for. Nothing else runs on its group:
-    what a rank says here is never taken for part of another's collective. A rank that is gone is an error at once,
-    one that does not answer is after the group's timeout.
+    One all-reduce of two integers between host processes, so the device is not synchronized. The group carries no other
+    collectives, so a message cannot be mistaken for part of another one. A rank that has exited is an error at once,
+    one that does not answer after the group's timeout.
 
     Args:
-        group: of gloo, for this alone; None in a single process.
+        group: a gloo group for this purpose alone; None in a single process.
 
     Example:
         >>> Agreement()(Outcome.TOO_LARGE, most=8)
@@ -63,7 +63,7 @@ class Agreement:
         return self._group is not None
 
     def __call__(self, outcome: Outcome, most: int) -> Verdict:
-        """Raises: RuntimeError: a rank is gone or did not answer in time."""
+        """Raises: RuntimeError: a rank has exited or did not answer in time."""
         if self._group is None:
             return Verdict(outcome, 0, most)
         said, work = self._say(outcome, most)
@@ -72,18 +72,18 @@ class Agreement:
         except RuntimeError as error:
             reason = f"{error}".partition("\n")[0].rstrip(".")
             way_out = "Look at the first error in the output of the other ranks"
-            raise RuntimeError(explain("a rank is gone, or did not answer in time", reason, way_out)) from error
+            raise RuntimeError(explain("a rank has exited or did not answer in time", reason, way_out)) from error
         worst, most = map(int, said.tolist())
         return Verdict(Outcome(worst // _RANKS), worst % _RANKS, most)
 
     def give_up(self) -> None:
-        """Tell the others of an error that is this rank's own, and do not wait for them for long."""
+        """Report an error of this rank alone to the others, with a short timeout."""
         if self._group is not None:
             _, work = self._say(Outcome.FAILED, 0)
             with suppress(RuntimeError):
                 work.wait(_HEARD_WITHIN)
 
     def _say(self, outcome: Outcome, most: int) -> tuple[torch.Tensor, Any]:
-        # One maximum tells both: the worst outcome, and a rank that had it.
+        # One maximum carries both: the worst outcome, and a rank that had it.
         said = torch.tensor([outcome * _RANKS + dist.get_rank(), most], dtype=torch.int64, device="cpu")
         return said, dist.all_reduce(said, dist.ReduceOp.MAX, group=self._group, async_op=True)

@@ -1,4 +1,4 @@
-"""When a step runs out of memory, the same batch again in smaller parts, as if the first try had never been."""
+"""When a step runs out of memory, restore the state from before it and repeat the batch in smaller micro-batches."""
 
 import gc
 import re
@@ -14,7 +14,7 @@ from lightning_fasttrain.data.out_of_memory.rank_vote import Agreement, Outcome,
 
 Result = TypeVar("Result")
 _WAYS_OUT = (
-    "Next: then=[ActivationCheckpointing(), ActivationOffload()] of what is not in use yet, shorter samples, "
+    "Next: then=[ActivationCheckpointing(), ActivationOffload()] if not in use yet, shorter samples, "
     "FusedLossHead, a lower precision, or a smaller model"
 )
 _MIB = {"bytes": 2.0**-20, "KiB": 2.0**-10, "MiB": 1.0, "GiB": 2.0**10}
@@ -29,29 +29,30 @@ def split_until_it_fits(
     then: Iterable[Callable[[], object]] = (),
     agree: Agreement | None = None,
 ) -> tuple[Result, int]:
-    """Run ``attempt(n)``; each time it runs out of memory, put everything back and run it with twice as many parts.
+    """Run ``attempt(n)``; whenever it runs out of memory, restore the state and run it with twice as many
+    micro-batches.
 
-    Put back are the random states (torch, CUDA, Python, NumPy), the model's buffers (BatchNorm), its metrics, the plain
+    Restored are the random states (torch, CUDA, Python, NumPy), the model's buffers (BatchNorm), its metrics, the plain
     values and lists among its attributes, and its gradients, so the result is that of a run which had the larger ``n``
-    from the start. Gradients that are there beforehand, within an accumulation window, are copied for it. What the
-    attempt does elsewhere is not undone.
+    from the start. Gradients that exist beforehand, within an accumulation window, are copied for this. Other side
+    effects of the attempt are not undone.
 
     Args:
-        attempt: runs forward and backward of one batch in the given number of parts.
+        attempt: runs forward and backward of one batch in the given number of micro-batches.
         model: whose buffers, metrics and gradients the attempt changes.
-        n: parts of the first attempt.
+        n: number of micro-batches of the first attempt.
         most: the largest useful number: the samples in the batch.
-        then: what to do, one after another, where single samples do not fit either. After each the search begins again
-            with one part, since what it saves may be enough for larger ones.
-        agree: on several ranks, how they hear of one another: all go on alike. There the attempt must not wait for
-            other ranks, so gradients are to be synchronised afterwards.
+        then: fallbacks, applied one after another, where single samples do not fit either. After each the search
+            restarts with one micro-batch, since the memory it saves may be enough for larger ones.
+        agree: on several ranks, how they exchange outcomes, so that all continue in the same way. The attempt must not
+            wait for other ranks, so gradients must be synchronized afterwards.
 
     Returns:
-        What the attempt returned, and the number of parts that fitted.
+        The result of the attempt, and the number of micro-batches that fitted.
 
     Raises:
-        torch.OutOfMemoryError: it does not fit one sample at a time either, on this rank or another.
-        RuntimeError: another rank failed otherwise, or is gone.
+        torch.OutOfMemoryError: single samples do not fit either, on this rank or another.
+        RuntimeError: another rank failed otherwise, or has exited.
 
     Example:
         >>> def attempt(n):
@@ -62,11 +63,11 @@ def split_until_it_fits(
         ('done', 4)
 
     Source:
-        Composer's ``device_train_microbatch_size='auto'`` halves likewise; it puts back nothing but gradients.
+        Composer's ``device_train_microbatch_size='auto'`` halves likewise, but restores only gradients.
     """
     agree = agree or Agreement()
     measures = list(then)
-    put_back, put_back_gradients = remember([model]), remember_gradients(model)
+    restore, restore_gradients = remember([model]), remember_gradients(model)
     while True:
         try:
             result = attempt(n)
@@ -75,7 +76,7 @@ def split_until_it_fits(
             if worst.outcome is Outcome.FAILED or (worst.outcome is Outcome.TOO_LARGE_IN_ONES and not measures):
                 error.add_note(_note(error, n, most))
                 raise
-        except BaseException:  # a KeyboardInterrupt, too: the others wait for an answer
+        except BaseException:  # including KeyboardInterrupt: the others wait for an answer
             agree.give_up()
             raise
         else:
@@ -84,9 +85,9 @@ def split_until_it_fits(
                 return result, n
             del result  # the next attempt needs its memory
             _end_with(worst, n, bool(measures))
-        # Outside the handler: the error's traceback holds the activations of the failed attempt.
-        put_back()
-        put_back_gradients()
+        # Outside the handler, since the error's traceback holds the activations of the failed attempt.
+        restore()
+        restore_gradients()
         gc.collect()  # frees tensors that lie in cycles of references
         torch.cuda.empty_cache()
         if worst.outcome is Outcome.TOO_LARGE_IN_ONES:
@@ -94,17 +95,17 @@ def split_until_it_fits(
             n = 1
         else:
             where = f" on rank {worst.rank}" if agree.has_others else ""
-            say("Out of memory with %d micro-batches%s: the same batch again with %d", n, where, min(2 * n, worst.most))
+            say("Out of memory with %d micro-batches%s: repeating the batch with %d", n, where, min(2 * n, worst.most))
             n = min(2 * n, worst.most)
 
 
 def _end_with(worst: Verdict, n: int, has_more: bool) -> None:
-    """On a rank for which it fitted: raise if another cannot go on."""
+    """Raise on a rank whose attempt fitted, if another rank cannot continue."""
     if worst.outcome is Outcome.FAILED:
         way_out = "Look at the first error in the output of that rank"
-        raise RuntimeError(explain(f"rank {worst.rank} failed in this step", "no rank can go on alone", way_out))
+        raise RuntimeError(explain(f"rank {worst.rank} failed in this step", "no rank can continue alone", way_out))
     if worst.outcome is Outcome.TOO_LARGE_IN_ONES and not has_more:
-        why = "its samples do not fit one at a time, and no rank can go on alone"
+        why = "its samples do not fit one at a time, and no rank can continue alone"
         raise torch.OutOfMemoryError(explain(f"rank {worst.rank}, with {n} micro-batches", why, _WAYS_OUT))
 
 
@@ -114,7 +115,7 @@ def _note(error: torch.OutOfMemoryError, n: int, most: int) -> str:
 
 
 def _shortfall(error: torch.OutOfMemoryError) -> str:
-    """How much was missing, as far as the allocator tells.
+    """Describe how much memory was missing, if the allocator reports it.
 
     Example:
         >>> said = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 79.1 GiB of which 512.00 MiB is free."

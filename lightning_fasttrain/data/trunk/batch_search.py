@@ -1,4 +1,4 @@
-"""Find how the step of a batch is split: its loss, by weights that are read, or else its model, at the trunk."""
+"""Find how the step of a batch is split: its loss, by weights that are read, or otherwise its model, at the trunk."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -15,15 +15,15 @@ from lightning_fasttrain.data.normalizer.trial.try_split import Stage, try_split
 from lightning_fasttrain.data.trunk.find_trunk import find_trunk_of
 from lightning_fasttrain.data.trunk.micro_batch_forward import Trunk
 
-TRIES = 4  # what was found, what this batch shows, that without the counting rule, and the trunk
-OUT_OF_TRIES = "its micro-batches are divided by other numbers than was found out on this very batch"
+TRIES = 4  # earlier split, this batch's split, that without the counting rule, trunk
+OUT_OF_TRIES = "its micro-batches have other normalizers than those found from this batch"
 
 
 class Looks:
-    """Which batches are looked at: the first, and 2, 4, 8, ... as long as that takes under 1% of the time so far.
+    """Decides which batches are examined: the first, and 2, 4, 8, ... while that takes under 1% of the time so far.
 
     Attributes:
-        seconds: that looking has taken.
+        seconds: time spent on examining batches.
 
     Example:
         >>> looks = Looks()
@@ -37,21 +37,21 @@ class Looks:
         self._began = time.monotonic()
 
     def is_due(self, is_wanted: Callable[[], bool]) -> bool:
-        """Count a batch; whether it is looked at again.
+        """Count a batch, and return whether it is examined again.
 
         Args:
-            is_wanted: whether that could show anything. All ranks ask, and it is done where all want it.
+            is_wanted: whether examining could show anything. All ranks are asked, and all must want it.
         """
         self._batches += 1
         if self._batches == 1 or self._batches & (self._batches - 1):
             return False
         is_cheap = self.seconds < 0.01 * (time.monotonic() - self._began)
         told = from_all_ranks([(is_wanted(), is_cheap)])
-        return all(each for each, _ in told) and told[0][1]  # of the first rank, as clocks differ
+        return all(each for each, _ in told) and told[0][1]  # decided by the first rank, as clocks differ
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Within it, a batch is looked at."""
+        """Measure the time spent on examining a batch in the context."""
         began = time.monotonic()
         yield
         self.seconds += time.monotonic() - began
@@ -61,7 +61,7 @@ Found = LossSplit | Trunk | None
 
 
 def prefer_what_shows_something(found: Found, before: Found) -> Found:
-    """What a batch shows about how it is split, unless it shows nothing, as where no target counts."""
+    """Return the split that a batch shows, unless it shows nothing, as without targets."""
     shows_nothing = found is None or (isinstance(found, LossSplit) and found.provisional)
     return before if shows_nothing and before is not None else found
 
@@ -71,13 +71,13 @@ class BatchSearch:
     """Finds how the step of one batch is split.
 
     Args:
-        who: runs micro-batches, for the line that says what was found.
-        stage: where the step runs.
-        batch: on which it runs.
+        who: the technique's name, for log lines.
+        stage: the stage on which the step runs.
+        batch: the batch on which it runs.
         n: number of micro-batches.
         samples: yields a few samples of the batch.
-        find_split: whether all ranks call it → how the loss is split; raises :class:`CannotSplitError`.
-        may_use_trunk: else that error is raised.
+        find_split: maps whether all ranks call it to how the loss is split; raises :class:`CannotSplitError`.
+        may_use_trunk: whether the trunk may be used if the loss cannot be split; otherwise that error is raised.
     """
 
     who: str
@@ -89,10 +89,10 @@ class BatchSearch:
     may_use_trunk: bool
 
     def find(self, *, together: bool) -> Found:
-        """How the step is split; None where the step returned None, so that nothing can be said yet.
+        """Return how the step is split; None where the step returned None, so that nothing is known yet.
 
         Args:
-            together: whether all ranks call this; then all use what all have found.
+            together: whether all ranks call this; then all use the common result.
 
         Raises:
             CannotSplitError: it cannot be split.
@@ -103,29 +103,29 @@ class BatchSearch:
             return self._find_trunk(error, together)
 
     def find_another(self, before: LossSplit, error: OtherSplitError, attempt: int) -> LossSplit | Trunk:
-        """For a batch whose loss is not split as those before it. Other ranks do not take part.
+        """Return a split for a batch whose loss is not split like earlier ones. Other ranks do not take part.
 
         Args:
-            before: how it was split.
-            error: what it shows.
-            attempt: how often this was asked for this batch.
+            before: the split of earlier batches.
+            error: the mismatch.
+            attempt: the number of earlier calls for this batch.
 
         Raises:
-            CannotSplitError: it cannot be split, or not without the other ranks.
+            CannotSplitError: the loss cannot be split, or not without the other ranks.
         """
         if not self.stage.gradients and rank_count() > 1:
-            why = f"{error}, and ranks that gather parameters in each forward cannot run a batch again on one of them"
+            why = f"{error}, and with sharded parameters a single rank cannot run a batch again"
             raise CannotSplitError(why)
         if attempt == 0:
             found = self.find(together=False)
             if found is not None and found != before:
                 return found
         if before.count is not None and before.read is not None and self.stage.may_scale:
-            return replace(before, count=None)  # the rule does not count what is read: it is read alone
+            return replace(before, count=None)  # the counting rule does not match, so only the graph is read
         return self._find_trunk(CannotSplitError(f"{error}", try_split(self.stage, self.samples())), together=False)
 
     def _find_trunk(self, error: CannotSplitError, together: bool) -> Trunk | LossSplit:
-        """The trunk, or else a rule that is only likely, with a warning."""
+        """Return the trunk, or otherwise a likely counting rule, with a warning."""
         if not self.may_use_trunk:
             raise error
         found = find_trunk_of(self.stage, error.trial, self.batch, self.n)
@@ -139,13 +139,13 @@ class BatchSearch:
             return found
         if error.otherwise is None:
             raise CannotSplitError(f"{error.why}, and {found}", error.trial) from None
-        warn(f"{self.who}: {error.why}; {found}. So micro-batches are weighted by {error.otherwise}")
+        warn(f"{self.who}: {error.why}; {found}. So each micro-batch is weighted by {error.otherwise}")
         return error.otherwise
 
 
 def say_trunk(who: str, trunk: Trunk, why: str) -> None:
     say(
-        "%s: %s runs in micro-batches with recomputation, which is one more forward, and the loss sees the whole "
+        "%s: %s runs in micro-batches with recomputation (one additional forward), and the loss sees the whole "
         "batch, %s",
         who,
         trunk,

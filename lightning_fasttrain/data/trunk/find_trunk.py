@@ -15,7 +15,7 @@ from lightning_fasttrain.data.trunk.micro_batch_forward import Trunk, list_batch
 from lightning_fasttrain.data.trunk.try_trunk import FAILURES, TrialOnBatch, TrialOnOutputs, TrialOnSamples, TrunkTrial
 
 Through = str | type[nn.Module] | Sequence[str | type[nn.Module]]
-# Layers that save no more than their input, which has to be kept anyway.
+# Layers that save only their input, which has to be kept anyway.
 _SINGLE_LAYERS = (
     nn.Linear,
     nn.Embedding,
@@ -25,14 +25,14 @@ _SINGLE_LAYERS = (
     nn.modules.batchnorm._BatchNorm,
     nn.modules.dropout._DropoutNd,
 )
-_LEAST_SHARE = 0.5  # of the trained parameters: layers beside BatchNorm, say, are no trunk
+_LEAST_SHARE = 0.5  # of the trained parameters; a few layers beside BatchNorm, for example, are not enough
 
 
 def name_trunk(models: Sequence[nn.Module], through: Through) -> Trunk:
-    """The trunk that a user named.
+    """Return the trunk that a user named.
 
     Raises:
-        ValueError: nothing has that name or class; the message lists the candidates. Or BatchNorm is in it.
+        ValueError: no module has that name or class; the message lists the candidates. Or BatchNorm is in it.
     """
     wanted = [through] if isinstance(through, str | type) else list(through)
     found: dict[str, nn.Module] = {}
@@ -42,7 +42,7 @@ def name_trunk(models: Sequence[nn.Module], through: Through) -> Trunk:
                 found.setdefault(name, module)
     outermost = keep_outermost(found)
     if not outermost:
-        kinds = list_kinds(models[0]) if models else "none, since the step reaches no module"
+        kinds = list_kinds(models[0]) if models else "none, since the step uses no module"
         way_out = "Give the qualified name of a submodule, a pattern or a class"
         raise ValueError(explain(f"through={through!r} matches nothing", f"candidates are {kinds}", way_out))
     for module in outermost.values():
@@ -51,16 +51,16 @@ def name_trunk(models: Sequence[nn.Module], through: Through) -> Trunk:
 
 
 def find_trunk_of(stage: Stage, trial: Trial | None, batch: Any, n: int) -> Trunk | str:
-    """The trunk that shows where the step was tried; or why there is none."""
+    """Return the trunk found from trials of the step, or the reason why there is none."""
     try:
         tried = _try_modules(stage, trial, batch, n)
     except FAILURES as error:
-        return f"on the whole batch it fails, too: {type(error).__name__} {error}"
-    return "nothing could be tried" if tried is None else find_trunk(tried)
+        return f"the step also fails on the whole batch: {type(error).__name__} {error}"
+    return "no samples could be tried" if tried is None else find_trunk(tried)
 
 
 def _try_modules(stage: Stage, trial: Trial | None, batch: Any, n: int) -> TrunkTrial | None:
-    """On a few samples, or on the whole batch where the step fails on these; None where neither can be had."""
+    """Prepare trials on a few samples, or on the whole batch where the step fails on these; None if neither works."""
     if not stage.gradients:
         shows = trial is not None and bool(trial.splits) and not trial.why_not
         return TrialOnOutputs(stage, trial) if all(from_all_ranks([shows])) and trial is not None else None
@@ -70,10 +70,10 @@ def _try_modules(stage: Stage, trial: Trial | None, batch: Any, n: int) -> Trunk
 
 
 def find_trunk(tried: TrunkTrial) -> Trunk | str:
-    """The largest submodules in which samples do not depend on one another; or why there are none.
+    """Return the largest submodules in which samples do not depend on one another, or why there are none.
 
-    Modules that were called with the batch as the first axis of what goes in and of what comes out are taken from the
-    outside to the inside, and kept if the step with them in micro-batches has the loss and gradient of the unsplit one.
+    Modules whose inputs and outputs have the batch as their first axis are tried from the outermost to the innermost,
+    and kept if the step with them in micro-batches has the loss and gradient of the unsplit one.
     """
     models = tried.stage.models
     trunk = Trunk({})
@@ -93,7 +93,7 @@ def find_trunk(tried: TrunkTrial) -> Trunk | str:
         return trunk
     if statistics:
         layers = list_some([repr(layer) for layer in statistics])
-        return f"BatchNorm in training mode takes the statistics of the batch ({layers}): freeze it with .eval()"
+        return f"BatchNorm in training mode uses the statistics of the batch ({layers}): freeze it with .eval()"
     return "no submodule with batch-first inputs and outputs was found in which samples do not depend on one another"
 
 
@@ -103,7 +103,7 @@ def _is_worth_it(module: nn.Module) -> bool:
 
 
 def _share(trunk: Trunk, models: Sequence[nn.Module]) -> float:
-    """How many of the trained parameters are in the trunk."""
+    """Return the share of the trained parameters that the trunk holds."""
     inside = {p for module in trunk.modules.values() for p in module.parameters() if p.requires_grad}
     every = {p for model in models for p in model.parameters() if p.requires_grad}
     return _count_elements(inside) / max(1, _count_elements(every))
@@ -120,24 +120,24 @@ def _name_models(models: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
 
 
 def refuse_dependent_samples(stage: Stage, samples: Iterator[Sample], batch: Any, n: int, trunk: Trunk) -> None:
-    """Try a trunk that was named, where it can be tried, and note which of its tensors are not split.
+    """Try a named trunk, where possible, and note which of its tensors are not split.
 
     Raises:
-        CannotSplitError: the gradient is not that of the unsplit samples.
+        CannotSplitError: the gradient differs from that of the unsplit samples.
     """
     try:
         trial = try_split(stage, samples)
     except FAILURES:
         if stage.gradients:
             raise
-        return  # where parameters are sharded, a step that does not run on a few samples is not tried on its batch
+        return  # with sharded parameters, the whole batch is not tried
     tried = _try_modules(stage, trial, batch, n)
     if tried is None or (stage.gradients and trial.why_not and not trial.failed):
-        return  # the samples show nothing, as where no target counts
+        return  # the samples show nothing, as without targets
     for name, module in trunk.modules.items():
         shared = tried.find_shared(module)
         if shared is not None:
             trunk.shared[name] = shared
     if not tried.is_exact(trunk):
-        why = "its gradient is not that of the unsplit samples, so they depend on one another inside of it"
+        why = "its gradient differs from that of the unsplit samples, so they depend on one another inside it"
         raise CannotSplitError(f"through= names {trunk}, but {why}")

@@ -11,14 +11,14 @@ _LOW = (torch.bfloat16, torch.float16)
 
 
 class Float32Uses:
-    """Gives each micro-batch of a forward its own use of the 16-bit parameters of a module.
+    """Gives each micro-batch of a forward its own use of a module's 16-bit parameters.
 
-    Autograd adds the gradients of several uses of a parameter in the parameter's own type, and rounds at each. Here
-    the uses add theirs in float32 beside it, and the sum takes their place right before it is accumulated, so that DDP
-    and hooks see one gradient, rounded once. Sharded parameters are left alone.
+    Autograd adds the gradients of several uses of a parameter in the parameter's own dtype, and rounds each time. Here
+    the uses add theirs to a separate float32 sum, which replaces them right before accumulation, so that DDP and hooks
+    see one gradient, rounded once. Sharded parameters are left unchanged.
 
     Args:
-        module: whose parameters are used several times.
+        module: the module whose parameters are used several times.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -32,13 +32,13 @@ class Float32Uses:
         return bool(self._sums)
 
     def run(self, module: nn.Module, function: Callable[[], Any], uses: dict[str, Tensor]) -> Any:
-        """Call a function of the module with these in the place of its parameters."""
+        """Call a function of the module with these tensors in place of its parameters."""
         return torch.func.functional_call(
             _Calls(module, function), {f"module.{name}": use for name, use in uses.items()}
         )
 
     def use(self) -> dict[str, Tensor]:
-        """The parameters for one more micro-batch, by name."""
+        """Return the parameters for one more micro-batch, by name."""
         return {name: _Use.apply(sum_.parameter, sum_) for name, sum_ in self._sums.items()}  # pyright: ignore[reportReturnType]
 
 
@@ -52,7 +52,7 @@ class _Sum:
         self._backward = -1
 
     def add(self, gradient: Tensor) -> Tensor | None:
-        """Returns what autograd goes on with: zeros for the first use, so that the parameter's hooks are called."""
+        """Add a gradient; return what autograd accumulates: zeros for the first use, so that hooks are called."""
         if self.total is not None and self._backward == _current_backward():
             self.total.add_(gradient)
             return None
@@ -65,7 +65,7 @@ class _Sum:
         self._handle.remove()
         total, self.total, self._handle = self.total, None, None
         if total is None or self._backward != _current_backward():
-            return gradient  # what an earlier backward left behind that failed
+            return gradient  # left behind by an earlier backward that failed
         return total.add_(gradient).to(gradient.dtype)
 
 
@@ -85,7 +85,7 @@ class _Use(torch.autograd.Function):
 
 
 class _Calls(nn.Module):
-    """Calls a function as a module, for which other parameters can be given."""
+    """Calls a function as a module, so that other parameters can be passed."""
 
     def __init__(self, module: nn.Module, function: Callable[[], Any]) -> None:
         super().__init__()

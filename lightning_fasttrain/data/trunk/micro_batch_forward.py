@@ -23,25 +23,26 @@ from lightning_fasttrain.data.trunk.float32_uses import Float32Uses
 def micro_batch_forward_(module: nn.Module, n: int) -> Undo:
     """Run ``module`` in ``n`` micro-batches and recompute each in the backward pass, in place.
 
-    What follows sees the outputs of the whole batch, joined along their first axis, so any loss has the gradient of the
-    unsplit step: contrastive, with several normalizers, or nonlinear in its mean. The activations of one micro-batch at
-    a time are in memory, for one more forward; blocks inside that are recomputed anyway are not recomputed twice. There
-    is one backward, so DDP and FSDP need nothing else. Where gradients are off nothing is split.
+    The rest of the model sees the outputs of the whole batch, joined along their first axis, so any loss has the
+    gradient of the unsplit step: contrastive, with several normalizers, or nonlinear in its mean. Only the activations
+    of one micro-batch are in memory at a time, at the cost of one more forward; blocks that are recomputed anyway are
+    not recomputed twice. There is one backward, so DDP and FSDP need no changes. Where gradients are off nothing is
+    split.
 
-    Tensors among the arguments whose first axis is the batch are split; everything else, such as masks of shape
-    (1, T, T) or a table of positions, is given to each micro-batch as it is. In the outputs, tensors are joined; None
-    and equal values are passed on; tuples, lists, mappings and dataclasses keep their type.
+    Tensor arguments whose first axis is the batch are split; everything else, such as masks of shape (1, T, T) or a
+    table of positions, is passed unchanged to each micro-batch. Output tensors are joined; None and equal values are
+    passed on; tuples, lists, mappings and dataclasses keep their type.
 
     Args:
-        module: one in which samples do not depend on one another, such as an encoder; its inputs are batch-first.
+        module: a module in which samples do not depend on one another, such as an encoder; its inputs are batch-first.
         n: number of micro-batches; a batch of fewer samples is run one sample at a time.
 
     Returns:
         A function that restores the module.
 
     Raises:
-        ValueError: n is less than 1; in a forward: BatchNorm takes the batch's statistics, or an output cannot be
-            joined.
+        ValueError: n is less than 1; in a forward: BatchNorm uses the batch's statistics, or an output
+            cannot be joined.
 
     Example:
         >>> encoder = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
@@ -68,7 +69,7 @@ class MicroBatchedForward(RecomputedForward):
     Attributes:
         n: number of micro-batches.
         shared: paths of arguments and outputs whose first axis is not the batch, though it may have its length.
-        fixed: paths of outputs that have one shape for one row and for two; None where that is not known yet.
+        fixed: paths of outputs that have the same shape for one row and for two; None where that is not known yet.
     """
 
     def __init__(self, module: nn.Module, n: int) -> None:
@@ -100,7 +101,7 @@ class MicroBatchedForward(RecomputedForward):
 
     @torch.no_grad()
     def _compare_rows(self, args: Any, kwargs: Any, size: int) -> frozenset[str]:
-        """The outputs whose first axis does not follow the number of rows, such as a table of positions."""
+        """Return the outputs whose first axis does not follow the number of rows, such as a table of positions."""
         shapes: list[dict[str, torch.Size]] = []
         for rows in (1, 2):
             found: dict[str, torch.Size] = {}
@@ -133,8 +134,8 @@ class MicroBatchedForward(RecomputedForward):
 
         used = uses.use()
 
-        # By position and flat: of other tensors, torch neither finds the device, whose random state is to be restored,
-        # nor lets hooks on saved tensors see them.
+        # By position and flat: torch finds the device whose random state must be restored, and saved-tensor hooks, only
+        # through such tensors.
         def run(*tensors: Tensor) -> Any:
             given = iter(tensors)
             outside = recomputed_outside.set(True)
@@ -154,7 +155,7 @@ class MicroBatchedForward(RecomputedForward):
         return output
 
     def _join(self, outputs: list[Any], sizes: Sequence[int], path: str) -> Any:
-        """What the unsplit forward would have returned."""
+        """Join outputs into those of the unsplit forward."""
         first = outputs[0]
         if isinstance(first, Tensor):
             return self._join_tensors(outputs, sizes, path)
@@ -172,7 +173,7 @@ class MicroBatchedForward(RecomputedForward):
             joined_fields = copy.copy(first)
             for field in dataclasses.fields(first):
                 values = [getattr(output, field.name) for output in outputs]
-                # Past __setattr__, which a frozen dataclass refuses.
+                # Bypasses __setattr__, which a frozen dataclass forbids.
                 object.__setattr__(joined_fields, field.name, self._join(values, sizes, f"{path}.{field.name}"))
             return joined_fields
         if all(output is first or (type(output) in _PLAIN and output == first) for output in outputs):
@@ -183,7 +184,7 @@ class MicroBatchedForward(RecomputedForward):
         if path in self.shared:
             return outputs[0]
         multiple = outputs[0].shape[0] // sizes[0] if outputs[0].ndim > 0 else 0
-        # A table of positions (T, D) may be as long as a micro-batch; gradients do not reach it.
+        # A table of positions (T, D) may be as long as a micro-batch; no gradients flow through it.
         if multiple > 0 and not outputs[0].requires_grad and len({output.shape for output in outputs}) == 1:
             self.fixed = self._find_fixed() if self.fixed is None else self.fixed
             if path in self.fixed:
@@ -195,7 +196,7 @@ class MicroBatchedForward(RecomputedForward):
             return outputs[0]  # such as a table of positions
         what = f"{path} of {type(self.module).__name__}, of shape {tuple(outputs[0].shape)}, in micro-batches"
         why = "its first axis is not the batch, so outputs of several micro-batches cannot be joined"
-        raise ValueError(explain(what, why, "Name a submodule whose outputs are batch-first, with through="))
+        raise ValueError(explain(what, why, "Use through= to name a submodule whose outputs are batch-first"))
 
 
 @dataclass
@@ -204,7 +205,7 @@ class Trunk:
 
     Attributes:
         modules: qualified name → module.
-        shared: name → the arguments and outputs whose first axis is not the batch, where that was found out.
+        shared: name → the arguments and outputs whose first axis is not the batch, where that is known.
     """
 
     modules: dict[str, nn.Module]
@@ -227,7 +228,7 @@ class Trunk:
 
 
 def _is_the_same(one: Tensor, other: Tensor) -> bool:
-    """Whether two outputs are equal, as far as that can be said without waiting for a device."""
+    """Whether two outputs are equal, as far as can be determined without waiting for a device."""
     if one.requires_grad or one.shape != other.shape:
         return False
     return one.device.type != "cpu" or torch.equal(one, other)
@@ -237,7 +238,7 @@ _PLAIN = (int, float, str, bool, bytes, type(None), torch.Size, torch.dtype, tor
 
 
 class NotJoined:
-    """Stands for an output that cannot be joined, such as a cache of keys and values, which training does not use."""
+    """Placeholder of an output that cannot be joined, such as a cache of keys and values unused in training."""
 
     def __init__(self, path: str, kind: str) -> None:
         self._path, self._kind = path, kind
@@ -246,12 +247,12 @@ class NotJoined:
         if name.startswith("__"):
             raise AttributeError(name)
         what = f"{self._path}, a {self._kind}"
-        why = "it comes from several micro-batches, and there is no rule to join it"
-        raise AttributeError(explain(what, why, "Name a submodule that does not return it, with through="))
+        why = "outputs of this type from several micro-batches cannot be joined"
+        raise AttributeError(explain(what, why, "Use through= to name a submodule that does not return it"))
 
 
 def find_batch_size(arguments: Any, shared: frozenset[str] = frozenset()) -> int:
-    """The most frequent first axis of the tensors among arguments, the first of equals; 1 where there is none."""
+    """Return the most frequent first axis of the tensors in arguments, the first of equals; 1 without tensors."""
     found: dict[int, int] = {}
 
     def look_at(leaf: Any, path: str) -> Any:
@@ -264,21 +265,21 @@ def find_batch_size(arguments: Any, shared: frozenset[str] = frozenset()) -> int
 
 
 def is_batched(leaf: Any, path: str, size: int, shared: frozenset[str]) -> bool:
-    """Whether an argument has a row for each sample."""
+    """Whether an argument has one row per sample."""
     return isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == size and path not in shared
 
 
 def refuse_batch_statistics(module: nn.Module) -> None:
-    """Raises: ValueError: a BatchNorm layer takes the statistics of the batch."""
+    """Raises: ValueError: a BatchNorm layer uses the statistics of the batch."""
     names = list(list_batch_statistics(module))
     if names:
         what = f"micro-batches through {type(module).__name__} with BatchNorm in training mode ('{names[0]}')"
-        why = "it takes its statistics over the samples that run together"
+        why = "its statistics are those of the samples that run together"
         raise ValueError(explain(what, why, "Use GroupNorm or LayerNorm, or freeze the BatchNorm layers with .eval()"))
 
 
 def list_batch_statistics(module: nn.Module) -> Iterator[str]:
-    """Names of the layers whose outputs for a sample depend on the others of the batch."""
+    """Yield the names of layers whose outputs for a sample depend on the rest of the batch."""
     for name, layer in module.named_modules():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training:
             yield name

@@ -1,4 +1,4 @@
-"""Try out whether a step gives what the unsplit step gives while submodules of its model run in micro-batches."""
+"""Check whether a step gives the same result as the unsplit step if submodules run in micro-batches."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,46 +18,46 @@ from lightning_fasttrain.data.normalizer.trial.try_split import Stage, Trial, ru
 from lightning_fasttrain.data.split_batch import batch_size
 from lightning_fasttrain.data.trunk.micro_batch_forward import Trunk, find_batch_size
 
-# Whatever a user's model may raise when it is called with other shapes than it is used to.
+# Errors that a user's model may raise when it is called with unfamiliar shapes.
 FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, IndexError)
-_FLOAT32, _LOW_PRECISION = 1e-4, 5e-2  # how far rounding takes outputs of other micro-batches apart
+_FLOAT32, _LOW_PRECISION = 1e-4, 5e-2  # rounding differences between micro-batch sizes
 
 
 class TrunkTrial(Protocol):
-    """What submodules are tried on."""
+    """The data on which submodules are tried."""
 
     stage: Stage
 
     def find_shared(self, module: nn.Module) -> frozenset[str] | None:
-        """The tensors that are the same for all micro-batches; None where a call is not batch-first."""
+        """Return the tensors that all micro-batches share; None where a call is not batch-first."""
         ...
 
     def is_exact(self, trunk: Trunk) -> bool:
-        """Whether the step has the loss and gradient of the unsplit one while this trunk runs in micro-batches."""
+        """Whether the step has the loss and gradient of the unsplit one with this trunk in micro-batches."""
         ...
 
 
 class TrialOnSamples:
-    """Tries submodules on a few samples, which have been run unsplit and in pieces.
+    """Tries submodules on a few samples, which have been run unsplit and in micro-batches.
 
     Args:
         stage: where the step runs.
-        trial: with gradients.
+        trial: a trial with gradients.
     """
 
     def __init__(self, stage: Stage, trial: Trial) -> None:
         self.stage, self._trial = stage, trial
         self._unsplit = _record_calls(stage, trial, None)
-        self._piece = _record_calls(stage, trial, 1)
+        self._micro_batch = _record_calls(stage, trial, 1)
         where = trial.sample.cuttings[0][1][1]
         self._rows = trial.sample.size, 0 if where is None else where.stop - where.start
 
     def find_shared(self, module: nn.Module) -> frozenset[str] | None:
-        unsplit, piece = self._unsplit.get(module, []), self._piece.get(module, [])
-        if not unsplit or len(unsplit) != len(piece) or not self._rows[1]:
+        unsplit, micro_batch = self._unsplit.get(module, []), self._micro_batch.get(module, [])
+        if not unsplit or len(unsplit) != len(micro_batch) or not self._rows[1]:
             return None
         shared: set[str] = set()
-        for one, other in zip(unsplit, piece, strict=True):
+        for one, other in zip(unsplit, micro_batch, strict=True):
             if one.inputs.keys() != other.inputs.keys() or one.outputs.keys() != other.outputs.keys():
                 return None
             inputs = {path for path in one.inputs if self._has_grown(one.inputs[path], other.inputs[path])}
@@ -68,11 +68,11 @@ class TrialOnSamples:
             shared |= {path for path in one.outputs if one.outputs[path] == other.outputs[path]}
         return frozenset(shared)
 
-    def _has_grown(self, unsplit: torch.Size, piece: torch.Size) -> bool:
+    def _has_grown(self, unsplit: torch.Size, micro_batch: torch.Size) -> bool:
         """Whether the first axis follows the number of samples."""
-        if not len(unsplit) or len(unsplit) != len(piece):
+        if not len(unsplit) or len(unsplit) != len(micro_batch):
             return False
-        return unsplit[0] * self._rows[1] == piece[0] * self._rows[0] and unsplit[0] != piece[0]
+        return unsplit[0] * self._rows[1] == micro_batch[0] * self._rows[0] and unsplit[0] != micro_batch[0]
 
     def is_exact(self, trunk: Trunk) -> bool:
         run = _run_through(self.stage, self._trial, trunk, 2)
@@ -80,10 +80,10 @@ class TrialOnSamples:
 
 
 class TrialOnOutputs(TrialOnSamples):
-    """Tries submodules on a few samples by what comes out of them, where parameters are sharded.
+    """Tries submodules on a few samples by their outputs, where parameters are sharded.
 
-    Gradients cannot be taken beside the training's own there. But a submodule whose outputs for all samples are the
-    same in micro-batches has the same gradient, too. Each run gathers parameters on all ranks, so they decide together.
+    Gradients cannot be computed beside those of the training there. But a submodule with the same outputs in
+    micro-batches has the same gradient, too. Each run gathers parameters on all ranks, so they decide together.
     """
 
     def find_shared(self, module: nn.Module) -> frozenset[str] | None:
@@ -111,15 +111,15 @@ class TrialOnOutputs(TrialOnSamples):
 
 
 class TrialOnBatch:
-    """Tries submodules on a whole batch: for a step that does not run on a few of its samples.
+    """Tries submodules on a whole batch, for a step that does not run on a few of its samples.
 
-    The activations of the unsplit batch may not fit, so its loss alone is computed, without gradients. Where samples
-    depend on one another in a submodule, that loss is another in micro-batches, and gradients differ between ``n``
+    The activations of the unsplit batch may not fit in memory, so only its loss is computed, without gradients. Where
+    samples depend on one another in a submodule, the loss changes in micro-batches, and gradients differ between ``n``
     micro-batches and another number of them.
 
     Args:
-        stage: where the step runs.
-        batch: on which it runs.
+        stage: the stage on which the step runs.
+        batch: the batch on which it runs.
         n: number of micro-batches.
 
     Raises: whatever the step raises.
@@ -158,7 +158,7 @@ def _differ(one: Tensor, other: Tensor) -> float:
 
 
 def _run_through(stage: Stage, trial: Trial, trunk: Trunk, n: int) -> Run | None:
-    """The step on the samples of a trial, with this trunk in micro-batches; None where it fails."""
+    """Run the step on the samples of a trial with this trunk in micro-batches; return None where it fails."""
     _, undo = trunk.install(n)
     try:
         return run_again(stage, trial)
@@ -169,7 +169,7 @@ def _run_through(stage: Stage, trial: Trial, trunk: Trunk, n: int) -> Run | None
 
 
 def _is_near(trial: Trial, trunk: Trunk, expected: Run, run: Run) -> bool:
-    """Whether two runs have the same loss and gradient, and no buffer is changed once a micro-batch."""
+    """Whether two runs have the same loss and gradient, and no buffer changes once per micro-batch."""
     if not _changes_what_is_expected(trunk, expected, run):
         return False
     parameters = trial.splits[0].parameters if trial.splits else _list_common_leaves(expected, run)
@@ -181,12 +181,12 @@ def _is_near(trial: Trial, trunk: Trunk, expected: Run, run: Run) -> bool:
 
 
 def _changes_what_is_expected(trunk: Trunk, expected: Run, run: Run) -> bool:
-    """Whether buffers are changed as in the unsplit step, and none of them in each micro-batch."""
+    """Whether the same buffers change as in the unsplit step, and none of them in each micro-batch."""
     return set(run.changed) <= set(expected.changed) and not any(_holds(trunk, name) for name in expected.changed)
 
 
 def _list_common_leaves(one: Run, other: Run) -> list[Tensor]:
-    """The leaves of both runs: a step may make others of its own, such as the inputs of a gradient penalty."""
+    """Return the leaves of both runs: a step may create others, such as the inputs of a gradient penalty."""
     return [leaf for leaf in one.entries if leaf in other.entries or isinstance(leaf, nn.Parameter)]
 
 
@@ -197,7 +197,7 @@ def _holds(trunk: Trunk, buffer: str) -> bool:
 
 @dataclass
 class _Call:
-    """What went into a module and came out of it: shapes, and where they are asked for some entries of the outputs."""
+    """Inputs and outputs of one module call: shapes and, on request, some entries of the outputs."""
 
     inputs: dict[str, torch.Size]
     outputs: dict[str, torch.Size]
@@ -206,23 +206,23 @@ class _Call:
 
     @property
     def returns_numbers(self) -> bool:
-        """Whether an output has no axis, as a mean over the samples."""
+        """Whether an output is a scalar, such as a mean over the samples."""
         return any(len(shape) == 0 for shape in self.outputs.values())
 
 
 _Calls = dict[nn.Module, list[_Call]]
 
 
-def _record_calls(stage: Stage, trial: Trial, piece: int | None) -> _Calls:
-    """All calls of all modules in one run of the step."""
+def _record_calls(stage: Stage, trial: Trial, micro_batch: int | None) -> _Calls:
+    """Record all calls of all modules in one run of the step."""
     with _recording_calls(_all_modules(stage.models)) as calls:
-        run_again(stage, trial, piece)
+        run_again(stage, trial, micro_batch)
     return calls
 
 
 @contextmanager
 def _recording_calls(modules: Iterable[nn.Module], values: bool = False) -> Iterator[_Calls]:
-    """The calls of these modules; of their outputs, entries are kept where ``values`` asks for them."""
+    """Record the calls of these modules, with entries of their outputs if ``values`` is true."""
     calls: _Calls = {}
 
     def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -247,7 +247,7 @@ def _shapes_of(tensors: dict[str, Tensor]) -> dict[str, torch.Size]:
 
 
 def _tensors_in(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in a value, by the paths that :class:`MicroBatchedForward` uses."""
+    """Yield the tensors in a value, with the paths that :class:`MicroBatchedForward` uses."""
     if isinstance(value, Tensor):
         yield path, value
     elif isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""How much a step holds, how that grows, and how much of it there is in a run.
+"""Growth of the batch size and the sequence length over a run.
 
 From the bottom up: ``learning_rate_scaling``, ``growth_schedule``, ``batch_size_warmup``, ``sequence_length_warmup``.
 """

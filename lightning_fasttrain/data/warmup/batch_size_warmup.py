@@ -1,4 +1,4 @@
-"""Steps of few batches first, and of more and more of them."""
+"""Batch size warmup: optimizer steps of few batches at first, and of more and more later."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -21,11 +21,11 @@ from lightning_fasttrain.technique.facts import Facts
 
 
 def grow_windows(batches: Iterable[Any], growth: Growth) -> Iterator[list[Any]]:
-    """The batches of each optimizer step, which become more: for :func:`~lightning_fasttrain.accumulate_window`.
+    """Yield the batches of each optimizer step, in growing numbers, for :func:`~lightning_fasttrain.accumulate_window`.
 
     Args:
-        batches: of an epoch; its last window may be short.
-        growth: counts, and goes on over epochs if it is given to each; its state resumes.
+        batches: the batches of an epoch; its last window may be short.
+        growth: counts batches, and continues over epochs if it is passed to each; its state can be resumed.
 
     Example:
         >>> import torch
@@ -33,7 +33,7 @@ def grow_windows(batches: Iterable[Any], growth: Growth) -> Iterator[list[Any]]:
         [1, 1, 2, 3, 2]
     """
     window: list[Any] = []
-    size = growth.size  # of this window: what is counted meanwhile is for the next
+    size = growth.size  # fixed for this window; counting affects the next one
     for batch in batches:
         window.append(batch)
         growth.add(batch)
@@ -50,28 +50,28 @@ def grow_windows(batches: Iterable[Any], growth: Growth) -> Iterator[list[Any]]:
 
 
 class BatchSizeWarmup(TokenWeightedAccumulation):
-    """Begin with optimizer steps of ``start`` batches, and grow to ``full`` of them in equal steps.
+    """Start with optimizer steps of ``start`` batches, and grow to ``full`` batches in equal increments.
 
-    Small batches tell as much early in a run, for fewer samples; large ones are needed later. The loader's batches stay
-    as they are, and a step sums ``n`` of them, every target weighed the same: a
-    :class:`~lightning_fasttrain.TokenWeightedAccumulation` whose factor grows. Samples and tokens are counted, those
-    of all processes; where they are the clock, processes agree once a step as long as it grows.
+    Early in a run, small batches are as informative with fewer samples; large ones are needed later. The loader's
+    batches stay unchanged, and a step sums ``n`` of them, with the same weight for every target: a
+    :class:`~lightning_fasttrain.TokenWeightedAccumulation` whose factor grows. Samples and tokens are counted over all
+    processes; if the growth depends on them, processes synchronize once a step until it ends.
 
     Args:
-        full: the loader's batches of a step, from the end of the growth on.
-        over: how long it grows: optimizer steps, or ``"1e6 samples"``, ``"1e9tok"``.
-        start: batches of the first steps.
-        rate: how the learning rates follow, of a step of n batches: ``"linear"``, n / full of what the optimizer and
-            its schedule say, as suits SGD, or ``"sqrt"``, √(n / full), as suits Adam; None leaves them. Each change
-            is printed.
+        full: number of the loader's batches per step, after the growth.
+        over: duration of the growth: optimizer steps, or ``"1e6 samples"``, ``"1e9tok"``.
+        start: number of batches in the first steps.
+        rate: how learning rates follow. In a step of n batches, ``"linear"`` multiplies the values of the optimizer and
+            its schedule by n / full, as suits SGD, and ``"sqrt"`` by √(n / full), as suits Adam; None keeps them. Each
+            change is logged.
         count, check: as for :class:`~lightning_fasttrain.TokenWeightedAccumulation`.
 
     Attributes:
-        growth: with the ``size``, and the ``samples`` and ``tokens`` so far.
+        growth: the current ``size``, and the numbers of ``samples`` and ``tokens`` so far.
 
     Raises:
-        TypeError, ValueError: as for :class:`~lightning_fasttrain.TokenWeightedAccumulation`; sizes that do not grow;
-            a length in epochs or a share of the run, which depend on how steps grow themselves.
+        TypeError, ValueError: as for :class:`~lightning_fasttrain.TokenWeightedAccumulation`; sizes that do not grow; a
+            duration in epochs or a share of the run, which itself depends on how steps grow.
 
     Example:
         >>> warmup = BatchSizeWarmup(full=8, over="1e9tok", rate="sqrt")
@@ -84,8 +84,8 @@ class BatchSizeWarmup(TokenWeightedAccumulation):
     """
 
     exactness: ClassVar[Exactness] = Exactness.CHANGES_TRAINING
-    effect: ClassVar[str] = "steps of few batches first, of more later, with rates that follow if asked"
-    when: ClassVar[str] = "a large batch late in the run tells little early in it; not for fine-tuning"
+    effect: ClassVar[str] = "steps of few batches first and of more later, optionally with scaled learning rates"
+    when: ClassVar[str] = "a large batch is only useful late in the run; not for fine-tuning"
     in_a_loop: ClassVar[str] = "accumulate_window(step, window) for window in data.grow_windows(loader, growth)"
 
     def __init__(
@@ -99,9 +99,9 @@ class BatchSizeWarmup(TokenWeightedAccumulation):
     ) -> None:
         self.growth = Growth(start, full, over)
         if self.growth.until is None:
-            why = "how many steps that is depends on how they grow"
+            why = "the number of steps in it depends on how they grow"
             raise ValueError(explain(f"over={over!r}", why, "Give steps, samples or tokens"))
-        # Predictions ask the schedule for its largest window; which one holds, factor_in says.
+        # Predictions ask the schedule for its largest window; factor_in returns the current one.
         super().__init__({0: full}, "step", count, check)
         self.rate = None if rate is None else one_of("rate", rate, tuple(RULES))
         self._hooks = ExitStack()
@@ -116,13 +116,13 @@ class BatchSizeWarmup(TokenWeightedAccumulation):
         return f"steps grow from {growth.start} to {growth.full} batches over {growth.over}"
 
     def factor_in(self, epoch: int, step: int) -> int:
-        """The batches of a window that begins at an optimizer step; on another clock, of the one that begins now."""
+        """Return the batches of a window that begins at an optimizer step; on other clocks, of the next window."""
         return self.growth.size_at(step) if self.growth.clock == "steps" else self.growth.size
 
     def count_windows(self, batches: int, epoch: int, before: int) -> int:
         if self.growth.clock != "steps":
             what = f"the number of steps with BatchSizeWarmup over {self.growth.over}"
-            why = "steps end as batches are counted, so nobody knows their number"
+            why = "steps end by the number of samples or tokens, so the number of steps is unknown"
             raise ValueError(explain(what, why, f"Give the total in {self.growth.clock}, or the growth in steps"))
         return super().count_windows(batches, epoch, before)
 
@@ -147,15 +147,15 @@ class BatchSizeWarmup(TokenWeightedAccumulation):
         trainer = self._trainer
         assert trainer is not None
         if self.growth.clock != "steps" and self.growth.goes_on:
-            # A collective; all ranks come here as a window begins, and their windows are the same.
+            # A collective: all ranks get here when a window begins, and their windows are the same.
             self.growth.agree(trainer.strategy, trainer.world_size)
         self.growth.steps = trainer.global_step
         size = self.growth.size
         if self._said is not None and size != self._said:
             self._said = size
-            follows = "" if self.rate is None else f", with {self._rate_at(size):.3g} of the learning rate"
+            follows = "" if self.rate is None else f", learning rate × {self._rate_at(size):.3g}"
             say(
-                "BatchSizeWarmup: from step %d on %d of %d batches%s",
+                "BatchSizeWarmup: from step %d on, %d of %d batches per step%s",
                 self.growth.steps,
                 size,
                 self.growth.full,
@@ -168,29 +168,29 @@ class BatchSizeWarmup(TokenWeightedAccumulation):
         return RULES[self.rate](size / self.growth.full)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook: the optimizers are there, and a checkpoint is read."""
+        """Hook: the optimizers exist, and the checkpoint is loaded."""
         super().on_train_start(trainer, pl_module)
         self._said = 0
         if self.rate is None:
             return
         for optimizer in trainer.optimizers:
-            inner: Any = optimizer if isinstance(optimizer, Optimizer) else optimizer.optimizer  # of DeepSpeed's
-            # The factor is set as a window begins, and is still this one when it steps.
+            inner: Any = optimizer if isinstance(optimizer, Optimizer) else optimizer.optimizer  # DeepSpeed's wrapper
+            # The factor is set when a window begins, and is unchanged when it steps.
             self._hooks.callback(scale_rates_(inner, lambda: self._rate_at(self._factor)))
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Hook: the window is decided about before this batch counts."""
+        """Hook: called before this batch is counted; the window is set first."""
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         self.growth.add(batch)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook: what was not told yet."""
+        """Hook: count the remaining samples and tokens of all processes."""
         self.growth.agree(trainer.strategy, trainer.world_size)
 
     def state_dict(self) -> dict[str, Any]:
-        # All processes save; after an error of one of them the others may not come.
+        # All processes save; after an error of one of them the others may not take part.
         if self._trainer is not None and not self._trainer.interrupted:
             self.growth.agree(self._trainer.strategy, self._trainer.world_size)
         return self.growth.state_dict()

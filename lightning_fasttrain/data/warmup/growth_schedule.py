@@ -1,4 +1,4 @@
-"""A size that grows over the first part of a run, by what was seen: counted exactly, over all processes."""
+"""A size that grows over the first part of a run, by exact counts over all processes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,21 +13,22 @@ from lightning_fasttrain.technique.duration import Length, read_length
 
 
 class Growth:
-    """A size that grows from ``start`` to ``full`` in equal steps of ``grid``, each for an equal share of ``over``.
+    """A size that grows from ``start`` to ``full`` in equal increments of ``grid``, each after an equal share of
+    ``over``.
 
     Args:
         start: the first size.
-        full: the size from the end of the growth on.
-        over: how long it grows; see :func:`~lightning_fasttrain.data.read_length`.
-        grid: what sizes grow by.
+        full: the size after the growth.
+        over: duration of the growth; see :func:`~lightning_fasttrain.data.read_length`.
+        grid: the increment.
 
     Attributes:
-        until: when the growth ends, in the numbers of its clock; None while epochs or a share are not known in steps.
-        steps: of the optimizer, that are over.
-        samples, tokens: that were seen, as far as the processes have told one another.
+        until: the end of the growth, in units of its clock; None while epochs or a share cannot be converted to steps.
+        steps: number of optimizer steps so far.
+        samples, tokens: numbers so far, as of the last synchronization of the processes.
 
     Raises:
-        TypeError, ValueError: sizes that are no whole numbers from 1, or do not grow; a length that is not understood.
+        TypeError, ValueError: sizes that are not positive integers, or do not grow; a duration that is not understood.
 
     Example:
         >>> growth = Growth(2, 4, over=6)
@@ -39,39 +40,39 @@ class Growth:
         self.start, self.full = positive_int("start", start), positive_int("full", full)
         self.grid, self.over = positive_int("grid", grid), read_length("over", over)
         if start > full:
-            raise ValueError(explain(f"start={start} with full={full}", "it is to grow", "Use a smaller start"))
+            raise ValueError(explain(f"start={start} with full={full}", "the size must grow", "Use a smaller start"))
         self.clock = self.over.clock or "steps"
         self.begin()
 
     def begin(self) -> None:
-        """At the start of a run: nothing was seen."""
+        """Reset the counters at the start of a run."""
         known = self.over.unit not in ("share", "epochs")
         self.until: float | None = self.over.amount if known else None
         self.steps = self.samples = self.tokens = 0
-        self._unsaid = [0, 0]  # of this process
+        self._unsaid = [0, 0]  # samples and tokens of this process that the others do not know
 
     def size_at(self, done: float) -> int:
-        """The size once so many steps, samples or tokens are over."""
+        """Return the size after this number of steps, samples or tokens."""
         assert self.until is not None
         if done >= self.until:
             return self.full
-        # How often it grows; the last time by less than `grid`, if that does not go into the difference.
+        # The number of increments; the last one is smaller if `grid` does not divide the difference.
         sizes = -(-(self.full - self.start) // self.grid)
         return min(self.full, self.start + self.grid * int(done * sizes // self.until))
 
     @property
     def done(self) -> int:
-        """What is over, on its clock."""
+        """The count so far, on the growth's clock."""
         return {"steps": self.steps, "samples": self.samples, "tokens": self.tokens}[self.clock]
 
     @property
     def size(self) -> int:
-        """The size now."""
+        """The current size."""
         return self.size_at(self.done)
 
     @property
     def goes_on(self) -> bool:
-        """Whether it is not at its end."""
+        """Whether the growth continues."""
         return self.until is None or self.done < self.until
 
     def add(self, batch: Any) -> None:
@@ -81,7 +82,7 @@ class Growth:
         self._unsaid[1] += tokens
 
     def agree(self, strategy: Strategy | None = None, world_size: int = 1) -> None:
-        """Add what was counted since; on several processes what all of them did, in one all-reduce that is awaited."""
+        """Add the new counts; on several processes, those of all of them, in one synchronous all-reduce."""
         samples, tokens = sum_over_ranks(self._unsaid, strategy, world_size)
         self._unsaid = [0, 0]
         self.samples += samples

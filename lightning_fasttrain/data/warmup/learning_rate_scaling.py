@@ -1,4 +1,4 @@
-"""Rates that follow the size of a batch: multiplied within each update, and as they were outside of it."""
+"""Learning rates that follow the batch size: scaled during each update, and restored after it."""
 
 import math
 from collections.abc import Callable
@@ -12,16 +12,16 @@ RULES: dict[str, Callable[[float], float]] = {"linear": lambda share: share, "sq
 
 
 def scale_rates_(optimizer: Optimizer, factor: Callable[[], float]) -> Undo:
-    """Multiply the rates of all groups by ``factor()`` in each update of ``optimizer``.
+    """Multiply the learning rates of all groups by ``factor()`` in each update of ``optimizer``.
 
-    Outside of an update the groups have the rates that a schedule gave them, so any schedule goes on beside it.
+    Outside of updates the groups have the learning rates of their schedule, so this composes with any schedule.
 
     Args:
-        optimizer: any.
-        factor: asked before each update.
+        optimizer: any optimizer.
+        factor: called before each update.
 
     Returns:
-        How to undo it.
+        A function that undoes it.
 
     Example:
         >>> import torch
@@ -37,25 +37,25 @@ def scale_rates_(optimizer: Optimizer, factor: Callable[[], float]) -> Undo:
         Goyal et al. 2017, https://arxiv.org/abs/1706.02677 (linear, for SGD); Malladi et al. 2022,
         https://arxiv.org/abs/2205.10287 (square root, for Adam).
     """
-    scaled: list[tuple[dict[str, Any], Any, Any]] = []  # group, its own rate, the one of this update
+    scaled: list[tuple[dict[str, Any], Any, Any]] = []  # group, its learning rate, the scaled one
 
     def scale(optimizer: Optimizer, *_: Any) -> None:
-        put_back()  # of an update that an error in its closure has ended
+        restore()  # after an update whose closure raised
         by = factor()
         for group in optimizer.param_groups:
             own, group["lr"] = group["lr"], group["lr"] * by
             scaled.append((group, own, group["lr"]))
 
-    def put_back(*_: Any) -> None:
+    def restore(*_: Any) -> None:
         for group, own, used in scaled:
-            if group["lr"] is used:  # else a schedule has set the next one already
+            if group["lr"] is used:  # otherwise a schedule has already set the next one
                 group["lr"] = own
         scaled.clear()
 
-    hooks = [optimizer.register_step_pre_hook(scale), optimizer.register_step_post_hook(put_back)]
+    hooks = [optimizer.register_step_pre_hook(scale), optimizer.register_step_post_hook(restore)]
 
     def undo() -> None:
-        put_back()
+        restore()
         for hook in hooks:
             hook.remove()
 

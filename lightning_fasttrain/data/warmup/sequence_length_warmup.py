@@ -1,4 +1,4 @@
-"""Short sequences first, and longer and longer ones."""
+"""Sequence length warmup: short sequences at first, and longer ones later."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -22,24 +22,24 @@ Cut = Callable[[Any, int], Any]
 
 
 def cut_sequences(batch: Any, length: int) -> Any:
-    """The first ``length`` tokens of each sequence of ``batch``; what is not as long stays as it is.
+    """Return the first ``length`` tokens of each sequence of ``batch``; shorter sequences stay unchanged.
 
-    The rule: the length T is that of the second axis of the first tensor that looks like token ids (whole numbers of 32
-    or 64 bits, at least two axes). In tensors of whole numbers and truth values (ids, labels, masks, positions) each
-    axis after the first that is T long is cut; in others (embeddings) the second, and in masks [..., T, T] the last
-    two. Floating-point tensors (B, T) are cut if their name has "mask" or "weight" in it: without, they may be scores
-    of as many classes. Containers are walked, and keep their type.
+    The rule: the length T is the second axis of the first tensor that looks like token ids (integers of 32 or 64 bits,
+    at least two axes). In integer and boolean tensors (ids, labels, masks, positions) each axis after the first that
+    has length T is cut; in others (embeddings) the second, and in masks [..., T, T] the last two. Floating-point
+    tensors (B, T) are cut if their name contains "mask" or "weight"; otherwise they may be scores of T classes.
+    Containers are traversed, and keep their type.
 
-    Where an ``attention_mask``, or a boolean ``..._padding_mask`` (B, T), says that rows begin with padding, the tokens
-    of such a row are counted from where its padding ends, and a row that is shorter than ``length`` keeps padding in
-    front of it. Nothing waits for the device.
+    Where an ``attention_mask``, or a boolean ``..._padding_mask`` (B, T), shows that rows begin with padding, the
+    tokens of such a row are counted from the end of its padding, and a row shorter than ``length`` keeps padding in
+    front. The device is not synchronized.
 
     Args:
         batch: tensors of shape (B, T, ...), in any nesting.
         length: at least 1.
 
     Raises:
-        ValueError: nothing looks like token ids.
+        ValueError: no tensor looks like token ids.
 
     Example:
         >>> batch = {"input_ids": torch.zeros(2, 6, dtype=torch.long), "mask": torch.ones(2, 1, 6, 6)}
@@ -51,7 +51,7 @@ def cut_sequences(batch: Any, length: int) -> Any:
         return batch
 
     real = _find_real_tokens(batch, full)
-    # argmax gives the first of equal ones: the first token that is no padding, or 0 where all are.
+    # argmax returns the first maximum: the first token that is not padding, or 0 where all are.
     start = None if real is None else real.to(torch.uint8).argmax(dim=1).clamp(max=full - length)
 
     def cut(leaf: Any, path: str) -> Any:
@@ -62,7 +62,7 @@ def cut_sequences(batch: Any, length: int) -> Any:
                 leaf = _window(leaf, axis, start, length)
             else:
                 leaf = leaf.narrow(axis, 0, length)
-        return leaf.contiguous()  # models may ask for a view
+        return leaf.contiguous()  # models may call view()
 
     return walk_leaves(batch, cut, "batch")
 
@@ -77,14 +77,14 @@ def _axes_of_tokens(leaf: Tensor, path: str, full: int) -> list[int]:
 
 
 def _find_real_tokens(batch: Any, full: int) -> Tensor | None:
-    """(B, T), True where a token is no padding; None where no mask of this form says so."""
+    """Return (B, T), True for real tokens; None where no such mask exists."""
     found: list[Tensor] = []
 
     def look(leaf: Any, path: str) -> Any:
         if isinstance(leaf, Tensor) and leaf.ndim == 2 and leaf.shape[1] == full and not leaf.is_floating_point():
             if re.search(r"\battention_mask\b", path):
                 found.append(leaf != 0)
-            elif re.search(r"padding_mask\b", path) and leaf.dtype is torch.bool:  # torch's: True is padding
+            elif re.search(r"padding_mask\b", path) and leaf.dtype is torch.bool:  # torch's convention: True is padding
                 found.append(~leaf)
         return leaf
 
@@ -93,7 +93,7 @@ def _find_real_tokens(batch: Any, full: int) -> Tensor | None:
 
 
 def _window(leaf: Tensor, axis: int, start: Tensor, length: int) -> Tensor:
-    """``length`` entries along ``axis``, of each row from its own ``start`` on."""
+    """Return ``length`` entries along ``axis``, starting at each row's own ``start``."""
     places = start[:, None] + torch.arange(length, device=start.device)
     shape = [1] * leaf.ndim
     shape[0], shape[axis] = places.shape
@@ -101,7 +101,7 @@ def _window(leaf: Tensor, axis: int, start: Tensor, length: int) -> Tensor:
 
 
 def find_length(batch: Any) -> int:
-    """The length of the sequences in a batch, by the rule of :func:`cut_sequences`."""
+    """Return the length of the sequences in a batch, by the rule of :func:`cut_sequences`."""
     found: list[int] = []
 
     def look(leaf: Any, path: str) -> Any:
@@ -111,18 +111,18 @@ def find_length(batch: Any) -> int:
 
     walk_leaves(batch, look, "batch")
     if not found:
-        why = "no tensor of whole numbers has a second axis, so nothing tells the length of its sequences"
-        raise ValueError(explain(f"a batch of type {type(batch).__name__}", why, "Give cut=, (batch, length) → batch"))
+        why = "no integer tensor has a second axis, so the length of its sequences is unknown"
+        raise ValueError(explain(f"a batch of type {type(batch).__name__}", why, "Give cut=(batch, length) → batch"))
     return found[0]
 
 
 def grow_sequences(batches: Iterable[Any], growth: Growth, window: int = 1, cut: Cut = cut_sequences) -> Iterator[Any]:
-    """The batches with their sequences cut to ``growth.size``, which grows.
+    """Yield the batches with their sequences cut to ``growth.size``, which grows.
 
     Args:
-        batches: of an epoch.
-        growth: counts, and goes on over epochs if it is given to each; its state resumes.
-        window: batches of an optimizer step.
+        batches: the batches of an epoch.
+        growth: counts batches, and continues over epochs if it is passed to each; its state can be resumed.
+        window: number of batches per optimizer step.
         cut: (batch, length) → batch.
 
     Example:
@@ -139,28 +139,28 @@ def grow_sequences(batches: Iterable[Any], growth: Growth, window: int = 1, cut:
 
 
 class SequenceLengthWarmup(Technique):
-    """Begin with the first ``start`` tokens of each sequence, and grow to ``full`` in equal steps of ``grid``.
+    """Start with the first ``start`` tokens of each sequence, and grow to ``full`` in equal increments of ``grid``.
 
-    Short sequences cost less, and early in a run they tell as much; steps are steadier too. What is cut off is not
-    trained on. Samples and tokens are counted, as they were trained on and over all processes; where they are the
-    clock, processes agree once a batch as long as it grows.
+    Short sequences cost less, and early in a run they are as informative; steps are more stable, too. Tokens beyond the
+    length are not trained on. Samples and tokens are counted as trained on, over all processes; if the growth depends
+    on them, processes synchronize once a batch until it ends.
 
-    Acts where a training batch has come to the device, before anything looks at it; validation sees whole sequences.
-    A compiled model is compiled again for some of the lengths: a large ``grid`` makes few.
+    Acts on a training batch after its transfer to the device, before any other use; validation sees complete sequences.
+    A compiled model is recompiled for some of the lengths; a large ``grid`` reduces their number.
 
     Args:
-        start: tokens of a sequence at first.
-        full: tokens of a sequence at the end of the growth, after which batches are left as they are.
-        over: how long it grows: optimizer steps, ``"1ep"``, ``"5%"`` of the run, ``"1e6 samples"`` or ``"1e9tok"``.
-        grid: lengths are ``start`` and multiples of this more; 8 suits matrix units.
+        start: number of tokens per sequence at first.
+        full: number of tokens per sequence at the end of the growth; batches are unchanged from then on.
+        over: duration of the growth: optimizer steps, ``"1ep"``, ``"5%"`` of the run, ``"1e6 samples"``, ``"1e9tok"``.
+        grid: lengths are ``start`` plus multiples of this; 8 suits matrix units.
         cut: (batch, length) → batch, for batches that :func:`~lightning_fasttrain.data.cut_sequences` refuses.
 
     Attributes:
-        growth: with the ``size``, and the ``samples`` and ``tokens`` so far.
+        growth: the current ``size``, and the numbers of ``samples`` and ``tokens`` so far.
 
     Raises:
-        TypeError, ValueError: sizes that do not grow, or a length that is not understood; in ``fit``: the length of
-            the run is not known, or a batch without token ids.
+        TypeError, ValueError: sizes that do not grow, or a duration that cannot be parsed; in ``fit``: the length of
+            the run is unknown, or a batch has no token ids.
 
     Example:
         >>> warmup = SequenceLengthWarmup(start=64, full=1024, over="5%", grid=64)
@@ -171,20 +171,20 @@ class SequenceLengthWarmup(Technique):
     """
 
     exactness: ClassVar[Exactness] = Exactness.CHANGES_TRAINING
-    effect: ClassVar[str] = "short sequences first, of growing length: cheaper and steadier early steps"
-    when: ClassVar[str] = "training on long sequences begins unsteadily; not where the end of a sequence matters most"
+    effect: ClassVar[str] = "short sequences at first, of growing length: cheaper and more stable early steps"
+    when: ClassVar[str] = "training on long sequences is unstable at first; not where the ends of sequences matter"
     in_a_loop: ClassVar[str] = "for batch in data.grow_sequences(loader, growth)"
     predicted: ClassVar[bool] = True
 
     def __init__(self, start: int, full: int, over: int | str | Length, grid: int = 8, cut: Cut | None = None) -> None:
         self.growth = Growth(start, full, over, grid)
         if cut is not None and not callable(cut):
-            raise TypeError(explain(f"cut={cut!r}", "it is called with a batch and a length", "Give a function"))
+            raise TypeError(explain(f"cut={cut!r}", "expected a function of a batch and a length", "Give a function"))
         self.cut = cut or cut_sequences
         self._trainer: L.Trainer | None = None
 
     def predict(self, step: PredictedStep) -> None:
-        """Whole sequences make the peak."""
+        """Predict with complete sequences, which determine the peak."""
 
     def took_hold(self, model: nn.Module) -> str:
         growth = self.growth
@@ -211,7 +211,7 @@ class SequenceLengthWarmup(Technique):
 
     def _cut(self, trainer: L.Trainer, batch: Any) -> Any:
         growth = self.growth
-        if growth.until is None:  # not in attach: the length of the run is known once there are loaders
+        if growth.until is None:  # not in attach: the run's length is known once loaders exist
             share = growth.over.unit == "share"
             whole = total_steps(trainer) if share else steps_of_epochs(trainer, growth.over.amount)
             growth.until = round(growth.over.amount * whole) if share else round(whole)
@@ -224,11 +224,11 @@ class SequenceLengthWarmup(Technique):
         return batch
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook: what was not told yet."""
+        """Hook: count the remaining samples and tokens of all processes."""
         self.growth.agree(trainer.strategy, trainer.world_size)
 
     def state_dict(self) -> dict[str, Any]:
-        # All processes save; after an error of one of them the others may not come.
+        # All processes save; after an error of one of them the others may not take part.
         if self._trainer is not None and not self._trainer.interrupted:
             self.growth.agree(self._trainer.strategy, self._trainer.world_size)
         return self.growth.state_dict()

@@ -1,4 +1,4 @@
-"""The optimizers that are known by name: where each comes from, what it is given, what it cannot."""
+"""Table of the optimizers available by name: their classes, defaults and limitations."""
 
 import inspect
 from collections.abc import Mapping
@@ -13,16 +13,16 @@ from lightning_fasttrain.core.messages import explain
 
 @dataclass(frozen=True)
 class Known:
-    """One optimizer that is known by name.
+    """One optimizer that is available by name.
 
     Args:
-        places: dotted paths of the class; the first whose package is installed is taken.
-        extra: of this package, which brings the first place; "" if torch does, or we.
-        lr: learning rate where none is given.
-        weight_decay: likewise; 0 for those that add it to the gradient, where it is another thing.
-        marks: ``"muon"`` or ``"galore"``: matrices of blocks are in groups of their own.
-        fuses: whether it has ``fused=``, for CUDA.
-        refuses: ``"offload"`` or ``"updates"`` → why it cannot.
+        places: dotted paths of the class; the first one whose package is installed is used.
+        extra: this package's extra that installs the first path; "" if the class is torch's or ours.
+        lr: default learning rate.
+        weight_decay: default weight decay; 0 for optimizers that add it to the gradient, where its effect differs.
+        marks: ``"muon"`` or ``"galore"``: matrices of blocks are in separate groups.
+        fuses: whether it supports ``fused=`` on CUDA.
+        refuses: maps ``"offload"`` or ``"updates"`` to the reason why it is not supported.
     """
 
     places: tuple[str, ...]
@@ -34,10 +34,10 @@ class Known:
     refuses: Mapping[str, str] = field(default_factory=dict)
 
     def find_class(self) -> Any:
-        """The class itself.
+        """Import and return the class.
 
         Raises:
-            ModuleNotFoundError: no package that brings it is installed; names the extra.
+            ModuleNotFoundError: no package that provides it is installed; names the extra.
         """
         missing = []
         for place in self.places:
@@ -46,13 +46,13 @@ class Known:
                 return getattr(require(module, self.extra), name)
             except ModuleNotFoundError as error:
                 missing.append(error)
-        raise missing[0]  # of the first, whose extra this package has
+        raise missing[0]  # the first one's, whose extra this package defines
 
 
-_PAGED = {"offload": "its state moves to host memory by itself, when the device is full"}
+_PAGED = {"offload": "its state moves to host memory by itself when the device is full"}
 _OWN_AVERAGE = {
-    "offload": "it swaps the weights for their average, where they are",
-    "updates": "it counts for a whole group of parameters",
+    "offload": "it swaps the weights for their average in place",
+    "updates": "it keeps counters for a whole group of parameters",
 }
 _OURS = "lightning_fasttrain.optim"
 
@@ -77,10 +77,10 @@ KNOWN: dict[str, Known] = {
 
 
 def find_known(name: str) -> Known:
-    """The one called ``name``, however its words are joined: ``"Paged_AdamW_8bit"`` is ``"paged-adamw8bit"``.
+    """Look up an optimizer by name; case, spaces, dashes and underscores do not matter.
 
     Raises:
-        ValueError: there is none; the message lists the names.
+        ValueError: the name is unknown; the message lists the known ones.
 
     Example:
         >>> find_known("AdamW_8bit").places[0]
@@ -89,12 +89,12 @@ def find_known(name: str) -> Known:
     for known, row in KNOWN.items():
         if _normalize(known) == _normalize(name):
             return row
-    why = "no optimizer is known by this name"
+    why = "unknown optimizer name"
     raise ValueError(explain(f"optimizer {name!r}", why, f"Use one of {', '.join(KNOWN)}"))
 
 
 def is_known(name: str) -> bool:
-    """Whether :func:`find_known` finds it."""
+    """Whether :func:`find_known` knows the name."""
     return _normalize(name) in map(_normalize, KNOWN)
 
 
@@ -103,10 +103,10 @@ def _normalize(name: str) -> str:
 
 
 def refuse_settings(name: str, kind: type[Optimizer], settings: Mapping[str, Any]) -> None:
-    """Refuse settings that the class has not.
+    """Refuse settings that the class does not have.
 
     Raises:
-        TypeError: names them, and those that it has.
+        TypeError: names these settings, and the allowed ones.
     """
     allowed = [key for key in inspect.signature(kind).parameters if key not in ("params", "lr", "weight_decay")]
     unknown = [key for key in settings if key not in allowed]

@@ -1,4 +1,4 @@
-"""An optimizer by its name, over groups of parameters that are made right."""
+"""Create an optimizer by name, with the usual parameter groups."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -34,40 +34,42 @@ def build_optimizer(
     updates: str | None = None,
     **settings: Any,
 ) -> Optimizer:
-    """The optimizer of that name over ``model``, with weight decay where it belongs.
+    """Create the optimizer of this name for ``model``, with weight decay on the parameters that should have it.
 
     The names: ``sgd``, ``adagrad``, ``rmsprop``, ``adam``, ``adamw``, ``adafactor``, ``lion``; ``muon`` (PyTorch's for
     the matrices of the blocks, AdamW for the rest, in one optimizer); ``galore``; ``adamw8bit``, ``adamw4bit`` and
-    ``lion8bit``, whose state has so few bits; ``paged-adamw``, ``paged-adamw8bit`` and ``paged-lion8bit``, whose state
-    goes to host memory where a GPU is full; ``schedule-free``, which evaluates at an average of the weights: add
+    ``lion8bit``, with quantized state; ``paged-adamw``, ``paged-adamw8bit`` and ``paged-lion8bit``, whose state moves
+    to host memory when a GPU is full; ``schedule-free``, which evaluates at an average of the weights: add
     ``optim.ScheduleFreeEvaluation()`` to the Trainer, or call its ``eval()`` and ``train()`` yourself.
 
-    Norms, biases and embeddings have no weight decay (:func:`decay_groups`), a tied weight is listed once, a frozen one
-    not at all. On CUDA, SGD, Adam and AdamW are fused, and clipping works all the same.
+    Norms, biases and embeddings have no weight decay (:func:`decay_groups`), a tied weight is listed once, frozen ones
+    are excluded. On CUDA, SGD, Adam and AdamW are fused, and clipping still works.
 
     Args:
         model: any module; under FSDP2 after it was sharded, with adapters after they were added.
-        name: how its words are joined does not matter: ``"adamw_8bit"`` is ``"adamw8bit"``.
-        lr: learning rate; by default what suits the optimizer: 1e-3, for Lion 1e-4, for Adagrad and Adafactor 1e-2.
+        name: case and separators do not matter: ``"adamw_8bit"`` is ``"adamw8bit"``.
+        lr: learning rate; the default depends on the optimizer: 1e-3, for Lion 1e-4, for Adagrad and Adafactor 1e-2.
         weight_decay: by default 0.01 where it is decoupled from the gradient, and 0 where it is not.
-        groups: made by yourself, instead of those above.
-        layer_decay: ratio of the rates of a layer and the one above, see
+        groups: your own parameter groups, instead of those above.
+        layer_decay: ratio of the learning rates of a layer and the one above, see
             :func:`~lightning_fasttrain.optim.layer_decay_groups`.
-        lora_plus: ratio of the rates of LoRA's B and A, see :func:`~lightning_fasttrain.optim.lora_plus_groups`.
+        lora_plus: ratio of the learning rates of LoRA's B and A, see
+            :func:`~lightning_fasttrain.optim.lora_plus_groups`.
         offload: ``"cpu"`` for state and step in host memory, see :class:`~lightning_fasttrain.optim.HostOptimizer`.
-        updates: ``"kahan"`` or ``"stochastic"`` for training in bfloat16 alone that loses no small updates, see
+        updates: ``"kahan"`` or ``"stochastic"`` for training in pure bfloat16 without losing small updates, see
             :class:`~lightning_fasttrain.optim.LowPrecisionUpdates`.
-        settings: of the optimizer itself, such as ``betas``, ``momentum``, ``fused``; for GaLore ``rank``,
-            ``update_every``, ``scale``, ``subspace``; for it and Muon ``blocks``, whose matrices are meant.
+        settings: arguments of the optimizer itself, such as ``betas``, ``momentum``, ``fused``; for GaLore ``rank``,
+            ``update_every``, ``scale``, ``subspace``; for it and Muon ``blocks``, the modules whose matrices are
+            selected.
 
     Returns:
         An ``Optimizer``, for Lightning, Fabric and bare loops.
 
     Raises:
-        ValueError: an unknown name (the message lists those that are known), settings that exclude each other, what the
-            optimizer cannot, nothing that trains.
-        TypeError: a setting that it has not.
-        ModuleNotFoundError: the package that brings it is not installed; the message says what to install.
+        ValueError: an unknown name (the message lists the known ones), settings that exclude each other or that the
+            optimizer does not support, or no trainable parameters.
+        TypeError: a setting that the optimizer does not have.
+        ModuleNotFoundError: the package that provides it is not installed; the message says what to install.
 
     Example:
         >>> net = nn.Sequential(nn.Embedding(9, 8), *[nn.TransformerEncoderLayer(8, 2, 16) for _ in range(2)])
@@ -76,7 +78,7 @@ def build_optimizer(
         [('decay/muon', 8, 0.1), ('no_decay', 17, 0.0)]
 
     Source:
-        Each optimizer's own; the groups as in :func:`decay_groups`.
+        See the source of each optimizer; the groups are those of :func:`decay_groups`.
     """
     known = find_known(name)
     _refuse_company(name, known, groups, layer_decay=layer_decay, lora_plus=lora_plus, offload=offload, updates=updates)
@@ -90,16 +92,16 @@ def build_optimizer(
         made = _mark(made, matrices, {"muon": True}, "muon")
     elif known.marks == "galore":
         given = {key: own.pop(key) for key in _OF_GALORE if key in own}
-        # Only its choice of matrices and its settings; decay comes from the groups above.
+        # Only its selection of matrices and its settings; weight decay comes from the groups above.
         projected = galore_groups(model, frozen=False, **given)[0]
         made = _mark(made, set(projected.pop("params")), {**projected}, "galore")
     refuse_settings(name, kind, own)
     if known.fuses and offload is None and _is_on_cuda(made):
-        own.setdefault("fused", True)  # unless the user says otherwise
+        own.setdefault("fused", True)  # unless the user chose otherwise
 
     def make(parameters: Groups) -> Optimizer:
         optimizer = kind(parameters, lr=rate, weight_decay=decay, **own)
-        # On the innermost: the ``state_dict`` of what is put around it is its own.
+        # On the innermost optimizer: wrappers define their own ``state_dict``.
         if kind.__module__.startswith("torchao"):
             save_as_plain_tensors_(optimizer)
         if getattr(optimizer, "is_paged", False):
@@ -107,32 +109,33 @@ def build_optimizer(
         return optimizer if updates is None else LowPrecisionUpdates(optimizer, updates)
 
     optimizer = make(made) if offload is None else HostOptimizer(made, make)
-    # Fused ones ask the loss scaler to leave unscaling to them, for which Lightning refuses to clip.
+    # Fused ones take over unscaling from the loss scaler, which makes Lightning refuse to clip.
     optimizer._step_supports_amp_scaling = False
-    if hasattr(optimizer, "train"):  # schedule-free ones refuse to step before
+    if hasattr(optimizer, "train"):  # schedule-free ones refuse to step before train()
         optimizer.train()
     return optimizer
 
 
 @dataclass(frozen=True)
 class NamedOptimizer:
-    """What :func:`build_optimizer` is to build, for a YAML file, a module's argument, or the mixin's ``optimizer``.
+    """A recipe for :func:`build_optimizer`, for a YAML file, a module's argument, or the mixin's ``optimizer``.
 
-    Call it with a model to have it built. Where this package takes a function that makes the optimizer of parameters
-    (:func:`~lightning_fasttrain.predict_memory`, :func:`~lightning_fasttrain.choose_strategy`), it takes this too.
+    Call it with a model to build the optimizer. Where this package accepts a function that creates an optimizer from
+    parameters (:func:`~lightning_fasttrain.predict_memory`, :func:`~lightning_fasttrain.choose_strategy`), it accepts
+    this, too.
 
     Args:
-        name: of the optimizer.
-        lr: as for :func:`build_optimizer`, and so the others.
-        weight_decay: of what is decayed.
-        layer_decay: ratio of the rates of neighbouring layers.
-        lora_plus: ratio of the rates of LoRA's B and A.
+        name: the optimizer's name.
+        lr: as for :func:`build_optimizer`, like the other arguments.
+        weight_decay: weight decay of the parameters that have it.
+        layer_decay: ratio of the learning rates of neighbouring layers.
+        lora_plus: ratio of the learning rates of LoRA's B and A.
         offload: ``"cpu"`` or None.
         updates: ``"kahan"``, ``"stochastic"`` or None.
-        settings: of the optimizer itself.
+        settings: arguments of the optimizer itself.
 
     Raises:
-        ValueError: an unknown name; the message lists those that are known.
+        ValueError: an unknown name; the message lists the known ones.
 
     Example:
         >>> NamedOptimizer("sgd", lr=0.1, settings={"momentum": 0.9})(nn.Linear(4, 2)).defaults["momentum"]
@@ -152,7 +155,7 @@ class NamedOptimizer:
         find_known(self.name)
 
     def __call__(self, model: nn.Module) -> Optimizer:
-        """The optimizer, over ``model``."""
+        """Build the optimizer for ``model``."""
         return build_optimizer(
             model,
             self.name,
@@ -167,7 +170,7 @@ class NamedOptimizer:
 
 
 def make_optimizer(make: Callable[[Any], Optimizer], model: nn.Module) -> Optimizer:
-    """What ``make`` makes: a recipe of the model, since names decide, and any other function of its parameters."""
+    """Call ``make`` with the model if it is a recipe, which needs names, and otherwise with its parameters."""
     return make(model) if isinstance(make, NamedOptimizer) else make(model.parameters())
 
 
@@ -177,10 +180,10 @@ def _refuse_company(name: str, known: Known, groups: Groups | None, **asked: Any
     ways = {"layer_decay": asked["layer_decay"], "lora_plus": asked["lora_plus"], "groups": groups}
     grouped = [key for key, value in ways.items() if value is not None]
     if len(grouped) > 1:
-        raise ValueError(explain(" and ".join(grouped), "each makes all groups of parameters", "Use one of them"))
+        raise ValueError(explain(" and ".join(grouped), "each creates all parameter groups", "Use one of them"))
     for key, why in known.refuses.items():
         if asked.get(key) is not None:
-            raise ValueError(explain(f"{key}={asked[key]!r} with {name!r}", why, f"Leave {key} out, or use 'adamw'"))
+            raise ValueError(explain(f"{key}={asked[key]!r} with {name!r}", why, f"Remove {key}, or use 'adamw'"))
 
 
 def _make_groups(
@@ -194,7 +197,7 @@ def _make_groups(
 
 
 def _mark(groups: Groups, chosen: set[Tensor], marks: Mapping[str, Any], label: str) -> Groups:
-    """Each group in two: its members that are chosen, with their marks, and the others."""
+    """Split each group into the chosen parameters, with their marks, and the others."""
     parted: Groups = []
     for group in groups:
         name = group.get("name", "")
@@ -210,4 +213,6 @@ def _mark(groups: Groups, chosen: set[Tensor], marks: Mapping[str, Any], label: 
 
 def _is_on_cuda(groups: Groups) -> bool:
     parameters = [parameter for group in groups for parameter in group["params"]]
-    return all(parameter.is_cuda and parameter.is_floating_point() for parameter in parameters)  # or ``fused`` fails
+    return all(
+        parameter.is_cuda and parameter.is_floating_point() for parameter in parameters
+    )  # otherwise ``fused`` fails

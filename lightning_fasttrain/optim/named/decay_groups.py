@@ -1,4 +1,4 @@
-"""Which parameters have weight decay: those of products have, norms, biases and embeddings have not."""
+"""Parameter groups with and without weight decay: norms, biases and embeddings are not decayed."""
 
 import re
 from collections.abc import Iterable
@@ -18,27 +18,28 @@ def decay_groups(
     spared: str | Iterable[str] = (),
     frozen: bool = False,
 ) -> list[dict[str, Any]]:
-    """Two groups for any optimizer: parameters with weight decay, and those without.
+    """Return two groups for any optimizer: parameters with weight decay, and those without.
 
-    Without are norms, biases and all else that has one dimension (gains of weight norms and attention's ``bias_k``,
-    whatever ones stand around it), embeddings (also where the head shares them), bare tensors whose name says that they
-    are embedded (``pos_embed``, ``cls_token``, ``latents``) or logarithms (Mamba's ``A_log``), and what the model
-    itself exempts, by ``_no_weight_decay`` on a parameter or a method ``no_weight_decay()`` that lists names. One line
-    says which those are. A parameter that several modules share is listed once; quantised weights are left out.
+    Without weight decay are norms, biases and other one-dimensional parameters (gains of weight norms and attention's
+    ``bias_k``, regardless of axes of size one), embeddings (also if the head shares them), bare tensors whose name
+    marks them as embeddings (``pos_embed``, ``cls_token``, ``latents``) or logarithms (Mamba's ``A_log``), and those
+    that the model itself exempts, by ``_no_weight_decay`` on a parameter or a method ``no_weight_decay()`` that lists
+    names. One log line names them. A parameter that several modules share is listed once; quantized weights are
+    excluded.
 
     Args:
         model: any module.
-        weight_decay: of the first group.
-        decayed: names of parameters that are decayed whatever they are, or patterns of names in which ``*`` stands
-            for one name and ``**`` for any number (``"**.embed.weight"``).
-        spared: likewise, of those that are not; it counts for more than ``decayed``.
-        frozen: also list parameters that are frozen now, for a run that thaws them later.
+        weight_decay: weight decay of the first group.
+        decayed: names of parameters that are decayed in any case, or patterns of names in which ``*`` stands for one
+            name and ``**`` for any number (``"**.embed.weight"``).
+        spared: the same for parameters that are not decayed; it takes precedence over ``decayed``.
+        frozen: also list parameters that are frozen now, for a run that unfreezes them later.
 
     Returns:
         The groups ``"decay"`` and ``"no_decay"``, without empty ones.
 
     Raises:
-        ValueError: a negative weight decay, a pattern that matches no parameter, nothing that trains.
+        ValueError: a negative weight decay, a pattern that matches no parameter, or no trainable parameters.
 
     Example:
         >>> net = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4), nn.LayerNorm(4))
@@ -47,26 +48,26 @@ def decay_groups(
 
     Source:
         Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101, for the decay. Norms and biases are spared as in
-        BERT's training, and embeddings beside them as in :func:`~lightning_fasttrain.optim.layer_decay_groups`.
+        BERT's training, and embeddings as in :func:`~lightning_fasttrain.optim.layer_decay_groups`.
     """
     if not weight_decay >= 0:
         raise ValueError(explain(f"{weight_decay=}", "weights would grow", "Use 0 for none"))
     names = {name: p for name, p in model.named_parameters() if p.is_floating_point() and (frozen or p.requires_grad)}
     if not names:
         why = "all its parameters are frozen"
-        raise ValueError(explain(f"decay_groups of {type(model).__name__}", why, "Thaw some first, or use frozen=True"))
+        raise ValueError(explain(f"decay_groups of {type(model).__name__}", why, "Unfreeze some, or use frozen=True"))
     always, never = (_match_names(names, wanted, how) for wanted, how in ((decayed, "decayed"), (spared, "spared")))
     undecayed = never_decayed(model)
     members: dict[str, list[str]] = {"decay": [], "no_decay": []}
     for name, parameter in names.items():
-        # What is named goes before what is found.
+        # Names given by the user take precedence over the search.
         is_spared = name in never or (name not in always and parameter in undecayed)
         members["no_decay" if is_spared else "decay"].append(name)
     if weight_decay > 0:
         matrices = sorted(name for name in members["no_decay"] if names[name].ndim > 1)
-        spoken = f": of more than one dimension are {list_some(matrices, 6)}" if matrices else ""
+        spoken = f", including {list_some(matrices, 6)}" if matrices else ""
         count = number_of(len(members["decay"]), "parameter")
-        note_once(f"decay_groups: {weight_decay} for {count}, none for {len(members['no_decay'])}{spoken}")
+        note_once(f"decay_groups: weight decay {weight_decay} on {count}, none on {len(members['no_decay'])}{spoken}")
     groups: list[dict[str, Any]] = []
     for label, rate in (("decay", weight_decay), ("no_decay", 0.0)):
         if members[label]:
@@ -80,7 +81,7 @@ def _match_names(names: Iterable[str], wanted: str | Iterable[str], argument: st
         expression = re.escape(pattern).replace(r"\*\*", ".+").replace(r"\*", r"[^.]+")
         matches = {name for name in names if re.fullmatch(expression, name)}
         if not matches:
-            way_out = f"Its parameters are {list_some(list(names), 6)}"
-            raise ValueError(explain(f"{argument}={pattern!r}", "no parameter that trains has this name", way_out))
+            way_out = f"The parameters are {list_some(list(names), 6)}"
+            raise ValueError(explain(f"{argument}={pattern!r}", "no trainable parameter has this name", way_out))
         found |= matches
     return found

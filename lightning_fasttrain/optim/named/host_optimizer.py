@@ -1,4 +1,4 @@
-"""An optimizer whose state and step are in host memory, while the weights train on the device."""
+"""An optimizer whose state and step are in host memory, while the weights stay on the device."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,19 +15,19 @@ from lightning_fasttrain.core.messages import explain
 class HostOptimizer(Optimizer):
     """Keeps an optimizer, and a copy of the weights that it updates, in host memory: the device holds no state.
 
-    A step copies the gradients to the host, updates there, and copies the weights back, so it takes as long as the
-    link and the host's cores need: for few tokens a step that is the most of it, with accumulation it matters little.
-    The numbers are those of the optimizer inside, stepping on the host. Its state is never in ``optimizer.state``, so
-    Lightning does not move it; ``state_dict`` is that of the plain optimizer, and loads into one, and back.
+    A step copies the gradients to the host, updates there, and copies the weights back, so its duration depends on the
+    interconnect and the host's cores: with few tokens per step it dominates, with accumulation it matters little. The
+    result is that of the inner optimizer, stepping on the host. Its state is never in ``optimizer.state``, so Lightning
+    does not move it; ``state_dict`` has the plain optimizer's format, and can be loaded in both directions.
 
-    Weights that something else has changed in place since the last step (a checkpoint, an average) are read again.
+    Weights that were changed in place since the last step (by a checkpoint or an average) are read again.
 
     Args:
         params: parameters on any device, or groups of them.
-        make: groups of parameters in host memory → the optimizer.
+        make: maps groups of parameters in host memory to the optimizer.
 
     Raises:
-        ValueError: parameters that are sharded.
+        ValueError: parameters are sharded.
 
     Example:
         >>> net = nn.Linear(4, 2)
@@ -42,7 +42,7 @@ class HostOptimizer(Optimizer):
     """
 
     def __init__(self, params: ParamsT, make: Callable[[list[dict[str, Any]]], Optimizer]) -> None:
-        super().__init__(params, {})  # the defaults are those of the one inside, which is not there yet
+        super().__init__(params, {})  # the defaults are the inner optimizer's, created below
         self._hosted: dict[Tensor, nn.Parameter] = {}
         self._versions: dict[Tensor, int] = {}
         self.inner = make(self._host_groups())
@@ -50,7 +50,7 @@ class HostOptimizer(Optimizer):
             group.update({**inner, "params": group["params"]})
         self.defaults = self.inner.defaults
 
-    def __getstate__(self) -> dict[str, Any]:  # for copies: that of torch knows groups and state alone
+    def __getstate__(self) -> dict[str, Any]:  # for copies: torch's copies only groups and state
         return {**super().__getstate__(), "inner": self.inner, "_hosted": self._hosted, "_versions": self._versions}
 
     @torch.no_grad()
@@ -63,7 +63,7 @@ class HostOptimizer(Optimizer):
         moved = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         for parameter in moved:
             hosted = self._hosted[parameter]
-            # Each write in place raises it, and ours below is noted.
+            # Each in-place write increments it; ours below is recorded.
             if self._versions[parameter] != parameter._version:
                 hosted.copy_(parameter, non_blocking=True)
             hosted.grad = _host_copy(parameter.grad)
@@ -71,13 +71,13 @@ class HostOptimizer(Optimizer):
         self.inner.param_groups = groups
         self.inner.step()
         for parameter in moved:
-            self._hosted[parameter].grad = None  # pinned memory goes back to torch's cache, for the next step
+            self._hosted[parameter].grad = None  # returns pinned memory to torch's cache, for the next step
             parameter.copy_(self._hosted[parameter], non_blocking=True)
             self._versions[parameter] = parameter._version
         return loss
 
     def on_host(self) -> Optimizer:
-        """The optimizer inside, with the groups' settings as they are now."""
+        """The inner optimizer, with the current settings of the groups."""
         self.inner.param_groups = self._host_groups()
         return self.inner
 
@@ -90,7 +90,7 @@ class HostOptimizer(Optimizer):
             group.update({**loaded, "params": group["params"]})
 
     def _host_groups(self) -> list[dict[str, Any]]:
-        """The groups as they are now, which schedulers have changed, over the parameters in host memory."""
+        """Return the current groups, which schedulers may have changed, over the parameters in host memory."""
         groups = []
         for group in self.param_groups:
             groups.append({**group, "params": [self._host(parameter) for parameter in group["params"]]})
@@ -99,7 +99,7 @@ class HostOptimizer(Optimizer):
     def _host(self, parameter: Tensor) -> nn.Parameter:
         if parameter not in self._hosted:
             if isinstance(parameter, DTensor):
-                why = "pieces of tensors belong to their devices"
+                why = "shards of tensors belong to their devices"
                 way_out = "Use FSDP2Strategy(offload='cpu')"
                 raise ValueError(explain("offload='cpu' with parameters that FSDP2 has sharded", why, way_out))
             self._hosted[parameter] = nn.Parameter(_host_copy(parameter), parameter.requires_grad)
@@ -114,6 +114,6 @@ def _host_copy(tensor: Tensor | None) -> Tensor:
 
 
 def _wait_for_copies(parameters: list[Tensor]) -> None:
-    """The host cannot compute with what has not arrived: the one place where it waits for the device."""
+    """Wait until the copies to the host have arrived: the only synchronization with the device."""
     for device in {parameter.device for parameter in parameters if parameter.is_cuda}:
         torch.cuda.current_stream(device).synchronize()

@@ -1,4 +1,4 @@
-"""Lion: the sign of a momentum as update, with one state a parameter where Adam has two."""
+"""Lion: updates by the sign of a momentum, with one state element per parameter where Adam has two."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,12 +12,12 @@ from lightning_fasttrain.core.messages import explain
 
 
 class Lion(Optimizer):
-    r"""Updates of one size for all: the sign of a mean of gradients.
+    r"""Lion, whose update is the sign of an average of gradients.
 
         U = sign(β₁·M + (1 − β₁)·G),   W ← (1 − lr·weight_decay) W − lr·U,   M ← β₂·M + (1 − β₂)·G
 
-    Its state is one number a parameter, half of AdamW's. Each entry moves by ``lr`` in each step, so the rate is to be
-    3 to 10 times below AdamW's, and the decay as many times above.
+    Its state has one element per parameter element, half of AdamW's. Each entry changes by ``lr`` in each step, so the
+    learning rate should be 3 to 10 times below AdamW's, and the weight decay higher by the same factor.
 
     Args:
         params: parameters, or groups of them.
@@ -55,7 +55,7 @@ class Lion(Optimizer):
             ("weight_decay", weight_decay, weight_decay >= 0),
         ):
             if not fits:
-                raise ValueError(explain(f"{name}={value}", "it is out of range", "Start from the default"))
+                raise ValueError(explain(f"{name}={value}", "out of range", "Start from the default"))
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -82,7 +82,7 @@ class Lion(Optimizer):
                 state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             means.append(state["exp_avg"])
         first, second = group["betas"]
-        # lerp(M, G, 1 − β) = β·M + (1 − β)·G; with β₁ for the update, and only then with β₂ for what is kept.
+        # lerp(M, G, 1 − β) = β·M + (1 − β)·G; with β₁ for the update, and then with β₂ for the new state.
         updates = torch._foreach_lerp(means, gradients, 1 - first)
         torch._foreach_sign_(updates)
         torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])

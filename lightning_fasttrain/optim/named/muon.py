@@ -1,4 +1,4 @@
-"""Muon for the matrices of blocks and AdamW for all else: one optimizer, one schedule, one checkpoint."""
+"""Muon for the matrices of blocks and AdamW for all other parameters, in one optimizer."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -15,25 +15,26 @@ from lightning_fasttrain.core.messages import explain
 class MuonAdamW(Optimizer):
     """PyTorch's Muon over groups that have ``"muon": True``, and its AdamW over the others.
 
-    Each of the two computes what it computes by itself, bit for bit. Here they are one ``Optimizer``: one list of
-    groups, one state, so that schedulers, clipping, loss scalers, accumulation and checkpoints see nothing special.
-    Muon's updates are scaled to the size of AdamW's, so that one learning rate and one decay serve both.
+    Each of the two computes the same updates as on its own, bit for bit. Together they are one ``Optimizer`` with one
+    list of groups and one state, so that schedulers, clipping, loss scalers, accumulation and checkpoints need no
+    changes. Muon's updates are scaled to the size of AdamW's, so that one learning rate and one weight decay serve
+    both.
 
     Args:
         params: groups. Those with ``"muon": True`` hold matrices only.
-        lr: learning rate, of all groups that have none of their own.
-        weight_decay: decoupled, in both.
-        momentum: Muon's.
-        nesterov: Muon's.
-        ns_steps: steps of Muon's Newton-Schulz iteration.
-        adjust_lr_fn: ``"match_rms_adamw"``, or ``"original"`` for Muon's own size of updates, which wants a rate of
-            its own: give its group an ``"lr"``.
-        betas: AdamW's.
-        eps: AdamW's.
-        fused: AdamW's.
+        lr: learning rate of all groups without their own.
+        weight_decay: decoupled, in both optimizers.
+        momentum: Muon's momentum.
+        nesterov: whether Muon's momentum is Nesterov's.
+        ns_steps: number of Muon's Newton-Schulz iterations.
+        adjust_lr_fn: ``"match_rms_adamw"``, or ``"original"`` for Muon's own size of updates, which needs a separate
+            learning rate: give its group an ``"lr"``.
+        betas: AdamW's betas.
+        eps: AdamW's eps.
+        fused: AdamW's fused.
 
     Raises:
-        ValueError: no group is Muon's; in one of those, something else than a matrix.
+        ValueError: no group is Muon's, or such a group contains anything but matrices.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
@@ -63,7 +64,9 @@ class MuonAdamW(Optimizer):
         eps: float = 1e-8,
         fused: bool | None = None,
     ) -> None:
-        spare = [nn.Parameter(torch.zeros(1, 1))]  # both want a parameter to be made; the groups come before each step
+        spare = [
+            nn.Parameter(torch.zeros(1, 1))
+        ]  # both need a parameter in __init__; the groups are set before each step
         self._muon = Muon(spare, lr, weight_decay, momentum, nesterov, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn)
         self._adamw = AdamW(spare, lr, betas, eps, weight_decay, fused=fused)
         super().__init__(params, {**self._muon.defaults, **self._adamw.defaults, "muon": False})
@@ -73,7 +76,7 @@ class MuonAdamW(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if param_group.get("muon"):
-            param_group.setdefault("eps", self._muon.defaults["eps"])  # both have one, of other sizes
+            param_group.setdefault("eps", self._muon.defaults["eps"])  # both have one, with different defaults
             _refuse_others_than_matrices(param_group)
         super().add_param_group(param_group)
 
@@ -82,10 +85,10 @@ class MuonAdamW(Optimizer):
         if saved != [group["muon"] for group in self.param_groups]:
             why = "it was saved by another optimizer, or with other matrices in Muon's groups"
             way_out = "Load the weights alone, and start with a fresh optimizer"
-            raise ValueError(explain("a state that is not this MuonAdamW's", why, way_out))
+            raise ValueError(explain("a state for MuonAdamW", why, way_out))
         super().load_state_dict(state_dict)
 
-    def __getstate__(self) -> dict[str, Any]:  # for copies: that of torch knows groups and state alone
+    def __getstate__(self) -> dict[str, Any]:  # for copies: torch's copies only groups and state
         return {**super().__getstate__(), "_muon": self._muon, "_adamw": self._adamw}
 
     @torch.no_grad()
@@ -98,15 +101,15 @@ class MuonAdamW(Optimizer):
             optimizer.param_groups = [group for group in self.param_groups if group["muon"] is is_muon]
             optimizer.state = self.state
             optimizer.step()
-            # Or they would hold on to a state that loading has replaced.
+            # Otherwise they would keep a state that loading has replaced.
             optimizer.param_groups, optimizer.state = [], defaultdict(dict)
         return loss
 
 
 def _refuse_others_than_matrices(group: dict[str, Any]) -> None:
-    group["params"] = list(group["params"])  # it may be a generator, which torch reads again
+    group["params"] = list(group["params"])  # it may be a generator, which can be read only once
     for parameter in group["params"]:
         if parameter.ndim != 2:
             what = f"a parameter of shape {tuple(parameter.shape)} in a group for Muon"
             way_out = "Put it in a group without 'muon', or use build_optimizer(model, 'muon')"
-            raise ValueError(explain(what, "only a matrix can be made orthogonal", way_out))
+            raise ValueError(explain(what, "only a matrix can be orthogonalized", way_out))

@@ -1,4 +1,4 @@
-"""Optimizer state in few bits, as plain tensors in a checkpoint, and handed over to an optimizer in other precision."""
+"""Save quantized optimizer state as plain tensors, and transfer state between optimizers of different precision."""
 
 import importlib
 from typing import Any
@@ -12,7 +12,7 @@ from lightning_fasttrain.core.checks import require
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.optim.named.host_optimizer import HostOptimizer
 
-_BLOCK = 256  # numbers that share a scale in bitsandbytes' states
+_BLOCK = 256  # elements that share a scale in bitsandbytes' states
 _OF_BITSANDBYTES = {"exp_avg": "1", "exp_avg_sq": "2"}
 _TORCHAOS = {
     "OptimState4bit": "torchao.optim.subclass_4bit",
@@ -21,7 +21,8 @@ _TORCHAOS = {
 
 
 def save_as_plain_tensors_(optimizer: Optimizer) -> None:
-    """Have the ``state_dict`` of torchao's optimizers hold plain tensors: Lightning's loader refuses tensor classes."""
+    """Make the ``state_dict`` of torchao's optimizers hold plain tensors: Lightning's loader refuses tensor
+    subclasses."""
     optimizer.register_state_dict_post_hook(_take_apart)
     optimizer.register_load_state_dict_pre_hook(_put_together)
 
@@ -59,13 +60,13 @@ def _rebuild(value: Any) -> Any:
 
 
 def page_again_after_loading_(optimizer: Any) -> None:
-    """Have state of bitsandbytes' paged optimizers paged again once it was loaded: that, or Lightning, has moved it."""
+    """Page the state of bitsandbytes' paged optimizers again after loading, which moves it."""
     seen = [optimizer.state]
 
     def page_again(*_: object) -> None:
         if optimizer.state is seen[0]:
             return
-        seen[0] = optimizer.state  # loading makes a new one
+        seen[0] = optimizer.state  # loading creates a new one
         for parameter, state in optimizer.state.items():
             for key in ("state1", "state2"):
                 if key in state and not getattr(state[key], "is_paged", False):
@@ -75,21 +76,21 @@ def page_again_after_loading_(optimizer: Any) -> None:
 
 
 def hand_over_state_(source: Optimizer, target: Optimizer) -> int:
-    """Give one optimizer's state to another of the same family over the same parameters, in whatever precision.
+    """Copy one optimizer's state to another of the same family over the same parameters, in any precision.
 
-    Between AdamW, its 8-bit, 4-bit, paged and offloaded forms, and between Lion and its own. Counts of steps are
-    exact; moments that go to fewer bits are rounded there, those that come from fewer bits are what these stood for.
-    Groups and rates are not touched. Of another optimizer's checkpoint, load it into such an optimizer first.
+    Supported are AdamW and its 8-bit, 4-bit, paged and offloaded forms, and Lion and its forms. Step counts are exact;
+    moments are rounded if the target has fewer bits, and dequantized if the source does. Groups and learning rates are
+    unchanged. To use another optimizer's checkpoint, load it into such an optimizer first.
 
     Args:
-        source: has taken steps.
-        target: what state it has is replaced.
+        source: an optimizer that has taken steps.
+        target: the optimizer whose state is replaced.
 
     Returns:
-        How many parameters had state.
+        The number of parameters with state.
 
     Raises:
-        ValueError: ``source`` has none, parameters differ, or the two keep different things.
+        ValueError: ``source`` has no state, parameters differ, or the two keep different kinds of state.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(8))
@@ -100,7 +101,7 @@ def hand_over_state_(source: Optimizer, target: Optimizer) -> int:
         (1, 1.0)
 
     Source:
-        Ours; the quantised forms are bitsandbytes' and torchao's, and so is the code that rounds.
+        This function is our own; the quantized formats, and the code that rounds, are bitsandbytes' and torchao's.
     """
     held, places = _places_of(source), _places_of(target)
     with_state = [p for p in held if held[p][0].state.get(held[p][1])]
@@ -108,7 +109,7 @@ def hand_over_state_(source: Optimizer, target: Optimizer) -> int:
     if not with_state or unknown:
         what = f"{type(source).__name__} → {type(target).__name__}: {len(unknown)} parameters of the first are unknown"
         why = "state belongs to parameters" if unknown else "the first has taken no step"
-        raise ValueError(explain(what, why, "Make both over the same model, and load the first's checkpoint"))
+        raise ValueError(explain(what, why, "Create both for the same model, and load the first's checkpoint"))
     moments = {p: _read(held[p][0].state[held[p][1]], type(source).__name__) for p in with_state}
     with torch.no_grad():
         for parameter, values in moments.items():
@@ -117,7 +118,7 @@ def hand_over_state_(source: Optimizer, target: Optimizer) -> int:
 
 
 def _places_of(optimizer: Optimizer) -> dict[Tensor, tuple[Optimizer, Tensor]]:
-    """Each parameter, with the optimizer and the tensor under which its state is."""
+    """Map each parameter to the optimizer and the tensor that hold its state."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if isinstance(optimizer, HostOptimizer):
         hosted = [p for group in optimizer.on_host().param_groups for p in group["params"]]
@@ -126,8 +127,8 @@ def _places_of(optimizer: Optimizer) -> dict[Tensor, tuple[Optimizer, Tensor]]:
 
 
 def _read(state: dict[str, Any], source: str) -> dict[str, Any]:
-    """Step and moments, in float32."""
-    values: dict[str, Any] = {"step": int(state["step"])} if "step" in state else {}  # Lion keeps none
+    """Return step and moments, in float32."""
+    values: dict[str, Any] = {"step": int(state["step"])} if "step" in state else {}  # Lion has none
     for name, digit in _OF_BITSANDBYTES.items():
         value = state.get(name, state.get(f"state{digit}"))
         if value is None:
@@ -138,7 +139,7 @@ def _read(state: dict[str, Any], source: str) -> dict[str, Any]:
             value = bnb.dequantize_blockwise(value, absmax=scales, code=table, blocksize=_BLOCK)
         values[name] = value.dequantize() if is_traceable_wrapper_subclass(value) else value.float()
     if "exp_avg" not in values:
-        why = f"it keeps {', '.join(map(str, state))}, which the other does not know"
+        why = f"it holds {', '.join(map(str, state))}, which the other does not support"
         raise ValueError(explain(f"the state of {source}", why, "Start with a fresh optimizer"))
     return values
 
@@ -147,7 +148,7 @@ def _write(optimizer: Optimizer, parameter: Tensor, values: dict[str, Any]) -> N
     made = _fresh_state(optimizer, parameter)
     keeps_two, has_two = "exp_avg_sq" in made or "state2" in made, "exp_avg_sq" in values
     if keeps_two != has_two:
-        why = "one keeps a mean of squares, the other none"
+        why = "one keeps a mean of squares, the other does not"
         raise ValueError(explain(f"state for {type(optimizer).__name__}", why, "Start with a fresh optimizer"))
     for name, digit in _OF_BITSANDBYTES.items():
         value, ours = values.get(name), made.get(name, made.get(f"state{digit}"))
@@ -166,14 +167,14 @@ def _write(optimizer: Optimizer, parameter: Tensor, values: dict[str, Any]) -> N
 
 
 def _fresh_state(optimizer: Any, parameter: Tensor) -> dict[str, Any]:
-    """What the optimizer makes in its first step, without a step."""
+    """Return the state that the optimizer creates in its first step, without a step."""
     group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
     kind: Any = type(optimizer)
     twin = kind.__new__(kind)
     vars(twin).update(vars(optimizer))
     stand_in = torch.nn.Parameter(parameter.detach().clone())
-    stand_in.grad = torch.zeros_like(stand_in)  # with zeros, moments of that step are zeros
-    # A new one, as the twin shares all else with the original.
+    stand_in.grad = torch.zeros_like(stand_in)  # zero gradients give zero moments
+    # A new one, as the copy shares everything else with the original.
     state: Any = type(optimizer.state)(dict)
     twin.param_groups, twin.state = [{**group_of[parameter], "params": [stand_in]}], state
     with torch.compiler.set_stance("force_eager"):  # compiling it for one step would take minutes

@@ -1,4 +1,4 @@
-"""A run with a schedule-free optimizer is evaluated at the average of its weights, and trained where it steps."""
+"""Evaluate a run with a schedule-free optimizer at the average of its weights, and train it at the current ones."""
 
 from typing import Any, NamedTuple
 
@@ -13,14 +13,15 @@ from lightning_fasttrain.core.messages import explain
 class ScheduleFreeEvaluation(L.Callback):
     """Call a schedule-free optimizer's ``eval()`` before each validation and at the end, and its ``train()`` otherwise.
 
-    Such an optimizer takes gradients at one point and averages others, which is what it has learnt; without this a run
-    validates, and ends, at the point of the gradients. In a Fabric or bare loop call the two methods yourself.
+    Such an optimizer computes gradients at one point and averages others, and the average is the trained model; without
+    this a run validates, and ends, at the point of the gradients. In a Fabric or bare loop call the two methods
+    yourself.
 
-    The optimizer computes its way there and back, which rounds, on each processor in its own way. A validation within
-    a fit leaves the weights bit for bit as they were: they are kept aside meanwhile, which takes their size once more.
-    Checkpoints that are written while a run trains hold the point of the gradients, so that it goes on bit for bit; for
-    the average load model and optimizer, and call its ``eval()``. A checkpoint that is saved after the fit holds the
-    average, and goes on from it.
+    The optimizer computes one point from the other, with rounding that depends on the device. A validation within a fit
+    leaves the weights unchanged bit for bit: they are saved meanwhile, which takes their size once more. Checkpoints
+    written during training hold the point of the gradients, so that a run resumes bit for bit; for the average load
+    model and optimizer, and call its ``eval()``. A checkpoint saved after the fit holds the average, and training can
+    continue from it.
 
     Raises:
         ValueError: in ``fit``: none of the optimizers is schedule-free.
@@ -37,38 +38,38 @@ class ScheduleFreeEvaluation(L.Callback):
         self._kept: list[_Kept] = []
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook: a checkpoint is read, whichever of the two points it holds."""
+        """Hook: called after a checkpoint is loaded, whichever of the two points it holds."""
         if not _find_averaging(trainer):
             kinds = ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers) or "none"
-            why = "its weights are no average of others"
-            way_out = "Use ft.build_optimizer(model, 'schedule-free'), or leave the callback out"
+            why = "its weights are not an average of others"
+            way_out = "Use ft.build_optimizer(model, 'schedule-free'), or remove the callback"
             raise ValueError(explain(f"{type(self).__name__} with {kinds}", why, way_out))
         _to_gradients(trainer)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook: within a fit; alone, a validation has no optimizer."""
+        """Hook: called within a fit; a validation alone has no optimizer."""
         weights = [_Kept.of(p) for optimizer in _find_averaging(trainer) for p in _parameters_of(optimizer)]
         _to_average(trainer)
-        # Those that have moved: a checkpoint that was saved after a fit holds the average already.
+        # Those that were switched: a checkpoint that was saved after a fit already holds the average.
         self._kept = [kept._replace(version=kept.weight._version) for kept in weights if kept.is_overwritten]
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook: before ModelCheckpoint's, which comes last."""
-        # Whoever has written into a weight meanwhile meant it; the optimizer's own way back is right for such a one.
+        """Hook: called before ModelCheckpoint's, which comes last."""
+        # If a weight was written meanwhile, the change is kept: the optimizer's own conversion is right for it.
         untouched = [kept for kept in self._kept if not kept.is_overwritten]
         self._kept = []
         if trainer.state.fn == TrainerFn.FITTING:
             _to_gradients(trainer)
             for kept in untouched:
-                kept.put_back()
+                kept.restore()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook: what the user has in hands after the fit."""
+        """Hook: leave the average in the model after the fit."""
         _to_average(trainer)
 
 
 class _Kept(NamedTuple):
-    """A weight, its numbers, and the version at which both were as the callback left them."""
+    """A weight, its values, and its version when the callback last set both."""
 
     weight: Tensor
     numbers: Tensor
@@ -83,7 +84,7 @@ class _Kept(NamedTuple):
         return self.weight._version != self.version
 
     @torch.no_grad()
-    def put_back(self) -> None:
+    def restore(self) -> None:
         self.weight.copy_(self.numbers)
 
 
@@ -92,7 +93,7 @@ def _parameters_of(optimizer: Any) -> list[Tensor]:
 
 
 def _find_averaging(trainer: L.Trainer) -> list[Any]:
-    # By its method: the package that brings the class is optional.
+    # Detected by its method, since the package that provides the class is optional.
     return [optimizer for optimizer in trainer.optimizers if callable(getattr(optimizer, "eval", None))]
 
 

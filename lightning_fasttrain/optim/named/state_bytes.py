@@ -1,4 +1,4 @@
-"""What an optimizer keeps about parameters of given shapes, learnt from one step on tensors that have no memory."""
+"""Size of an optimizer's state for parameters of given shapes, measured in one step on tensors without memory."""
 
 import copy
 import math
@@ -19,7 +19,7 @@ from lightning_fasttrain.optim.named.host_optimizer import HostOptimizer
 
 Shape = tuple[int, ...]
 
-# Compiled code, which knows no fake tensors: state tensors of float32, each as large as the parameter.
+# Compiled code without fake-tensor support: number of float32 state tensors, each as large as the parameter.
 _COMPILED = {
     "FusedAdam": 2,
     "DeepSpeedCPUAdam": 2,
@@ -31,20 +31,22 @@ _COMPILED = {
 
 
 def optimizer_state_bytes(optimizer: Optimizer) -> int:
-    """Bytes of state that ``optimizer`` has once each parameter that trains has had a gradient, wherever they are.
+    """Return the bytes of state that ``optimizer`` has once each trainable parameter has had a gradient, on all
+    devices.
 
-    They are not computed from a formula but learnt: the optimizer's own step runs on tensors without memory. So it
-    knows every optimizer whose step is code that PyTorch can see, and bitsandbytes'. Of a :class:`HostOptimizer` it is
-    the state in host memory. The optimizer is left as it is, and nothing is allocated.
+    They are measured rather than computed by a formula: the optimizer's own step runs on tensors without memory. So
+    every optimizer is supported whose step is code that PyTorch can trace, and bitsandbytes'. For a
+    :class:`HostOptimizer` it is the state in host memory. The optimizer is unchanged, and no memory is allocated.
 
     Args:
-        optimizer: over parameters that are real, or on ``"meta"``.
+        optimizer: an optimizer over parameters that are real, or on ``"meta"``.
 
     Returns:
-        Bytes. What several parameters share, as the tables of 8-bit states, is counted once a group.
+        The number of bytes. Tensors that several parameters share, such as tables of 8-bit states, count once per
+        group.
 
     Raises:
-        ValueError: nothing trains, or its step needs more than gradients.
+        ValueError: no parameter is trainable, or its step needs more than gradients.
 
     Example:
         >>> with torch.device("meta"):
@@ -53,7 +55,7 @@ def optimizer_state_bytes(optimizer: Optimizer) -> int:
         8000004
 
     Source:
-        Ours; held against the tensors that each optimizer has after a step.
+        This function is our own; checked against the tensors of each optimizer after a step.
     """
     if isinstance(optimizer, HostOptimizer):
         return optimizer_state_bytes(optimizer.on_host())
@@ -62,12 +64,12 @@ def optimizer_state_bytes(optimizer: Optimizer) -> int:
 
 @dataclass(frozen=True)
 class Group:
-    """One group of an optimizer's parameters: those that train.
+    """The trainable parameters of one group of an optimizer.
 
     Args:
-        settings: of the group, ``"params"`` left out.
-        shapes: of its parameters, in order.
-        dtype: of the first.
+        settings: the group's settings, without ``"params"``.
+        shapes: shapes of its parameters, in order.
+        dtype: dtype of the first parameter.
     """
 
     settings: dict[str, Any]
@@ -80,10 +82,10 @@ class Group:
 
 
 def groups_of(optimizer: Optimizer) -> list[Group]:
-    """The groups of ``optimizer`` in which anything trains.
+    """Return the groups of ``optimizer`` with trainable parameters.
 
     Raises:
-        ValueError: nothing trains.
+        ValueError: there are none.
     """
     groups = []
     for group in optimizer.param_groups:
@@ -92,19 +94,19 @@ def groups_of(optimizer: Optimizer) -> list[Group]:
             settings = {key: value for key, value in group.items() if key != "params"}
             groups.append(Group(settings, tuple(tuple(p.shape) for p in trained), trained[0].dtype))
     if not groups:
-        why, way_out = "none of its parameters requires a gradient", "Give it those that are to train"
-        raise ValueError(explain(f"{type(optimizer).__name__} trains nothing", why, way_out))
+        why, way_out = "none of its parameters requires a gradient", "Pass it trainable parameters"
+        raise ValueError(explain(f"{type(optimizer).__name__} without trainable parameters", why, way_out))
     return groups
 
 
 def state_bytes(optimizer: Optimizer, group: Group, shapes: Sequence[Shape], dtype: torch.dtype) -> int:
-    """Bytes of state that ``optimizer`` keeps about parameters of these shapes; it is left as it is.
+    """Return the bytes of state that ``optimizer`` keeps for parameters of these shapes; it is unchanged.
 
     Args:
-        optimizer: whose class and attributes count.
-        group: whose settings count.
-        shapes: of the parameters it is asked about.
-        dtype: of these.
+        optimizer: the optimizer whose class and attributes are used.
+        group: the group whose settings are used.
+        shapes: shapes of the parameters.
+        dtype: dtype of the parameters.
 
     Raises:
         ValueError: its step needs more than gradients.
@@ -113,14 +115,14 @@ def state_bytes(optimizer: Optimizer, group: Group, shapes: Sequence[Shape], dty
     if kind.__module__.startswith("deepspeed") and kind.__name__ in _COMPILED:
         return 4 * _COMPILED[kind.__name__] * sum(math.prod(shape) for shape in shapes)
     with FakeTensorMode(allow_non_fake_inputs=True), _Ones():
-        # Two of each shape tell what is kept about every one and what, like a table, about all together.
+        # Two of each shape distinguish per-parameter state from common state, such as a table.
         two = [shape for shape, n in times.items() for _ in range(min(n, 2))]
         parameters = [nn.Parameter(torch.empty(shape, dtype=dtype)) for shape in two]
         state = _state_after_a_step(optimizer, group, parameters)
     kept = []
     for parameter in parameters:
         kept.append({id(tensor): tensor.nbytes for tensor in tensors_in(state[parameter])})
-    uses = Counter(key for tensors in kept for key in tensors)  # more than one parameter: a common table
+    uses = Counter(key for tensors in kept for key in tensors)  # used by more than one parameter: a common table
     common, own = dict[int, int](), dict[Shape, int]()
     for shape, tensors in zip(two, kept, strict=True):
         own[shape] = sum(nbytes for key, nbytes in tensors.items() if uses[key] == 1)
@@ -129,30 +131,30 @@ def state_bytes(optimizer: Optimizer, group: Group, shapes: Sequence[Shape], dty
 
 
 def _state_after_a_step(optimizer: Optimizer, group: Group, parameters: list[nn.Parameter]) -> dict[Any, Any]:
-    """What a twin of the optimizer, with these parameters alone, keeps about them."""
-    kind, twin = type(optimizer), type(optimizer).__new__(type(optimizer))  # not ``__init__``, whose arguments vary
-    # Containers are copied, so that what a step notes in them is not noted in the original.
+    """Return the state that a copy of the optimizer holds for these parameters."""
+    kind, twin = type(optimizer), type(optimizer).__new__(type(optimizer))  # without ``__init__``, whose arguments vary
+    # Containers are copied, so that a step's changes in them do not reach the original.
     for name, value in vars(optimizer).items():
         vars(twin)[name] = copy.copy(value) if isinstance(value, dict | list | set) else value
-    vars(twin).pop("step", None)  # schedules put their own in its place, which is bound to the original
+    vars(twin).pop("step", None)  # schedules replace it with one bound to the original
     vars(twin).update(_optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())
-    # These need a device; what they keep is the same.
+    # These need a device, but keep the same state.
     switches = {name: False for name in ("fused", "foreach", "capturable") if name in group.settings}
     twin.state = _early_state(kind, parameters)
     twin.param_groups = [{**group.settings, **switches, "params": parameters}]
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
     try:
-        with torch.compiler.set_stance("force_eager"):  # torchao compiles its step, which fake tensors cannot
+        with torch.compiler.set_stance("force_eager"):  # torchao compiles its step, which fake tensors do not support
             twin.step()
     except (TypeError, ValueError, RuntimeError, AssertionError) as error:
-        why, way_out = f"it makes no step on tensors without numbers ({error})", "Use AdamW, SGD, Lion or AdamW8bit"
+        why, way_out = f"its step fails on tensors without values ({error})", "Use AdamW, SGD, Lion or AdamW8bit"
         raise ValueError(explain(kind.__name__, why, way_out)) from error
     return twin.state
 
 
 def tensors_in(state: object) -> Iterator[Tensor]:
-    """The tensors of a state, of quantised ones their parts."""
+    """Yield the tensors of a state; for quantized ones, their components."""
     for tensor in tree_iter(state):
         if not isinstance(tensor, Tensor):
             continue
@@ -163,12 +165,12 @@ def tensors_in(state: object) -> Iterator[Tensor]:
 
 
 def _early_state(kind: type[Optimizer], parameters: list[nn.Parameter]) -> defaultdict[Any, Any]:
-    """What it keeps before its first step: torch 2.11's Adagrad does; others make all in that step."""
+    """Return the optimizer state that exists before its first step, as in torch 2.11's Adagrad."""
     return defaultdict(dict, kind(parameters).state if kind is torch.optim.Adagrad else {})
 
 
 class _Ones(TorchDispatchMode):
-    """Reads 1 where code wants a number out of a tensor, as Adafactor does of its count of steps."""
+    """Returns 1 where code reads a scalar from a tensor, as Adafactor does with its step count."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:

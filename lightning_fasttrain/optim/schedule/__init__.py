@@ -1,4 +1,4 @@
-"""The learning rate over a run: its shape, in the numbers of the run, step by step, and as a picture.
+"""Learning rate schedules: their shapes, their lengths in steps, samples or tokens, and plots of them.
 
 From the bottom up: ``rate_plan``, ``rate_request``, ``picture``, ``build_schedule``.
 """

@@ -1,4 +1,4 @@
-"""A learning rate over a run, that counts the optimizer's updates by itself."""
+"""A learning rate schedule over a run that counts the optimizer's updates by itself."""
 
 import functools
 from collections.abc import Iterable
@@ -39,38 +39,38 @@ def build_schedule(
     by: float = 0.1,
     decay: int | str | Length = "20%",
 ) -> "Schedule":
-    """Let the rates of ``optimizer`` run as ``shape`` over the run, one value for each update.
+    """Schedule the learning rates of ``optimizer`` over the run, with one value for each update.
 
-    Each group keeps its own rate, and a common factor runs over all. The formulas are in
+    Each group keeps its own learning rate, multiplied by a common factor. The formulas are in
     :mod:`~lightning_fasttrain.optim.schedule.rate_plan`. In a LightningModule::
 
         def configure_optimizers(self):
             optimizer = torch.optim.AdamW(self.parameters(), lr=3e-4)
             return ft.build_schedule(optimizer, "cosine", warmup="5%", module=self).to_lightning()
 
-    In a loop: ``build_schedule(optimizer, "cosine", warmup="5%", total=10_000)``, and nothing else.
+    In a loop, this is all that is needed: ``build_schedule(optimizer, "cosine", warmup="5%", total=10_000)``.
 
-    Lengths are optimizer steps as whole numbers, or ``"2ep"``, ``"50_000 samples"``, ``"1e9tok"``, ``"5%"`` of the
-    whole. Epochs become steps. Where lengths are in samples or tokens, these are counted batch by batch over all ranks
-    (tokens as their tensor holds them, padding too); in a loop tell each batch, :meth:`Schedule.count`.
+    Lengths are integers (optimizer steps), or ``"2ep"``, ``"50_000 samples"``, ``"1e9tok"``, ``"5%"`` of the total.
+    Epochs are converted to steps. Lengths in samples or tokens are counted batch by batch over all ranks (tokens by the
+    size of their tensor, including padding); in a loop report each batch to :meth:`Schedule.count`.
 
     Args:
-        optimizer: the rates that its groups have now, or had before an earlier schedule, are those of a factor of 1.
+        optimizer: its groups' current learning rates, or those before an earlier schedule, correspond to a factor of 1.
         shape: ``"cosine"``, ``"linear"``, ``"constant"``, ``"inverse-sqrt"``, ``"exponential"``, ``"step"``,
-            ``"one-cycle"`` or ``"wsd"`` (constant, and down at the end).
-        warmup: how long the rate rises from 0 in a line; of ``one-cycle``, 30% where none is given.
-        total: the length of the run. By default the Trainer's, as it trains: ``max_steps``, or ``max_epochs`` of
-            the batches that its loaders have, which are not touched, with accumulation, scheduled or not.
-        module: a LightningModule that a Trainer fits, where ``total`` or an epoch is to be known from it.
+            ``"one-cycle"`` or ``"wsd"`` (constant, with a decay at the end).
+        warmup: duration of the linear rise from 0; 30% by default for ``one-cycle``.
+        total: the length of the run. By default the Trainer's: ``max_steps``, or ``max_epochs`` of its loaders'
+            batches, which are not read, with or without (scheduled) accumulation.
+        module: a LightningModule that a Trainer fits, to determine ``total`` or the length of an epoch.
         final: the factor at the end, from 0 to 1.
-        at: of ``step``: when the rate falls.
-        by: of ``step``: by what it is multiplied then.
-        decay: of ``wsd``: how long the fall at the end lasts.
+        at: for ``step``: when the learning rate falls.
+        by: for ``step``: the factor of each fall.
+        decay: for ``wsd``: duration of the decay at the end.
 
     Raises:
-        TypeError: no optimizer.
-        ValueError: a length that is not understood, two kinds of clocks, nobody knows the total, or a number that
-            means nothing for the shape; in ``fit``: the Trainer does not know the length of the run.
+        TypeError: ``optimizer`` is not an optimizer.
+        ValueError: a length that cannot be parsed, two kinds of clocks, an unknown total, or an argument that does not
+            apply to the shape; in ``fit``: the Trainer does not know the length of the run.
 
     Example:
         >>> import torch
@@ -86,38 +86,38 @@ def build_schedule(
     Source:
         Loshchilov & Hutter 2017, https://arxiv.org/abs/1608.03983 (cosine); Vaswani et al. 2017,
         https://arxiv.org/abs/1706.03762 (inverse square root); Smith & Topin 2018, https://arxiv.org/abs/1708.07120
-        (one cycle, here without one of momentum); Hu et al. 2024, https://arxiv.org/abs/2404.06395 (wsd). Equal to
-        torch's own schedulers where these exist, joined by ``SequentialLR`` for the warm-up.
+        (one cycle, here without that of momentum); Hu et al. 2024, https://arxiv.org/abs/2404.06395 (wsd). Equal to
+        torch's own schedulers where these exist, joined by ``SequentialLR`` for the warmup.
     """
     if isinstance(optimizer, FabricOptimizer | LightningOptimizer):
         optimizer = optimizer.optimizer
     if not isinstance(optimizer, Optimizer):
-        why = "it is no torch.optim.Optimizer"
-        raise TypeError(explain(f"optimizer={type(optimizer).__name__}", why, "Give the optimizer"))
+        why = "expected a torch.optim.Optimizer"
+        raise TypeError(explain(f"optimizer={type(optimizer).__name__}", why, "Pass the optimizer itself"))
     request = read_request(shape, warmup, total, final, at, by, decay)
     if request.needs_run and module is None:
-        why = "nothing here knows how long the run is"
+        why = "the length of the run is unknown"
         raise ValueError(explain(f"{shape!r} with total={total}", why, "Give total=10_000, or module=self"))
     return Schedule(optimizer, request, module)
 
 
 class Schedule(LRScheduler):
-    """Sets the rates of an optimizer before each of its updates; see :func:`build_schedule`.
+    """Sets the learning rates of an optimizer before each of its updates; see :func:`build_schedule`.
 
     It counts by a hook of the optimizer, after each update. So accumulation counts windows; a step that a loss scaler
-    skips is none; and it does not matter how often, or whether, ``step`` is called: Lightning's ``interval`` and
-    ``frequency``, which by default would step it once an epoch, change nothing. Samples and tokens of a skipped step
-    were seen, so they count. A fused optimizer under a loss scaler skips on the device, which is waited for once a
-    step then, as the scaler does for all others.
+    skips does not count; and calls of ``step`` have no effect, so Lightning's ``interval`` and ``frequency``, which by
+    default would step it once an epoch, do not matter. Samples and tokens of a skipped step were seen, so they count. A
+    fused optimizer under a loss scaler skips on the device, which is then synchronized once a step, as the scaler does
+    for all others.
 
     Args:
         optimizer, request, module: see :func:`build_schedule`.
 
     Attributes:
-        plan: the course in numbers; None until the length of the run is known.
-        updates: that the optimizer has made.
+        plan: the schedule in numbers; None until the length of the run is known.
+        updates: number of updates that the optimizer has made.
         seen: samples or tokens before the coming update, where these are the clock.
-        coming: those of the coming one.
+        coming: samples or tokens of the coming update.
     """
 
     def __init__(self, optimizer: Optimizer, request: RateRequest, module: L.LightningModule | None) -> None:
@@ -125,7 +125,7 @@ class Schedule(LRScheduler):
         self.optimizer, self.request, self.module = optimizer, request, module
         self.plan: RatePlan | None = None
         self.updates = self.seen = self.coming = 0
-        self.is_told = False  # of updates, by an engine
+        self.is_told = False  # whether an engine reports updates
         self._loaded_plan: dict[str, Any] | None = None
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", _copy(group["lr"]))
@@ -140,12 +140,12 @@ class Schedule(LRScheduler):
             when_loaders_are_made(trainer, self._settle_for_run)
 
     def to_lightning(self) -> dict[str, Any]:
-        """What ``configure_optimizers`` is to return."""
+        """Return the value for ``configure_optimizers``."""
         return {"optimizer": self.optimizer, "lr_scheduler": {"scheduler": self, "interval": "step"}}
 
     @property
     def factor(self) -> float:
-        """By what the rates are multiplied in the coming update."""
+        """The factor of the learning rates in the coming update."""
         if self.plan is None:
             return 1.0
         if self.plan.clock == "steps":
@@ -153,15 +153,15 @@ class Schedule(LRScheduler):
         return self.plan.factor(self.seen, self.seen + self.coming)
 
     def count(self, *, samples: int = 0, tokens: int = 0) -> None:
-        """In a loop whose lengths are in samples or tokens: tell each batch, of all ranks, before its update."""
+        """Count a batch of all ranks before its update, in a loop whose lengths are in samples or tokens."""
         self.coming += samples if self.request.clock == "samples" else tokens
         self._set_rates()
 
     def step(self, epoch: int | None = None) -> None:
-        """Nothing need be done here: the optimizer's updates are counted."""
+        """Do nothing: the optimizer's updates are counted."""
 
     def get_last_lr(self) -> list[float | Tensor]:
-        """The rates of the groups in the coming update."""
+        """Return the learning rates of the groups in the coming update."""
         return [_copy(group["lr"]) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
@@ -169,38 +169,38 @@ class Schedule(LRScheduler):
         return {"updates": self.updates, "seen": self.seen, "coming": self.coming, "plan": plan}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on after the updates of a state. The lengths stay those of the code, and what differs is said."""
+        """Resume after the updates of a state. The lengths stay those of the code; differences are logged."""
         self.updates, self.seen = state_dict["updates"], state_dict["seen"]
         self.coming, self._loaded_plan = state_dict["coming"], state_dict["plan"]
         self._say_what_differs()
         self._set_rates()
 
     def _is_in_charge(self) -> bool:
-        """Whether the Trainer has this schedule, and none that a finder of rates has put in its place."""
+        """Whether the Trainer uses this schedule, rather than one of a learning rate finder."""
         trainer = None if self.module is None else trainer_of(self.module)
         if trainer is None:
             return True
         if isinstance(trainer.strategy, DeepSpeedStrategy) and not self.is_told:
-            what = f"a schedule under {type(trainer.strategy).__name__} that its engine does not tell of updates"
-            why = "DeepSpeed steps an optimizer piece by piece, and each piece would be counted as an update"
-            raise RuntimeError(explain(what, why, "Use ft.ZeROStrategy, and make it in configure_optimizers"))
+            what = f"a schedule under {type(trainer.strategy).__name__} whose engine does not report updates"
+            why = "DeepSpeed steps an optimizer shard by shard, and each would be counted as an update"
+            raise RuntimeError(explain(what, why, "Use ft.ZeROStrategy, and create it in configure_optimizers"))
         if not trainer.lr_scheduler_configs:
             what = "a schedule that configure_optimizers did not return"
-            why = "checkpoints would not say how far it is"
+            why = "checkpoints would not contain its progress"
             raise RuntimeError(explain(what, why, "End with: return ft.build_schedule(...).to_lightning()"))
         in_charge = any(config.scheduler is self for config in trainer.lr_scheduler_configs)
         if not in_charge:
-            note_once("a schedule does nothing while the Trainer has another one, as a finder of rates has")
+            note_once("a schedule has no effect while the Trainer uses another one, as in a learning rate finder")
         return in_charge
 
     def _settle_for_run(self) -> bool:
-        """Once the loaders are made; not yet, if it is for a run of a finder, which is shorter."""
+        """Fix the plan once the loaders exist, but not for the shorter run of a learning rate finder."""
         if self._is_in_charge():
             self._settle()
         return self.plan is not None
 
     def _settle(self) -> None:
-        """Fix the numbers, now that the length of the run is known."""
+        """Fix the plan, now that the length of the run is known."""
         trainer = None if self.module is None else trainer_of(self.module)
         if trainer is None or not self.request.needs_run:
             self.plan = self.request.plan()
@@ -217,14 +217,14 @@ class Schedule(LRScheduler):
         self._loaded_plan = None
         for name, value in now.as_dict().items():
             if before.get(name) != value:
-                say("the schedule's %s is %s now, and was %s in the checkpoint", name, value, before.get(name))
+                say("the schedule's %s is now %s, but was %s in the checkpoint", name, value, before.get(name))
 
     def _set_rates(self) -> None:
         factor = self.factor
         for group in self.optimizer.param_groups:
-            rate = group.setdefault("initial_lr", _copy(group["lr"])) * factor  # a group may be added later
+            rate = group.setdefault("initial_lr", _copy(group["lr"])) * factor  # for groups added later
             if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)  # in place: compiled and captured steps read this very tensor
+                group["lr"].fill_(rate)  # in place, since compiled and captured steps read this tensor
             else:
                 group["lr"] = rate
 
@@ -233,19 +233,19 @@ class Schedule(LRScheduler):
             return
         if self.plan is not None:
             self._set_rates()
-        elif not _is_predicted(optimizer):  # a prediction needs no rate
-            why = "no Trainer fits the module, and only it knows how long the run is"
+        elif not _is_predicted(optimizer):  # a prediction needs no learning rate
+            why = "no Trainer fits the module, so the length of the run is unknown"
             raise RuntimeError(explain("a schedule with module= in a loop", why, "Give total=10_000 instead"))
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
-        overflow = getattr(optimizer, "found_inf", None)  # what a loss scaler tells optimizers that skip by themselves
-        if isinstance(overflow, Tensor) and bool(overflow):  # waits for the device
+        overflow = getattr(optimizer, "found_inf", None)  # set by a loss scaler for optimizers that skip by themselves
+        if isinstance(overflow, Tensor) and bool(overflow):  # synchronizes the device
             return
         if not self.is_told and self._is_in_charge():
             self.end_update()
 
     def end_update(self) -> None:
-        """An update was made: take the rates of the next one."""
+        """Record an update, and set the learning rates of the next one."""
         self.updates += 1
         self.seen, self.coming = self.seen + self.coming, 0
         self._set_rates()
@@ -256,9 +256,9 @@ class Schedule(LRScheduler):
 
 
 def count_by_engine(optimizer: Optimizer) -> list[Schedule]:
-    """The schedules of an optimizer that an engine calls once a piece of it: from now on they wait to be told.
+    """Return the schedules of an optimizer that an engine steps shard by shard; from now on updates must be reported.
 
-    The engine tells each update by :meth:`Schedule.end_update`.
+    The engine reports each update by :meth:`Schedule.end_update`.
     """
     # Hooks are bound methods of their schedules.
     owners = [getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_post_hooks.values()]

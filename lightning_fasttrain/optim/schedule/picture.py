@@ -1,4 +1,4 @@
-"""A schedule as a picture: in a terminal, or in a file."""
+"""Plot a schedule in a terminal or to a file."""
 
 import io
 from pathlib import Path
@@ -14,15 +14,15 @@ Point = tuple[float, float]
 
 
 def sample_rates(plan: RatePlan, rate: float, points: int) -> list[Point]:
-    """The rate at so many places from the first step to the last.
+    """Sample the learning rate at evenly spaced steps from the first to the last.
 
     Args:
-        plan: with a total.
-        rate: that a factor of 1 gives.
+        plan: a plan with a total.
+        rate: the learning rate at a factor of 1.
         points: at least 2; fewer where the run has fewer steps.
 
     Returns:
-        (steps, samples or tokens before it, the rate).
+        A list of (steps, samples or tokens before it, learning rate).
     """
     last = int(plan.total) - 1
     places = sorted({round(i * last / (points - 1)) for i in range(points)})
@@ -30,11 +30,11 @@ def sample_rates(plan: RatePlan, rate: float, points: int) -> list[Point]:
 
 
 def draw_text(points: list[Point], height: int = 10) -> str:
-    """A chart of columns, one for each point, with the largest rate at its left.
+    """Draw a chart with one column per point, with the largest learning rate at its left.
 
     Args:
-        points: of rates that are not all 0.
-        height: lines, at least 2.
+        points: learning rates that are not all 0.
+        height: number of lines, at least 2.
 
     Example:
         >>> print(draw_text([(0, 0.0), (1, 0.5), (2, 1.0), (3, 0.75)], height=2))
@@ -47,7 +47,7 @@ def draw_text(points: list[Point], height: int = 10) -> str:
     for above, label in enumerate(labels, start=1):
         line = ""
         for _, rate in points:
-            # How far the column reaches into this line, of eight; ``above`` counts lines from the top.
+            # Eighths of this line that the column fills; ``above`` counts lines from the top.
             eighths = round(8 * (height * rate / top - height + above))
             line += _EIGHTHS[min(8, max(0, eighths))]
         lines.append(f"{label:>8} │{line}".rstrip())
@@ -55,27 +55,27 @@ def draw_text(points: list[Point], height: int = 10) -> str:
 
 
 def save_picture(points: list[Point], title: str, clock: str, path: str | Path) -> Path:
-    """Draw the rate as a line.
+    """Plot the learning rate as a line and save it.
 
     Args:
         points: see :func:`sample_rates`.
-        title: above it.
-        clock: what the places count, below it.
-        path: of an SVG or a PNG.
+        title: the title of the plot.
+        clock: the unit of the horizontal axis.
+        path: path of an SVG or a PNG file.
 
     Raises:
-        ValueError: another kind of file.
+        ValueError: another file type.
         ModuleNotFoundError: matplotlib is not installed (extra ``plots``).
     """
     kind = Path(path).suffix.lower()
     if kind not in _KINDS:
-        raise ValueError(explain(f"{path}", "pictures are SVG or PNG files", "Use schedule.svg"))
+        raise ValueError(explain(f"{path}", "expected an SVG or PNG file", "Use schedule.svg"))
     require("matplotlib", extra="plots")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 3.6), layout="constrained")
-    # Not pyplot, which chooses a backend for the whole process and keeps its figures.
+    # Not pyplot, which selects a backend for the whole process and keeps its figures.
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     places, rates = zip(*points, strict=True)

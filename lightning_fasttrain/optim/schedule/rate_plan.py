@@ -1,17 +1,17 @@
-"""How a rate runs over a training: closed forms, each a function of the place in the run, and of nothing before it.
+"""Closed forms of learning rate schedules, each a function of the position in the run alone.
 
-The factor of step k (from 0) of n, with w steps of warm-up, is (k + 1) / w within the warm-up, whose last step has the
-whole rate; after it, with p = (k - w) / (n - w) from 0 to 1, and f the factor at the end:
+The factor of step k (from 0) of n, with w steps of warmup, is (k + 1) / w within the warmup, whose last step has the
+full learning rate; after it, with p = (k - w) / (n - w) from 0 to 1, and f the factor at the end:
 
     linear        1 - (1 - f) p
     cosine        f + (1 - f) (1 + cos πp) / 2
     exponential   f^p
     inverse-sqrt  √(w / (k + 1))
-    step          by^m, with m the marks that k has passed
+    step          by^m, with m the number of marks that k has passed
     wsd           1, and over the last `decay` steps of the run linearly down to f
-    one-cycle     from 1/25 up along a cosine within the warm-up, then down along one to f at the last step
+    one-cycle     from 1/25 up along a cosine within the warmup, then down along one to f at the last step
 
-On a clock of samples or tokens, k is what was seen before the step, and k + 1 that with the step's own.
+On a clock of samples or tokens, k is the number seen before the step, and k + 1 that including the step's own.
 """
 
 import math
@@ -24,17 +24,17 @@ _START_OF_CYCLE = 1 / 25  # torch's ``div_factor``
 
 @dataclass(frozen=True)
 class RatePlan:
-    """A course of the rate over a run, in the numbers of one clock.
+    """A learning rate schedule over a run, in units of one clock.
 
     Attributes:
-        shape: its name.
-        clock: what is counted: ``"steps"``, ``"samples"`` or ``"tokens"``.
-        warmup: when the warm-up ends; 0: there is none.
-        total: when the run ends.
+        shape: the name of the shape.
+        clock: the unit: ``"steps"``, ``"samples"`` or ``"tokens"``.
+        warmup: the end of the warmup; 0 for none.
+        total: the end of the run.
         final: the factor at the end.
-        marks: of ``step``: when the rate falls.
-        by: of ``step``: the factor at each mark.
-        decay: of ``wsd``: how long the decay at the end lasts.
+        marks: for ``step``: when the learning rate falls.
+        by: for ``step``: the factor at each mark.
+        decay: for ``wsd``: the duration of the decay at the end.
     """
 
     shape: str
@@ -47,7 +47,7 @@ class RatePlan:
     decay: float = 0.0
 
     def factor(self, before: float, after: float) -> float:
-        """By what the rate is multiplied in a step before which, and with which, so much was counted.
+        """Return the factor of the learning rate in a step, from the counts before and after it.
 
         Example:
             >>> plan = RatePlan("linear", warmup=2, total=6)
@@ -59,7 +59,7 @@ class RatePlan:
         return SHAPES[self.shape](self, before, after)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for a checkpoint."""
+        """Return plain values, for a checkpoint."""
         return {**asdict(self), "marks": list(self.marks)}
 
 
@@ -67,12 +67,12 @@ Shape = Callable[[RatePlan, float, float], float]
 
 
 def _share(now: float, start: float, end: float) -> float:
-    """How much of the way lies behind, from 0 to 1."""
+    """Return the completed share of an interval, from 0 to 1."""
     return min(1.0, max(0.0, now - start) / (end - start)) if end > start else 1.0
 
 
 def _fall(share: float, to: float) -> float:
-    """From 1 along half a cosine."""
+    """Decay from 1 along half a cosine."""
     return to + (1 - to) * (1 + math.cos(math.pi * share)) / 2
 
 
@@ -107,7 +107,7 @@ def _wsd(plan: RatePlan, before: float, after: float) -> float:
 
 
 def _one_cycle(plan: RatePlan, before: float, after: float) -> float:
-    top, last = plan.warmup - 1, plan.total - 1  # the steps of the whole rate, and of the least
+    top, last = plan.warmup - 1, plan.total - 1  # the steps with the largest and the smallest learning rate
     if before < top:
         return 1 - (1 - _START_OF_CYCLE) * _fall(before / top, 0.0)
     return _fall(_share(before, top, last), plan.final)
@@ -123,4 +123,4 @@ SHAPES: dict[str, Shape] = {
     "one-cycle": _one_cycle,
     "wsd": _wsd,
 }
-ENDLESS = ("constant", "inverse-sqrt")  # these need no total
+ENDLESS = ("constant", "inverse-sqrt")  # shapes that need no total

@@ -1,4 +1,4 @@
-"""Runs a step on a few samples, unsplit and in pieces, and leaves no trace.
+"""Runs a step on a few samples, unsplit and in micro-batches, without side effects.
 
 From the bottom up: ``step_function``, ``deterministic_step``, ``sample_rows``, ``runs``, ``try_split``.
 """

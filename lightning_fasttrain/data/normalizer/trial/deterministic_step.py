@@ -1,6 +1,7 @@
-"""Run a step as a function of its batch alone: no dropout, the same random numbers for the same rows, one precision.
+"""Run a step as a pure function of its batch: no dropout, the same random values per row, one precision.
 
-Two runs of a step on the same samples, unsplit and in pieces, can only be compared if nothing but the split differs.
+Two runs of a step on the same samples, unsplit and in micro-batches, are comparable only if nothing but the split
+differs.
 """
 
 import inspect
@@ -38,7 +39,7 @@ _DRAWS = {
 }
 _DRAWS_IN_PLACE = {Tensor.bernoulli_, Tensor.uniform_, Tensor.normal_, Tensor.random_, Tensor.exponential_}
 _LOWER = (torch.float32, torch.bfloat16, torch.float16)
-# Functions that are about this very tensor, and not about its values.
+# Functions that concern this very tensor rather than its values.
 _AS_THEY_ARE = frozenset(
     [
         "__get__",
@@ -65,30 +66,30 @@ _MHA_DROPOUT = list(inspect.signature(F.multi_head_attention_forward).parameters
 
 
 class DeterministicStep(TorchFunctionMode):
-    """Runs a step with what is random, or mixes samples, taken out of it.
+    """Runs a step without randomness and without operations that mix samples.
 
-    Dropout does nothing, BatchNorm takes no statistics (it is told apart elsewhere), and a random draw of a piece
-    is the rows that the unsplit draw had for these samples.
+    Dropout does nothing, BatchNorm uses no batch statistics (it is detected elsewhere), and a random draw in a
+    micro-batch is the rows that the unsplit draw had for these samples.
 
     Args:
         precision: ``"float32"`` switches autocast off around every operation, so that rounding does not hide a
-            difference; ``"float64"`` computes every operation in float64, too; ``"as it is"`` changes nothing.
+            difference; ``"float64"`` also computes every operation in float64; ``"as it is"`` changes nothing.
     """
 
     def __init__(self, precision: str = "float32") -> None:
         super().__init__()
         self.precision = precision
-        self.autocast = False  # the step switches it on by itself
-        self.statistics = False  # BatchNorm would take them over the samples
-        self.rounds = False  # something is computed in less than float32
-        self.redrawn = False  # random numbers in a recomputed forward: these cannot be told apart by rows
+        self.autocast = False  # whether the step itself switches autocast on
+        self.statistics = False  # whether BatchNorm would use batch statistics
+        self.rounds = False  # whether anything is computed below float32
+        self.redrawn = False  # random draws in a recomputed forward, which cannot be assigned to rows
         self._draws: list[Tensor] = []
         self._drawn = 0
         self._rows: slice | None = None
         self._size = 1
 
     def begin(self, rows: slice | None, size: int) -> None:
-        """The next run is of all ``size`` samples (None), or of these rows of them."""
+        """Start a run on all ``size`` samples (None), or on these rows of them."""
         self._rows, self._size, self._drawn = rows, size, 0
 
     def __torch_function__(
@@ -98,7 +99,7 @@ class DeterministicStep(TorchFunctionMode):
         device = autocast_device()
         if device is None:
             return self._call(func, args, kwargs)
-        self.autocast = True  # of the step's own; switched off here, but not inside of autograd functions
+        self.autocast = True  # by the step itself; off here, but not inside autograd functions
         if self.precision == "as it is":
             return self._call(func, args, kwargs)
         with torch.autocast(device, enabled=False):
@@ -110,7 +111,7 @@ class DeterministicStep(TorchFunctionMode):
         if func in _RECURRENT:
             args = _without_floats(args)
         if func is F.scaled_dot_product_attention:
-            args, kwargs = _without_dropout(4, args, kwargs)  # built in: it has no signature to ask
+            args, kwargs = _without_dropout(4, args, kwargs)  # built-in, so it has no signature
         if func is F.multi_head_attention_forward:
             args, kwargs = _without_dropout(_MHA_DROPOUT, args, kwargs)
         if func is F.batch_norm:
@@ -124,7 +125,7 @@ class DeterministicStep(TorchFunctionMode):
         return result
 
     def _normalize(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-        """``batch_norm`` as in evaluation; where it would take statistics, with a mean of 0 and a variance of 1."""
+        """Run ``batch_norm`` as in evaluation; with batch statistics, use a mean of 0 and a variance of 1."""
         given = inspect.signature(F.batch_norm).bind(*args, **kwargs).arguments
         if not given.get("training", False):
             return F.batch_norm(*args, **kwargs)
@@ -135,7 +136,7 @@ class DeterministicStep(TorchFunctionMode):
 
     def _draw(self, func: Callable[..., Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
         drawn = func(*args, **kwargs)
-        if torch._C._current_graph_task_id() != -1:  # in the backward: a recomputed forward
+        if torch._C._current_graph_task_id() != -1:  # in the backward, so this is a recomputed forward
             self.redrawn = True
             return drawn
         if self._rows is None:
@@ -146,14 +147,14 @@ class DeterministicStep(TorchFunctionMode):
         whole = self._draws[self._drawn]
         self._drawn += 1
         rows = whole if whole.shape == drawn.shape else _rows_of(whole, self._rows, self._size)
-        # In place, since draws in place are of a tensor that the step holds.
+        # In place, since an in-place draw fills a tensor that the step holds.
         return drawn.copy_(rows) if rows.shape == drawn.shape else drawn
 
 
 def _in_float64(
     func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[Sequence[Any], dict[str, Any]]:
-    """The arguments with their floating-point tensors in float64, but for what is changed in place or asked about."""
+    """Return the arguments with floating-point tensors in float64, except those changed in place or queried."""
     name = getattr(func, "__name__", "")
     if name in _AS_THEY_ARE:
         return args, kwargs
@@ -169,12 +170,12 @@ def _to_float64(tensor: Tensor) -> Tensor:
 
 
 def autocast_device() -> str | None:
-    """The kind of device for which autocast is on."""
+    """Return the device type for which autocast is on."""
     return next((kind for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)), None)
 
 
 def _without_floats(args: Sequence[Any]) -> list[Any]:
-    """The arguments of a recurrent layer with its dropout, the one float among them, zero."""
+    """Return a recurrent layer's arguments with dropout 0; it is the only float among them."""
     changed = list(args)
     for place, value in enumerate(args):
         if type(value) is float:
@@ -183,13 +184,13 @@ def _without_floats(args: Sequence[Any]) -> list[Any]:
 
 
 def _without_dropout(place: int, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-    """The arguments with ``dropout_p`` zero; ``place`` is where it stands if it has no name."""
+    """Return the arguments with ``dropout_p`` 0; ``place`` is its position if it is not passed by name."""
     if len(args) > place:
         return (*args[:place], 0.0, *args[place + 1 :]), kwargs
     return args, {**kwargs, "dropout_p": 0.0}
 
 
 def _rows_of(whole: Tensor, rows: slice, size: int) -> Tensor:
-    """The rows that belong to these samples, where each sample has several (a flattened batch of sequences)."""
+    """Return the rows of these samples, where each sample has several (a flattened batch of sequences)."""
     each = whole.shape[0] // size if whole.ndim > 0 else 0
     return whole if each == 0 else whole[rows.start * each : rows.stop * each]

@@ -1,4 +1,4 @@
-"""What a step gave on some samples, and how far the weighted sum over their pieces is from the whole."""
+"""The results of a step on some samples, and the error of the weighted sum over their micro-batches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,16 +10,16 @@ from torch import Tensor
 from lightning_fasttrain.data.normalizer.log_rules import LoggedValue
 from lightning_fasttrain.data.normalizer.read_normalizers import Kind
 
-_ENTRIES = 4096  # of each parameter's gradient: equal sums are equal entry by entry, so some of them show it
+_ENTRIES = 4096  # per parameter's gradient; equal sums are equal in every entry, so a sample of them suffices
 LOW = (torch.bfloat16, torch.float16)
-# Summed over thousands of tokens in 16 bits, the gradient of a bias is a fifth off or more, of the whole as of its
-# pieces: there only what is large shows anything.
+# Summed over thousands of tokens in 16 bits, the gradient of a bias is off by a fifth or more, unsplit or not, so that
+# only large gradients are conclusive there.
 _LOW_FLOOR = 3.0
 
 
 @dataclass(frozen=True)
 class ReadTerm:
-    """A term of a loss as plain numbers: what :class:`~.read_normalizers.Term` holds without the graph."""
+    """A term of a loss in Python numbers: :class:`~.read_normalizers.Term` without the graph."""
 
     kind: Kind
     name: str
@@ -31,16 +31,16 @@ class ReadTerm:
 
 @dataclass
 class Run:
-    """What one run of a step gave.
+    """The result of one run of a step.
 
     Attributes:
-        gradient: some entries of each parameter's gradient, one after another, in float64 on the CPU.
+        gradient: some entries of each parameter's gradient, concatenated, in float64 on the CPU.
         entries: the same for each leaf of its graph.
-        terms: of its loss.
+        terms: the terms of its loss.
         structure: the operations of its loss on scalars.
-        logged: the numbers that it logged.
+        logged: the scalars that it logged.
         changed: names of the buffers that it changed.
-        drawn: where Python's and NumPy's generators stood at its end.
+        drawn: the states of Python's and NumPy's generators at its end.
     """
 
     loss: float
@@ -64,7 +64,7 @@ class Run:
 
     @property
     def is_zero(self) -> bool:
-        """Whether it has no gradient, as where nothing counts; no loss, where gradients were not taken."""
+        """Whether the gradient is zero, as without targets; or the loss, if no gradients were computed."""
         return not self.gradient.any() if self.gradient.numel() else self.loss == 0
 
     @property
@@ -74,24 +74,24 @@ class Run:
 
 @dataclass
 class Split:
-    """A run, and the runs of the pieces that its samples were cut into.
+    """A run, and the runs of the micro-batches that its samples were split into.
 
     Attributes:
-        parameters: whose gradients the runs have, one after another.
+        parameters: the parameters whose gradients the runs hold.
     """
 
-    pieces: list[Any]
+    micro_batches: list[Any]
     whole: Run
     runs: list[Run]
     parameters: list[Tensor]
 
     def error(self, weights: Sequence[float], floor: float) -> float:
-        """How far ``Σ weight · piece`` is from the whole, relative: the worst of the loss and all parameters.
+        """Return the relative error of ``Σ weight · micro-batch``: the largest of the loss and all parameters.
 
-        A parameter whose gradient is below ``floor`` of the average one is compared with that instead, though never
-        with more than all gradients together.
+        A parameter whose gradient is below ``floor`` times the average is compared with that instead, but never with
+        more than all gradients together.
         """
-        # A piece in which nothing counts has a mean of NaN, and a weight of 0.
+        # A micro-batch without counted elements has a mean of NaN, and a weight of 0.
         used = [(w, run) for w, run in zip(weights, self.runs, strict=True) if w != 0]
         if not all(run.is_finite for _, run in used):
             return float("inf")
@@ -101,7 +101,7 @@ class Split:
         low = torch.tensor([parameter.dtype in LOW for parameter in self.parameters], dtype=torch.bool)
         least = norms.square().mean().sqrt() * torch.where(low, _LOW_FLOOR, floor)
         missed_norms = self._norms(sum((-w * run.gradient for w, run in used), self.whole.gradient))
-        # 1e-300: where a parameter has no gradient at all, 0 / 0 would be NaN.
+        # 1e-300: if a parameter has no gradient at all, 0 / 0 would be NaN.
         errors = missed_norms / torch.maximum(norms, least.clamp(max=self.norm)).clamp(min=1e-300)
         return max([missed / size if size else 0.0, *errors.tolist()])
 
@@ -110,7 +110,7 @@ class Split:
         return float(self.whole.gradient.norm())
 
     def _norms(self, gradient: Tensor) -> Tensor:
-        """Of each parameter's entries."""
+        """Return the norm of each parameter's entries."""
         sizes = torch.tensor([len(_choose_entries(parameter)) for parameter in self.parameters], dtype=torch.int64)
         owner = torch.arange(len(sizes)).repeat_interleave(sizes)
         return torch.zeros(len(sizes), dtype=gradient.dtype).index_add(0, owner, gradient.square()).sqrt()
@@ -125,5 +125,5 @@ def entries_of(parameter: Tensor, gradient: Tensor | None) -> Tensor:
 
 
 def _choose_entries(parameter: Tensor) -> range:
-    """Which entries of a gradient are compared, spread over it; an odd step meets every column."""
+    """Choose which entries of a gradient are compared, spread over it; an odd step meets every column."""
     return range(0, parameter.numel(), (parameter.numel() // _ENTRIES) | 1)

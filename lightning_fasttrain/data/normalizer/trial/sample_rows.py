@@ -1,4 +1,4 @@
-"""Choose a few rows of a batch that differ, and cut them, to try out how a loss can be split."""
+"""Choose a few differing rows of a batch, and split them, to try how a loss can be split."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from lightning_fasttrain.core.batch import find_labels
 from lightning_fasttrain.data.split_batch import batch_size, pick_rows, take_rows, walk_leaves
 
 _ROWS = 6
-# Values that labels and masks use for entries that do not count.
+# Values that labels and masks use for entries that are not counted.
 _NOT_COUNTED = (-100, 0, -1, 255)
 
 
 @dataclass
 class Sample:
-    """A few samples, and the ways in which they are cut: pieces, each with its rows if they are known."""
+    """A few samples, and the ways in which they are split: micro-batches, each with its rows if they are known."""
 
     whole: Any
     size: int
@@ -26,25 +26,25 @@ class Sample:
 
 
 def sample_rows(batch: Any, micro_batch_size: int) -> Iterator[Sample]:
-    """Yield samples of a batch, each smaller than the one before it, for a step that may not fit in memory.
+    """Yield samples of a batch, each smaller than the previous one, for a step that may not fit in memory.
 
-    The rows are those with the most and with the fewest entries that count in some tensor, so that a rule cannot fit
-    by chance. The first row stands in the sample twice, once in each piece of the first cutting: a count adds up over
-    rows, but the number of distinct labels, say, does not.
+    The rows are those with the most and with the fewest counted entries in some tensor, so that a rule cannot match by
+    chance. The first row is in the sample twice, once in each micro-batch of the first split: a count adds up over
+    rows, but the number of distinct labels, for example, does not.
 
     Args:
-        batch: what :func:`~lightning_fasttrain.data.split_batch` takes.
-        micro_batch_size: samples that are known to fit.
+        batch: any batch that :func:`~lightning_fasttrain.data.split_batch` takes.
+        micro_batch_size: number of samples that is known to fit in memory.
 
     Example:
         >>> sample = next(sample_rows((torch.zeros(4, 2), torch.tensor([5, 7, 9, 0])), 4))
-        >>> sample.size, [[len(piece[1]) for piece, _ in cutting] for cutting in sample.cuttings]
+        >>> sample.size, [[len(micro_batch[1]) for micro_batch, _ in cutting] for cutting in sample.cuttings]
         (4, [[1, 3], [3, 1]])
     """
     size = batch_size(batch)
     rows = rank_rows(batch, size)
     most = min(size, _ROWS, micro_batch_size - 1)
-    # Two rows are the least that can be cut.
+    # Two rows are the minimum that can be split.
     picks = [[rows[0], rows[min(1, size - 1)]], [0, size - 1]]
     if most > 1:
         picks.insert(0, [rows[0], *rows[:most]])
@@ -58,7 +58,7 @@ def sample_rows(batch: Any, micro_batch_size: int) -> Iterator[Sample]:
 
 
 def sample_pairs(batch: Any, first: Sequence[int], second: Sequence[int]) -> Iterator[Sample]:
-    """Yield pairs of rows of a batch, one from each list, cut into single rows.
+    """Yield pairs of rows of a batch, one from each list, split into single rows.
 
     Example:
         >>> [sample.whole for sample in sample_pairs(torch.tensor([1, 2, 3]), [2, 1], [0, 0])]
@@ -70,16 +70,16 @@ def sample_pairs(batch: Any, first: Sequence[int], second: Sequence[int]) -> Ite
 
 
 def list_altered(sample: Sample, ignored: int | None = None) -> Iterator[Sample]:
-    """Yield the sample with a row twice, if it has none yet, with other weights and masks, and with other labels.
+    """Yield the sample with a repeated row, if it has none yet, with other weights and masks, and with other labels.
 
     A loss that is a sum over samples is one for any samples, weights and masks, so a rule must hold for these, too.
-    Masks lose some entries, and other numbers are multiplied by another factor in each row. Of the labels, some entries
-    of each row become ``ignored``, so that a mean over targets is told from one over samples. Nothing where the pieces
-    are not rows.
+    Masks lose some entries, and other values are multiplied by a different factor in each row. Some labels of each row
+    become ``ignored``, which distinguishes a mean over targets from one over samples. Yields nothing where the
+    micro-batches are not rows.
 
     Args:
-        sample: with pieces that are rows.
-        ignored: a label that the loss leaves out; None leaves the labels as they are.
+        sample: a sample whose micro-batches are rows.
+        ignored: a label that the loss ignores; None leaves the labels unchanged.
 
     Example:
         >>> sample = next(sample_rows((torch.ones(4, 3),), 4))
@@ -98,10 +98,10 @@ def list_altered(sample: Sample, ignored: int | None = None) -> Iterator[Sample]
 
 
 def _may_hold(labels: Tensor, value: int) -> bool:
-    """Whether a step may see this value among labels."""
+    """Whether a step can handle this value among labels."""
     if not torch.iinfo(labels.dtype).min <= value <= torch.iinfo(labels.dtype).max:
         return False
-    # On a GPU, what is looked up in a table that does not have it ends the process.
+    # On a GPU, an index outside a lookup table ends the process.
     return labels.device.type == "cpu" or bool((labels == value).any())
 
 
@@ -125,7 +125,7 @@ def _cut_as(sample: Sample, whole: Any) -> Sample:
 
 
 def _pattern(leaf: Tensor) -> Tensor:
-    """Which entries stay, differently many in each row."""
+    """Return a mask of the entries that stay, of which each row has a different number."""
     rows, inside = leaf.shape[0], leaf[0].numel()
     period = torch.arange(rows, device=leaf.device)[:, None] % 3 + 2
     if inside == 1:
@@ -135,16 +135,16 @@ def _pattern(leaf: Tensor) -> Tensor:
 
 
 def first_micro_batch(batch: Any, n: int, split: Callable[[Any, int], list[Any]]) -> Iterator[Sample]:
-    """Yield the first micro-batch of a batch that is split in a way of its own, cut in the same way."""
+    """Yield the first micro-batch of a batch that the user's function splits, split by the same function."""
     whole = split(batch, n)[0]
     cuttings: list[list[tuple[Any, slice | None]]] = []
-    for pieces in (2, 3):
-        cuttings.append([(piece, None) for piece in split(whole, pieces)])
+    for micro_batches in (2, 3):
+        cuttings.append([(micro_batch, None) for micro_batch in split(whole, micro_batches)])
     yield Sample(whole, 1, [cutting for cutting in cuttings if len(cutting) > 1])
 
 
 def rank_rows(batch: Any, size: int) -> list[int]:
-    """The rows, those first that have the most or the fewest counted entries in some tensor."""
+    """Return the rows, starting with those that have the most or the fewest counted entries in some tensor."""
     order: dict[int, None] = {}
 
     def look_at(leaf: Any, path: str) -> Any:
@@ -161,12 +161,12 @@ def rank_rows(batch: Any, size: int) -> list[int]:
 
 
 def _count_features(leaf: Tensor) -> Iterator[Tensor]:
-    """For each row, by how much it counts in different readings of the tensor."""
+    """Yield, for each row, its count in different interpretations of the tensor."""
     rows = leaf.detach().reshape(leaf.shape[0], -1)
     if leaf.is_floating_point():
         yield rows.isnan().sum(1)
         if not bool((rows == 0).any()):
-            return  # inputs rather than masks or weights
+            return  # model inputs rather than masks or weights
         yield (rows == 0).sum(1)
         return
     for value in _NOT_COUNTED:

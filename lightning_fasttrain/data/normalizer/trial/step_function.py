@@ -1,4 +1,4 @@
-"""What a step function is made of: its loss, the models that it uses, and whether it is the one of last time."""
+"""Inspect a step function: its loss, the models that it uses, and whether it is the previous one again."""
 
 import functools
 import types
@@ -10,15 +10,15 @@ from torch import Tensor, nn
 
 from lightning_fasttrain.core.messages import explain
 
-_LIBRARIES = ("torch.", "lightning.")  # they do the same in every run
+_LIBRARIES = ("torch.", "lightning.")  # their functions are the same in every run
 
 
 def loss_of(output: Any) -> Tensor:
-    """The loss in what a step returned: a tensor, or a mapping or object with a ``loss``.
+    """Return the loss in a step's output: a tensor, or the ``loss`` of a mapping or object.
 
     Raises:
-        TypeError: there is none.
-        ValueError: it is not one number.
+        TypeError: there is no loss tensor.
+        ValueError: the loss is not a scalar.
     """
     loss = output
     if isinstance(output, Mapping):
@@ -26,17 +26,18 @@ def loss_of(output: Any) -> Tensor:
     elif not isinstance(output, Tensor):
         loss = getattr(output, "loss", None)
     if not isinstance(loss, Tensor):
-        why = "micro-batches are summed by their mean loss, and there is no loss tensor in it"
+        why = "micro-batches are summed by their mean loss, and the output holds no loss tensor"
         way_out = "Return the loss, or a dict with a 'loss'"
         raise TypeError(explain(f"the step returned {type(output).__name__}", why, way_out))
     if loss.numel() != 1:
-        why = "micro-batches are weighed by their mean loss, which is one number"
+        why = "micro-batches are weighted by their mean loss, which must be a scalar"
         raise ValueError(explain(f"the step returned a loss of shape {tuple(loss.shape)}", why, "Return loss.mean()"))
     return loss.reshape(())
 
 
 def models_of(step: object) -> list[nn.Module]:
-    """The modules that a step function reaches directly: itself, what it is bound to, closes over, or names.
+    """Return the modules that a step function reaches directly: itself, its bound object, closure variables and
+    globals.
 
     Example:
         >>> net = nn.Linear(1, 1)
@@ -47,10 +48,10 @@ def models_of(step: object) -> list[nn.Module]:
 
 
 def key_of(*functions: object) -> tuple[Any, ...]:
-    """Equal for functions that do the same: the same code with the same models and helpers.
+    """Return a key that is equal for functions that do the same: the same code with the same models and helpers.
 
-    A function that is made again in every turn of a loop is a new object each time, but its code is not. The key holds
-    nothing alive.
+    A function defined inside a loop is a new object in each iteration, but its code is the same. The key keeps no
+    object alive.
     """
     things = [thing for function in functions for thing in _reach(function)]
     return tuple(_reference(thing) for thing in things)
@@ -60,16 +61,16 @@ def _reference(thing: object) -> object:
     if isinstance(thing, types.FunctionType):
         return weakref.ref(thing.__code__)
     if type(thing).__module__.startswith(_LIBRARIES) and not isinstance(thing, nn.Module):
-        return type(thing)  # such as the autocast that a step is decorated with in every turn
+        return type(thing)  # such as the autocast that decorates a step in every iteration
     try:
-        # Not an id, which a later object may have: a dead reference is equal to no other.
+        # Not an id, which a later object may reuse: a dead reference equals no other.
         return weakref.ref(thing)
     except TypeError:  # a string, say
         return thing
 
 
 def _reach(thing: object, depth: int = 3) -> Iterator[object]:
-    """The functions and models that ``thing`` works with, itself first."""
+    """Yield the functions and models that ``thing`` uses, itself first."""
     if isinstance(thing, functools.partial):
         yield from _reach_each(thing.func, *thing.args, *thing.keywords.values(), depth=depth)
     elif isinstance(thing, types.MethodType):
@@ -91,5 +92,5 @@ def _reach_each(*things: object, depth: int) -> Iterator[object]:
 def _is_filled(cell: types.CellType) -> bool:
     try:
         return cell.cell_contents is not None
-    except ValueError:  # a variable that has no value yet
+    except ValueError:  # a variable without a value so far
         return False

@@ -1,4 +1,4 @@
-"""One step on a few samples, unsplit and in pieces, without a trace: its losses, and entries of its gradients."""
+"""Run one step on a few samples, unsplit and in micro-batches, without side effects, and compare the gradients."""
 
 import itertools
 import random
@@ -29,15 +29,15 @@ _NO_GRADIENT = "the gradient is zero everywhere"
 
 @dataclass(frozen=True)
 class Stage:
-    """Where a step runs.
+    """Where and how a step runs.
 
     Attributes:
-        step: a part of the batch → what :func:`loss_of` finds a loss in.
-        models: what it changes, as far as known.
-        context: entered around every run, for instance so that no gradients are synchronised.
-        gradients: whether gradients can be taken; else losses alone are compared.
-        may_skip: whether the step may return None, for a batch that is left out.
-        may_scale: whether gradients can be multiplied before they are used, so that no total is needed beforehand.
+        step: maps a micro-batch to an output in which :func:`loss_of` finds a loss.
+        models: the models that it changes, as far as known.
+        context: entered around every run, for instance to disable gradient synchronization.
+        gradients: whether gradients can be computed; otherwise only losses are compared.
+        may_skip: whether the step may return None to skip a batch.
+        may_scale: whether gradients can be scaled before they are used, so that the total need not be known beforehand.
     """
 
     step: Callable[[Any], Any]
@@ -50,18 +50,18 @@ class Stage:
 
 @dataclass
 class Trial:
-    """What was found out about a step.
+    """The outcome of trying a step.
 
     Attributes:
-        sample: what it was tried on.
+        sample: the samples on which it was tried.
         splits: empty where there was nothing to compare.
         rounding: whether low precision hides small differences.
-        precision: in which it ran, as of a :class:`DeterministicStep`.
-        statistics: whether BatchNorm took statistics of the batch.
-        whole: the run on the sample.
+        precision: the precision in which it ran, as of a :class:`DeterministicStep`.
+        statistics: whether BatchNorm used statistics of the batch.
+        whole: the run on the unsplit sample.
         why_not: why there is nothing to compare; empty if there is.
-        is_skipped: whether the step returned None, so that nothing can be said yet.
-        failed: whether the step raised an error on a few samples, and not for want of memory.
+        is_skipped: whether the step returned None, so that nothing is known yet.
+        failed: whether the step raised an error other than out of memory on a few samples.
     """
 
     sample: Sample
@@ -76,17 +76,17 @@ class Trial:
 
     @property
     def shows_nothing(self) -> bool:
-        """Whether the samples have no finite loss or no gradient, as where no target counts."""
+        """Whether the samples have no finite loss or no gradient, as without targets."""
         return self.why_not in (_NOT_FINITE, _NO_GRADIENT)
 
     @property
     def precise(self) -> bool:
-        """Whether everything ran in float64."""
+        """Whether all operations ran in float64."""
         return self.precision == "float64"
 
 
 def try_split(stage: Stage, samples: Iterator[Sample], precision: str = "float32") -> Trial:
-    """Run the step on a few samples, unsplit and in pieces, as far as memory and the step allow."""
+    """Run the step on a few samples, unsplit and in micro-batches, as far as memory and the step allow."""
     trial: Trial | None = None
     if not stage.gradients:
         return _try_in_step(stage, next(samples))
@@ -99,7 +99,7 @@ def try_split(stage: Stage, samples: Iterator[Sample], precision: str = "float32
 
 
 def try_unsplit(stage: Stage, sample: Sample) -> Trial:
-    """Run the step on a sample that is not cut. Raises: whatever the step raises, or that it returns no loss."""
+    """Run the step on an unsplit sample. Raises: whatever the step raises, or that it returns no loss."""
     try:
         return _try(stage, sample, "float32")
     except _NoLossError as error:
@@ -107,7 +107,7 @@ def try_unsplit(stage: Stage, sample: Sample) -> Trial:
 
 
 def _try_in_step(stage: Stage, sample: Sample) -> Trial:
-    """Where parameters are sharded every forward gathers them, so all ranks must run the same number: three."""
+    """Run the step three times: ranks with sharded parameters must run the same number of forwards."""
     try:
         return _try(stage, Sample(sample.whole, sample.size, sample.cuttings[:1]), "as it is")
     except _NoLossError as error:
@@ -115,14 +115,14 @@ def _try_in_step(stage: Stage, sample: Sample) -> Trial:
 
 
 def _try_either_way(stage: Stage, sample: Sample, precision: str) -> Trial:
-    """In the given precision; where the step does not run like that, or not within memory, as it is."""
+    """Run in the given precision; if the step fails in it or runs out of memory, in the step's own precision."""
     failure, failed = "", False
     for tried in dict.fromkeys((precision, "as it is")):
         try:
             return _try(stage, sample, tried)
         except _NoLossError as error:
             return _skip_or_refuse(stage, sample, error)
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:  # whatever a user's step may raise
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:  # errors that a user's step may raise
             failed = not isinstance(error, torch.OutOfMemoryError)
             failure = f"the step failed on {sample.size} samples alone: {type(error).__name__} {error}"
         if torch.cuda.is_available():
@@ -131,7 +131,7 @@ def _try_either_way(stage: Stage, sample: Sample, precision: str) -> Trial:
 
 
 def _skip_or_refuse(stage: Stage, sample: Sample, error: "_NoLossError") -> Trial:
-    """A step that may leave batches out has left this one out; any other must return a loss."""
+    """Accept that a step which may skip batches has skipped this one; any other must return a loss."""
     if error.output is not None or not stage.may_skip:
         raise error.reason from None
     return Trial(sample, why_not="the step returned None", is_skipped=True)
@@ -152,28 +152,28 @@ def _try(stage: Stage, sample: Sample, precision: str) -> Trial:
 def _run_cuttings(
     stage: Stage, mode: DeterministicStep, sample: Sample, restore: Callable[[], None]
 ) -> tuple[Run, list[Tensor], list[Split]]:
-    """The run on the sample, the parameters of its loss, and the runs on all pieces."""
+    """Return the run on the sample, the parameters of its loss, and the runs on all micro-batches."""
     whole = _run_once(stage, mode, sample.whole, None, sample.size)
     runs: list[list[Run]] = []
     for cutting in sample.cuttings:
         runs.append([])
-        for piece, rows in cutting:
+        for micro_batch, rows in cutting:
             restore()
-            runs[-1].append(_run_once(stage, mode, piece, rows, sample.size))
-    # A step may make leaves of its own, such as inputs of a gradient penalty: these are others in each run.
-    others = {leaf for pieces in runs for run in pieces for leaf in run.entries}
+            runs[-1].append(_run_once(stage, mode, micro_batch, rows, sample.size))
+    # A step may create leaves of its own, such as inputs of a gradient penalty, which differ between runs.
+    others = {leaf for micro_batches in runs for run in micro_batches for leaf in run.entries}
     parameters = [leaf for leaf in whole.entries if leaf in others or isinstance(leaf, nn.Parameter)]
     for run in [whole, *itertools.chain.from_iterable(runs)]:
         run.take(parameters)
     splits: list[Split] = []
-    for cutting, pieces in zip(sample.cuttings, runs, strict=True):
-        splits.append(Split([piece for piece, _ in cutting], whole, pieces, parameters))
+    for cutting, micro_batches in zip(sample.cuttings, runs, strict=True):
+        splits.append(Split([micro_batch for micro_batch, _ in cutting], whole, micro_batches, parameters))
     return whole, parameters, splits
 
 
 @contextmanager
 def _parameters_in_float64(models: Iterable[nn.Module]) -> Iterator[None]:
-    """So that their gradients are not rounded to the parameters' own type."""
+    """Keep parameters in float64, so that their gradients are not rounded to the parameters' own dtype."""
     held = {id(parameter): parameter for model in models for parameter in model.parameters()}
     cast = [parameter for parameter in held.values() if parameter.dtype in (torch.float32, *LOW)]
     before = [parameter.data for parameter in cast]
@@ -188,7 +188,7 @@ def _parameters_in_float64(models: Iterable[nn.Module]) -> Iterator[None]:
 
 def _why_not(mode: DeterministicStep, splits: list[Split], stage: Stage) -> str:
     if not splits:
-        return "the batch is one sample that cannot be compared with another"
+        return "the batch is one sample, which cannot be compared with another"
     if mode.redrawn:
         return "the step draws random numbers in recomputed blocks"
     if any(run.drawn != split.whole.drawn for split in splits for run in split.runs):
@@ -200,11 +200,11 @@ def _why_not(mode: DeterministicStep, splits: list[Split], stage: Stage) -> str:
     return ""
 
 
-def run_again(stage: Stage, trial: Trial, piece: int | None = None) -> Run:
-    """Run the step once more, on the unsplit sample of a trial or on one of its first pieces."""
+def run_again(stage: Stage, trial: Trial, micro_batch: int | None = None) -> Run:
+    """Run the step once more, on the unsplit sample of a trial or on one of its first micro-batches."""
     mode = DeterministicStep(trial.precision)
     sample = trial.sample
-    rows, where = (sample.whole, None) if piece is None else sample.cuttings[0][piece]
+    rows, where = (sample.whole, None) if micro_batch is None else sample.cuttings[0][micro_batch]
     restore = remember(stage.models)
     try:
         with _parameters_in_float64(stage.models) if trial.precise else nullcontext():
@@ -252,7 +252,7 @@ def _as_numbers(term: Term) -> ReadTerm:
     summed = count_summed(term.node) if term.kind in ("sum", "quotient") else None
     slots = tuple((float(slot.value), slot.divides) for slot in term.slots)
     ignored = getattr(term.node, "_saved_ignore_index", None)
-    if ignored is not None and ignored >= 2**63:  # autograd keeps it unsigned
+    if ignored is not None and ignored >= 2**63:  # autograd stores it unsigned
         ignored -= 2**64
     summed = None if summed is None else float(summed)
     return ReadTerm(term.kind, term.name, slots, summed, is_of_parameters(term.node), ignored)
@@ -264,7 +264,7 @@ def _read_randomness() -> tuple[Any, ...]:
 
 
 class _NoLossError(Exception):
-    """What a step returned is no loss, which is its fault and not that of the few samples."""
+    """A step's output without a valid loss: an error of the step, not of the few samples."""
 
     def __init__(self, output: Any, reason: Exception) -> None:
         self.output, self.reason = output, reason
@@ -278,8 +278,8 @@ def _loss(output: Any) -> Tensor:
 
 
 def _without_compiling() -> AbstractContextManager[Any]:
-    """Compiled code would be compiled again for these shapes, and modes cannot look into it."""
-    if "torch._dynamo" not in sys.modules:  # then nothing is compiled, and importing it takes seconds
+    """Disable compilation: compiled code would be recompiled for these shapes, and modes cannot see into it."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled without it, and importing it takes seconds
         return nullcontext()
     return torch.compiler.set_stance("force_eager")
 
@@ -290,12 +290,13 @@ def _without_autocast() -> AbstractContextManager[Any]:
 
 
 def _gradients(loss: Tensor, parameters: list[Tensor]) -> Sequence[Tensor | None]:
-    """As ``torch.autograd.grad``, which the mode would take for one function: a forward that is recomputed inside of it
-    would run without the mode, with dropout."""
+    """Compute ``torch.autograd.grad`` so that recomputed forwards run under the mode, without dropout.
+
+    The mode would treat ``torch.autograd.grad`` as one function and be off inside it."""
     if not parameters:
         return ()
-    with _without_autocast():  # as a backward runs
-        # In this order: outputs, their gradients, retain_graph, create_graph, inputs, allow_unused.
+    with _without_autocast():  # as in a regular backward
+        # The order is: outputs, their gradients, retain_graph, create_graph, inputs, allow_unused.
         return _engine_run_backward(
             (loss,), (torch.ones_like(loss),), False, False, tuple(parameters), True, accumulate_grad=False
         )
@@ -303,7 +304,7 @@ def _gradients(loss: Tensor, parameters: list[Tensor]) -> Sequence[Tensor | None
 
 @contextmanager
 def _collecting_logs(models: Sequence[nn.Module]) -> Iterator[dict[str, LoggedValue]]:
-    """What a trial finds is no value of the run; it is compared with that of the pieces."""
+    """Collect logged values instead of logging them, for comparison with those of the micro-batches."""
     logged: dict[str, LoggedValue] = {}
 
     def collect(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -317,7 +318,7 @@ def _collecting_logs(models: Sequence[nn.Module]) -> Iterator[dict[str, LoggedVa
 
 
 def note_value(logged: dict[str, LoggedValue], name: str, value: Any) -> None:
-    """Keep a value that is one number; of a Metric, which adds up by itself, nothing."""
+    """Record a scalar value; a Metric, which accumulates by itself, is skipped."""
     if isinstance(value, Tensor) and value.numel() == 1:
         divisor = own_divisor(value)
         logged[name] = LoggedValue(float(value.detach()), None if divisor is None else float(divisor))
@@ -326,14 +327,14 @@ def note_value(logged: dict[str, LoggedValue], name: str, value: Any) -> None:
 
 
 def _leaves_of(loss: Tensor) -> list[Tensor]:
-    """The leaf tensors that ``loss`` has a gradient for, in the order in which its graph is met."""
+    """Return the leaf tensors that ``loss`` has a gradient for, in the order of its graph."""
     if loss.grad_fn is None:
         return []
     found: dict[int, Tensor] = {}
     seen, waiting = {loss.grad_fn}, [loss.grad_fn]
     while waiting:
         node = waiting.pop()
-        # Only nodes that add to a leaf's gradient have it.
+        # Only nodes that accumulate a leaf's gradient have it.
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, Tensor):
             found[id(leaf)] = leaf
@@ -347,6 +348,6 @@ def _leaves_of(loss: Tensor) -> list[Tensor]:
 def _uses_tf32(parameters: list[Tensor]) -> bool:
     if not any(p.is_cuda for p in parameters):
         return False
-    # torch's defaults: TF32 in convolutions, not in products.
+    # torch's defaults: TF32 in convolutions, but not in matrix products.
     products, convolutions = torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision
     return products == "tf32" or convolutions != "ieee"
