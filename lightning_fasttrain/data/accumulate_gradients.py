@@ -165,7 +165,7 @@ def accumulate_window(
 
 @dataclass
 class _Found:
-    """How the loss of a step function is split, and when later batches are checked again."""
+    """The split of a step function's loss, and the batches at which it is checked again."""
 
     split: LossSplit | Trunk
     looks: Looks

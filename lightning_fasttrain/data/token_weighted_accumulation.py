@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import one_of, positive_int
-from lightning_fasttrain.core.host.lightning import decide_when_a_step_goes_on, is_last_batch_taken
+from lightning_fasttrain.core.host.lightning import decide_when_accumulation_continues, is_last_batch_taken
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.data.closure.micro_batch_closure import BatchClosures
@@ -94,7 +94,7 @@ class TokenWeightedAccumulation(Technique):
         self._restored: dict[str, Any] | None = None
         self._factor = self._world_size = 1
         self._asked_for = -1  # the batch of the cached answer below
-        self._goes_on = False
+        self._continues = False
         self._begin_window()
 
     def _begin_window(self) -> None:
@@ -159,7 +159,7 @@ class TokenWeightedAccumulation(Technique):
         self._asked_for = -1
         self._begin_window()
         leave = BatchClosures.join(trainer, pl_module, window=self)
-        restore = decide_when_a_step_goes_on(trainer, self._window_goes_on)
+        restore = decide_when_accumulation_continues(trainer, self._window_continues)
         zero_grad = pl_module.optimizer_zero_grad
 
         def optimizer_zero_grad(epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
@@ -183,7 +183,7 @@ class TokenWeightedAccumulation(Technique):
         assert self._trainer is not None
         return self.factor_in(self._trainer.current_epoch, self._trainer.fit_loop.epoch_loop.global_step)
 
-    def _window_goes_on(self) -> bool:
+    def _window_continues(self) -> bool:
         """Whether the window continues after this batch; Lightning asks before, during and after its step."""
         assert self._trainer is not None
         loop = self._trainer.fit_loop.epoch_loop
@@ -193,13 +193,13 @@ class TokenWeightedAccumulation(Technique):
             self._asked_for = batch
             if self._batches == 0:
                 self._factor = self._trainer.accumulate_grad_batches = self._factor_now()
-            self._goes_on = self._batches + 1 < self._factor and not is_last_batch_taken(self._trainer)
-        return self._goes_on
+            self._continues = self._batches + 1 < self._factor and not is_last_batch_taken(self._trainer)
+        return self._continues
 
     @property
     def holds_one_batch(self) -> bool:
         """Whether windows are one batch on one rank, so that its weight cancels."""
-        return not self._window_goes_on() and self._factor == self._world_size == 1
+        return not self._window_continues() and self._factor == self._world_size == 1
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -223,7 +223,7 @@ class TokenWeightedAccumulation(Technique):
         assert self._trainer is not None
         self._targets = self._targets + targets
         self._batches += 1
-        if self._window_goes_on():
+        if self._window_continues():
             return
         if self.found is not None and self.found.is_sum:
             self._targets = 1 / self._trainer.world_size  # turns the mean over ranks into a sum
@@ -275,4 +275,4 @@ class TokenWeightedAccumulation(Technique):
                 parameters[name].grad = grad.to(parameters[name])
         # Lightning asks about the last batch of an interrupted run before it fetches the next.
         self._asked_for = trainer.fit_loop.epoch_loop.batch_progress.total.ready
-        self._goes_on = self._batches > 0
+        self._continues = self._batches > 0

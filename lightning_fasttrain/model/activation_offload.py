@@ -1,4 +1,4 @@
-"""What the forward saves for the backward waits in host memory, or on disk, and comes back in time."""
+"""Keep activations that the forward saves in host memory, or on disk, until the backward needs them."""
 
 import functools
 import math

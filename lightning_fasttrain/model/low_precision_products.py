@@ -124,8 +124,8 @@ def multiply_in_low_precision_(
     undos = [EightBitForward(layer, kind).install() for layer in layers.values()]
 
     def undo() -> None:
-        for put_back in undos:
-            put_back()
+        for restore_all in undos:
+            restore_all()
 
     return LowPrecisionReport(kind, tuple(layers), tuple(already), left, undo)
 

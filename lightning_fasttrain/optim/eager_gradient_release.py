@@ -7,7 +7,7 @@ import lightning as L
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 
-from lightning_fasttrain.core.host.lightning import step_goes_on
+from lightning_fasttrain.core.host.lightning import accumulation_continues
 from lightning_fasttrain.core.messages import explain, note_once
 from lightning_fasttrain.technique import Conflict, Setting, Technique
 from lightning_fasttrain.technique.facts import Facts
@@ -97,7 +97,7 @@ class EagerGradientRelease(Technique):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Hook: the first one after the optimizer step."""
-        if not (trainer.strategy.handles_gradient_accumulation or step_goes_on(trainer)):
+        if not (trainer.strategy.handles_gradient_accumulation or accumulation_continues(trainer)):
             for optimizer in trainer.optimizers:
                 release_gradients_(p for group in optimizer.param_groups for p in group["params"])
 

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor
 
-from lightning_fasttrain.core.host.lightning import step_goes_on
+from lightning_fasttrain.core.host.lightning import accumulation_continues
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.technique import Conflict, Exactness, Technique
@@ -102,5 +102,5 @@ class WeightClipping(Technique):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Hook: called after the optimizer step."""
-        if not step_goes_on(trainer):
+        if not accumulation_continues(trainer):
             clip_weights_(self._parameters, self.limit)

@@ -9,7 +9,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Checkpoint
 
-from lightning_fasttrain.core.host.lightning import step_goes_on
+from lightning_fasttrain.core.host.lightning import accumulation_continues
 from lightning_fasttrain.core.peak_memory import PeakMemory
 from lightning_fasttrain.data import BatchSizeWarmup, MicroBatching, SequenceLengthWarmup, TokenWeightedAccumulation
 from lightning_fasttrain.dry_run.rehearsal.context import fill_up
@@ -125,7 +125,7 @@ class _Watch(Checkpoint):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if step_goes_on(trainer) or batch_idx + 1 < self.steps * self.window:
+        if accumulation_continues(trainer) or batch_idx + 1 < self.steps * self.window:
             return
         self.measuring.close()
         self.peak_bytes = 0 if self.meter is None else self.meter.peak_bytes

@@ -350,7 +350,7 @@ def test_what_others_made_stays_as_it_is_even_under_our_names(tmp_path):
     assert listing(tmp_path) == before
 
 
-def test_a_folder_without_our_mark_never_takes_the_place_of_a_checkpoint_though_it_is_whole(tmp_path):
+def test_a_folder_without_our_mark_never_replaces_a_checkpoint(tmp_path):
     told(tmp_path / "step.ckpt", 3)
     write(tmp_path / "other", {"other": b"other"})
     (tmp_path / "other").rename(tmp_path / ".fasttrain-tmp-step.ckpt")

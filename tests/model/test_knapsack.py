@@ -9,13 +9,13 @@ from lightning_fasttrain.model.memory_budget import knapsack
 from lightning_fasttrain.model.memory_budget.knapsack import place
 
 
-def best_by_trying_all(options, room):
+def best_by_trying_all(options, capacity):
     best = None
     for choice in itertools.product(*[range(len(o)) for o in options]):
         taken, fits = 0, True
         for block, index in enumerate(choice):
             taken += options[block][index][0]
-            fits = fits and taken <= room[block]
+            fits = fits and taken <= capacity[block]
         cost = sum(options[block][index][1] for block, index in enumerate(choice))
         if fits and (best is None or cost < best):
             best = cost
@@ -34,11 +34,11 @@ def test_the_cost_equals_brute_force(seed):
         [(draw.randint(50, 400), 0.0), (draw.randint(10, 50), draw.uniform(0.1, 2)), (0, draw.uniform(2, 9))]
         for _ in range(blocks)
     ]
-    room = [draw.randint(0, 250 * blocks) for _ in range(blocks)]
-    choice = place(options, room)
-    assert cost_of(options, choice) == pytest.approx(best_by_trying_all(options, room))
+    capacity = [draw.randint(0, 250 * blocks) for _ in range(blocks)]
+    choice = place(options, capacity)
+    assert cost_of(options, choice) == pytest.approx(best_by_trying_all(options, capacity))
     taken = list(itertools.accumulate(o[index][0] for o, index in zip(options, choice, strict=True)))
-    assert all(t <= r for t, r in zip(taken, room, strict=True))
+    assert all(t <= r for t, r in zip(taken, capacity, strict=True))
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -46,11 +46,11 @@ def test_many_blocks_of_all_sizes_are_placed_nearly_optimally_within_the_limit(s
     draw = random.Random(seed)
     gib = 2**30
     options = [[(draw.randint(gib // 2, gib), 0.0), (0, draw.uniform(1, 2))] for _ in range(14)]
-    room = [6 * gib] * 14
-    exact = cost_of(options, place(options, room))
-    assert exact == pytest.approx(best_by_trying_all(options, room))
+    capacity = [6 * gib] * 14
+    exact = cost_of(options, place(options, capacity))
+    assert exact == pytest.approx(best_by_trying_all(options, capacity))
     monkeypatch.setattr(knapsack, "MOST", 256)
-    choice = place(options, room)
+    choice = place(options, capacity)
     assert sum(o[index][0] for o, index in zip(options, choice, strict=True)) <= 6 * gib
     assert exact <= cost_of(options, choice) <= 1.05 * exact
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fasttrain.cli.rehearsal.rehearse_kills import BATCH, ORDERS, SAVE, UPDATE
-from lightning_fasttrain.core.host.lightning import step_goes_on
+from lightning_fasttrain.core.host.lightning import accumulation_continues
 from lightning_fasttrain.dry_run.rehearsal.nested_trainer import find_unrehearsable
 from lightning_fasttrain.dry_run.rehearsal.state_record import record_state
 
@@ -81,7 +81,7 @@ class KilledOnTrial(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if trainer.global_step >= self.orders.steps and not step_goes_on(trainer):
+        if trainer.global_step >= self.orders.steps and not accumulation_continues(trainer):
             self._end_well(trainer, pl_module)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

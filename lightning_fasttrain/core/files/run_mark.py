@@ -18,7 +18,7 @@ class RunMark:
 
     Example:
         >>> first, second = RunMark(), RunMark()
-        >>> second.go_on_from(first.facts(step=3))
+        >>> second.continue_from(first.facts(step=3))
         >>> second.run == first.run
         True
     """
@@ -30,7 +30,7 @@ class RunMark:
         """The mark of a checkpoint: plain values, for its manifest or beside its state."""
         return {"run": self.run, "step": step if type(step) is int else None, "saved_at": time.time()}
 
-    def go_on_from(self, facts: object) -> None:
+    def continue_from(self, facts: object) -> None:
         """Be the run that ``facts`` are of; without a run in them, stay another."""
         run = facts.get("run") if isinstance(facts, dict) else None
         self.run = run if isinstance(run, str) else self.run

@@ -42,7 +42,7 @@ TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_af
 # State of a run
 
 
-def step_goes_on(trainer: L.Trainer) -> bool:
+def accumulation_continues(trainer: L.Trainer) -> bool:
     """Whether the gradients of this batch are summed with those of the next."""
     return trainer.fit_loop._should_accumulate()
 
@@ -140,8 +140,8 @@ def configured_optimizers(module: L.LightningModule) -> list[Optimizer]:
 # The step
 
 
-def decide_when_a_step_goes_on(trainer: L.Trainer, decide: Callable[[], bool]) -> Undo:
-    """Have ``decide`` answer :func:`step_goes_on`, for Lightning too."""
+def decide_when_accumulation_continues(trainer: L.Trainer, decide: Callable[[], bool]) -> Undo:
+    """Have ``decide`` answer :func:`accumulation_continues`, for Lightning too."""
     return patch(trainer.fit_loop.epoch_loop, "_should_accumulate", decide)
 
 

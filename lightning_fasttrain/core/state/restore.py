@@ -26,9 +26,9 @@ def remember(models: Iterable[nn.Module]) -> Callable[[], None]:
     Example:
         >>> net = nn.Linear(1, 1)
         >>> net.losses = []
-        >>> put_back = remember([net])
+        >>> restore_all = remember([net])
         >>> net.losses.append(0.5)
-        >>> put_back()
+        >>> restore_all()
         >>> net.losses
         []
     """
@@ -40,7 +40,7 @@ def remember(models: Iterable[nn.Module]) -> Callable[[], None]:
     states = [(metric, read_metric(metric)) for metric in metrics]
     attributes = [(module, dict(_attributes(module))) for module in modules if not isinstance(module, Metric)]
 
-    def put_back() -> None:
+    def restore_all() -> None:
         set_random_state(generators)
         with torch.no_grad():
             for held, name, buffer, before in buffers:
@@ -51,9 +51,9 @@ def remember(models: Iterable[nn.Module]) -> Callable[[], None]:
             copies = {name: _copy_values(value) for name, value in state.values.items()}  # it may be restored again
             write_metric_(metric, MetricState(copies, state.updates))
         for module, before in attributes:
-            _put_back_attributes(module, before)
+            _restore_attributes(module, before)
 
-    return put_back
+    return restore_all
 
 
 def remember_gradients(model: nn.Module) -> Callable[[], None]:
@@ -62,11 +62,11 @@ def remember_gradients(model: nn.Module) -> Callable[[], None]:
     for parameter in model.parameters():
         grads.append((parameter, None if parameter.grad is None else _copy_values(parameter.grad)))
 
-    def put_back() -> None:
+    def restore_all() -> None:
         for parameter, before in grads:
             parameter.grad = None if before is None else before.clone()
 
-    return put_back
+    return restore_all
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, tuple[Any, Any]]]:
@@ -81,7 +81,7 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, tuple[Any, Any]]]:
             yield name, (value, value)
 
 
-def _put_back_attributes(module: nn.Module, before: dict[str, tuple[Any, Any]]) -> None:
+def _restore_attributes(module: nn.Module, before: dict[str, tuple[Any, Any]]) -> None:
     now = vars(module)
     for name in [name for name, value in now.items() if isinstance(value, Tensor) and name not in before]:
         del now[name]  # made by the step, and perhaps it holds a graph

@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fasttrain.core.host.lightning import (
+    accumulation_continues,
     call_strategy,
     plain_closure,
     replace_closures,
     replaced_closures,
-    step_goes_on,
     zero_grad_of_batch,
 )
 from lightning_fasttrain.core.messages import explain
@@ -203,7 +203,7 @@ class BatchClosures:
         parts.pass_on_logs()
         if self.search.window is not None:
             self.search.window.add(parts.weights.total, optimizer)
-        if not (step_goes_on(self.trainer) or takes_float32_gradients(optimizer)):
+        if not (accumulation_continues(self.trainer) or takes_float32_gradients(optimizer)):
             self._sums.finish()
         return ClosureResult.from_training_step_output(parts.output, self.trainer.accumulate_grad_batches)
 
@@ -212,7 +212,7 @@ class BatchClosures:
     ) -> list[Any]:
         trainer, strategy = self.trainer, self.trainer.strategy
         outputs: list[Any] = []
-        if len(parts) > 1 or step_goes_on(trainer) or self._sums.is_open:
+        if len(parts) > 1 or accumulation_continues(trainer) or self._sums.is_open:
             self._sums.begin(list_parameters(optimizer))
         scaled_here = weights.known is None and self.search.window is None
         gradients = StepGradients(trainer.lightning_module.parameters() if scaled_here else ())
@@ -267,7 +267,7 @@ class BatchClosures:
     @property
     def _reduces_gradients(self) -> bool:
         """Whether the last backward of this batch averages gradients over ranks."""
-        return self.trainer.world_size > 1 and not step_goes_on(self.trainer)
+        return self.trainer.world_size > 1 and not accumulation_continues(self.trainer)
 
     @property
     def _has_sync(self) -> bool:

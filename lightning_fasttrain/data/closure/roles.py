@@ -33,7 +33,7 @@ class SharedSplit:
 
 
 class Counting(Protocol):
-    """What both kinds of technique provide for the weighting of micro-batches."""
+    """The attributes that both kinds of technique have for the weighting of micro-batches."""
 
     count: Count
     check: bool

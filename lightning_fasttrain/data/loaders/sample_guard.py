@@ -69,7 +69,7 @@ def _refuse_negative(skip_bad_samples: object) -> None:
 
 @dataclass
 class Tally:
-    """How many samples may be skipped, and how many were."""
+    """The number of samples that may be skipped, and that were."""
 
     limit: int
     skipped: int = 0

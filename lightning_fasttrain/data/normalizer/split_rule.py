@@ -1,4 +1,4 @@
-"""How the loss of a batch is split: by each micro-batch's own normalizer, and by counted targets."""
+"""Split the loss of a batch by each micro-batch's own normalizer, and by counted targets."""
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -139,7 +139,7 @@ def _as_host_bool(value: Tensor) -> bool | Tensor:
 
 @dataclass
 class LossSplit:
-    """How a loss is split into the losses of its micro-batches.
+    """The rule that splits a loss into the losses of its micro-batches.
 
     Attributes:
         read: how the weight of a micro-batch is read from its loss; None where the user's ``count`` gives it, or it

@@ -23,7 +23,7 @@ _WAY_OUT = "Give a number, as MicroBatching(8): then no batch is retried"
 
 
 class Together:
-    """How the processes of a run search for a number of micro-batches; this base class is for a single process.
+    """The search for a number of micro-batches by all processes of a run; this base class is for a single process.
 
     Attributes:
         may_split_forwards: whether forwards inside the step may run in micro-batches.

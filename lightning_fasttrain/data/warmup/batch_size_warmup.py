@@ -146,7 +146,7 @@ class BatchSizeWarmup(TokenWeightedAccumulation):
     def _factor_now(self) -> int:
         trainer = self._trainer
         assert trainer is not None
-        if self.growth.clock != "steps" and self.growth.goes_on:
+        if self.growth.clock != "steps" and self.growth.is_growing:
             # A collective: all ranks get here when a window begins, and their windows are the same.
             self.growth.agree(trainer.strategy, trainer.world_size)
         self.growth.steps = trainer.global_step

@@ -71,7 +71,7 @@ class Growth:
         return self.size_at(self.done)
 
     @property
-    def goes_on(self) -> bool:
+    def is_growing(self) -> bool:
         """Whether the growth continues."""
         return self.until is None or self.done < self.until
 

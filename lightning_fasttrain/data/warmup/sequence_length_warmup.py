@@ -131,7 +131,7 @@ def grow_sequences(batches: Iterable[Any], growth: Growth, window: int = 1, cut:
         [2, 2, 4, 6]
     """
     for number, batch in enumerate(batches, start=1):
-        handed_out = cut(batch, growth.size) if growth.goes_on else batch
+        handed_out = cut(batch, growth.size) if growth.is_growing else batch
         growth.add(handed_out)
         yield handed_out
         growth.agree()
@@ -216,7 +216,7 @@ class SequenceLengthWarmup(Technique):
             whole = total_steps(trainer) if share else steps_of_epochs(trainer, growth.over.amount)
             growth.until = round(growth.over.amount * whole) if share else round(whole)
         growth.steps = trainer.global_step
-        if growth.goes_on:
+        if growth.is_growing:
             if growth.clock != "steps":
                 growth.agree(trainer.strategy, trainer.world_size)
             batch = self.cut(batch, growth.size)

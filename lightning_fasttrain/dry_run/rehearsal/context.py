@@ -52,8 +52,8 @@ class Rehearsed:
     @property
     def batches(self) -> list[Any]:
         """The batches of a small epoch: a complete window, and a short one or, if saves happen between, a second."""
-        goes_on = self.window > 1 or saves_within_epochs(writers_of(self.trainer))
-        return fill_up(self.sample.first, self.window + goes_on)
+        needs_another = self.window > 1 or saves_within_epochs(writers_of(self.trainer))
+        return fill_up(self.sample.first, self.window + needs_another)
 
     def ask_all(self, answer: A) -> list[A]:
         """Return the answers of all ranks, as plain values. All ranks must call it."""

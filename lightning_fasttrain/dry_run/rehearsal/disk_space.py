@@ -104,7 +104,7 @@ def _validations_an_epoch(trainer: L.Trainer) -> int:
     return max(1, math.ceil(trainer.num_training_batches / max(1, every)))
 
 
-def describe_room(places: list[Place], nbytes: int) -> str:
+def describe_free_space(places: list[Place], nbytes: int) -> str:
     """Describe how many checkpoints will be kept, and how many fit.
 
     Raises:

@@ -8,7 +8,7 @@ import lightning as L
 from lightning.pytorch.callbacks import Checkpoint
 
 from lightning_fasttrain.core.device import device_clock
-from lightning_fasttrain.core.host.lightning import step_goes_on
+from lightning_fasttrain.core.host.lightning import accumulation_continues
 from lightning_fasttrain.data.normalizer.trial.step_function import loss_of
 from lightning_fasttrain.dry_run.rehearsal.state_record import State, record_attributes, record_state
 from lightning_fasttrain.dry_run.verification.short_run import EnoughError
@@ -16,7 +16,7 @@ from lightning_fasttrain.dry_run.verification.short_run import EnoughError
 
 @dataclass(frozen=True)
 class Saving:
-    """How the run saves checkpoints.
+    """The checkpoints that the run saves.
 
     Attributes:
         path: path of the checkpoint.
@@ -91,7 +91,7 @@ class Follower(Checkpoint):
     ) -> None:
         if outputs:
             self.course.losses.append(float(loss_of(outputs)))
-        if step_goes_on(trainer):
+        if accumulation_continues(trainer):
             return
         self.course.step_s, self.began = device_clock(trainer.strategy.root_device) - (self.began or 0.0), None
         if self.saving is not None and self.saving.within_epochs and not self.is_saved:

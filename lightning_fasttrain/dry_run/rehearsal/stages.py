@@ -15,7 +15,7 @@ from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.dry_run.rehearsal.context import Rehearsed, explain_errors, fill_up
 from lightning_fasttrain.dry_run.rehearsal.disk_space import (
     bytes_on_disk,
-    describe_room,
+    describe_free_space,
     saves_within_epochs,
     writers_of,
 )
@@ -182,7 +182,7 @@ def measure_checkpoint(on: Rehearsed, saving: Saving) -> None:
     report.kept = None if math.isinf(kept) else int(kept)
     if on.trainer.is_global_zero:  # the rank that writes
         try:
-            room = describe_room(on.places, nbytes) or "the free disk space is unknown"
+            room = describe_free_space(on.places, nbytes) or "the free disk space is unknown"
         except OSError as error:
             problem = str(error)
     on.raise_on_all(problem)

@@ -234,7 +234,7 @@ class _Recorder(L.Callback):
 
 def _run_aside(module: L.LightningModule, run: Callable[[], Any], training: bool = False) -> Any:
     """Return the result of ``run`` in evaluation or training, without dropout and side effects; None on error."""
-    put_back = remember([module])
+    restore_all = remember([module])
     restore_log = patch(module, "log", _say_nothing)
     restore_dropout = without_dropout(module)
     try:
@@ -245,7 +245,7 @@ def _run_aside(module: L.LightningModule, run: Callable[[], Any], training: bool
     finally:
         restore_dropout()
         restore_log()
-        put_back()
+        restore_all()
 
 
 @contextmanager

@@ -138,11 +138,11 @@ def make_plan(
         )
     choices = [_choices(cost) for cost in costs.values()]
     # With zero free bytes every block is recomputed, which holds nothing and so always fits.
-    room = [max(aim_bytes - peaks.get(name, 0), 0) for name in costs]
+    capacity = [max(aim_bytes - peaks.get(name, 0), 0) for name in costs]
     prices = []
     for options in choices:
         prices.append([(held, ms) for _, held, ms in options])
-    chosen = place(prices, room)
+    chosen = place(prices, capacity)
     assert chosen is not None, "recomputing every block is one of the choices, and it fits"
     blocks, held, predicted = [], 0, peaks.get("", 0)
     for (name, cost), options, index in zip(costs.items(), choices, chosen, strict=True):

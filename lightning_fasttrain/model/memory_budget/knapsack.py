@@ -7,10 +7,10 @@ import numpy as np
 MOST = 8192  # candidates kept at once; of more, the cheapest in each interval of bytes
 
 
-def place(options: Sequence[Sequence[tuple[int, float]]], room: Sequence[int]) -> list[int] | None:
+def place(options: Sequence[Sequence[tuple[int, float]]], capacity: Sequence[int]) -> list[int] | None:
     """Choose one option for each block with the least total cost, so that the bytes never exceed the free bytes.
 
-        minimize  Σᵢ cost(i, cᵢ)    such that    Σₖ≤ᵢ bytes(k, cₖ) ≤ room(i)  for every i
+        minimize  Σᵢ cost(i, cᵢ)    such that    Σₖ≤ᵢ bytes(k, cₖ) ≤ capacity(i)  for every i
 
     Each prefix of i blocks has its own limit, because the backward of block i + 1 leaves it that many bytes: memory
     of the later blocks is free by then. Dynamic programming, block by block, over the candidates that no other one
@@ -19,14 +19,14 @@ def place(options: Sequence[Sequence[tuple[int, float]]], room: Sequence[int]) -
 
     Args:
         options: for each block, in the order of the forward, its (bytes, cost) pairs.
-        room: for each block, the bytes that it and the blocks before it may take together.
+        capacity: for each block, the bytes that it and the blocks before it may take together.
 
     Returns:
         The index of the chosen option for each block; None if nothing fits.
 
     Example:
         >>> whole_or_nothing = [(100, 0.0), (0, 3.0)]
-        >>> place([whole_or_nothing, [(100, 0.0), (0, 5.0)]], room=[100, 100])
+        >>> place([whole_or_nothing, [(100, 0.0), (0, 5.0)]], capacity=[100, 100])
         [1, 0]
 
     Source:
@@ -35,7 +35,7 @@ def place(options: Sequence[Sequence[tuple[int, float]]], room: Sequence[int]) -
     """
     taken, cost = np.zeros(1, dtype=np.int64), np.zeros(1)
     history: list[tuple[np.ndarray, np.ndarray]] = []  # for each block: the option, and the candidate before it
-    for choices, limit in zip(options, room, strict=True):
+    for choices, limit in zip(options, capacity, strict=True):
         option = np.repeat(np.arange(len(choices)), len(taken))
         before = np.tile(np.arange(len(taken)), len(choices))
         taken = taken[before] + np.array([nbytes for nbytes, _ in choices], dtype=np.int64)[option]

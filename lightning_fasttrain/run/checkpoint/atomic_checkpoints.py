@@ -98,7 +98,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         else:
             checkpoint = read_archive(path, map_location=map_location)
         if isinstance(checkpoint, dict):
-            self.run.go_on_from(checkpoint.pop(KEY, None))  # the returned dictionary equals the saved one
+            self.run.continue_from(checkpoint.pop(KEY, None))  # the returned dictionary equals the saved one
         return checkpoint
 
 

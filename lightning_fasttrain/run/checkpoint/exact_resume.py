@@ -10,7 +10,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.tensor import DTensor
 
 from lightning_fasttrain.core.files.guarded_loading import guard_loading
-from lightning_fasttrain.core.host.lightning import is_last_batch_taken, step_goes_on, validation_loaders
+from lightning_fasttrain.core.host.lightning import accumulation_continues, is_last_batch_taken, validation_loaders
 from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.core.state.rng import random_state, set_random_state
@@ -358,7 +358,7 @@ def _set_generators(loader: object, states: list[Any]) -> None:
 def _in_window(trainer: L.Trainer, point: SavePoint) -> bool:
     """Whether gradients are carried to the next batch without being saved by anything else."""
     saved = any(technique.does(Capability.SUMS_BATCHES) for technique in techniques_of(trainer))
-    return not saved and point not in (SavePoint.EPOCH, SavePoint.WITHIN) and step_goes_on(trainer)
+    return not saved and point not in (SavePoint.EPOCH, SavePoint.WITHIN) and accumulation_continues(trainer)
 
 
 def _is_sharded(trainer: L.Trainer, pl_module: L.LightningModule) -> bool:

@@ -137,7 +137,7 @@ class ResumableLoader:
 
     @property
     def repeats(self) -> int:
-        """How often the data ended since :meth:`count_from` zero; of several loaders, the shorter ones repeat."""
+        """Number of times the data ended since :meth:`count_from` zero; of several loaders, the shorter ones repeat."""
         return self._repeats
 
     def between_passes(self) -> dict[str, Any]:

@@ -13,10 +13,10 @@ from lightning.pytorch.trainer.states import TrainerStatus
 
 from lightning_fasttrain.core.checks import positive_int
 from lightning_fasttrain.core.host.lightning import (
+    accumulation_continues,
     cluster_environment,
     keep_sigterm_from_ranks,
     signal_connector,
-    step_goes_on,
 )
 from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
@@ -136,7 +136,7 @@ class Preemption(Technique):
     def _at_boundary(self, trainer: L.Trainer, pl_module: L.LightningModule) -> bool:
         """Whether the finished batch was the last one of an optimizer step."""
         # Searches for a learning rate or a batch size also run this loop, without callbacks.
-        if step_goes_on(trainer) or self not in trainer.callbacks:
+        if accumulation_continues(trainer) or self not in trainer.callbacks:
             return False
         before, self._steps = self._steps, trainer.global_step
         # Under manual optimization Lightning does not know when a step ends, but its step counter does.

@@ -18,7 +18,7 @@ _OPTIMIZER, _LOADER = "Optimizer.", "enumerate(DataLoader)"
 
 
 class Place(NamedTuple):
-    """Where an event happened.
+    """The place of an event.
 
     Attributes:
         phase: "backward", "recomputation" within one, "optimizer", "loader", or "forward", which is everything else.

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.profilers import PyTorchProfiler
 
 from lightning_fasttrain.core.checks import positive_int
-from lightning_fasttrain.core.host.lightning import is_time_to_log, step_for_loggers, step_goes_on
+from lightning_fasttrain.core.host.lightning import accumulation_continues, is_time_to_log, step_for_loggers
 from lightning_fasttrain.core.messages import explain, say, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.core.peak_memory import PeakMemory
@@ -87,7 +87,7 @@ class MemoryMeter(Technique):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Hook: the optimizer has stepped, or the step continues with another batch."""
-        if step_goes_on(trainer):
+        if accumulation_continues(trainer):
             return
         self._in_step = False
         if self._open is None:

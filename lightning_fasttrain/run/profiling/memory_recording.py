@@ -295,8 +295,8 @@ def _category(allocation: Allocation, phase: str, backward_ms: list[float]) -> s
     if phase == "loader":
         return "inputs"
     if phase in ("forward", "recomputation"):
-        goes_on = bisect_right(backward_ms, allocation.begin_ms)
-        if goes_on < len(backward_ms) and backward_ms[goes_on] < allocation.end_ms:
+        following = bisect_right(backward_ms, allocation.begin_ms)
+        if following < len(backward_ms) and backward_ms[following] < allocation.end_ms:
             return "activations"
     return "temporaries"
 

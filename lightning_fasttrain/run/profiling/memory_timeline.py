@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.profilers import PyTorchProfiler
 
 from lightning_fasttrain.core.checks import positive_int
-from lightning_fasttrain.core.host.lightning import step_goes_on
+from lightning_fasttrain.core.host.lightning import accumulation_continues
 from lightning_fasttrain.core.messages import explain, format_bytes, note_once, say, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.run.profiling.memory_files import check_kinds
@@ -107,7 +107,7 @@ class MemoryTimeline(Technique):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Hook: the optimizer has stepped, or the step continues with another batch."""
-        if step_goes_on(trainer):
+        if accumulation_continues(trainer):
             return
         self._in_step = False
         if self._open is not None:

@@ -196,7 +196,7 @@ class FabricFSDP2Strategy(ModelParallelStrategy):
         chosen = choose_checkpoint(path, substitute=bool(optimizers))  # with weights alone nothing goes on
         load = load_sharded_ if chosen.is_dir() else load_full_
         rest = load(chosen, model, optimizers, strict=strict)
-        mark_of(self).go_on_from(rest.pop(KEY, None))
+        mark_of(self).continue_from(rest.pop(KEY, None))
         asked = [k for k in state if k != key and k not in optimizers]
         missing = [k for k in asked if k not in rest]
         if strict and missing:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_fasttrain.core.files.run_mark import KEY, mark_of, step_in
 from lightning_fasttrain.core.files.safe_load import local_path
-from lightning_fasttrain.core.host.lightning import move_optimizers, note_device, step_goes_on
+from lightning_fasttrain.core.host.lightning import accumulation_continues, move_optimizers, note_device
 from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.modules.blocks import Blocks
 from lightning_fasttrain.run.checkpoint.atomic_checkpoints import probe_folders
@@ -261,7 +261,7 @@ class FSDP2Strategy(ModelParallelStrategy):
             why = f"{type(self).__name__} writes folders by itself"
             raise TypeError(explain("storage_options", why, "Leave them out"))
         trainer = self.lightning_module.trainer if self.lightning_module is not None else None
-        if trainer is not None and trainer.training and step_goes_on(trainer):
+        if trainer is not None and trainer.training and accumulation_continues(trainer):
             warn(
                 "this checkpoint is taken inside an accumulation window, whose gradient is not in it: resumed, the "
                 "batches of the window before it do not count. Save after steps, or at an epoch's end."
@@ -294,7 +294,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         load = load_sharded_ if path.is_dir() else load_full_
         strict = self.lightning_module.strict_loading
         checkpoint = load(path, self.model, optimizers, strict=strict, names=self.names_to_load)
-        mark_of(self).go_on_from(checkpoint.pop(KEY, None))
+        mark_of(self).continue_from(checkpoint.pop(KEY, None))
         return checkpoint
 
     def names_to_load(self, checkpoint: Mapping[str, Any], saved: set[str], strict: bool) -> set[str]:

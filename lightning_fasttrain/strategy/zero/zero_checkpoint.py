@@ -204,7 +204,7 @@ def _look(
         for file in files:
             _refuse_unknown_classes(file)
     about = manifest.get("about", {})
-    mark_of(strategy).go_on_from(about)
+    mark_of(strategy).continue_from(about)
     saved_stage, saved_ranks = about.get("stage", stage), manifest.get("world_size", ranks)
     # Weights alone are in one file below stage 3, whatever the stage.
     fits = _kind(saved_stage) == _kind(stage) if optimizer_too else (saved_stage == 3) == (stage == 3)

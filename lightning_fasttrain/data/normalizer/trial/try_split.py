@@ -29,7 +29,7 @@ _NO_GRADIENT = "the gradient is zero everywhere"
 
 @dataclass(frozen=True)
 class Stage:
-    """Where and how a step runs.
+    """A step and the environment it runs in.
 
     Attributes:
         step: maps a micro-batch to an output in which :func:`loss_of` finds a loss.
