@@ -17,8 +17,8 @@ import lightning_fasttrain as ft
 from examples.your_own_technique import WeightAverage
 from lightning_fasttrain import Technique
 from lightning_fasttrain.technique import check_together
-from tests import by_hand, effects
-from tests.nets import TinyLM, as_loader, concatenate, lm_loss
+from tests.support import by_hand, effects
+from tests.support.nets import TinyLM, as_loader, concatenate, lm_loss
 
 FOLDER = tempfile.mkdtemp()  # of this process: several may run tests at once
 

@@ -15,7 +15,7 @@ def pytest_configure(config):
     config.addinivalue_line("filterwarnings", f"ignore::{advice}")
     hands_out = getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput")
     if not hands_out:
-        config.pluginmanager.register(importlib.import_module("tests.fixtures"))
+        config.pluginmanager.register(importlib.import_module("tests.support.fixtures"))
 
 
 def pytest_ignore_collect(collection_path):

@@ -21,7 +21,7 @@ from lightning_fasttrain.finetune.selection._float32_adapters import StaysInFloa
 from lightning_fasttrain.planner.catalogue import known_techniques
 from lightning_fasttrain.technique import Exactness
 from tests.cases import BY_NAME, CASES, TOGETHER, Case, by_hand_of, in_a_loop, refused
-from tests.nets import LazyLM, TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
+from tests.support.nets import LazyLM, TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
 
 each = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 BATCHES = lm_batches(5)

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.bench.gpt import GPT, GPTConfig
-from tests.device_calls import STAND_IN, DeviceCalls, count_calls
+from tests.support.device_calls import STAND_IN, DeviceCalls, count_calls
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Total length of")]
 

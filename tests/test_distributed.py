@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).parent.parent
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     path = tmp_path_factory.mktemp("ddp") / "found.json"
-    run_ranks("tests.ddp_scenarios", path, log=path.parent / "log", timeout_s=240)
+    run_ranks("tests.support.ddp_scenarios", path, log=path.parent / "log", timeout_s=240)
     return json.loads(path.read_text())
 
 
@@ -41,11 +41,11 @@ def test_a_window_over_ranks_with_unequal_targets_is_one_concatenated_batch(foun
     assert {rank["window reductions"] for rank in found} == {3}  # one bucket, three steps
 
 
-def test_rank_zero_alone_says_what_acts_on_the_run_and_how_it_went(found):
+def test_only_rank_zero_prints_the_summaries(found):
     first, second = (rank["said"] for rank in found)
     assert second == []
     assert "24 samples (120 tokens) = 2 ranks × 6 samples × 2 accumulated batches" in first[0]
-    assert first[-1].startswith("3 steps, ")
+    assert first[-1].startswith("lightning_fasttrain: 3 steps\n")
 
 
 def test_ranks_find_one_rule_though_some_can_compare_nothing(found):

@@ -1,5 +1,6 @@
 """The documentation is complete and up to date; the site is built where the extra ``docs`` is installed."""
 
+import importlib
 import importlib.util
 import re
 import subprocess
@@ -165,3 +166,32 @@ def test_the_changelog_has_this_version_below_what_is_unreleased():
     versions = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
     assert versions[0] == "Unreleased"
     assert PROJECT["version"] in versions
+
+
+def find_reference(path):
+    """The object that a reference in a docstring names; raises AttributeError where there is none."""
+    parts = path.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:length]))
+        except ModuleNotFoundError:
+            continue
+        for name in parts[length:]:
+            found = getattr(found, name)
+        return found
+    raise AttributeError(path)
+
+
+SOURCES = sorted((ROOT / PACKAGE).rglob("*.py"))
+REFERENCE = re.compile(rf":\w+:`~?({PACKAGE}[\w.]*)`")
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=lambda file: str(file.relative_to(ROOT / PACKAGE)))
+def test_references_in_docstrings_lead_somewhere(file):
+    for reference in set(REFERENCE.findall(file.read_text())):
+        find_reference(reference)
+
+
+def test_a_reference_that_leads_nowhere_would_be_noticed():
+    with pytest.raises(AttributeError):
+        find_reference("lightning_fasttrain.data.no_such_name")

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from examples import your_own_technique
-from tests.run_example import last_line, last_line_under_torchrun
+from tests.support.run_example import last_line, last_line_under_torchrun
 
 SMALLER_GPT = ("context=128, layers=4, heads=4, width=64", "context=128, layers=2, heads=4, width=32")
 

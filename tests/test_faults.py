@@ -9,7 +9,7 @@ from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
 import lightning_fasttrain as ft
-from tests.nets import DIM, VOCAB, TinyLM, as_loader, fit, largest_difference, lm_batches, trainer, weights
+from tests.support.nets import DIM, VOCAB, TinyLM, as_loader, fit, largest_difference, lm_batches, trainer, weights
 
 
 class Hungry(TinyLM):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 # Strategy: processes, kills.
 RUNS = {"single": (1, 13), "ddp": (2, 13), "fasttrain_zero": (2, 7), "fasttrain_fsdp2": (2, 7)}
@@ -17,7 +17,7 @@ def launched(tmp_path_factory):
     for strategy, (processes, kills) in RUNS.items():
         folder = tmp_path_factory.mktemp(strategy)
         arguments = strategy, processes, kills, folder
-        launches[strategy] = folder, Ranks("tests.kill_scenarios", *arguments, log=folder / "log", count=None)
+        launches[strategy] = folder, Ranks("tests.support.kill_scenarios", *arguments, log=folder / "log", count=None)
     yield launches
     for _, launch in launches.values():
         launch.stop()

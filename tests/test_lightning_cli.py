@@ -13,7 +13,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 import lightning_fasttrain as ft
 from lightning_fasttrain.cli.main import main
 from lightning_fasttrain.planner.catalogue import known_techniques, public_path
-from tests.run_example import ROOT
+from tests.support.run_example import ROOT
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import lightning_fasttrain as ft
-from tests.families import FAMILIES, built
-from tests.nets import gradients, largest_difference
+from tests.support.families import FAMILIES, built
+from tests.support.nets import gradients, largest_difference
 
 each = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 PREDICTED = {"AlbertForSequenceClassification", "ViTForImageClassification"} | {

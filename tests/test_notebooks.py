@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = {path.stem: path for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
@@ -25,7 +25,7 @@ IN_A_KERNEL = NOTEBOOKS.pop("06_your_own_technique")  # one is enough: what take
 )
 def test_notebooks_run_from_top_to_bottom(notebook, tmp_path):
     arguments = notebook, tmp_path, *SMALLER.get(notebook.stem, ())
-    said = run_ranks("tests.run_notebook", *arguments, log=tmp_path / "log", count=None, timeout_s=300)
+    said = run_ranks("tests.support.run_notebook", *arguments, log=tmp_path / "log", count=None, timeout_s=300)
     assert json.loads(said.splitlines()[-1])["image/png"] > 0
 
 
@@ -34,7 +34,7 @@ def test_notebooks_run_from_top_to_bottom(notebook, tmp_path):
 def test_a_notebook_runs_in_a_fresh_kernel(tmp_path):
     from nbclient import NotebookClient
 
-    from tests.run_notebook import code_cells, read_smaller
+    from tests.support.run_notebook import code_cells, read_smaller
 
     content = read_smaller(IN_A_KERNEL, *SMALLER[IN_A_KERNEL.stem])
     client = NotebookClient(content, timeout=300, resources={"metadata": {"path": str(tmp_path)}})
@@ -50,4 +50,4 @@ def test_a_cell_that_fails_is_shown_with_its_error(tmp_path):
     cells = [nbformat.v4.new_code_cell("x = 1"), nbformat.v4.new_code_cell("x / 0")]
     nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "a.ipynb")
     with pytest.raises(AssertionError, match=r"This cell failed:\nx / 0\n[^$]*ZeroDivisionError"):
-        run_ranks("tests.run_notebook", tmp_path / "a.ipynb", tmp_path, log=tmp_path / "log", count=None)
+        run_ranks("tests.support.run_notebook", tmp_path / "a.ipynb", tmp_path, log=tmp_path / "log", count=None)

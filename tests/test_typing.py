@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import lightning_fasttrain as ft
-from tests.run_example import ROOT
+from tests.support.run_example import ROOT
 
 ROOMS = ("data", "finetune", "loss", "model", "dry_run", "optim", "planner", "predict", "run", "strategy", "technique")
 

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lightning_fasttrain as ft
-from tests.nets import TinyLM, as_loader, lm_batches, trainer
+from tests.support.nets import TinyLM, as_loader, lm_batches, trainer
 
 PACKAGE = Path(ft.__file__).parent
 PAGE = (PACKAGE.parent / "docs" / "walks.md").read_text()

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tests.run_example import ROOT
+from tests.support.run_example import ROOT
 
 
 @pytest.fixture

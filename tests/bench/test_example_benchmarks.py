@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.run_example import last_line
+from tests.support.run_example import last_line
 
 pytestmark = pytest.mark.benchmark
 

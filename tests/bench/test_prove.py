@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.run_example import ROOT
+from tests.support.run_example import ROOT
 
 MACHINE = ({"gpu": None, "cpu": "a processor"}, {"torch": "2.11"})
 

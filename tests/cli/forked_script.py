@@ -4,7 +4,7 @@ import tempfile
 from pathlib import Path
 
 from lightning_fasttrain.cli.rehearsal.run_script import write_entry_point
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 
 def start_fork(script, arguments, point, orders, *, quiet=False):

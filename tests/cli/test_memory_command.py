@@ -5,7 +5,7 @@ import pytest
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.cli.main import main
-from tests.run_example import last_line
+from tests.support.run_example import last_line
 
 MODULE = """
 import lightning as L, torch

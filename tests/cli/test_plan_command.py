@@ -1,7 +1,7 @@
 import json
 
 from lightning_fasttrain.cli.main import main
-from tests.nets import ShallowLM, lm_batches
+from tests.support.nets import ShallowLM, lm_batches
 
 
 def small():

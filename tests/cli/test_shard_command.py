@@ -10,7 +10,7 @@ from lightning_fasttrain.bench.reference_models import gpt
 from lightning_fasttrain.cli.main import main
 from lightning_fasttrain.strategy.choose_strategy import CANDIDATES, choose_strategy
 from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import save_sharded
-from tests.ranks import run_code
+from tests.support.ranks import run_code
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,7 +12,7 @@ import lightning_fasttrain as ft
 from lightning_fasttrain.cli.main import BAD_INPUT, main
 from lightning_fasttrain.planner.catalogue import known_techniques, public_path
 from lightning_fasttrain.technique.facts import Facts
-from tests.run_example import ROOT
+from tests.support.run_example import ROOT
 
 
 @pytest.mark.parametrize("technique", list(known_techniques()), ids=lambda technique: technique.__name__)

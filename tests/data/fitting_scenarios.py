@@ -18,7 +18,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 import lightning_fasttrain as ft
 from lightning_fasttrain import FSDP2Strategy
-from tests.nets import DIM, VOCAB, TinyLM, as_loader, largest_difference, lm_batches, sgd, trainer, weights
+from tests.support.nets import DIM, VOCAB, TinyLM, as_loader, largest_difference, lm_batches, sgd, trainer, weights
 
 RANK = int(os.environ.get("RANK", 0))
 MINE = (lm_batches(4, size=6, seed=3), lm_batches(4, size=4, seed=4))[RANK]

@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, DistributedSampler
 
 import lightning_fasttrain as ft
-from tests.nets import TinyLM, concatenate, lm_batches, sgd, trainer, weights
+from tests.support.nets import TinyLM, concatenate, lm_batches, sgd, trainer, weights
 
 WORLD = int(os.environ.get("WORLD_SIZE", 1))
 RANK = int(os.environ.get("RANK", 0))

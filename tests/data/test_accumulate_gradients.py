@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from lightning_fasttrain import accumulate_gradients, accumulate_window
 from lightning_fasttrain.data import count_targets
-from tests.nets import TinyLM, concatenate, gradients, largest_difference, lm_batches
+from tests.support.nets import TinyLM, concatenate, gradients, largest_difference, lm_batches
 
 
 def gradient_of_whole(net, batch):

@@ -15,7 +15,7 @@ from lightning_fasttrain.data.normalizer.split_rule import LossSplit, OtherSplit
 from lightning_fasttrain.data.normalizer.trial.try_split import Stage
 from lightning_fasttrain.data.trunk import batch_search
 from lightning_fasttrain.data.trunk.batch_search import BatchSearch, Looks, prefer_what_shows_something
-from tests.nets import Gradients, as_loader, gradients, largest_difference, trainer
+from tests.support.nets import Gradients, as_loader, gradients, largest_difference, trainer
 
 BATCHES = 4
 

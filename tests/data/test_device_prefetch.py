@@ -13,7 +13,7 @@ import lightning_fasttrain as ft
 from lightning_fasttrain import prefetch_to_device
 from lightning_fasttrain.data.loaders.device_prefetch import _Copies
 from tests.data.test_token_weighted_accumulation import StatefulLoader
-from tests.nets import TinyLM, fit, lm_batches, weights
+from tests.support.nets import TinyLM, fit, lm_batches, weights
 
 
 def numbered(count):

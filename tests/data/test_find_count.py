@@ -12,7 +12,7 @@ from torchmetrics.classification import MulticlassAccuracy
 import lightning_fasttrain as ft
 from lightning_fasttrain.bench.gpt import GPT, GPTConfig
 from lightning_fasttrain.data.normalizer.count_targets import CountRule
-from tests.nets import (
+from tests.support.nets import (
     DIM,
     VOCAB,
     Gradients,

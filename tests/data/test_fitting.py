@@ -9,8 +9,8 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.data.out_of_memory.deferred_gradient_sync import together_of
-from tests.nets import TinyLM, as_loader, fit, largest_difference, lm_batches, trainer, weights
-from tests.ranks import run_ranks
+from tests.support.nets import TinyLM, as_loader, fit, largest_difference, lm_batches, trainer, weights
+from tests.support.ranks import run_ranks
 
 
 class Starved(TinyLM):

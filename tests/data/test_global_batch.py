@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests.nets import largest_difference
-from tests.ranks import Ranks
+from tests.support.nets import largest_difference
+from tests.support.ranks import Ranks
 
 WORLDS = (1, 2, 4)
 

@@ -15,7 +15,7 @@ from tests.data.losses_of_counts import LOSSES_OF_COUNTS
 from tests.data.losses_of_masks import LOSSES_OF_MASKS
 from tests.data.losses_of_trunks import LOSSES_OF_TRUNKS
 from tests.data.random_losses import random_loss
-from tests.nets import fit, largest_difference, sgd, weights
+from tests.support.nets import fit, largest_difference, sgd, weights
 
 OURS = [*LOSSES, *LOSSES_OF_MASKS, *LOSSES_OF_COUNTS, *LOSSES_OF_BATCHES, *LOSSES_OF_TRUNKS]
 EXACT = [case for case in [*OURS, *LOSSES_HUGGING_FACE] if case.refused is None]

@@ -22,8 +22,8 @@ from lightning_fasttrain.data import accumulate_gradients, micro_batch_forward_
 from lightning_fasttrain.data.split_batch import split_sizes
 from tests.data.losses_hugging_face import LOSSES_HUGGING_FACE
 from tests.data.losses_of_batches import info_nce
-from tests.nets import DIM, Block, Gradients, as_loader, gradients, heard, largest_difference, trainer, weights
-from tests.ranks import run_ranks
+from tests.support.nets import DIM, Block, Gradients, as_loader, gradients, heard, largest_difference, trainer, weights
+from tests.support.ranks import run_ranks
 
 LENGTH = 4
 

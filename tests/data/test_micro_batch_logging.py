@@ -17,7 +17,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.data.micro_batch_logging import LogCall
-from tests.nets import VOCAB, TinyLM, as_loader, heard, sgd, trainer
+from tests.support.nets import VOCAB, TinyLM, as_loader, heard, sgd, trainer
 
 SIZES = (6, 7, 4, 5)  # 3 micro-batches are ragged in all but the first
 LENGTH = 5

@@ -12,7 +12,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.technique.explanation import describe_acting
-from tests.nets import (
+from tests.support.nets import (
     DIM,
     VOCAB,
     Gradients,

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import lightning_fasttrain as ft
 from lightning_fasttrain.data import SampleGuard, guard_samples
 from lightning_fasttrain.data.loaders._skipping_dataset import TolerantDataset
-from tests.nets import TinyLM, largest_difference, lm_batches, trainer, weights
+from tests.support.nets import TinyLM, largest_difference, lm_batches, trainer, weights
 
 WHOLE = lm_batches(1, size=12)[0]
 ROWS = [{name: value[row] for name, value in WHOLE.items()} for row in range(12)]

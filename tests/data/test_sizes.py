@@ -18,8 +18,8 @@ from lightning_fasttrain.data import (
     grow_windows,
     scale_rates_,
 )
-from tests.nets import TinyLM, as_loader, fit, heard, largest_difference, lm_batches, trainer, weights
-from tests.ranks import run_ranks
+from tests.support.nets import TinyLM, as_loader, fit, heard, largest_difference, lm_batches, trainer, weights
+from tests.support.ranks import run_ranks
 
 RAGGED = [*lm_batches(4, size=6), *lm_batches(4, size=3, seed=4), *lm_batches(4, size=5, seed=5)]  # rows of a batch
 ROWS = [len(batch["labels"]) for batch in RAGGED]
@@ -318,7 +318,7 @@ import os
 import torch
 from lightning_fasttrain.data import BatchSizeWarmup, SequenceLengthWarmup
 from tests.data.test_sizes import Sizes
-from tests.nets import TinyLM, as_loader, lm_batches, trainer, weights
+from tests.support.nets import TinyLM, as_loader, lm_batches, trainer, weights
 
 rank = int(os.environ["RANK"])
 mine = lm_batches(8, size=2 + 4 * rank, seed=rank)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import lightning_fasttrain as ft
-from tests.nets import (
+from tests.support.nets import (
     Gradients,
     TinyLM,
     as_loader,

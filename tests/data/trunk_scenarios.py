@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_fasttrain as ft
 from tests.data.test_micro_batch_forward import Encoder, Matching, Starved, pairs
-from tests.nets import as_loader, largest_difference, trainer, weights
+from tests.support.nets import as_loader, largest_difference, trainer, weights
 
 STEPS = 3
 STRATEGIES = {

@@ -16,7 +16,7 @@ from lightning_fasttrain.core.messages import format_bytes
 from lightning_fasttrain.core.state.rng import random_state
 from lightning_fasttrain.dry_run import RehearsalError
 from lightning_fasttrain.run import AtomicCheckpointIO
-from tests.nets import TinyLM, as_loader, lm_batches, trainer, weights
+from tests.support.nets import TinyLM, as_loader, lm_batches, trainer, weights
 
 BATCHES = lm_batches(5)
 GIB = 2**30

@@ -15,7 +15,7 @@ from lightning_fasttrain.core.modules.without_dropout import without_dropout
 from lightning_fasttrain.dry_run.verification.short_run import quietly
 from lightning_fasttrain.finetune.adapters import base_model, fast_path_weights
 from lightning_fasttrain.finetune.selection import _float32_adapters
-from tests.nets import TinyLM, as_loader, lm_batches, weights
+from tests.support.nets import TinyLM, as_loader, lm_batches, weights
 
 BATCHES = lm_batches(3)
 BATCH = BATCHES[0]

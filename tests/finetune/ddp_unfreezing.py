@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.finetune.selection.gradual_unfreezing import GradualUnfreezing
-from tests.nets import TinyLM, as_loader, largest_difference, lm_batches, sgd, trainer, weights
+from tests.support.nets import TinyLM, as_loader, largest_difference, lm_batches, sgd, trainer, weights
 
 RANKS = lm_batches(2, size=6, seed=3), lm_batches(2, size=4, seed=4)
 GROUPS = [["head"], ["blocks.2"], ["blocks.1"]]

@@ -8,7 +8,7 @@ from torch import nn
 import lightning_fasttrain as ft
 from lightning_fasttrain.finetune import account_bytes, quantize_base_
 from tests.finetune.test_quantized_stacks import build as mixture
-from tests.nets import TinyLM
+from tests.support.nets import TinyLM
 
 SIZE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 90}
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_fasttrain import LoRA
 from lightning_fasttrain.finetune import Adapter, freeze_except_, trained_names, trained_state
 from tests.finetune.test_base_fingerprint import altered, deeper, renamed
-from tests.nets import TinyLM, _Listed, as_loader, lm_batches, trainer, weights
+from tests.support.nets import TinyLM, _Listed, as_loader, lm_batches, trainer, weights
 
 peft = pytest.importorskip("peft")
 BATCHES = lm_batches(5)

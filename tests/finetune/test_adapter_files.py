@@ -23,7 +23,7 @@ from lightning_fasttrain.finetune import (
 )
 from lightning_fasttrain.finetune.adapters.add_adapter import adapter_parameters
 from tests.finetune.test_targets import TINY, bert, llama
-from tests.nets import TinyLM, as_loader, lm_batches, trainer, weights
+from tests.support.nets import TinyLM, as_loader, lm_batches, trainer, weights
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")

@@ -19,8 +19,8 @@ from lightning_fasttrain.finetune import add_adapter_, load_adapter_, save_adapt
 from tests.finetune.test_adapter_files import CONFIG, WEIGHTS, adapted, output, trained
 from tests.finetune.test_base_fingerprint import altered, deeper, renamed
 from tests.finetune.test_targets import bert, llama
-from tests.nets import TinyLM, weights
-from tests.ranks import run_code
+from tests.support.nets import TinyLM, weights
+from tests.support.ranks import run_code
 
 peft = pytest.importorskip("peft")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -308,7 +308,7 @@ import json, os, sys
 os.chdir(sys.path[0])  # where evil.py is
 import huggingface_hub, torch, lightning_fasttrain, peft, transformers, safetensors.torch
 os.environ["HF_HUB_OFFLINE"], huggingface_hub.constants.HF_HUB_OFFLINE = "0", False  # whoever would download tries to
-from tests.nets import TinyLM
+from tests.support.nets import TinyLM
 from lightning_fasttrain.finetune import load_adapter_
 folders = json.loads(sys.argv[1])
 load_adapter_(TinyLM(), folders.pop(0))  # what good ones import is imported

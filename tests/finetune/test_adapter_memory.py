@@ -6,8 +6,8 @@ import torch
 import transformers
 
 import lightning_fasttrain as ft
-from tests.nets import as_loader, trainer
 from tests.predict.test_predict_memory import SMALL, measured
+from tests.support.nets import as_loader, trainer
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

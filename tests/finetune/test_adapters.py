@@ -10,7 +10,7 @@ from torch import nn
 
 import lightning_fasttrain as ft
 from tests.finetune.test_targets import bert, llama
-from tests.nets import TinyLM, as_loader, fit, lm_batches, trainer, weights
+from tests.support.nets import TinyLM, as_loader, fit, lm_batches, trainer, weights
 
 peft = pytest.importorskip("peft")
 BATCH = lm_batches(1)[0]
@@ -262,7 +262,7 @@ def test_an_optimizer_that_knows_names_keeps_those_of_what_trains():
 
 
 def test_a_lazy_model_and_one_that_is_fitted_again_go_on_with_the_same_adapter():
-    from tests.nets import LazyLM
+    from tests.support.nets import LazyLM
 
     model, technique = LazyLM(), ft.LoRA(rank=2)
     trainer([technique]).fit(model, as_loader(lm_batches(3)))

@@ -10,7 +10,7 @@ from torch import nn
 from lightning_fasttrain.finetune import add_adapter_, base_fingerprint, merge_adapters_
 from lightning_fasttrain.finetune.selection.base_fingerprint import refuse_other_base
 from tests.finetune.test_targets import bert
-from tests.nets import TinyLM
+from tests.support.nets import TinyLM
 
 peft = pytest.importorskip("peft")
 

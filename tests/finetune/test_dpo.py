@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lightning_fasttrain as ft
-from tests.run_example import ROOT, last_line
+from tests.support.run_example import ROOT, last_line
 
 
 @pytest.fixture

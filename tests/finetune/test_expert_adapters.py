@@ -21,7 +21,7 @@ from lightning_fasttrain.finetune import (
 )
 from lightning_fasttrain.run import PeakMemory
 from tests.finetune.test_quantized_stacks import EXPERTS, MODELS, batch, build, dequantized, step
-from tests.nets import largest_difference
+from tests.support.nets import largest_difference
 
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
 CONFIG = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=BOTH)

@@ -10,7 +10,7 @@ from torch import nn
 import lightning_fasttrain as ft
 from tests.finetune.test_merge import awake
 from tests.finetune.test_targets import llama
-from tests.nets import TinyLM, as_loader, fit, lm_batches, trainer
+from tests.support.nets import TinyLM, as_loader, fit, lm_batches, trainer
 
 peft = pytest.importorskip("peft")
 IDS = torch.randint(17, (3, 5), generator=torch.Generator().manual_seed(1))

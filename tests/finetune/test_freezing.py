@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_fasttrain.finetune.selection.freezing import choose, freeze_, freeze_except_, thaw_
-from tests.nets import TinyLM, lm_batches, weights
+from tests.support.nets import TinyLM, lm_batches, weights
 
 
 def convnet():

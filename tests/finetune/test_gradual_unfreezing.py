@@ -15,9 +15,9 @@ import lightning_fasttrain as ft
 from lightning_fasttrain.finetune.selection.freezing import freeze_
 from lightning_fasttrain.finetune.selection.gradual_unfreezing import GradualUnfreezing, Unfreezing
 from lightning_fasttrain.technique import Exactness
-from tests.families import built
-from tests.nets import HeadFirst, TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
-from tests.ranks import run_ranks
+from tests.support.families import built
+from tests.support.nets import HeadFirst, TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
+from tests.support.ranks import run_ranks
 
 BATCHES = lm_batches(4)
 

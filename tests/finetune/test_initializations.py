@@ -10,7 +10,7 @@ import torch
 import lightning_fasttrain as ft
 from lightning_fasttrain.finetune import add_adapter_, load_adapter_, quantize_base_, save_adapter
 from tests.finetune.test_side_by_side import MODELS, TEXT, build, step
-from tests.nets import TinyLM
+from tests.support.nets import TinyLM
 
 corda = importlib.import_module("peft.tuners.lora.corda")
 pytestmark = [

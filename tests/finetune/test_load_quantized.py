@@ -11,8 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from lightning_fasttrain.finetune import load_quantized, quantize_base_
 from lightning_fasttrain.finetune.quantized._quantized_layer import KINDS
 from lightning_fasttrain.finetune.quantized._tensor_files import INDEX, find_tensors
-from tests.nets import TinyLM, lm_batches
-from tests.ranks import run_code
+from tests.support.nets import TinyLM, lm_batches
+from tests.support.ranks import run_code
 
 each_kind = pytest.mark.parametrize("kind", KINDS)
 

@@ -12,7 +12,7 @@ from torch import nn
 import lightning_fasttrain as ft
 from lightning_fasttrain.finetune import merge_adapters_, unload_adapters_, unmerge_adapters_
 from tests.finetune.test_targets import bert, llama
-from tests.nets import TinyLM, as_loader, lm_batches, trainer, weights
+from tests.support.nets import TinyLM, as_loader, lm_batches, trainer, weights
 
 IDS = torch.randint(17, (3, 5), generator=torch.Generator().manual_seed(1))
 

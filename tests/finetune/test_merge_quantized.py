@@ -19,7 +19,7 @@ from lightning_fasttrain.finetune import (
     unmerge_adapters_,
 )
 from tests.finetune.test_merge import IDS, awake, output, relative, same
-from tests.nets import Block, TinyLM, weights
+from tests.support.nets import Block, TinyLM, weights
 
 KINDS = ("nf4", "fp4", "int8")
 VARIANTS = {

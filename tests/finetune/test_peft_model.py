@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lightning_fasttrain as ft
-from tests.nets import as_loader, trainer
+from tests.support.nets import as_loader, trainer
 
 CONFIG = LlamaConfig(
     vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,

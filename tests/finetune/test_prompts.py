@@ -11,7 +11,7 @@ from torch import nn
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.finetune import PrefixTuning, PromptTuning, add_prompt_, load_adapter_, save_adapter
-from tests.nets import TinyLM, as_loader, gradients, largest_difference, trainer, weights
+from tests.support.nets import TinyLM, as_loader, gradients, largest_difference, trainer, weights
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")

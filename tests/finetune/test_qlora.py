@@ -14,8 +14,18 @@ from lightning_fasttrain.finetune import QLoRA, QuantizedBase, dequantized_weigh
 from tests.finetune.test_merge import awake
 from tests.finetune.test_merge_quantized import WideLM
 from tests.finetune.test_targets import llama
-from tests.nets import Gradients, TinyLM, as_loader, fit, gradients, largest_difference, lm_batches, trainer, weights
-from tests.ranks import run_code
+from tests.support.nets import (
+    Gradients,
+    TinyLM,
+    as_loader,
+    fit,
+    gradients,
+    largest_difference,
+    lm_batches,
+    trainer,
+    weights,
+)
+from tests.support.ranks import run_code
 
 BATCHES = lm_batches(4)
 KINDS = ("nf4", "fp4", "int8")
@@ -117,7 +127,7 @@ def test_under_autocast_it_is_near_to_float32(adapter):
 PROGRAM = """
 import sys, torch, lightning_fasttrain as ft
 from lightning_fasttrain.finetune import QLoRA
-from tests.nets import TinyLM, as_loader, lm_batches, trainer
+from tests.support.nets import TinyLM, as_loader, lm_batches, trainer
 torch.manual_seed(99)
 module, t = TinyLM(), trainer([QLoRA(rank=2, kind=sys.argv[1], dropout=0.1)], max_epochs=2)
 t.fit(module, as_loader(lm_batches(4)), ckpt_path=sys.argv[2], weights_only=True)

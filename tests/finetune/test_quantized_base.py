@@ -28,7 +28,7 @@ from lightning_fasttrain.finetune import (
 )
 from lightning_fasttrain.finetune.quantized._quantized_layer import KINDS, quantization_of
 from lightning_fasttrain.run import PeakMemory
-from tests.nets import LazyLM, TinyLM, as_loader, fit, lm_batches, trainer, weights
+from tests.support.nets import LazyLM, TinyLM, as_loader, fit, lm_batches, trainer, weights
 
 each_kind = pytest.mark.parametrize("kind", KINDS)
 BLOCKS = [f"blocks.{i}.{name}" for i in range(3) for name in ("up", "down")]

@@ -15,7 +15,7 @@ from lightning_fasttrain.finetune import load_quantized, quantize_base_, trained
 from lightning_fasttrain.finetune.quantized._quantized_tensor import dequantize_tensor, held_tensors
 from lightning_fasttrain.finetune.selection.base_fingerprint import base_fingerprint
 from lightning_fasttrain.run import PeakMemory
-from tests.nets import as_loader, largest_difference, trainer
+from tests.support.nets import as_loader, largest_difference, trainer
 
 SIZE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 90}
 MODELS = {

@@ -11,8 +11,8 @@ from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from lightning_fasttrain.finetune import QuantizedBase, dequantized_weight, keep_quantized_, quantize_base_
 from lightning_fasttrain.finetune.quantized._quantized_layer import KINDS, quantization_of
-from tests.nets import TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
-from tests.ranks import run_code
+from tests.support.nets import TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
+from tests.support.ranks import run_code
 
 HOW = [("nf4", True), ("nf4", False), ("fp4", True), ("int8", True)]
 each_way = pytest.mark.parametrize(("kind", "double_quant"), HOW, ids=lambda value: str(value))

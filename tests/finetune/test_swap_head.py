@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import lightning_fasttrain as ft
 from lightning_fasttrain.finetune.selection.freezing import freeze_
 from lightning_fasttrain.finetune.selection.swap_head import swap_head_
-from tests.nets import TinyLM, lm_batches, weights
+from tests.support.nets import TinyLM, lm_batches, weights
 
 transformers = pytest.importorskip("transformers")
 

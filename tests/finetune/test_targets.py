@@ -8,8 +8,8 @@ from torch import nn
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.finetune.selection.targets import refuse_tied, shortest_names
-from tests.families import built
-from tests.nets import HeadFirst, TinyLM
+from tests.support.families import built
+from tests.support.nets import HeadFirst, TinyLM
 
 transformers = pytest.importorskip("transformers")
 TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 50}

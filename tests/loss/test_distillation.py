@@ -23,7 +23,7 @@ from lightning_fasttrain.loss.deferred_logits import DeferredLogits
 from lightning_fasttrain.run import PeakMemory
 from tests.loss.test_fused_loss_head import MODELS, HuggingFace
 from tests.loss.test_fused_loss_head import batch as hf_batch
-from tests.nets import (
+from tests.support.nets import (
     DIM,
     VOCAB,
     TinyLM,

@@ -12,7 +12,17 @@ import lightning_fasttrain as ft
 from lightning_fasttrain.loss import FusedLossHead, fuse_loss_head_
 from lightning_fasttrain.loss.deferred_logits import DeferredLogits
 from lightning_fasttrain.loss.fused_loss_head import FusedHead
-from tests.nets import VOCAB, Block, HeadFirst, as_loader, gradients, heard, largest_difference, trainer, weights
+from tests.support.nets import (
+    VOCAB,
+    Block,
+    HeadFirst,
+    as_loader,
+    gradients,
+    heard,
+    largest_difference,
+    trainer,
+    weights,
+)
 
 DIM = 8
 

@@ -14,7 +14,7 @@ import lightning_fasttrain as ft
 from lightning_fasttrain.loss import FusedLossHead, fuse_loss_head_
 from lightning_fasttrain.loss.deferred_logits import DeferredLogits
 from lightning_fasttrain.run import PeakMemory
-from tests.nets import TinyLM, as_loader, gradients, largest_difference, lm_batches, sgd, trainer, weights
+from tests.support.nets import TinyLM, as_loader, gradients, largest_difference, lm_batches, sgd, trainer, weights
 
 VOCAB, LENGTH = 97, 11
 SMALL = {

@@ -18,8 +18,8 @@ import lightning_fasttrain as ft
 from lightning_fasttrain import ActivationOffload, offload_activations
 from lightning_fasttrain.core.messages import say_once
 from lightning_fasttrain.run import PeakMemory
-from tests.nets import TinyLM, as_loader, fit, gradients, lm_batches, trainer, weights
-from tests.ranks import Ranks
+from tests.support.nets import TinyLM, as_loader, fit, gradients, lm_batches, trainer, weights
+from tests.support.ranks import Ranks
 
 
 class Attention(nn.Module):

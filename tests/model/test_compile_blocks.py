@@ -17,8 +17,8 @@ from lightning_fasttrain import compile_blocks_
 from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward
 from lightning_fasttrain.model import CompileWatch
 from lightning_fasttrain.model.compile import compile_cache
-from tests.nets import TinyLM, as_loader, fit, largest_difference, lm_batches, trainer, weights
-from tests.ranks import run_code
+from tests.support.nets import TinyLM, as_loader, fit, largest_difference, lm_batches, trainer, weights
+from tests.support.ranks import run_code
 
 
 @pytest.fixture(autouse=True)

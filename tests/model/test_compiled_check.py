@@ -19,7 +19,7 @@ from lightning_fasttrain import compile_blocks_
 from lightning_fasttrain.model.compile import compile_blocks
 from lightning_fasttrain.model.compile.compiled_check import Verdict, key_of
 from lightning_fasttrain.model.compile.known_compiler_faults import FAULTS, list_faults
-from tests.nets import as_loader, heard, trainer
+from tests.support.nets import as_loader, heard, trainer
 
 
 @pytest.fixture(autouse=True)

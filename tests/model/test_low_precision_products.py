@@ -17,7 +17,7 @@ from lightning_fasttrain.finetune import QuantizedBase
 from lightning_fasttrain.model import eight_bit_products, low_precision_products
 from lightning_fasttrain.model.eight_bit_products import linear_in_8_bits, multiply_rows
 from lightning_fasttrain.run import PeakMemory
-from tests.nets import TinyLM, fit, gradients, largest_difference, lm_batches, weights
+from tests.support.nets import TinyLM, fit, gradients, largest_difference, lm_batches, weights
 
 KINDS = ("int8", "float8")
 TOPS = {"int8": 127, "float8": 448}

@@ -22,7 +22,7 @@ from lightning_fasttrain.model.checkpointed_forward import CheckpointedForward
 from lightning_fasttrain.model.memory_budget.block_cost import BlockCost, measure_block
 from lightning_fasttrain.model.memory_budget.checkpoint_plan import make_plan
 from lightning_fasttrain.run import PeakMemory
-from tests.nets import TinyLM, as_loader, lm_batches, trainer, weights
+from tests.support.nets import TinyLM, as_loader, lm_batches, trainer, weights
 
 
 def tokens():

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 import lightning_fasttrain as ft
-from tests.nets import TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
 from tests.strategy.fsdp2_scenarios import gap
 from tests.strategy.zero_scenarios import whole as gathered
+from tests.support.nets import TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
 
 RANK = int(os.environ.get("RANK", 0))
 RANKS = [lm_batches(3, size=6, seed=3), lm_batches(3, size=4, seed=4)]

@@ -17,7 +17,7 @@ from lightning_fasttrain.optim.named._known import KNOWN
 from lightning_fasttrain.optim.named.state_bytes import tensors_in
 from lightning_fasttrain.strategy import predict_model_states
 from lightning_fasttrain.strategy.choose._optimizer_state import optimizer_named, refuse_unshardable
-from tests.nets import TinyLM, as_loader, fit, largest_difference, trainer, weights
+from tests.support.nets import TinyLM, as_loader, fit, largest_difference, trainer, weights
 
 pytest.importorskip("bitsandbytes")
 pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")

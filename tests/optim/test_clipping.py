@@ -6,7 +6,7 @@ from torch import nn
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.optim import AdaptiveClipping, WeightClipping, clip_adaptively_, clip_weights_
-from tests.nets import Gradients, TinyLM, fit, largest_difference, lm_batches, sgd
+from tests.support.nets import Gradients, TinyLM, fit, largest_difference, lm_batches, sgd
 
 BATCHES = lm_batches(4)
 

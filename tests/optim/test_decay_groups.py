@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import lightning_fasttrain as ft
-from tests.nets import HeadFirst, TinyLM, heard
+from tests.support.nets import HeadFirst, TinyLM, heard
 
 
 def names_in(model, groups):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import lightning_fasttrain as ft
-from tests.nets import Gradients, TinyLM, fit, gradients, largest_difference, lm_batches, weights
+from tests.support.nets import Gradients, TinyLM, fit, gradients, largest_difference, lm_batches, weights
 
 
 class Watching(TinyLM):

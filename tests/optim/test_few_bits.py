@@ -8,7 +8,7 @@ import statistics
 import pytest
 import torch
 
-from tests.run_example import ROOT
+from tests.support.run_example import ROOT
 
 RESULTS = ROOT / "examples" / "results"
 

@@ -5,7 +5,7 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 import lightning_fasttrain as ft
-from tests.nets import Gradients, TinyLM, as_loader, fit, largest_difference, lm_batches, trainer, weights
+from tests.support.nets import Gradients, TinyLM, as_loader, fit, largest_difference, lm_batches, trainer, weights
 
 SETTINGS = {"gradient_clip_val": 0.1, "precision": "bf16-mixed"}
 

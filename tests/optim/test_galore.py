@@ -15,8 +15,8 @@ from torch.optim.lr_scheduler import LambdaLR
 import lightning_fasttrain as ft
 from lightning_fasttrain.optim import GaLoreAdamW, galore_groups, galore_state_bytes
 from lightning_fasttrain.optim.galore import _leading_subspace
-from tests.nets import TinyLM, as_loader, fit, gradients, largest_difference, lm_batches, trainer, weights
-from tests.ranks import run_ranks
+from tests.support.nets import TinyLM, as_loader, fit, gradients, largest_difference, lm_batches, trainer, weights
+from tests.support.ranks import run_ranks
 
 BATCHES = lm_batches(5)
 
@@ -404,7 +404,7 @@ TWO_PROCESSES = """
 import os, time
 import lightning as L, torch, torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
-from tests.nets import TinyLM, as_loader, concatenate, largest_difference, lm_batches, trainer, weights
+from tests.support.nets import TinyLM, as_loader, concatenate, largest_difference, lm_batches, trainer, weights
 from lightning_fasttrain.optim import GaLoreAdamW, galore_groups
 
 class Net(TinyLM):

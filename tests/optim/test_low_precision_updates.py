@@ -10,7 +10,7 @@ from torch import nn
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.optim import LowPrecisionUpdates, optimizer_state_bytes
-from tests.nets import TinyLM, as_loader, fit, largest_difference, lm_batches, trainer, weights
+from tests.support.nets import TinyLM, as_loader, fit, largest_difference, lm_batches, trainer, weights
 
 BATCHES = lm_batches(5)
 HOW = ("kahan", "stochastic")

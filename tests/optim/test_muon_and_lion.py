@@ -6,7 +6,7 @@ from torch import nn
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.optim import Lion, MuonAdamW
-from tests.nets import TinyLM, largest_difference, lm_batches, weights
+from tests.support.nets import TinyLM, largest_difference, lm_batches, weights
 
 BATCHES = lm_batches(4)
 

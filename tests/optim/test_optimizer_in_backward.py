@@ -16,7 +16,17 @@ from torch.utils.checkpoint import checkpoint
 import lightning_fasttrain as ft
 from lightning_fasttrain import OptimizerInBackward, optimize_in_backward_
 from lightning_fasttrain.technique import Exactness
-from tests.nets import Gradients, TinyLM, as_loader, fit, gradients, largest_difference, lm_batches, trainer, weights
+from tests.support.nets import (
+    Gradients,
+    TinyLM,
+    as_loader,
+    fit,
+    gradients,
+    largest_difference,
+    lm_batches,
+    trainer,
+    weights,
+)
 
 BATCHES = lm_batches(5)
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from lightning_fasttrain.core.messages import say_once
 from lightning_fasttrain.optim import layer_decay_groups, lora_plus_groups
-from tests.families import built
-from tests.nets import HeadFirst, TinyLM, fit, largest_difference, lm_batches, weights
+from tests.support.families import built
+from tests.support.nets import HeadFirst, TinyLM, fit, largest_difference, lm_batches, weights
 
 # PEFT uses a deprecated name of transformers.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset
 import lightning_fasttrain as ft
 from lightning_fasttrain.optim.schedule.build_schedule import build_schedule
 from lightning_fasttrain.technique.duration import Length, read_length
-from tests.nets import TinyLM, as_loader, fit, heard, largest_difference, lm_batches, trainer, weights
-from tests.ranks import run_ranks
+from tests.support.nets import TinyLM, as_loader, fit, heard, largest_difference, lm_batches, trainer, weights
+from tests.support.ranks import run_ranks
 
 BATCHES = lm_batches(5)
 
@@ -415,7 +415,7 @@ def test_an_empty_first_group_is_supported():
 
 TWO_RANKS = """
 import torch
-from tests.nets import as_loader, lm_batches, trainer
+from tests.support.nets import as_loader, lm_batches, trainer
 from tests.optim.test_schedule import Scheduled
 import os
 rank = int(os.environ["RANK"])

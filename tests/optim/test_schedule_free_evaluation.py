@@ -6,7 +6,7 @@ import torch
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.optim import ScheduleFreeEvaluation
-from tests.nets import TinyLM, as_loader, largest_difference, lm_batches, sgd, trainer, weights
+from tests.support.nets import TinyLM, as_loader, largest_difference, lm_batches, sgd, trainer, weights
 
 BATCHES = lm_batches(6)
 

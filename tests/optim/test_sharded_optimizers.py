@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ from torch.utils.data import DataLoader
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.planner.auto_batch_size import possible_parts, predict_parts
-from tests.nets import TinyLM, as_loader, heard, largest_difference, lm_batches, trainer, weights
-from tests.ranks import run_ranks
+from tests.support.nets import TinyLM, as_loader, heard, largest_difference, lm_batches, trainer, weights
+from tests.support.ranks import run_ranks
 
 GIB = 2**30
 BATCHES = lm_batches(5, size=12, length=40)
@@ -213,7 +213,7 @@ RANKS = """
 import os
 import torch
 import lightning_fasttrain as ft
-from tests.nets import TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
+from tests.support.nets import TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
 from tests.planner.test_auto_batch_size import Staged
 
 rank = int(os.environ["RANK"])

@@ -7,7 +7,7 @@ from torch import nn
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.technique.explanation import Explanation
-from tests.nets import LazyLM, TinyLM, as_loader, heard, largest_difference, lm_batches, trainer, weights
+from tests.support.nets import LazyLM, TinyLM, as_loader, heard, largest_difference, lm_batches, trainer, weights
 
 BATCH = lm_batches(1)[0]
 

@@ -30,7 +30,7 @@ from lightning_fasttrain.planner.search import Search
 from lightning_fasttrain.planner.timing import Costs, Stopwatch
 from lightning_fasttrain.technique.facts import facts_of_machine
 from lightning_fasttrain.technique.technique import techniques_of
-from tests.nets import TinyLM, as_loader, lm_batches, trainer, weights
+from tests.support.nets import TinyLM, as_loader, lm_batches, trainer, weights
 
 BATCH = lm_batches(1, size=32, length=24)[0]
 GIB = 2**30

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import lightning_fasttrain as ft
 from lightning_fasttrain.planner import suggestions
 from lightning_fasttrain.planner.suggestions import say_leaner_optimizer, say_workers
-from tests.nets import TinyLM, lm_batches
+from tests.support.nets import TinyLM, lm_batches
 
 
 class Slow(Dataset):

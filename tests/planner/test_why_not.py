@@ -9,7 +9,7 @@ import torch
 import lightning_fasttrain as ft
 from lightning_fasttrain.cli.main import main
 from lightning_fasttrain.planner.catalogue import known_techniques
-from tests.nets import TinyLM, lm_batches, trainer
+from tests.support.nets import TinyLM, lm_batches, trainer
 
 BATCH = lm_batches(1)[0]
 HERE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -21,7 +21,7 @@ from lightning_fasttrain.predict import MemoryReport
 from lightning_fasttrain.run import PeakMemory
 from lightning_fasttrain.run.profiling.memory_record import CATEGORIES
 from lightning_fasttrain.technique import Technique
-from tests.nets import LazyLM, TinyLM, fit, lm_batches
+from tests.support.nets import LazyLM, TinyLM, fit, lm_batches
 
 MIB = 2**20
 

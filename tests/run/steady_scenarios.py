@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import lightning_fasttrain as ft
 from lightning_fasttrain.data import EvenEpochs, SampleGuard, even_epochs
 from tests.data.test_sample_guard import Rows
-from tests.nets import TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
+from tests.support.nets import TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
 
 RANK = int(os.environ.get("RANK", "0"))
 BATCHES = [{**batch, "plus": torch.zeros(6), "times": torch.ones(6)} for batch in lm_batches(8, seed=3 + RANK)]

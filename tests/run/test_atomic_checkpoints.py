@@ -20,8 +20,8 @@ import lightning_fasttrain as ft
 from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint
 from lightning_fasttrain.run import AtomicCheckpointIO
 from lightning_fasttrain.run.checkpoint.checkpoint_disk_space import checkpoint_bytes
-from tests.nets import TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
-from tests.ranks import Ranks
+from tests.support.nets import TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
+from tests.support.ranks import Ranks
 
 
 def test_a_run_saves_and_resumes_with_atomic_checkpoints(tmp_path):

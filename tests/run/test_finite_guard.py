@@ -11,7 +11,7 @@ from torch import nn
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.strategy import ZeROStrategy
-from tests.nets import TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
+from tests.support.nets import TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
 
 BATCHES = [{**batch, "times": torch.ones(6)} for batch in lm_batches(6)]
 

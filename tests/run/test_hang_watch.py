@@ -9,8 +9,8 @@ import pytest
 from lightning_fasttrain.run.guards.hang_watch import HangWatch
 from lightning_fasttrain.run.guards.rank_heartbeats import Position, describe
 from lightning_fasttrain.run.guards.watchdog import ProgressWatch
-from tests.guard_scenarios import TIMEOUT_S, run_scenarios
-from tests.nets import TinyLM, as_loader, lm_batches, trainer
+from tests.support.guard_scenarios import TIMEOUT_S, run_scenarios
+from tests.support.nets import TinyLM, as_loader, lm_batches, trainer
 
 HERE = [
     *("hangs", "holds the lock", "stopped", "main stopped", "main killed", "validates for long"),

@@ -21,7 +21,7 @@ from lightning_fasttrain.run import (
 from lightning_fasttrain.run.profiling.memory_events import Change, Events, Place
 from lightning_fasttrain.run.profiling.memory_record import CATEGORIES, Allocation
 from lightning_fasttrain.run.profiling.memory_recording import _allocations, _Seen
-from tests.nets import TinyLM, as_loader, fit, lm_batches
+from tests.support.nets import TinyLM, as_loader, fit, lm_batches
 
 DIM, ROWS = 64, 32
 WEIGHT, ROW_BYTES = 4 * DIM * DIM, 4 * ROWS * DIM  # float32 has 4

@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 import lightning_fasttrain as ft
-from tests.nets import TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
+from tests.support.nets import TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
 
 BATCHES = [{**batch, "times": torch.ones(6), "steep": torch.ones(6)} for batch in lm_batches(12)]
 SPIKE = 8

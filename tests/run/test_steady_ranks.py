@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 
 @pytest.fixture(scope="module")

@@ -26,8 +26,8 @@ from lightning_fasttrain.core.files.checkpoint_folder import verify_checkpoint
 from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
 from lightning_fasttrain.strategy.zero.zero_fabric import FabricZeROStrategy
 from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy
-from tests.nets import TinyLM, as_loader, lm_batches, trainer
-from tests.ranks import end_as_a_script, run_ranks
+from tests.support.nets import TinyLM, as_loader, lm_batches, trainer
+from tests.support.ranks import end_as_a_script, run_ranks
 
 LIMIT_S = 200
 FULL_AT_BYTES = 1_000  # no file gets larger; less than any of a checkpoint's shards

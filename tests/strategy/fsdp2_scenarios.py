@@ -29,7 +29,7 @@ from lightning_fasttrain.strategy.fsdp2.shard_blocks import check_sharded
 from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import full_state_dict
 from tests.finetune.test_expert_adapters import CONFIG
 from tests.finetune.test_quantized_stacks import Net as Experts
-from tests.nets import (
+from tests.support.nets import (
     LazyLM,
     ShallowLM,
     WideLM,

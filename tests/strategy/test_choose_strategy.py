@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_fasttrain.predict import predict_memory
 from lightning_fasttrain.strategy.choose_strategy import CANDIDATES, choose_strategy
-from tests.nets import TinyLM, as_loader, lm_batches, trainer
+from tests.support.nets import TinyLM, as_loader, lm_batches, trainer
 
 GIB = 2**30
 LAYERS, WIDTH = 64, 2**12  # 2³⁰ numbers

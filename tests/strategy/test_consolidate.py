@@ -12,9 +12,9 @@ from lightning_fasttrain.core.files.checkpoint_folder import MANIFEST, checkpoin
 from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint
 from lightning_fasttrain.strategy.consolidate import consolidate
 from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import save_sharded
-from tests.nets import TinyLM, weights
-from tests.ranks import run_code
 from tests.strategy.zero_launches import DEPTH, launched
+from tests.support.nets import TinyLM, weights
+from tests.support.ranks import run_code
 
 STAGES = ("0", "1", "2", "3", "3+offload")
 

@@ -25,8 +25,8 @@ from lightning_fasttrain.strategy.fsdp2.fsdp2_fabric import FabricFSDP2Strategy
 from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
 from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import full_checkpoint, full_state_dict, save_sharded
 from lightning_fasttrain.strategy.fsdp2.shared_buffers import list_shared_buffers
-from tests.nets import ShallowLM, WideLM, as_loader, largest_difference, lm_batches, trainer, weights
-from tests.ranks import run_code, run_ranks
+from tests.support.nets import ShallowLM, WideLM, as_loader, largest_difference, lm_batches, trainer, weights
+from tests.support.ranks import run_code, run_ranks
 
 ROOT = Path(__file__).parent.parent.parent
 CASTS_BYTES = TorchVersion(torch.__version__) < "2.12"
@@ -362,7 +362,7 @@ ONE_PROCESS = """
 import sys, torch
 from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
 from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import full_state_dict
-from tests.nets import ShallowLM, WideLM, as_loader, largest_difference, lm_batches, trainer, weights
+from tests.support.nets import ShallowLM, WideLM, as_loader, largest_difference, lm_batches, trainer, weights
 import lightning as L
 
 folder, batches = sys.argv[1], lm_batches(2)
@@ -453,7 +453,7 @@ def test_on_one_gpu_as_without_sharding(precision, offload, tmp_path):
     code = f"""
 import lightning as L, torch
 from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
-from tests.nets import ShallowLM, as_loader, lm_batches, trainer, weights
+from tests.support.nets import ShallowLM, as_loader, lm_batches, trainer, weights
 ends = []
 for strategy in ("auto", FSDP2Strategy(offload={offload!r})):
     module = ShallowLM()
@@ -474,7 +474,7 @@ def test_on_two_gpus_ranks_agree(options, tmp_path):
     code = f"""
 import os, time, torch, torch.distributed as dist
 from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
-from tests.nets import ShallowLM, as_loader, lm_batches, trainer
+from tests.support.nets import ShallowLM, as_loader, lm_batches, trainer
 rank = int(os.environ["RANK"])
 module = ShallowLM()
 t = trainer(accelerator="gpu", devices=2, strategy=FSDP2Strategy({options}), gradient_clip_val=0.5)

@@ -24,7 +24,7 @@ from lightning_fasttrain.strategy.fsdp2.shard_blocks import (
 )
 from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import load_full_
 from lightning_fasttrain.strategy.fsdp2.sharding import Sharding
-from tests.nets import Block, TinyLM, WideLM, gradients, largest_difference, lm_batches, weights
+from tests.support.nets import Block, TinyLM, WideLM, gradients, largest_difference, lm_batches, weights
 
 BATCH = lm_batches(1)[0]
 CASTS_BYTES = TorchVersion(torch.__version__) < "2.12"

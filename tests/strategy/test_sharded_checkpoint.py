@@ -27,7 +27,7 @@ from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import (
     load_sharded_,
     save_sharded,
 )
-from tests.nets import TinyLM, largest_difference, lm_batches, weights
+from tests.support.nets import TinyLM, largest_difference, lm_batches, weights
 
 
 def trained(steps=2, make=torch.optim.AdamW, **settings):

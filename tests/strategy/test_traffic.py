@@ -10,8 +10,8 @@ from lightning_fasttrain.strategy._sharded_groups import ddp_states, fsdp2_state
 from lightning_fasttrain.strategy.choose._model_sizes import ZeROSizes, held_by
 from lightning_fasttrain.strategy.choose.model_states import predict_model_states
 from lightning_fasttrain.strategy.traffic import STRATEGIES, all_reduce_bytes, predict_traffic
-from tests.ranks import run_ranks
 from tests.strategy.traffic_scenarios import ZERO, Net, adam, optimizer_for
+from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 NAMES = [*ZERO, "ddp", "fsdp2 32-true", "fsdp2 bf16-mixed", "fsdp2 twice"]

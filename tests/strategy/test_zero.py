@@ -18,9 +18,9 @@ from lightning_fasttrain.strategy.zero.stage_agreement import _a_batch
 from lightning_fasttrain.strategy.zero.zero_fabric import FabricZeROStrategy
 from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy
 from lightning_fasttrain.technique import check_together
-from tests.nets import trainer
-from tests.ranks import ROOT
 from tests.strategy.zero_launches import launched
+from tests.support.nets import trainer
+from tests.support.ranks import ROOT
 
 STAGES = ("0", "1", "2", "3")
 KINDS = [ZeROStrategy, FabricZeROStrategy]

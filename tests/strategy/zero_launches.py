@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.ranks import Ranks, launch_once
+from tests.support.ranks import Ranks, launch_once
 
 Found = dict[int, list[dict[str, Any]]]
 COUNTS = (1, 2)

@@ -24,7 +24,9 @@ import lightning_fasttrain as ft
 from lightning_fasttrain.strategy.choose.model_states import predict_model_states
 from lightning_fasttrain.strategy.zero.zero_fabric import FabricZeROStrategy
 from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy
-from tests.nets import (
+from tests.strategy import zero_steps
+from tests.strategy.zero_launches import DEPTH
+from tests.support.nets import (
     LazyLM,
     TinyLM,
     as_loader,
@@ -36,8 +38,6 @@ from tests.nets import (
     trainer,
     weights,
 )
-from tests.strategy import zero_steps
-from tests.strategy.zero_launches import DEPTH
 
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 ALL = [lm_batches(5, size=6, seed=3), lm_batches(5, size=4, seed=4)]  # other rows and numbers of targets on each rank

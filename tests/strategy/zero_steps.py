@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR, SequentialLR
 from lightning_fasttrain.optim.schedule.build_schedule import build_schedule
 from lightning_fasttrain.strategy.zero.zero_fabric import FabricZeROStrategy
 from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy
-from tests.nets import as_loader, trainer
+from tests.support.nets import as_loader, trainer
 
 STAGES = (0, 1, 2, 3, "2+offload")
 DTYPES = {"32-true": torch.float32, "bf16-true": torch.bfloat16}

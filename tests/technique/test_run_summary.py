@@ -14,7 +14,7 @@ import lightning_fasttrain as ft
 from lightning_fasttrain.core.messages import format_bytes, log
 from lightning_fasttrain.technique.run_summary import KEY
 from tests.cases import CASES
-from tests.nets import TinyLM, as_loader, heard, lm_batches, trainer
+from tests.support.nets import TinyLM, as_loader, heard, lm_batches, trainer
 
 BATCHES = lm_batches(5)
 

@@ -13,7 +13,7 @@ from torch import nn
 import lightning_fasttrain as ft
 from lightning_fasttrain import Technique
 from lightning_fasttrain.technique import Capability, Conflict, Surgery
-from tests.nets import VOCAB, LazyLM, TinyLM, as_loader, fit, lm_batches, lm_loss, trainer
+from tests.support.nets import VOCAB, LazyLM, TinyLM, as_loader, fit, lm_batches, lm_loss, trainer
 
 pytestmark = pytest.mark.quick
 

@@ -76,7 +76,7 @@ class Growth:
         return self.until is None or self.done < self.until
 
     def add(self, batch: Any) -> None:
-        """Count a batch of this process, as :func:`~lightning_fasttrain.core.counts.count_batch` does."""
+        """Count a batch of this process, as :func:`~lightning_fasttrain.core.batch.count_batch` does."""
         samples, tokens = count_batch(batch)
         self._unsaid[0] += samples
         self._unsaid[1] += tokens

@@ -1,7 +1,7 @@
 """A run that is killed again and again, by SIGKILL, and relaunched from its newest checkpoint (see test_kill.py).
 
-``python -m tests.kill_scenarios STRATEGY PROCESSES KILLS FOLDER [SEED]`` writes ``FOLDER/found.json``. Processes are
-forked, so that the imports, which take seconds, are done once. No launch is told what the earlier ones did.
+``python -m tests.support.kill_scenarios STRATEGY PROCESSES KILLS FOLDER [SEED]`` writes ``FOLDER/found.json``.
+Processes are forked, so that the imports, which take seconds, are done once. No launch knows what the earlier ones did.
 """
 
 import json

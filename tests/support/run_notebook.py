@@ -1,6 +1,6 @@
 """Runs the cells of a notebook in this process, as a kernel does.
 
-``python -m tests.run_notebook notebook folder [its smaller]...``: what stands in a cell, and what is run instead of it.
+``python -m tests.support.run_notebook notebook folder [its smaller]...``: a cell, and its replacement.
 
 Started by ``test_notebooks.py`` as a fork of a process that has imported everything, which a kernel takes long to do.
 """
@@ -17,7 +17,7 @@ import nbformat
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 
 class Shell(InteractiveShell):

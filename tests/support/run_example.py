@@ -5,7 +5,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.ranks import ROOT, run_ranks
+from tests.support.ranks import ROOT, run_ranks
 
 
 def last_line(script, *arguments, ranks=None, smaller=()):

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 
 import lightning_fasttrain as ft
-from tests import by_hand
 from tests.cases import TOGETHER, by_hand_of
-from tests.nets import (
+from tests.support import by_hand
+from tests.support.nets import (
     Gradients,
     TinyLM,
     as_loader,

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import host_costs
+from tests.support import host_costs
 
 torch.set_num_threads(1)  # small tensors: threads only get in each other's way
 host_costs.spare()

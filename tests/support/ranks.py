@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from filelock import FileLock
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 
 
 class Ranks:
@@ -39,7 +39,7 @@ class Ranks:
         self, module: str, *arguments: object, log: Path, count: int | None = 2, of_this_process: bool = False
     ) -> None:
         context = multiprocessing.get_context("fork" if of_this_process else "forkserver")
-        context.set_forkserver_preload(["tests.imported"])
+        context.set_forkserver_preload(["tests.support.imported"])
         folder = Path.cwd() if of_this_process else ROOT
         self.files = log, log.with_name(f"{log.name}.err")
         for file in self.files:

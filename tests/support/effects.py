@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_fasttrain.core.messages import say_once
 from lightning_fasttrain.data.loaders.even_epochs import EvenLoader
-from tests.nets import TinyLM, as_loader, fit, heard, largest_difference, lm_batches, trainer, weights
+from tests.support.nets import TinyLM, as_loader, fit, heard, largest_difference, lm_batches, trainer, weights
 
 BATCHES = lm_batches(5)
 Kind = Callable[..., Any]

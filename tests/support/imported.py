@@ -9,8 +9,8 @@ import torch
 from lightning.fabric.utilities import registry
 
 from lightning_fasttrain.strategy.zero._zero_engine import import_deepspeed
-from tests import host_costs
-from tests.nets import TinyLM, as_loader, lm_batches, trainer
+from tests.support import host_costs
+from tests.support.nets import TinyLM, as_loader, lm_batches, trainer
 
 host_costs.spare()
 importlib.import_module("tests.cases")

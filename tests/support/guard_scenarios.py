@@ -29,8 +29,8 @@ from lightning_fasttrain.run.guards.hang_watch import HangWatch
 from lightning_fasttrain.run.guards.preemption import Preemption
 from lightning_fasttrain.run.guards.preemption_flag import PreemptionFlag
 from lightning_fasttrain.run.guards.watchdog import ProgressWatch
-from tests.nets import TinyLM, as_loader, lm_batches, trainer
-from tests.ranks import end_as_a_script, launch_once, run_ranks
+from tests.support.nets import TinyLM, as_loader, lm_batches, trainer
+from tests.support.ranks import end_as_a_script, launch_once, run_ranks
 
 LIMIT_S = 150
 TIMEOUT_S = 3.0
@@ -364,7 +364,7 @@ class ForkedRank(subprocess.Popen):
 
 def start(name, folder):
     how, body, _ = SCENARIOS[name]
-    again = ["-m", "tests.guard_scenarios", "rank", name, str(folder)]
+    again = ["-m", "tests.support.guard_scenarios", "rank", name, str(folder)]
     if how == "torchrun":
         return [fork(lambda folder: torchrun.main(["--standalone", "--nproc-per-node=2", *again]), folder)]
     if how == "forked":
@@ -441,7 +441,7 @@ def run_scenarios(factory):
 
 def _launch(folder):
     log, limit_s = folder / "log", LIMIT_S + 60
-    run_ranks("tests.guard_scenarios", folder, *SCENARIOS, log=log, count=None, timeout_s=limit_s)
+    run_ranks("tests.support.guard_scenarios", folder, *SCENARIOS, log=log, count=None, timeout_s=limit_s)
 
 
 if __name__ == "__main__":
