@@ -25,8 +25,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.bench.gpt import GPTConfig, GPTModule
-from lightning_fasttrain.bench.sizes import GPT2_VOCABULARY
+from lightning_fasttrain.bench.gpt import GPT2_VOCABULARY, GPTConfig, GPTModule
 from lightning_fasttrain.core.machine import hardware, versions
 from lightning_fasttrain.dry_run.rehearsal.rehearsal import is_rehearsing
 

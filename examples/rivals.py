@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.bench.ladder.training_loops import Record
+from lightning_fasttrain.bench.ladder.worker import Record
 from lightning_fasttrain.bench.text import Windows, encode_text, read_text
 
 LEARNING_RATE = 3e-4

@@ -15,8 +15,7 @@ from pathlib import Path
 import torch
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.bench.gpt import GPT
-from lightning_fasttrain.bench.sizes import SIZES
+from lightning_fasttrain.bench.gpt import GPT, SIZES
 from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.files.atomic_write import write_atomic
 

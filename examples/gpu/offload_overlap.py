@@ -23,8 +23,7 @@ import torch
 from torch.autograd.graph import save_on_cpu
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.bench.gpt import GPT
-from lightning_fasttrain.bench.sizes import SIZES
+from lightning_fasttrain.bench.gpt import GPT, SIZES
 from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.files.atomic_write import write_atomic
 from lightning_fasttrain.core.machine import hardware, versions

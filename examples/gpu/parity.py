@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from lightning_fasttrain.bench.gpt import size_named
 from lightning_fasttrain.bench.ladder.rungs import NAIVE
 from lightning_fasttrain.bench.ladder.worker import run_rung
-from lightning_fasttrain.bench.sizes import size_named
 from lightning_fasttrain.bench.text import encode_text, read_text
 from lightning_fasttrain.core.files.atomic_write import write_atomic
 

@@ -161,7 +161,7 @@ def prepare_tokens(file):
     """The ladder's own text in GPT-2's vocabulary, as a file that the device's machine needs no tokenizer for."""
     import numpy as np
 
-    from lightning_fasttrain.bench.sizes import GPT2_VOCABULARY
+    from lightning_fasttrain.bench.gpt import GPT2_VOCABULARY
     from lightning_fasttrain.bench.text import encode_text, read_text
     from lightning_fasttrain.core.files.atomic_write import write_atomic
 

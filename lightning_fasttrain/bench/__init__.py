@@ -1,13 +1,12 @@
 """The reference model, real text, and the ladder that measures each technique on them.
 
-From the bottom up: ``gpt``, ``text``, ``sizes``, ``ladder``, ``reference_models``.
+From the bottom up: ``gpt``, ``text``, ``reference_models``, ``ladder``.
 """
 
-from lightning_fasttrain.bench.gpt import GPT, Block, GPTConfig, GPTModule
+from lightning_fasttrain.bench.gpt import GPT, SIZES, Block, GPTConfig, GPTModule, Size
 from lightning_fasttrain.bench.ladder.preflight import Ladder, prepare
 from lightning_fasttrain.bench.ladder.run_ladder import climb
 from lightning_fasttrain.bench.ladder.rungs import NAIVE, Rung, rungs
-from lightning_fasttrain.bench.sizes import SIZES, Size
 from lightning_fasttrain.bench.text import batches, encode_text, read_text
 
 __all__ = [

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_fasttrain.bench.gpt import GPTModule
-from lightning_fasttrain.bench.sizes import size_named
+from lightning_fasttrain.bench.gpt import GPTModule, size_named
 from lightning_fasttrain.core.checks import require
 
 

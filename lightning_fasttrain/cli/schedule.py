@@ -37,7 +37,7 @@ def _run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from lightning_fasttrain.optim.schedule.picture import draw_text, sample_rates, save_picture
-    from lightning_fasttrain.optim.schedule.rate_request import read_request
+    from lightning_fasttrain.optim.schedule.schedule_shapes import read_request
 
     marks = [mark for mark in options.at.split(",") if mark]
     try:

@@ -66,7 +66,7 @@ def load_target_without_memory(options: argparse.Namespace) -> tuple[Any, Any]:
     Raises:
         ValueError, TypeError: there is none, or it cannot be had.
     """
-    from lightning_fasttrain.bench.sizes import size_named
+    from lightning_fasttrain.bench.gpt import size_named
     from lightning_fasttrain.cli.subject import load_subject
 
     _refuse_both_or_none(options)

@@ -21,9 +21,8 @@ from lightning_fasttrain.data.out_of_memory.retry_with_smaller_micro_batches imp
 from lightning_fasttrain.data.split_batch import split_batch
 from lightning_fasttrain.data.token_weighted_accumulation import TokenWeightedAccumulation
 from lightning_fasttrain.data.trunk.micro_batch_forward import micro_batch_forward_
-from lightning_fasttrain.data.warmup.batch_size_warmup import BatchSizeWarmup, grow_windows
+from lightning_fasttrain.data.warmup.batch_size_warmup import BatchSizeWarmup, grow_windows, scale_rates_
 from lightning_fasttrain.data.warmup.growth_schedule import Growth
-from lightning_fasttrain.data.warmup.learning_rate_scaling import scale_rates_
 from lightning_fasttrain.data.warmup.sequence_length_warmup import SequenceLengthWarmup, cut_sequences, grow_sequences
 from lightning_fasttrain.technique.duration import Length, read_length
 

@@ -1,8 +1,7 @@
 """Loss functions and techniques that compute the logits of a few tokens at a time.
 
-From the bottom up: ``_chunks``, ``_counted_positions``, ``deferred_logits``, ``linear_cross_entropy``,
-``linear_kl_divergence``, ``_module_io``, ``_watched_logits``, ``fused_loss_head``, ``_teacher``, ``_distiller``,
-``distillation``.
+From the bottom up: ``_chunks``, ``deferred_logits``, ``linear_cross_entropy``, ``linear_kl_divergence``,
+``_watched_logits``, ``loss_inputs``, ``fused_loss_head``, ``_teacher``, ``_distiller``, ``distillation``.
 """
 
 from lightning_fasttrain.loss.deferred_logits import DeferredLogits

@@ -13,19 +13,21 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, wrapper_on
 from lightning_fasttrain.loss._chunks import autocast_dtype
-from lightning_fasttrain.loss._counted_positions import masks_in, of_feature, of_logits
-from lightning_fasttrain.loss._module_io import (
+from lightning_fasttrain.loss._teacher import Teacher
+from lightning_fasttrain.loss.fused_loss_head import FusedHead
+from lightning_fasttrain.loss.linear_kl_divergence import LogitsOf, divergence
+from lightning_fasttrain.loss.loss_inputs import (
     PROJECTIONS,
     Seen,
     Tap,
     feature_in,
     head_of,
     logits_of,
+    masks_in,
     module_named,
+    of_feature,
+    of_logits,
 )
-from lightning_fasttrain.loss._teacher import Teacher
-from lightning_fasttrain.loss.fused_loss_head import FusedHead
-from lightning_fasttrain.loss.linear_kl_divergence import LogitsOf, divergence
 
 Features = Mapping[str, str | tuple[str, nn.Module]]
 Mask = Callable[[Any], Tensor]

@@ -21,8 +21,8 @@ from lightning_fasttrain.loss._distiller import (
     Student,
     projection_key,
 )
-from lightning_fasttrain.loss._module_io import PROJECTIONS, student_of
 from lightning_fasttrain.loss._teacher import AnyTeacher, load_teacher
+from lightning_fasttrain.loss.loss_inputs import PROJECTIONS, student_of
 from lightning_fasttrain.technique import Conflict, Exactness, Surgery, Technique
 from lightning_fasttrain.technique.predicted_step import PredictedStep
 

@@ -17,8 +17,12 @@ from lightning_fasttrain.model.activation_checkpointing import (
 )
 from lightning_fasttrain.model.activation_offload import ActivationOffload, offload_activations
 from lightning_fasttrain.model.compile.compile_blocks import CompileBlocks, compile_blocks_
-from lightning_fasttrain.model.compile.compile_cache import load_compile_cache, save_compile_cache
-from lightning_fasttrain.model.compile.compile_report import CompileReport, CompileWatch
+from lightning_fasttrain.model.compile.compile_report import (
+    CompileReport,
+    CompileWatch,
+    load_compile_cache,
+    save_compile_cache,
+)
 from lightning_fasttrain.model.low_precision_products import (
     LowPrecisionProducts,
     LowPrecisionReport,

@@ -5,8 +5,7 @@ From the bottom up: ``catalogue``, ``micro_batch_trial``, ``suggestions``, ``adv
 """
 
 from lightning_fasttrain.planner.advice.explain import explain
-from lightning_fasttrain.planner.advice.unused import Unused, UnusedReport
-from lightning_fasttrain.planner.advice.why_not import why_not
+from lightning_fasttrain.planner.advice.why_not import Unused, UnusedReport, why_not
 from lightning_fasttrain.planner.auto import Auto
 from lightning_fasttrain.planner.auto_batch_size import AutoBatchSize
 from lightning_fasttrain.planner.candidates.configuration import Choice

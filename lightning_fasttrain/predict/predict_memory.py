@@ -25,10 +25,9 @@ from lightning_fasttrain.optim.named.host_optimizer import HostOptimizer
 from lightning_fasttrain.optim.named.state_bytes import tensors_in
 from lightning_fasttrain.predict.allocation_trace import AllocationTrace
 from lightning_fasttrain.predict.cuda_dispatch import CUBLAS_WORKSPACE, GRANULE, AsOnCuda, step_in_lists_
-from lightning_fasttrain.predict.cuda_workspace import CUDA_WORKSPACE
 from lightning_fasttrain.predict.data_dependent_values import AssumedNumbers
 from lightning_fasttrain.predict.fake_model import Factory, fake_batch, fake_module, settle_
-from lightning_fasttrain.predict.kernel_workspace import CPU_WORKSPACE, KEPT, quantized_workspace
+from lightning_fasttrain.predict.kernel_workspace import CPU_WORKSPACE, CUDA_WORKSPACE, KEPT, quantized_workspace
 from lightning_fasttrain.predict.memory_report import MemoryReport, report
 from lightning_fasttrain.technique import Technique, apply, check_together
 from lightning_fasttrain.technique.predicted_step import PredictedStep

@@ -3,6 +3,7 @@
 From the bottom up: ``checkpoint``, ``guards``, ``profiling``.
 """
 
+from lightning_fasttrain.core.device import peak_flops
 from lightning_fasttrain.core.files.checkpoint_folder import verify_checkpoint
 from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint
 from lightning_fasttrain.core.peak_memory import PeakMemory
@@ -21,9 +22,7 @@ from lightning_fasttrain.run.profiling.memory_meter import MemoryMeter
 from lightning_fasttrain.run.profiling.memory_record import MemoryRecord
 from lightning_fasttrain.run.profiling.memory_recording import MemoryRecording
 from lightning_fasttrain.run.profiling.memory_timeline import MemoryTimeline
-from lightning_fasttrain.run.profiling.peak_flops import peak_flops
-from lightning_fasttrain.run.profiling.slow_ranks import compare_ranks
-from lightning_fasttrain.run.profiling.step_meter import StepMeter
+from lightning_fasttrain.run.profiling.step_meter import StepMeter, compare_ranks
 from lightning_fasttrain.run.profiling.step_timer import StepTimer
 
 __all__ = [

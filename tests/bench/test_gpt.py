@@ -2,8 +2,7 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_fasttrain.bench.gpt import GPT, GPTConfig, GPTModule, matrices_and_others
-from lightning_fasttrain.bench.sizes import SIZES, size_named
+from lightning_fasttrain.bench.gpt import GPT, SIZES, GPTConfig, GPTModule, matrices_and_others, size_named
 
 SMALL = {"vocabulary": 11, "context": 8, "layers": 2, "heads": 2, "width": 8}
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from lightning_fasttrain.bench.gpt import GPTConfig
+from lightning_fasttrain.bench.gpt import GPTConfig, Size
 from lightning_fasttrain.bench.ladder import report
 from lightning_fasttrain.bench.ladder import run_ladder as climb_module
 from lightning_fasttrain.bench.ladder.preflight import prepare
@@ -19,7 +19,6 @@ from lightning_fasttrain.bench.ladder.process import run_in_own_process
 from lightning_fasttrain.bench.ladder.results import Climbed, Skipped
 from lightning_fasttrain.bench.ladder.run_ladder import climb, number_of_rows
 from lightning_fasttrain.bench.ladder.rungs import Rung, rungs
-from lightning_fasttrain.bench.sizes import Size
 from lightning_fasttrain.cli.main import main
 from lightning_fasttrain.core.messages import FULL_WIDTH
 from lightning_fasttrain.technique import Exactness
@@ -158,9 +157,9 @@ def test_a_narrow_terminal_loses_columns_and_no_words(climbed, width):
 
 @pytest.mark.slow
 def test_ctrl_c_keeps_what_was_measured(tmp_path, capsys, monkeypatch):
-    from lightning_fasttrain.bench import sizes
+    from lightning_fasttrain.bench import gpt
 
-    monkeypatch.setitem(sizes.SIZES, "micro", MICRO)
+    monkeypatch.setitem(gpt.SIZES, "micro", MICRO)
     run = climb_module.run_in_own_process
 
     def run_twice(spec, on_progress):
@@ -181,9 +180,9 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_the_command_with_each_rung_alone(tmp_path, capsys, monkeypatch):
-    from lightning_fasttrain.bench import sizes
+    from lightning_fasttrain.bench import gpt
 
-    monkeypatch.setitem(sizes.SIZES, "micro", MICRO)
+    monkeypatch.setitem(gpt.SIZES, "micro", MICRO)
     (tmp_path / "private.txt").write_text("the quick brown fox " * 500)
     arguments = ["--size", "micro", "--text", str(tmp_path / "private.txt"), "--out", str(tmp_path / "out")]
     code = main(["ladder", *arguments, "--each", "--steps", "1", "--repeats", "0", "--rungs", "micro-batches,release"])

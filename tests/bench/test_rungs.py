@@ -3,11 +3,10 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_fasttrain.bench.ladder.as_code import as_code
 from lightning_fasttrain.bench.ladder.process import without_paths
 from lightning_fasttrain.bench.ladder.results import Measured, Row
+from lightning_fasttrain.bench.ladder.run_ladder import as_code
 from lightning_fasttrain.bench.ladder.rungs import NAIVE, choose_rungs, on_top_of, rungs, strong_baseline
-from lightning_fasttrain.bench.ladder.training_loops import callbacks_of
 from lightning_fasttrain.bench.ladder.verdict import (
     fastest_with_half_the_memory,
     judge,
@@ -18,6 +17,7 @@ from lightning_fasttrain.bench.ladder.verdict import (
     time_noise,
     usual_noise,
 )
+from lightning_fasttrain.bench.ladder.worker import callbacks_of
 from lightning_fasttrain.technique import Exactness
 from lightning_fasttrain.technique.declarations import least_exact
 

@@ -1,7 +1,7 @@
 import pytest
 
+from lightning_fasttrain.bench.gpt import SIZES
 from lightning_fasttrain.bench.ladder import preflight
-from lightning_fasttrain.bench.sizes import SIZES
 from lightning_fasttrain.cli.main import main
 
 

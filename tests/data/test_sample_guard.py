@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.data import SampleGuard, guard_samples
-from lightning_fasttrain.data.loaders._skipping_dataset import TolerantDataset
+from lightning_fasttrain.data.loaders.sample_guard import TolerantDataset
 from tests.support.nets import TinyLM, largest_difference, lm_batches, trainer, weights
 
 WHOLE = lm_batches(1, size=12)[0]

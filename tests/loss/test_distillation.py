@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelFo
 import lightning_fasttrain as ft
 from lightning_fasttrain.core.batch import find_labels
 from lightning_fasttrain.loss import Distillation, distil_into, fuse_loss_head_
-from lightning_fasttrain.loss._module_io import student_of
 from lightning_fasttrain.loss.deferred_logits import DeferredLogits
+from lightning_fasttrain.loss.loss_inputs import student_of
 from lightning_fasttrain.run import PeakMemory
 from tests.loss.test_fused_loss_head import MODELS, HuggingFace
 from tests.loss.test_fused_loss_head import batch as hf_batch

@@ -16,7 +16,7 @@ import lightning_fasttrain as ft
 from lightning_fasttrain import compile_blocks_
 from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward
 from lightning_fasttrain.model import CompileWatch
-from lightning_fasttrain.model.compile import compile_cache
+from lightning_fasttrain.model.compile import compile_report
 from tests.support.nets import TinyLM, as_loader, fit, largest_difference, lm_batches, trainer, weights
 from tests.support.ranks import run_code
 
@@ -216,7 +216,7 @@ def damaged(kind):
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr("another" if kind == "of another program" else "artifacts", b"artifacts of torch" * 100)
-        file.writestr("machine", compile_cache.machine_of_kernels())
+        file.writestr("machine", compile_report.machine_of_kernels())
     whole = packed.getvalue()
     return {"cut off": whole[:-40], "altered": whole[:50] + b"x" * 8 + whole[58:], "no zip": b"any"}.get(kind, whole)
 
@@ -277,7 +277,7 @@ def test_a_second_start_does_not_recompile_kernels(tmp_path, monkeypatch):
 def test_kernels_are_unpacked_only_on_the_same_machine(name, machine, is_unpacked, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
     with zipfile.ZipFile(tmp_path / "cache.bin", "w") as file:
-        file.writestr("machine", machine or compile_cache.machine_of_kernels())
+        file.writestr("machine", machine or compile_report.machine_of_kernels())
         file.writestr(name, b"code")
         file.writestr("artifacts", b"")
     with contextlib.suppress(Exception):  # torch's, whose part is missing here

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from lightning_fasttrain.model.memory_budget import knapsack
-from lightning_fasttrain.model.memory_budget.knapsack import place
+from lightning_fasttrain.model.memory_budget import checkpoint_plan
+from lightning_fasttrain.model.memory_budget.checkpoint_plan import place
 
 
 def best_by_trying_all(options, capacity):
@@ -49,7 +49,7 @@ def test_many_blocks_of_all_sizes_are_placed_nearly_optimally_within_the_limit(s
     capacity = [6 * gib] * 14
     exact = cost_of(options, place(options, capacity))
     assert exact == pytest.approx(best_by_trying_all(options, capacity))
-    monkeypatch.setattr(knapsack, "MOST", 256)
+    monkeypatch.setattr(checkpoint_plan, "MOST", 256)
     choice = place(options, capacity)
     assert sum(o[index][0] for o, index in zip(options, choice, strict=True)) <= 6 * gib
     assert exact <= cost_of(options, choice) <= 1.05 * exact

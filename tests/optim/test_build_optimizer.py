@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import lightning_fasttrain as ft
 from lightning_fasttrain.bench.gpt import GPTConfig, GPTModule
 from lightning_fasttrain.optim import HostOptimizer, hand_over_state_, layer_decay_groups, optimizer_state_bytes
-from lightning_fasttrain.optim.named._known import KNOWN
+from lightning_fasttrain.optim.named.build_optimizer import KNOWN
 from lightning_fasttrain.optim.named.state_bytes import tensors_in
 from lightning_fasttrain.strategy import predict_model_states
 from lightning_fasttrain.strategy.choose._optimizer_state import optimizer_named, refuse_unshardable

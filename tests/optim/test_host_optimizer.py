@@ -8,7 +8,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.optim import HostOptimizer, optimizer_state_bytes
-from lightning_fasttrain.optim.named._known import KNOWN
+from lightning_fasttrain.optim.named.build_optimizer import KNOWN
 from tests.support.nets import TinyLM, as_loader, fit, largest_difference, lm_batches, trainer, weights
 
 BATCHES = lm_batches(4)

@@ -12,7 +12,7 @@ import lightning_fasttrain as ft
 from lightning_fasttrain.core.batch import count_batch
 from lightning_fasttrain.run import StepMeter, StepTimer
 from lightning_fasttrain.run.profiling import step_timer
-from lightning_fasttrain.run.profiling.slow_ranks import describe_slowest
+from lightning_fasttrain.run.profiling.step_meter import describe_slowest
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

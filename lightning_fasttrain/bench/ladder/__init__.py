@@ -2,6 +2,6 @@
 
 It ends in a table, a picture, and code to paste.
 
-From the bottom up: ``results``, ``recorder``, ``as_code``, ``verdict``, ``training_loops``, ``report``, ``rungs``,
-``worker``, ``progress``, ``preflight``, ``process``, ``run_ladder``.
+From the bottom up: ``results``, ``recorder``, ``verdict``, ``worker``, ``report``, ``rungs``, ``process``,
+``progress``, ``preflight``, ``run_ladder``.
 """

@@ -9,10 +9,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lightning_fasttrain.bench.gpt import ATTENTIONS
+from lightning_fasttrain.bench.gpt import ATTENTIONS, Size, size_named
 from lightning_fasttrain.bench.ladder.results import Skipped
 from lightning_fasttrain.bench.ladder.rungs import Rung, choose_rungs, rungs
-from lightning_fasttrain.bench.sizes import Size, size_named
 from lightning_fasttrain.bench.text import check_enough, encode_text, read_text
 from lightning_fasttrain.core.checks import one_of, positive_int
 from lightning_fasttrain.core.machine import bf16_slowdown, bf16_units

@@ -1,6 +1,7 @@
 """Batch size warmup: optimizer steps of few batches at first, and of more and more later."""
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any, ClassVar
 
@@ -14,10 +15,62 @@ from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.data.normalizer.count_targets import Count
 from lightning_fasttrain.data.token_weighted_accumulation import TokenWeightedAccumulation
 from lightning_fasttrain.data.warmup.growth_schedule import Growth
-from lightning_fasttrain.data.warmup.learning_rate_scaling import RULES, scale_rates_
 from lightning_fasttrain.technique import Exactness
 from lightning_fasttrain.technique.duration import Length
 from lightning_fasttrain.technique.facts import Facts
+
+RULES: dict[str, Callable[[float], float]] = {"linear": lambda share: share, "sqrt": math.sqrt}
+
+
+def scale_rates_(optimizer: Optimizer, factor: Callable[[], float]) -> Undo:
+    """Multiply the learning rates of all groups by ``factor()`` in each update of ``optimizer``.
+
+    Outside of updates the groups have the learning rates of their schedule, so this composes with any schedule.
+
+    Args:
+        optimizer: any optimizer.
+        factor: called before each update.
+
+    Returns:
+        A function that undoes it.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.nn.Parameter(torch.zeros(1))
+        >>> optimizer = torch.optim.SGD([weight], lr=1.0)
+        >>> undo = scale_rates_(optimizer, lambda: 0.25)
+        >>> weight.grad = torch.ones(1)
+        >>> optimizer.step()
+        >>> weight.item(), optimizer.param_groups[0]["lr"]
+        (-0.25, 1.0)
+
+    Source:
+        Goyal et al. 2017, https://arxiv.org/abs/1706.02677 (linear, for SGD); Malladi et al. 2022,
+        https://arxiv.org/abs/2205.10287 (square root, for Adam).
+    """
+    scaled: list[tuple[dict[str, Any], Any, Any]] = []  # group, its learning rate, the scaled one
+
+    def scale(optimizer: Optimizer, *_: Any) -> None:
+        restore()  # after an update whose closure raised
+        by = factor()
+        for group in optimizer.param_groups:
+            own, group["lr"] = group["lr"], group["lr"] * by
+            scaled.append((group, own, group["lr"]))
+
+    def restore(*_: Any) -> None:
+        for group, own, used in scaled:
+            if group["lr"] is used:  # otherwise a schedule has already set the next one
+                group["lr"] = own
+        scaled.clear()
+
+    hooks = [optimizer.register_step_pre_hook(scale), optimizer.register_step_post_hook(restore)]
+
+    def undo() -> None:
+        restore()
+        for hook in hooks:
+            hook.remove()
+
+    return undo
 
 
 def grow_windows(batches: Iterable[Any], growth: Growth) -> Iterator[list[Any]]:

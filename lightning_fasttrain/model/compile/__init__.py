@@ -1,5 +1,4 @@
 """Compile the blocks of a model, check the compiled code, and cache it for later runs.
 
-From the bottom up: ``compiled_check``, ``compile_report``, ``compile_cache``, ``known_compiler_faults``,
-``compile_blocks``.
+From the bottom up: ``compile_report``, ``known_compiler_faults``, ``compiled_check``, ``compile_blocks``.
 """

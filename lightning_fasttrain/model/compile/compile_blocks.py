@@ -25,8 +25,13 @@ from lightning_fasttrain.core.modules.wrapped_forward import (
     wrappers_on,
 )
 from lightning_fasttrain.model.activation_offload import ActivationOffload
-from lightning_fasttrain.model.compile.compile_cache import load_compile_cache, read_verdicts, save_compile_cache
-from lightning_fasttrain.model.compile.compile_report import CompileReport, CompileWatch
+from lightning_fasttrain.model.compile.compile_report import (
+    CompileReport,
+    CompileWatch,
+    load_compile_cache,
+    read_verdicts,
+    save_compile_cache,
+)
 from lightning_fasttrain.model.compile.compiled_check import Verdict, check_compiled, key_of
 from lightning_fasttrain.model.compile.known_compiler_faults import list_faults
 from lightning_fasttrain.technique import Capability, Conflict, Exactness, Setting, Surgery, Technique

@@ -1,5 +1,5 @@
 """Optimizers by name, and the size of their state.
 
-From the bottom up: ``decay_groups``, ``lion``, ``muon``, ``low_precision_updates``, ``host_optimizer``,
-``plain_state``, ``state_bytes``, ``_known``, ``build_optimizer``, ``schedule_free_evaluation``.
+From the bottom up: ``low_precision_updates``, ``decay_groups``, ``host_optimizer``, ``lion``, ``muon``,
+``schedule_free_evaluation``, ``plain_state``, ``state_bytes``, ``build_optimizer``.
 """

@@ -21,8 +21,7 @@ from lightning_fasttrain.core.host.lightning import (
     when_loaders_are_made,
 )
 from lightning_fasttrain.core.messages import explain, note_once, say
-from lightning_fasttrain.optim.schedule.rate_plan import RatePlan
-from lightning_fasttrain.optim.schedule.rate_request import RateRequest, read_request
+from lightning_fasttrain.optim.schedule.schedule_shapes import RatePlan, RateRequest, read_request
 from lightning_fasttrain.technique.duration import Length
 from lightning_fasttrain.technique.run_length import is_length_known, steps_of_epochs, total_steps
 
@@ -42,7 +41,7 @@ def build_schedule(
     """Schedule the learning rates of ``optimizer`` over the run, with one value for each update.
 
     Each group keeps its own learning rate, multiplied by a common factor. The formulas are in
-    :mod:`~lightning_fasttrain.optim.schedule.rate_plan`. In a LightningModule::
+    :mod:`~lightning_fasttrain.optim.schedule.schedule_shapes`. In a LightningModule::
 
         def configure_optimizers(self):
             optimizer = torch.optim.AdamW(self.parameters(), lr=3e-4)

@@ -6,7 +6,7 @@ from pathlib import Path
 from lightning_fasttrain.core.checks import require
 from lightning_fasttrain.core.files.atomic_write import write_atomic
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.optim.schedule.rate_plan import RatePlan
+from lightning_fasttrain.optim.schedule.schedule_shapes import RatePlan
 
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _KINDS = (".svg", ".png")

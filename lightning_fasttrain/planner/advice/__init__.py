@@ -1,4 +1,4 @@
 """Explain which techniques act on a model, and which others could.
 
-From the bottom up: ``setting``, ``explain``, ``unused``, ``why_not``.
+From the bottom up: ``setting``, ``explain``, ``why_not``.
 """

@@ -18,9 +18,8 @@ from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.files.atomic_write import free_disk_bytes, write_atomic
 from lightning_fasttrain.core.files.guarded_loading import guard_loading
 from lightning_fasttrain.core.files.newest_checkpoint import whole_or_older
-from lightning_fasttrain.core.files.plain_values import refuse_unreadable
 from lightning_fasttrain.core.files.run_mark import KEY, RunMark, step_in
-from lightning_fasttrain.core.files.safe_load import is_remote, local_path, read_archive
+from lightning_fasttrain.core.files.safe_load import is_remote, local_path, read_archive, refuse_unreadable
 from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.run.checkpoint.checkpoint_disk_space import check_folders, share_failed_saves

@@ -18,13 +18,13 @@ from lightning_fasttrain.core.distributed import is_sharded
 from lightning_fasttrain.core.messages import explain, list_some, number_of, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.run.checkpoint._gathered_states import gather
-from lightning_fasttrain.run.guards._schedules import hold_schedules_
 from lightning_fasttrain.run.guards.locate_nan import first_layer_in_forward, is_unfinite, last_bad_gradient
 from lightning_fasttrain.run.guards.skip_step import (
     agree,
     device_of,
     has_room_for_nan,
     has_unfinite,
+    hold_schedules_,
     hold_steps_,
     parameters_with_gradient,
 )

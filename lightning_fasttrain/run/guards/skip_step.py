@@ -11,9 +11,11 @@ from contextlib import ExitStack, contextmanager
 from types import MethodType
 from typing import Any
 
+import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.utilities.types import LRSchedulerTypeUnion
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
@@ -23,6 +25,19 @@ from lightning_fasttrain.core.distributed import rank_count
 from lightning_fasttrain.core.host.lightning import FabricOptimizer
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
+
+
+def hold_schedules_(trainer: L.Trainer, module: L.LightningModule, was_skipped: Callable[[], bool]) -> Undo:
+    """Skip per-step schedules where ``was_skipped``; per-epoch schedules are not affected. Return how to undo it."""
+    own = module.lr_scheduler_step
+
+    def lr_scheduler_step(scheduler: LRSchedulerTypeUnion, metric: Any) -> None:
+        by_step = any(one.scheduler is scheduler and one.interval == "step" for one in trainer.lr_scheduler_configs)
+        if not (by_step and was_skipped()):
+            own(scheduler, metric)
+
+    return patch(module, "lr_scheduler_step", lr_scheduler_step)
+
 
 Look = Callable[[Optimizer], Tensor]
 Tell = Callable[[list[float]], None]

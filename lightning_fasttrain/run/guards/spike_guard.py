@@ -19,9 +19,8 @@ from lightning_fasttrain.core.host.lightning import replicates
 from lightning_fasttrain.core.messages import explain, number_of, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.run.guards._last_checkpoint import LastCheckpoint
-from lightning_fasttrain.run.guards._schedules import hold_schedules_
 from lightning_fasttrain.run.guards.rolling_quantile import RunningLimit
-from lightning_fasttrain.run.guards.skip_step import device_of, hold_steps_, parameters_with_gradient
+from lightning_fasttrain.run.guards.skip_step import device_of, hold_schedules_, hold_steps_, parameters_with_gradient
 from lightning_fasttrain.technique import Capability, Conflict, Exactness, Technique
 
 

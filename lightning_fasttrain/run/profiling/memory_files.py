@@ -1,18 +1,76 @@
 """Files of a memory record: an interactive page, the data, a picture and a table."""
 
+import json
 import os
 from collections.abc import Callable, Sequence
+from functools import reduce
+from html import escape
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from lightning_fasttrain.core.checks import one_of, require
 from lightning_fasttrain.core.files.atomic_write import write_atomic
 from lightning_fasttrain.core.messages import UNITS, format_bytes
-from lightning_fasttrain.run.profiling.memory_page import COLOURS, memory_page
-from lightning_fasttrain.run.profiling.memory_record import MemoryRecord
+from lightning_fasttrain.run.profiling.memory_record import CATEGORIES, MemoryRecord
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+COLOURS = dict(zip(CATEGORIES, ("#3f68a8", "#e3a63d", "#8f7cbf", "#e0775c", "#b3b7bf", "#4f9f78"), strict=True))
+
+
+def memory_page(record: MemoryRecord) -> str:
+    """Render the page: a stacked timeline and a table; about four thousand points of the record, including the peak.
+
+    Example:
+        >>> page = memory_page(MemoryRecord("cpu", [], end_ms=1.0))
+        >>> "0 B at the peak" in page, "http" in page
+        (True, False)
+    """
+    places: dict[tuple[str, ...], int] = {}
+    points = []
+    for point in record.sample():
+        change, place, taken = point.change, ("", "", "", ""), 0
+        if change is not None:
+            place = change.category, change.name, change.module, change.op
+            # The time tells an allocation from a free.
+            taken = change.nbytes if change.begin_ms == point.ms else -change.nbytes
+        points.append([round(point.ms, 4), *point.nbytes, taken, places.setdefault(place, len(places))])
+    data = {
+        "categories": CATEGORIES,
+        "end": record.end_ms,
+        "steps": record.steps_ms,
+        "peak": [record.peak.ms, record.peak_bytes],
+        "failed": record.failed_ms,
+        "places": list(places),
+        "points": points,
+    }
+    colours = [f"--c{i}: {colour};" for i, colour in enumerate(COLOURS.values())]
+    rows = [_row(record, i, category) for i, category in enumerate(CATEGORIES)]
+    parts = {
+        "title": escape(f"{format_bytes(record.peak_bytes)} at the peak"),
+        "summary": escape(f"on {record.device}, {record.where}"),
+        "colours": " ".join(colours),
+        "rows": "\n".join(rows),
+        "total": format_bytes(record.peak_bytes),
+        # Inserted last, since a name in the data may look like a placeholder.
+        "data": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),  # prevents tags in the data
+    }
+    page = files("lightning_fasttrain.run.profiling").joinpath("memory_page.html").read_text(encoding="utf-8")
+    return reduce(lambda page, part: page.replace(f"%{part[0]}%", part[1]), parts.items(), page)
+
+
+def _row(record: MemoryRecord, i: int, category: str) -> str:
+    nbytes, holders = record.at_peak[category], record.holders(category)
+    share = nbytes / (record.peak_bytes or 1)
+    largest = f"<code>{escape(holders[0].name)}</code> {format_bytes(holders[0].nbytes)}" if holders else ""
+    return (
+        f'<tr><td><i style="background: var(--c{i})"></i>{category}</td><td>{format_bytes(nbytes)}</td>'
+        f'<td><span class="bar" style="width: {share * 4:.2f}em; background: var(--c{i})"></span>{share:.0%}</td>'
+        f"<td>{format_bytes(record.peaks[category])}</td><td>{largest}</td></tr>"
+    )
+
 
 KINDS = ("html", "json", "png", "txt")
 INK, FAINT = "#22252b", "#70757f"

@@ -12,8 +12,7 @@ from torch.optim import Muon, Optimizer
 from lightning_fasttrain.core.checks import require
 from lightning_fasttrain.core.host.lightning import configured_optimizers
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.optim.named._known import is_known
-from lightning_fasttrain.optim.named.build_optimizer import NamedOptimizer
+from lightning_fasttrain.optim.named.build_optimizer import NamedOptimizer, is_known
 from lightning_fasttrain.optim.named.host_optimizer import HostOptimizer
 from lightning_fasttrain.optim.named.muon import MuonAdamW
 from lightning_fasttrain.optim.named.state_bytes import groups_of, state_bytes

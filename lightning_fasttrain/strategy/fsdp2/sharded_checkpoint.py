@@ -17,9 +17,14 @@ from torch.optim import Optimizer
 
 from lightning_fasttrain.core.files.atomic_write import write_atomic
 from lightning_fasttrain.core.files.checkpoint_folder import agree_on_all_ranks, checkpoint_folder, verify_checkpoint
-from lightning_fasttrain.core.files.plain_values import refuse_unreadable
 from lightning_fasttrain.core.files.run_mark import KEY, step_in
-from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint, as_corrupt, local_path, read_archive
+from lightning_fasttrain.core.files.safe_load import (
+    CorruptCheckpoint,
+    as_corrupt,
+    local_path,
+    read_archive,
+    refuse_unreadable,
+)
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.strategy.fsdp2._dcp_reading import SafePlanner, SafeReader
 from lightning_fasttrain.strategy.fsdp2._sharded_optimizer import join, take_apart, template

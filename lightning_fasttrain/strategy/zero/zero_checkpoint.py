@@ -20,9 +20,8 @@ from lightning_fasttrain.core.files.checkpoint_folder import (
     read_manifest,
 )
 from lightning_fasttrain.core.files.newest_checkpoint import whole_or_older
-from lightning_fasttrain.core.files.plain_values import refuse_unreadable
 from lightning_fasttrain.core.files.run_mark import mark_of
-from lightning_fasttrain.core.files.safe_load import local_path
+from lightning_fasttrain.core.files.safe_load import local_path, refuse_unreadable
 from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.strategy.rank_health import RollCall
 from lightning_fasttrain.strategy.zero._zero_engine import Engine

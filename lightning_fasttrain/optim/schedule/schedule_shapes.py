@@ -1,13 +1,120 @@
-"""A requested learning rate schedule, and its conversion into a plan once the length of the run is known."""
+"""Schedules as closed forms, and the request that one is made from."""
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from lightning_fasttrain.core.checks import one_of
 from lightning_fasttrain.core.messages import explain, warn
-from lightning_fasttrain.optim.schedule.rate_plan import ENDLESS, SHAPES, RatePlan
 from lightning_fasttrain.technique.duration import Length, read_length
+
+_START_OF_CYCLE = 1 / 25  # torch's ``div_factor``
+
+
+@dataclass(frozen=True)
+class RatePlan:
+    """A learning rate schedule over a run, in units of one clock.
+
+    Attributes:
+        shape: the name of the shape.
+        clock: the unit: ``"steps"``, ``"samples"`` or ``"tokens"``.
+        warmup: the end of the warmup; 0 for none.
+        total: the end of the run.
+        final: the factor at the end.
+        marks: for ``step``: when the learning rate falls.
+        by: for ``step``: the factor at each mark.
+        decay: for ``wsd``: the duration of the decay at the end.
+    """
+
+    shape: str
+    clock: str = "steps"
+    warmup: float = 0.0
+    total: float = math.inf
+    final: float = 0.0
+    marks: tuple[float, ...] = ()
+    by: float = 0.1
+    decay: float = 0.0
+
+    def factor(self, before: float, after: float) -> float:
+        """Return the factor of the learning rate in a step, from the counts before and after it.
+
+        Example:
+            >>> plan = RatePlan("linear", warmup=2, total=6)
+            >>> [plan.factor(k, k + 1) for k in range(6)]
+            [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+        """
+        if self.shape != "one-cycle" and before < self.warmup:
+            return min(1.0, after / self.warmup)
+        return SHAPES[self.shape](self, before, after)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values, for a checkpoint."""
+        return {**asdict(self), "marks": list(self.marks)}
+
+
+Shape = Callable[[RatePlan, float, float], float]
+
+
+def _share(now: float, start: float, end: float) -> float:
+    """Return the completed share of an interval, from 0 to 1."""
+    return min(1.0, max(0.0, now - start) / (end - start)) if end > start else 1.0
+
+
+def _fall(share: float, to: float) -> float:
+    """Decay from 1 along half a cosine."""
+    return to + (1 - to) * (1 + math.cos(math.pi * share)) / 2
+
+
+def _constant(plan: RatePlan, before: float, after: float) -> float:
+    return 1.0
+
+
+def _linear(plan: RatePlan, before: float, after: float) -> float:
+    return 1 - (1 - plan.final) * _share(before, plan.warmup, plan.total)
+
+
+def _cosine(plan: RatePlan, before: float, after: float) -> float:
+    return _fall(_share(before, plan.warmup, plan.total), plan.final)
+
+
+def _exponential(plan: RatePlan, before: float, after: float) -> float:
+    return plan.final ** _share(before, plan.warmup, plan.total)
+
+
+def _inverse_sqrt(plan: RatePlan, before: float, after: float) -> float:
+    return math.sqrt(plan.warmup / max(after, plan.warmup))
+
+
+def _step(plan: RatePlan, before: float, after: float) -> float:
+    passed = [mark for mark in plan.marks if mark <= before]
+    return plan.by ** len(passed)
+
+
+def _wsd(plan: RatePlan, before: float, after: float) -> float:
+    start = max(plan.warmup, plan.total - plan.decay)
+    return 1 - (1 - plan.final) * _share(before, start, plan.total)
+
+
+def _one_cycle(plan: RatePlan, before: float, after: float) -> float:
+    top, last = plan.warmup - 1, plan.total - 1  # the steps with the largest and the smallest learning rate
+    if before < top:
+        return 1 - (1 - _START_OF_CYCLE) * _fall(before / top, 0.0)
+    return _fall(_share(before, top, last), plan.final)
+
+
+SHAPES: dict[str, Shape] = {
+    "constant": _constant,
+    "linear": _linear,
+    "cosine": _cosine,
+    "inverse-sqrt": _inverse_sqrt,
+    "exponential": _exponential,
+    "step": _step,
+    "one-cycle": _one_cycle,
+    "wsd": _wsd,
+}
+ENDLESS = ("constant", "inverse-sqrt")  # shapes that need no total
+
 
 Given = int | str | Length
 
