@@ -227,7 +227,9 @@ def test_experts_that_stay_in_float32_without_adapters_are_named_with_their_shar
     share = sum(p.nbytes for p in experts.values()) / total
     assert sum(report.shares[name] for name in experts) == pytest.approx(share)
     assert f"{share:.0%} of all bytes" in str(report)
-    assert re.search(r"without adapter, since in no linear layer: .*experts\.gate_up_proj.* and \d more", caplog.text)
+    assert re.search(
+        r"without adapter, since not in a linear layer: .*experts\.gate_up_proj.* and \d more", caplog.text
+    )
 
 
 @pytest.mark.parametrize("kind", EXPERTS)
@@ -235,7 +237,9 @@ def test_experts_in_4_bits_have_no_adapter_and_it_is_said(kind, caplog):
     transformers = pytest.importorskip("transformers")
     model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**EXPERTS[kind]))
     ft.apply(model, [ft.QLoRA(rank=2)])
-    assert re.search(r"without adapter, since in no linear layer: .*experts\.gate_up_proj.* and \d more", caplog.text)
+    assert re.search(
+        r"without adapter, since not in a linear layer: .*experts\.gate_up_proj.* and \d more", caplog.text
+    )
 
 
 def gpt2():
