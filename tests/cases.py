@@ -118,9 +118,9 @@ def prefetches(technique: Any, loop: Loop) -> None:
     loop.batches = ft.prefetch_to_device(loop.batches, "cpu")
 
 
-def thaws(technique: Any, loop: Loop) -> None:
+def unfreezes(technique: Any, loop: Loop) -> None:
     unfreezing = ft.finetune.Unfreezing(loop.model, technique.groups)
-    loop.before_epoch.append(lambda epoch: unfreezing.thaw_to(epoch + 1))
+    loop.before_epoch.append(lambda epoch: unfreezing.unfreeze_to(epoch + 1))
 
 
 def distils(technique: Any, loop: Loop) -> None:
@@ -319,7 +319,7 @@ CASES = [
         by_hand=by_hand.RoAd,
     ),
     Case(
-        lambda: ft.finetune.GradualUnfreezing(groups=["*"]), thaws, effects.the_lower_blocks_wait
+        lambda: ft.finetune.GradualUnfreezing(groups=["*"]), unfreezes, effects.the_lower_blocks_wait
     ),  # one group of everything is plain training
     # loss
     Case(lambda: ft.FusedLossHead("head"), applied, effects.logits_are_never_made, tolerance=1e-5),

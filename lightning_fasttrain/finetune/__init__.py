@@ -1,6 +1,6 @@
-"""Decides which parameters exist and train, and how the frozen rest is kept.
+"""Fine-tuning: which parameters exist and train, and how the frozen weights are stored.
 
-From ``parts`` up to ``files``, each sub-room knows those before it.
+Each subpackage imports only those listed before it.
 
 From the bottom up: ``selection``, ``quantized``, ``adapters``, ``prompts``, ``files``, ``account_bytes``.
 """
@@ -33,7 +33,7 @@ from lightning_fasttrain.finetune.quantized.load_quantized import load_quantized
 from lightning_fasttrain.finetune.quantized.quantized_base import QuantizedBase, QuantizedReport, quantize_base_
 from lightning_fasttrain.finetune.quantized.quantized_state import keep_quantized_
 from lightning_fasttrain.finetune.selection.base_fingerprint import base_fingerprint
-from lightning_fasttrain.finetune.selection.freezing import freeze_, freeze_except_, thaw_
+from lightning_fasttrain.finetune.selection.freezing import freeze_, freeze_except_, unfreeze_
 from lightning_fasttrain.finetune.selection.gradual_unfreezing import GradualUnfreezing, Unfreezing
 from lightning_fasttrain.finetune.selection.swap_head import swap_head_
 from lightning_fasttrain.finetune.selection.targets import find_targets
@@ -75,9 +75,9 @@ __all__ = [
     "remove_adapter_",
     "save_adapter",
     "swap_head_",
-    "thaw_",
     "trained_names",
     "trained_state",
+    "unfreeze_",
     "unload_adapters_",
     "unmerge_adapters_",
     "use_adapter_",

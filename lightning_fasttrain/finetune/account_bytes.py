@@ -1,4 +1,4 @@
-"""Where the bytes of a model are, to the last one: quantised, adapters, embeddings, heads and the rest."""
+"""Account of the bytes of a model's tensors: quantised weights, adapters, embeddings, heads and the rest."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,12 +21,13 @@ class ByteAccount:
     """The bytes of a model's tensors, each counted once; print it for a table.
 
     Args:
-        kinds: name of each parameter and buffer, and of each part of a quantised weight → its kind: ``"4 bits"``,
-            ``"8 bits"``, ``"matrices"`` in floats, ``"embeddings"``, ``"heads"``, ``"adapters"``, ``"vectors"`` (norms
-            and biases) or ``"buffers"``. What shares memory with another is not listed.
+        kinds: name of each parameter and buffer, and of each tensor of a quantised weight → its kind: ``"4 bits"``,
+            ``"8 bits"``, ``"matrices"`` in floating point, ``"embeddings"``, ``"heads"``, ``"adapters"``,
+            ``"vectors"`` (norms and biases) or ``"buffers"``. A tensor that shares memory with
+            an earlier one is not listed.
         nbytes: the same names → bytes.
-        trained: bytes of what trains.
-        left: name of each matrix in floats → why it is not quantised; empty for a model without quantised layers.
+        trained: bytes of the parameters that train.
+        left: name of each floating-point matrix → why it is not quantised; empty for a model without quantised layers.
     """
 
     kinds: dict[str, str]
@@ -36,11 +37,11 @@ class ByteAccount:
 
     @property
     def total(self) -> int:
-        """All of them, which is what the model takes in memory."""
+        """Total bytes of the model in memory."""
         return sum(self.nbytes.values())
 
     def by_kind(self) -> dict[str, int]:
-        """Kind → bytes, without kinds that there are none of."""
+        """Return the bytes of each kind that the model has."""
         sums = dict.fromkeys(_KINDS, 0)
         for name, kind in self.kinds.items():
             sums[kind] += self.nbytes[name]
@@ -60,13 +61,13 @@ class ByteAccount:
 
 
 def account_bytes(model: nn.Module) -> ByteAccount:
-    """Say of every byte of ``model`` what it is for, after adapters were added and weights quantised.
+    """Account for every byte of ``model`` by kind, including adapters and quantised weights.
 
     Args:
         model: any module.
 
     Returns:
-        The account. Gradients and optimizer state come on top, for what trains alone: see
+        The account. Gradients and optimizer state of the parameters that train are not included: see
         :func:`~lightning_fasttrain.predict_memory`.
 
     Example:
@@ -90,7 +91,7 @@ def account_bytes(model: nn.Module) -> ByteAccount:
     nbytes: dict[str, int] = {}
     trained, seen = 0, set[int]()
     for name, tensor, kind in _tensors(model, heads):
-        # ``_cdata`` tells storages apart that have no memory, on the meta device, whose ``data_ptr()`` is 0.
+        # ``_cdata`` distinguishes storages on the meta device, which have no memory and a ``data_ptr()`` of 0.
         storage = tensor.untyped_storage()
         if storage._cdata not in seen:
             seen.add(storage._cdata)
@@ -109,7 +110,7 @@ def _tensors(model: nn.Module, heads: set[int]) -> Iterator[tuple[str, Tensor, s
             kind = "8 bits" if in_8_bits(module) else "4 bits"
             yield from ((f"{inside}{key}", tensor, kind) for key, tensor in parts.items())
         for key, parameter in module.named_parameters(recurse=False):
-            if is_torchaos(parameter):  # one tensor outside; what takes memory are its parts
+            if is_torchaos(parameter):  # a wrapper; only its inner tensors take memory
                 inner: Any = parameter
                 held: dict[str, Any] = {part: getattr(inner, part) for part in inner.__tensor_flatten__()[0]}
                 yield from ((f"{inside}{key}.{part}", tensor, "8 bits") for part, tensor in held.items())
@@ -131,5 +132,5 @@ def _find_left(model: nn.Module) -> dict[str, str]:
     if not any(is_quantized(module) for module in model.modules()):
         return {}
     found = sort_out(model, "nf4", ())
-    could = dict.fromkeys((*found.layers, *found.stacks), "it was skipped, or came later")
+    could = dict.fromkeys((*found.layers, *found.stacks), "it was skipped, or added later")
     return {**could, **found.left}

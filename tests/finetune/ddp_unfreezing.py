@@ -63,16 +63,16 @@ def run(callbacks, rank, **ddp):
 
 
 def by_hand():
-    """One process: a step on the mean of both ranks' losses moves the groups that are thawed in this epoch."""
+    """One process: a step on the mean of both ranks' losses moves the groups that are unfrozen in this epoch."""
     net = Untied(optimizer=sgd)
     for epoch in range(EPOCHS):
-        thawed = tuple(group for (group,) in GROUPS[: epoch + 1])
+        unfrozen = tuple(group for (group,) in GROUPS[: epoch + 1])
         for batches in zip(*RANKS, strict=True):
             net.zero_grad()
             torch.stack([net.loss(batch) for batch in batches]).mean().backward()
             with torch.no_grad():
                 for name, parameter in net.named_parameters():
-                    if name.startswith(thawed):
+                    if name.startswith(unfrozen):
                         parameter -= 0.01 * parameter.grad
     return net
 

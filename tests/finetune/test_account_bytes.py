@@ -88,7 +88,7 @@ def test_the_table_names_every_kind_and_every_reason():
     text = str(account_bytes(model))
     for words in ("4 bits", "embeddings", "heads", "vectors", "all", "trains", "lm_head: a head"):
         assert words in text
-    assert "self_attn.o_proj, model.layers.1.self_attn.o_proj: it was skipped, or came later" in text
+    assert "self_attn.o_proj, model.layers.1.self_attn.o_proj: it was skipped, or added later" in text
     assert "mlp.gate: it is a MixtralTopKRouter" in text
 
 

@@ -164,20 +164,20 @@ def test_weights_only_checkpoints_validate(tmp_path):
     assert not torch.equal(losses[0], losses[2])
 
 
-def test_what_was_thawed_beside_the_adapter_is_resumed_too(tmp_path):
-    class Thaws(TinyLM):
+def test_what_was_unfrozen_beside_the_adapter_is_resumed_too(tmp_path):
+    class Unfreezes(TinyLM):
         def configure_optimizers(self):
             self.blocks[1].norm.requires_grad_(True)
             return super().configure_optimizers()
 
-    whole = fit([lora(), every(tmp_path, every_n_epochs=1)], module=Thaws())
+    whole = fit([lora(), every(tmp_path, every_n_epochs=1)], module=Unfreezes())
     path = tmp_path / "epoch=0-step=5.ckpt"
     assert set(torch.load(path, weights_only=True)["state_dict"]) - ADAPTER == {
         "blocks.1.norm.weight",
         "blocks.1.norm.bias",
     }
     assert not torch.equal(whole.blocks[1].norm.weight, TinyLM().blocks[1].norm.weight)
-    assert equal(weights(fit([lora()], module=Thaws(), ckpt_path=path)), weights(whole))
+    assert equal(weights(fit([lora()], module=Unfreezes(), ckpt_path=path)), weights(whole))
 
 
 @pytest.mark.parametrize("config", [peft.LoraConfig(r=2, init_lora_weights="pissa"), peft.LoKrConfig(r=2)])
@@ -190,14 +190,17 @@ def test_other_kinds_resume_on_a_fresh_base(config, tmp_path):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (deeper, "the other lacked 'blocks.3.down.bias', 'blocks.3.down.weight', 'blocks.3.norm.bias' and 3 more."),
+        (
+            deeper,
+            "the base model lacked 'blocks.3.down.bias', 'blocks.3.down.weight', 'blocks.3.norm.bias' and 3 more.",
+        ),
         (lambda: TinyLM(depth=2), "this model lacks 'blocks.2.down.bias', "),
-        (altered, "other weights are in 'blocks.1.up.bias', 'blocks.1.up.weight', 'blocks.2.up.bias' and 1 more."),
+        (altered, "the values differ in 'blocks.1.up.bias', 'blocks.1.up.weight', 'blocks.2.up.bias' and 1 more."),
     ],
 )
 def test_another_base_is_refused_naming_what_differs(make, message, tmp_path):
     fit([lora(), every(tmp_path, every_n_epochs=1)])
-    expected = f"the checkpoint was trained beside another base than {make().__class__.__name__}: {message}"
+    expected = f"the checkpoint was trained with another base model than {make().__class__.__name__}: {message}"
     with pytest.raises(ValueError, match=re.escape(expected)) as raised:
         fit([lora()], module=make(), ckpt_path=tmp_path / "epoch=0-step=5.ckpt")
     assert "check_base" not in str(raised.value)  # which is no argument here
@@ -216,7 +219,7 @@ def test_a_base_with_other_names_is_refused(tmp_path):
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     fit([lora(), every(tmp_path, every_n_epochs=1)])
-    with pytest.raises(ValueError, match="another base than Renamed: this model lacks 'blocks.0.down.bias', "):
+    with pytest.raises(ValueError, match="another base model than Renamed: this model lacks 'blocks.0.down.bias', "):
         fit([lora()], module=Renamed(), ckpt_path=tmp_path / "epoch=0-step=5.ckpt")
 
 

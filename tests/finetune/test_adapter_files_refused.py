@@ -76,12 +76,15 @@ def wider():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (deeper, "trained beside another base than TinyLM: the other lacked 'blocks.3.down.bias', "),
-        (lambda: TinyLM(depth=2), "trained beside another base than TinyLM: this model lacks 'blocks.2.down.bias', "),
-        (renamed, "another base than TinyLM: this model lacks 'blocks.0.down.bias', "),
-        (altered, "another base than TinyLM: other weights are in 'blocks.1.up.bias', "),
-        (wider, "another base than TinyLM: other weights are in 'blocks.0.down.bias', "),
-        (llama, "another base than LlamaForCausalLM: this model lacks 'blocks.0.down.bias', "),
+        (deeper, "trained with another base model than TinyLM: the base model lacked 'blocks.3.down.bias', "),
+        (
+            lambda: TinyLM(depth=2),
+            "trained with another base model than TinyLM: this model lacks 'blocks.2.down.bias', ",
+        ),
+        (renamed, "another base model than TinyLM: this model lacks 'blocks.0.down.bias', "),
+        (altered, "another base model than TinyLM: the values differ in 'blocks.1.up.bias', "),
+        (wider, "another base model than TinyLM: the values differ in 'blocks.0.down.bias', "),
+        (llama, "another base model than LlamaForCausalLM: this model lacks 'blocks.0.down.bias', "),
     ],
 )
 def test_another_base_is_refused_naming_what_differs_first(folder, make, message):

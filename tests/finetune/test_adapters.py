@@ -183,7 +183,7 @@ def test_bad_targets_are_refused_and_nothing_is_changed():
     attention = nn.Sequential(nn.MultiheadAttention(4, 1), nn.Linear(4, 4))
     for model, kwargs, error, message in [
         (TinyLM(), {"rank": 9, "targets": "up"}, ValueError, "rank=9 for 'blocks.0.up': the layer is 8 → 16"),
-        (TinyLM(), {"rank": 2, "targets": "head"}, ValueError, "its weight is also that of 'embed'"),
+        (TinyLM(), {"rank": 2, "targets": "head"}, ValueError, "it shares its weight with 'embed'"),
         (TinyLM(), {"rank": 2, "targets": "norm"}, TypeError, "PEFT says"),
         (TinyLM(), {"rank": 2, "name": "a.b"}, ValueError, "name='a.b'"),
         (TinyLM(), {"rank": 2, "name": "blocks"}, ValueError, "a module of the model is called so"),

@@ -102,7 +102,7 @@ def test_quantised_weights_are_compared_with_quantised_ones_alone():
     assert base_fingerprint(a)["0.weight"].startswith("q")
     refuse_other_base(plain, a, "it")
     refuse_other_base(base_fingerprint(a), model, "it")
-    with pytest.raises(ValueError, match=r"other weights are in '1.weight'\."):
+    with pytest.raises(ValueError, match=r"the values differ in '1.weight'\."):
         refuse_other_base(base_fingerprint(a), b, "it")
 
 
@@ -130,14 +130,17 @@ def altered():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (deeper, r"the other lacked 'blocks.3.down.bias', 'blocks.3.down.weight', 'blocks.3.norm.bias' and 3 more\."),
+        (
+            deeper,
+            r"the base model lacked 'blocks.3.down.bias', 'blocks.3.down.weight', 'blocks.3.norm.bias' and 3 more\.",
+        ),
         (lambda: TinyLM(depth=2), r"this model lacks 'blocks.2.down.bias', .* and 3 more\."),
         (renamed, r"this model lacks 'blocks.0.down.bias', .* and 15 more\."),
-        (altered, r"other weights are in 'blocks.1.up.bias', 'blocks.1.up.weight', 'blocks.2.up.bias' and 1 more\."),
+        (altered, r"the values differ in 'blocks.1.up.bias', 'blocks.1.up.weight', 'blocks.2.up.bias' and 1 more\."),
     ],
 )
 def test_another_base_is_refused_naming_what_differs(make, message):
     expected = base_fingerprint(TinyLM())
     refuse_other_base(expected, TinyLM(), "the file")
-    with pytest.raises(ValueError, match=f"the file was trained beside another base than TinyLM: {message}"):
+    with pytest.raises(ValueError, match=f"the file was trained with another base model than TinyLM: {message}"):
         refuse_other_base(expected, make(), "the file")

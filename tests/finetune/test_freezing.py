@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fasttrain.finetune.selection.freezing import choose, freeze_, freeze_except_, thaw_
+from lightning_fasttrain.finetune.selection.freezing import choose, freeze_, freeze_except_, unfreeze_
 from tests.support.nets import TinyLM, lm_batches, weights
 
 
@@ -94,7 +94,7 @@ def test_a_copy_is_frozen_by_itself(copied):
     undo()
     assert not twin.train()[1].training
     assert vars(twin[1])["train"].module is twin[1]
-    thaw_(twin)
+    unfreeze_(twin)
     assert twin[1].training
     assert all(p.requires_grad for p in twin.parameters())
 
@@ -106,24 +106,24 @@ def test_keys_of_the_state_dict_are_kept():
     assert list(net.state_dict()) == keys
 
 
-def test_thawing_names_what_trains_and_norms_follow_what_holds_them():
+def test_unfreezing_names_what_trains_and_norms_follow_what_holds_them():
     net = convnet()
     freeze_(net)
-    assert thaw_(net) == [name for name, _ in net.named_parameters()]
+    assert unfreeze_(net) == [name for name, _ in net.named_parameters()]
     assert all(p.requires_grad for p in net.parameters())
     assert net[1].training
     freeze_(net.eval())
-    thaw_(net)
+    unfreeze_(net)
     assert not net[1].training
     assert net.train()[1].training
 
 
-def test_quantised_weights_cannot_be_thawed():
+def test_quantised_weights_cannot_be_unfrozen():
     bnb = pytest.importorskip("bitsandbytes")
     net = nn.Sequential(bnb.nn.Linear4bit(8, 8, quant_storage=torch.bfloat16), nn.Linear(8, 2)).to("cpu")
     assert net[0].weight.is_floating_point()  # which it only says it is
     freeze_(net)
-    assert thaw_(net) == ["0.bias", "1.weight", "1.bias"]
+    assert unfreeze_(net) == ["0.bias", "1.weight", "1.bias"]
     assert not net[0].weight.requires_grad
 
 
@@ -177,7 +177,7 @@ def test_what_is_named_learns_and_nothing_else():
 
 def test_what_matches_nothing_is_refused_and_nothing_is_frozen():
     net = TinyLM()
-    with pytest.raises(ValueError, match=r"'blocks.2.nrom' matches nothing in TinyLM.*Near names: .*blocks.2.norm"):
+    with pytest.raises(ValueError, match=r"'blocks.2.nrom' matches nothing in TinyLM.*Similar names: .*blocks.2.norm"):
         freeze_except_(net, "head", "blocks.2.nrom")
     assert all(p.requires_grad for p in net.parameters())
 
@@ -188,20 +188,20 @@ def test_a_class_that_matches_nothing_is_refused_with_candidates():
 
 
 def test_nothing_named_is_refused():
-    with pytest.raises(ValueError, match=r"nothing is named.*freeze_\(model\)"):
+    with pytest.raises(ValueError, match=r"no module or parameter is named.*freeze_\(model\)"):
         freeze_except_(TinyLM())
 
 
 def test_what_is_no_name_is_refused():
     net = TinyLM()
-    with pytest.raises(TypeError, match="a pattern or a class is needed"):
+    with pytest.raises(TypeError, match="expected a name pattern or a class"):
         freeze_except_(net, net.head)
 
 
 def test_naming_only_what_is_frozen_is_refused():
     net = TinyLM()
     freeze_(net.blocks)
-    with pytest.raises(ValueError, match="none of the 18 parameters that are meant requires a gradient"):
+    with pytest.raises(ValueError, match="none of the 18 matching parameters requires a gradient"):
         freeze_except_(net, "blocks")
     assert net.embed.weight.requires_grad
 

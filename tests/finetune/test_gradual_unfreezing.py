@@ -33,13 +33,13 @@ class Untied(TinyLM):
 GROUPS = [["head"], ["blocks.2"], ["blocks.1"], ["blocks.0"], ["embed"]]
 
 
-def by_hand(epochs, thawed_at, optimizer=torch.optim.AdamW):
+def by_hand(epochs, unfrozen_at, optimizer=torch.optim.AdamW):
     """The same in plain PyTorch: parameters are given to ``requires_grad_`` by the start of their names."""
     net, step = Untied(), 0
     opt = optimizer(net.parameters(), lr=0.01)
     for epoch in range(epochs):
         for batch in BATCHES:
-            k = thawed_at(epoch, step)
+            k = unfrozen_at(epoch, step)
             for i, (group,) in enumerate(GROUPS):
                 for name, parameter in net.named_parameters():
                     if name.startswith(group):
@@ -101,7 +101,7 @@ def test_what_lies_between_two_blocks_goes_with_the_one_below():
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_head_that_is_registered_first_is_thawed_first(tied):
+def test_a_head_that_is_registered_first_is_unfrozen_first(tied):
     groups = ft.finetune.Unfreezing(HeadFirst(tied=tied)).groups
     assert sorted(groups[0]) == ["lm_head.weight", "transformer.ln_f.bias", "transformer.ln_f.weight"]
     assert groups[1][0] == "transformer.h.1.norm.weight"
@@ -109,7 +109,7 @@ def test_a_head_that_is_registered_first_is_thawed_first(tied):
 
 
 @pytest.mark.parametrize("family", ["BartForConditionalGeneration", "Whisper", "FromTorch"])
-def test_a_decoder_is_thawed_layer_by_layer_and_before_the_encoder(family):
+def test_a_decoder_is_unfrozen_layer_by_layer_and_before_the_encoder(family):
     groups = ft.finetune.Unfreezing(copy.deepcopy(built(family))).groups
     layers = [{re.sub(r"(coder\.(?:layers\.)?\d).*", r"\1", name) for name in group} for group in groups]
     kinds = [{name.split(".")[-3] for name in names if name[-1].isdigit()} for names in layers]
@@ -128,7 +128,7 @@ def test_a_tied_parameter_goes_with_the_topmost_of_its_places(caplog):
         unfreezing = Unfreezing(TinyLM())
     assert [len(group) for group in unfreezing.groups] == [1, 6, 6, 6]  # the stem is the head
     assert unfreezing.groups[0] == ["head.weight"]
-    assert "embed.weight is thawed as head.weight, to which it is tied" in caplog.text
+    assert "embed.weight is unfrozen as head.weight, to which it is tied" in caplog.text
 
 
 def test_what_was_frozen_before_is_in_no_group_and_stays_frozen():
@@ -137,41 +137,41 @@ def test_what_was_frozen_before_is_in_no_group_and_stays_frozen():
     net.blocks[0].up.bias.requires_grad_(False)
     unfreezing = Unfreezing(net)
     assert [len(group) for group in unfreezing.groups] == [1, 6, 5, 1]
-    unfreezing.thaw_to(2)
-    unfreezing.thaw_to(9)
+    unfreezing.unfreeze_to(2)
+    unfreezing.unfreeze_to(9)
     assert {name for name, _ in net.named_parameters()} - trains(net) == {
         "blocks.0.up.bias",
         *(f"blocks.1.{name}" for name, _ in net.blocks[1].named_parameters()),
     }
 
 
-# --- thawing
+# --- unfreezing
 
 
-def test_thaw_to_names_what_it_changed_and_goes_both_ways():
+def test_unfreeze_to_names_what_it_changed_and_goes_both_ways():
     net = Untied()
     unfreezing = Unfreezing(net, GROUPS)
-    assert len(unfreezing.thaw_to(1)) == 19
+    assert len(unfreezing.unfreeze_to(1)) == 19
     assert trains(net) == {"head.weight"}
-    assert unfreezing.thaw_to(2) == unfreezing.groups[1]
-    assert unfreezing.thaw_to(2) == []
-    assert unfreezing.thaw_to(1) == unfreezing.groups[1]
+    assert unfreezing.unfreeze_to(2) == unfreezing.groups[1]
+    assert unfreezing.unfreeze_to(2) == []
+    assert unfreezing.unfreeze_to(1) == unfreezing.groups[1]
     unfreezing.undo()
     assert trains(net) == set(dict(net.named_parameters()))
 
 
-def test_norms_are_in_eval_until_their_group_is_thawed():
+def test_norms_are_in_eval_until_their_group_is_unfrozen():
     net = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(3)], nn.Linear(4, 2))
     net[2][1].eval()  # by the user, who wants it so
     unfreezing = Unfreezing(net)
-    unfreezing.thaw_to(1)
+    unfreezing.unfreeze_to(1)
     modes = [[net[i][1].training for i in range(3)]]
     for k in (2, 3, 4):
-        unfreezing.thaw_to(k)
+        unfreezing.unfreeze_to(k)
         modes.append([net[i][1].training for i in range(3)])
     assert modes == [[False] * 3, [False] * 3, [False, True, False], [True, True, False]]
     net.train()
-    unfreezing.thaw_to(1)
+    unfreezing.unfreeze_to(1)
     assert not any(net.train()[i][1].training for i in range(3))
     unfreezing.undo()
     assert all(net[i][1].training for i in range(3))
@@ -180,16 +180,16 @@ def test_norms_are_in_eval_until_their_group_is_thawed():
 def test_a_norm_without_parameters_goes_with_the_group_below():
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False), nn.Linear(4, 2))
     unfreezing = Unfreezing(net, ["2", "0"])
-    unfreezing.thaw_to(1)
+    unfreezing.unfreeze_to(1)
     assert not net[1].training
-    unfreezing.thaw_to(2)
+    unfreezing.unfreeze_to(2)
     assert net[1].training
 
 
 def test_a_copied_model_is_frozen_by_itself():
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     unfreezing = Unfreezing(net, [["2"]])
-    unfreezing.thaw_to(1)
+    unfreezing.unfreeze_to(1)
     twin, unfreezing_twin = copy.deepcopy((net, unfreezing))
     unfreezing.undo()
     assert trains(twin) == {"2.weight", "2.bias"}
@@ -201,10 +201,13 @@ def test_a_copied_model_is_frozen_by_itself():
 def test_the_state_is_the_number_of_groups_that_train():
     net = Untied()
     unfreezing = Unfreezing(net, GROUPS)
-    unfreezing.thaw_to(1)
-    state = {"thawed": 3, "groups": [list(group) for group in unfreezing.groups]}
+    unfreezing.unfreeze_to(1)
+    state = {"unfrozen": 3, "groups": [list(group) for group in unfreezing.groups]}
     unfreezing.load_state_dict(state)
     assert unfreezing.state_dict() == state
+    unfreezing.load_state_dict({"thawed": 2, "groups": state["groups"]})  # of an earlier version
+    assert unfreezing.unfrozen == 2
+    unfreezing.load_state_dict(state)
     assert "blocks.1.up.weight" in trains(net)
     with pytest.raises(ValueError, match="a state of 5 groups for the 2 of this model"):
         Unfreezing(Untied(), ["head"]).load_state_dict(state)
@@ -264,7 +267,7 @@ def test_resumed_equals_uninterrupted_bit_for_bit(every, saved_after, tmp_path):
     assert largest_difference(weights(expected), weights(net)) == 0
 
 
-def test_groups_are_thawed_between_windows_of_accumulation():
+def test_groups_are_unfrozen_between_windows_of_accumulation():
     watch = Watch()
     fit([GradualUnfreezing(1), watch], epochs=2, accumulate_grad_batches=2)
     assert [len(names) for names in watch.trains] == [1, 1, 4, 4, 7, 7, 10, 10]  # modules with parameters that train
@@ -292,7 +295,7 @@ def test_a_copy_made_in_mid_run_holds_no_model():
     )
 
 
-def test_everything_is_put_back_after_a_failure():
+def test_everything_is_restored_after_a_failure():
     class Fails(Untied):
         def training_step(self, batch, batch_idx):
             self.trained = trains(self)
@@ -353,10 +356,10 @@ def test_micro_batches_and_compiled_blocks_are_close():
 
 def test_nothing_more_is_done_in_a_step_than_to_compare_two_numbers(monkeypatch):
     calls = []
-    original = Unfreezing.thaw_to
-    monkeypatch.setattr(Unfreezing, "thaw_to", lambda self, k: (calls.append(k), original(self, k))[1])
+    original = Unfreezing.unfreeze_to
+    monkeypatch.setattr(Unfreezing, "unfreeze_to", lambda self, k: (calls.append(k), original(self, k))[1])
     fit([GradualUnfreezing(3)], epochs=3)
-    assert calls == [1, 2, 3, 4, 5]  # the last for teardown, which thaws all
+    assert calls == [1, 2, 3, 4, 5]  # the last for teardown, which unfreezes all
 
 
 def test_one_line_says_how_far_it_is(caplog):
@@ -394,7 +397,9 @@ class OnCPU(FSDPStrategy):
 def test_strategies_that_take_the_parameters_over_are_refused(strategy):
     t = trainer(strategy=strategy(), devices=1)
     t.state.fn = "fit"
-    with pytest.raises(ValueError, match=f"GradualUnfreezing with {strategy.__name__}: it takes the parameters over"):
+    with pytest.raises(
+        ValueError, match=f"GradualUnfreezing with {strategy.__name__}: the strategy shards the parameters"
+    ):
         GradualUnfreezing().attach(t, Untied())
 
 
@@ -404,9 +409,9 @@ def test_strategies_that_take_the_parameters_over_are_refused(strategy):
         ({"every": 0}, ValueError, "every=0"),
         ({"every": 1.5}, TypeError, "every=1.5"),
         ({"every": "step"}, ValueError, "every='step'.*Use one of 'epoch'"),
-        ({"groups": "head"}, TypeError, "groups='head': it must be a list"),
-        ({"groups": []}, ValueError, r"groups=\[\]: a group without a name"),
-        ({"groups": ["head", []]}, ValueError, "a group without a name"),
+        ({"groups": "head"}, TypeError, "groups='head': expected a list"),
+        ({"groups": []}, ValueError, r"groups=\[\]: a group is empty"),
+        ({"groups": ["head", []]}, ValueError, "a group is empty"),
         ({"groups": ["head"], "blocks": "blocks.*"}, ValueError, "Give one of them"),
     ],
 )
@@ -416,13 +421,13 @@ def test_bad_arguments_are_refused_at_once(arguments, error, message):
 
 
 def test_a_group_that_is_in_an_earlier_one_or_frozen_is_refused():
-    with pytest.raises(ValueError, match="group 1 of 2: its 6 parameters are frozen already, or in a group before"):
+    with pytest.raises(ValueError, match="group 1 of 2: its 6 parameters are frozen already, or in an earlier group"):
         Unfreezing(Untied(), ["blocks.*", "blocks.1"])
 
 
 def test_a_pattern_that_matches_nothing_is_refused_before_training_with_near_names():
     net = Untied()
-    with pytest.raises(ValueError, match="'haed' matches nothing in Untied.*Near names: head"):
+    with pytest.raises(ValueError, match="'haed' matches nothing in Untied.*Similar names: head"):
         fit([GradualUnfreezing(groups=["haed"])], net=net)
     assert trains(net) == set(dict(net.named_parameters()))
 
@@ -437,7 +442,7 @@ def test_a_model_in_which_nothing_may_train_is_refused():
 @pytest.mark.parametrize("k", [0, True, 1.0])
 def test_a_number_of_groups_that_is_none_is_refused(k):
     with pytest.raises((TypeError, ValueError), match=f"k={k}"):
-        Unfreezing(Untied()).thaw_to(k)
+        Unfreezing(Untied()).unfreeze_to(k)
 
 
 # --- two processes
@@ -457,7 +462,7 @@ def test_under_ddp_it_is_one_process_with_the_joint_batch(found, run):
     assert {tuple(rank[run]["trains"]) for rank in found} == {(1, 7, 13)}  # parameters, in each epoch
 
 
-def test_under_ddp_the_wrapper_is_made_anew_when_something_changed_and_the_old_one_is_freed(found):
+def test_ddp_wraps_the_model_again_at_each_change_and_frees_the_old_wrapper(found):
     assert {rank["epoch"]["wrappers"] for rank in found} == {3}
     assert {rank["epoch"]["alive"] for rank in found} == {1}
 

@@ -227,7 +227,9 @@ def test_experts_that_stay_in_float32_without_adapters_are_named_with_their_shar
     share = sum(p.nbytes for p in experts.values()) / total
     assert sum(report.shares[name] for name in experts) == pytest.approx(share)
     assert f"{share:.0%} of all bytes" in str(report)
-    assert re.search(r"without adapter, since in no linear layer: .*experts\.gate_up_proj.* and \d more", caplog.text)
+    assert re.search(
+        r"without adapter, since not in a linear layer: .*experts\.gate_up_proj.* and \d more", caplog.text
+    )
 
 
 @pytest.mark.parametrize("kind", EXPERTS)
@@ -235,7 +237,9 @@ def test_experts_in_4_bits_have_no_adapter_and_it_is_said(kind, caplog):
     transformers = pytest.importorskip("transformers")
     model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**EXPERTS[kind]))
     ft.apply(model, [ft.QLoRA(rank=2)])
-    assert re.search(r"without adapter, since in no linear layer: .*experts\.gate_up_proj.* and \d more", caplog.text)
+    assert re.search(
+        r"without adapter, since not in a linear layer: .*experts\.gate_up_proj.* and \d more", caplog.text
+    )
 
 
 def gpt2():
@@ -348,7 +352,7 @@ def test_layers_with_adapters_are_left_and_it_is_said():
     with pytest.warns(FastTrainWarning, match="Quantise first"):
         report = quantize_base_(net)
     assert report.quantized == ("0",)
-    assert report.left["1.base_layer"] == "an adapter is on it already"
+    assert report.left["1.base_layer"] == "it has an adapter already"
     assert not [name for name in report.left if "lora" in name]
 
 
@@ -561,7 +565,7 @@ def refusal(kind, *arguments, **settings):
 def test_unknown_words():
     assert "'nf4', 'fp4', 'int8'" in refusal(ValueError, TinyLM(), "nf3")
     assert "compute_dtype=torch.float64" in refusal(ValueError, TinyLM(), compute_dtype=torch.float64)
-    assert "Leave it out" in refusal(ValueError, TinyLM(), "int8", compute_dtype=torch.float32)
+    assert "Remove it" in refusal(ValueError, TinyLM(), "int8", compute_dtype=torch.float32)
     with pytest.raises(ValueError, match="nf3"):
         QuantizedBase("nf3")
 
@@ -575,7 +579,7 @@ def test_a_skip_that_matches_nothing_or_is_nothing():
 
 
 def test_nothing_to_quantise():
-    assert "no nn.Linear" in refusal(ValueError, nn.Sequential(nn.Conv2d(3, 3, 3)))
+    assert "not an nn.Linear" in refusal(ValueError, nn.Sequential(nn.Conv2d(3, 3, 3)))
     assert "lm_head (a head)" in refusal(ValueError, GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=0, n_head=2)))
     adapted = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["0"]), adapted)

@@ -275,9 +275,9 @@ def renamed(other):
 @pytest.mark.parametrize(
     ("part", "change", "message"),
     [
-        ("absmax", lambda t: t[:-1], "no absmax of 192 numbers"),
-        ("absmax", lambda t: t.float(), "no absmax of 192 numbers"),
-        ("nested_absmax", lambda t: t[:0], "no nested_absmax of 1 numbers"),
+        ("absmax", lambda t: t[:-1], "no absmax of 192 values"),
+        ("absmax", lambda t: t.float(), "no absmax of 192 values"),
+        ("nested_absmax", lambda t: t[:0], "no nested_absmax of 1 values"),
         ("nested_quant_map", lambda t: t[:255], "no nested_quant_map of 256"),
         ("quant_map", lambda t: t[:3], "no quant_map of 16"),
         ("quant_state.bitsandbytes__nf4", lambda t: t[: len(t) // 2], "settings that cannot be read"),

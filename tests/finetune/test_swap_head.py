@@ -73,12 +73,12 @@ def test_the_features_below_are_untouched_and_the_new_head_is_on_top_of_them():
     assert torch.allclose(net(x), features @ net[2].weight.T + net[2].bias)
 
 
-def test_a_head_inside_a_lightning_module_by_name_and_its_tie_is_cut_which_is_said(caplog):
+def test_a_tied_head_in_a_lightning_module_is_untied_and_this_is_logged(caplog):
     net = TinyLM()
     before = net.embed.weight.detach().clone()
     with caplog.at_level(logging.INFO, logger="lightning_fasttrain"):
         assert swap_head_(net, 20, head="head") == "head"
-    assert "head was tied to embed.weight, which stays as it is" in caplog.text
+    assert "head was tied to embed.weight, which does not change" in caplog.text
     assert torch.equal(net.embed.weight, before)
     net.loss(lm_batches(1)[0]).backward()
     assert net.head.weight.grad.shape == (20, 8)
@@ -96,7 +96,7 @@ def test_a_head_that_is_in_two_places_is_swapped_in_both():
 def test_the_only_linear_layer_is_the_head_if_it_is_last():
     net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 10))
     assert swap_head_(net, 2) == "3"
-    with pytest.raises(ValueError, match="no linear layer comes after"):
+    with pytest.raises(ValueError, match="no linear layer follows"):
         swap_head_(nn.Sequential(nn.Linear(4, 4), nn.Conv1d(4, 4, 1)), 2)
 
 
@@ -153,7 +153,7 @@ def test_a_tied_language_model_gets_a_head_of_its_own_that_stays_so(tmp_path):
     assert torch.equal(reloaded(model, tmp_path)(input_ids=IDS).logits, logits)
 
 
-def test_a_language_models_loss_is_over_the_new_vocabulary_and_what_cannot_be_loaded_is_warned_of():
+def test_the_loss_of_a_language_model_uses_the_new_vocabulary_size():
     model = llama().eval()
     with pytest.warns(ft.FastTrainWarning, match=r"has 32 rows, so .*resize_token_embeddings\(40\)"):
         swap_head_(model, 40)
@@ -195,7 +195,7 @@ def test_a_head_with_an_adapter_is_refused():
     peft = pytest.importorskip("peft")
     net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 10))
     peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["2"], r=2), net)
-    with pytest.raises(TypeError, match="head '2': it carries an adapter"):
+    with pytest.raises(TypeError, match="head '2': it has an adapter"):
         swap_head_(net, 3)
 
 
@@ -207,13 +207,13 @@ def test_a_head_with_an_adapter_is_refused():
         (True, None, TypeError, "new_head=True"),
         (3, "haed", ValueError, r"head='haed' in TinyLM: there is no such layer.*'blocks.2.down', 'head'"),
         (3, "", ValueError, "there is no such layer"),
-        (3, "blocks.1", ValueError, r"head 'blocks.1' \(Block\): the width.*head='blocks.1.down'"),
-        (3, "embed", ValueError, r"head 'embed' \(Embedding\): the width.*Give a module instead of 3\."),
+        (3, "blocks.1", ValueError, r"head 'blocks.1' \(Block\): its number of input.*head='blocks.1.down'"),
+        (3, "embed", ValueError, r"head 'embed' \(Embedding\): its number of input.*Pass a module instead of 3\."),
         (
             nn.Linear(9, 3),
             "head",
             ValueError,
-            r"9 inputs: .*'head' is given are 8 wide. Make it nn.Linear\(8",
+            r"9 inputs: the input of 'head' has 8 features. Make it nn.Linear\(8",
         ),
     ],
 )

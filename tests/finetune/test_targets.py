@@ -56,7 +56,7 @@ def test_a_name_is_whole_words_not_an_ending_of_one():
 
 
 def test_what_matches_nothing_lists_near_names_and_candidates():
-    with pytest.raises(ValueError, match=r"targets='upp'.*near is up.*Candidates: .*up \(Linear\) ×3"):
+    with pytest.raises(ValueError, match=r"targets='upp'.*similar: up.*Candidates: .*up \(Linear\) ×3"):
         ft.finetune.find_targets(TinyLM(), "upp")
     with pytest.raises(ValueError, match=r"targets='q_proj'"):  # one of two is enough
         ft.finetune.find_targets(TinyLM(), ["up", "q_proj"])
@@ -113,7 +113,7 @@ def test_layers_inside_attention_are_not_linear_layers_of_the_model():
 
 
 def test_tied_layers_are_refused():
-    with pytest.raises(ValueError, match=r"target 'head': its weight is also that of 'embed'"):
+    with pytest.raises(ValueError, match=r"target 'head': it shares its weight with 'embed'"):
         refuse_tied(TinyLM(), ["head"])
     refuse_tied(TinyLM(), UP)
 

@@ -238,7 +238,7 @@ def test_skipped_layers_are_reported_with_reasons():
 
 def test_quantized_layers_are_skipped_and_refused_if_no_layer_is_left():
     products = ft.LowPrecisionProducts("int8", min_features=8)
-    with pytest.raises(ValueError, match="QuantizedBase.*LowPrecisionProducts.*bitsandbytes multiplies"):
+    with pytest.raises(ValueError, match="QuantizedBase.*LowPrecisionProducts.*bitsandbytes computes"):
         fit(TinyLM(), BATCHES, [QuantizedBase("int8"), products])
     fit(TinyLM(), BATCHES, [QuantizedBase("int8", skip="blocks.2"), products])
     assert products.report.layers == ("blocks.2.up", "blocks.2.down")

@@ -178,7 +178,7 @@ def test_no_step_stays_wrapped(found):
     ("name", "why"),
     [
         ("OptimizerInBackward", "OptimizerInBackward with FSDP2Strategy: it owns the gradients"),
-        ("GradualUnfreezing", "GradualUnfreezing with FSDP2Strategy: it takes the parameters over"),
+        ("GradualUnfreezing", "GradualUnfreezing with FSDP2Strategy: the strategy shards the parameters"),
         ("WeightAveraging", "WeightAveraging with FSDP2Strategy: it averages a copy of the whole model"),
         ("GaLoreAdamW", "a DTensor of shape (16, 8): it is quantized or sharded"),
     ],
@@ -247,7 +247,7 @@ def test_a_fine_tuning_runs_checkpoints_hold_the_adapter_alone_and_resume_bit_fo
     assert len(held) == 4 * 8
     assert all("lora_" in name for name in held)
     for rank in found:
-        assert "the checkpoint was trained beside another base than FSDPOtherBase" in rank[f"{kind} other base"]
+        assert "the checkpoint was trained with another base model than FSDPOtherBase" in rank[f"{kind} other base"]
         assert "lora_A.default.weight is [2, " in rank[f"{kind} other rank"]
 
 

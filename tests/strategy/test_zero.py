@@ -171,7 +171,7 @@ def test_a_fine_tuning_runs_checkpoints_hold_the_adapter_alone_and_resume_bit_fo
     assert all("lora_" in name for name in two[0][f"held {run}"])
     for found in two:
         assert found[f"kept {run}"] == 0
-        assert "the checkpoint was trained beside another base than TinyLM" in found[f"kept {run} other base"]
+        assert "the checkpoint was trained with another base model than TinyLM" in found[f"kept {run} other base"]
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])

@@ -38,7 +38,7 @@ from lightning_fasttrain.finetune.adapters.merge_quantized import (
 from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized
 from lightning_fasttrain.finetune.quantized._quantized_tensor import holder_under
 from lightning_fasttrain.finetune.selection.base_fingerprint import is_torchaos
-from lightning_fasttrain.finetune.selection.freezing import thaw_
+from lightning_fasttrain.finetune.selection.freezing import unfreeze_
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ def unload_adapters_(
     if prompted and not merge:
         for root in prompted:
             take_out_adapters_(root, merge)
-        thaw_(model)
+        unfreeze_(model)
         return _take_out_of_wrappers_(model)
     layers = tuner_layers(model)
     done = any(layer.merged for layer in layers.values())
@@ -241,7 +241,7 @@ def unload_adapters_(
         del root.peft_config
         forget_quantization_(root)
     forget_adapters_(model)
-    thaw_(model)
+    unfreeze_(model)
     return _take_out_of_wrappers_(model)
 
 

@@ -1,6 +1,6 @@
-"""Keeps frozen weights in 4 or 8 bits.
+"""Frozen weights in 4 or 8 bits.
 
-The layers are bitsandbytes', and what these lose in saving, copying and moving is kept.
+The layers are those of bitsandbytes, extended so that saving, copying and moving preserve their state.
 
 From the bottom up: ``_tensor_files``, ``unaligned_matmul``, ``_quantized_layer``, ``_quantizable``,
 ``quantized_state``, ``_quantized_tensor``, ``quantized_base``, ``load_quantized``, ``expert_adapters``.

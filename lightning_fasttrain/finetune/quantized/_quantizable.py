@@ -1,4 +1,4 @@
-"""What of a model can be quantised: its linear layers and stacks of matrices, and why the others are left."""
+"""Selection of the linear layers and stacks of matrices to quantise, with the reason why others are not."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,19 +14,19 @@ from lightning_fasttrain.finetune.quantized._quantized_layer import FLOATS, is_q
 from lightning_fasttrain.finetune.selection.base_fingerprint import is_torchaos
 from lightning_fasttrain.finetune.selection.uncovered_weights import is_matrix, out_of_reach, read_past
 
-_ADAPTERS = ("BaseTunerLayer", "AuxiliaryTrainingWrapper", "BasePromptEncoder")  # PEFT's; it is not imported for this
-IN_ADAPTER = "an adapter is on it already"
+_ADAPTERS = ("BaseTunerLayer", "AuxiliaryTrainingWrapper", "BasePromptEncoder")  # of PEFT, not imported here
+IN_ADAPTER = "it has an adapter already"
 
 
 @dataclass(frozen=True)
 class Quantizable:
-    """What :func:`sort_out` found, each by its qualified name.
+    """Result of :func:`sort_out`, by qualified names.
 
     Args:
-        layers: linear layers to be quantised, GPT-2's ``Conv1D`` among them.
-        stacks: tensors [n, rows, columns] to be quantised: the module that holds it, and its name there.
-        already: what is quantised.
-        left: why it is left.
+        layers: linear layers to quantise, including the ``Conv1D`` of GPT-2.
+        stacks: tensors [n, rows, columns] to quantise → the module that holds the tensor, and its name there.
+        already: layers that are quantised already.
+        left: other layers and tensors → why they are not quantised.
     """
 
     layers: dict[str, Any]
@@ -35,17 +35,17 @@ class Quantizable:
     left: dict[str, str]
 
     def weights(self) -> dict[str, Tensor]:
-        """The tensors to be quantised."""
+        """Return the tensors to quantise."""
         stacks: dict[str, Any] = {name: owner._parameters[key] for name, (owner, key) in self.stacks.items()}
         return {**{name: layer.weight for name, layer in self.layers.items()}, **stacks}
 
 
 def sort_out(model: nn.Module, kind: str, skip: Blocks) -> Quantizable:
-    """What of ``model`` is to be quantised, is already, and is left, with the reason.
+    """Find the layers of ``model`` to quantise, those quantised already, and the others with the reason.
 
     Raises:
         ValueError: there is nothing to quantise; ``skip`` matches nothing.
-        TypeError: ``skip`` holds something else than patterns and classes.
+        TypeError: ``skip`` contains anything other than patterns and classes.
     """
     skipped, heads = find_skipped(model, skip), find_heads(model)
     shared = {**_kept_whole(model), **_shared_modules(model)}
@@ -53,7 +53,7 @@ def sort_out(model: nn.Module, kind: str, skip: Blocks) -> Quantizable:
     layers: dict[str, Any] = {}
     already: dict[str, nn.Module] = {}
     left: dict[str, str] = {}
-    # The outermost of PEFT's modules that the loop is inside of; no name begins with "\0".
+    # The outermost PEFT module that contains the current one; no name begins with "\0".
     adapter = "\0"
     for name, module in model.named_modules():
         if any(base.__name__ in _ADAPTERS for base in type(module).__mro__) and not name.startswith(adapter):
@@ -63,7 +63,7 @@ def sort_out(model: nn.Module, kind: str, skip: Blocks) -> Quantizable:
         elif isinstance(module, nn.Linear) or is_transposed(module):
             reason = _why_left(name, module, skipped, heads, shared)
             if name.startswith(adapter):
-                if name == f"{adapter}base_layer":  # the others in there are the adapter's own
+                if name == f"{adapter}base_layer":  # the other layers inside belong to the adapter
                     left[name] = reason or IN_ADAPTER
             elif reason:
                 left[name] = reason
@@ -79,13 +79,13 @@ def sort_out(model: nn.Module, kind: str, skip: Blocks) -> Quantizable:
 
 
 def _stacks(model: nn.Module, skipped: set[str]) -> dict[str, tuple[nn.Module, str]]:
-    """Tensors of several matrices that modules multiply with in their own forward, as experts are kept today."""
+    """Find tensors of several matrices that modules multiply with in their own forward, such as experts."""
     found: dict[str, tuple[nn.Module, str]] = {}
     adapter = "\0"
     for name, module in model.named_modules():
         if any(is_a(module, kind) for kind in _ADAPTERS) and not name.startswith(adapter):
             adapter = f"{name}."
-        # The weight of a Conv1d has three dimensions, too.
+        # The weight of a Conv1d has three dimensions as well.
         if name.startswith(adapter) or name in skipped or isinstance(module, _ConvNd):
             continue
         for key, parameter in module.named_parameters(recurse=False):
@@ -95,7 +95,7 @@ def _stacks(model: nn.Module, skipped: set[str]) -> dict[str, tuple[nn.Module, s
 
 
 def _why_left(name: str, layer: nn.Module, skipped: set[str], heads: list[str], shared: dict[str, str]) -> str:
-    """Empty where nothing speaks against quantising it."""
+    """Return why a layer is not quantised; empty if it can be."""
     if name in skipped:
         return "skip"
     if name.removesuffix(".base_layer") in heads:
@@ -106,14 +106,14 @@ def _why_left(name: str, layer: nn.Module, skipped: set[str], heads: list[str], 
 def _nothing_to_quantise(model: nn.Module, left: dict[str, str]) -> str:
     what = f"nothing to quantise in {type(model).__name__}"
     if not left:
-        return explain(what, "it has no nn.Linear", "Leave quantisation out")
+        return explain(what, "it has no nn.Linear", "Remove the quantisation")
     reasons = ", ".join(f"{name} ({reason})" for name, reason in list(left.items())[:6])
-    way_out = "Quantise before adapters are added, and skip less; what is in no nn.Linear cannot be quantised"
-    return explain(what, f"all its matrices are left: {reasons}", way_out)
+    way_out = "Quantise before adapters are added, and skip fewer layers; only nn.Linear can be quantised"
+    return explain(what, f"none of its matrices can be: {reasons}", way_out)
 
 
 def _shared_modules(model: nn.Module) -> dict[str, str]:
-    """Name of each module whose weight another one has too → that."""
+    """Map each module that shares its weight with another one to that reason."""
     owners: dict[nn.Parameter, list[str]] = {}
     for name, module in model.named_modules():
         if isinstance(weight := module._parameters.get("weight"), nn.Parameter):
@@ -128,7 +128,7 @@ def _shared_modules(model: nn.Module) -> dict[str, str]:
 
 
 def _kept_whole(model: nn.Module) -> dict[str, str]:
-    """What Hugging Face's models name as never to be in less than float32, such as ``wo`` in T5 → that."""
+    """Map modules that Hugging Face models keep in float32, such as ``wo`` in T5, to that reason."""
     return {
         f"{prefix}.{name}".lstrip("."): f"{type(owner).__name__} keeps it in float32"
         for prefix, owner in model.named_modules()
@@ -139,13 +139,13 @@ def _kept_whole(model: nn.Module) -> dict[str, str]:
 
 
 def _why_unfit(layer: nn.Module) -> str:
-    # A subclass may compute something else in its forward, which is replaced with the class.
+    # A subclass may compute something else in its forward, which would be replaced with the class.
     if type(layer) is not nn.Linear and not is_transposed(layer):
         return f"it is a {type(layer).__name__}, not a plain nn.Linear"
     weight = layer._parameters.get("weight")
     if weight is not None and is_torchaos(weight):
         return "torchao has quantised it"
-    if weight is None or is_traceable_wrapper_subclass(weight):  # a DTensor, say
+    if weight is None or is_traceable_wrapper_subclass(weight):  # such as a DTensor
         return "its weight is not a plain parameter"
     if weight.dtype not in FLOATS:
         return f"its weight is in {weight.dtype}"

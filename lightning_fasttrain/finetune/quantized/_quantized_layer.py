@@ -1,4 +1,4 @@
-"""One linear layer with a quantised weight: how it is made, read and counted."""
+"""A linear layer with a quantised weight: creation, dequantisation and size in bytes."""
 
 import copy
 import sys
@@ -14,17 +14,17 @@ from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.finetune.quantized.unaligned_matmul import dequantize_flat
 
 KINDS = ("nf4", "fp4", "int8")
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # what can be quantised, and computed in
-BLOCK = 64  # weights of 4 bits that share one constant
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that can be quantised, and used as compute dtype
+BLOCK = 64  # 4-bit weights that share one constant
 NESTED_BLOCK = 256  # constants that share one, with double quantisation
 _CODE, _NESTED_CODE = 16, 256  # entries of the tables, in float32
 
 
 def quantized_bytes(out_features: int, in_features: int, kind: str = "nf4", *, double_quant: bool = True) -> int:
-    """The bytes that the weight of one linear layer takes once it is quantised, with what belongs to it.
+    """Compute the bytes of the quantised weight of one linear layer, including its constants and tables.
 
     For n = out_features · in_features and b = ⌈n/64⌉ blocks: in 4 bits ⌈n/2⌉ + 4b, with double quantisation
-    ⌈n/2⌉ + b + 4⌈b/256⌉, and some hundred bytes of tables; in int8 n + 4·out_features.
+    ⌈n/2⌉ + b + 4⌈b/256⌉, and a few hundred bytes of tables; in int8 n + 4·out_features.
 
     Args:
         out_features: rows of the weight.
@@ -47,22 +47,22 @@ def quantized_bytes(out_features: int, in_features: int, kind: str = "nf4", *, d
         them, one set a layer.
     """
     one_of("kind", kind, KINDS)
-    numbers = out_features * in_features
+    elements = out_features * in_features
     if kind == "int8":
-        return numbers + 4 * out_features
-    blocks = -(-numbers // BLOCK)
+        return elements + 4 * out_features
+    blocks = -(-elements // BLOCK)
     nested = blocks + 4 * -(-blocks // NESTED_BLOCK) + 4 * _NESTED_CODE + 4
-    return -(-numbers // 2) + 4 * _CODE + (nested if double_quant else 4 * blocks)
+    return -(-elements // 2) + 4 * _CODE + (nested if double_quant else 4 * blocks)
 
 
 def require_bitsandbytes() -> Any:
-    """bitsandbytes, or the error that names the extra which brings it."""
+    """Import bitsandbytes, or raise an error that names the extra which installs it."""
     return require("bitsandbytes", extra="finetune")
 
 
 def is_quantized(module: nn.Module) -> bool:
-    """Whether ``module`` is a linear layer of bitsandbytes that holds a quantised weight."""
-    bnb: Any = sys.modules.get("bitsandbytes")  # while nothing has imported it, nothing is made of it
+    """Check whether ``module`` is a linear layer of bitsandbytes with a quantised weight."""
+    bnb: Any = sys.modules.get("bitsandbytes")  # no module can be one of its layers before it is imported
     return bnb is not None and (isinstance(module, bnb.nn.Linear4bit) or in_8_bits(module))
 
 
@@ -71,29 +71,29 @@ def in_8_bits(module: nn.Module) -> bool:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether ``module`` is a ``Conv1D`` of transformers', as GPT-2 has them: a linear layer of weight [in, out]."""
+    """Check whether ``module`` is a ``Conv1D`` of transformers, as in GPT-2: a linear layer with weight [in, out]."""
     weight = module._parameters.get("weight")
     outputs = getattr(module, "nf", None)
     return type(module).__name__ == "Conv1D" and weight is not None and weight.shape[1:] == (outputs,)
 
 
 def was_transposed(layer: nn.Module) -> bool:
-    """Whether a quantised layer stands for one of weight [in, out]; it holds it as [out, in], as Hugging Face does."""
+    """Check whether a quantised layer replaces one with weight [in, out]; it is stored as [out, in]."""
     return vars(layer).get("was_transposed", False)
 
 
 def quantize_layer_(
     layer: Any, weight: Tensor, kind: str, double_quant: bool, compute_dtype: torch.dtype | None
 ) -> None:
-    """Make ``layer`` a layer of bitsandbytes with ``weight`` quantised, where that lies; freeze it.
+    """Convert ``layer`` in place to a bitsandbytes layer with ``weight`` quantised on its device, and freeze it.
 
-    It stays the same object: other places that hold it, its hooks and its wrappers do not notice.
+    It stays the same object, so references to it, its hooks and its wrappers stay valid.
     """
     if is_transposed(layer):
         layer.out_features, layer.in_features, layer.was_transposed = layer.nf, layer.nx, True
         weight = weight.detach().T  # from here on [out, in]
     bnb, size = require_bitsandbytes(), (layer.in_features, layer.out_features)
-    # Under a fake mode bitsandbytes' classes of parameters cannot be made, not even on meta.
+    # Parameters of bitsandbytes cannot be created under a fake mode, not even on the meta device.
     with unset_fake_temporarily():
         like: Any
         if kind == "int8":
@@ -102,11 +102,11 @@ def quantize_layer_(
             like = bnb.nn.Linear4bit(*size, bias=False, compute_dtype=compute_dtype, device="meta")
     packed, state = pack(weight.detach(), kind, double_quant)
     layer.__class__ = type(like)
-    # Only what is lacking: hooks, forwards that were replaced and the bias stay.
+    # Only missing attributes: hooks, replaced forwards and the bias stay.
     vars(layer).update({name: value for name, value in vars(like).items() if name not in vars(layer)})
     if kind == "int8":
         layer._parameters["weight"] = _int8_parameter(packed)
-        layer.state.CB, layer.state.SCB = packed, state  # as bitsandbytes' own first forward would do
+        layer.state.CB, layer.state.SCB = packed, state  # as the first forward of bitsandbytes would do
     else:
         layer._parameters["weight"] = _4bit_parameter(packed, state)
         layer.quant_state = state
@@ -115,18 +115,18 @@ def quantize_layer_(
 
 
 def round_bias_(layer: Any) -> None:
-    """bitsandbytes rounds the bias to the compute dtype in the first forward; done before, no dtype changes later."""
+    """Round the bias to the compute dtype now, as bitsandbytes would in the first forward."""
     if layer.bias is not None and not in_8_bits(layer):
         layer.bias.data = layer.bias.data.to(layer.compute_dtype)
 
 
 def pack(weight: Tensor, kind: str, double_quant: bool) -> tuple[Tensor, Any]:
-    """The quantised weight, and its row constants (int8) or its ``QuantState`` (4 bits)."""
+    """Quantise a weight; return it with its row constants (int8) or its ``QuantState`` (4 bits)."""
     functional: Any = require_bitsandbytes().functional
     if isinstance(weight, FakeTensor):
         return _pack_fake(functional, weight, kind, double_quant)
     if kind == "int8":
-        # Its kernel for CUDA takes float16 alone, row after row.
+        # The CUDA kernel accepts only contiguous float16.
         packed, row_constants, _ = functional.int8_vectorwise_quant(weight.to(torch.float16).contiguous())
         return packed, row_constants
     return functional.quantize_4bit(
@@ -135,7 +135,7 @@ def pack(weight: Tensor, kind: str, double_quant: bool) -> tuple[Tensor, Any]:
 
 
 def _pack_fake(functional: Any, weight: Tensor, kind: str, double_quant: bool) -> tuple[Tensor, Any]:
-    """The same tensors without numbers; bitsandbytes itself would keep a fake table for the rest of the process."""
+    """Create the result of :func:`pack` as fake tensors, so that bitsandbytes does not cache a fake table."""
     if kind == "int8":
         return torch.empty(weight.shape, dtype=torch.int8), torch.empty(weight.shape[0])
     blocks = -(-weight.numel() // BLOCK)
@@ -148,7 +148,10 @@ def _pack_fake(functional: Any, weight: Tensor, kind: str, double_quant: bool) -
         dtype=weight.dtype,
     )
     if double_quant:
-        state.offset, state.nested = torch.empty(()), True  # the constants' mean, and what ``state2`` would tell
+        state.offset, state.nested = (
+            torch.empty(()),
+            True,
+        )  # the mean of the constants, and whether there is a ``state2``
         nested_absmax, nested_code = torch.empty(-(-blocks // NESTED_BLOCK)), torch.empty(_NESTED_CODE)
         state.state2 = functional.QuantState(
             absmax=nested_absmax, code=nested_code, blocksize=NESTED_BLOCK, dtype=torch.float32
@@ -157,12 +160,12 @@ def _pack_fake(functional: Any, weight: Tensor, kind: str, double_quant: bool) -
 
 
 def fake_parts(layer: Any) -> dict[int, Any]:
-    """What stands for the parts of a quantised layer in a copy of its model, under the fake mode that is on.
+    """Create fake replacements of a quantised layer's tensors, for a copy of its model under the active fake mode.
 
-    bitsandbytes' parameters copy themselves in a way that fake tensors do not allow.
+    The ``__deepcopy__`` of bitsandbytes' parameters does not support fake tensors.
 
     Returns:
-        ``id`` of the part → the fake one: a ``memo`` for ``copy.deepcopy``.
+        ``id`` of the original → the fake replacement: a ``memo`` for ``copy.deepcopy``.
     """
     shape = layer.out_features, layer.in_features
     if in_8_bits(layer):
@@ -179,7 +182,7 @@ def fake_parts(layer: Any) -> dict[int, Any]:
 
 
 def _4bit_parameter(packed: Tensor, state: Any) -> nn.Parameter:
-    if isinstance(packed, FakeTensor):  # no other class of tensor can be made of one
+    if isinstance(packed, FakeTensor):  # a fake tensor cannot be converted to another tensor class
         parameter: Any = nn.Parameter(packed, requires_grad=False)
         parameter.quant_state, parameter.quant_type, parameter.blocksize = state, state.quant_type, state.blocksize
         parameter.compress_statistics, parameter.quant_storage = state.nested, packed.dtype
@@ -205,17 +208,18 @@ def _int8_parameter(packed: Tensor) -> nn.Parameter:
 
 
 def settle_4bit_(layer: Any, *_: Any) -> None:
-    """Put a layer in order; also a forward pre-hook, for it looks at nothing on the device.
+    """Make weight and quantisation state of a 4-bit layer consistent; also used as a forward pre-hook.
 
-    What bitsandbytes leaves behind: pickling, and loading with ``assign=True``, turn the weight into a plain
-    parameter; ``model.to`` moves the weight but not all that belongs to it; copying makes two of what is one. FSDP2
-    gathers the weight as a plain parameter; cut over the ranks it may be elsewhere than what belongs to it.
+    It never synchronizes with the device. It repairs what bitsandbytes leaves inconsistent: pickling, and loading with
+    ``assign=True``, turn the weight into a plain parameter; ``model.to`` moves the weight but not all of its state;
+    copying duplicates the state that layer and weight share. FSDP2 gathers the weight as a plain parameter; a sharded
+    weight may be on another device than its state.
     """
     weight: Any = layer.weight
-    if isinstance(weight, DTensor):  # FSDP2's piece: its parts are those of the whole weight
+    if isinstance(weight, DTensor):  # a shard of FSDP2, whose state is that of the unsharded weight
         weight.quant_state = layer.quant_state
         return
-    # By ``is``: bitsandbytes' own are subclasses.
+    # By ``is``: parameters of bitsandbytes are subclasses.
     if type(weight) is nn.Parameter:
         layer.weight = weight = _4bit_parameter(weight.data, layer.quant_state)
     state = weight.quant_state
@@ -226,7 +230,7 @@ def settle_4bit_(layer: Any, *_: Any) -> None:
 
 
 def settle_8bit_(layer: Any, *_: Any) -> None:
-    """As :func:`settle_4bit_`; here what belongs to the weight is in ``layer.state``."""
+    """Make weight and ``layer.state`` of an int8 layer consistent, like :func:`settle_4bit_`."""
     weight: Any = layer.weight
     if type(weight) is nn.Parameter:
         layer.weight = weight = _int8_parameter(weight.data)
@@ -239,7 +243,7 @@ def settle_8bit_(layer: Any, *_: Any) -> None:
 
 
 def quantization_of(layer: Any) -> dict[str, Tensor]:
-    """All tensors that make up the weight of a quantised layer."""
+    """Return all tensors that represent the weight of a quantised layer."""
     if in_8_bits(layer):
         settle_8bit_(layer)
         return {"weight": layer.weight, "SCB": layer.state.SCB}
@@ -253,17 +257,17 @@ def quantization_of(layer: Any) -> dict[str, Tensor]:
 
 
 def dequantized_weight(layer: Any) -> Tensor:
-    """The weight that a quantised layer stands for, [out_features, in_features].
+    """Dequantise the weight of a quantised layer to [out_features, in_features].
 
     Args:
         layer: a ``Linear4bit`` or ``Linear8bitLt`` of bitsandbytes.
 
     Returns:
-        For 4 bits in the dtype that was quantised, for int8 in float32: q · constant of the row / 127.
+        The weight; for 4 bits in the dtype before quantisation, for int8 in float32: q · constant of the row / 127.
 
     Raises:
         TypeError: the layer is not quantised.
-        ValueError: its weight is sharded, and not gathered now.
+        ValueError: the weight is sharded, and not gathered at present.
 
     Example:
         >>> from lightning_fasttrain.finetune import quantize_base_
@@ -278,15 +282,15 @@ def dequantized_weight(layer: Any) -> Tensor:
         bitsandbytes.
     """
     if not is_quantized(layer):
-        raise TypeError(f"{type(layer).__name__} has no quantised weight: use its weight as it is.")
+        raise TypeError(f"dequantized_weight: {type(layer).__name__} has no quantised weight. Use its weight directly.")
     if isinstance(layer.weight, DTensor):
-        why = "the model is sharded, and this process has but a part of the weight"
+        why = "the model is sharded, and this process has only a shard of the weight"
         raise ValueError(explain(f"a {type(layer).__name__}", why, "Load the run's checkpoint into a plain model"))
     if in_8_bits(layer):
         settle_8bit_(layer)
         return layer.weight.detach().float() * (layer.state.SCB / 127).unsqueeze(1)
     settle_4bit_(layer)
-    # What is flat about it is needed on CPUs only; see there.
+    # Dequantising as one row is only needed on CPUs; see ``dequantize_flat``.
     if layer.weight.device.type == "cpu":
         return dequantize_flat(layer.weight.data, layer.quant_state, layer.quant_state.dtype)
     return require_bitsandbytes().functional.dequantize_4bit(layer.weight.data, layer.quant_state)

@@ -1,4 +1,4 @@
-"""Tensors in safetensors files: which are there, and reading them one by one."""
+"""Tensors in safetensors files: list them, and read them one by one."""
 
 import math
 import os
@@ -34,7 +34,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file, not read yet."""
+    """A tensor in a file that has not been read yet."""
 
     path: Path
     shape: tuple[int, ...]
@@ -46,12 +46,12 @@ class StoredTensor:
 
 
 def find_tensors(where: Where | Sequence[Where]) -> dict[str, StoredTensor]:
-    """What is in a file, in several, or in a folder with one file or an index; nothing but headers is read.
+    """List the tensors in a file, several files, or a folder with one file or an index; only headers are read.
 
     Raises:
         FileNotFoundError: no such file, or a folder without one.
-        ValueError: a file that is cut short or no safetensors, a name in two files, or an index that cannot be read,
-            names a file outside of its folder, or a tensor that is not in the file.
+        ValueError: a file is truncated or not a safetensors file, a name occurs in two files, or an index cannot be
+            read, names a file outside of its folder, or a tensor that is not in the file.
     """
     if isinstance(where, str | os.PathLike):
         path = local_path(where)
@@ -65,13 +65,13 @@ def find_tensors(where: Where | Sequence[Where]) -> dict[str, StoredTensor]:
         for name, tensor in find_tensors(one).items():
             if name in found:
                 both = f"{found[name].path} and {tensor.path}"
-                raise ValueError(explain(f"{name!r} is in {both}", "only one can be the right one", "Give one of them"))
+                raise ValueError(explain(f"{name!r} is in {both}", "only one can be loaded", "Pass one of them"))
             found[name] = tensor
     return found
 
 
 def read_tensors(stored: dict[str, StoredTensor]) -> Iterator[tuple[str, Tensor]]:
-    """Read them one by one, file after file. A tensor may lie in the mapped file: copy what is to be kept."""
+    """Read tensors one by one, file after file; copy those to keep, since a tensor may be memory-mapped."""
     by_path: dict[Path, list[str]] = {}
     for name, tensor in stored.items():
         by_path.setdefault(tensor.path, []).append(name)
@@ -84,41 +84,41 @@ def read_tensors(stored: dict[str, StoredTensor]) -> Iterator[tuple[str, Tensor]
 def _in_file(path: Path) -> dict[str, StoredTensor]:
     found = {}
     with open_safetensors(path) as file:
-        for name in file.keys():  # noqa: SIM118 (it is no mapping)
+        for name in file.keys():  # noqa: SIM118 (not a mapping)
             part = file.get_slice(name)
             if part.get_dtype() not in DTYPES:
-                why = "torch has no such type"
+                why = "torch has no such dtype"
                 raise ValueError(explain(f"{name!r} in {path} is in {part.get_dtype()}", why, "Convert it"))
             found[name] = StoredTensor(path, tuple(part.get_shape()), DTYPES[part.get_dtype()])
     return found
 
 
 def _read_index(path: Path) -> dict[str, StoredTensor]:
-    """Read the index of a folder of shards; what it names is not trusted to lie in the folder."""
+    """Read the index of a folder of shards; refuse names of files outside of the folder."""
     try:
         index = read_json(path)
     except ValueError as error:
-        raise ValueError(explain(f"{path}", f"it is no index of shards ({error})", "Fetch it again")) from error
+        raise ValueError(explain(f"{path}", f"not an index of shards ({error})", "Fetch it again")) from error
     names = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
-        why = "it is no index of shards: it has no weight_map from names to files"
+        why = "not an index of shards: it has no weight_map from names to files"
         raise ValueError(explain(f"{path} cannot be read", why, "Fetch it again"))
     shards = {file: _in_file(_locate_inside(path, file)) for file in sorted(set(names.values()))}
     absent = [f"{name} in {file}" for name, file in names.items() if name not in shards[file]]
     if absent:
-        raise ValueError(explain(f"{path} names {absent[0]}", "it is not there", "Fetch the files again"))
+        raise ValueError(explain(f"{path} names {absent[0]}", "it is not there", "Fetch them again"))
     return {name: shards[file][name] for name, file in names.items()}
 
 
 def _locate_inside(index: Path, file: str) -> Path:
     folder = index.parent.resolve()
     roots = [folder]
-    if folder.parent.name == "snapshots":  # Hugging Face's cache, whose files are links to its blobs
+    if folder.parent.name == "snapshots":  # the cache of Hugging Face, whose files are links to its blobs
         roots.append(folder.parent.parent / "blobs")
     path = index.parent / file
     # A backslash separates folders on Windows.
     plain = file == Path(file).name and "\\" not in file and file.endswith(".safetensors")
     if not plain or not any(path.resolve().is_relative_to(root) for root in roots):
-        why = "that is no .safetensors file in its folder"
+        why = "not a .safetensors file in its folder"
         raise ValueError(explain(f"{index} names {file!r}", why, "Do not use this model"))
     return path

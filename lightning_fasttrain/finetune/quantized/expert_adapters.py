@@ -1,4 +1,4 @@
-"""LoRA on a tensor that is held in 4 bits, such as a layer's experts: PEFT's layer, told where the numbers are."""
+"""LoRA on tensors that are held in 4 bits, such as experts, with PEFT's layers."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -13,10 +13,10 @@ from lightning_fasttrain.finetune.quantized._quantized_tensor import holder_unde
 
 
 def use_held_tensors_(model: nn.Module) -> None:
-    """Let PEFT's wrappers in ``model`` adapt what is held in 4 bits.
+    """Let PEFT's wrappers in ``model`` adapt tensors that are held in 4 bits.
 
-    PEFT adds the product of the two thin matrices to the parameter for as long as the forward takes. Here it is added
-    to what the module's forward gets dequantised, and made again in the backward.
+    PEFT adds the product of the two low-rank matrices to the parameter for the duration of the forward. Here it is
+    added to the dequantised tensor that the module's forward gets, and recomputed in the backward.
     """
     for module in model.modules():
         if is_a(module, "ParamWrapper") and holder_under(module) is not None:
@@ -25,7 +25,7 @@ def use_held_tensors_(model: nn.Module) -> None:
 
 
 class GivesStandIn:
-    """Replaces ``get_param`` of PEFT's wrapper, which asks it for shape, dtype and device."""
+    """Replacement of ``get_param`` of PEFT's wrapper, which reads shape, dtype and device of the result."""
 
     def __init__(self, wrapper: Any) -> None:
         self.wrapper = wrapper
@@ -36,7 +36,7 @@ class GivesStandIn:
 
 
 class AddsToHeld:
-    """Replaces ``_activate_lora`` of PEFT's wrapper, which makes the adapter count while it lasts."""
+    """Replacement of ``_activate_lora`` of PEFT's wrapper, a context in which the adapter is applied."""
 
     def __init__(self, wrapper: Any) -> None:
         self.wrapper = wrapper
@@ -49,19 +49,19 @@ class AddsToHeld:
 
     @contextmanager
     def _while_it_lasts(self, holder: nn.Module, names: list[str]) -> Iterator[None]:
-        vars(holder)["added"] = partial(self.add_to, names=names)  # ``vars``, as the holder is a module
+        vars(holder)["added"] = partial(self.add_to, names=names)  # by ``vars``, as the holder is a module
         try:
             yield
         finally:
             del vars(holder)["added"]
 
     def add_to(self, weight: Tensor, names: list[str]) -> Tensor:
-        """``weight`` [n, rows, columns] with the adapters of these names in it, by the operations that PEFT uses."""
+        """Return ``weight`` [n, rows, columns] plus the named adapters, with the operations that PEFT uses."""
         wrapper = self.wrapper
-        # Sums of several are made first, as PEFT does; a single one over several experts is one ``baddbmm`` there.
+        # As in PEFT: several adapters are summed first; a single one over several experts is one ``baddbmm``.
         if len(names) > 1 or wrapper.num_experts == 1:
             return weight + sum(wrapper.get_delta_weight(name) for name in names).to(weight.dtype)
         lhs, rhs, scaling = wrapper.get_delta_factors(names[0])
-        # Autocast would have ``baddbmm`` in half precision, and round the whole stack.
+        # Autocast would run ``baddbmm`` in half precision and round the complete stack.
         with torch.autocast(weight.device.type, enabled=False):
             return torch.baddbmm(weight, lhs.to(weight.dtype), rhs.to(weight.dtype), alpha=scaling)

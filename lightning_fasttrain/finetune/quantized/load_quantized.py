@@ -1,4 +1,4 @@
-"""A quantised model made from files, without the full-precision one ever being in memory."""
+"""Load a quantised model from files without holding the full-precision model in memory."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +21,7 @@ from lightning_fasttrain.finetune.quantized._tensor_files import StoredTensor, W
 from lightning_fasttrain.finetune.quantized.quantized_base import check_settings, choose_compute_dtype, report
 from lightning_fasttrain.finetune.quantized.quantized_state import keep_quantized_
 
-_LONG = 2**30  # bytes from which on it takes long enough to show progress
+_LONG = 2**30  # bytes; longer loads show a progress bar
 
 
 def load_quantized(
@@ -35,32 +35,32 @@ def load_quantized(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
 ) -> nn.Module:
-    """Build a model without memory, and fill it from safetensors, each weight quantised as it arrives.
+    """Build a model on the meta device, and load it from safetensors files, quantising each weight as it is read.
 
-    What is in memory at any time is the model as far as it is quantised, and one tensor in full precision. The result
-    is bit for bit what :func:`~lightning_fasttrain.finetune.quantize_base_` makes of the loaded model. Buffers that are
-    in no file, such as the frequencies of rotary embeddings, are computed as usual when the model is built.
+    Memory holds at any time the part of the model that is quantised already, and one tensor in full precision. The
+    result is bit for bit that of :func:`~lightning_fasttrain.finetune.quantize_base_` on the loaded model. Buffers that
+    are not in the files, such as the frequencies of rotary embeddings, are computed when the model is built.
 
     Args:
         make_model: builds the model, such as ``lambda: AutoModelForCausalLM.from_config(config)``. Its parameters get
-            no memory; what it does to their values is lost.
-        files: a ``.safetensors`` file, several, or a folder as Hugging Face's ``save_pretrained`` writes it, whole or
-            in shards with an index.
+            no memory; changes to their values are lost.
+        files: a ``.safetensors`` file, several, or a folder that Hugging Face's ``save_pretrained`` wrote, with one
+            file or with shards and an index.
         kind: as for :func:`~lightning_fasttrain.finetune.quantize_base_`.
         double_quant: as there.
         compute_dtype: as there.
         skip: as there.
-        dtype: of all floating-point tensors, before they are quantised; None leaves each as it is in the file.
-        device: where to quantise, and where the model then is.
+        dtype: dtype of all floating-point tensors before they are quantised; None keeps the dtype in the file.
+        device: device on which weights are quantised, and of the returned model.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: what :func:`~lightning_fasttrain.finetune.quantize_base_` refuses; names or shapes that do not fit
-            each other; a file that is cut short or no safetensors; an index that leads out of its folder.
-        TypeError: ``make_model`` gives no module.
-        FileNotFoundError: no such file.
+        ValueError: as for :func:`~lightning_fasttrain.finetune.quantize_base_`; names or shapes of model and files
+            differ; a file is truncated or not a safetensors file; an index names a file outside of its folder.
+        TypeError: ``make_model`` does not return a module.
+        FileNotFoundError: a file does not exist.
         ModuleNotFoundError: bitsandbytes or safetensors is missing.
 
     Example:
@@ -87,7 +87,7 @@ def load_quantized(
     found = sort_out(model, kind, skip)
     slots = _slots(model)
     stored = find_tensors(files)
-    wanted = _what_to_read(model, slots, stored)
+    wanted = _select_tensors(model, slots, stored)
     names = [*(f"{name}.weight" for name in found.layers), *found.stacks]
     _refuse_unfit(names, slots, wanted, dtype)
     layers = {id(layer._parameters["weight"]): layer for layer in found.layers.values()}
@@ -110,26 +110,26 @@ def load_quantized(
                 made[stack] = quantize_tensor_(*stack, tensor, kind, double_quant)
             else:
                 empty.fill(tensor)
-            del tensor  # or it would live on while the next one is read
-    # After the loop, as a bias may come after its weight.
+            del tensor  # otherwise it would stay in memory while the next one is read
+    # After the loop, as a bias may be read after its weight.
     for layer in layers.values():
         round_bias_(layer)
         keep_quantized_(layer)
-    model.to(device)  # buffers that are in no file
+    model.to(device)  # buffers that are not in the files
     holders = {name: made[stack] for name, stack in found.stacks.items()}
     say("load_quantized: %s", report(model, kind, found, holders, before))
     return model
 
 
 class _Slot:
-    """All places in a model that hold one tensor."""
+    """All places in a model that hold the same tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
         self.places: list[tuple[dict[str, Any], str]] = []
 
     def fill(self, tensor: Tensor) -> None:
-        tensor = tensor.clone()  # what was read may lie in the file
+        tensor = tensor.clone()  # the tensor may be memory-mapped
         is_parameter = isinstance(self.tensor, nn.Parameter)
         filled = nn.Parameter(tensor, self.tensor.requires_grad) if is_parameter else tensor
         for table, name in self.places:
@@ -137,7 +137,7 @@ class _Slot:
 
 
 def _slots(model: nn.Module) -> dict[str, _Slot]:
-    """Qualified name → slot, of parameters and buffers; tied ones have one slot with several names."""
+    """Map the qualified names of parameters and buffers to slots; names of tied tensors share one."""
     by_id: dict[int, _Slot] = {}
     slots: dict[str, _Slot] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
@@ -152,36 +152,36 @@ def _slots(model: nn.Module) -> dict[str, _Slot]:
 
 
 def _build_empty(make: Callable[[], nn.Module]) -> nn.Module:
-    """Call ``make``; each parameter is replaced by one without memory as it is registered, and ties stay."""
-    thread = threading.get_ident()  # the hook is the whole process's, and other threads may build modules too
-    # By identity, so that ties stay; weakly, so that each parameter's memory is free again at once.
+    """Call ``make``, replacing each parameter by one on the meta device as it is registered; ties are kept."""
+    thread = threading.get_ident()  # the hook is global to the process, and other threads may build modules too
+    # By identity, to keep ties; with weak references, to free each parameter's memory at once.
     empties: Any = WeakIdKeyDictionary()
 
     def without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if threading.get_ident() != thread or parameter is None or parameter.is_meta:
-            return None  # keeps it as it is
+            return None  # keeps the parameter
         if parameter not in empties:
             empties[parameter] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
         return empties[parameter]
 
-    hook: Any = without_memory  # torch's annotation has no result, and its documentation has
+    hook: Any = without_memory  # torch's annotation lacks the result that its documentation describes
     handle = register_module_parameter_registration_hook(hook)
     try:
         model = make()
     finally:
         handle.remove()
     if not isinstance(model, nn.Module):
-        why = "a model is needed"
-        raise TypeError(explain(f"make_model gives {type(model).__name__}", why, "Return an nn.Module from it"))
+        why = f"expected an nn.Module, got {type(model).__name__}"
+        raise TypeError(explain("make_model()", why, "Return the model from it"))
     return model
 
 
-def _what_to_read(
+def _select_tensors(
     model: nn.Module, slots: dict[str, _Slot], stored: dict[str, StoredTensor]
 ) -> dict[str, StoredTensor]:
-    """The stored tensors that the model needs, each tie once."""
-    needed = {name: slots[name] for name in model.state_dict() if name in slots}  # not buffers that are never saved
-    # By slot: of tied names safetensors files hold just one.
+    """Select the stored tensors that the model needs; tied ones only once."""
+    needed = {name: slots[name] for name in model.state_dict() if name in slots}  # without non-persistent buffers
+    # By slot: safetensors files contain only one of several tied names.
     there = {id(slots[name]) for name in stored if name in slots}
     missing = [name for name, slot in needed.items() if id(slot) not in there]
     unexpected = [name for name in stored if name not in slots]
@@ -211,9 +211,9 @@ def _refuse_unfit(
             raise ValueError(explain(f"{name} is stored in {wanted[name].dtype}", why, "Give dtype="))
     for name, slot in slots.items():
         if slot.tensor.is_meta and not isinstance(slot.tensor, nn.Parameter) and name not in wanted:
-            why = "its values are not known"
+            why = "its values are unknown"
             way_out = "Build the model without torch.device('meta'): parameters get no memory in any case"
-            raise ValueError(explain(f"buffer {name} is on the meta device and in no file", why, way_out))
+            raise ValueError(explain(f"buffer {name} is on the meta device and not in the files", why, way_out))
 
 
 @contextmanager

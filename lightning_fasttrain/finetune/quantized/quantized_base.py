@@ -1,4 +1,4 @@
-"""The weights of a model's linear layers in 4 or 8 bits, frozen, while something else is trained."""
+"""Quantisation of the frozen weights of linear layers to 4 or 8 bits, while other parameters train."""
 
 import copy
 from dataclasses import dataclass, field
@@ -28,24 +28,24 @@ from lightning_fasttrain.technique import Capability, Conflict, Exactness, Surge
 from lightning_fasttrain.technique.facts import Facts
 from lightning_fasttrain.technique.predicted_step import PredictedStep
 
-NONE_LEFT = "bitsandbytes multiplies with what is quantised, so no layer but the head would be left"
-ALL_OR_SKIP = "Leave LowPrecisionProducts out, or name with skip= what is to stay whole and multiply in 8 bits"
+NONE_LEFT = "bitsandbytes computes the products of quantised layers, so only the head would be left for it"
+ALL_OR_SKIP = "Remove LowPrecisionProducts, or name with skip= the layers to leave unquantised, for its 8-bit products"
 
 
 @dataclass(frozen=True)
 class QuantizedReport:
-    """What :func:`quantize_base_` has done; print it for one line.
+    """Result of :func:`quantize_base_`; print it for a one-line summary.
 
     Args:
         kind: ``"nf4"``, ``"fp4"`` or ``"int8"``.
-        quantized: qualified names of the layers that it has quantised.
-        stacks: of the tensors of several matrices, such as a layer's experts, that it has quantised.
-        already: of all those that were quantised before.
-        left: name of each other linear layer, and of all else that holds a matrix, such as a convolution → why it was
-            left. Embeddings are not listed.
-        bytes_before: what the quantised weights took.
-        bytes_after: what they take, with all constants and tables.
-        shares: name of what was left → its share of the bytes that all parameters take now.
+        quantized: qualified names of the layers that were quantised.
+        stacks: qualified names of the quantised tensors of several matrices, such as a layer's experts.
+        already: qualified names of the layers that were quantised before.
+        left: name of each other linear layer, and of each other module or tensor that holds a matrix, such as a
+            convolution → why it was not quantised. Embeddings are not listed.
+        bytes_before: bytes of the weights before they were quantised.
+        bytes_after: bytes of the quantised weights, including all constants and tables.
+        shares: name of each entry of ``left`` → its share of the bytes of all parameters after quantisation.
     """
 
     kind: str
@@ -82,43 +82,47 @@ def quantize_base_(
 ) -> QuantizedReport:
     """Quantise the weights of a model's linear layers, in place, with bitsandbytes; freeze them and their biases.
 
-    A weight in 4 bits takes about an eighth of its float32 memory, in int8 a quarter. It is dequantised where it is
-    used, so activations and gradients are of the usual dtype, and gradients flow through to what lies before it. All
-    other parameters are left as they are: embeddings, norms and the head still train, unless something freezes them
-    (:class:`LoRA` does). An optimizer must be made afterwards, and other references to the old weights be gone, or
-    their memory stays. One layer after another is quantised, with temporaries of three times its float32 size; of six
-    times in fp4 on a CPU.
+    A weight in 4 bits takes about an eighth of its float32 memory, in int8 a quarter. It is dequantised when it is
+    used, so activations and gradients have the usual dtype, and gradients flow through to earlier layers. All other
+    parameters are unchanged: embeddings, norms and the head still train unless they are frozen, as by :class:`LoRA`.
+    Create the optimizer afterwards, and delete other references to the old weights, or their memory is not freed.
+    Layers are quantised one after another, each with temporaries of three times its float32 size (six times for fp4 on
+    a CPU).
 
-    A tensor that holds several matrices, as today's mixtures of experts have them [experts, out, in], is held in 4 bits
-    too: the forward of its module gets it dequantised, and the backward dequantises it again. All experts of a layer
-    are floats meanwhile.
+    A tensor that holds several matrices, as in current mixture-of-experts models [experts, out, in], is quantised to
+    4 bits too: the forward of its module gets it dequantised, and the backward dequantises it again. All experts of the
+    layer are in floating point during that time.
 
-    Weights that ``torchao.quantization.quantize_`` has put into int8 or float8 are left as they are: adapters beside
-    them, their files and ``export_model`` work. They are no ``kind`` here, since they load no plain checkpoint, cannot
-    be pickled, and in float8 do not follow the model into another precision; for int4 torchao has no kernel on CPUs.
+    Weights that ``torchao.quantization.quantize_`` has converted to int8 or float8 are unchanged: adapters on them,
+    adapter files and ``export_model`` work. torchao is not offered as a ``kind``, since its weights cannot load a plain
+    checkpoint, cannot be pickled, and in float8 are not converted with the model to another precision; for int4 it has
+    no CPU kernel.
 
-    Left alone, with a reason in the report: heads (:func:`~lightning_fasttrain.finetune.find_heads`), what shares its
-    weight with another module or Hugging Face keeps in float32, what ``skip`` names, subclasses of ``nn.Linear`` such
-    as ``nn.MultiheadAttention`` uses, layers with adapters, and all other matrices that are in no ``nn.Linear``: if
-    these are a tenth of all bytes, there is a warning. Code that reads ``layer.weight`` instead of calling the layer
-    needs it in ``skip``. In int8 stacks are left, and inputs are quantised too, on a CPU only in eval.
+    Not quantised, with a reason in the report: heads (:func:`~lightning_fasttrain.finetune.find_heads`), modules that
+    share their weight with another one or that Hugging Face keeps in float32, modules that ``skip`` names, subclasses
+    of ``nn.Linear`` such as ``nn.MultiheadAttention`` uses, layers with adapters, and all other matrices outside of
+    ``nn.Linear``, with a warning if these are at least 10% of all bytes. If code reads ``layer.weight`` instead of
+    calling the layer, name the layer in ``skip``. With int8, stacks are not quantised, and inputs are quantised too, on
+    a CPU only in eval mode.
 
     Args:
-        model: any module whose weights are there, on the CPU or on CUDA; they are quantised where they are.
+        model: any module whose weights are on the CPU or on CUDA; they are quantised on their device.
         kind: ``"nf4"``, ``"fp4"`` or ``"int8"``.
-        double_quant: quantise the constants of 4-bit blocks too, which saves 0.37 bits a weight.
-        compute_dtype: of the products in 4-bit layers. ``"auto"``: half precision as the Trainer or the weights have
-            it; for float32, bfloat16 on CUDA devices that can, and else float32. In int8 it is that of the input.
-        skip: layers to leave: a class, a class name, or a pattern of qualified names as for
-            :func:`~lightning_fasttrain.model.find_blocks`; or several of these. What lies inside of them is left too.
+        double_quant: quantise the constants of 4-bit blocks too, which saves 0.37 bits per weight.
+        compute_dtype: dtype of the products in 4-bit layers. ``"auto"``: the half precision of the Trainer or the
+            weights; for float32, bfloat16 on CUDA devices that support it, else float32. With int8 it is that of the
+            input.
+        skip: layers not to quantise: a class, a class name, or a pattern of qualified names as for
+            :func:`~lightning_fasttrain.model.find_blocks`; or several of these. Layers inside of them are skipped too.
 
     Returns:
-        What was quantised, what had been before, and what was left and why. Quantising cannot be undone; twice is
-        the same as once, and a model that Hugging Face has loaded in 4 or 8 bits is recognised.
+        The layers that were quantised, those that were quantised before, and the others with the reason. Quantisation
+        cannot be undone; a second call changes nothing, and a model that Hugging Face has loaded in 4 or 8 bits is
+        recognised.
 
     Raises:
         ValueError: unknown kind or dtype; ``skip`` matches nothing; nothing to quantise; weights on the meta device.
-        TypeError: ``skip`` holds something else than patterns and classes.
+        TypeError: ``skip`` contains anything other than patterns and classes.
         ModuleNotFoundError: bitsandbytes is missing.
 
     Example:
@@ -141,15 +145,15 @@ def quantize_base_(
     weights = found.weights()
     for name, weight in weights.items():
         if weight.is_meta:
-            why = "it has no weights yet"
+            why = "it has no values yet"
             raise ValueError(explain(f"{name!r} is on the meta device", why, "Use load_quantized(...)"))
     before = sum(weight.nbytes for weight in weights.values())
-    del weights  # or they would outlive what takes their place
+    del weights  # otherwise the old weights would not be freed
     for layer in found.layers.values():
         dtype = choose_compute_dtype(compute_dtype, model, layer.weight)
         quantize_layer_(layer, layer.weight, kind, double_quant, dtype)
         round_bias_(layer)
-    # Those that Hugging Face has quantised lose their state when loaded, too.
+    # Layers that Hugging Face has quantised need this as well.
     for layer in (*found.layers.values(), *found.already.values()):
         keep_quantized_(layer)
     holders = {}
@@ -165,14 +169,14 @@ def check_settings(kind: str, compute_dtype: torch.dtype | str) -> None:
         why = "bitsandbytes cannot compute in it"
         raise ValueError(explain(f"compute_dtype={compute_dtype!r}", why, f'Use "auto" or {allowed}'))
     if kind == "int8" and compute_dtype != "auto":
-        why = "it computes in the dtype of its input"
-        raise ValueError(explain(f"compute_dtype={compute_dtype} with int8", why, "Leave it out"))
+        why = "int8 layers compute in the dtype of their input"
+        raise ValueError(explain(f"compute_dtype={compute_dtype} with int8", why, "Remove it"))
 
 
 def report(
     model: nn.Module, kind: str, found: Quantizable, holders: dict[str, nn.Module], before: int
 ) -> QuantizedReport:
-    """Say what was done to ``model``, and warn where much of it was not reached."""
+    """Create the report of a quantisation, and warn if a large part of ``model`` could not be quantised."""
     made = (*found.layers.values(), *holders.values())
     after = sum(tensor.nbytes for layer in made for tensor in quantization_of(layer).values())
     shares = shares_of(model, found.left)
@@ -185,7 +189,7 @@ def choose_compute_dtype(wanted: torch.dtype | str, model: nn.Module, weight: to
     if isinstance(wanted, torch.dtype):
         return wanted
     trainer = trainer_of(model)
-    precision = "" if trainer is None else str(trainer.precision)  # the weights may be cast to it only later
+    precision = "" if trainer is None else str(trainer.precision)  # the weights may be converted to it later
     device = weight.device if trainer is None else trainer.strategy.root_device
     if precision.startswith("bf16"):
         return torch.bfloat16
@@ -199,10 +203,10 @@ def choose_compute_dtype(wanted: torch.dtype | str, model: nn.Module, weight: to
 class QuantizedBase(Technique):
     """Keep the weights of the linear layers in 4 or 8 bits, frozen.
 
-    Acts right after ``configure_model``, before all other surgery, so before a checkpoint is restored: one of a
-    quantised model and one of the plain model both load. Alone it freezes no more than what it quantises, so
-    embeddings, norms and the head train; with :class:`~lightning_fasttrain.LoRA` beside it, the adapters do. It stays
-    after the run, since what was rounded away cannot come back.
+    Acts right after ``configure_model``, before all other model surgery and before a checkpoint is restored, which may
+    be one of a quantised or of the plain model. It freezes only the layers that it quantises, so embeddings, norms and
+    the head train; together with :class:`~lightning_fasttrain.LoRA`, the adapters do. The model stays quantised after
+    the run, since quantisation cannot be undone.
 
     Args:
         kind: as for :func:`~lightning_fasttrain.finetune.quantize_base_`.
@@ -211,7 +215,7 @@ class QuantizedBase(Technique):
         skip: as there.
 
     Attributes:
-        report: what the last :meth:`apply` has done.
+        report: result of the last :meth:`apply`.
 
     Raises:
         ValueError: unknown kind or dtype.
@@ -226,7 +230,7 @@ class QuantizedBase(Technique):
     exactness: ClassVar[Exactness] = Exactness.CHANGES_TRAINING
     surgery: ClassVar[Surgery | None] = Surgery.QUANTIZE
     effect: ClassVar[str] = "frozen weights in 4 or 8 bits: an eighth or a quarter of their memory"
-    when: ClassVar[str] = "frozen weights are most of the memory, and something else trains"
+    when: ClassVar[str] = "frozen weights take most of the memory, and other parameters train"
     in_a_loop: ClassVar[str] = "finetune.quantize_base_(model)"
     predicted: ClassVar[bool] = True
 
@@ -249,16 +253,16 @@ class QuantizedBase(Technique):
     @classmethod
     def why_not(cls, facts: Facts) -> str | None:
         if facts.trains == 1:
-            return "all weights train, and what is quantised cannot: use QLoRA, or freeze most of them"
+            return "all weights train, and quantised weights cannot: use QLoRA, or freeze most of them"
         return None
 
     def predict(self, step: PredictedStep) -> "QuantizedBase":
-        """A Trainer tells it the precision. Here is none, so a copy is told what it would be."""
+        """Return a copy with the compute dtype that the Trainer's precision would give."""
         if self.compute_dtype != "auto" or self.kind == "int8":
             return self
-        told = copy.deepcopy(self)  # the run itself is to ask its Trainer
-        told.compute_dtype = torch.bfloat16 if step.on_cuda or step.precision.startswith("bf16") else "auto"
-        return told
+        predicted = copy.deepcopy(self)  # in the run itself, the Trainer determines it
+        predicted.compute_dtype = torch.bfloat16 if step.on_cuda or step.precision.startswith("bf16") else "auto"
+        return predicted
 
     def took_hold(self, model: nn.Module) -> str:
         layers = sum(is_quantized(module) for module in model.modules())
@@ -270,4 +274,4 @@ class QuantizedBase(Technique):
         if self.report.quantized or self.report.stacks:
             say("QuantizedBase: %s", self.report)
         else:
-            note_once(f"QuantizedBase: {len(self.report.already)} layers are quantised already, so nothing is done")
+            note_once(f"QuantizedBase: {len(self.report.already)} layers are quantised already, so nothing is changed")

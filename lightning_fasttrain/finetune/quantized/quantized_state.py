@@ -1,4 +1,4 @@
-"""Quantised layers that can be saved, loaded, copied, pickled and moved like any other."""
+"""Saving, loading, copying, pickling and moving of quantised layers."""
 
 from collections.abc import Callable, MutableMapping
 from typing import Any
@@ -22,25 +22,26 @@ from lightning_fasttrain.finetune.quantized._quantized_layer import (
 from lightning_fasttrain.finetune.quantized.unaligned_matmul import FlatForward
 
 StateDict = MutableMapping[str, Any]
-_NESTED_BLOCK = 256  # as bitsandbytes has it, always
-_MOST_SETTINGS = 4096  # bytes; they are a few names and numbers
+_NESTED_BLOCK = 256  # fixed in bitsandbytes
+_MOST_SETTINGS = 4096  # bytes; the settings are a few names and values
 
 
 def keep_quantized_(layer: Any) -> None:
-    """Let a quantised layer keep its state through saving, loading, copying, moving and validation, in place.
+    """Make a quantised layer preserve its state when it is saved, loaded, copied, moved or validated, in place.
 
-    bitsandbytes' layers save their state but do not load it again: ``load_state_dict`` refuses the extra names in
-    4 bits, and in int8 after the first forward. Here they do, from a checkpoint of a quantised model or of the plain
-    one, whose weights are then quantised. On CPUs with AVX512-BF16 a layer in 4 bits would also repack itself in eval
-    and give no gradient in the training after that, with its constants rounded; that is switched off. And with
-    AVX-512 it gets products wrong whose inputs are no multiple of 64; these are done in another way on the CPU.
-    :func:`~lightning_fasttrain.finetune.quantize_base_` does all this by itself. Doing it twice is the same as once.
+    Layers of bitsandbytes save their state but cannot load it: ``load_state_dict`` refuses the additional keys in
+    4 bits, and in int8 after the first forward. After this call they load checkpoints of a quantised model, and of the
+    plain model, whose weights are then quantised. On CPUs with AVX512-BF16 a 4-bit layer would also repack itself in
+    eval mode, with rounded constants, and give no gradient in later training; this is switched off. With AVX-512,
+    bitsandbytes computes wrong products if the number of inputs is not a multiple of 64; another implementation is used
+    on the CPU. :func:`~lightning_fasttrain.finetune.quantize_base_` calls this function itself. Calling it twice has
+    the same effect as once.
 
     Args:
-        layer: a ``Linear4bit`` or ``Linear8bitLt`` of bitsandbytes that is quantised.
+        layer: a quantised ``Linear4bit`` or ``Linear8bitLt`` of bitsandbytes.
 
     Raises:
-        TypeError: another kind of layer.
+        TypeError: ``layer`` is not quantised.
 
     Example:
         >>> import bitsandbytes as bnb
@@ -50,7 +51,7 @@ def keep_quantized_(layer: Any) -> None:
         <All keys matched successfully>
 
     Source:
-        Ours; checked bit for bit against the layer that was saved.
+        Ours; checked bit for bit against the saved layer.
     """
     if not is_quantized(layer):
         raise TypeError(explain(f"{type(layer).__name__}", "it is not quantised", "Call quantize_base_ on its model"))
@@ -58,14 +59,14 @@ def keep_quantized_(layer: Any) -> None:
         _hook_(layer, load_8bit, settle_8bit_)
     else:
         _hook_(layer, load_4bit, settle_4bit_)
-        _without_repacking_(layer)
+        _disable_repacking_(layer)
         if layer.in_features % layer.quant_state.blocksize and not wrapper_on(layer, FlatForward):
             FlatForward(layer).install()
 
 
 def _hook_(layer: Any, load: Callable[..., None], settle: Callable[..., None]) -> None:
     if layer.weight.dtype in FLOATS and layer.weight.dim() == 2 and layer.weight.shape[1] == layer.in_features:
-        layer.to(layer.weight.device)  # quantised by bitsandbytes when it is first moved, and it was not yet
+        layer.to(layer.weight.device)  # bitsandbytes quantises a layer when it is first moved
     settle(layer)
     # A copied layer has its hooks already.
     if not any(hook.hook is load for hook in layer._load_state_dict_pre_hooks.values()):
@@ -73,11 +74,11 @@ def _hook_(layer: Any, load: Callable[..., None], settle: Callable[..., None]) -
         layer.register_forward_pre_hook(settle)
 
 
-def _without_repacking_(layer: Any) -> None:
+def _disable_repacking_(layer: Any) -> None:
     if getattr(layer.quant_state, "packing_format_for_cpu", False):
-        layer._save_to_state_dict({}, "", keep_vars=True)  # which unpacks
+        layer._save_to_state_dict({}, "", keep_vars=True)  # as a side effect, it unpacks the weight
         layer.quant_state = layer.weight.quant_state
-    layer.support_avx512bf16_for_cpu = False  # what bitsandbytes asks before it repacks
+    layer.support_avx512bf16_for_cpu = False  # bitsandbytes checks it before it repacks
 
 
 def load_4bit(
@@ -90,18 +91,18 @@ def load_4bit(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """Hook of ``load_state_dict``: take the state of the weight out of what is loaded, or make it."""
+    """Load the quantisation state, or quantise a plain weight: a hook of ``load_state_dict``."""
     name = f"{prefix}weight"
     parts = {key.removeprefix(f"{name}."): key for key in state_dict if key.startswith(f"{name}.")}
     weight = state_dict.get(name)
-    if weight is None:  # a checkpoint of something else, such as adapters
+    if weight is None:  # a checkpoint without this weight, such as one of adapters
         return
     settle_4bit_(layer)
     old = layer.weight.quant_state
     if parts:
-        # Out of the dict, or they are unexpected; copies, as the layer's state keeps what it is given.
+        # Removed from the dict, or they would be unexpected; copied, as the state keeps references to them.
         found = {part: state_dict.pop(key).detach().clone() for part, key in parts.items()}
-        wrong = _what_is_wrong(weight, found, old, layer)
+        wrong = _find_mismatch(weight, found, old, layer)
         if wrong:
             return _refuse(state_dict, name, layer, wrong, errors)
         functional: Any = require_bitsandbytes().functional
@@ -111,11 +112,11 @@ def load_4bit(
         state_dict[name] = _cut_like(layer.weight, packed)
     else:
         return _refuse(state_dict, name, layer, "is neither a plain weight nor quantised to 4 bits", errors)
-    layer.weight.quant_state = layer.quant_state = new  # the packed numbers follow, copied by torch after this hook
+    layer.weight.quant_state = layer.quant_state = new  # torch copies the packed weight after this hook
 
 
-def _what_is_wrong(weight: Tensor, found: dict[str, Any], old: Any, layer: Any) -> str:
-    """Sizes are checked to the last, since the kernels that read these tensors do not."""
+def _find_mismatch(weight: Tensor, found: dict[str, Any], old: Any, layer: Any) -> str:
+    """Describe a mismatch of loaded tensors; all sizes are checked, since the kernels do not check them."""
     settings = found.get(f"quant_state.bitsandbytes__{old.quant_type}")
     if settings is None:
         kinds = [part.partition("__")[2] for part in found if part.startswith("quant_state.")]
@@ -135,7 +136,7 @@ def _what_is_wrong(weight: Tensor, found: dict[str, Any], old: Any, layer: Any) 
     for part, (dtype, size) in expected.items():
         tensor = found.get(part)
         if tensor is None or tensor.dtype != dtype or tensor.numel() != size:
-            return f"has no {part} of {size} numbers in {dtype}"
+            return f"has no {part} of {size} values in {dtype}"
     return _settings_that_differ(settings, layer, nested)
 
 
@@ -146,7 +147,7 @@ def _settings_that_differ(packed: Tensor, layer: Any, nested: bool) -> str:
         wanted = {"blocksize": layer.quant_state.blocksize, "shape": [layer.out_features, layer.in_features]}
         if nested:
             wanted |= {"nested_blocksize": _NESTED_BLOCK, "nested_dtype": "float32"}
-            float(settings["nested_offset"])  # fails here rather than in the kernel's caller
+            float(settings["nested_offset"])  # fails here rather than when the kernel is called
         differ = [f"{key}={settings[key]}" for key, value in wanted.items() if settings[key] != value]
         if settings["dtype"] not in [str(dtype).removeprefix("torch.") for dtype in FLOATS]:
             differ.append(f"dtype={settings['dtype']}")
@@ -165,10 +166,10 @@ def load_8bit(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """Hook of ``load_state_dict``: take the constants of the rows out of what is loaded, or make them."""
+    """Load the row constants, or quantise a plain weight: a hook of ``load_state_dict``."""
     name = f"{prefix}weight"
     constants = state_dict.pop(f"{prefix}SCB", None)
-    layout = state_dict.pop(f"{prefix}weight_format", 0)  # older files have other orders than row after row
+    layout = state_dict.pop(f"{prefix}weight_format", 0)  # older files may have another layout than row-major
     weight = state_dict.get(name)
     if weight is None:
         return
@@ -178,15 +179,15 @@ def load_8bit(
     elif weight.dtype is not torch.int8 or constants is None or constants.shape != layer.state.SCB.shape:
         return _refuse(state_dict, name, layer, "is neither a plain weight nor quantised to int8", errors)
     elif layout not in (0, "row"):
-        return _refuse(state_dict, name, layer, f"lies in another order, weight_format={layout}", errors)
+        return _refuse(state_dict, name, layer, f"has an unsupported layout, weight_format={layout}", errors)
     layer.state.SCB = constants.detach().to(layer.weight.device, torch.float32, copy=True)
-    # With ``assign=True`` the weight becomes this tensor; else it is written to, and CB is that memory already.
+    # With ``assign=True`` the weight becomes this tensor; otherwise it is copied into memory that CB shares.
     if local_metadata.get("assign_to_params_buffers", False):
         layer.state.CB = state_dict[name]
 
 
 def _plain_weight(weight: Tensor, layer: Any) -> Tensor | None:
-    """What is to be quantised, [out, in]; None if it is no plain weight of this layer."""
+    """Return the weight to quantise, [out, in]; None if it is not a plain weight of this layer."""
     if was_transposed(layer) and weight.ndim == 2:
         weight = weight.T
     if weight.dtype not in FLOATS or weight.shape != (layer.out_features, layer.in_features):
@@ -195,14 +196,14 @@ def _plain_weight(weight: Tensor, layer: Any) -> Tensor | None:
 
 
 def _cut_like(weight: Tensor, packed: Tensor) -> Tensor:
-    """This rank's part of what all ranks have packed alike, if the layer's weight is sharded."""
+    """Return this rank's shard of a packed weight that all ranks have, if the layer's weight is sharded."""
     if not isinstance(weight, DTensor):
         return packed
-    # None: each rank cuts out its own part, and nothing is sent.
+    # None: each rank selects its own shard without communication.
     return distribute_tensor(packed, weight.device_mesh, weight.placements, src_data_rank=None).to(weight.device)
 
 
 def _refuse(state_dict: StateDict, name: str, layer: Any, wrong: str, errors: list[str]) -> None:
-    way_out = "Load it with the kind that it was saved with, or from the plain model"
+    way_out = "Quantise with the same kind as the checkpoint, or load a checkpoint of the plain model"
     errors.append(explain(f"{name!r} in the checkpoint {wrong}", f"the layer is a {type(layer).__name__}", way_out))
-    state_dict[name] = layer.weight.detach()  # as it is, so that nothing else is said of it
+    state_dict[name] = layer.weight.detach()  # unchanged, so that no other error is reported for it

@@ -1,4 +1,4 @@
-"""Products with 4-bit weights on the CPU, for layers whose rows do not begin with a block."""
+"""Matrix products with 4-bit weights on the CPU, for rows that are not aligned with quantisation blocks."""
 
 from typing import Any
 
@@ -10,24 +10,24 @@ from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward
 
 
 def dequantize_flat(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
-    """The weight, from its numbers as one long row.
+    """Dequantise a weight as if it were one long row.
 
-    Blocks of 64 numbers go on over the end of a row. bitsandbytes' kernel for AVX-512 takes a row to begin with a
-    block of its own, and reads the wrong constants where 64 does not divide the row's length; where the length is odd,
-    it compiles a slow one. One row is right and fast.
+    Blocks of 64 values extend over the end of a row. The AVX-512 kernel of bitsandbytes assumes that each row begins
+    with a block, and reads wrong constants if the row length is not a multiple of 64; for odd lengths it compiles a
+    slow kernel. With one row, the result is correct and fast.
     """
     ops, constants = torch.ops.bitsandbytes, state.absmax
     if state.nested:
         nested = state.state2
         constants = ops.dequantize_blockwise(constants, nested.absmax, nested.code, nested.blocksize, torch.float32)
-        constants = constants + state.offset  # their mean, which was taken off before they were quantised
-    numbers = state.shape.numel()
-    row = ops.dequantize_4bit(packed, constants, state.blocksize, state.quant_type, [1, numbers + numbers % 2], dtype)
-    return row.flatten()[:numbers].view(state.shape)
+        constants = constants + state.offset  # their mean, which was subtracted before they were quantised
+    elements = state.shape.numel()
+    row = ops.dequantize_4bit(packed, constants, state.blocksize, state.quant_type, [1, elements + elements % 2], dtype)
+    return row.flatten()[:elements].view(state.shape)
 
 
 class FlatForward(WrappedForward):
-    """Replaces a ``Linear4bit``'s forward, on the CPU only."""
+    """Wrapper of the forward of a ``Linear4bit`` that replaces it on the CPU."""
 
     module: Any
 
@@ -40,11 +40,11 @@ class FlatForward(WrappedForward):
 
 
 class _Product(torch.autograd.Function):
-    """x·Wᵀ + b, which keeps neither ``x`` nor the dequantised weight for the backward."""
+    """Compute x·Wᵀ + b, saving neither ``x`` nor the dequantised weight for the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, packed: Tensor, state: Any, bias: Tensor | None) -> Tensor:
-        # Not by ``save_for_backward``: hooks that move what is saved would move the frozen weight as well.
+        # Not by ``save_for_backward``: hooks that offload saved tensors would move the frozen weight as well.
         ctx.packed, ctx.state = packed, state
         with torch.autocast("cpu", enabled=False):
             return F.linear(x, dequantize_flat(packed, state, x.dtype), bias)

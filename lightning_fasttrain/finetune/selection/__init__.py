@@ -1,6 +1,6 @@
-"""Names what a model consists of: what is frozen, what gets an adapter, what base there is.
+"""Selection of parameters and layers: which are frozen, which get an adapter, which belong to the base model.
 
-Nothing here adds a parameter but ``swap_head``.
+Only ``swap_head`` adds parameters.
 
 From the bottom up: ``_float32_adapters``, ``freezing``, ``swap_head``, ``base_fingerprint``, ``_adapter_switches``,
 ``gradual_unfreezing``, ``uncovered_weights``, ``targets``.

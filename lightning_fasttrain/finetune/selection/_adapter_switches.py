@@ -1,4 +1,4 @@
-"""What of a model's adapters can be switched on and off."""
+"""Adapters of a model that can be enabled and disabled."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -11,12 +11,12 @@ from lightning_fasttrain.finetune.selection.base_fingerprint import adapters_on
 
 
 def has_prompt(module: nn.Module) -> bool:
-    """Whether this is a ``PeftModel`` that puts virtual tokens before the input of the model inside."""
+    """Check whether ``module`` is a ``PeftModel`` that prepends virtual tokens to the input of its base model."""
     return is_a(module, "PeftModel") and bool(adapters_on(module))
 
 
 def switches(model: nn.Module) -> Iterator[Any]:
-    """All in ``model`` that can be switched on and off: PEFT's layers and wrappers, and virtual tokens."""
+    """Iterate over everything in ``model`` that can be enabled and disabled: PEFT's layers, wrappers and prompts."""
     for module in model.modules():
         if is_a(module, "BaseTunerLayer") or is_a(module, "AuxiliaryTrainingWrapper"):
             yield module
@@ -25,18 +25,18 @@ def switches(model: nn.Module) -> Iterator[Any]:
 
 
 class _BaseCall:
-    """A method of the base instead of the prompted model's; it remembers what the object had there of its own."""
+    """A method of the base model that replaces the prompted model's; ``replaced`` holds the instance's own."""
 
     def __init__(self, call: Callable[..., Any], replaced: dict[str, Any]) -> None:
         self.call, self.replaced = call, replaced
-        functools.update_wrapper(self, call)  # whoever asks for arguments sees the base's
+        functools.update_wrapper(self, call)  # so that the signature is that of the base model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.call(*args, **kwargs)
 
 
 class _PromptSwitch:
-    """Switches virtual tokens on and off, with the methods of PEFT's layers."""
+    """Enable and disable virtual tokens, with the interface of PEFT's layers."""
 
     def __init__(self, prompted: Any) -> None:
         self.prompted = prompted
@@ -46,7 +46,7 @@ class _PromptSwitch:
         return self.prompted._adapters_disabled
 
     def enable_adapters(self, on: bool) -> None:
-        """As PEFT's ``disable_adapter`` does for a ``with``, and for generation of encoder-decoders as well."""
+        """Enable or disable the prompt, like PEFT's ``disable_adapter``; also for ``generate`` of encoder-decoders."""
         own = vars(self.prompted)
         for name in ("forward", "generate", "prepare_inputs_for_generation"):
             stands_in = own.get(name)
@@ -59,5 +59,5 @@ class _PromptSwitch:
         self.prompted._adapters_disabled = not on
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """Name of an adapter → the encoder of its virtual tokens."""
+        """Iterate over adapter names and the encoders of their virtual tokens."""
         return self.prompted.prompt_encoder.named_children()

@@ -1,4 +1,4 @@
-"""Adapters train in float32, whatever precision the model beside them is in."""
+"""Keep adapters in float32, whatever the precision of the base model."""
 
 from collections.abc import Callable, Iterable
 from itertools import chain
@@ -14,10 +14,10 @@ _DICTS = (nn.ModuleDict, nn.ParameterDict)
 
 
 class StaysInFloat32:
-    """Replaces a module's ``_apply``: what is in float32 goes to other devices, but is not rounded.
+    """Replacement of a module's ``_apply`` that moves float32 tensors to other devices but does not round them.
 
-    ``model.to(torch.bfloat16)`` and ``Trainer(precision="bf16-true")`` come by here. It holds the module, so that a
-    copy has its own.
+    ``model.to(torch.bfloat16)`` and ``Trainer(precision="bf16-true")`` call ``_apply``. It holds the module, so that a
+    copy of the module has its own.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -33,9 +33,9 @@ class StaysInFloat32:
 
 
 def keep_adapter_in_float32_(layers: Iterable[Any], name: str) -> None:
-    """Put what the adapter of this ``name`` has brought to PEFT's ``layers`` into float32, and keep it there.
+    """Convert the parameters of adapter ``name`` in PEFT's ``layers`` to float32, and keep them there.
 
-    PEFT gives adapters the dtype of the layer. In bfloat16 a step that is less than 1/256 of a weight is rounded away;
+    PEFT gives adapters the dtype of the layer. In bfloat16 an update of less than 1/256 of a weight is rounded away;
     ``peft.get_peft_model`` therefore does the same, once.
     """
     for layer in layers:
@@ -47,26 +47,26 @@ def keep_adapter_in_float32_(layers: Iterable[Any], name: str) -> None:
 def keep_in_float32_(module: nn.Module) -> None:
     for tensor in chain(module.parameters(), module.buffers()):
         if tensor.dtype in _LOW:
-            # By ``.data``: the parameter stays the same object, for optimizers and ties.
+            # By ``.data``: the parameter stays the same object for optimizers and tied weights.
             tensor.data = tensor.data.float()
     module._apply = StaysInFloat32(module)
 
 
 def stays_in_float32(module: nn.Module) -> bool:
-    """Whether ``module`` is not rounded."""
+    """Check whether ``module`` is kept in float32."""
     return isinstance(vars(module).get("_apply"), StaysInFloat32)
 
 
 def let_round_(model: nn.Module) -> None:
-    """Let all of ``model`` be rounded again, for DeepSpeed, which updates copies in float32 of its own."""
+    """Allow all of ``model`` to be rounded again, for DeepSpeed, which updates its own float32 copies."""
     for module in filter(stays_in_float32, model.modules()):
         del module._apply
 
 
 def _containers(layer: Any) -> list[Any]:
-    """Of one of PEFT's layers, what has an entry for each adapter; copies of whole modules are no adapter."""
+    """Return the containers of a PEFT layer that have an entry per adapter; copies of complete modules do not count."""
     if not is_a(layer, "BaseTunerLayer"):
         return []
     children = dict(layer.named_children())
-    children.pop("base_layer", None)  # whose own containers are no adapter's
+    children.pop("base_layer", None)  # its containers do not belong to an adapter
     return [child for child in children.values() if isinstance(child, _DICTS) or is_a(child, "BufferDict")]

@@ -1,4 +1,4 @@
-"""Which weights an adapter was trained beside: a short hash of each frozen layer, to be compared with another model."""
+"""Fingerprint of the base model that an adapter was trained with: a short hash of each frozen weight."""
 
 import hashlib
 from collections.abc import Mapping
@@ -13,8 +13,8 @@ from lightning_fasttrain.core.messages import explain, list_some
 from lightning_fasttrain.core.modules.heads import is_a, stands_for
 
 Fingerprint = dict[str, str]
-_SAMPLES = 64  # of each weight; with another number no stored fingerprint fits any more
-# PEFT's, and the child in which they hold what is the base's.
+_SAMPLES = 64  # values of each weight; changing it would invalidate all stored fingerprints
+# PEFT's classes, and the child in which each holds the module of the base model.
 _HOLDERS = {
     "BaseTunerLayer": "base_layer",
     "TrainableTokensWrapper": "token_adapter",  # which is such a layer itself
@@ -24,19 +24,19 @@ _HOLDERS = {
 
 
 def base_fingerprint(model: nn.Module) -> Fingerprint:
-    """A short hash of each weight of the base: its shape, and 64 of its numbers as bfloat16.
+    """Return a short hash of each weight of the base model: of its shape, and 64 of its values as bfloat16.
 
-    Rounding to bfloat16 makes a model equal its own copies in float32 and bfloat16. What an adapter brought is left
-    out, and layers have the names that they have without one. Quantised weights are hashed as they are packed, since
-    the model that they came from is another one: compare like with like.
+    Rounding to bfloat16 gives a model and its copies in float32 and bfloat16 the same fingerprint. Parameters of
+    adapters are left out, and layers have the names that they have without adapters. Quantised weights are hashed as
+    they are packed, so compare a quantised model only with one that is quantised in the same way.
 
     Args:
         model: any module, with or without adapters.
 
     Returns:
-        Name of each parameter → 12 hexadecimal digits, preceded by ``"q"`` if it is quantised; ``"?"`` where beside an
-        adapter stands what is not the base's any more: weights that an adapter has changed where it began, as PiSSA
-        does, or is merged into, and what trains with it.
+        Name of each parameter → 12 hexadecimal digits, preceded by ``"q"`` if it is quantised; ``"?"`` for a
+        weight that is no longer that of the base model: because the initialization of an adapter changed it, as PiSSA
+        does, because an adapter is merged into it, or because it trains with the adapter.
 
     Example:
         >>> net = nn.Linear(4, 2)
@@ -49,7 +49,7 @@ def base_fingerprint(model: nn.Module) -> Fingerprint:
     seen: set[int] = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         plain = plain_names.get(name)
-        if plain is None or id(parameter) in seen:  # tied, or known to an adapter by another name
+        if plain is None or id(parameter) in seen:  # tied, or listed under another name by an adapter
             continue
         seen.add(id(parameter))
         if name in changed:
@@ -61,22 +61,22 @@ def base_fingerprint(model: nn.Module) -> Fingerprint:
             whole = _gather_whole(parameter)
             kinds.append(("q" if quantized else "", tuple(whole.shape)))
             samples.append(_sample(whole, quantized=quantized and not is_torchaos(parameter)))
-    # One copy to the host for all of them, rather than one for each.
+    # One copy to the host for all samples instead of one per weight.
     on_host = torch.cat(samples).cpu().view(-1, _SAMPLES) if samples else torch.empty(0, _SAMPLES)
-    for name, (kind, shape), numbers in zip(names, kinds, on_host, strict=True):
-        digest = hashlib.sha256(f"{shape}".encode() + numbers.numpy().tobytes()).hexdigest()
+    for name, (kind, shape), values in zip(names, kinds, on_host, strict=True):
+        digest = hashlib.sha256(f"{shape}".encode() + values.numpy().tobytes()).hexdigest()
         found[name] = kind + digest[:12]
-    # Sorted, so that equal models give equal bytes in files.
+    # Sorted, so that equal models give identical files.
     return dict(sorted(found.items()))
 
 
 def is_fingerprint(value: object) -> bool:
-    """Whether what was read from a file is one."""
+    """Check whether a value that was read from a file is a fingerprint."""
     return isinstance(value, dict) and all(isinstance(part, str) for item in value.items() for part in item)
 
 
 def base_names(model: nn.Module) -> dict[str, str]:
-    """Name of each parameter of the base → what it would be called without adapters; theirs are left out."""
+    """Map each parameter of the base model to its name without adapters; parameters of adapters are left out."""
     holders = adapter_holders(model)
     found = {}
     for name, _ in model.named_parameters(remove_duplicate=False):
@@ -87,18 +87,18 @@ def base_names(model: nn.Module) -> dict[str, str]:
 
 
 def adapters_on(module: nn.Module) -> dict[str, Any]:
-    """Name → configuration of the adapters that PEFT has put into this module, or before its input."""
+    """Return name and configuration of the adapters and prompts that PEFT has added to ``module``."""
     own = vars(module)
     return {} if is_a(module, "BaseTuner") else own.get("peft_config") or own.get("_peft_config") or {}
 
 
 def adapter_holders(model: nn.Module) -> dict[str, str]:
-    """Name of each of PEFT's modules in ``model`` that hold one of the base's → what that child is called."""
+    """Map each PEFT module in ``model`` that holds a module of the base model to the name of that child."""
     return {name: part for name, module in model.named_modules() if (part := held_child(module))}
 
 
 def plain_name(name: str, holders: Mapping[str, str]) -> str | None:
-    """What a module or parameter would be called without adapters; None for what they brought."""
+    """Return the name of a module or parameter without adapters; None if it belongs to an adapter."""
     parts = name.split(".")
     plain = []
     for i, part in enumerate(parts):
@@ -114,11 +114,11 @@ def refuse_other_base(
     expected: Fingerprint,
     model: nn.Module,
     what: str,
-    way_out: str = "Load the base that it was trained beside",
+    way_out: str = "Load the base model that it was trained with",
 ) -> None:
-    """Compare a model with the fingerprint of the one that an adapter was trained beside.
+    """Refuse a model whose fingerprint differs from that of the base model that an adapter was trained with.
 
-    Where just one of the two is quantised, only names can be compared.
+    If only one of the two is quantised, only names are compared.
 
     Raises:
         ValueError: they differ; the message names the first three that do.
@@ -127,19 +127,19 @@ def refuse_other_base(
     missing = [name for name in expected if name not in found]
     more = [name for name in found if name not in expected]
     other = [name for name in expected if name in found and _differ(expected[name], found[name])]
-    for names, how in ((missing, "this model lacks"), (more, "the other lacked"), (other, "other weights are in")):
+    for names, how in ((missing, "this model lacks"), (more, "the base model lacked"), (other, "the values differ in")):
         if names:
-            base = f"{what} was trained beside another base than {type(model).__name__}"
+            base = f"{what} was trained with another base model than {type(model).__name__}"
             raise ValueError(explain(base, f"{how} {first_few(names)}", way_out))
 
 
 def first_few(names: list[str]) -> str:
-    """The first three, and how many more; cut where a name is absurd, since it may come from a file."""
+    """Format the first three names and the number of others; long names, which may come from a file, are cut."""
     return list_some([repr(name[:120]) for name in names])
 
 
 def _changed_names(model: nn.Module) -> set[str]:
-    """Names of parameters of the base that are not what they were before there were adapters."""
+    """Return the names of base parameters whose values may have changed since adapters were added."""
     layers: dict[str, Any] = {
         name: module for name, module in model.named_modules() if held_child(module) == "base_layer"
     }
@@ -148,7 +148,7 @@ def _changed_names(model: nn.Module) -> set[str]:
         return set()
     changed = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if any(getattr(config, "bias", "none") != "none" for config in configs):
-        # Biases that PEFT trains in place; they stay changed when they are frozen.
+        # Biases that PEFT trains in place keep their trained values when they are frozen.
         changed |= {name for name, _ in model.named_parameters() if name.rpartition(".")[2] == "bias"}
     begun = any(changes_base(config) for config in configs)
     for name, layer in layers.items():
@@ -159,15 +159,16 @@ def _changed_names(model: nn.Module) -> set[str]:
 
 def changes_base(config: Any) -> bool:
     start = getattr(config, "init_lora_weights", True)
-    # These starts write to A and B alone; all others of PEFT's also to the weight.
+    # These initializations write only to A and B; PEFT's other ones also change the weight.
     decomposed = isinstance(start, str) and start not in ("gaussian", "eva", "orthogonal", "mica")
     return decomposed or getattr(config, "kasa_config", None) is not None
 
 
 def held_child(module: nn.Module) -> str | None:
-    """The child of one of PEFT's modules that is the base's; asked by name, as PEFT need not be installed.
+    """Return the name of the child of a PEFT module that belongs to the base model, or None.
 
-    A layer that holds a tensor for another module is called as that tensor is.
+    Classes are compared by name, since PEFT need not be installed. A layer that holds a tensor for another module has
+    the name of that tensor.
     """
     if stands_for(module):
         return "weight"
@@ -180,30 +181,30 @@ def _differ(a: str, b: str) -> bool:
 
 
 def _gather_whole(parameter: nn.Parameter) -> Tensor:
-    """Its values; where they are sharded, by FSDP2 or ZeRO, those of all ranks, which must all ask."""
+    """Return the unsharded values of a parameter; under FSDP2 and ZeRO a collective that all ranks must call."""
     values = parameter.detach()
     if is_torchaos(values):
         return values.dequantize()
     if isinstance(values, DTensor):
         # With offload the shards are on the host, and collectives run on the device of the mesh.
         return values.to(values.device_mesh.device_type).full_tensor()
-    if not hasattr(parameter, "ds_id"):  # DeepSpeed's mark of a parameter that ZeRO 3 has cut up
+    if not hasattr(parameter, "ds_id"):  # DeepSpeed marks parameters that ZeRO 3 has sharded with it
         return values
     from deepspeed.runtime.zero import GatheredParameters
 
     with GatheredParameters([parameter]):
-        return parameter.detach().clone()  # it is gone when the ``with`` ends
+        return parameter.detach().clone()  # the gathered values are freed when the ``with`` ends
 
 
 def is_torchaos(tensor: Tensor) -> bool:
-    """Whether torchao has quantised it: a tensor of a class of its own, which stands for its floats."""
+    """Check whether ``tensor`` is one of torchao's quantised tensor subclasses."""
     return type(tensor).__module__.partition(".")[0] == "torchao" and is_traceable_wrapper_subclass(tensor)
 
 
 def _sample(values: Tensor, quantized: bool) -> Tensor:
-    """64 of the numbers, evenly spread, as int32."""
+    """Return 64 evenly spaced values, as int32."""
     flat = values.reshape(-1)
-    # From the first number to the last; a tensor of fewer has some twice.
+    # From the first value to the last; a smaller tensor has some of them twice.
     at = torch.arange(_SAMPLES, device=flat.device) * max(flat.numel() - 1, 0) // (_SAMPLES - 1)
     taken = flat[at] if flat.numel() else flat.new_zeros(_SAMPLES)
     return taken.to(torch.int32) if quantized else taken.to(torch.bfloat16).view(torch.int16).to(torch.int32)

@@ -1,4 +1,4 @@
-"""Freeze a module, thaw it again, or freeze all of a model but what is named."""
+"""Freeze a module, unfreeze it, or freeze a model except for named modules and parameters."""
 
 import difflib
 from collections.abc import Iterable
@@ -15,17 +15,17 @@ Named = str | type[nn.Module]
 
 
 def freeze_(module: nn.Module) -> Undo:
-    """Let no parameter of ``module`` train, and keep its running statistics as they are, in place.
+    """Freeze all parameters and running statistics of ``module``, in place.
 
-    Parameters require no gradient any more and lose the one that they have, so that no optimizer moves them, not by
-    weight decay either. Normalisations with running statistics (BatchNorm) go to eval and stay there when
-    ``model.train()`` is called. Dropout is left alone. Freezing twice is the same as once.
+    ``requires_grad`` of each parameter is set to ``False`` and its gradient to ``None``, so that no optimizer updates
+    it, not even by weight decay. Normalisations with running statistics (BatchNorm) are put into eval mode and stay
+    there when ``model.train()`` is called. Dropout does not change. Freezing twice has the same effect as once.
 
     Args:
         module: any module.
 
     Returns:
-        How to undo it: what required a gradient does again, and each normalisation is in the mode it was in.
+        A function that undoes it: it restores ``requires_grad`` of the parameters and the mode of the normalisations.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
@@ -37,7 +37,7 @@ def freeze_(module: nn.Module) -> Undo:
         (True, True)
 
     Source:
-        What the inference mode of Ioffe & Szegedy 2015, https://arxiv.org/abs/1502.03167, is for a fixed network.
+        Ioffe & Szegedy 2015, https://arxiv.org/abs/1502.03167: the inference mode of a network with fixed weights.
     """
     trained = [parameter for parameter in module.parameters() if freeze_parameter_(parameter)]
     in_eval = [stays for norm in module.modules() if keeps_statistics(norm) and (stays := keep_in_eval_(norm))]
@@ -51,8 +51,10 @@ def freeze_(module: nn.Module) -> Undo:
     return undo
 
 
-def show_thawed_(modules: Iterable[nn.Module]) -> None:
-    """Put all parameters where they are. Before torch 2.13 compiled code looks again only into what was written to.
+def show_unfrozen_(modules: Iterable[nn.Module]) -> None:
+    """Reassign all parameters, so that compiled code notices their new ``requires_grad``.
+
+    Before torch 2.13, guards of compiled code are evaluated again only for attributes that were written to.
 
     Source:
         PyTorch issue 139476 and pull request 177158.
@@ -64,23 +66,23 @@ def show_thawed_(modules: Iterable[nn.Module]) -> None:
 
 
 def freeze_parameter_(parameter: nn.Parameter) -> bool:
-    """Freeze one parameter, and return whether it trained."""
+    """Freeze one parameter, and return whether it required a gradient."""
     trained = parameter.requires_grad
     parameter.requires_grad_(False)
-    parameter.grad = None  # an optimizer would still use it
+    parameter.grad = None  # an optimizer would still apply it
     return trained
 
 
 def keeps_statistics(module: nn.Module) -> bool:
-    """Whether a module is a normalisation whose forward changes it."""
+    """Check whether ``module`` is a normalisation with running statistics."""
     return isinstance(module, _NormBase) and module.track_running_stats
 
 
 class StaysInEval:
-    """Replaces a module's ``train``, and does nothing.
+    """Replacement of a module's ``train`` that does nothing.
 
     Like :class:`~lightning_fasttrain.core.modules.wrapped_forward.WrappedForward` it holds the module, so that a copy
-    has its own.
+    of the module has its own.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -92,7 +94,7 @@ class StaysInEval:
         return self.module
 
     def remove(self, training: bool) -> None:
-        if self.module.__dict__.get("train") is not self:  # taken off already, or under another one
+        if self.module.__dict__.get("train") is not self:  # removed already, or replaced by another one
             return
         if self.previous is None:
             del self.module.train
@@ -102,21 +104,21 @@ class StaysInEval:
 
 
 def keep_in_eval_(norm: nn.Module) -> StaysInEval | None:
-    """Put a normalisation into eval for good; None if it is so already."""
+    """Put a normalisation into eval mode and keep it there; return None if this was done before."""
     if isinstance(norm.__dict__.get("train"), StaysInEval):
         return None
     stays = StaysInEval(norm)
     norm.train = stays
-    # By attribute: ``eval()`` calls ``train``, which does nothing by now.
+    # By attribute: ``eval()`` calls ``train``, which does nothing from here on.
     norm.training = False
     return stays
 
 
-def thaw_(module: nn.Module) -> list[str]:
-    """Let every parameter of ``module`` train, in place, whoever froze it: the reverse of :func:`freeze_`.
+def unfreeze_(module: nn.Module) -> list[str]:
+    """Unfreeze all parameters of ``module``, in place; the inverse of :func:`freeze_`.
 
-    Quantised weights stay frozen, since they can have no gradient. Normalisations that :func:`freeze_` keeps in eval
-    go back to the mode of the module that holds them.
+    It does not matter how they were frozen. Quantised weights stay frozen, since they cannot have a gradient.
+    Normalisations that :func:`freeze_` keeps in eval mode get the mode of the module that contains them.
 
     Args:
         module: any module.
@@ -127,7 +129,7 @@ def thaw_(module: nn.Module) -> list[str]:
     Example:
         >>> net = nn.Linear(4, 2)
         >>> undo = freeze_(net)
-        >>> thaw_(net)
+        >>> unfreeze_(net)
         ['weight', 'bias']
 
     Source:
@@ -136,8 +138,8 @@ def thaw_(module: nn.Module) -> list[str]:
     trained = {name: parameter for name, parameter in module.named_parameters() if can_train(parameter)}
     for parameter in trained.values():
         parameter.requires_grad_(True)
-    show_thawed_(module.modules())
-    # A norm that was frozen in eval does not know the mode of now; the module around it does.
+    show_unfrozen_(module.modules())
+    # The current mode is that of the module around a norm, as the norm itself was kept in eval mode.
     holder = {child: parent for parent in module.modules() for child in parent.children()}
     for norm in module.modules():
         stays = norm.__dict__.get("train")
@@ -147,26 +149,26 @@ def thaw_(module: nn.Module) -> list[str]:
 
 
 def can_train(parameter: nn.Parameter) -> bool:
-    """Whether a parameter can have a gradient; packed weights of bitsandbytes may call themselves floating point."""
+    """Check whether a parameter can have a gradient; packed weights of bitsandbytes, in any dtype, cannot."""
     packed = type(parameter).__module__.startswith("bitsandbytes.")
     return (parameter.is_floating_point() or parameter.is_complex()) and not packed
 
 
 def freeze_except_(model: nn.Module, *keep: Named) -> list[str]:
-    """Freeze everything in ``model`` but what is named, in place. Nothing is thawed.
+    """Freeze everything in ``model`` except what ``keep`` names, in place. Nothing is unfrozen.
 
     Args:
         model: any module.
-        keep: what goes on training: a class, a class name, or a pattern of qualified names of modules or parameters,
-            in which ``*`` stands for one name and ``**`` for any number (``"blocks.*.norm"``, ``"**.bias"``).
-            A parameter that is tied, and so has several names, trains if one of them is meant; this is said.
+        keep: what still trains: a class, a class name, or a pattern of qualified names of modules or parameters, in
+            which ``*`` stands for one name and ``**`` for any number (``"blocks.*.norm"``, ``"**.bias"``). A tied
+            parameter, which has several names, trains if one of them matches; this is logged.
 
     Returns:
         Names of the parameters that still train.
 
     Raises:
-        TypeError: an entry of ``keep`` is no string and no class.
-        ValueError: nothing is named, an entry matches nothing, or nothing of what is named can train.
+        TypeError: an entry of ``keep`` is neither a string nor a class.
+        ValueError: ``keep`` is empty, an entry matches nothing, or no matching parameter requires a gradient.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
@@ -177,18 +179,18 @@ def freeze_except_(model: nn.Module, *keep: Named) -> list[str]:
         See :func:`freeze_`.
     """
     if not keep:
-        raise ValueError(explain("freeze_except_(model)", "nothing is named that may train", "Use freeze_(model)"))
+        raise ValueError(explain("freeze_except_(model)", "no module or parameter is named", "Use freeze_(model)"))
     chosen = choose(model, *keep)
     training = {name: parameter for name, parameter in chosen.parameters.items() if parameter.requires_grad}
     if not training:
-        why = f"none of the {len(chosen.parameters)} parameters that are meant requires a gradient now"
-        way_out = "Thaw what you want to train first: thaw_(module)"
+        why = f"none of the {len(chosen.parameters)} matching parameters requires a gradient"
+        way_out = "Unfreeze what should train first: unfreeze_(module)"
         raise ValueError(explain(f"freeze_except_(model, {', '.join(map(repr, keep))})", why, way_out))
     name_of = {parameter: name for name, parameter in training.items()}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter not in name_of:
             freeze_parameter_(parameter)
-        # The same parameter under another name, which was not meant.
+        # The same parameter under another name, which did not match.
         elif name not in training:
             note_once(f"freeze_except_: {name} trains, since it is tied to {name_of[parameter]}")
     for norm in model.modules():
@@ -199,18 +201,18 @@ def freeze_except_(model: nn.Module, *keep: Named) -> list[str]:
 
 @dataclass
 class Chosen:
-    """What patterns meant: each parameter under every name that was meant, and normalisations."""
+    """Parameters, under each of their matching names, and normalisations that patterns select."""
 
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     norms: list[nn.Module] = field(default_factory=list)
 
 
 def choose(model: nn.Module, *wanted: Named) -> Chosen:
-    """Find the parameters and normalisations that are meant by classes, class names and patterns of qualified names.
+    """Find the parameters and normalisations selected by classes, class names and patterns of qualified names.
 
     Raises:
-        TypeError: an entry is no string and no class.
-        ValueError: an entry matches nothing; the message lists near names.
+        TypeError: an entry is neither a string nor a class.
+        ValueError: an entry matches nothing; the message lists similar names.
 
     Example:
         >>> list(choose(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), "*.bias").parameters)
@@ -221,7 +223,7 @@ def choose(model: nn.Module, *wanted: Named) -> Chosen:
     names: set[str] = set()
     for one in wanted:
         if not isinstance(one, str | type):
-            raise TypeError(explain(f"{one!r}", "a pattern or a class is needed", "Name the module by a string"))
+            raise TypeError(explain(f"{one!r}", "expected a name pattern or a class", "Name the module by a string"))
         found = {name for name, module in modules.items() if is_wanted(name, module, one)}
         found |= {name for name in parameters if is_wanted(name, modules[name.rpartition(".")[0]], one)}
         if not found:
@@ -233,7 +235,7 @@ def choose(model: nn.Module, *wanted: Named) -> Chosen:
 
 
 def _is_meant(name: str, names: set[str]) -> bool:
-    """Whether this name or one of a module around it is among ``names``; the model itself is called ``""``."""
+    """Check whether ``name`` or a module that contains it is in ``names``; the name of the model itself is ``""``."""
     while name:
         if name in names:
             return True
@@ -248,5 +250,5 @@ def _nothing_like(one: Named, model: nn.Module, names: list[str]) -> str:
     return explain(
         f"{word!r} matches nothing in {type(model).__name__}",
         f"candidates are {list_kinds(model)}",
-        f"Near names: {', '.join(near) or 'none'}. Give a name, a pattern such as 'blocks.*', or a class",
+        f"Similar names: {', '.join(near) or 'none'}. Give a name, a pattern such as 'blocks.*', or a class",
     )

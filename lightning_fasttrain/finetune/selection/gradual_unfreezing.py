@@ -1,4 +1,4 @@
-"""The top of a model trains first, and the rest is thawed group by group, from the top down."""
+"""Gradual unfreezing: the top of a model trains first, then one group more at a time, from the top down."""
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
@@ -22,7 +22,7 @@ from lightning_fasttrain.finetune.selection.freezing import (
     freeze_parameter_,
     keep_in_eval_,
     keeps_statistics,
-    show_thawed_,
+    show_unfrozen_,
 )
 from lightning_fasttrain.technique import Exactness, Technique
 from lightning_fasttrain.technique.facts import Facts
@@ -32,34 +32,34 @@ Groups = Sequence[Named | Sequence[Named]]
 
 
 class Unfreezing:
-    """The parameters of a model in groups from the top down, of which the first k train.
+    """Groups of a model's parameters, from the top down, of which the first k train.
 
-    The optimizer is given all parameters at the start: those that are frozen have no gradient, so it leaves them as
-    they are, and has their state to make when they are thawed. What was frozen before stays frozen. A normalisation
-    with running statistics is in eval until its group is thawed, then in the mode of the module that holds it. A tied
-    parameter goes with the topmost of its places: where the head is the embedding, the backward pass goes all the way
-    down from the start. Under DDP, wrap the model again after each change.
+    Give the optimizer all parameters at the start: frozen ones have no gradient, so it does not update them, and
+    creates their state when they are unfrozen. Parameters that were frozen before stay frozen. A normalisation with
+    running statistics is in eval mode until its group is unfrozen, then in the mode of the module that contains it. A
+    tied parameter belongs to the topmost group that uses it: if the head is tied to the embedding, the backward pass
+    runs through the complete model from the start. Under DDP, wrap the model again after each change.
 
     Args:
-        model: any module. Nothing is frozen before the first ``thaw_to``.
-        groups: what belongs together, from the top down, as for
-            :func:`~lightning_fasttrain.finetune.freeze_except_`: ``[["head", "norm"], "blocks.2", "blocks.1"]``. What
-            no group names is the last. By default: the heads (:func:`~lightning_fasttrain.finetune.find_heads`) and
-            what the model lists after its blocks; each block with what lies between it and the next; what comes before
-            them.
+        model: any module. Nothing is frozen before the first ``unfreeze_to``.
+        groups: modules and parameters of each group, from the top down, named as for
+            :func:`~lightning_fasttrain.finetune.freeze_except_`: ``[["head", "norm"], "blocks.2", "blocks.1"]``. All
+            parameters that no group names form the last one. By default: the heads
+            (:func:`~lightning_fasttrain.finetune.find_heads`) and the modules after the blocks; each block with the
+            modules between it and the next; the modules before the blocks.
         blocks: which modules are blocks, as for :func:`~lightning_fasttrain.model.find_blocks`.
 
     Raises:
-        TypeError: a group is no pattern or class, and no list of them.
-        ValueError: a pattern matches nothing; a group has nothing that can be thawed; no blocks; ``groups`` and
-            ``blocks`` both given; the model has no parameter that requires a gradient.
+        TypeError: a group is neither a pattern or class nor a list of them.
+        ValueError: a pattern matches nothing; a group has no parameter that can be unfrozen; no blocks were
+            found; ``groups`` and ``blocks`` are both given; no parameter of the model requires a gradient.
 
     Example:
         >>> net = nn.Sequential(nn.Embedding(9, 4), *[nn.TransformerEncoderLayer(4, 1) for _ in range(2)])
         >>> unfreezing = Unfreezing(net)
-        >>> len(unfreezing.groups), len(unfreezing.thaw_to(1))  # names of what changed: the lower block and "0.weight"
+        >>> len(unfreezing.groups), len(unfreezing.unfreeze_to(1))  # freezes the lower block and "0.weight"
         (3, 13)
-        >>> unfreezing.thaw_to(3)[-1]
+        >>> unfreezing.unfreeze_to(3)[-1]
         '0.weight'
 
     Source:
@@ -72,46 +72,46 @@ class Unfreezing:
         chosen = _by_block(model, blocks) if groups is None else _by_name(model, groups)
         self._groups = _each_once(chosen, named=0 if groups is None else len(groups))
         if not self._groups:
-            why = "no parameter requires a gradient, so there is nothing to thaw"
-            raise ValueError(explain(f"Unfreezing({type(model).__name__})", why, "Thaw what may train: thaw_(model)"))
+            why = "no parameter requires a gradient, so no group can be unfrozen"
+            raise ValueError(explain(f"Unfreezing({type(model).__name__})", why, "Call unfreeze_(model) first"))
         self._modules = list(model.modules())
         self._holder = {child: parent for parent in model.modules() for child in parent.children()}
         self._in_eval: dict[nn.Module, StaysInEval] = {}
-        self.thawed = len(self._groups)
+        self.unfrozen = len(self._groups)
 
     @property
     def groups(self) -> list[list[str]]:
         """Names of the parameters of each group, from the top down."""
         return [list(group.parameters) for group in self._groups]
 
-    def thaw_to(self, k: int) -> list[str]:
+    def unfreeze_to(self, k: int) -> list[str]:
         """Let the first ``k`` groups train and freeze the others; beyond the last group, all train.
 
         Returns:
-            Names of the parameters that were thawed or frozen by this.
+            Names of the parameters that this call froze or unfroze.
 
         Raises:
-            TypeError, ValueError: ``k`` is no whole number of at least 1.
+            TypeError, ValueError: ``k`` is not an integer of at least 1.
         """
-        before, self.thawed = self.thawed, min(positive_int("k", k), len(self._groups))
-        # One of the two slices is empty, so groups are either frozen or thawed.
-        for group in self._groups[self.thawed : before]:
+        before, self.unfrozen = self.unfrozen, min(positive_int("k", k), len(self._groups))
+        # One of the two slices is empty: a call either freezes or unfreezes groups.
+        for group in self._groups[self.unfrozen : before]:
             self._freeze(group)
-        for group in self._groups[before : self.thawed]:
-            self._thaw(group)
-        show_thawed_(self._modules)
-        changed = self._groups[min(before, self.thawed) : max(before, self.thawed)]
+        for group in self._groups[before : self.unfrozen]:
+            self._unfreeze(group)
+        show_unfrozen_(self._modules)
+        changed = self._groups[min(before, self.unfrozen) : max(before, self.unfrozen)]
         return [name for group in changed for name in group.parameters]
 
     def _freeze(self, group: Chosen) -> None:
         for parameter in group.parameters.values():
             freeze_parameter_(parameter)
         for norm in group.norms:
-            # one that is in eval where all around it trains was put there, and stays as it is
+            # A norm in eval mode inside a module in training mode was put there by the user, and stays so.
             if norm.training == self._holder.get(norm, norm).training and (stays := keep_in_eval_(norm)):
                 self._in_eval[norm] = stays
 
-    def _thaw(self, group: Chosen) -> None:
+    def _unfreeze(self, group: Chosen) -> None:
         for parameter in group.parameters.values():
             parameter.requires_grad_(True)
         for norm in group.norms:
@@ -119,35 +119,37 @@ class Unfreezing:
                 stays.remove(self._holder[norm].training if norm in self._holder else stays.was_training)
 
     def undo(self) -> None:
-        """Let everything train that did."""
-        self.thaw_to(len(self._groups))
+        """Unfreeze all parameters that required a gradient at the start."""
+        self.unfreeze_to(len(self._groups))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"thawed": self.thawed, "groups": self.groups}
+        return {"unfrozen": self.unfrozen, "groups": self.groups}  # earlier versions had another name for the first
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Thaw as many groups as were when the state was saved.
+        """Unfreeze as many groups as were unfrozen when the state was saved.
 
         Raises:
-            ValueError: the groups were others.
+            ValueError: the state was saved with other groups.
         """
         if state["groups"] != self.groups:
             what = f"a state of {len(state['groups'])} groups for the {len(self._groups)} of this model"
-            why = "the groups were made of other parameters, so the number that is thawed means nothing"
-            way_out = "Give the same groups= or blocks= as when it was saved, or call thaw_to(k)"
+            why = "its groups consist of other parameters, so its number of unfrozen groups does not apply"
+            way_out = "Pass the same groups= or blocks= as when it was saved, or call unfreeze_to(k)"
             raise ValueError(explain(what, why, way_out))
-        self.thaw_to(state["thawed"])
+        # Besides the groups, a state has one number, whose key differs in earlier versions.
+        (k,) = (value for key, value in state.items() if key != "groups")
+        self.unfreeze_to(k)
 
 
 def check_groups(groups: Groups | None, blocks: Blocks | None) -> None:
     if groups is None:
         return
     if blocks is not None:
-        raise ValueError(explain(f"{groups=} and {blocks=}", "each says what the groups are", "Give one of them"))
+        raise ValueError(explain(f"{groups=} and {blocks=}", "both define the groups", "Give one of them"))
     if isinstance(groups, str | type) or not isinstance(groups, Sequence):
-        raise TypeError(explain(f"{groups=}", "it must be a list, from the top down", "Use groups=[['head'], ...]"))
+        raise TypeError(explain(f"{groups=}", "expected a list, from the top down", "Use groups=[['head'], ...]"))
     if not groups or not all(isinstance(group, str | type) or group for group in groups):
-        raise ValueError(explain(f"{groups=}", "a group without a name trains nothing", "Name what is in each group"))
+        raise ValueError(explain(f"{groups=}", "a group is empty", "Name the modules of each group"))
 
 
 def _by_name(model: nn.Module, groups: Groups) -> list[Chosen]:
@@ -155,7 +157,7 @@ def _by_name(model: nn.Module, groups: Groups) -> list[Chosen]:
     for group in groups:
         named = [group] if isinstance(group, str | type) else group
         chosen.append(choose(model, *named))
-    # The class means the whole model; what earlier groups have is left out of it later.
+    # The class selects the complete model; parameters of earlier groups are left out later.
     return [*chosen, choose(model, type(model))]
 
 
@@ -169,7 +171,7 @@ def _by_block(model: nn.Module, blocks: Blocks | None) -> list[Chosen]:
     for name, module in model.named_modules():
         inside = next((i for i, block in enumerate(names, 1) if f"{name}.".startswith(f"{block}.")), None)
         reached = inside or reached
-        # Outside: with the block before it, and after the last block with the head.
+        # Outside of blocks: with the preceding block, or after the last block with the head.
         floor = floors[inside or (reached if reached < len(names) else reached + 1)]
         if any(f"{name}.".startswith(f"{head}.") for head in heads):
             floor = floors[-1]
@@ -181,11 +183,15 @@ def _by_block(model: nn.Module, blocks: Blocks | None) -> list[Chosen]:
 
 
 def _each_once(groups: Iterable[Chosen], named: int) -> list[Chosen]:
-    """What trains now, each parameter and normalisation in the first group that has it; the first ``named`` must."""
+    """Keep each trainable parameter and each normalisation only in its first group; drop empty groups.
+
+    Raises:
+        ValueError: one of the first ``named`` groups is empty.
+    """
     kept: list[Chosen] = []
     name_of: dict[nn.Parameter, str] = {}
     seen: set[nn.Module] = set()
-    waiting: list[nn.Module] = []  # normalisations of groups in which no parameter trains: they go with the next
+    waiting: list[nn.Module] = []  # normalisations of dropped groups, which join the next group
     for i, group in enumerate(groups):
         own: dict[str, nn.Parameter] = {}
         for name, parameter in group.parameters.items():
@@ -193,29 +199,30 @@ def _each_once(groups: Iterable[Chosen], named: int) -> list[Chosen]:
                 name_of[parameter] = name
                 own[name] = parameter
             elif name_of.get(parameter, name) != name:
-                note_once(f"Unfreezing: {name} is thawed as {name_of[parameter]}, to which it is tied")
+                note_once(f"Unfreezing: {name} is unfrozen as {name_of[parameter]}, to which it is tied")
         waiting += [norm for norm in dict.fromkeys(group.norms) if norm not in seen]
         seen.update(waiting)
         if own:
             kept.append(Chosen(own, waiting))
             waiting = []
         elif i < named:
-            why = f"its {len(group.parameters)} parameters are frozen already, or in a group before it"
+            why = f"its {len(group.parameters)} parameters are frozen already, or in an earlier group"
             raise ValueError(explain(f"group {i} of {named}", why, "Leave the group out"))
     if kept:
-        kept[-1].norms.extend(waiting)  # no group comes after them
+        kept[-1].norms.extend(waiting)  # no group follows
     return kept
 
 
 class GradualUnfreezing(Technique):
-    """Train the top of the model first, and thaw one group more every epoch, or every so many steps, from the top down.
+    """Train the top of the model first, and unfreeze one more group every epoch or every N steps, from the top down.
 
     While the lower groups are frozen, the backward pass ends above them and the optimizer holds no state for them.
     Acts from ``on_train_start``, when the optimizer, DDP and a checkpoint have seen all parameters, and then on
-    ``on_train_epoch_start`` or ``on_train_batch_start``. How many groups train follows from the epoch or the step
-    alone, so a resumed run has thawed what it had. Under DDP the model is wrapped again at each change, since the
-    wrapper averages the gradients of what trained when it was made: a communication hook must be the strategy's own
-    (``DDPStrategy(ddp_comm_hook=...)``). At the end, whatever trained before the run can train again.
+    ``on_train_epoch_start`` or ``on_train_batch_start``. The number of groups that train depends only on the epoch or
+    the step, so a resumed run has the same groups unfrozen. Under DDP the model is wrapped again at each change, since
+    the wrapper averages only gradients of parameters that trained when it was created: a communication hook must be
+    given to the strategy (``DDPStrategy(ddp_comm_hook=...)``). After the run, all parameters that required a gradient
+    before it do so again.
 
     Args:
         every: ``"epoch"``, or a number of optimizer steps, as ``trainer.global_step`` counts them.
@@ -223,8 +230,8 @@ class GradualUnfreezing(Technique):
         blocks: as for :class:`~lightning_fasttrain.finetune.Unfreezing`.
 
     Raises:
-        TypeError, ValueError: ``every`` is neither; ``groups`` is no list of groups; in ``fit``: a strategy that shards
-            parameters, or what :class:`~lightning_fasttrain.finetune.Unfreezing` raises.
+        TypeError, ValueError: ``every`` is neither; ``groups`` is not a list of groups; in ``fit``: the strategy shards
+            parameters, or :class:`~lightning_fasttrain.finetune.Unfreezing` raises one.
 
     Example:
         >>> slowly, by_name = GradualUnfreezing(every=500), GradualUnfreezing(groups=["head", "blocks.2", "blocks.1"])
@@ -234,11 +241,11 @@ class GradualUnfreezing(Technique):
     """
 
     exactness: ClassVar[Exactness] = Exactness.CHANGES_TRAINING
-    effect: ClassVar[str] = "the top trains first; the rest is thawed group by group, each epoch or every N steps"
+    effect: ClassVar[str] = "the top trains first; the rest is unfrozen group by group, each epoch or every N steps"
     when: ClassVar[str] = (
-        "a pretrained model forgets when all of it trains from the first step; not to save memory to the end"
+        "a pretrained model forgets if all of it trains from the first step; saves memory only until all groups train"
     )
-    in_a_loop: ClassVar[str] = "finetune.Unfreezing(model).thaw_to(epoch + 1)"
+    in_a_loop: ClassVar[str] = "finetune.Unfreezing(model).unfreeze_to(epoch + 1)"
     predicted: ClassVar[bool] = True
 
     _unfreezing: Unfreezing | None = None
@@ -254,11 +261,11 @@ class GradualUnfreezing(Technique):
     @classmethod
     def why_not(cls, facts: Facts) -> str | None:
         if facts.blocks == 0:
-            return "no repeated blocks were found: name what thaws together in groups="
+            return "no repeated blocks were found: name the groups with groups="
         return None
 
     def predict(self, step: PredictedStep) -> None:
-        step.leave_out(self, "everything trains, as it does in the end, so this is an upper bound")
+        step.leave_out(self, "all groups train, as they do in the end, so this is an upper bound")
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
         if trainer.state.fn != "fit":
@@ -268,55 +275,55 @@ class GradualUnfreezing(Technique):
 
     def took_hold(self, model: nn.Module) -> str:
         held = self._unfreezing
-        return f"{held.thawed} of {len(held.groups)} groups train" if held is not None else ""
+        return f"{held.unfrozen} of {len(held.groups)} groups train" if held is not None else ""
 
     def _undo_unfreezing(self) -> None:
         unfreezing, self._unfreezing = self._unfreezing, None
         if unfreezing is not None:
             unfreezing.undo()
 
-    def __getstate__(self) -> dict[str, Any]:  # a copy gets the schedule, never the model
+    def __getstate__(self) -> dict[str, Any]:  # a copy gets the schedule but not the model
         return {**super().__getstate__(), "_unfreezing": None}
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook: the first at which all parameters and the optimizers exist; nothing is frozen yet."""
+        """Create the groups: the first hook at which all parameters and the optimizers exist. Nothing is frozen yet."""
         unfreezing = self._unfreezing = Unfreezing(pl_module, self.groups, self.blocks)
         held = {p for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]}
         missing = [name for name in chain(*unfreezing.groups) if pl_module.get_parameter(name) not in held]
         if missing:
             what = f"GradualUnfreezing: {len(missing)} parameters such as {missing[0]} are in no optimizer"
-            why = "thawing them trains nothing"
+            why = "they would not train when they are unfrozen"
             warn(explain(what, why, "Give the optimizer all parameters, or freeze these before the run"))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook: the first after the epoch and the step are restored, too."""
+        """Freeze all groups that do not train yet: the first hook after the epoch and the step are restored."""
         self._follow(trainer)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook: acts where groups are thawed by epoch."""
+        """Unfreeze the next group if groups are unfrozen by epoch."""
         self._follow(trainer)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Hook: acts where groups are thawed by step."""
+        """Unfreeze the next group if groups are unfrozen by step."""
         if self.every != "epoch":
             self._follow(trainer)
 
     def _follow(self, trainer: L.Trainer) -> None:
         unfreezing = self._unfreezing
-        assert unfreezing is not None  # made in on_fit_start
+        assert unfreezing is not None  # created in on_fit_start
         k = 1 + (trainer.current_epoch if isinstance(self.every, str) else trainer.global_step // self.every)
-        if min(k, len(unfreezing.groups)) == unfreezing.thawed:
+        if min(k, len(unfreezing.groups)) == unfreezing.unfrozen:
             return
-        unfreezing.thaw_to(k)
-        say("GradualUnfreezing: %d of %d groups train", unfreezing.thawed, len(unfreezing.groups))
+        unfreezing.unfreeze_to(k)
+        say("GradualUnfreezing: %d of %d groups train", unfreezing.unfrozen, len(unfreezing.groups))
         if isinstance(trainer.strategy, DDPStrategy):
             wrap_again(trainer.strategy)
 
 
 def _refuse_sharded(strategy: Strategy) -> None:
     if not replicates(strategy):
-        why = "it takes the parameters over, and settles which of them train, before the run starts"
+        why = "the strategy shards the parameters, and fixes which of them train, before training starts"
         way_out = "Use one device or DDP, or fit once for each group with freeze_except_"
         raise ValueError(explain(f"GradualUnfreezing with {type(strategy).__name__}", why, way_out))

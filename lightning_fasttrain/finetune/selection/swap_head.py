@@ -1,4 +1,4 @@
-"""A new head on a trained model: another number of outputs, or another module."""
+"""Replace the head of a trained model by one with another number of outputs, or by another module."""
 
 import sys
 from typing import Any
@@ -16,26 +16,27 @@ from lightning_fasttrain.core.modules.wrapped_forward import told_heads
 
 @notices_late_parameters
 def swap_head_(model: nn.Module, new_head: int | nn.Module, head: str | None = None) -> str:
-    """Replace the model's head by a new one, in place. Call it before adapters and before the optimizer is made.
+    """Replace the head of ``model``, in place. Call it before adapters are added and the optimizer is created.
 
-    A number makes an ``nn.Linear`` with as many outputs: inputs, bias or none, dtype and device are the old one's,
-    the weights are normal with standard deviation 0.02, the bias is zero. A weight that the old head shared, as with
-    the embedding, stays where else it was, and the new head has its own; this is said. Hugging Face models are told
-    the number of labels or the size of the vocabulary, by which their loss is computed, and no longer tie the head.
+    A number creates an ``nn.Linear`` with this number of outputs: inputs, presence of a bias, dtype and device are
+    those of the old head; the weights are drawn from a normal distribution with standard deviation 0.02, and the bias
+    is zero. If the old head shared its weight, for example with the embedding, the new head has its own and the other
+    module keeps the old one; this is logged. For Hugging Face models, the number of labels or the vocabulary size, with
+    which they compute the loss, is updated in the configuration, and the head is no longer tied.
 
     Args:
         model: any module.
-        new_head: number of outputs, or a module, which is taken as it is.
-        head: qualified name of the head. By default what the models inside return from ``get_output_embeddings()``,
-            else the last linear layer after the model's blocks.
+        new_head: number of outputs, or a module, which is used as it is.
+        head: qualified name of the head. By default the module that ``get_output_embeddings()`` of a model inside
+            returns, else the last linear layer after the model's blocks.
 
     Returns:
         Qualified name of the head.
 
     Raises:
-        TypeError: ``new_head`` is no whole number and no module; the head carries an adapter.
-        ValueError: ``new_head`` is less than 1; no head found, or none of that name; the number of its inputs is not
-            known, or not that of ``new_head``.
+        TypeError: ``new_head`` is neither an integer nor a module; the head has an adapter.
+        ValueError: ``new_head`` is less than 1; no head was found, or none of that name; its number of inputs is
+            unknown, or differs from that of ``new_head``.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1000))
@@ -51,26 +52,26 @@ def swap_head_(model: nn.Module, new_head: int | nn.Module, head: str | None = N
     name, told = _find(model, head)
     old = model.get_submodule(name)
     if base_of(old) is not old:
-        raise TypeError(explain(f"head '{name}'", "it carries an adapter", "Swap the head before adapters are added"))
+        raise TypeError(explain(f"head '{name}'", "it has an adapter", "Swap the head before adapters are added"))
     new = new_head if isinstance(new_head, nn.Module) else _linear_like(old, new_head, name)
     if isinstance(old, nn.Linear) and isinstance(new, nn.Linear) and new.in_features != old.in_features:
-        why = f"the features that '{name}' is given are {old.in_features} wide"
+        why = f"the input of '{name}' has {old.in_features} features"
         way_out = f"Make it nn.Linear({old.in_features}, {new.out_features})"
         raise ValueError(explain(f"new_head has {new.in_features} inputs", why, way_out))
     tied = _tied_with(model, old)
-    # All places: a head may be held twice, by the model and by what wraps it.
+    # All places: a head may be registered twice, in the model and in its wrapper.
     for place, module in list(model.named_modules(remove_duplicate=False)):
         if module is old:
             model.set_submodule(place, new)
     if tied:
-        say("swap_head_: %s was tied to %s, which stays as it is; the new head has weights of its own", name, tied)
+        say("swap_head_: %s was tied to %s, which does not change; the new head has its own weights", name, tied)
     if isinstance(old, nn.Linear) and isinstance(new, nn.Linear):
         _tell_transformers(model, name, told, old.out_features, new.out_features)
     return name
 
 
 def _find(model: nn.Module, head: str | None) -> tuple[str, bool]:
-    """The head's name, and whether the model itself says that it is the one which gives its vocabulary."""
+    """Return the name of the head, and whether the model itself declares it as its output embedding."""
     modules: dict[str, Any] = dict(model.named_modules())
     ours = told_heads(model)
     told = [name for name, module in modules.items() if module in ours]
@@ -79,15 +80,15 @@ def _find(model: nn.Module, head: str | None) -> tuple[str, bool]:
         found = [name for name, module in modules.items() if module is meant]
     else:
         holders = [name for name, module in modules.items() if has_parameters(module, recurse=False)]
-        # of a network that has but one linear layer it is the head, if nothing comes after it
+        # In a network with a single linear layer, that is the head if no other layer follows.
         found = told or find_heads(model) or [name for name in holders[-1:] if isinstance(modules[name], nn.Linear)]
     found = [name for name in found if name]
     if not found:
         linear = [name for name, module in modules.items() if isinstance(module, nn.Linear) and name][-4:]
-        why = "there is no such layer" if head is not None else "no linear layer comes after the model's blocks"
+        why = "there is no such layer" if head is not None else "no linear layer follows the model's blocks"
         way_out = f"Name the head; the last linear layers are {', '.join(map(repr, linear)) or 'none'}"
         raise ValueError(explain(f"{head=} in {type(model).__name__}", why, way_out))
-    return found[-1], found[-1] in told  # of several the last, as a model lists its head at the end
+    return found[-1], found[-1] in told  # the last of several, as a model registers its head at the end
 
 
 def _linear_like(old: nn.Module, outputs: int, name: str) -> nn.Linear:
@@ -96,12 +97,12 @@ def _linear_like(old: nn.Module, outputs: int, name: str) -> nn.Linear:
         raise ValueError(
             explain(
                 f"head '{name}' ({type(old).__name__})",
-                "the width of the features that it is given is not known",
-                f"Give a module instead of {outputs}"
+                "its number of input features is unknown",
+                f"Pass a module instead of {outputs}"
                 + (f", or name the layer inside it: head={inside[-1]!r}" if inside else ""),
             )
         )
-    weight = old.weight  # a quantised one is packed into whole numbers
+    weight = old.weight  # a quantised weight is packed into integers
     dtype = weight.dtype if weight.is_floating_point() else torch.get_default_dtype()
     new = nn.Linear(old.in_features, outputs, bias=old.bias is not None, device=weight.device, dtype=dtype)
     nn.init.normal_(new.weight, std=0.02)  # Hugging Face's ``initializer_range``
@@ -121,9 +122,9 @@ def _tied_with(model: nn.Module, old: nn.Module) -> str:
 
 
 def _tell_transformers(model: nn.Module, name: str, told: bool, before: int, outputs: int) -> None:
-    """Their losses reshape the logits by what the config says, and their ties are made again when a model is loaded."""
+    """Update the configuration of Hugging Face models, which their losses read, and remove the ties of the head."""
     library: Any = sys.modules.get("transformers.modeling_utils")
-    if library is None:  # then no model is one of theirs
+    if library is None:  # then no Hugging Face model is inside
         return
     modules: dict[str, Any] = dict(model.named_modules())
     for place, owner in modules.items():
@@ -134,14 +135,14 @@ def _tell_transformers(model: nn.Module, name: str, told: bool, before: int, out
             _set_vocabulary(owner, config.get_text_config(), outputs)
         elif vars(owner).get("num_labels") == before:
             if (before == 1) != (outputs == 1):
-                config.problem_type = None  # regression or not: it is found again from the first labels
+                config.problem_type = None  # regression or classification is inferred again from the first labels
             owner.num_labels = config.num_labels = outputs
         ties = owner.all_tied_weights_keys
         mine = [key for key in ties if key.startswith(f"{relative}.")]
         for key in mine:
             del ties[key]
         if mine and not ties:
-            config.tie_word_embeddings = False  # or loading would tie the head to the embedding again
+            config.tie_word_embeddings = False  # otherwise loading would tie the head to the embedding again
 
 
 def _set_vocabulary(owner: Any, config: Any, outputs: int) -> None:
@@ -154,7 +155,7 @@ def _set_vocabulary(owner: Any, config: Any, outputs: int) -> None:
             explain(
                 f"swap_head_(model, {outputs})",
                 f"the embedding of {type(owner).__name__} has {embedding.num_embeddings} rows, so what save_pretrained "
-                "writes cannot be loaded again by from_pretrained, which makes both of one size",
+                "writes cannot be loaded by from_pretrained, which gives both the same size",
                 f"For another vocabulary call model.resize_token_embeddings({outputs}) instead",
             )
         )

@@ -1,4 +1,4 @@
-"""Which layers of a model get an adapter, from what a user says: names, patterns, classes or "all-linear"."""
+"""Selection of the layers that get an adapter: by names, patterns, classes or "all-linear"."""
 
 import difflib
 import re
@@ -20,21 +20,22 @@ ALL_LINEAR = "all-linear"
 
 
 def find_targets(model: nn.Module, targets: Targets = ALL_LINEAR) -> dict[str, nn.Module]:
-    """Find the layers that ``targets`` means.
+    """Find the layers that ``targets`` selects.
 
     Args:
-        model: any module; layers that carry an adapter already count as what they were.
-        targets: ``"all-linear"``, every linear layer but the heads (:func:`~lightning_fasttrain.finetune.find_heads`)
-            and those of a state-space mixer (Mamba) that a kernel computes with; or one or several of: a qualified
-            name or the end of one (``"attn.q_proj"``), a pattern in which ``*`` stands for one name and ``**`` for any
-            number, a compiled regular expression for the whole name, a class, a class name.
+        model: any module; a layer that has an adapter already is matched as the original layer.
+        targets: ``"all-linear"``, all linear layers except the heads
+            (:func:`~lightning_fasttrain.finetune.find_heads`) and the layers of a state-space mixer (Mamba) whose
+            weights a kernel reads directly; or one or several of: a qualified name or the end of one
+            (``"attn.q_proj"``), a pattern in which ``*`` stands for one name and ``**`` for any number, a compiled
+            regular expression for the complete name, a class, a class name.
 
     Returns:
-        Qualified name → layer, in the model's own order.
+        Qualified name → layer, in the order of ``model.named_modules()``.
 
     Raises:
-        ValueError: one of ``targets`` matches nothing (the message lists near names and what would match), or a layer
-            shares its weight with another, which would then no longer be the same.
+        ValueError: one of ``targets`` matches nothing (the message lists similar names and candidates), or a layer
+            shares its weight with another one, from which the adapter would make it differ.
         TypeError: one of ``targets`` is none of the above.
 
     Example:
@@ -44,7 +45,7 @@ def find_targets(model: nn.Module, targets: Targets = ALL_LINEAR) -> dict[str, n
         >>> list(find_targets(net, ["1.linear2", nn.LayerNorm, re.compile(r"\\d")]))
         ['0', '0.norm1', '0.norm2', '1', '1.linear2', '1.norm1', '1.norm2', '2']
     """
-    layers = layers_of(model)  # an adapted layer stands for what it was
+    layers = layers_of(model)  # a layer with an adapter is listed as the original layer
     if isinstance(targets, str) and targets.lower() == ALL_LINEAR:
         heads = [*find_heads(model), *read_past(model)]
         found = {name: layer for name, layer in layers.items() if name not in heads and is_linear(layer)}
@@ -56,7 +57,7 @@ def find_targets(model: nn.Module, targets: Targets = ALL_LINEAR) -> dict[str, n
         return found
     wanted = [targets] if isinstance(targets, str | type | re.Pattern) else list(targets)
     if not wanted:
-        raise ValueError(explain("targets=[]", "an adapter sits on at least one layer", f"Use '{ALL_LINEAR}'"))
+        raise ValueError(explain("targets=[]", "an adapter needs at least one layer", f"Use '{ALL_LINEAR}'"))
     names: set[str] = set()
     for target in wanted:
         matched = {name for name, layer in layers.items() if _means(target, name, layer)}
@@ -67,10 +68,10 @@ def find_targets(model: nn.Module, targets: Targets = ALL_LINEAR) -> dict[str, n
 
 
 def find_target_parameters(model: nn.Module, ends: Iterable[str]) -> dict[str, str]:
-    """Tensors that modules multiply with in their own forward, as experts are kept, by the ends of their names.
+    """Find tensors that a module itself multiplies with, such as stacks of experts, by the ends of their names.
 
     Returns:
-        Qualified name of the tensor → that of its module.
+        Qualified name of the tensor → qualified name of its module.
 
     Raises:
         ValueError: one of ``ends`` matches nothing, or the model itself holds the tensor.
@@ -84,7 +85,11 @@ def find_target_parameters(model: nn.Module, ends: Iterable[str]) -> dict[str, s
     for end in ends:
         matched = {tensor: name for tensor, name in tensors.items() if tensor == end or tensor.endswith(f".{end}")}
         if not matched or "" in matched.values():
-            why = "the model itself holds it, and a module has to" if matched else "no module has a tensor of that name"
+            why = (
+                "it belongs to the model itself, not to a submodule"
+                if matched
+                else "no module has a tensor of that name"
+            )
             near = difflib.get_close_matches(end, list(tensors), n=3, cutoff=0.3)
             raise ValueError(explain(f"target_parameters: {end!r}", why, f"Candidates: {', '.join(near) or 'none'}"))
         found |= matched
@@ -92,10 +97,10 @@ def find_target_parameters(model: nn.Module, ends: Iterable[str]) -> dict[str, s
 
 
 def refuse_tied(model: nn.Module, names: Collection[str]) -> None:
-    """Refuse layers whose weight is also that of another layer: an adapter on one of them would part the two.
+    """Refuse layers that share their weight with another layer, since an adapter would make the two differ.
 
     Raises:
-        ValueError: names the layers.
+        ValueError: a layer is tied; the message names both.
     """
     holders: dict[int, list[str]] = {}
     for name, layer in layers_of(model).items():
@@ -106,22 +111,22 @@ def refuse_tied(model: nn.Module, names: Collection[str]) -> None:
         mine = [name for name in tied if name in names]
         if mine and len(tied) > 1:
             other = next((name for name in tied if name not in mine), tied[-1])
-            why = f"its weight is also that of '{other}', and an adapter would make the two differ"
+            why = f"it shares its weight with '{other}', and an adapter would make the two differ"
             raise ValueError(explain(f"target '{mine[0]}'", why, "Leave it out of the targets, or untie the two first"))
 
 
 def shortest_names(names: Collection[str], model: nn.Module) -> list[str] | str:
-    """The shortest list of endings of names, as adapter files hold it, that means just these layers of ``model``.
+    """Return the shortest list of name endings that selects exactly these layers of ``model``, for adapter files.
 
-    PEFT takes a layer if its name is, or ends with a dot and, one of the list. Where no list of endings means exactly
-    these layers, it is a regular expression.
+    PEFT selects a layer if its name is an entry of the list, or ends with a dot and an entry. If no list of endings
+    selects exactly these layers, a regular expression is returned.
     """
     return shortest_ends(names, [name for name, _ in model.named_modules() if name]) or "|".join(map(re.escape, names))
 
 
 def shortest_ends(names: Collection[str], everything: Collection[str]) -> list[str]:
-    """The shortest list of endings of names that means just these ``names`` of ``everything``; empty if none does."""
-    # Even whole names may mean more than these, where others end like one of them.
+    """Return the shortest list of name endings that selects exactly ``names``; empty if none does."""
+    # Even complete names may select more than these, if other names end like one of them.
     for parts in range(1, 1 + max((name.count(".") + 1 for name in names), default=0)):
         candidate = {".".join(name.split(".")[-parts:]) for name in names}
         ends = tuple(f".{end}" for end in candidate)
@@ -136,8 +141,8 @@ def _means(target: Target, name: str, layer: nn.Module) -> bool:
     if isinstance(target, re.Pattern):
         return target.fullmatch(name) is not None
     if not isinstance(target, str):
-        why = "a target is a name, a pattern or a class of layers"
-        raise TypeError(explain(f"targets={target!r}", why, "Use 'q_proj', say"))
+        why = f"expected a name, a pattern or a class of layers, got {type(target).__name__}"
+        raise TypeError(explain(f"targets={target!r}", why, "Use 'q_proj', for example"))
     if "*" in target:
         # ``**`` first: ``*`` would match each half of it.
         pattern = re.escape(target).replace(r"\*\*", ".+").replace(r"\*", r"[^.]+")
@@ -150,13 +155,13 @@ def _nothing_matched(target: Target, model: nn.Module, layers: dict[str, nn.Modu
     near = difflib.get_close_matches(str(target), [*ends, *layers], n=3, cutoff=0.5)
     return explain(
         f"targets={target!r}",
-        f"no layer of {type(model).__name__} has that name" + (f"; near is {', '.join(near)}" if near else ""),
+        f"no layer of {type(model).__name__} has that name" + (f"; similar: {', '.join(near)}" if near else ""),
         f"Candidates: {list_layer_kinds(layers)}; or use '{ALL_LINEAR}'",
     )
 
 
 def list_layer_kinds(layers: dict[str, nn.Module]) -> str:
-    """Which layers there are, by the last part of their names, for a message."""
+    """List the kinds of layers by the last part of their names, for a message."""
     kinds: Counter[str] = Counter()
     for name, layer in layers.items():
         if has_parameters(layer, recurse=False):
@@ -165,5 +170,5 @@ def list_layer_kinds(layers: dict[str, nn.Module]) -> str:
 
 
 def require_peft() -> Any:
-    """PEFT, or the error that names the extra which brings it."""
+    """Import PEFT, or raise an error that names the extra which installs it."""
     return require("peft", extra="finetune")

@@ -1,4 +1,4 @@
-"""Weights that quantisation and adapters on linear layers do not get at, with their share of the bytes."""
+"""Weights that quantisation and adapters on linear layers do not cover, with their share of the bytes."""
 
 from collections.abc import Collection
 
@@ -12,9 +12,10 @@ _MUCH = 0.1  # of all bytes: then it is worth a warning
 
 
 def read_past(model: nn.Module) -> list[str]:
-    """Names of linear layers of state-space models (Mamba) whose weights go to a kernel without the layer being called.
+    """Return the names of linear layers of state-space models (Mamba) whose weights a kernel reads directly.
 
-    On a CPU some of them are called, on CUDA none but ``in_proj`` is, so what is put on the others may do nothing.
+    On a CPU some of these layers are called, on CUDA only ``in_proj`` is, so an adapter on the others may have no
+    effect.
     """
     mixers = [name for name, module in model.named_modules() if "A_log" in module._parameters]
     found: list[str] = []
@@ -25,7 +26,7 @@ def read_past(model: nn.Module) -> list[str]:
 
 
 def out_of_reach(model: nn.Module, skipped: Collection[str] = ()) -> dict[str, str]:
-    """Name of each layer or tensor that holds a matrix and is neither ``nn.Linear`` nor embedding → what it is."""
+    """Map each layer or tensor that holds a matrix and is neither ``nn.Linear`` nor an embedding to a description."""
     adapters = [name for name, module in model.named_modules() if is_a(module, "BaseTunerLayer")]
     found: dict[str, str] = {}
     for name, module in model.named_modules():
@@ -39,18 +40,18 @@ def out_of_reach(model: nn.Module, skipped: Collection[str] = ()) -> dict[str, s
             if is_matrix(parameter):
                 kind = type(module).__name__
                 whole = f"{name}.{key}".lstrip(".")
-                named, why = (name, f"it is a {kind}") if key == "weight" else (whole, f"a tensor of {kind}'s own")
+                named, why = (name, f"it is a {kind}") if key == "weight" else (whole, f"it is a tensor of {kind}")
                 found[named] = f"{why}, not an nn.Linear"
     return found
 
 
 def is_matrix(parameter: nn.Parameter) -> bool:
-    """Whether a parameter maps vectors to vectors; position embeddings [1, n, d] do not."""
+    """Check whether a parameter maps vectors to vectors; position embeddings [1, n, d] do not."""
     return can_train(parameter) and parameter.ndim > 1 and parameter.shape[0] > 1
 
 
 def shares_of(model: nn.Module, names: Collection[str]) -> dict[str, float]:
-    """Name of a layer or tensor → its share of the bytes of all parameters."""
+    """Return the share of each layer or tensor in the bytes of all parameters."""
     total = sum(parameter.nbytes for parameter in model.parameters())
     parts = dict(model.named_modules())
     sizes = {}
@@ -61,16 +62,16 @@ def shares_of(model: nn.Module, names: Collection[str]) -> dict[str, float]:
 
 
 def warn_of_what_is_out_of_reach(model: nn.Module, left: Collection[str], shares: dict[str, float]) -> None:
-    """Warn where a good part of the memory is in matrices that are not quantised, because of what they are in."""
+    """Warn if at least 10% of the bytes are in matrices that are not quantised since they are in no linear layer."""
     names = [name for name in out_of_reach(model) if name in left]
     if (share := sum(shares[name] for name in names)) >= _MUCH:
         what = f"{share:.0%} of the bytes of {type(model).__name__} stay in full precision"
-        why = f"only nn.Linear is quantised, and these are in none: {list_some(names)}"
-        warn(explain(what, why, "Count on their size; from float32, model.bfloat16() halves it"))
+        why = f"only nn.Linear is quantised, and these are in other modules: {list_some(names)}"
+        warn(explain(what, why, "Plan for their size; model.bfloat16() halves that of float32 weights"))
 
 
 def told_without_adapter(model: nn.Module, adapted: Collection[str]) -> str:
-    """What to say of a good part of the model that has no adapter, because of what it is in."""
+    """Report the parts of the model, if large, that have no adapter since they are in no linear layer."""
     adapters = [name for name, module in model.named_modules() if is_a(module, "BaseTunerLayer")]
     held = [name for name, module in model.named_modules() if stands_for(module)]  # quantised stacks of matrices
     held = [name for name in held if not is_inside(name, adapters)]
@@ -79,7 +80,7 @@ def told_without_adapter(model: nn.Module, adapted: Collection[str]) -> str:
     passed = [name for name in read_past(model) if name not in adapted]
     said = ""
     if share >= _MUCH:
-        said += f"; without adapter, since in no linear layer: {list_some(names)} ({share:.0%} of all bytes)"
+        said += f"; without adapter, since not in a linear layer: {list_some(names)} ({share:.0%} of all bytes)"
     if passed:
         said += f"; without adapter, since a kernel reads their weights: {list_some(passed)}"
     return said
