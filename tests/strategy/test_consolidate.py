@@ -166,5 +166,5 @@ def test_what_is_no_checkpoint_is_refused(out, tmp_path):
         consolidate(tmp_path / "nothing", out)
     with checkpoint_folder(tmp_path / "empty"):
         pass
-    with pytest.raises(ValueError, match="no sharded checkpoint"):
+    with pytest.raises(ValueError, match="not a sharded checkpoint"):
         consolidate(tmp_path / "empty", out)
