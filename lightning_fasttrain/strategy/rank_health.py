@@ -14,9 +14,7 @@ from lightning_fasttrain.core.distributed import rank_count, rank_here
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.run.guards.watchdog import write_to_stderr
 
-_HEARD_WITHIN = timedelta(
-    seconds=10
-)  # a failing rank ends after this time, whether or not the others have received its status
+_HEARD_WITHIN = timedelta(seconds=10)  # a failing rank ends then, whether or not the others have received its status
 _WAY_OUT = "Look at the first error in the output of the other ranks"
 
 

@@ -155,9 +155,7 @@ class Moved:
 
 
 def _ddp(held: Held) -> Traffic:
-    buffers = sum(
-        buffer.nbytes for buffer in held.net.buffers()
-    )  # broadcast from rank zero before each forward that a backward follows
+    buffers = sum(buffer.nbytes for buffer in held.net.buffers())  # broadcast before each training forward
     gradients = all_reduce_bytes(held.trained * held.size, held.ranks)
     return Traffic("ddp", gradients + gather_bytes(buffers, held.ranks))
 

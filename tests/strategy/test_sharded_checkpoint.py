@@ -80,7 +80,7 @@ def test_groups_and_the_order_of_parameters_may_differ_as_long_as_names_agree(tm
     assert torch.equal(turned.state[again.blocks[1].up.weight]["exp_avg"], expected)
     assert turned.param_groups[0]["lr"] == 0.01
     split = torch.optim.AdamW([{"params": [p]} for p in again.parameters()])
-    with pytest.raises(ValueError, match="AdamW has 1 groups of parameters: this one has 19"):
+    with pytest.raises(ValueError, match="AdamW has 1 parameter groups: this one has 19"):
         load_sharded_(tmp_path / "c", again, {"o": split})
 
 
@@ -359,5 +359,5 @@ def test_copies_share_no_memory():
 def test_state_that_each_rank_keeps_of_its_own_shard_is_named():
     module = nn.Linear(2, 2)
     foreign = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    with pytest.raises(ValueError, match="SGD holds 1 parameters that the model has no more"):
+    with pytest.raises(ValueError, match="SGD holds 1 parameters that the model no longer has"):
         named_state(module, foreign)
