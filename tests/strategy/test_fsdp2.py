@@ -271,7 +271,7 @@ def test_what_a_rank_holds_of_a_base_in_4_bits_is_predicted(found):
     assert states.parameters == largest(found, "4 bits wide", "held")
 
 
-def test_a_whole_checkpoint_of_a_base_in_4_bits_resumes_bit_for_bit_and_loads_in_a_plain_model(found, single):
+def test_a_whole_checkpoint_of_a_4_bit_base_resumes_exactly_and_loads_in_a_plain_model(found, single):
     assert largest(found, "4 bits resumed") == 0
     folder, _ = single
     state, plain = full_state_dict(folder / "full" / "epoch=1.ckpt"), WideLM()

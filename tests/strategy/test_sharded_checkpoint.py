@@ -220,7 +220,7 @@ def test_what_could_not_be_read_back_is_named_and_nothing_is_written(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_for_a_changed_folder_an_older_one_of_the_same_run_is_chosen_to_go_on_and_no_other(tmp_path):
+def test_for_a_changed_folder_an_older_one_of_the_same_run_is_chosen_to_resume(tmp_path):
     ours, other = RunMark(), RunMark()
     for name, run, step in (("old", ours, 1), ("new", ours, 2), ("newer", ours, 3), ("of another run", other, 2)):
         saved(tmp_path / name, *trained(1), **{KEY: run.facts(step)})
