@@ -116,9 +116,8 @@ def _zero_state(files: ZeROFiles) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
     for name, value in module.items():  # the model's own order
         source = tied.get(name, name)
-        found = masters.get(
-            source, frozen.get(source, value)
-        )  # the float32 copy first: the module has the rounded values
+        # The float32 copy first: the module has the rounded values.
+        found = masters.get(source, frozen.get(source, value))
         if isinstance(found, Tensor):
             state[name] = _as_float32(found)
     lost = [name for name in (*masters, *frozen) if name not in state]

@@ -55,6 +55,5 @@ def gib(nbytes: int) -> str:
     if not nbytes:
         return "0"
     size = nbytes / GIB
-    return (
-        f"{size:.2f}" if size >= 0.1 else f"{size:.2g}"
-    )  # two significant digits for small values, which would otherwise read 0.00
+    # Two significant digits for small values, which would otherwise read 0.00.
+    return f"{size:.2f}" if size >= 0.1 else f"{size:.2g}"

@@ -91,9 +91,8 @@ def _layout(tensor: Tensor) -> str | int:
 def template(size: torch.Size, dtype: torch.dtype, layout: str | int, parameter: Tensor | None) -> Tensor:
     """Return an empty tensor to load stored state into, with the stored layout on the parameter's current mesh."""
     if parameter is not None and size == parameter.shape:
-        return torch.empty_like(
-            parameter.detach(), dtype=dtype
-        )  # sharded like the parameter, whatever the stored layout
+        # Sharded like the parameter, whatever the stored layout.
+        return torch.empty_like(parameter.detach(), dtype=dtype)
     if not isinstance(parameter, DTensor) or layout == _PLAIN:
         return torch.empty(size, dtype=dtype)
     cut = Shard(layout) if isinstance(layout, int) else Replicate()

@@ -285,9 +285,8 @@ class ZeROStrategy(DeepSpeedStrategy):
         assert self.engine is not None
         save, step = super().save_checkpoint, checkpoint.get("global_step")
         with ExitStack() as undo:
-            part = undo.enter_context(
-                self.engine.save_only(set(checkpoint["state_dict"]))
-            )  # perhaps trained weights only
+            # True if only a part of the model is saved, such as its trained weights.
+            part = undo.enter_context(self.engine.save_only(set(checkpoint["state_dict"])))
             undo.callback(patch(self, "exclude_frozen_parameters", part or self.exclude_frozen_parameters))
             save_whole(self, filepath, self.engine, self.stage, step, lambda path: save(checkpoint, path), checkpoint)
 
