@@ -274,7 +274,7 @@ def test_an_unknown_stage_is_refused_with_the_known_ones(kind, stage):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"stage": 2, "config": {"zero_optimization": {"stage": 1}}}, "both say which stage"),
+        ({"stage": 2, "config": {"zero_optimization": {"stage": 1}}}, "both set the stage"),
         ({"memory_gib": 8, "config": {"zero_optimization": {"stage": 1}}}, "used by stage=.auto. only"),
         ({"stage": 2, "memory_gib": 8}, "used by stage=.auto. only"),
         ({"stage": 2, "offload_optimizer": True}, "the stage determines the placement"),
