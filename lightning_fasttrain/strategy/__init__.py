@@ -1,6 +1,4 @@
-"""Decides where parameters live.
-
-Sizes come first, then ZeRO and FSDP2, and the choice among all last.
+"""Sharding of parameters, gradients and optimizer state: FSDP2, ZeRO, and the choice among them.
 
 From the bottom up: ``choose``, ``async_save``, ``choose_checkpoint``, ``rank_health``, ``fsdp2``, ``_sharded_groups``,
 ``zero``, ``traffic``, ``consolidate``, ``choose_strategy``.

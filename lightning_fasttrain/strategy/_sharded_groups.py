@@ -1,4 +1,4 @@
-"""What FSDP2 gathers and reduces together, in bytes: the blocks, and what is left around them."""
+"""Groups of parameters that FSDP2 gathers and reduces together, in bytes: the blocks, and the root."""
 
 import math
 from collections.abc import Sequence
@@ -16,14 +16,14 @@ from lightning_fasttrain.strategy.fsdp2.shard_blocks import own_groups, precisio
 
 @dataclass(frozen=True)
 class ShardedGroup:
-    """Parameters that come and go together.
+    """Sizes of a group of parameters that are gathered and freed together.
 
     Args:
-        shard: bytes of one rank's part.
-        trained_shard: bytes of what trains of it.
-        gathered: bytes when all of it is there, padding included, in the dtype it computes in.
-        reduced: bytes of its gradients, padding included, in the dtype they are reduced in.
-        gathers: times that it is gathered in a forward with its backward.
+        shard: bytes of one rank's shard.
+        trained_shard: bytes of the trained parameters in that shard.
+        gathered: bytes of the gathered parameters, padding included, in the dtype they compute in.
+        reduced: bytes of the gradients, padding included, in the dtype they are reduced in.
+        gathers: number of times that the group is gathered in a forward with its backward.
     """
 
     shard: int
@@ -34,7 +34,7 @@ class ShardedGroup:
 
 
 def sharded_groups(held: Held, precision: str) -> list[ShardedGroup]:
-    """The groups of ``held.net``, the root last."""
+    """Return the sharded groups of ``held.net``, the root last."""
     policy = precision_policy(precision)
     whole = whole_parameters(held.net, policy)
     inside: set[nn.Parameter] = set()
@@ -63,7 +63,7 @@ def _group(held: Held, policy: MixedPrecisionPolicy, parameters: Sequence[nn.Par
 
 
 def _cut(shape: Sequence[int], ranks: int) -> Shape:
-    """The first rank's part of a parameter, which is cut along its first axis."""
+    """Return the shape of the first rank's shard of a parameter, which is sharded along its first dimension."""
     first, *others = shape or (1,)
     return (ceil_div(first, ranks), *others)
 
@@ -71,14 +71,15 @@ def _cut(shape: Sequence[int], ranks: int) -> Shape:
 def fsdp2_states(
     held: Held, groups: Sequence[ShardedGroup], precision: str, *, micro_batches: int = 1, offload: bool = False
 ) -> ModelStates:
-    """As :func:`predict_model_states`, of FSDP2 with blocks that are freed after their forward.
+    """Predict the model states under FSDP2, with blocks that are resharded after their forward.
 
-    "buffers" is an estimate: what is outside of blocks, two blocks gathered (one of them on its way, twice), and the
-    gradients of one, whole and packed. With several micro-batches gradients wait whole for the one reduction.
+    "buffers" is an estimate: the gathered root, two gathered blocks (the one being prefetched counts twice), and the
+    gradients of one block, unsharded and packed. With several micro-batches, unsharded gradients accumulate until
+    the one reduction.
     """
     *blocks, root = groups
     widest = max((block.gathered for block in blocks), default=0)
-    gradients = max((block.reduced for block in blocks), default=root.reduced)  # of a model without blocks: the root's
+    gradients = max((block.reduced for block in blocks), default=root.reduced)  # the root's in a model without blocks
     shards = sum(group.shard for group in groups)
     trained = sum(group.trained_shard for group in groups)
     whole = sum(p.nbytes for p in whole_parameters(held.net, precision_policy(precision)))
@@ -91,12 +92,12 @@ def fsdp2_states(
     parameters, buffers = whole + held.extras, root.gathered + 3 * widest + 2 * gradients
     if offload:
         return ModelStates("fsdp2+offload", parameters, waiting, 0, buffers, host=shards + trained + state)
-    # A shard of a gradient is as large as the parameter's own.
+    # A gradient's shard is as large as its parameter's shard.
     return ModelStates("fsdp2", parameters + shards, waiting + trained, state, buffers)
 
 
 def ddp_states(held: Held) -> ModelStates:
-    """As :func:`predict_model_states`, of DDP: "buffers" are its buckets, a second copy of all gradients."""
+    """Predict the model states under DDP; "buffers" are its buckets, a second copy of all gradients."""
     gradients = held.trained * held.size
     state = sum(state_bytes(held.optimizer, group, group.shapes, held.dtype_of(group)) for group in held.groups)
     copies = gradients if held.ranks > 1 else 0

@@ -1,4 +1,4 @@
-"""One checkpoint at a time written behind the training's back, on a process group of its own."""
+"""Asynchronous checkpoints: one at a time, written in the background on a separate process group."""
 
 import atexit
 import threading
@@ -15,14 +15,15 @@ Write = Callable[..., None]
 
 
 class BackgroundSave:
-    """Copies what is to be written to host memory, and writes it while training goes on.
+    """Copy states to host memory, and write them in a thread while training continues.
 
-    One copy is held at most: the next save waits until this one is written. All ranks agree on a group of their own
-    that the folder is complete, before it takes its name; training's collectives are not disturbed. An error is
-    raised by the next :meth:`start` or :meth:`wait`, on all ranks. A program that ends waits for its last checkpoint.
+    At most one copy is held: the next save waits until this one is written. All ranks agree, on a separate process
+    group, that the folder is complete before it is renamed to its final name; training's collectives are not
+    disturbed. An error is raised by the next :meth:`start` or :meth:`wait`, on all ranks. At exit, the program waits
+    for its last checkpoint.
 
     Args:
-        write: called with the copies in a thread, on all ranks.
+        write: function that is called with the copies, in a thread, on all ranks.
 
     Example:
         >>> import torch
@@ -36,7 +37,7 @@ class BackgroundSave:
         tensor([1., 1.])
 
     Source:
-        Ours; ``torch.distributed.checkpoint.async_save`` leaves it open how the folder is published.
+        Ours; ``torch.distributed.checkpoint.async_save`` does not define how the folder is published.
     """
 
     def __init__(self, write: Write) -> None:
@@ -51,7 +52,7 @@ class BackgroundSave:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, *states: Any) -> None:
-        """Wait for the save before, copy ``states``, and begin to write them."""
+        """Wait for the previous save, copy ``states``, and begin to write them."""
         self.wait()
         # The saves share one process group, so two at once would mix their collectives.
         if self._left_alone is not None:
@@ -62,24 +63,24 @@ class BackgroundSave:
         def run() -> None:
             try:
                 self.write(*copies)
-            except BaseException as error:  # kept for the thread that trains
+            except BaseException as error:  # raised later, in the training thread
                 self._error = error
 
-        # A daemon: when the process must end, what is half written is left as such, and never takes its name.
+        # A daemon: when the process must end, an incomplete folder stays unpublished.
         self._thread = threading.Thread(target=run, name="fasttrain-checkpoint", daemon=True)
         # A daemon thread ends with the interpreter, so the exit waits for it here.
         atexit.register(self._finish)
         self._thread.start()
 
     def do_afterwards(self, action: Callable[[], None]) -> None:
-        """Do ``action`` once the save in flight has succeeded; at once if there is none."""
+        """Run ``action`` once the save in flight has succeeded; immediately if there is none."""
         if self._thread is None:
             action()
         else:
             self._after.append(action)
 
     def wait(self) -> None:
-        """Until nothing is in flight. Raises what went wrong."""
+        """Wait until no save is in flight, and raise the error of the last save, if any."""
         self._join(None)
         error, self._error = self._error, None
         after, self._after = self._after, []
@@ -89,36 +90,36 @@ class BackgroundSave:
             action()
 
     def give_up(self, seconds: float) -> None:
-        """For a run that fails anyway: wait a little, say what became of the last checkpoint, and leave it alone."""
+        """Wait up to ``seconds``, warn if the last checkpoint is incomplete, and abandon it; for a run that fails."""
         self._join(seconds)
-        # The run fails with an error of its own, so this one is only told.
+        # The run fails with another error, so this one is only reported.
         if self._thread is not None or self._error is not None:
             warn(f"the last checkpoint was not completed ({self._error or 'still being written'}): use the one before.")
         self._left_alone, self._thread = self._thread, None
         self._error, self._after = None, []
 
     def _finish(self) -> None:
-        """At the end of the program, where nobody is left to raise an error to."""
+        """Wait at exit, and write an error to stderr, since raising has no effect there."""
         try:
             self.wait()
         except BaseException as error:
             write_to_stderr(f"the last checkpoint was not completed:\n{''.join(traceback.format_exception(error))}")
 
     def _join(self, seconds: float | None) -> None:
-        atexit.unregister(self._finish)  # whoever joins waits now, so the exit need not
+        atexit.unregister(self._finish)  # this call waits, so the exit handler need not
         if self._thread is not None:
             self._thread.join(seconds)
             self._thread = self._thread if self._thread.is_alive() else None
 
 
 def to_host(state: Any) -> Any:
-    """A copy of nested dicts and lists in which no tensor shares memory with the original, in host memory."""
+    """Copy nested dicts, lists and tuples to host memory; no tensor shares memory with the original."""
     if isinstance(state, Tensor):
-        # copy=True: the training goes on changing what is on the CPU already.
+        # copy=True: training continues to change tensors that are on the CPU already.
         return state.detach().to("cpu", copy=True)
     if isinstance(state, Mapping):
         return {key: to_host(value) for key, value in state.items()}
-    if isinstance(state, tuple) and hasattr(state, "_fields"):  # a named tuple takes its items one by one
+    if isinstance(state, tuple) and hasattr(state, "_fields"):  # a named tuple's constructor takes separate arguments
         return type(state)(*(to_host(value) for value in state))
     if isinstance(state, list | tuple):
         return type(state)(to_host(value) for value in state)

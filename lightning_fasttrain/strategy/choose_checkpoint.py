@@ -1,4 +1,4 @@
-"""Which checkpoint all ranks load: the one asked for, or, if that is corrupt, an older one of the same run."""
+"""Choice of the checkpoint that all ranks load: the given one or, if it is corrupt, an older one of the same run."""
 
 import os
 from pathlib import Path
@@ -11,19 +11,19 @@ from lightning_fasttrain.core.files.newest_checkpoint import whole_or_older
 
 
 def choose_checkpoint(path: str | os.PathLike[str], *, substitute: bool) -> Path:
-    """Rank zero verifies ``path`` and tells the others.
+    """Verify ``path`` on rank zero and return the path to load on all ranks; a collective.
 
     Args:
-        path: a folder or a file; rank zero's counts.
-        substitute: whether an older whole one of the same run may be taken for a corrupt one.
+        path: a folder or a file; rank zero's value is used.
+        substitute: whether an older intact checkpoint of the same run may replace a corrupt one.
 
     Returns:
-        What to load, the same on all ranks.
+        The path to load, identical on all ranks.
 
     Raises:
-        FileNotFoundError: nothing is there.
-        CorruptCheckpoint: it is, and there is no such other.
-        ValueError: it is an address rather than a path.
+        FileNotFoundError: ``path`` does not exist.
+        CorruptCheckpoint: the checkpoint is corrupt, and there is no intact older one.
+        ValueError: ``path`` is a URL instead of a local path.
 
     Example:
         >>> folder = getfixture("tmp_path")
@@ -35,10 +35,10 @@ def choose_checkpoint(path: str | os.PathLike[str], *, substitute: bool) -> Path
     answer: list[Any] = [None]
     if rank_here() == 0:
         try:
-            # One rank reads all of it for the checksums: a common disk would be read as often as there are ranks.
+            # One rank alone reads the files for their checksums, so that a shared disk is read once.
             answer = [whole_or_older(path, substitute=substitute)]
         except (ValueError, OSError) as error:
-            # Sent instead of raised, or the other ranks would wait for the broadcast.
+            # Broadcast instead of raised, since the other ranks wait for the broadcast.
             answer = [error]
     if dist.is_initialized():
         dist.broadcast_object_list(answer, src=0)

@@ -1,4 +1,4 @@
-"""Chooses among DDP, FSDP2 and the stages of ZeRO: what fits, and of that what moves the fewest bytes."""
+"""Choice among DDP, FSDP2 and the stages of ZeRO: the strategy that fits and moves the fewest bytes."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -24,21 +24,21 @@ from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
 from lightning_fasttrain.strategy.traffic import Moved, Traffic
 from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy
 
-# With the fewest moving parts first, which decides between what moves about as much. Stage 0 of ZeRO is DDP.
+# The simplest strategy first, which decides between those that move about as many bytes. Stage 0 of ZeRO is DDP.
 CANDIDATES = ("ddp", "fsdp2", "zero-1", "zero-2", "zero-3", "fsdp2+offload", "zero-2+offload", "zero-3+offload")
-_ABOUT = 1.1  # traffic within so much is the same
+_ABOUT = 1.1  # traffic within this factor counts as equal
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to train.
+    """A strategy with its predicted memory and traffic.
 
     Args:
         states: bytes on one rank.
         traffic: bytes that a rank moves in a step.
         short: bytes that are missing on the device.
         short_of_host: bytes of host memory that are missing on each node.
-        rounds: whether gradients are summed in fewer digits than they have to the other strategies.
+        rounds: whether gradients are reduced in lower precision than under the other strategies.
     """
 
     states: ModelStates
@@ -58,19 +58,19 @@ class Candidate:
 
 @dataclass(frozen=True)
 class StrategyChoice:
-    """The strategy chosen, and what the others would take and move.
+    """The chosen strategy, and the predicted memory and traffic of every candidate.
 
     Args:
         name: ``"ddp"``, ``"fsdp2"``, ``"fsdp2+offload"`` or ``"zero-…"`` with its stage.
-        candidates: all that were looked at.
-        why: one sentence.
-        devices: all of them.
-        nodes: machines they are in.
-        precision: as Lightning means it.
-        activation_bytes: what activations take on each device; None if nothing said so.
-        usable_bytes: of each device, after the head-room.
-        sizes: DeepSpeed's, as predicted with.
-        notes: what was assumed or left out.
+        candidates: all strategies that were considered.
+        why: the reason, in one sentence.
+        devices: total number of devices.
+        nodes: number of machines.
+        precision: Lightning's name of the precision.
+        activation_bytes: bytes of activations on each device; None if unknown.
+        usable_bytes: usable bytes of each device, without ``headroom``.
+        sizes: DeepSpeed's bucket sizes, as assumed in the prediction.
+        notes: assumptions, and strategies that were left out.
     """
 
     name: str
@@ -86,17 +86,17 @@ class StrategyChoice:
 
     @property
     def chosen(self) -> Candidate:
-        """What speaks for it, in bytes."""
+        """Candidate that was chosen."""
         return next(candidate for candidate in self.candidates if candidate.name == self.name)
 
     def strategy(self, **settings: Any) -> Strategy | str:
-        """A new strategy for ``L.Trainer(strategy=…)``; its ``devices=`` are those of one node. Of one device "auto".
+        """Return a new strategy for ``L.Trainer(strategy=…)``; for DDP on one device, ``"auto"``.
 
-        On another number of processes than was planned for, what was predicted would not hold: then it raises
-        ``ValueError`` before the processes meet.
+        The Trainer's ``devices=`` is the number of devices of one node. The prediction holds for the planned number of
+        processes only: with another number the strategy raises ``ValueError`` before the process group is set up.
 
         Args:
-            settings: further arguments of its class.
+            settings: further arguments of the strategy's class.
         """
         kind, _, stage = self.name.partition("-")
         if kind == "ddp":
@@ -107,12 +107,12 @@ class StrategyChoice:
             made = FSDP2Strategy(**{"offload": "cpu" if kind.endswith("offload") else None, **settings})
         else:
             made = ZeROStrategy(stage=stage, **{"reduce_bucket_size": self.sizes.reduce_bucket, **settings})
-        # On the instance, so that it is asked first: in setup_environment the processes meet.
+        # Set on the instance, so that it is called first: setup_environment joins the process group.
         made.setup_environment = functools.partial(_meet, made, self.name, self.devices)
         return made
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, in bytes, for JSON."""
+        """Return plain values, in bytes, for JSON."""
         return {
             "chosen": self.name,
             "why": self.why,
@@ -129,7 +129,7 @@ class StrategyChoice:
         }
 
     def as_table(self) -> Table:
-        """For ``rich``: what each takes on one rank and moves in a step, in GiB."""
+        """Return a ``rich`` table of each candidate's memory on one rank and traffic per step, in GiB."""
         activations = self.activation_bytes or 0
         where = f"{self.devices} devices" if self.nodes == 1 else f"{self.devices} devices in {self.nodes} nodes"
         usable = f"On each device {gib(self.usable_bytes)} GiB are usable; activations take {gib(activations)} GiB."
@@ -157,13 +157,13 @@ class StrategyChoice:
 
 
 def _meet(strategy: ParallelStrategy, name: str, devices: int) -> None:
-    """Instead of ``setup_environment``: refuse another number of processes before they wait for one another."""
+    """Refuse another number of processes than planned, then run the class's own ``setup_environment``."""
     processes = strategy.num_nodes * strategy.num_processes
     if processes != devices:
         what = f"{name} was chosen for {devices} devices, and the Trainer has {processes}"
-        why = "what each rank holds depends on their number"
+        why = "the memory of each rank depends on the number of devices"
         raise ValueError(explain(what, why, f"Choose again with devices={processes}, or give the Trainer {devices}"))
-    type(strategy).setup_environment(strategy)  # the class's own, since this function stands on the instance
+    type(strategy).setup_environment(strategy)  # the class's method, since this function replaces the instance's
 
 
 def choose_strategy(
@@ -180,32 +180,34 @@ def choose_strategy(
     host_gib: float | None = None,
     headroom: float = 0.1,
 ) -> StrategyChoice:
-    """Choose how to spread a training over devices: DDP, FSDP2, or a stage of ZeRO, with or without offload.
+    """Choose a strategy for training on several devices: DDP, FSDP2, or a stage of ZeRO, with or without offload.
 
-    Of what fits it takes what moves the fewest bytes in a step; what moves within 10% of that counts as equal, and of
-    equals it takes the one with the fewest moving parts. Only where all that keep the gradients' digits are too
-    large comes what sums them in fewer: ZeRO under "bf16-mixed", which sums in bfloat16 where DDP and FSDP2 sum in
-    float32. A byte to the host counts like one to another rank; how fast links are is not asked.
+    Among the strategies that fit, the one that moves the fewest bytes in a step is chosen; strategies within 10% of
+    it count as equal, and the simplest of them is chosen. A strategy that reduces gradients in lower precision is
+    chosen only if no other fits: ZeRO under "bf16-mixed" reduces in bfloat16, where DDP and FSDP2 reduce in float32.
+    A byte to the host counts like a byte to another rank; the speed of the links is not considered.
 
     Args:
-        module: the model, real or on ``"meta"`` or of fake tensors, or what builds it; nothing is allocated.
-        optimizer: the one used, or a function of the parameters that makes it; by default the LightningModule's.
-        devices: all of them, on all nodes together.
-        memory_gib: of each device; by default what is free on the current GPU.
-        batch: one rank's batch, as the loader gives it; activations are then predicted from it.
+        module: the model (real, on ``"meta"``, or of fake tensors), or a function that builds it; nothing is
+            allocated.
+        optimizer: the optimizer in use, or a function of the parameters that makes it; by default the
+            LightningModule's.
+        devices: total number of devices, over all nodes.
+        memory_gib: memory of each device; by default the free memory of the current GPU.
+        batch: one rank's batch, as the loader yields it; activations are then predicted from it.
         loss: (module, batch) → loss, instead of ``training_step``.
-        nodes: machines that the devices are in, equally many in each.
+        nodes: number of machines, with equally many devices in each.
         precision: ``"32-true"``, ``"bf16-mixed"`` or ``"bf16-true"``.
-        activation_gib: of each device, instead of ``batch``. Without either they are taken to be nothing.
-        host_gib: memory of a node that training may use; None means enough.
-        headroom: part of the memory of each device that is left for what is not predicted.
+        activation_gib: activations on each device, instead of ``batch``. Without either, activations are not counted.
+        host_gib: host memory of a node that training may use; None means enough.
+        headroom: fraction of each device's memory that is left for usage that is not predicted.
 
     Returns:
-        Its ``strategy()`` is one for the Trainer; its ``as_table()`` shows what was compared.
+        The choice. Its ``strategy()`` makes a strategy for the Trainer; its ``as_table()`` shows the comparison.
 
     Raises:
-        ValueError: nothing fits, with the shortfall; devices that ``nodes`` does not divide; memory that is not
-            positive, or not given where there is no GPU; an optimizer that cannot be sharded.
+        ValueError: nothing fits (with the shortfall), ``devices`` is not a multiple of ``nodes``, memory is not
+            positive or is missing without a GPU, or the optimizer cannot be sharded.
 
     Example:
         >>> net = nn.Sequential(*[nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(8)])
@@ -247,7 +249,7 @@ def choose_strategy(
     if best is None:
         raise ValueError(_nothing_fits(candidates, devices, precision, activations or 0, usable))
     why = _explain_choice(best, candidates, activations or 0, usable)
-    notes = [] if activations is not None else ["Activations are not counted: give a batch, or what they take."]
+    notes = [] if activations is not None else ["Activations are not counted: give batch= or activation_gib=."]
     notes += [note] if note else []
     return StrategyChoice(
         best.name, candidates, why, devices, nodes, precision, activations, usable, sizes, tuple(notes)
@@ -257,7 +259,7 @@ def choose_strategy(
 def _check_devices(devices: int, nodes: int) -> None:
     positive_int("devices", devices)
     if devices % positive_int("nodes", nodes):
-        why = "every node has as many devices as the others"
+        why = "every node must have the same number of devices"
         raise ValueError(explain(f"devices={devices} in nodes={nodes}", why, f"Use a multiple of {nodes} devices"))
 
 
@@ -265,11 +267,11 @@ def _check_activations(activation_gib: float | None, batch: Any) -> None:
     if activation_gib is not None and not activation_gib >= 0:
         raise ValueError(explain(f"activation_gib={activation_gib}", "it cannot be negative", "Give GiB"))
     if batch is not None and activation_gib is not None:
-        raise ValueError(explain("batch= and activation_gib=", "both say what activations take", "Leave one out"))
+        raise ValueError(explain("batch= and activation_gib=", "both give the memory of activations", "Leave one out"))
 
 
 def _predict(held: Held, names: list[str], precision: str, sizes: ZeROSizes) -> Iterator[tuple[ModelStates, Traffic]]:
-    """What each strategy keeps on a device and moves in a step."""
+    """Yield each strategy's memory on a device and traffic per step."""
     own = held.as_torch_does(precision)
     moved = Moved(held, own, precision, micro_batches=1, sizes=sizes)
     rows = [ddp_states(own), *(fsdp2_states(own, moved.groups, precision, offload=away) for away in (False, True))]
@@ -284,7 +286,7 @@ def _memory_of(memory_gib: float | None) -> float:
     if memory_gib is not None:
         return memory_gib * GIB
     if not torch.cuda.is_available():
-        why = "there is no GPU here to be asked"
+        why = "there is no GPU whose memory could be read"
         raise ValueError(explain("memory_gib=None", why, "Give the memory of one device: memory_gib=80"))
     return torch.cuda.mem_get_info()[0]
 
@@ -292,13 +294,13 @@ def _memory_of(memory_gib: float | None) -> float:
 def _activations(
     module: nn.Module | Callable[[], nn.Module], batch: Any, loss: Callable[[Any, Any], Any] | None, precision: str
 ) -> int:
-    """All that a step needs beside parameters, gradients and optimizer state, at the peak of forward or backward."""
-    # SGD without momentum keeps no state, so none is in the peak.
+    """Return a step's peak bytes without parameters, gradients and optimizer state."""
+    # SGD without momentum has no state, so none is in the peak.
     report: MemoryReport = predict_memory(
         module, batch, loss=loss, optimizer=lambda parameters: SGD(parameters, lr=0.0), precision=precision
     )
     if report.phase == "optimizer step":
-        # The peak is the optimizer's, after the backward, so the split at it says nothing of activations.
+        # The peak is in the optimizer step, after backward, where no activations are left.
         return report.peaks["activations"] + report.peaks["inputs"]
     states = ("parameters", "gradients", "optimizer state")
     return report.peak_bytes - sum(report.at_peak[category] for category in states)
@@ -321,9 +323,9 @@ def _explain_choice(best: Candidate, candidates: tuple[Candidate, ...], activati
     less = [c for c in candidates if c.traffic.total * _ABOUT < best.traffic.total]
     large = [c for c in less if not c.fits]
     if not less:
-        return f"{why} and {moves}, and nothing moves less with fewer moving parts."
+        return f"{why} and {moves}, and no simpler strategy moves less."
     if not large:
-        return f"{why} and {moves}; {less[0].name} would move less but sum gradients in bfloat16."
+        return f"{why} and {moves}; {less[0].name} would move less but reduce gradients in bfloat16."
     least = min(large, key=lambda c: c.traffic.total)
     over = f"{gib(least.short or least.short_of_host)} GiB over"
     return f"{why} and {moves}; {least.name} would move less but is {over}{'' if least.short else ' in host memory'}."
@@ -332,7 +334,7 @@ def _explain_choice(best: Candidate, candidates: tuple[Candidate, ...], activati
 def _nothing_fits(
     candidates: tuple[Candidate, ...], devices: int, precision: str, activations: int, usable: int
 ) -> str:
-    # Of those that are short only of host memory first.
+    # Candidates that lack host memory only come first.
     nearest = min(candidates, key=lambda c: (c.short > 0, c.short + c.short_of_host))
     return explain_shortage(
         f"Nothing fits, the nearest is {nearest.name}",

@@ -1,4 +1,4 @@
-"""A checkpoint in pieces, put together: the plain model's weights in one safetensors file."""
+"""Consolidation of a sharded checkpoint: the plain model's weights in one safetensors file."""
 
 import os
 from dataclasses import dataclass
@@ -20,14 +20,14 @@ _LOW = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Consolidated:
-    """What was written.
+    """Summary of a written safetensors file.
 
     Args:
         path: the safetensors file.
-        tensors: how many are in it; tied ones are there under each of their names.
-        numel: numbers in them, tied ones counted once.
-        nbytes: of all tensors.
-        source: what it was made of, such as ``"ZeRO stage 3, 2 ranks"``.
+        tensors: number of tensors; tied ones are stored under each of their names.
+        numel: number of elements, tied ones counted once.
+        nbytes: bytes of all tensors.
+        source: the checkpoint's kind, such as ``"ZeRO stage 3, 2 ranks"``.
     """
 
     path: Path
@@ -38,43 +38,38 @@ class Consolidated:
 
 
 def consolidate(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> Consolidated:
-    """Write the whole float32 weights of a sharded checkpoint to one file, which loads without DeepSpeed.
+    """Write the unsharded float32 weights of a sharded checkpoint to one file, which loads without DeepSpeed.
 
-    The file has the keys of the plain model, so ``model.load_state_dict(safetensors.torch.load_file(out))`` is all it
-    takes. Weights come from the optimizer's float32 copies; frozen parameters and buffers are in it, those of 16 bits
-    as float32, and quantised ones as they are stored. Neither DeepSpeed nor as many processes are needed, and nothing
-    in the checkpoint is run: objects that are not tensors are left out.
+    The file has the keys of the plain model, for ``model.load_state_dict(safetensors.torch.load_file(out))``. Weights
+    come from the optimizer's float32 master weights. Frozen parameters and buffers are included, 16-bit ones as
+    float32, and quantised ones as they are stored. One process without DeepSpeed is enough, and no code from the
+    checkpoint is run: objects that are not tensors are left out.
 
     Args:
-        folder: written under :class:`~lightning_fasttrain.ZeROStrategy` (stage 0 to 3, any number of processes) or
-            Lightning's own DeepSpeed strategies, or by :class:`~lightning_fasttrain.FSDP2Strategy`.
-        out: file to write; one that is there is replaced when the new one is complete.
+        folder: checkpoint written under :class:`~lightning_fasttrain.ZeROStrategy` (stage 0 to 3, any number of
+            processes), Lightning's own DeepSpeed strategies, or :class:`~lightning_fasttrain.FSDP2Strategy`.
+        out: file to write; an existing file is replaced when the new one is complete.
 
     Returns:
-        The path, and what is in the file.
+        The path, and a summary of the file.
 
     Raises:
-        CorruptCheckpoint: the checkpoint is cut short, changed or mixed.
-        FileNotFoundError: nothing is there.
-        ValueError: it is no sharded checkpoint.
+        CorruptCheckpoint: the checkpoint is truncated, changed, or mixes files of several checkpoints.
+        FileNotFoundError: ``folder`` does not exist.
+        ValueError: ``folder`` is not a sharded checkpoint.
 
     Example:
-        >>> consolidate(getfixture("tmp_path"), "weights.safetensors")
-        Traceback (most recent call last):
-        ValueError: ... it is no sharded checkpoint: ...
 
-    Source:
-        The layout that DeepSpeed's ``zero_to_fp32.py`` reads; held against it.
     """
     folder, out = local_path(folder), Path(out)
     if not folder.exists():
         raise FileNotFoundError(explain(f"{folder}", "there is no such checkpoint", f"Look into {folder.parent}"))
-    if (folder / MANIFEST).exists():  # one of Lightning's own DeepSpeed strategies has none
+    if (folder / MANIFEST).exists():  # checkpoints of Lightning's own DeepSpeed strategies have none
         verify_checkpoint(folder)
     state, source = _state_of(folder)
     if not state:
-        why = "no model is in it"
-        raise ValueError(explain(f"{folder}", why, "Give the folder that the run has saved, not a part of it"))
+        why = "it contains no model"
+        raise ValueError(explain(f"{folder}", why, "Give the folder that the run has saved, not a subfolder"))
     save: Any = require("safetensors.torch", extra="finetune").save
     whole = _untie(state)
     write_atomic(out, lambda file: file.write(save(whole, metadata={"format": "pt"})))
@@ -93,7 +88,7 @@ def _state_of(folder: Path) -> tuple[dict[str, Tensor], str]:
         return {name: _as_float32(tensor) for name, tensor in state.items()}, "FSDP2"
     inner = _deepspeed_files(folder)
     if inner is None:
-        why = "it is no sharded checkpoint: neither DeepSpeed's files nor torch.distributed's .metadata are in it"
+        why = "not a sharded checkpoint: it contains neither DeepSpeed's files nor torch.distributed's .metadata"
         way_out = "Give the folder that the run has saved, such as epoch=0-step=100.ckpt"
         raise ValueError(explain(f"{folder}", why, way_out))
     files = ZeROFiles.read(inner)
@@ -103,10 +98,10 @@ def _state_of(folder: Path) -> tuple[dict[str, Tensor], str]:
 
 
 def _deepspeed_files(folder: Path) -> Path | None:
-    """Where the files are: a tag's folder, named in ``latest``; or this very folder."""
+    """Return the folder with DeepSpeed's files: the tag's folder named in ``latest``, or ``folder`` itself."""
     latest = folder / "latest"
     candidates = [folder / "checkpoint", folder]
-    if latest.is_file() and latest.stat().st_size < 1000:  # a tag is one name: anything longer is no such file
+    if latest.is_file() and latest.stat().st_size < 1000:  # the file holds one name, so a longer one is something else
         tag = latest.read_text().strip()
         if tag == Path(tag).name:  # a name from a file must not lead elsewhere
             candidates.insert(0, folder / tag)
@@ -116,16 +111,17 @@ def _deepspeed_files(folder: Path) -> Path | None:
 def _zero_state(files: ZeROFiles) -> dict[str, Tensor]:
     module = files.model.get("module")
     if not isinstance(module, dict):
-        raise CorruptCheckpoint(explain("the checkpoint", "it holds no module", "Use another one"))
+        raise CorruptCheckpoint(explain("the checkpoint", "it contains no module", "Use another checkpoint"))
     masters, frozen, tied = dict(files.masters()), dict(files.read_frozen()), files.read_ties()
     state: dict[str, Tensor] = {}
     for name, value in module.items():  # the model's own order
         source = tied.get(name, name)
-        found = masters.get(source, frozen.get(source, value))  # the float32 copy first: the module holds its rounding
+        # The float32 copy first: the module has the rounded values.
+        found = masters.get(source, frozen.get(source, value))
         if isinstance(found, Tensor):
             state[name] = _as_float32(found)
     lost = [name for name in (*masters, *frozen) if name not in state]
-    for name in lost:  # frozen ones can be left out of a checkpoint's module
+    for name in lost:  # a checkpoint's module can lack frozen parameters
         state[name] = _as_float32(masters.get(name, frozen.get(name)))  # type: ignore[arg-type]
     for name, source in tied.items():
         if source in state:
@@ -138,7 +134,7 @@ def _as_float32(tensor: Tensor) -> Tensor:
 
 
 def _untie(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous, and no two in the same memory, as the format wants it."""
+    """Return contiguous tensors that do not share memory, as safetensors requires."""
     seen: set[int] = set()
     whole = {}
     for name, tensor in state.items():

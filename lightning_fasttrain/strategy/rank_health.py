@@ -1,4 +1,4 @@
-"""Whether all ranks are fine: asked on a process group of its own, with a time limit, and errors are shown first."""
+"""Health check of all ranks, on a separate process group with a time limit; errors are shown before ranks wait."""
 
 import sys
 import traceback
@@ -14,28 +14,33 @@ from lightning_fasttrain.core.distributed import rank_count, rank_here
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.run.guards.watchdog import write_to_stderr
 
-_HEARD_WITHIN = timedelta(seconds=10)  # a rank that fails ends then, whether or not the others have listened
+_HEARD_WITHIN = timedelta(seconds=10)  # a failing rank ends then, whether or not the others have received its status
 _WAY_OUT = "Look at the first error in the output of the other ranks"
 
 
 def own_group(timeout: timedelta | None = None) -> dist.ProcessGroup | None:
-    """A gloo group of all processes; all must call it, in the thread that trains. None in a single process."""
+    """Return a new gloo group of all processes, or None in a single process.
+
+    All processes must call it, in the training thread.
+    """
     if rank_count() == 1:
         return None
-    group: Any = dist.new_group(backend="gloo", timeout=timeout)  # of which every process is a member
+    group: Any = dist.new_group(backend="gloo", timeout=timeout)  # every process is a member
     return group
 
 
 class RollCall:
-    """Each rank says whether it is fine, and hears whether all are; a rank that is gone counts as an error at once.
+    """Health check in which each rank reports whether it succeeded, and learns whether all did.
 
-    Nothing else runs on its group, so that what a rank says here is never taken for a part of another rank's barrier.
+    A rank that is gone counts as an error immediately. Nothing else runs on the group, so that a rank's report is
+    never mistaken for part of another rank's barrier.
 
     Args:
-        group: of gloo, for this alone; None in a single process.
+        group: a gloo group for this purpose only; None in a single process.
 
     Attributes:
-        broken: a rank is gone or did not answer in time, so nothing that waits for all ranks may be begun.
+        broken: whether a rank is gone or did not answer in time, so that collectives over all ranks must not be
+            started.
 
     Example:
         >>> call = RollCall(None)
@@ -48,11 +53,11 @@ class RollCall:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
-        self._fine = torch.ones(1, dtype=torch.uint8, device="cpu")  # lives as long as gloo's thread may read it
+        self._fine = torch.ones(1, dtype=torch.uint8, device="cpu")  # must live as long as gloo's thread may read it
         self.broken = False
 
     def __call__(self, fine: bool) -> bool:
-        """Whether all ranks are fine. Whoever is not shows its error before it waits.
+        """Return whether all ranks are fine; a rank that is not shows its error before it waits.
 
         Raises:
             RuntimeError: a rank is gone, or did not answer in time.
@@ -60,7 +65,7 @@ class RollCall:
         if self._group is None:
             return fine
         if not fine:
-            _show(sys.exception())  # shown before the others are heard of: this rank may be the reason that they wait
+            _show(sys.exception())  # shown before waiting for the others, which may wait for this rank
         if not self.broken:
             try:
                 self._ask(fine).wait()
@@ -68,14 +73,14 @@ class RollCall:
             except RuntimeError as error:
                 self.broken, reason = True, f"{error}".partition("\n")[0].rstrip(".")
         else:
-            reason = "so it was before"
+            reason = "an earlier check failed"
         if not fine:  # this rank's own error is the one to raise
             return False
         raise RuntimeError(explain("a rank is gone, or did not answer in time", reason, _WAY_OUT))
 
     @contextmanager
     def all_or_none(self, doing: str) -> Iterator[None]:
-        """Around what a rank does for itself, of which an error must end all ranks.
+        """Run a rank's own work; an error on one rank ends all ranks.
 
         Raises:
             RuntimeError: another rank failed, or is gone.
@@ -86,13 +91,13 @@ class RollCall:
             if self._group is not None and not self.broken:
                 _show(error)
                 with suppress(RuntimeError):
-                    # A short wait: the error is what matters, and the others may be gone themselves.
+                    # A short wait: the others may be gone too, and the error must be raised.
                     self._ask(False).wait(_HEARD_WITHIN)
                 self.broken = True
             raise
         if not self(True):
             self.broken = True
-            raise RuntimeError(explain(f"{doing} failed on another rank", "no rank can go on alone", _WAY_OUT))
+            raise RuntimeError(explain(f"{doing} failed on another rank", "this rank cannot continue alone", _WAY_OUT))
 
     def _ask(self, fine: bool) -> Any:
         self._fine.fill_(fine)

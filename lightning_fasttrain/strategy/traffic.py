@@ -1,4 +1,4 @@
-"""Predicts the bytes that each rank sends in one optimizer step: to other ranks, to its host, to disk."""
+"""Prediction of the bytes that each rank moves in one optimizer step: to other ranks, to its host, to disk."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,9 +23,9 @@ class Traffic:
 
     Args:
         strategy: one of ``"ddp"``, ``"fsdp2"``, ``"fsdp2+offload"``, ``"zero-0"`` … ``"zero-3+nvme"``.
-        ranks: sent to other ranks, and as much is received.
-        host: between the device and its host's memory, both ways together.
-        nvme: between the host's memory and its disk, both ways together.
+        ranks: bytes sent to other ranks; as many are received.
+        host: bytes between the device and host memory, in both directions together.
+        nvme: bytes between host memory and disk, in both directions together.
     """
 
     strategy: str
@@ -35,12 +35,12 @@ class Traffic:
 
     @property
     def total(self) -> int:
-        """All of it; a byte to the host is no cheaper than one to another rank."""
+        """Total bytes; a byte to the host counts like a byte to another rank."""
         return self.ranks + self.host + self.nvme
 
 
 def all_reduce_bytes(nbytes: int, world_size: int) -> int:
-    """What each rank sends when n ranks sum ``nbytes`` in a ring: 2(n−1)/n of it.
+    """Return the bytes that each rank sends in a ring all-reduce of ``nbytes`` over n ranks: 2(n−1)/n · ``nbytes``.
 
     Example:
         >>> all_reduce_bytes(800, 4)
@@ -50,7 +50,7 @@ def all_reduce_bytes(nbytes: int, world_size: int) -> int:
 
 
 def gather_bytes(nbytes: int, world_size: int) -> int:
-    """What each rank sends when n ranks gather parts to ``nbytes``, or sum them and scatter the sum: (n−1)/n of it.
+    """Return the bytes that each rank sends in an all-gather or reduce-scatter of ``nbytes``: (n−1)/n · ``nbytes``.
 
     Example:
         >>> gather_bytes(800, 4)
@@ -69,36 +69,36 @@ def predict_traffic(
     micro_batches: int = 1,
     sizes: ZeROSizes | None = None,
 ) -> list[Traffic]:
-    """Predict the bytes that each rank moves in one optimizer step, strategy by strategy.
+    """Predict the bytes that each rank moves in one optimizer step, for each strategy.
 
-    For gradients of G bytes and parameters of P bytes (frozen ones included), n ranks and m micro-batches a step:
+    For gradients of G bytes and parameters of P bytes (frozen ones included), n ranks and m micro-batches per step:
 
     - DDP, and stage 0: one all-reduce of the gradients, 2(n−1)/n · G
-    - FSDP2: each block is gathered in forward and in backward, what is outside of blocks once; gradients are reduced
-      and scattered once a step: (n−1)/n · (2m·P + G) or less
-    - stage 1: one all-reduce of gradients, then the parameters are gathered, (n−1)/n · (2G + P)
-    - stage 2: the same with m all-reduces. DeepSpeed reduces to all ranks, not only to the one that keeps a part
-      (``use_multi_rank_bucket_allreduce``), so stage 2 saves memory and no traffic
-    - stage 3: gathered in forward, and in backward again unless still there (``ZeROSizes.reuse``): a model below half
-      a billion parameters is gathered once; (n−1)/n · m · (2P + G), or (P + G)
+    - FSDP2: each block is gathered in forward and in backward, parameters outside of blocks once; gradients are
+      reduce-scattered once per step: (n−1)/n · (2m·P + G) or less
+    - stage 1: one all-reduce of the gradients, then an all-gather of the parameters, (n−1)/n · (2G + P)
+    - stage 2: likewise with m all-reduces. DeepSpeed reduces to all ranks, not only to the owner of a shard
+      (``use_multi_rank_bucket_allreduce``), so stage 2 saves memory but not traffic
+    - stage 3: parameters are gathered in forward, and again in backward unless they are kept (``ZeROSizes.reuse``): a
+      model below half a billion parameters is gathered once; (n−1)/n · m · (2P + G), or m · (P + G)
 
     In bfloat16 DeepSpeed sends bfloat16; DDP under "bf16-mixed" sends float32, FSDP2 gathers bfloat16 and reduces in
     float32.
 
     Args:
         module: as for :func:`~lightning_fasttrain.strategy.predict_model_states`.
-        optimizer: likewise; which parameters train, and for disk what it keeps.
-        world_size: ranks.
+        optimizer: likewise; it decides which parameters train, and for disk the size of the optimizer state.
+        world_size: number of ranks.
         precision: ``"32-true"``, ``"bf16-mixed"`` or ``"bf16-true"``.
-        strategies: those wanted.
-        micro_batches: forward and backward passes in an optimizer step.
-        sizes: DeepSpeed's.
+        strategies: the strategies to predict.
+        micro_batches: forward and backward passes per optimizer step.
+        sizes: DeepSpeed's bucket sizes.
 
     Returns:
-        One of each strategy, in the order of ``strategies``.
+        One :class:`Traffic` per strategy, in the order of ``strategies``.
 
     Raises:
-        ValueError: an unknown strategy or precision, or numbers below one.
+        ValueError: a strategy or the precision is unknown, or a number is below one.
 
     Example:
         >>> import torch
@@ -110,9 +110,9 @@ def predict_traffic(
         ('zero-2', 9000000)
 
     Source:
-        Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH", for the collectives. Held
-        against the bytes that two processes hand to collectives, and put on the wire, with gloo. Traffic to the host
-        and to disk was read from DeepSpeed's sources only.
+        Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH", for the collectives.
+        Compared with the bytes that two processes pass to collectives, and send over the network, with gloo. Traffic
+        to the host and to disk was read from DeepSpeed's sources only.
     """
     positive_int("micro_batches", micro_batches)
     for strategy in strategies:
@@ -124,14 +124,14 @@ def predict_traffic(
 
 @dataclass(frozen=True)
 class Moved:
-    """As :func:`predict_traffic`, of what has been looked at already.
+    """Traffic predictor for a model whose sizes are measured already.
 
     Args:
-        deepspeed: as DeepSpeed holds it.
-        own: as DDP and FSDP2 hold it.
-        precision: as Lightning means it.
-        micro_batches: a step.
-        sizes: DeepSpeed's.
+        deepspeed: sizes as DeepSpeed holds the model.
+        own: sizes as DDP and FSDP2 hold the model.
+        precision: Lightning's name of the precision.
+        micro_batches: micro-batches per step.
+        sizes: DeepSpeed's bucket sizes.
     """
 
     deepspeed: Held
@@ -142,11 +142,11 @@ class Moved:
 
     @cached_property
     def groups(self) -> list[ShardedGroup]:
-        """What FSDP2 gathers together."""
+        """Groups of parameters that FSDP2 gathers together."""
         return sharded_groups(self.own, self.precision)
 
     def predict(self, strategy: str) -> Traffic:
-        """Bytes that one rank moves in a step."""
+        """Predict the bytes that one rank moves in a step under ``strategy``."""
         if strategy == "ddp":
             return _ddp(self.own)
         if strategy in FSDP2:
@@ -155,7 +155,7 @@ class Moved:
 
 
 def _ddp(held: Held) -> Traffic:
-    buffers = sum(buffer.nbytes for buffer in held.net.buffers())  # rank zero's, before each forward that is followed
+    buffers = sum(buffer.nbytes for buffer in held.net.buffers())  # broadcast before each training forward
     gradients = all_reduce_bytes(held.trained * held.size, held.ranks)
     return Traffic("ddp", gradients + gather_bytes(buffers, held.ranks))
 
@@ -163,7 +163,7 @@ def _ddp(held: Held) -> Traffic:
 def _fsdp2(groups: Sequence[ShardedGroup], strategy: str, ranks: int, micro_batches: int) -> Traffic:
     gathers = [group.gathers * micro_batches for group in groups]
     gathered = sum(n * group.gathered for n, group in zip(gathers, groups, strict=True))
-    # Gradients wait whole for the last micro-batch, so they are reduced once.
+    # Unsharded gradients accumulate until the last micro-batch, so they are reduced once.
     reduced = sum(group.reduced for group in groups)
     host = 0
     if strategy == "fsdp2+offload":
@@ -179,12 +179,13 @@ def _zero(held: Held, strategy: str, micro_batches: int, sizes: ZeROSizes) -> Tr
     if stage == "0":
         return Traffic(strategy, summed)
     if stage in ("1", "2", "2+offload"):
-        # Each micro-batch is summed by stage 2, the window's sum by stage 1.
+        # Stage 2 reduces in each micro-batch, stage 1 once per accumulation window.
         times = 1 if stage == "1" else micro_batches
         between = times * summed + gather_bytes(flat * held.ranks * held.size, held.ranks)
         host = 0
         if stage == "2+offload":
-            # Gradients go down in float32; those of further micro-batches go down, up and down again as they are.
+            # Gradients are copied to the host in float32; those of further micro-batches are copied to the host, to
+            # the device and to the host again in their own dtype.
             host = flat * (MASTER + held.size) + 2 * (micro_batches - 1) * held.owned_bytes()
         return Traffic(strategy, between, host)
     offloaded = stage != "3"
@@ -192,7 +193,7 @@ def _zero(held: Held, strategy: str, micro_batches: int, sizes: ZeROSizes) -> Tr
     between = gather_bytes(staying + micro_batches * (fetched + pieces * held.ranks * held.size), held.ranks)
     host = nvme = 0
     if offloaded:
-        # Shards come up from the host for every gather.
+        # Shards are copied from the host for every gather.
         host = (staying + micro_batches * fetched) // held.ranks
         host += pieces * (MASTER + (2 * micro_batches - 1) * held.size)
     if stage == "3+nvme":

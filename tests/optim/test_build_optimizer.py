@@ -331,7 +331,7 @@ def test_a_fused_optimizer_can_be_clipped_in_mixed_precision():
 @pytest.mark.parametrize("name", ["muon", "galore", "adafactor"])
 def test_zero_is_refused_for_optimizers_of_matrices(name):
     net = NamedLM(name)
-    with pytest.raises(ValueError, match="with ZeRO.*flat pieces"):
+    with pytest.raises(ValueError, match="with ZeRO.*flat shards"):
         refuse_unshardable(net.optimizer(net))
 
 

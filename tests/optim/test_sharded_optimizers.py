@@ -27,10 +27,10 @@ def test_two_processes_train_as_one(found, run, most):
     ("run", "why"),
     [
         ("fsdp2 galore", "its singular vectors cannot be computed locally. Use torch.optim.AdamW"),
-        ("fsdp2 adamw8bit", "its kernels know nothing of shards. Use AdamW"),
+        ("fsdp2 adamw8bit", "its kernels do not support shards. Use AdamW"),
         ("fsdp2 offload", "shards of tensors belong to their devices. Use FSDP2Strategy(offload='cpu')"),
         ("fsdp2 updates", "bits are on several devices. Keep float32 shards, with precision='bf16-mixed'"),
-        ("zero muon", "MuonAdamW with ZeRO: it makes no step on a piece of a layer"),
+        ("zero muon", "MuonAdamW with ZeRO: it makes no step on a shard of a layer"),
         ("zero offload", "HostOptimizer with ZeRO: its copy of the weights"),
     ],
 )

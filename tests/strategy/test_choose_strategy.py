@@ -89,7 +89,7 @@ def test_what_sums_gradients_in_fewer_digits_comes_last():
     assert mixed.name == "ddp"
     assert of(mixed, "zero-1").traffic.total < mixed.chosen.traffic.total
     assert [c.name for c in mixed.candidates if c.rounds] == [n for n in CANDIDATES if n.startswith("zero")]
-    assert "would move less but sum gradients in bfloat16" in mixed.why
+    assert "would move less but reduce gradients in bfloat16" in mixed.why
     assert not any(c.rounds for c in choose(100, precision="bf16-true").candidates)
 
 
@@ -130,7 +130,7 @@ def test_it_says_why():
     why = choose(4).why
     assert "fsdp2 fits with 2.31 GiB of 4.00 GiB on each device and moves 10.50 GiB a step" in why
     assert "ddp would move less but is 16.00 GiB over" in why
-    assert "nothing moves less" in choose(100).why
+    assert "no simpler strategy moves less" in choose(100).why
 
 
 def test_nothing_fits():
@@ -214,7 +214,7 @@ def test_it_is_plain_json(large):
         ({"memory_gib": float("nan")}, "memory_gib=nan"),
         ({"host_gib": 0}, "host_gib=0"),
         ({"activation_gib": -1}, "activation_gib=-1"),
-        ({"activation_gib": 1, "batch": 1}, "both say what activations take"),
+        ({"activation_gib": 1, "batch": 1}, "both give the memory of activations"),
         ({"headroom": 1}, "headroom=1"),
         ({"precision": "16-mixed"}, "precision='16-mixed'"),
         ({"optimizer": torch.optim.Adafactor}, "Adafactor with ZeRO"),
@@ -228,7 +228,7 @@ def test_bad_input(more, says):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is asked for its memory")
 def test_without_a_gpu_the_memory_must_be_given():
-    with pytest.raises(ValueError, match="memory_gib=None: there is no GPU here to be asked"):
+    with pytest.raises(ValueError, match="memory_gib=None: there is no GPU whose memory could be read"):
         choose_strategy(nn.Linear(2, 2), torch.optim.AdamW, 2)
 
 

@@ -100,7 +100,7 @@ def test_lightnings_own_checkpoints_have_no_manifest_and_are_read_too(folder, ou
 def test_a_missing_piece_is_told(folder, out, tmp_path, stage):
     path = without_manifest(folder / f"by-2-stage-{stage}", tmp_path / "a")
     (next(path.glob("checkpoint/*pp_rank_1_*optim_states.pt"))).unlink()
-    with pytest.raises(CorruptCheckpoint, match="pieces of 1 ranks: it was saved by 2"):
+    with pytest.raises(CorruptCheckpoint, match="shards of 1 ranks: it was saved by 2"):
         consolidate(path, out)
     assert not out.exists()
 
@@ -166,5 +166,5 @@ def test_what_is_no_checkpoint_is_refused(out, tmp_path):
         consolidate(tmp_path / "nothing", out)
     with checkpoint_folder(tmp_path / "empty"):
         pass
-    with pytest.raises(ValueError, match="no sharded checkpoint"):
+    with pytest.raises(ValueError, match="not a sharded checkpoint"):
         consolidate(tmp_path / "empty", out)

@@ -209,12 +209,12 @@ def test_steps_may_use_layers_without_calling_the_module(found):
 
 
 def test_quantised_weights_that_differ_are_refused_on_all_ranks(found):
-    assert "another rank refused its model" in found[0]["other quantised"]
+    assert "another rank has refused its model" in found[0]["other quantised"]
     assert "rank 1 has quantised other weights than rank 0 in 'blocks.0.up" in found[1]["other quantised"]
 
 
 def test_other_builds_are_refused_on_all_ranks(found):
-    assert "another rank refused its model" in found[0]["other build"]
+    assert "another rank has refused its model" in found[0]["other build"]
     assert "rank 1 has built another model than rank 0: blocks.2" in found[1]["other build"]
 
 
@@ -224,7 +224,7 @@ def test_layers_swapped_after_sharding_are_named(found):
 
 
 def test_an_optimizer_of_old_parameters_is_refused(found):
-    assert all("SGD holds 13 of 13 parameters that the model has no more" in rank["stale"] for rank in found)
+    assert all("SGD holds 13 of 13 parameters that the model no longer has" in rank["stale"] for rank in found)
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
@@ -248,7 +248,7 @@ def test_a_fine_tuning_runs_checkpoints_hold_the_adapter_alone_and_resume_bit_fo
     assert all("lora_" in name for name in held)
     for rank in found:
         assert "the checkpoint was trained with another base model than FSDPOtherBase" in rank[f"{kind} other base"]
-        assert "lora_A.default.weight is [2, " in rank[f"{kind} other rank"]
+        assert "lora_A.default.weight has shape [2, " in rank[f"{kind} other rank"]
 
 
 @pytest.mark.parametrize("run", ["narrow", "wide", "offload", "bf16-mixed", "experts"])
@@ -271,7 +271,7 @@ def test_what_a_rank_holds_of_a_base_in_4_bits_is_predicted(found):
     assert states.parameters == largest(found, "4 bits wide", "held")
 
 
-def test_a_whole_checkpoint_of_a_base_in_4_bits_resumes_bit_for_bit_and_loads_in_a_plain_model(found, single):
+def test_a_whole_checkpoint_of_a_4_bit_base_resumes_exactly_and_loads_in_a_plain_model(found, single):
     assert largest(found, "4 bits resumed") == 0
     folder, _ = single
     state, plain = full_state_dict(folder / "full" / "epoch=1.ckpt"), WideLM()
@@ -314,7 +314,7 @@ def test_checkpoints_of_other_models_optimizers_and_none_are_refused(found):
     for rank in found:
         assert "there is no such checkpoint" in rank["nothing there"]
         assert "the model lacks blocks.1.down.bias" in rank["other model"]
-        assert "the checkpoint's AdamW does not fit this SGD" in rank["other optimizer"]
+        assert "the checkpoint's AdamW does not match this SGD" in rank["other optimizer"]
 
 
 def test_an_error_of_the_last_save_in_the_background_ends_the_run_on_all_ranks(found):
@@ -414,7 +414,7 @@ def test_fabric_makes_a_model_from_the_meta_device_on_rank_zero(found):
 
 
 def test_fabric_refuses_an_optimizer_of_another_model(found):
-    assert all("SGD holds 1 parameters of no model that was set up" in rank["fabric foreign"] for rank in found)
+    assert all("SGD holds 1 parameters that are in no model" in rank["fabric foreign"] for rank in found)
 
 
 def test_bad_input_is_an_error_before_anyone_waits(found):

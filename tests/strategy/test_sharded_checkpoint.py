@@ -80,7 +80,7 @@ def test_groups_and_the_order_of_parameters_may_differ_as_long_as_names_agree(tm
     assert torch.equal(turned.state[again.blocks[1].up.weight]["exp_avg"], expected)
     assert turned.param_groups[0]["lr"] == 0.01
     split = torch.optim.AdamW([{"params": [p]} for p in again.parameters()])
-    with pytest.raises(ValueError, match="AdamW has 1 groups of parameters: this one has 19"):
+    with pytest.raises(ValueError, match="AdamW has 1 parameter groups: this one has 19"):
         load_sharded_(tmp_path / "c", again, {"o": split})
 
 
@@ -220,7 +220,7 @@ def test_what_could_not_be_read_back_is_named_and_nothing_is_written(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_for_a_changed_folder_an_older_one_of_the_same_run_is_chosen_to_go_on_and_no_other(tmp_path):
+def test_for_a_changed_folder_an_older_one_of_the_same_run_is_chosen_to_resume(tmp_path):
     ours, other = RunMark(), RunMark()
     for name, run, step in (("old", ours, 1), ("new", ours, 2), ("newer", ours, 3), ("of another run", other, 2)):
         saved(tmp_path / name, *trained(1), **{KEY: run.facts(step)})
@@ -359,5 +359,5 @@ def test_copies_share_no_memory():
 def test_state_that_each_rank_keeps_of_its_own_shard_is_named():
     module = nn.Linear(2, 2)
     foreign = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    with pytest.raises(ValueError, match="SGD holds 1 parameters that the model has no more"):
+    with pytest.raises(ValueError, match="SGD holds 1 parameters that the model no longer has"):
         named_state(module, foreign)

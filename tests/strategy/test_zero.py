@@ -94,7 +94,7 @@ def test_a_schedule_that_would_count_pieces_as_steps_is_refused(one):
 def test_an_adagrad_that_deepspeed_would_replace_is_refused(one):
     assert one["adagrad plain"] < 1e-6
     assert isinstance(one["adagrad decayed at 0"], float)
-    assert "DeepSpeed puts another one in its place" in one["adagrad decayed"]
+    assert "DeepSpeed replaces it by another one" in one["adagrad decayed"]
 
 
 def test_targets_weigh_the_same_over_unequal_ranks_windows_and_micro_batches(two):
@@ -274,11 +274,11 @@ def test_an_unknown_stage_is_refused_with_the_known_ones(kind, stage):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"stage": 2, "config": {"zero_optimization": {"stage": 1}}}, "both say which stage"),
-        ({"memory_gib": 8, "config": {"zero_optimization": {"stage": 1}}}, "nothing is to be chosen"),
-        ({"stage": 2, "memory_gib": 8}, "nothing is to be chosen"),
-        ({"stage": 2, "offload_optimizer": True}, "the stage says where"),
-        ({"offload_parameters": True}, "the stage says where"),
+        ({"stage": 2, "config": {"zero_optimization": {"stage": 1}}}, "both set the stage"),
+        ({"memory_gib": 8, "config": {"zero_optimization": {"stage": 1}}}, "used by stage=.auto. only"),
+        ({"stage": 2, "memory_gib": 8}, "used by stage=.auto. only"),
+        ({"stage": 2, "offload_optimizer": True}, "the stage determines the placement"),
+        ({"offload_parameters": True}, "the stage determines the placement"),
         ({"config": {"zero_optimization": {}}, "overlap_comm": False}, "would be ignored"),
         ({"stage": "3+nvme"}, "no folder to offload to"),
         ({"memory_gib": 0}, "nothing fits"),

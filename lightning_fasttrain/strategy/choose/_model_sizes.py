@@ -1,4 +1,4 @@
-"""What a model and its optimizer consist of, in bytes and elements, and how it is cut among ranks."""
+"""Sizes of a model and its optimizer, in bytes and elements, and how ranks shard them."""
 
 import math
 from collections import Counter
@@ -18,19 +18,19 @@ from lightning_fasttrain.predict.fake_model import fake_module
 from lightning_fasttrain.strategy.choose._optimizer_state import MakeOptimizer, make_optimizer
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
-MASTER = 4  # bytes of a number that the optimizer updates, float32
+MASTER = 4  # bytes per element of the float32 master weights that the optimizer updates
 
 
 @dataclass(frozen=True)
 class ZeROSizes:
-    """The sizes, in elements, that decide what DeepSpeed keeps beside the model's states.
+    """Sizes of DeepSpeed's buckets and buffers, in elements.
 
     Args:
-        reduce_bucket: gradients reduced at once; one buffer, two below stage 3.
-        prefetch: parameters gathered ahead, stage 3.
-        persistence: parameters up to this size stay whole on every rank, stage 3.
-        reuse: gathered parameters stay if they are used again within so many, stage 3.
-        sub_group: parameters that are updated at once, stage 3 with disk.
+        reduce_bucket: gradients reduced at once; one buffer at stage 3, two below.
+        prefetch: parameters gathered ahead of use, stage 3.
+        persistence: parameters up to this size stay unsharded on every rank, stage 3.
+        reuse: gathered parameters are kept if they are used again within this many elements, stage 3.
+        sub_group: parameters that are updated at once, stage 3 with NVMe offload.
 
     Example:
         >>> ZeROSizes().as_config()["reduce_bucket_size"]
@@ -44,7 +44,7 @@ class ZeROSizes:
     sub_group: int = 1_000_000_000
 
     def as_config(self) -> dict[str, int]:
-        """For ``"zero_optimization"`` in a DeepSpeed config, so that it keeps what was predicted."""
+        """Return the entries for ``"zero_optimization"`` of a DeepSpeed config that sets these sizes."""
         return {
             "reduce_bucket_size": self.reduce_bucket,
             "stage3_prefetch_bucket_size": self.prefetch,
@@ -60,21 +60,21 @@ def held_by(
     world_size: int,
     precision: str,
 ) -> "Held":
-    """What is to be shared among ``world_size`` ranks, as DeepSpeed holds it: in bfloat16 under "mixed" too.
+    """Measure a model as DeepSpeed holds it: in bfloat16 under "bf16-mixed" too.
 
     Args:
-        module: the model, or what builds it.
-        optimizer: the one used, or what makes it of the parameters, or None for the LightningModule's own.
-        world_size: ranks.
-        precision: as Lightning means it.
+        module: the model, or a function that builds it.
+        optimizer: the optimizer, or a function of the parameters that makes it, or None for the LightningModule's own.
+        world_size: number of ranks.
+        precision: Lightning's name of the precision.
 
     Raises:
-        TypeError: no model, or no optimizer.
-        ValueError: a world size below one, an unknown precision, nothing that trains.
+        TypeError: ``module`` is not a model, or there is no optimizer.
+        ValueError: the world size is below one, the precision is unknown, or no parameter trains.
     """
     positive_int("world_size", world_size)
     one_of("precision", precision, PRECISIONS)
-    # An optimizer that exists knows what trains; one to be made gets parameters without memory.
+    # An existing optimizer holds the real parameters; one that is still to be made gets fake parameters.
     if isinstance(module, nn.Module) and isinstance(optimizer, Optimizer):
         net = module
     else:
@@ -83,7 +83,7 @@ def held_by(
 
 
 class Held:
-    """What a model and its optimizer consist of, in bytes and elements."""
+    """Sizes of a model and its optimizer over a number of ranks, in bytes and elements."""
 
     def __init__(self, net: nn.Module, optimizer: Optimizer, ranks: int, low_precision: bool) -> None:
         self.net, self.ranks, self.low = net, ranks, low_precision
@@ -97,7 +97,7 @@ class Held:
         self.largest = max(math.prod(shape) for group in self.groups for shape in group.shapes)
 
     def as_torch_does(self, precision: str) -> "Held":
-        """The same, as DDP and FSDP2 hold it: under "bf16-mixed" in float32."""
+        """Return the sizes as DDP and FSDP2 hold the model: in float32 under "bf16-mixed"."""
         return Held(self.net, self.optimizer, self.ranks, precision == "bf16-true")
 
     def _bytes(self, tensor: Tensor) -> int:
@@ -107,50 +107,53 @@ class Held:
         return 2 if self.low and tensor.is_floating_point() else tensor.dtype.itemsize
 
     def dtype_of(self, group: Group) -> torch.dtype:
-        """What a group computes in."""
+        """Return the dtype that a parameter group computes in."""
         return torch.bfloat16 if self.low and group.dtype.is_floating_point else group.dtype
 
     def flat_parts(self) -> list[int]:
-        """Stages 1 and 2: elements of a rank's part of each group, whose parameters lie end to end, padded."""
-        # DeepSpeed aligns each rank's part to 2 elements (nccl_start_alignment_factor).
+        """Return the elements of a rank's shard of each flat, padded group (stages 1 and 2)."""
+        # DeepSpeed aligns each rank's shard to 2 elements (nccl_start_alignment_factor).
         return [ceil_div(group.numel, 2 * self.ranks) * 2 for group in self.groups]
 
     def pieces(self) -> list[int]:
-        """Stage 3: elements of a rank's part of each group, every parameter of which is cut and padded by itself."""
+        """Return the elements of a rank's shard of each group, every parameter sharded and padded alone (stage 3)."""
         pieces = []
         for group in self.groups:
             pieces.append(sum(ceil_div(math.prod(shape), self.ranks) for shape in group.shapes))
         return pieces
 
     def padding(self) -> int:
-        """Stages 1 and 2: bytes by which the flat parameters are longer than what is in them."""
+        """Return the bytes of padding in the flat parameters (stages 1 and 2)."""
         each = zip(self.flat_parts(), self.groups, strict=True)
         return self.size * sum(part * self.ranks - group.numel for part, group in each)
 
     def cut(self) -> int:
-        """Stage 3: bytes of a rank's part of all parameters, frozen ones too."""
+        """Return the bytes of a rank's shard of all parameters, frozen ones included (stage 3)."""
         return sum(ceil_div(p.numel(), self.ranks) * self.itemsize(p) for p in self.parameters)
 
     def owned_bytes(self) -> int:
-        """Stage 2: bytes of gradients of all parameters that a rank has a part of, whole, for the busiest rank."""
+        """Return the bytes of unsharded gradients that the busiest rank keeps (stage 2).
+
+        A rank keeps the complete gradient of every parameter that overlaps its shard.
+        """
         most = [0] * self.ranks
         for part, group in zip(self.flat_parts(), self.groups, strict=True):
             start = 0
             for shape in group.shapes:
                 end = start + math.prod(shape)
-                # The ranks whose part has a piece of it; one that is cut by a boundary belongs to both.
+                # The ranks whose shard overlaps it; a parameter that crosses a boundary belongs to both.
                 for rank in range(start // part, ceil_div(end, part)):
                     most[rank] += end - start
                 start = end
         return max(most) * self.size
 
     def state(self, parts: Sequence[int]) -> int:
-        """Bytes of optimizer state about flat float32 parameters of these sizes, a group each."""
+        """Return the bytes of optimizer state for flat float32 parameters of these sizes, one per group."""
         each = zip(self.groups, parts, strict=True)
         return sum(state_bytes(self.optimizer, group, [(part,)], torch.float32) for group, part in each)
 
     def state_in_shape(self) -> int:
-        """Bytes of optimizer state about the parameters as they are."""
+        """Return the bytes of optimizer state for the parameters in their own shapes."""
         nbytes = 0
         for group in self.groups:
             dtype = torch.float32 if self.low else group.dtype
@@ -158,26 +161,27 @@ class Held:
         return nbytes
 
     def step_copy(self, parts: Sequence[int]) -> int:
-        """Bytes of one group's gradients made flat for the step, and again in float32."""
+        """Return the bytes of the step's copies of one group's gradients: flattened, and again in float32."""
         return max(parts) * (MASTER + (self.size if self.size != MASTER else 0))
 
     def gathered_bytes(self, sizes: ZeROSizes, offloaded: bool) -> tuple[int, int]:
-        """Stage 3: bytes of whole parameters that stay on the device, and of those that come and go."""
+        """Return the bytes of gathered parameters that stay on the device, and of those freed after use (stage 3)."""
         if self.ranks == 1 and not offloaded:
-            return 0, 0  # the part is the whole
+            return 0, 0  # the shard is the complete parameter
         others = self._passing_parameters(sizes)
-        # The largest in use, and what is fetched ahead.
+        # The largest parameter in use, and those prefetched.
         at_once = max((p.numel() for p in others), default=0) + sizes.prefetch
         live = min(sum(p.numel() for p in others), max(sizes.reuse // 2, at_once))
         widest = max(map(self.itemsize, others), default=0)
         return sum(map(self._bytes, self._staying_parameters(sizes))), live * widest
 
     def fetched_bytes(self, sizes: ZeROSizes) -> tuple[int, int]:
-        """Stage 3: bytes gathered after a step, and in each forward with its backward."""
+        """Return the bytes gathered after a step, and in each forward with its backward (stage 3)."""
         passing, staying = self._passing_parameters(sizes), self._staying_parameters(sizes)
         padded = {p: ceil_div(p.numel(), self.ranks) * self.ranks for p in self.parameters}
         numel = sum(padded[p] for p in passing)
-        # A parameter stays from forward to backward if fewer than `reuse` are used between, so the last half of it.
+        # A parameter is kept from forward to backward if fewer than `reuse` elements are used in between,
+        # which holds for the last `reuse // 2` of them.
         kept = min(1.0, sizes.reuse // 2 / max(numel, 1))
         # Otherwise it is gathered for each layer that uses it, once in forward and once in backward.
         again = sum(padded[p] * self.itemsize(p) * (2 * self._uses[p] - 1) for p in passing)
@@ -196,7 +200,7 @@ def ceil_div(number: int, parts: int) -> int:
 
 
 def _constants(net: nn.Module) -> int:
-    """Bytes of what belongs to quantised weights, and is on every rank."""
+    """Return the bytes of quantization constants, which every rank holds."""
     found: dict[int, Tensor] = {}
     for layer in net.modules():
         weight: Any = layer._parameters.get("weight")

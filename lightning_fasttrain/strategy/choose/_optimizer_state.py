@@ -1,4 +1,4 @@
-"""The optimizer that is to be sharded: made, or refused where it computes something else on pieces of layers."""
+"""Build the optimizer that is to be sharded, and refuse optimizers whose update differs on shards."""
 
 import math
 from collections.abc import Callable
@@ -19,25 +19,25 @@ from lightning_fasttrain.optim.named.state_bytes import groups_of, state_bytes
 
 MakeOptimizer = Callable[[Any], Optimizer]
 
-_FOREIGN = ("bitsandbytes", "deepspeed")  # their kernels know no DTensor, which FSDP2's parameters are
-_BY_LAYER = ("lamb", "lars")  # a norm of each layer scales its update, which no state shows
+_FOREIGN = ("bitsandbytes", "deepspeed")  # their kernels do not support DTensor, the type of FSDP2's parameters
+_BY_LAYER = ("lamb", "lars")  # a norm of each layer scales its update, which the state does not show
 _PROBE = (64, 128)  # large enough that bitsandbytes does not fall back to 32 bits
 
 
 def make_optimizer(module: nn.Module, optimizer: Optimizer | MakeOptimizer | None) -> Optimizer:
-    """The optimizer itself, or the one that the function or the LightningModule ``module`` (fake tensors) makes.
+    """Return the optimizer, or build it with the given function or with the LightningModule's own method.
 
     Raises:
-        TypeError: there is neither an optimizer nor a LightningModule, or what was made is none.
-        ValueError: the LightningModule has several.
+        TypeError: there is neither an optimizer nor a LightningModule, or the function did not return an optimizer.
+        ValueError: the LightningModule has several optimizers.
     """
     if isinstance(optimizer, Optimizer):
         return optimizer
     if isinstance(optimizer, NamedOptimizer):
-        return optimizer(module)  # which parameters get what depends on their names
+        return optimizer(module)  # its parameter groups depend on the parameters' names
     way_out = "Give an optimizer, or a function: lambda parameters: torch.optim.AdamW(parameters)"
     if optimizer is not None:
-        # On "meta" and not of fake tensors: some make tables when constructed, and need numbers for that.
+        # On "meta" instead of fake tensors: some optimizers build lookup tables when constructed, which need values.
         made = optimizer([_make_meta(parameter) for parameter in module.parameters()])
         if not isinstance(made, Optimizer):
             what = f"optimizer={optimizer!r}, which gives {type(made).__name__}"
@@ -49,32 +49,32 @@ def make_optimizer(module: nn.Module, optimizer: Optimizer | MakeOptimizer | Non
     optimizers = configured_optimizers(module)
     if len(optimizers) != 1:
         what = f"{type(module).__name__} with {len(optimizers)} optimizers"
-        raise ValueError(explain(what, "engines that shard know one", "Give the one to be sharded as optimizer="))
+        raise ValueError(explain(what, "a sharding engine supports one", "Give the one to be sharded as optimizer="))
     return optimizers[0]
 
 
 def refuse_unshardable(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that computes something else when parameters are laid end to end and cut in parts.
+    """Refuse an optimizer whose update changes when parameters are flattened and sharded.
 
     Raises:
-        ValueError: it does.
+        ValueError: the optimizer's update would change; says why.
     """
     name = type(optimizer).__name__
     why = _unshardable_because(optimizer)
     if why is not None:
-        way_out = "Use an optimizer that treats each number alike (AdamW, SGD, Lion, AdamW8bit), or DDP (stage 0)"
-        raise ValueError(explain(f"{name} with ZeRO", f"{why}, and ZeRO gives it flat pieces of many layers", way_out))
+        way_out = "Use an elementwise optimizer (AdamW, SGD, Lion, AdamW8bit), or DDP (stage 0)"
+        raise ValueError(explain(f"{name} with ZeRO", f"{why}, and ZeRO gives it flat shards of many layers", way_out))
 
 
 def unfit_family(optimizer: Optimizer) -> tuple[str, str]:
-    """``"zero"`` or ``"fsdp2"`` if ``optimizer`` does not work under those strategies, and a line that says why.
+    """Return ``"zero"`` or ``"fsdp2"`` if ``optimizer`` does not work under those strategies, and the reason.
 
     Raises:
-        ValueError: it works under neither.
+        ValueError: the optimizer works under neither.
     """
     kind = type(optimizer)
-    if issubclass(kind, MuonAdamW | Muon):  # FSDP2 cuts matrices in rows, which it puts together
-        return "zero", f"ZeRO is left out: {kind.__name__} needs whole matrices, and ZeRO gives it flat pieces."
+    if issubclass(kind, MuonAdamW | Muon):  # FSDP2 shards matrices by rows, which the optimizer gathers
+        return "zero", f"ZeRO is left out: {kind.__name__} needs whole matrices, and ZeRO gives it flat shards."
     refuse_unshardable(optimizer)
     if any(base.__module__.split(".")[0] in _FOREIGN for base in kind.__mro__):
         return "fsdp2", f"FSDP2 is left out: the kernels of {kind.__name__} do not work on its parameters."
@@ -88,12 +88,12 @@ def _unshardable_because(optimizer: Optimizer) -> str | None:
         return "it scales each layer's update by that layer's norm"
     for group in groups_of(optimizer):
         try:
-            # What can be cut anywhere keeps as much for a matrix as for its numbers in a row.
+            # An elementwise optimizer keeps as much state for a matrix as for the same matrix flattened.
             in_shape, flat = (state_bytes(optimizer, group, [s], torch.float32) for s in (_PROBE, (math.prod(_PROBE),)))
         except ValueError as error:
-            return f"it makes no step on a piece of a layer ({error.__cause__})"
+            return f"it makes no step on a shard of a layer ({error.__cause__})"
         if in_shape != flat:
-            return "what it keeps depends on the shape of a matrix"
+            return "its state depends on the shape of a matrix"
     return None
 
 
@@ -103,11 +103,13 @@ def _make_meta(parameter: Tensor) -> nn.Parameter:
 
 
 def optimizer_named(name: str) -> MakeOptimizer:
-    """What makes the optimizer of that name: one of :func:`~lightning_fasttrain.build_optimizer`, or one of the classes
-    in torch or bitsandbytes; ``"sgd-momentum"`` is SGD with it.
+    """Return a function of the parameters that builds the optimizer of that name.
+
+    The name is one that :func:`~lightning_fasttrain.build_optimizer` knows, or a class in torch or bitsandbytes;
+    ``"sgd-momentum"`` is SGD with momentum 0.9.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no optimizer of that name.
 
     Example:
         >>> optimizer_named("nadam")([nn.Parameter(torch.zeros(2))]).defaults["betas"]
@@ -123,5 +125,5 @@ def optimizer_named(name: str) -> MakeOptimizer:
             if key.lower() == wanted and isinstance(kind, type) and issubclass(kind, Optimizer):
                 make: Any = kind
                 return lambda parameters: make(parameters, lr=1e-3, **momentum)
-    why = "neither torch.optim nor bitsandbytes has one of this name"
+    why = "neither torch.optim nor bitsandbytes has an optimizer of this name"
     raise ValueError(explain(f"optimizer={name!r}", why, "Use adamw, sgd, sgd-momentum, lion8bit or adamw8bit"))

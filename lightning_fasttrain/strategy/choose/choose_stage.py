@@ -1,4 +1,4 @@
-"""Chooses the stage of ZeRO: the first, from the cheapest to the most expensive, whose states fit."""
+"""Choice of the ZeRO stage: the first that fits, from the cheapest to the most expensive."""
 
 import os
 from collections.abc import Callable
@@ -18,15 +18,15 @@ from lightning_fasttrain.strategy.choose.model_states import STAGES, ModelStates
 
 @dataclass(frozen=True)
 class StageChoice:
-    """The stage chosen, and what the others would take.
+    """The chosen stage of ZeRO, and the memory that each stage needs.
 
     Args:
         stage: one of :data:`~lightning_fasttrain.strategy.STAGES`.
-        rows: the states of every stage looked at, in bytes on one rank.
-        why: one sentence.
-        activation_bytes: what activations take on each device beside the states.
-        usable_bytes: of each device, after the head-room.
-        sizes: of buckets, as predicted with; ``sizes.as_config()`` makes DeepSpeed keep to them.
+        rows: the states at every stage considered, in bytes on one rank.
+        why: the reason, in one sentence.
+        activation_bytes: bytes of activations on each device.
+        usable_bytes: usable bytes of each device, without ``headroom``.
+        sizes: the bucket sizes assumed; ``sizes.as_config()`` sets them in DeepSpeed.
     """
 
     stage: str
@@ -38,11 +38,11 @@ class StageChoice:
 
     @property
     def states(self) -> ModelStates:
-        """Those of the chosen stage."""
+        """Model states at the chosen stage."""
         return next(row for row in self.rows if row.stage == self.stage)
 
     def as_table(self) -> Table:
-        """For ``rich``: every stage, in GiB on one rank; 80 columns hold it."""
+        """Return a ``rich`` table of every stage, in GiB on one rank; it fits into 80 columns."""
         caption = (
             f"{self.why}\nOn each device {gib(self.usable_bytes)} GiB are usable; "
             f"activations take {gib(self.activation_bytes)} GiB at every stage."
@@ -76,26 +76,29 @@ def choose_stage(
     headroom: float = 0.1,
     sizes: ZeROSizes | None = None,
 ) -> StageChoice:
-    """Choose the first stage of ZeRO, from the cheapest in communication to the most expensive, that fits.
+    """Choose the first stage of ZeRO that fits, from the cheapest in communication to the most expensive.
 
-    It fits if its states and the activations stay below (1 - ``headroom``) · ``free_bytes``, and what it keeps in
-    host memory below as much of ``host_bytes``.
+    A stage fits if its states and the activations stay below (1 - ``headroom``) · ``free_bytes``, and its host memory
+    below (1 - ``headroom``) · ``host_bytes``.
 
     Args:
         module, optimizer: as for :func:`~lightning_fasttrain.strategy.predict_model_states`.
-        world_size: ranks.
-        free_bytes: of the device of the rank that has least.
-        host_bytes: of host memory for each rank, so the machine's by its ranks; None means enough.
-        nvme_path: folder on a fast disk; without one nothing goes to disk.
-        activation_bytes: what forward and backward need beside the states, on each device.
+        world_size: number of ranks.
+        free_bytes: free bytes of the device of the rank that has least.
+        host_bytes: bytes of host memory per rank: the machine's memory divided by its ranks; None means enough.
+        nvme_path: folder on a fast disk; None excludes offload to disk.
+        activation_bytes: bytes that forward and backward need in addition to the states, on each device.
         precision: ``"32-true"``, ``"bf16-mixed"`` or ``"bf16-true"``.
-        headroom: part of the memory left for what is not predicted: fragmentation, workspaces, the optimizer's own
-            temporaries.
-        sizes: of buckets.
+        headroom: fraction of the memory left for usage that is not predicted: fragmentation, workspaces, and the
+            optimizer's temporaries.
+        sizes: bucket sizes.
+
+    Returns:
+        The choice; its ``as_table()`` shows every stage.
 
     Raises:
-        ValueError: nothing fits; the message has the shortfall and the cheapest way out. Or memory that is not
-            positive, a head-room outside [0, 1), a folder that is not there, and what ``predict_model_states`` refuses.
+        ValueError: no stage fits; the message has the shortfall and the cheapest remedy. Also if memory is not
+            positive, ``headroom`` is outside [0, 1), ``nvme_path`` does not exist, or ``predict_model_states`` raises.
 
     Example:
         >>> import torch
@@ -139,7 +142,7 @@ def _check(
 
 
 def _shortfall(row: ModelStates, device: int, host: int | None) -> tuple[int, int]:
-    """Bytes that are missing on the device, and in the host's memory."""
+    """Return the bytes that are missing on the device, and in host memory."""
     return max(0, row.device - device), 0 if host is None else max(0, row.host - host)
 
 

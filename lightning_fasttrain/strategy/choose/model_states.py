@@ -1,4 +1,4 @@
-"""Predicts what parameters, gradients and optimizer state take on each rank, at every stage of ZeRO."""
+"""Prediction of the memory for parameters, gradients and optimizer state on each rank, at every stage of ZeRO."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,31 +10,31 @@ from lightning_fasttrain.core.checks import one_of
 from lightning_fasttrain.strategy.choose._model_sizes import MASTER, Held, ZeROSizes, held_by
 from lightning_fasttrain.strategy.choose._optimizer_state import MakeOptimizer, refuse_unshardable
 
-# From the cheapest to the most expensive. 0 sends each gradient around once (all-reduce). 1 and 2 do so too, and
-# then gather the updated parameters; 2 sends in each micro-batch, 1 once a step. 3 gathers parameters in each forward
-# and each backward. Offload adds the host's link, which is slower than the one between devices, and a disk is slower
-# still.
+# From the cheapest to the most expensive. Stage 0 all-reduces each gradient once. Stages 1 and 2 do so too, and then
+# gather the updated parameters; stage 2 reduces in each micro-batch, stage 1 once a step. Stage 3 gathers parameters
+# in each forward and each backward. Offload adds transfers between host and device, which are slower than those
+# between devices, and a disk is slower still.
 STAGES = ("0", "1", "2", "3", "2+offload", "3+offload", "3+nvme")
 """Stages of ZeRO and their offload variants, from the cheapest to the most expensive."""
 
 _ALL_REDUCE_BUCKET = 500_000_000  # elements, fixed in DeepSpeed's engine for stage 0
 _SWAP_BUFFERS = 4  # of a sub-group each, in host memory
-_PARAMETERS_IN_HOST = 1_000_000_000  # elements, of those that have gone to disk
+_PARAMETERS_IN_HOST = 1_000_000_000  # elements of disk-offloaded parameters that stay in host memory
 _PARAMETER_SWAP = 500_000_000  # elements: 5 buffers of 100 million
 
 
 @dataclass(frozen=True)
 class ModelStates:
-    """Bytes that the states of a model take on one rank, the one that has most.
+    """Bytes of a model's states on one rank, the one that holds most.
 
     Args:
         stage: one of :data:`STAGES`.
-        parameters: on the device, as forward and backward keep them between uses; buffers of the module too.
-        gradients: on the device, kept until the optimizer's step.
-        optimizer: on the device: its state, and the float32 copies that it updates.
-        buffers: on the device: buckets, parameters gathered for use, and the step's own copy of gradients.
-        host: in host memory, for this rank.
-        nvme: on disk, for this rank.
+        parameters: bytes on the device of the parameters, as kept between uses, and of the module's buffers.
+        gradients: bytes on the device of the gradients kept until the optimizer step.
+        optimizer: bytes on the device of the optimizer state, and of the float32 master weights.
+        buffers: bytes on the device of buckets, parameters gathered for use, and the step's copy of the gradients.
+        host: bytes in host memory, for this rank.
+        nvme: bytes on disk, for this rank.
     """
 
     stage: str
@@ -47,7 +47,7 @@ class ModelStates:
 
     @property
     def device(self) -> int:
-        """Bytes on the device, all together."""
+        """Total bytes on the device."""
         return self.parameters + self.gradients + self.optimizer + self.buffers
 
 
@@ -60,40 +60,42 @@ def predict_model_states(
     stages: Sequence[str] = STAGES,
     sizes: ZeROSizes | None = None,
 ) -> list[ModelStates]:
-    """Predict what the states of a model take on each rank under DeepSpeed's ZeRO, stage by stage.
+    """Predict the memory for a model's states on each rank under DeepSpeed's ZeRO, for each stage.
 
-    For N numbers that train, n ranks, s bytes each (4, or 2 in bfloat16) and k bytes of optimizer state a number
-    (AdamW: 8), and without padding, buckets and what is frozen:
+    For N trained parameters of s bytes each (4, or 2 in bfloat16), n ranks and k bytes of optimizer state per
+    parameter (AdamW: 8), without padding, buckets and frozen parameters:
 
-    - 0: s·N + s·N + k·N, and 4·N more in bfloat16, for the copies that are updated
-    - 1: s·N + s·N + (4 + k)·N/n; 2: s·N + s·N/n + (4 + k)·N/n; 3: s·N/n + s·N/n + (4 + k)·N/n, the copies in float32
-      too
+    - stage 0: s·N + s·N + k·N, and 4·N more in bfloat16, for the float32 master weights
+    - stage 1: s·N + s·N + (4 + k)·N/n; stage 2: s·N + s·N/n + (4 + k)·N/n; stage 3: s·N/n + s·N/n + (4 + k)·N/n; in
+      float32 the master weights are copies too
 
-    Optimizer state is learnt by a step on tensors without memory, of the shapes that the engine will give the
-    optimizer: from stage 1 on these are flat. Tied parameters count once, frozen ones have no gradient and no state
-    and are cut in parts from stage 3 on, quantised ones count as they are stored. In bfloat16, DeepSpeed turns all
-    other floating-point parameters and buffers into it, for "mixed" too, and sums gradients in it.
+    Optimizer state is measured by a step on fake tensors of the shapes that the engine will give the optimizer: from
+    stage 1 these are flat. Tied parameters count once. Frozen parameters have no gradient and no state, and are
+    sharded at stage 3. Quantised parameters count as they are stored. In bfloat16, DeepSpeed casts all other
+    floating-point parameters and buffers to it, under "bf16-mixed" too, and accumulates gradients in it.
 
-    Not counted: activations, the temporaries of the optimizer's own step, and under offload what accumulating
-    gradients over several micro-batches takes in host memory. "gradients" of stage 1 are those of all parameters, as
-    accumulation needs them.
+    Not counted: activations, temporaries of the optimizer step, and under offload the host memory for accumulating
+    gradients over several micro-batches. At stage 1 "gradients" are those of all parameters, since accumulation
+    needs them.
 
     Args:
-        module: the model, real or on ``"meta"`` or of fake tensors, or what builds it. Nothing is allocated, and it
-            is left as it is.
-        optimizer: the one really used, or a function of the parameters that makes it; by default that of the
+        module: the model (real, on ``"meta"``, or of fake tensors), or a function that builds it. Nothing is
+            allocated, and the model is not changed.
+        optimizer: the optimizer in use, or a function of the parameters that makes it; by default that of the
             LightningModule's ``configure_optimizers``.
-        world_size: ranks that the model is shared among.
-        precision: ``"32-true"``, ``"bf16-mixed"`` or ``"bf16-true"``, as Lightning means them.
-        stages: those wanted.
-        sizes: of buckets; by default Lightning's and DeepSpeed's, but no reduce bucket beyond what trains.
+        world_size: number of ranks that the model is sharded over.
+        precision: Lightning's ``"32-true"``, ``"bf16-mixed"`` or ``"bf16-true"``.
+        stages: the stages to predict.
+        sizes: bucket sizes; by default Lightning's and DeepSpeed's, with a reduce bucket no larger than the trained
+            parameters.
 
     Returns:
-        One of each stage, in the order of ``stages``.
+        One :class:`ModelStates` per stage, in the order of ``stages``.
 
     Raises:
-        TypeError: no model, or no optimizer.
-        ValueError: a world size below one, an unknown precision or stage, or an optimizer that cannot be sharded.
+        TypeError: ``module`` is not a model, or there is no optimizer.
+        ValueError: the world size is below one, the precision or a stage is unknown, or the optimizer cannot be
+            sharded.
 
     Example:
         >>> import torch
@@ -106,8 +108,9 @@ def predict_model_states(
         ('3', 1000000, 1000000, 2000000)
 
     Source:
-        Rajbhandari et al. 2020, "ZeRO", https://arxiv.org/abs/1910.02054, and DeepSpeed 0.19.8's sources for what it
-        keeps beside; held against its engines' own tensors on the CPU. Disk, and what CUDA keeps, were read only.
+        Rajbhandari et al. 2020, "ZeRO", https://arxiv.org/abs/1910.02054, and DeepSpeed 0.19.8's sources for its
+        further buffers; compared with the tensors of its engines on the CPU. Figures for disk and for CUDA were read
+        from the sources only.
     """
     for stage in stages:
         one_of("stage", stage, STAGES)
@@ -116,14 +119,14 @@ def predict_model_states(
 
 
 def states_of(held: Held, stages: Sequence[str], sizes: ZeROSizes) -> list[ModelStates]:
-    """As :func:`predict_model_states`, of what has been looked at already."""
+    """Predict the model states for each stage from sizes that are measured already."""
     if any(stage != "0" for stage in stages):
         refuse_unshardable(held.optimizer)
     return [_PREDICT[stage](held, sizes) for stage in stages]
 
 
 def usual_sizes(held: Held) -> ZeROSizes:
-    """Lightning's and DeepSpeed's defaults, but no reduce bucket beyond what trains: it would never be full."""
+    """Return Lightning's and DeepSpeed's default sizes, with a reduce bucket no larger than the trained parameters."""
     return ZeROSizes(reduce_bucket=min(ZeROSizes.reduce_bucket, held.trained))
 
 
@@ -178,7 +181,7 @@ def _stage_3_away(held: Held, sizes: ZeROSizes, stage: str) -> ModelStates:
     parts = held.pieces()
     total = sum(parts)
     staying, passing = held.gathered_bytes(sizes, offloaded=True)
-    updated = total * 2 * MASTER + held.state(parts)  # what is updated, its gradient, its state
+    updated = total * 2 * MASTER + held.state(parts)  # float32 master weights, their gradients, their state
     host, nvme = held.cut() + total * held.size + updated, 0
     if stage == "3+nvme":
         kept = min(total, _PARAMETERS_IN_HOST)

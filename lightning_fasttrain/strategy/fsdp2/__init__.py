@@ -1,6 +1,6 @@
-"""Shards a model with FSDP2, in the Trainer and in Fabric.
+"""FSDP2 strategies for the Trainer and for Fabric.
 
-Checkpoints are written by all ranks and load on any number.
+Checkpoints are written by all ranks and load on any number of ranks.
 
 From the bottom up: ``_dcp_reading``, ``_sharded_optimizer``, ``_packed_weights``, ``shard_blocks``,
 ``sharded_checkpoint``, ``shared_buffers``, ``broadcast_weights``, ``sharding``, ``fsdp2_fabric``, ``oom_safe_gathers``,

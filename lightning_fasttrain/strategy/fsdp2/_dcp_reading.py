@@ -1,4 +1,4 @@
-"""Checkpoints of ``torch.distributed.checkpoint``, read without trust: index and bytes of such are pickles."""
+"""Safe reader of ``torch.distributed.checkpoint`` folders, whose index and bytes are untrusted pickles."""
 
 import io
 import math
@@ -16,8 +16,8 @@ from lightning_fasttrain.core.messages import explain
 
 _DTYPES = {f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 _METADATA, _STORAGE = metadata.__name__, filesystem.__name__
-_LARGEST = 2**28  # bytes of an index; one of ten thousand tensors on a hundred ranks has a tenth
-# What an index needs: numbers, words, and lists, tuples and dicts of these. Nothing here looks a name up.
+_LARGEST = 2**28  # bytes of an index; ten thousand tensors on a hundred ranks need a tenth of that
+# Opcodes that an index needs: numbers, strings, and lists, tuples and dicts of these. None of them looks up a name.
 _OPCODES = (
     *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.POP, pickle.POP_MARK),
     *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BINFLOAT),
@@ -30,14 +30,14 @@ _OPCODES = (
 
 
 class _Named:
-    """What a file has under a name: a class or function of which nothing but the name is known."""
+    """Placeholder for a class or function that a file refers to by name."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
 
 class _Record:
-    """What a file would call or make: the name, what is given to it, and the state it would be set to."""
+    """Record of a call that a file would make: the name, the arguments, and the state to be set."""
 
     def __init__(self, name: str, given: tuple[Any, ...]) -> None:
         self.name, self.given, self.state = name, given, None
@@ -56,23 +56,23 @@ def _read_name_in_lines(reader: Any) -> None:
 def _read_call(reader: Any) -> None:
     given, named = reader.stack.pop(), reader.stack.pop()
     if not isinstance(named, _Named) or not isinstance(given, tuple):
-        raise TypeError("it calls something without a name")
+        raise TypeError("it calls an object without a name")
     reader.append(_Record(named.name, given))
 
 
 def _read_state(reader: Any) -> None:
     state = reader.stack.pop()
     if not isinstance(reader.stack[-1], _Record) or reader.stack[-1].state is not None:
-        raise TypeError("it sets the state of something that has none")
+        raise TypeError("it sets the state of an object that has none")
     reader.stack[-1].state = state
 
 
-# In Python: the C one has no table of instructions to replace.
+# The Python unpickler: the C one has no dispatch table that could be replaced.
 _python_unpickler: Any = pickle._Unpickler  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _PlainReader(_python_unpickler):
-    """Reads the few instructions that an index is made of, into plain data: nothing is looked up, made or called."""
+    """Unpickler that reads an index into plain data: it imports, creates and calls nothing."""
 
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
         **{code[0]: _python_unpickler.dispatch[code[0]] for code in _OPCODES},
@@ -87,14 +87,14 @@ class _PlainReader(_python_unpickler):
 def _allowed_name(module: object, name: object) -> str:
     full = f"{module}.{name}"
     if full not in _MAKERS and full not in _DTYPES:
-        why = "that is no part of an index, and making it could run code"
-        way_out = "Do not load it; ask whoever made it for a file of safetensors"
+        why = "that does not belong to an index, and unpickling it could run code"
+        way_out = "Do not load it; ask its author for a safetensors file"
         raise CorruptCheckpoint(explain(f"the checkpoint's index asks for {full[:200]}", why, way_out))
     return full
 
 
 def _index(record: object) -> metadata.Metadata:
-    """The index that plain data describe."""
+    """Build the index that plain data describe."""
     state = _state(record, f"{_METADATA}.Metadata")
     if not isinstance(state["state_dict_metadata"], dict) or not isinstance(state.get("storage_data"), dict):
         raise TypeError("it lists no tensors")
@@ -107,7 +107,7 @@ def _tensor(record: _Record) -> metadata.TensorStorageMetadata:
     state = _state(record)
     chunks = [_make(chunk) for chunk in state["chunks"]]
     if not all(isinstance(chunk, metadata.ChunkStorageMetadata) for chunk in chunks):
-        raise TypeError("a tensor's chunks are something else")
+        raise TypeError("a tensor's chunks are not chunks")
     return metadata.TensorStorageMetadata(_make(state["properties"]), _make(state["size"]), chunks)
 
 
@@ -125,7 +125,7 @@ def _place(record: _Record) -> metadata.MetadataIndex:
     state = _state(record)
     offset, index = state.get("offset"), state.get("index")
     if not (index is None or type(index) is int):
-        raise TypeError("the number of a chunk is none")
+        raise TypeError("the index of a chunk is not an integer")
     return metadata.MetadataIndex(_word(state["fqn"]), None if offset is None else _make(offset), index)
 
 
@@ -133,9 +133,9 @@ def _info(record: _Record) -> filesystem._StorageInfo:
     state = _state(record)
     path, offset, length = _word(state["relative_path"]), state["offset"], state["length"]
     if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
-        raise TypeError("the place of a chunk is none")
-    if state.get("transform_descriptors"):  # DCP can compress, and then sizes of files say nothing
-        raise TypeError("what it lists is compressed")
+        raise TypeError("the offset or length of a chunk is not a natural number")
+    if state.get("transform_descriptors"):  # DCP can compress, and then file sizes give no limit
+        raise TypeError("its data are compressed")
     if PurePath(path).name != path or path in ("", ".", ".."):
         why = f"it points out of its folder, to {path[:200]!r}"
         raise CorruptCheckpoint(explain("the checkpoint's index", why, "Use an older one"))
@@ -145,7 +145,7 @@ def _info(record: _Record) -> filesystem._StorageInfo:
 def _size(record: _Record) -> torch.Size:
     [numbers] = record.given
     if len(numbers) > MOST_AXES or not all(type(n) is int and 0 <= n < 2**62 for n in numbers):
-        raise TypeError("a tensor's size is none")
+        raise TypeError("a tensor's size is not a list of natural numbers")
     return torch.Size(numbers)
 
 
@@ -153,7 +153,7 @@ def _bytes(record: _Record) -> metadata.BytesStorageMetadata:
     return metadata.BytesStorageMetadata()
 
 
-# The parts of an index. A maker is given a record, checks what is in it, and makes the part.
+# Entries of an index. A maker takes a record, checks its content, and builds the entry.
 _MAKERS: dict[str, Callable[[Any], Any] | None] = {
     f"{_METADATA}.Metadata": _index,
     f"{_METADATA}.TensorStorageMetadata": _tensor,
@@ -163,7 +163,7 @@ _MAKERS: dict[str, Callable[[Any], Any] | None] = {
     f"{_METADATA}.MetadataIndex": _place,
     f"{_STORAGE}._StorageInfo": _info,
     "torch.Size": _size,
-    # Allowed, and nothing that is used:
+    # Allowed, but not used:
     f"{_METADATA}.StorageMeta": None,
     f"{_METADATA}._MEM_FORMAT_ENCODING": None,
     "torch.serialization._get_layout": None,
@@ -175,30 +175,30 @@ _MAKERS: dict[str, Callable[[Any], Any] | None] = {
 def _make(record: object) -> Any:
     maker = _MAKERS.get(record.name) if isinstance(record, _Record) else None
     if maker is None:
-        raise TypeError(f"a {type(record).__name__} is where a part of an index should be")
+        raise TypeError(f"expected an entry of an index, got {type(record).__name__}")
     return maker(record)
 
 
 def _state(record: object, name: str | None = None) -> dict[str, Any]:
     if not isinstance(record, _Record) or not isinstance(record.state, dict) or name not in (None, record.name):
-        raise TypeError("it is no index")
+        raise TypeError("it is not an index")
     return record.state
 
 
 def _word(value: object) -> str:
     if type(value) is not str:
-        raise TypeError(f"a name is a {type(value).__name__}")
+        raise TypeError(f"expected a name, got {type(value).__name__}")
     return value
 
 
 class SafeReader(FileSystemReader):
-    """Reads a folder that this suite has written, as tensors and nothing else; its index once.
+    """Reader of a checkpoint folder that yields tensors only, and reads its index once.
 
     Raises:
-        CorruptCheckpoint: the index is damaged, or asks for more.
+        CorruptCheckpoint: the index is damaged, or refers to other objects.
 
     Source:
-        ``torch.distributed.checkpoint.FileSystemReader``, which unpickles whatever the index says.
+        ``torch.distributed.checkpoint.FileSystemReader``, which unpickles the index without restrictions.
     """
 
     _known: metadata.Metadata | None = None
@@ -210,38 +210,38 @@ class SafeReader(FileSystemReader):
 
     def _read_index(self, path: Path) -> metadata.Metadata:
         if not path.is_file() or path.stat().st_size > _LARGEST:
-            raise CorruptCheckpoint(explain(f"{path}", "there is no index, or none of its size", "Use an older one"))
+            raise CorruptCheckpoint(explain(f"{path}", "the index is missing or too large", "Use an older one"))
         try:
             found = _index(_PlainReader(io.BytesIO(path.read_bytes())).load())
         except CorruptCheckpoint:
             raise
-        except Exception as error:  # an unpickler has many ways to say that it makes no sense
-            why = f"it is no index ({type(error).__name__}: {str(error)[:200]})"
+        except Exception as error:  # an unpickler raises many kinds of errors for damaged files
+            why = f"it is not an index ({type(error).__name__}: {str(error)[:200]})"
             raise CorruptCheckpoint(explain(f"{path}", why, "Use an older one")) from error
         _refuse_larger_than_files(path, found)
         return found
 
 
 def _refuse_larger_than_files(path: Path, index: metadata.Metadata) -> None:
-    """Before memory is taken by what the index says: tensors must be in the files, which are not compressed."""
+    """Refuse an index whose tensors are larger than its files, before memory is allocated for them."""
     tensors = [t for t in index.state_dict_metadata.values() if isinstance(t, metadata.TensorStorageMetadata)]
     needed = sum(math.prod(tensor.size) * tensor.properties.dtype.itemsize for tensor in tensors)
     names = {info.relative_path for info in index.storage_data.values()}
     sizes = {name: (path.parent / name).stat().st_size for name in names if (path.parent / name).is_file()}
     if len(sizes) < len(names):
         lost = sorted(names - set(sizes))[0]
-        raise CorruptCheckpoint(explain(f"{path} names {lost[:200]}", "it is not there", "Use an older one"))
+        raise CorruptCheckpoint(explain(f"{path} names {lost[:200]}", "that file is missing", "Use an older one"))
     beyond = [i for i in index.storage_data.values() if i.offset + i.length > sizes[i.relative_path]]
     if needed > sum(sizes.values()) or beyond:
-        why = f"its tensors have {needed} bytes, and its files {sum(sizes.values())}"
+        why = f"its tensors need {needed} bytes, but its files have {sum(sizes.values())}"
         raise CorruptCheckpoint(explain(f"{path}", why, "Use an older one"))
 
 
 class SafePlanner(DefaultLoadPlanner):
-    """Reads plain values, should there be any beside the tensors, as ``weights_only``."""
+    """Load planner that reads plain values with ``weights_only=True``."""
 
     def __init__(self, **options: Any) -> None:
-        # Names are flat already, and stay as save_sharded wrote them.
+        # Names are flat already, as save_sharded wrote them.
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False, **options)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:

@@ -1,4 +1,4 @@
-"""Weights in 4 bits, cut over the ranks as bytes; the constants that belong to them stay whole beside them."""
+"""Sharding of 4-bit weights as bytes; their quantization constants stay replicated on every rank."""
 
 from collections.abc import Callable, Iterable
 
@@ -13,7 +13,7 @@ from lightning_fasttrain.finetune.quantized.quantized_state import keep_quantize
 
 
 def is_opaque(parameter: Tensor) -> bool:
-    """Whether the bytes of a parameter are no numbers to be cast: it is no float, or frozen and of its own class."""
+    """Return whether a parameter must not be cast: it is not floating-point, or is frozen and of its own class."""
     if isinstance(parameter, DTensor):
         return not parameter.is_floating_point()
     own_class = type(parameter) is not nn.Parameter and not parameter.requires_grad
@@ -21,7 +21,7 @@ def is_opaque(parameter: Tensor) -> bool:
 
 
 def find_packed(model: nn.Module, policy: MixedPrecisionPolicy) -> dict[nn.Parameter, list[nn.Module]]:
-    """Weights in 4 bits that can be cut → the layers that use each."""
+    """Map each 4-bit weight that can be sharded to the layers that use it."""
     found: dict[nn.Parameter, list[nn.Module]] = {}
     for layer in model.modules():
         weight = layer._parameters.get("weight")
@@ -32,9 +32,10 @@ def find_packed(model: nn.Module, policy: MixedPrecisionPolicy) -> dict[nn.Param
 
 
 def _would_be_cast(weight: Tensor, policy: MixedPrecisionPolicy) -> bool:
-    """Whether FSDP2 takes bytes for numbers, as it does with those that are stored as floats, and torch 2.11 with all.
+    """Return whether FSDP2 would cast the packed bytes of a weight as if they were values.
 
-    A weight that is stored in the very dtype of the policy is never cast, which is what ``quant_storage`` is for.
+    It casts weights that are stored in a floating-point dtype, and torch 2.11 casts all. A weight that is stored in
+    the policy's own dtype is never cast; ``quant_storage`` of bitsandbytes sets the storage dtype for that purpose.
     """
     if policy.param_dtype in (None, weight.dtype):
         return False
@@ -42,16 +43,16 @@ def _would_be_cast(weight: Tensor, policy: MixedPrecisionPolicy) -> bool:
 
 
 def whole_parameters(model: nn.Module, policy: MixedPrecisionPolicy) -> set[nn.Parameter]:
-    """The quantised parameters that stay whole on every rank: all but weights in 4 bits."""
+    """Return the quantised parameters that stay unsharded on every rank: all except shardable 4-bit weights."""
     packed = find_packed(model, policy)
     return {parameter for parameter in model.parameters() if is_opaque(parameter) and parameter not in packed}
 
 
 def unwrap_packed_(model: nn.Module, policy: MixedPrecisionPolicy) -> list[nn.Module]:
-    """Make plain parameters of the weights in 4 bits, which ``fully_shard`` can cut; call it before.
+    """Convert 4-bit weights to plain parameters, which ``fully_shard`` can shard; call it before.
 
     Returns:
-        Their layers, for :func:`keep_packed_` to be called after.
+        The layers of these weights, for :func:`keep_packed_`, which is to be called after sharding.
     """
     unwrapped = []
     for weight, layers in find_packed(model, policy).items():
@@ -64,20 +65,20 @@ def unwrap_packed_(model: nn.Module, policy: MixedPrecisionPolicy) -> list[nn.Mo
 
 
 def keep_packed_(layers: list[nn.Module], groups: Iterable[nn.Module]) -> None:
-    """Let sharded weights have their constants, as whole ones do, when they are saved, loaded and used.
+    """Attach the quantization constants to sharded weights when they are saved, loaded and used.
 
-    FSDP2 replaces parameters by its own. What it has gathered is made a weight of bitsandbytes' before
-    its group's forward, where no compiler looks, and again by the layer itself where blocks are recomputed. What is cut
-    needs its constants for the keys of ``state_dict`` only.
+    FSDP2 replaces parameters by its own. A gathered parameter is converted to bitsandbytes' class before its group's
+    forward, outside of compiled code, and again by the layer itself where blocks are recomputed. A shard needs its
+    constants for the keys of ``state_dict`` only.
 
     Args:
-        layers: of :func:`unwrap_packed_`.
-        groups: the modules that were sharded on their own, the root last.
+        layers: the result of :func:`unwrap_packed_`.
+        groups: the modules that were sharded separately, the root last.
     """
     for layer in layers:
         settle_4bit_(layer)
-        layer.register_state_dict_pre_hook(settle_4bit_)  # ``model.to`` forgets what was on the parameter
-    # From the inside out, the root last: a layer belongs to the first group that has it.
+        layer.register_state_dict_pre_hook(settle_4bit_)  # ``model.to`` drops attributes of the parameter
+    # From the inside out, the root last: a layer belongs to the first group that contains it.
     left = dict.fromkeys(layers)
     for group in groups:
         own = [module for module in group.modules() if module in left]

@@ -1,4 +1,4 @@
-"""The state of an optimizer over sharded parameters, by their names: taken apart, and put together on another mesh."""
+"""State of an optimizer over sharded parameters, keyed by parameter names: split for saving, and joined on any mesh."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,16 +10,17 @@ from torch.optim import Optimizer
 
 from lightning_fasttrain.core.messages import explain
 
-_PLAIN, _REPLICATED = "plain", "replicated"  # layouts of a tensor; else the number of the axis it is cut along
+_PLAIN, _REPLICATED = "plain", "replicated"  # layouts of a tensor; otherwise the dimension that it is sharded along
 
 
 def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """``optimizer.state_dict()`` with names instead of numbers, and the optimizer's class.
+    """Return ``optimizer.state_dict()`` with parameter names instead of indices, and the optimizer's class.
 
-    Nothing is initialised for it, so that an optimizer that has taken no step is saved as such.
+    No state is initialized for it, so that an optimizer that has taken no step is saved without state.
 
     Raises:
-        ValueError: a parameter that the model has not; state that each rank keeps of its own shard only.
+        ValueError: the optimizer holds a parameter that is not in the model, or state that each rank keeps for its
+            own shard only.
 
     Example:
         >>> net = nn.Linear(2, 1)
@@ -30,10 +31,10 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     held = [p for group in optimizer.param_groups for p in group["params"]]
     unknown = sum(id(parameter) not in names for parameter in held)
     if unknown:
-        what = f"{type(optimizer).__name__} holds {unknown} parameters that the model has no more"
-        why = "their state would belong to nothing"
+        what = f"{type(optimizer).__name__} holds {unknown} parameters that the model no longer has"
+        why = "their state would belong to no parameter"
         raise ValueError(explain(what, why, "Make the optimizer from the model's parameters, after sharding"))
-    # torch numbers parameters in the order of the groups, so a number is a place in `held`.
+    # torch numbers parameters in the order of the groups, so a number is an index into `held`.
     numbered, by_number = optimizer.state_dict(), [names[id(parameter)] for parameter in held]
     for number, values in numbered["state"].items():
         for key, value in values.items():
@@ -46,32 +47,32 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _refuse_local(optimizer: str, name: str, value: object, parameter: Tensor) -> None:
-    # Over one process a shard is the whole.
+    # On one process a shard is the complete tensor.
     if not isinstance(value, Tensor) or not isinstance(parameter, DTensor) or parameter.device_mesh.size() == 1:
         return
     known = (Shard, Replicate)
     if isinstance(value, DTensor):
         bad = not all(isinstance(placement, known) for placement in value.placements)
     else:
-        bad = value.ndim > 0 and value.numel() > 1  # a count of steps is the same on all ranks
+        bad = value.ndim > 0 and value.numel() > 1  # a step counter is identical on all ranks
     if bad:
         raise ValueError(
             explain(
                 f"state '{name}' of {optimizer} has shape {tuple(value.shape)} for a parameter of shape "
                 f"{tuple(parameter.shape)}",
-                "each rank keeps it for its own shard, so it means nothing on another number of ranks",
+                "each rank keeps it for its own shard, so it cannot be loaded on another number of ranks",
                 "Use an optimizer of torch.optim",
             )
         )
 
 
 def take_apart(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of a named state, and all the rest as plain values with each tensor's layout."""
+    """Split a named state into its tensors, and plain values with each tensor's layout."""
     tensors: dict[str, Tensor] = {}
     plain: dict[str, Any] = {"class": state["class"], "param_groups": state["param_groups"], "layout": {}, "values": {}}
     for name, values in state["state"].items():
         for key, value in values.items():
-            path = f"{name}/{key}"  # no slash can be in a key of torch.optim, while names have dots
+            path = f"{name}/{key}"  # keys of torch.optim contain no slash; parameter names contain dots
             if isinstance(value, Tensor):
                 tensors[path] = value
                 plain["layout"][path] = _layout(value)
@@ -88,31 +89,32 @@ def _layout(tensor: Tensor) -> str | int:
 
 
 def template(size: torch.Size, dtype: torch.dtype, layout: str | int, parameter: Tensor | None) -> Tensor:
-    """An empty tensor for stored state, cut as it was, over the mesh that its parameter is on now."""
+    """Return an empty tensor to load stored state into, with the stored layout on the parameter's current mesh."""
     if parameter is not None and size == parameter.shape:
-        return torch.empty_like(parameter.detach(), dtype=dtype)  # cut as the parameter is now, however it was saved
+        # Sharded like the parameter, whatever the stored layout.
+        return torch.empty_like(parameter.detach(), dtype=dtype)
     if not isinstance(parameter, DTensor) or layout == _PLAIN:
         return torch.empty(size, dtype=dtype)
     cut = Shard(layout) if isinstance(layout, int) else Replicate()
-    # With replicas the last axis of the mesh is the one of shards.
+    # With replicas, the last dimension of the mesh is that of the shards.
     placements = [*[Replicate()] * (parameter.device_mesh.ndim - 1), cut]
     return empty(size, dtype=dtype, device_mesh=parameter.device_mesh, placements=placements)
 
 
 def join(plain: dict[str, Any], tensors: dict[str, Tensor], model: nn.Module, optimizer: Optimizer) -> None:
-    """Load the parts into ``optimizer``, which may hold the parameters in another order.
+    """Load plain values and tensors into ``optimizer``, which may hold the parameters in another order.
 
     Raises:
-        ValueError: another optimizer, or other parameters; names them.
+        ValueError: the optimizer is of another class, or holds other parameters; names them.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     held = [names.get(id(p), "?") for group in optimizer.param_groups for p in group["params"]]
     saved = [name for group in plain["param_groups"] for name in group["params"]]
     if type(optimizer).__name__ != plain["class"] or set(held) != set(saved):
         differ = sorted(set(held) ^ set(saved))
-        what = f"the checkpoint's {plain['class']} does not fit this {type(optimizer).__name__}"
+        what = f"the checkpoint's {plain['class']} does not match this {type(optimizer).__name__}"
         why = f"they differ in the parameters {', '.join(differ[:4])}" if differ else "their states are different"
-        way_out = "Make the optimizer as it was, or load the weights alone, with full_state_dict(folder)"
+        way_out = "Use the same optimizer, or load only the weights, with full_state_dict(folder)"
         raise ValueError(explain(what, why, way_out))
     numbers = {name: number for number, name in enumerate(held)}
     state: dict[int, dict[str, Any]] = {}
@@ -124,10 +126,10 @@ def join(plain: dict[str, Any], tensors: dict[str, Tensor], model: nn.Module, op
     for group in now:
         names_now.append(sorted(held[number] for number in group["params"]))
     names_then = [sorted(group["params"]) for group in plain["param_groups"]]
-    # Which group a parameter is in decides its settings; the order within a group does not matter.
+    # A parameter's group decides its settings; the order within a group does not matter.
     if names_now != names_then:
-        what = f"the checkpoint's {plain['class']} has {len(plain['param_groups'])} groups of parameters"
-        why = f"this one has {len(now)}, or groups them differently"
-        raise ValueError(explain(what, why, "Group the parameters as they were"))
+        what = f"the checkpoint's {plain['class']} has {len(plain['param_groups'])} parameter groups"
+        why = f"this one has {len(now)}, or groups the parameters differently"
+        raise ValueError(explain(what, why, "Use the same parameter groups"))
     groups = [{**old, "params": group["params"]} for old, group in zip(plain["param_groups"], now, strict=True)]
     optimizer.load_state_dict({"state": state, "param_groups": groups})

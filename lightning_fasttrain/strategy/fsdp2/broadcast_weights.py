@@ -1,4 +1,4 @@
-"""Every rank begins with the weights of rank zero, whatever it has built: others, or none (the meta device)."""
+"""Broadcast of rank zero's weights to all ranks, whatever they have built: other weights, or none (meta device)."""
 
 from typing import Any
 
@@ -15,17 +15,17 @@ from lightning_fasttrain.strategy.fsdp2._packed_weights import is_opaque
 
 
 def whole_on_rank_zero(model: nn.Module) -> dict[str, Tensor]:
-    """What rank zero will send, by reference; call it on all ranks, before the model is sharded.
+    """Return the tensors that rank zero will send, by reference; call it on all ranks, before the model is sharded.
 
-    Rank zero gives a model that it too has built on the meta device its weights first, by ``reset_parameters``.
-    Parameters that are sharded already stay as they are.
+    A model that rank zero too has built on the meta device is initialized first, by ``reset_parameters``. Parameters
+    that are sharded already are not changed.
 
     Returns:
-        Name → parameter or buffer, also those that ``state_dict`` leaves out; empty on other ranks.
+        Name → parameter or buffer, including non-persistent buffers; empty on other ranks.
 
     Raises:
-        ValueError: ranks have built models of other names, shapes or dtypes, or quantised other weights; or rank zero
-            has a layer without weights that does not say how to make them.
+        ValueError: ranks have built models with different names, shapes or dtypes, or quantised different weights; or
+            rank zero has a layer on the meta device without a ``reset_parameters`` method.
 
     Example:
         >>> with torch.device("meta"):
@@ -41,10 +41,10 @@ def whole_on_rank_zero(model: nn.Module) -> dict[str, Tensor]:
     if dist.is_initialized():
         dist.broadcast_object_list(first, src=0)
     if first[0] is not None:
-        # A rank that disagrees goes on to the common answer, or the others would wait for it.
+        # A rank that disagrees continues to the agreement below, where the others wait for it.
         error = _difference(_description(model), first[0], rank)
     if not agree_on_all_ranks(error is None and first[0] is not None):
-        another = explain("another rank refused its model", "see its error", "Build the same model on every rank")
+        another = explain("another rank has refused its model", "see its error", "Build the same model on every rank")
         raise ValueError(error or another)
     return _tensors(model) if rank == 0 else {}
 
@@ -52,25 +52,25 @@ def whole_on_rank_zero(model: nn.Module) -> dict[str, Tensor]:
 def send_from_rank_zero_(
     model: nn.Module, whole: dict[str, Tensor], device: torch.device, home: torch.device | None = None
 ) -> None:
-    """Give every rank of a sharded model its part of rank zero's weights, one tensor at a time.
+    """Give every rank of a sharded model its shards of rank zero's weights, one tensor at a time.
 
     Args:
-        model: sharded by :func:`~lightning_fasttrain.strategy.shard_blocks_`, on all ranks alike.
-        whole: of :func:`whole_on_rank_zero`; emptied, so that memory is freed on the way.
-        device: where the ranks communicate.
-        home: where the shards live, if not there.
+        model: the model, sharded by :func:`~lightning_fasttrain.strategy.shard_blocks_` identically on all ranks.
+        whole: the result of :func:`whole_on_rank_zero`; it is emptied, which frees memory on the way.
+        device: device on which the ranks communicate.
+        home: device of the shards; by default ``device``.
     """
     if any(tensor.is_meta for tensor in _tensors(model).values()):
-        _make_room_(model, device, home or device)
+        _allocate_(model, device, home or device)
     with torch.no_grad():
         for name, target in _tensors(model).items():
             full = whole.pop(name, None)  # popped: each whole tensor is freed when it has been sent
             full = torch.empty(target.shape, dtype=target.dtype, device=device) if full is None else full.detach()
             if isinstance(target, DTensor):
-                full = full.as_subclass(Tensor)  # of bitsandbytes' own, in 4 bits
+                full = full.as_subclass(Tensor)  # 4-bit weights are of bitsandbytes' own class
             full = full.to(device).contiguous()
             if isinstance(target, DTensor):
-                # Collective: rank zero scatters, the others receive.
+                # A collective: rank zero scatters, the others receive.
                 parts = distribute_tensor(full, target.device_mesh, target.placements)
                 target.to_local().copy_(parts.to_local())
             elif not _agrees(target):
@@ -79,13 +79,13 @@ def send_from_rank_zero_(
 
 
 def _agrees(tensor: Tensor) -> bool:
-    """Whether it is quantised and whole, so that :func:`whole_on_rank_zero` has found it the same on every rank."""
+    """Return whether a tensor is quantised and unsharded: :func:`whole_on_rank_zero` has checked that ranks agree."""
     return isinstance(tensor, nn.Parameter) and not isinstance(tensor, DTensor) and is_opaque(tensor)
 
 
-def _make_room_(model: nn.Module, device: torch.device, home: torch.device) -> None:
-    """Memory for all that rank zero sends; its shards at ``home``. What it does not send is kept."""
-    # to_empty would wipe the numbers of quantised weights, which are not sent.
+def _allocate_(model: nn.Module, device: torch.device, home: torch.device) -> None:
+    """Allocate memory for all tensors that rank zero sends, the shards on ``home``; keep those it does not send."""
+    # to_empty would erase the values of quantised weights, which are not sent.
     kept = []
     for module in model.modules():
         for key, parameter in module._parameters.items():
@@ -96,7 +96,7 @@ def _make_room_(model: nn.Module, device: torch.device, home: torch.device) -> N
     model.to_empty(device=home)
     for module, key, parameter in kept:
         module._parameters[key] = parameter
-    # Buffers are no part of FSDP2's offload: they are used on the device.
+    # FSDP2 does not offload buffers: they are used on the device.
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = torch.empty_like(buffer, device=device)
@@ -107,7 +107,7 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _build_(model: nn.Module) -> str | None:
-    """Weights for the layers that are on the meta device, on the host; or why there can be none."""
+    """Initialize the layers that are on the meta device in host memory; return an error message if one cannot be."""
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for key, parameter in module.named_parameters(recurse=False):
@@ -122,19 +122,19 @@ def _build_(model: nn.Module) -> str | None:
         if lost or not callable(reset):
             return explain(
                 f"layer '{name}' ({type(module).__name__}) is on the meta device",
-                f"the values of its buffer '{lost[0]}' are gone" if lost else "it does not say how to make its weights",
-                "Build it on rank zero outside of init_module, or give it a reset_parameters()",
+                f"the values of its buffer '{lost[0]}' are lost" if lost else "it has no reset_parameters method",
+                "Build it on rank zero outside of init_module, or add a reset_parameters method",
             )
         module.to_empty(device="cpu", recurse=False)
         reset()
-    for (first, name), *others in places.values():  # what was tied is now many
+    for (first, name), *others in places.values():  # tied parameters have become separate ones
         for module, key in others:
             module._parameters[key] = first._parameters[name]
     return None
 
 
 def _description(model: nn.Module) -> tuple[list[Any], dict[str, list[float]]]:
-    """What all ranks must have in common: names, shapes and dtypes, and the numbers in quantised layers."""
+    """Describe what must be identical on all ranks: names, shapes and dtypes, and the values of quantised layers."""
     digests = {}
     for name, layer in model.named_modules():
         if any(is_opaque(p) for p in layer.parameters(recurse=False)):
@@ -144,7 +144,7 @@ def _description(model: nn.Module) -> tuple[list[Any], dict[str, list[float]]]:
 
 
 def _digest(layer: nn.Module) -> list[float]:
-    # Two sums for each tensor instead of all its numbers: this goes to every rank.
+    # Two sums per tensor instead of all its values, since the digest is sent to every rank.
     tensors = [t.double() for t in layer.state_dict().values() if isinstance(t, Tensor) and not t.is_meta]
     return [float(total) for t in tensors for total in (t.sum(), t.square().sum())]
 
@@ -152,14 +152,14 @@ def _digest(layer: nn.Module) -> list[float]:
 def _difference(mine: Any, first: Any, rank: int) -> str | None:
     if mine[0] != first[0]:
         names = sorted({entry[0] for entry in {*mine[0]} ^ {*first[0]}}) or ["their order"]
-        why = "shards of different models do not fit together"
+        why = "shards of different models cannot be combined"
         way_out = "Build the same layers, in the same order, on every rank"
         return explain(f"rank {rank} has built another model than rank 0: {', '.join(names[:4])}", why, way_out)
     for name, digest in first[1].items():
         if mine[1][name] != digest:
             return explain(
                 f"rank {rank} has quantised other weights than rank 0 in '{name}'",
-                "their constants stay whole on every rank, so all of it must agree from the start",
+                "their quantization constants are replicated on every rank, so they must be identical from the start",
                 "Load the same pretrained weights on every rank, or call seed_everything() before the model is built",
             )
     return None

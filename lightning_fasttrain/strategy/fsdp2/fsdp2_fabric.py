@@ -1,4 +1,4 @@
-"""Training with parameters, gradients and optimizer state sharded over all processes, for Fabric."""
+"""Fabric strategy that shards parameters, gradients and optimizer state over all processes with FSDP2."""
 
 import weakref
 from collections.abc import Callable
@@ -38,27 +38,27 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class FabricFSDP2Strategy(ModelParallelStrategy):
-    """Shard the model, its gradients and its optimizer over all processes; the loop is that of any Fabric run.
+    """Shard the model, its gradients and its optimizer over all processes; the Fabric loop needs no changes.
 
-    ``fabric.setup(model, optimizer)`` works, and so does an optimizer made before the model is set up: it is given
-    the sharded parameters instead of those it held. ``fabric.no_backward_sync(model, enabled=...)`` sums
-    gradients without reducing them, and leaves reduction on. Methods beside ``forward`` that use parameters of
-    their own: ``torch.distributed.fsdp.register_fsdp_forward_method(model, "loss")``.
+    ``fabric.setup(model, optimizer)`` works with an optimizer made before the model is set up: it is given the
+    sharded parameters in place of the original ones. ``fabric.no_backward_sync(model, enabled=...)`` sums gradients
+    without reducing them, and enables reduction again at its end. Register methods other than ``forward`` that use
+    parameters with ``torch.distributed.fsdp.register_fsdp_forward_method(model, "loss")``.
 
     Args:
         reshard_after_forward, offload, replicas, blocks, reduce_dtype, float32_residual, async_checkpoints,
             process_group_backend, timeout: as for :class:`~lightning_fasttrain.FSDP2Strategy`.
-        broadcast_buffers: give all ranks rank zero's buffers before each forward in training, but for those whose
-            gradients are not reduced.
+        broadcast_buffers: broadcast rank zero's buffers before each training forward whose gradients are reduced.
 
     Raises:
-        ValueError: as there; an optimizer of which parameters are not in the model, or that has taken steps.
+        ValueError: as for :class:`~lightning_fasttrain.FSDP2Strategy`; also if the optimizer holds parameters that
+            are not in the model, or has taken steps.
 
     Example:
         >>> fabric = L.Fabric(accelerator="cpu", devices=1, strategy=FabricFSDP2Strategy(replicas=1))
 
     Source:
-        As there.
+        See :class:`~lightning_fasttrain.FSDP2Strategy`.
     """
 
     strategy_name: ClassVar[str] = "fasttrain_fsdp2"
@@ -77,7 +77,7 @@ class FabricFSDP2Strategy(ModelParallelStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
-        # Lightning wants a function that shards; sharding is done in setup_module.
+        # Lightning requires a function that shards; sharding is done in setup_module.
         super().__init__(lambda module, mesh: module, process_group_backend=process_group_backend, timeout=timeout)
         self.sharding = Sharding(reshard_after_forward, offload, replicas, blocks, reduce_dtype, float32_residual)
         self.broadcast_buffers = broadcast_buffers
@@ -86,7 +86,7 @@ class FabricFSDP2Strategy(ModelParallelStrategy):
         self._backward_sync_control = _SyncControl()
         self._background: BackgroundSave | None = None
         self.roll_call, self._saving = RollCall(None), None
-        # Old parameters weakly, or the whole weights would stay in memory beside the shards.
+        # Weak references to old parameters, so that unsharded weights do not stay in memory beside the shards.
         self._moved: list[tuple[weakref.ref[nn.Parameter], nn.Parameter]] = []
         self._modules: list[weakref.ref[nn.Module]] = []
 
@@ -111,12 +111,12 @@ class FabricFSDP2Strategy(ModelParallelStrategy):
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         with self.roll_call.all_or_none("fabric.setup"):
-            pass  # whoever is gone is missed here
+            pass  # a rank that is gone is noticed here
         before = dict(module.named_parameters(remove_duplicate=False))
         precision = self.precision.precision
         self.sharded_blocks = self.sharding.shard_(module, self.device_mesh, precision, self.root_device)
         after = dict(module.named_parameters(remove_duplicate=False))
-        # Nobody holds the old one any more, so no optimizer can ask for it.
+        # Drop pairs whose old parameter has been freed: no optimizer can hold it.
         self._moved = [pair for pair in self._moved if pair[0]() is not None]
         self._moved += [(weakref.ref(old), after[name]) for name, old in before.items() if after[name] is not old]
         self._modules.append(weakref.ref(module))
@@ -135,26 +135,26 @@ class FabricFSDP2Strategy(ModelParallelStrategy):
         return module, [self.setup_optimizer(optimizer) for optimizer in optimizers], scheduler
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Give an optimizer the sharded parameters instead of those that it was made with."""
+        """Replace an optimizer's parameters by the sharded ones."""
         refuse_unfit(optimizer)
         now = {id(old()): new for old, new in self._moved}
         stale = [p for group in optimizer.param_groups for p in group["params"] if id(p) in now]
         if any(p in optimizer.state for p in stale):
             what = f"{type(optimizer).__name__} has taken steps before the model was sharded"
-            why = "its state is of whole parameters"
+            why = "its state belongs to unsharded parameters"
             raise ValueError(explain(what, why, "Set up the model before the first step"))
         for group in optimizer.param_groups:
             group["params"] = [now.get(id(p), p) for p in group["params"]]
         live = {id(p) for ref in self._modules if (module := ref()) is not None for p in module.parameters()}
         foreign = sum(id(p) not in live for group in optimizer.param_groups for p in group["params"])
         if foreign:
-            what = f"{type(optimizer).__name__} holds {foreign} parameters of no model that was set up"
+            what = f"{type(optimizer).__name__} holds {foreign} parameters that are in no model that was set up"
             way_out = "Call fabric.setup_module(model) first, or fabric.setup(model, optimizer)"
-            raise ValueError(explain(what, "they would never move", way_out))
+            raise ValueError(explain(what, "they would never be updated", way_out))
         return optimizer
 
     def wait(self) -> None:
-        """Until no checkpoint is being written; raises what went wrong with the last."""
+        """Wait until no checkpoint is being written, and raise the error of the last save, if any."""
         if self._background is not None:
             self._background.wait()
 
@@ -166,7 +166,7 @@ class FabricFSDP2Strategy(ModelParallelStrategy):
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
         if storage_options is not None or filter is not None:
-            why = "checkpoints of shards are folders of all of it"
+            why = "a sharded checkpoint is a folder with the complete state"
             raise TypeError(explain("storage_options and filter", why, "Leave them out"))
         key, model = _model_in(state)
         optimizers = {k: named_state(model, v) for k, v in state.items() if isinstance(v, Optimizer)}
@@ -193,15 +193,15 @@ class FabricFSDP2Strategy(ModelParallelStrategy):
         state = {"model": state} if isinstance(state, nn.Module) else state or {}
         key, model = _model_in(state)
         optimizers = {k: v for k, v in state.items() if isinstance(v, Optimizer)}
-        chosen = choose_checkpoint(path, substitute=bool(optimizers))  # with weights alone nothing goes on
+        chosen = choose_checkpoint(path, substitute=bool(optimizers))  # a run that loads only weights does not resume
         load = load_sharded_ if chosen.is_dir() else load_full_
         rest = load(chosen, model, optimizers, strict=strict)
         mark_of(self).continue_from(rest.pop(KEY, None))
         asked = [k for k in state if k != key and k not in optimizers]
         missing = [k for k in asked if k not in rest]
         if strict and missing:
-            why = "it was saved without"
-            raise KeyError(explain(f"{chosen} has no {missing}", why, "Leave them out, or strict=False"))
+            why = "it was saved without these entries"
+            raise KeyError(explain(f"{chosen} has no {missing}", why, "Leave them out, or use strict=False"))
         for k in asked:
             if k in rest:
                 value = rest.pop(k)
@@ -225,7 +225,7 @@ class _SyncControl(BackwardSyncControl):
 def _model_in(state: dict[str, Any]) -> tuple[str, nn.Module]:
     models = {key: value for key, value in state.items() if isinstance(value, nn.Module)}
     if len(models) != 1:
-        why = "a sharded checkpoint holds one, with its optimizers"
-        way_out = "Give {'model': model, 'optimizer': optimizer, ...}, and save several models apart"
+        why = "a sharded checkpoint holds one model, with its optimizers"
+        way_out = "Give {'model': model, 'optimizer': optimizer, ...}, and save several models separately"
         raise ValueError(explain(f"a state with {len(models)} models", why, way_out))
     return next(iter(models.items()))

@@ -1,4 +1,4 @@
-"""Training with parameters, gradients and optimizer state sharded over all processes, for the Trainer."""
+"""Trainer strategy that shards parameters, gradients and optimizer state over all processes with FSDP2."""
 
 import inspect
 from collections.abc import Generator, Mapping
@@ -36,41 +36,44 @@ from lightning_fasttrain.strategy.fsdp2.shared_buffers import leave_to_rank_zero
 from lightning_fasttrain.strategy.rank_health import RollCall, own_group
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-_PATIENCE_S = 60.0  # for a checkpoint in flight when a run fails
+_PATIENCE_S = 60.0  # to wait for a checkpoint in flight when a run fails
 
 
 class FSDP2Strategy(ModelParallelStrategy):
-    """Shard the model, its gradients and its optimizer over all processes; the LightningModule needs no code for it.
+    """Shard the model, its gradients and its optimizer over all processes; the LightningModule needs no changes.
 
-    Acts in ``Strategy.setup``: after ``configure_model`` and all techniques of the suite, before
-    ``configure_optimizers``. Blocks are found as everywhere in the suite, each rank begins with the weights of rank
-    zero, and every ``*_step`` runs with what is around the blocks gathered. Under accumulation gradients are reduced
-    once a step. Precision: see :func:`~lightning_fasttrain.strategy.precision_policy`. Runs on the CPU with gloo too.
-    The model stays sharded after ``fit``; :func:`~lightning_fasttrain.strategy.full_state_dict` reads its checkpoints.
+    Sharding happens in ``Strategy.setup``: after ``configure_model`` and all techniques of the suite, before
+    ``configure_optimizers``. Blocks are found by :func:`~lightning_fasttrain.model.find_blocks`, each rank starts with
+    the weights of rank zero, and every ``*_step`` runs with the root's parameters gathered. Under accumulation,
+    gradients are reduced once per step. Precision: see :func:`~lightning_fasttrain.strategy.precision_policy`. The
+    strategy runs on the CPU with gloo too. The model stays sharded after ``fit``;
+    :func:`~lightning_fasttrain.strategy.full_state_dict` reads its checkpoints.
 
-    Checkpoints are folders, written aside, checksummed and renamed; they load on any number of processes. In ``fit``
-    a corrupt one is passed over for an older one of the same run. Files of one device or DDP load too.
+    Checkpoints are folders, written under a temporary name, checksummed and renamed; they load on any number of
+    processes. In ``fit``, a corrupt checkpoint is replaced by an older one of the same run. Checkpoint files of one
+    device or DDP load too.
 
     Args:
         reshard_after_forward: as for :func:`~lightning_fasttrain.strategy.shard_blocks_`.
-        offload: ``"cpu"``: shards, gradients and optimizer in host memory.
-        replicas: hybrid sharding: so many copies of the model, each sharded over its part of the processes; the
-            number of nodes keeps the gathering inside a node.
-        blocks: which modules are blocks, as for :func:`~lightning_fasttrain.model.find_blocks`.
-        reduce_dtype: ``"float32"`` (default) or ``"bfloat16"``, in which gradients are reduced.
-        float32_residual: under bf16-mixed, gather norms, and what is around the blocks, such as embeddings, in float32,
-            as they are under DDP; see :func:`~lightning_fasttrain.strategy.shard_blocks_`.
-        broadcast_buffers: give all ranks rank zero's buffers, such as BatchNorm's running statistics, before each
-            batch and before validation, as DDP does. Checkpoints hold rank zero's in any case.
-        reduce_once: under accumulation, sum whole gradients and reduce them once; False reduces each micro-batch
-            and keeps shards only: less memory, more communication.
-        async_checkpoints: write checkpoints while training goes on, one at a time.
+        offload: ``"cpu"`` keeps shards, gradients and optimizer state in host memory.
+        replicas: number of model replicas for hybrid sharding, each sharded over its share of the processes; with the
+            number of nodes, parameters are gathered within a node.
+        blocks: the modules that are blocks, as for :func:`~lightning_fasttrain.model.find_blocks`.
+        reduce_dtype: dtype in which gradients are reduced: ``"float32"`` (default) or ``"bfloat16"``.
+        float32_residual: under bf16-mixed, gather norms and the parameters outside of blocks, such as embeddings, in
+            float32, as under DDP; see :func:`~lightning_fasttrain.strategy.shard_blocks_`.
+        broadcast_buffers: broadcast rank zero's buffers, such as BatchNorm's running statistics, before each batch
+            and before validation, as DDP does. Checkpoints contain rank zero's buffers in any case.
+        reduce_once: under accumulation, sum unsharded gradients and reduce them once; False reduces in each
+            micro-batch and keeps sharded gradients only: less memory, more communication.
+        async_checkpoints: write checkpoints while training continues, one at a time.
         process_group_backend, timeout: as for Lightning's strategies.
 
     Raises:
-        ValueError: ``replicas`` does not divide the processes; float16; a callback that copies the model.
-        RuntimeError: in ``fit``: another rank failed in ``configure_model`` or ``configure_optimizers``, or is gone,
-            or did not answer within ``timeout``.
+        ValueError: ``replicas`` does not divide the number of processes, the precision is float16, or a callback
+            copies the model.
+        RuntimeError: in ``fit``, another rank failed in ``configure_model`` or ``configure_optimizers``, is gone, or
+            did not answer within ``timeout``.
 
     Example:
         >>> trainer = L.Trainer(accelerator="cpu", strategy=FSDP2Strategy(reshard_after_forward=False), logger=False,
@@ -117,7 +120,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         self._process_group_backend = self._process_group_backend or self.sharding.backend(self.parallel_devices[0])
         self._setup_distributed()
         self._device_mesh = self.sharding.mesh(self.root_device, self.world_size)
-        # Two groups: a save in the background must not meet the roll call of the thread that trains.
+        # Two groups: collectives of a background save must not mix with those of the training thread's health check.
         self.roll_call, self._saving = RollCall(own_group(self._timeout)), own_group(self._timeout)
         if self.async_checkpoints and self._background is None:
             self._background = BackgroundSave(self._write)
@@ -138,7 +141,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         precision = self.precision_plugin.precision
         self.sharded_blocks = self.sharding.shard_(model, self.device_mesh, precision, self.root_device)
         self._rest_to_device(model)
-        self._steps.close()  # what an earlier run has put around the steps
+        self._steps.close()  # remove the wrappers that an earlier run has put around the steps
         for name in _STEPS:
             if is_overridden(name, self.lightning_module):
                 self._run_gathered(model, name)
@@ -148,7 +151,7 @@ class FSDP2Strategy(ModelParallelStrategy):
             with self.roll_call.all_or_none("configure_optimizers"):
                 self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        # Under offload the optimizer stays with its shards, in host memory.
+        # Under offload the optimizer state stays with the shards, in host memory.
         if fitting and self.sharding.offload is None:
             move_optimizers(self.optimizers, self.root_device)
         check_sharded(model, self.optimizers)
@@ -157,12 +160,12 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Generator:
-        """Around ``configure_model``."""
+        """Context for ``configure_model``: an error on one rank ends all ranks."""
         with self.roll_call.all_or_none("configure_model"), super().model_sharded_context():
             yield
 
     def _rest_to_device(self, model: nn.Module) -> None:
-        """What sharding has not moved, such as metrics; shards in host memory must stay there."""
+        """Move what sharding has not moved, such as metrics, to the device; shards in host memory stay there."""
         if self.sharding.offload is None:
             model.to(self.root_device)
             return
@@ -172,14 +175,14 @@ class FSDP2Strategy(ModelParallelStrategy):
         note_device(model, device=self.root_device)
 
     def _run_gathered(self, model: nn.Module, name: str) -> None:
-        """A step uses parameters outside of ``forward`` too, as a fused loss does its head's."""
+        """Gather the root's parameters in a step, which uses them outside of ``forward``, such as in a fused loss."""
         previous = vars(model).get(name)
         register_fsdp_forward_method(model, name)
         gathered: Any = vars(model)[name]
         gathered.__func__.__wrapped__ = inspect.unwrap(gathered)  # Lightning looks for a function one layer deep
 
         def restore() -> None:
-            if vars(model).get(name) is not gathered:  # a technique has taken what we wrapped away
+            if vars(model).get(name) is not gathered:  # a technique has removed the wrapped method
                 return
             if previous is None:
                 delattr(model, name)
@@ -189,16 +192,16 @@ class FSDP2Strategy(ModelParallelStrategy):
         self._steps.callback(restore)
 
     def on_train_start(self) -> None:
-        """Hook: after all callbacks had their say."""
+        """Check the sharded model once more after all callbacks' hooks."""
         assert self.model is not None
         check_sharded(self.model, self.optimizers)  # a callback may have swapped a layer, or made the optimizer again
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Hook: before any forward of the batch."""
+        """Broadcast rank zero's buffers before any forward of the batch."""
         self._share_buffers()
 
     def on_validation_start(self) -> None:
-        """Hook: before the first batch."""
+        """Broadcast rank zero's buffers before the first batch."""
         self._share_buffers()
 
     on_test_start = on_predict_start = on_validation_start
@@ -209,7 +212,7 @@ class FSDP2Strategy(ModelParallelStrategy):
             share_buffers_(self.model)
 
     def on_validation_end(self) -> None:
-        """Hook: a forward without backward leaves the root gathered."""
+        """Reshard the root, which a forward without backward leaves gathered."""
         assert self.model is not None
         reshard_(self.model)
 
@@ -222,17 +225,17 @@ class FSDP2Strategy(ModelParallelStrategy):
             yield
 
     def try_together(self) -> FSDP2Together:
-        """For ``MicroBatching("auto")``: how the ranks try a number of parts.
+        """Return the protocol by which ranks try a number of micro-batches, for ``MicroBatching("auto")``.
 
         Raises:
-            ValueError: this torch cannot begin a step again, or gradients are reduced more than once a step.
+            ValueError: this torch cannot restart a step, or gradients are reduced more than once per step.
         """
-        what, way_out = "MicroBatching('auto') with FSDP2Strategy", "Give a number, as MicroBatching(8)"
+        what, way_out = "MicroBatching('auto') with FSDP2Strategy", "Give a number, such as MicroBatching(8)"
         if not hasattr(FSDPModule, "reset_iter_state"):
-            why = f"torch {torch.__version__} cannot begin a step again after an error in it"
+            why = f"torch {torch.__version__} cannot restart a step after an error in it"
             raise ValueError(explain(what, why, f"{way_out}, or use torch 2.13"))
         if not self.reduce_once:
-            why = "ranks reduce gradients once all of them have the whole sum, for which reduce_once=False has no room"
+            why = "ranks reduce gradients once all have the complete sum, which reduce_once=False does not keep"
             raise ValueError(explain(f"{what}(reduce_once=False)", why, way_out))
 
         def model() -> nn.Module:
@@ -242,7 +245,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         return FSDP2Together(model)
 
     def scale_gradients_(self, factor: Tensor) -> None:
-        """For token-weighted windows: multiply the gradients of the coming step, each rank its shards."""
+        """Multiply the sharded gradients of the coming step by ``factor``, for token-weighted windows."""
         grads = [p.grad for o in self.optimizers for g in o.param_groups for p in g["params"] if p.grad is not None]
         if grads:
             torch._foreach_mul_(grads, factor.to(grads[0].device))
@@ -259,14 +262,14 @@ class FSDP2Strategy(ModelParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         if storage_options is not None:
             why = f"{type(self).__name__} writes folders by itself"
-            raise TypeError(explain("storage_options", why, "Leave them out"))
+            raise TypeError(explain("storage_options", why, "Leave it out"))
         trainer = self.lightning_module.trainer if self.lightning_module is not None else None
         if trainer is not None and trainer.training and accumulation_continues(trainer):
             warn(
-                "this checkpoint is taken inside an accumulation window, whose gradient is not in it: resumed, the "
-                "batches of the window before it do not count. Save after steps, or at an epoch's end."
+                "this checkpoint is saved inside an accumulation window and lacks its gradient: when resumed, the "
+                "earlier batches of the window do not count. Save after optimizer steps, or at the end of an epoch."
             )
-        path = local_path(self.broadcast(filepath))  # one rank's name for all: a name with a time in it may differ
+        path = local_path(self.broadcast(filepath))  # rank zero's path for all: one with a time in it may differ
         checkpoint[KEY] = mark_of(self).facts(step_in(checkpoint))
         optimizers = {f"optimizer_{i}": s for i, s in enumerate(checkpoint.pop("optimizer_states", []))}
         assert self.model is not None
@@ -277,7 +280,7 @@ class FSDP2Strategy(ModelParallelStrategy):
             self._write(path, *states)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """An older checkpoint goes only after the newer one is complete."""
+        """Remove an older checkpoint, only after the newer one is complete."""
         if self._background is not None:
             # A lambda has no first argument for a bare super().
             self._background.do_afterwards(lambda: super(FSDP2Strategy, self).remove_checkpoint(filepath))
@@ -287,7 +290,7 @@ class FSDP2Strategy(ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         assert self.lightning_module is not None
         assert self.model is not None
-        self.wait()  # what is to be loaded may still be written
+        self.wait()  # the checkpoint to load may still be in flight
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         path = choose_checkpoint(checkpoint_path, substitute=fitting)
         optimizers = {f"optimizer_{i}": optimizer for i, optimizer in enumerate(self.optimizers)}
@@ -298,18 +301,18 @@ class FSDP2Strategy(ModelParallelStrategy):
         return checkpoint
 
     def names_to_load(self, checkpoint: Mapping[str, Any], saved: set[str], strict: bool) -> set[str]:
-        """The keys of the model's ``state_dict`` that a checkpoint should hold; a technique may save fewer.
+        """Return the keys of the model's ``state_dict`` that a checkpoint should contain; a technique may save fewer.
 
         Args:
-            checkpoint: what is in it beside model and optimizers.
-            saved: the keys that it holds.
-            strict: whether they must be the run's.
+            checkpoint: its content without the states of model and optimizers.
+            saved: the keys that it contains.
+            strict: whether they must match the model's.
         """
         assert self.model is not None
         return set(self.model.state_dict())
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Done in :meth:`load_checkpoint`."""
+        """Do nothing: :meth:`load_checkpoint` has loaded the state already."""
 
     def on_exception(self, exception: BaseException) -> None:
         if self._background is not None:
@@ -323,13 +326,13 @@ class FSDP2Strategy(ModelParallelStrategy):
             super().teardown()
 
     def wait(self) -> None:
-        """Until no checkpoint is being written; raises what went wrong with the last."""
+        """Wait until no checkpoint is being written, and raise the error of the last save, if any."""
         if self._background is not None:
             self._background.wait()
 
 
 def refuse_averaging(callbacks: list[L.Callback], strategy: str) -> None:
-    """Refuse callbacks that copy the model. Techniques that cannot work on shards refuse them by themselves."""
+    """Refuse callbacks that copy the model; techniques that cannot work on shards refuse the strategy themselves."""
     for callback in callbacks:
         if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
             why = "it averages a copy of the whole model, and a sharded one cannot be copied"
@@ -338,8 +341,8 @@ def refuse_averaging(callbacks: list[L.Callback], strategy: str) -> None:
 
 
 def forget_unfinished_(model: nn.Module) -> None:
-    """Gradients of a window that an error has cut short lie where ``zero_grad`` does not reach."""
-    reset: Any = getattr(model, "reset_iter_state", None)  # of FSDPModule, and not in every torch of the tested range
+    """Discard the gradients of a window that an error has interrupted, which ``zero_grad`` does not reach."""
+    reset: Any = getattr(model, "reset_iter_state", None)  # of FSDPModule, but not in every supported torch
     if reset is not None:
-        with suppress(AttributeError):  # torch's own, if the model was sharded but never run
+        with suppress(AttributeError):  # raised by torch if the model was sharded but never run
             reset()

@@ -1,8 +1,9 @@
-"""How ranks with FSDP2 try a batch in parts together: one that stops in the middle still takes its part in gathering.
+"""FSDP2 gathers that complete on every rank, even if a rank stops in the middle of a micro-batch trial.
 
-Each forward and backward gathers parameters, block by block, and every rank waits there for every other. So the gathers
-of a part are written down beforehand, in a rehearsal that no rank waits in: one sample, with each rank's own shard in
-the place of all. A rank that runs out of memory, fails otherwise, or has fewer parts, then does what is left of them.
+Each forward and backward gathers parameters, block by block, and every rank waits there for all others. Therefore the
+gathers of a micro-batch are recorded beforehand, in a dry run in which no rank waits: one sample, with each rank's own
+shard in place of all shards. A rank that runs out of memory, fails otherwise, or has fewer micro-batches, then does the
+remaining gathers.
 """
 
 import gc
@@ -28,10 +29,10 @@ Result = TypeVar("Result")
 
 
 class FSDP2Together(Together):
-    """Under FSDP2: gradients are summed whole on each rank, and reduced once all ranks have said that they have them.
+    """Protocol for micro-batch trials under FSDP2: unsharded gradients are reduced once all ranks have succeeded.
 
     Args:
-        model_of: gives the sharded model, once it is.
+        model_of: function that returns the model, once it is sharded.
     """
 
     may_split_forwards: ClassVar[bool] = False  # each micro-batch of a forward would gather once more
@@ -41,23 +42,23 @@ class FSDP2Together(Together):
         self._model_of = model_of
         self._script: _Script | None = None
         self._due = False
-        self._put_sums_back: Callable[[], None] = _do_nothing
+        self._restore_sums: Callable[[], None] = _do_nothing
 
     @contextmanager
     def run_alone(self) -> Iterator[None]:
         model = self._model_of()
         self._due = is_reducing(model)
-        # An attempt that fails leaves sums of its own, and those of earlier batches must come back.
-        self._put_sums_back = _remember_sums(model)
+        # A failed attempt leaves partial sums, and those of earlier batches must be restored.
+        self._restore_sums = _save_sums(model)
         with without_gradient_reduction(model):
             yield
 
     def rehearse(self, run_one: Callable[[], object], then: Callable[[], Any]) -> None:
-        """Write down the gathers of one part; the first time only."""
+        """Record the gathers of one micro-batch, the first time only."""
         if self._script is not None:
             return
         model = self._model_of()
-        script, put_back = _Script(model), remember([model])
+        script, restore = _Script(model), remember([model])
 
         def rehearse(_: int) -> None:
             self._begin()
@@ -70,11 +71,11 @@ class FSDP2Together(Together):
         except BaseException:
             script.close()
             raise
-        put_back()
+        restore()
         self._script = script
 
     def wrap(self, attempt: Callable[[int], Result]) -> Callable[[int], Result]:
-        """``attempt``, after which this rank has done as many gathers as any other, however it ended."""
+        """Wrap ``attempt`` so that this rank does as many gathers as all others, however the attempt ends."""
         script = self._script
         assert script is not None
 
@@ -85,29 +86,29 @@ class FSDP2Together(Together):
                 with script.count():
                     result = attempt(n)
             except BaseException as error:
-                traceback.clear_frames(error.__traceback__)  # they hold the activations
+                traceback.clear_frames(error.__traceback__)  # the frames hold the activations
                 self._begin()
                 gc.collect()
                 torch.cuda.empty_cache()
                 script.finish(n)
                 raise
             if not script.finish(n):
-                why = "a rank with fewer parts cannot make up for the others what is gathered again in the backward"
+                why = "a rank with fewer micro-batches cannot take part in the others' gathers during backward"
                 way_out = "Use reshard_after_forward=True, or drop_last=True in the loader"
-                raise ValueError(explain("batches of fewer samples than parts", why, way_out))
+                raise ValueError(explain("batches with fewer samples than micro-batches", why, way_out))
             return result
 
         return try_once
 
     def _begin(self) -> None:
-        """As if no forward or backward of this batch had been."""
+        """Reset FSDP2 and the gradient sums to the state before this batch."""
         model: Any = self._model_of()
         if _has_run(model):  # before the first forward FSDP2 has no state to reset
             model.reset_iter_state()
-        self._put_sums_back()
+        self._restore_sums()
 
     def join(self) -> None:
-        """A backward of the root alone, after which FSDP2 reduces what all blocks have summed."""
+        """Run a backward of the root alone, after which FSDP2 reduces the gradient sums of all blocks."""
         if not self._due:
             return
         model = self._model_of()
@@ -127,9 +128,9 @@ class FSDP2Together(Together):
 
 @dataclass(frozen=True)
 class _Line:
-    """One gather: the parameters that it is for, through what it goes, and the size of this rank's share."""
+    """Record of one gather: its parameters, the function that gathers, and the size of this rank's share."""
 
-    parameters: Any  # FSDP2's group of them
+    parameters: Any  # FSDP2's parameter group
     gather: Any
     numel: int
     dtype: torch.dtype
@@ -138,7 +139,7 @@ class _Line:
 
 
 class _Script:
-    """The gathers of one part, in their order, and how many were done in an attempt."""
+    """Recorded gathers of one micro-batch, in order, and the number done in an attempt."""
 
     def __init__(self, model: nn.Module) -> None:
         self.lines: list[_Line] = []
@@ -154,7 +155,7 @@ class _Script:
 
     @contextmanager
     def learn(self) -> Iterator[None]:
-        """Within it gathers are written down, and wait for nobody."""
+        """Record gathers in this context, without waiting for other ranks."""
         self.how = self._learn
         try:
             yield
@@ -163,7 +164,7 @@ class _Script:
 
     @contextmanager
     def count(self) -> Iterator[None]:
-        """Within it gathers are counted, and compared with what was written down."""
+        """Count gathers in this context, and compare them with the recorded ones."""
         self.how = self._count
         try:
             yield
@@ -172,26 +173,30 @@ class _Script:
 
     def _learn(self, line: _Line, output: Tensor, share: Tensor, async_op: bool) -> None:
         self.lines.append(line)
-        for other in output.view(-1, line.numel):  # [ranks, numel]: the place of each rank
-            if other.data_ptr() != share.data_ptr():  # FSDP2 gathers in place: its own share lies in the output already
+        for other in output.view(-1, line.numel):  # (ranks, numel): one row per rank
+            if other.data_ptr() != share.data_ptr():  # FSDP2 gathers in place: its own share is in the output already
                 other.copy_(share)
 
     def _count(self, line: _Line, output: Tensor, share: Tensor, async_op: bool) -> Any:
-        if line != self.lines[self.done % len(self.lines)]:  # every part gathers the same, in the same order
-            why = "one part of a batch gathers other parameters than another, so ranks cannot wait for one another"
-            way_out = "Give a number, as MicroBatching(8)"
+        if line != self.lines[self.done % len(self.lines)]:  # every micro-batch gathers the same, in order
+            why = "micro-batches gather different parameters, so ranks cannot wait for one another"
+            way_out = "Give a number, such as MicroBatching(8)"
             raise ValueError(explain("MicroBatching('auto') with FSDP2", why, way_out))
         self.done += 1
         return line.gather(output_tensor=output, input_tensor=share, group=line.group, async_op=async_op)
 
     def finish(self, parts: int) -> bool:
-        """Do what other ranks still wait for, of an attempt in this many parts; whether they got the parameters."""
+        """Do the remaining gathers of an attempt with ``parts`` micro-batches.
+
+        Returns:
+            Whether the other ranks received this rank's parameters.
+        """
         complete = True
         while self.done < parts * len(self.lines):
             line = self.lines[self.done % len(self.lines)]
             self.done += 1
             share = _share_of(line.parameters, line.dtype)
-            if share.numel() != line.numel:  # gathered from other shards, which are there during a step only
+            if share.numel() != line.numel:  # gathered from a secondary shard, which exists during a step only
                 complete = False
                 share = torch.zeros(line.numel, dtype=line.dtype, device=line.device)
             output = torch.empty(line.numel * line.group.size(), dtype=line.dtype, device=line.device)
@@ -201,13 +206,13 @@ class _Script:
 
 @torch.no_grad()
 def _share_of(group: Any, dtype: torch.dtype) -> Tensor:
-    """What this rank gives to a gather."""
+    """Return this rank's input to a gather."""
     shares = [share for parameter in group.fsdp_params for share in parameter.all_gather_inputs]
     return torch.cat([share.flatten().view(dtype) for share in shares])
 
 
 class _Gather:
-    """What FSDP2 calls to gather a block's parameters."""
+    """Replacement for the object that FSDP2 calls to gather a block's parameters."""
 
     def __init__(self, parameters: Any, script: _Script) -> None:
         self.inner, self._parameters, self._script = parameters._all_gather_comm, parameters, script
@@ -241,21 +246,21 @@ def _sharded_parameters(model: nn.Module) -> Iterator[Any]:
             yield from group.fsdp_params
 
 
-def _remember_sums(model: nn.Module) -> Callable[[], None]:
-    """Remember what earlier batches of a window have summed; returns how to put it back."""
+def _save_sums(model: nn.Module) -> Callable[[], None]:
+    """Save the gradient sums of earlier batches of a window; return a function that restores them."""
     sums = []
     for parameter in _sharded_parameters(model):
         whole = getattr(parameter, "_unsharded_param", None)
         gradient = None if whole is None else whole.grad
         sums.append((parameter, _copy(gradient), _copy(parameter.unsharded_accumulated_grad)))
 
-    def put_back() -> None:
+    def restore() -> None:
         for parameter, gradient, total in sums:
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = _copy(gradient)
             parameter.unsharded_accumulated_grad = _copy(total)
 
-    return put_back
+    return restore
 
 
 def _copy(value: Tensor | None) -> Tensor | None:

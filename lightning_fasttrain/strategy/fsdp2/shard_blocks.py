@@ -1,4 +1,4 @@
-"""The model's blocks, and what is left around them, sharded over a mesh of processes with ``fully_shard`` (FSDP2)."""
+"""Sharding of a model's blocks, and of the remaining parameters, over a device mesh with ``fully_shard`` (FSDP2)."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -28,19 +28,19 @@ from lightning_fasttrain.strategy.fsdp2._packed_weights import (
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 REDUCE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 OFFLOADS = ("cpu",)
-# Optimizers that fail on shards at their first step (tried, with torch 2.13): class or package, and why.
+# Optimizers that fail on shards at their first step (tested with torch 2.13): class or package, and the reason.
 _UNFIT = {
     "Adafactor": "torch cannot square the norms of sharded rows in place",
-    "Rprop": "torch cannot write into places of shards",
-    "LBFGS": "torch cannot lay unequal shards end to end",
-    "bitsandbytes": "its kernels know nothing of shards",
+    "Rprop": "torch cannot assign to selected elements of shards",
+    "LBFGS": "torch cannot concatenate shards of unequal size",
+    "bitsandbytes": "its kernels do not support shards",
 }
-# Weakly, and here rather than on the modules, which are the user's.
+# Weak references, kept here instead of as attributes of the user's modules.
 _not_reducing: WeakSet[nn.Module] = WeakSet()
 
 
 def precision_policy(precision: str = "32-true", reduce_dtype: str | None = None) -> MixedPrecisionPolicy:
-    """What a precision of Lightning's means for sharded parameters.
+    """Return FSDP2's mixed-precision policy for a precision of Lightning's.
 
     ===========  ==================  =================  ====================
     precision    shards, optimizer   gathered as        gradients reduced in
@@ -50,20 +50,20 @@ def precision_policy(precision: str = "32-true", reduce_dtype: str | None = None
     bf16-true    bfloat16            bfloat16           float32
     ===========  ==================  =================  ====================
 
-    Inputs of blocks are not cast: under bf16-mixed autocast decides that, as without sharding. What is gathered in
-    bfloat16 is not what autocast has of it under DDP everywhere: products take the same numbers, but embeddings come
-    out in bfloat16, and with them all that residual connections add up. ``float32_residual=True`` of
-    :func:`shard_blocks_` and of the strategies avoids that.
+    Inputs of blocks are not cast: under bf16-mixed, autocast does so, as without sharding. Gathering in bfloat16
+    differs from autocast under DDP in one respect: matrix products take the same values, but embeddings are output in
+    bfloat16, and so is the sum along the residual connections. ``float32_residual=True`` of :func:`shard_blocks_` and
+    of the strategies avoids that.
 
     Args:
         precision: ``"32-true"``, ``"bf16-mixed"`` or ``"bf16-true"``.
-        reduce_dtype: ``"float32"`` or ``"bfloat16"``, half the bytes; None is float32.
+        reduce_dtype: ``"float32"``, or ``"bfloat16"`` for half the bytes; None is float32.
 
     Returns:
         The policy.
 
     Raises:
-        ValueError: another precision or dtype.
+        ValueError: the precision or dtype is not one of these.
 
     Example:
         >>> precision_policy("bf16-mixed").param_dtype
@@ -71,7 +71,7 @@ def precision_policy(precision: str = "32-true", reduce_dtype: str | None = None
     """
     if precision not in PRECISIONS:
         known = ", ".join(map(repr, PRECISIONS))
-        why = f"float16 needs a scaled loss, whose infinities no rank would see in its shards; known are {known}"
+        why = f"float16 needs loss scaling, whose overflows a rank cannot see in its shards; known are {known}"
         raise ValueError(explain(f"precision={precision!r} with FSDP2", why, "Use precision='bf16-mixed'"))
     reduce = REDUCE_DTYPES[one_of("reduce_dtype", reduce_dtype or "float32", tuple(REDUCE_DTYPES))]
     gathered = torch.bfloat16 if precision == "bf16-mixed" else None
@@ -88,35 +88,37 @@ def shard_blocks_(
     blocks: Blocks | None = None,
     float32_residual: bool = False,
 ) -> list[str]:
-    """Shard ``model`` over ``mesh``, in place: each block gathers its parameters when it runs, the root keeps the rest.
+    """Shard ``model`` over ``mesh`` in place: each block gathers its parameters when it runs, the root the rest.
 
-    Call it after everything else that changes the model and before the optimizer is made. Parameters become
-    ``DTensor``, split along their first axis; ``state_dict`` keys stay. Frozen parameters and adapters are sharded
-    like the others, and so are weights in 4 bits, experts' too: as bytes, gathered as they are. Their constants (with
-    double quantisation a thirtieth of them) stay whole on every rank, as buffers do. So does what is quantised in
-    another way, and weights in 4 bits that would be cast: those that are stored as floats, of a dtype that is not the
-    policy's, and on torch 2.11 under bf16-mixed all that are not stored in bfloat16. A block that shares a parameter
-    with the rest of the model is left to the root, so that tied weights stay tied. A model without repeated blocks is
-    one group. This cannot be undone, and a sharded model cannot be copied. Sharding a second time does nothing.
+    Call it after all other changes to the model, and before the optimizer is made. Parameters become ``DTensor``,
+    sharded along their first dimension; ``state_dict`` keys do not change. Frozen parameters and adapters are sharded
+    like the others, and so are 4-bit weights, including those of experts: as bytes, gathered without a cast. Their
+    quantization constants (with double quantisation a thirtieth of the weights) are replicated on every rank, like
+    buffers. Also replicated are parameters that are quantised in another way, and 4-bit weights that would be cast:
+    those stored in a floating-point dtype other than the policy's, and on torch 2.11 under bf16-mixed all that are not
+    stored in bfloat16. A block that shares a parameter with the rest of the model is left to the root, so that tied
+    weights stay tied. A model without repeated blocks is one group. Sharding cannot be undone, and a sharded model
+    cannot be copied. Sharding a second time does nothing.
 
     Args:
         model: any module.
-        mesh: one dimension; or two, (replicate, shard): hybrid sharding.
-        policy: as :func:`precision_policy` makes it; None computes in the parameters' own dtype.
+        mesh: device mesh of one dimension, or of two (replicate, shard) for hybrid sharding.
+        policy: mixed-precision policy, as from :func:`precision_policy`; None computes in the parameters' own dtype.
         reshard_after_forward: True frees a block's gathered parameters after its forward and gathers them again in
-            backward; False keeps them; a number reshards to so many processes, such as those of one node. The root's
-            are always kept.
-        offload: ``"cpu"``: shards, their gradients and the optimizer live in host memory.
-        blocks: which modules are blocks, as for :func:`~lightning_fasttrain.model.find_blocks`.
-        float32_residual: gather norms, and what is around the blocks, in the parameters' own dtype, whatever the
-            policy's; products inside the blocks cast for themselves. A norm is then a group of its own, which is kept.
+            backward; False keeps them; a number reshards to that many processes, such as those of one node. The
+            root's parameters are always kept.
+        offload: ``"cpu"`` keeps shards, their gradients and the optimizer state in host memory.
+        blocks: the modules that are blocks, as for :func:`~lightning_fasttrain.model.find_blocks`.
+        float32_residual: gather norms, and the parameters outside of blocks, in their own dtype, whatever the
+            policy's; autocast still applies to products inside the blocks. Each norm is then a separate group, which
+            stays gathered.
 
     Returns:
-        Names of the blocks that are sharded on their own.
+        Names of the blocks that are sharded separately.
 
     Raises:
-        ValueError: ``reshard_after_forward`` does not divide the mesh; a parameter that cannot be sharded;
-            ``blocks`` matches nothing.
+        ValueError: ``reshard_after_forward`` does not divide the mesh, a parameter cannot be sharded, or ``blocks``
+            matches nothing.
 
     Example:
         >>> import torch.distributed as dist
@@ -146,7 +148,7 @@ def shard_blocks_(
     if whole:
         gib = sum(parameter.nbytes for parameter in whole) / GIB
         note_once(
-            f"FSDP2: quantised weights, {gib:.2f} GiB, stay whole on every rank, since they are not in 4 bits or "
+            f"FSDP2: {gib:.2f} GiB of quantised weights are replicated on every rank, since they are not in 4 bits or "
             "would be cast; the rest is sharded"
         )
     packed = unwrap_packed_(model, policy)
@@ -157,8 +159,8 @@ def shard_blocks_(
         "ignored_params": whole,
     }
     if reshard_after_forward == 1 and not isinstance(reshard_after_forward, bool):
-        reshard_after_forward = False  # over one process: kept whole
-    # From the inside out: a module takes the parameters that no module in it has.
+        reshard_after_forward = False  # resharding to one process: parameters stay gathered
+    # From the inside out: a module's group has the parameters that no inner group has.
     as_they_are = {**options, "mp_policy": replace(policy, param_dtype=None)}
     for block in groups.values():
         if float32_residual:
@@ -170,11 +172,11 @@ def shard_blocks_(
 
 
 def _shard_norms_(block: nn.Module, options: dict[str, Any]) -> None:
-    """Each norm by itself, gathered when the block begins: torch's fused layers use its weight without calling it."""
+    """Shard each norm separately, and gather it when the block starts, since fused layers use its weight directly."""
     norms: list[FSDPModule] = []
     for module in list(block.modules()):
         own = list(module.parameters())
-        # By the name of its class, for models bring their own; one inside of another is sharded by then.
+        # By class name, since models define their own norms; one inside of another is sharded already.
         is_norm = "norm" in type(module).__name__.lower() and all(p.ndim == 1 for p in own)
         if is_norm and own and not isinstance(own[0], DTensor):
             norms.append(fully_shard(module, reshard_after_forward=False, **options))
@@ -187,7 +189,7 @@ def _shard_norms_(block: nn.Module, options: dict[str, Any]) -> None:
 
 
 def own_groups(model: nn.Module, blocks: Blocks | None = None) -> dict[str, nn.Module]:
-    """The blocks that are sharded on their own: those that share no parameter with the rest of the model."""
+    """Return the blocks that are sharded separately: those that share no parameter with the rest of the model."""
     try:
         found = find_blocks(model, blocks)
     except ValueError:
@@ -211,10 +213,10 @@ def _uses(module: nn.Module) -> Counter[nn.Parameter]:
 
 def _check_reshard(reshard: bool | int, mesh: DeviceMesh) -> None:
     if not isinstance(reshard, bool | int):
-        raise TypeError(explain(f"reshard_after_forward={reshard!r}", "it is a choice or a number", "Use True"))
+        raise TypeError(explain(f"reshard_after_forward={reshard!r}", "expected a bool or an int", "Use True"))
     size = mesh.size(mesh.ndim - 1)
     if not isinstance(reshard, bool) and (reshard < 1 or size % reshard):
-        why = "parameters are cut again into equal parts, so it must divide the number of shards"
+        why = "parameters are resharded into equal shards, so it must divide the number of shards"
         way_out = "Use True, or the number of devices of a node"
         raise ValueError(explain(f"reshard_after_forward={reshard} over {size} shards", why, way_out))
 
@@ -224,14 +226,14 @@ def _refuse_unshardable(model: nn.Module) -> None:
         why, way_out = None, "Freeze it, and build quantised models on every rank"
         if not is_opaque(parameter):
             if parameter.ndim == 0:
-                why, way_out = "a number without an axis cannot be cut", "Give it the shape (1,)"
+                why, way_out = "a scalar without a dimension cannot be sharded", "Give it the shape (1,)"
         elif parameter.is_meta:
-            why = "it is quantised and on the meta device, where it has no numbers"
+            why = "it is quantised and on the meta device, where it has no values"
         elif parameter.requires_grad:
-            why = f"it is {parameter.dtype} and trains, while only real numbers are cut"
+            why = f"it is {parameter.dtype} and trains, but only floating-point parameters are sharded"
         if why is not None:
             raise ValueError(explain(f"parameter '{name}' of shape {tuple(parameter.shape)}", why, way_out))
-    # Of those that train: frozen parameters have no gradient to reduce.
+    # Trained parameters only: frozen ones have no gradient to reduce.
     dtypes = {parameter.dtype: name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if len(dtypes) > 1:
         listed = ", ".join(f"'{name}' is {dtype}" for dtype, name in dtypes.items())
@@ -241,15 +243,15 @@ def _refuse_unshardable(model: nn.Module) -> None:
 
 
 def check_sharded(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer] = ()) -> None:
-    """Refuse a model of which a part would train on each rank alone, or an optimizer that would train nothing.
+    """Refuse a model with trained parameters that are not sharded, or an optimizer that would train nothing.
 
     Args:
-        model: sharded by :func:`shard_blocks_`.
-        optimizers: one, or several.
+        model: the model, sharded by :func:`shard_blocks_`.
+        optimizers: one optimizer, or several.
 
     Raises:
-        ValueError: parameters that train and are not sharded, as in a layer swapped afterwards; an optimizer that
-            holds parameters from before sharding, or cannot step on shards. Names them.
+        ValueError: parameters train without being sharded, as in a layer that was replaced afterwards; or an
+            optimizer holds parameters from before sharding, or cannot step on shards. Names them.
 
     Example:
         >>> check_sharded(nn.Linear(2, 2).requires_grad_(False))
@@ -257,7 +259,7 @@ def check_sharded(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer] 
         Traceback (most recent call last):
         ValueError: 'weight', 'bias' of Linear train without being sharded: each rank would train a copy of its own...
     """
-    reshard_(model)  # gathered parameters are plain tensors, and would be taken for whole ones
+    reshard_(model)  # gathered parameters are plain tensors, and would pass for unsharded ones
     named = dict(model.named_parameters())
     whole = [name for name, p in named.items() if p.requires_grad and not isinstance(p, DTensor)]
     if whole:
@@ -271,14 +273,14 @@ def check_sharded(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer] 
         held = [p for group in optimizer.param_groups for p in group["params"]]
         stale = sum(id(parameter) not in live for parameter in held)
         if stale:
-            what = f"{type(optimizer).__name__} holds {stale} of {len(held)} parameters that the model has no more"
-            why = "sharding made new ones, so the weights would never move"
+            what = f"{type(optimizer).__name__} holds {stale} of {len(held)} parameters that the model no longer has"
+            why = "sharding has replaced them, so the weights would never be updated"
             raise ValueError(explain(what, why, "Make the optimizer after the model is sharded"))
 
 
 def refuse_unfit(optimizer: Optimizer) -> None:
     """Refuse an optimizer that cannot step on shards."""
-    # Of its bases too: a subclass steps as they do.
+    # Base classes are checked too: a subclass steps as they do.
     kinds = [key for base in type(optimizer).__mro__ for key in (base.__name__, base.__module__.partition(".")[0])]
     for kind in kinds:
         if kind in _UNFIT:
@@ -287,25 +289,25 @@ def refuse_unfit(optimizer: Optimizer) -> None:
 
 
 def reshard_(model: nn.Module) -> None:
-    """Free what a forward without backward has left gathered, so that the model shows its shards."""
+    """Reshard the parameters that a forward without backward has left gathered."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def is_reducing(model: nn.Module) -> bool:
-    """Whether a backward reduces gradients now."""
+    """Return whether a backward currently reduces gradients."""
     return model not in _not_reducing
 
 
 @contextmanager
 def without_gradient_reduction(model: nn.Module) -> Iterator[None]:
-    """A context in which gradients are summed on each rank, whole, until a backward outside of it reduces the sum.
+    """Sum unsharded gradients on each rank in this context; a backward outside of it reduces the sum.
 
-    One reduction a step instead of one a micro-batch, for the memory of unsharded gradients meanwhile.
+    This needs one reduction per step instead of one per micro-batch, and memory for unsharded gradients meanwhile.
     """
     sharded = [m for m in model.modules() if isinstance(m, FSDPModule) and m not in _not_reducing]
-    _not_reducing.update(sharded)  # within another such context there is nothing to do, nor to undo
+    _not_reducing.update(sharded)  # empty within another such context, which then does and undoes nothing
     for module in sharded:
         module.set_requires_gradient_sync(False, recurse=False)
     try:

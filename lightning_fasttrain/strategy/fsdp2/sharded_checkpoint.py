@@ -1,4 +1,4 @@
-"""Checkpoints of a sharded model: every rank writes its shards; any number of ranks, or one, reads them."""
+"""Checkpoints of a sharded model: every rank writes its shards, and any number of ranks reads them."""
 
 import os
 import warnings
@@ -30,7 +30,7 @@ from lightning_fasttrain.strategy.fsdp2._dcp_reading import SafePlanner, SafeRea
 from lightning_fasttrain.strategy.fsdp2._sharded_optimizer import join, take_apart, template
 from lightning_fasttrain.strategy.rank_health import RollCall
 
-REST = "rest.pt"  # everything that is no tensor of the model or of an optimizer
+REST = "rest.pt"  # everything except the tensors of the model and of the optimizers
 _MODEL = "model."
 NamesToLoad = Callable[[Mapping[str, Any], set[str], bool], set[str]]
 
@@ -43,18 +43,19 @@ def save_sharded(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write a checkpoint, all ranks together: into a folder aside, with checksums, that is renamed when complete.
+    """Write a sharded checkpoint; a collective. The folder is checksummed, and renamed to ``target`` when complete.
 
     Args:
-        target: the folder's name. One that exists is replaced.
+        target: path of the folder. An existing one is replaced.
         model: a ``state_dict``, sharded or not.
         optimizers: name → :func:`named_state` of an optimizer.
         rest: plain values: numbers, strings, tensors, and lists and dicts of these.
-        group: processes that write, if not all; on a group of their own they may do so in the background.
+        group: process group that writes, by default the default group; with a separate group, saving may run in the
+            background.
 
     Raises:
-        ValueError: the rest holds something that could not be read back; names it.
-        OSError: a rank could not write. An older folder of this name is as it was.
+        ValueError: ``rest`` holds a value that could not be read back; names it.
+        OSError: a rank could not write. An older folder of this name is not changed.
 
     Example:
         >>> folder = getfixture("tmp_path") / "step-1"
@@ -73,13 +74,13 @@ def save_sharded(
         parts, plain["optimizers"][key] = take_apart(state)
         tensors.update({f"{key}.{name}": value for name, value in parts.items()})
     rank, world_size = (0, 1) if alone else (dist.get_rank(group), dist.get_world_size(group))
-    # In the background no collective of the default group may be called.
+    # A background save must not call collectives of the default group.
     agree = agree_on_all_ranks if group is None else RollCall(group)
     about = {"format": "fsdp2", **plain["rest"].get(KEY, {"step": step_in(plain["rest"])})}
     with checkpoint_folder(target, rank=rank, world_size=world_size, agree=agree, about=about) as folder:
-        refuse_unreadable(plain)  # here, so that all ranks hear of it
-        writer = dcp.FileSystemWriter(folder, sync_files=False, overwrite=True)  # the folder's own leaving syncs
-        # Nothing is flattened, as in SafePlanner, which reads it.
+        refuse_unreadable(plain)  # in this context, so that an error reaches all ranks
+        writer = dcp.FileSystemWriter(folder, sync_files=False, overwrite=True)  # checkpoint_folder syncs on exit
+        # No flattening, as in SafePlanner, which reads it.
         planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with _silence_warning(alone), _errors_of_ranks():
             dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
@@ -95,21 +96,22 @@ def load_sharded_(
     strict: bool = True,
     names: NamesToLoad | None = None,
 ) -> dict[str, Any]:
-    """Load what :func:`save_sharded` wrote, onto any number of ranks, all together; each reads what it needs.
+    """Load a checkpoint of :func:`save_sharded` on any number of ranks; a collective. Each rank reads its shards.
 
     Args:
-        folder: a complete checkpoint; :func:`~lightning_fasttrain.run.verify_checkpoint` is the caller's business.
-        model: sharded on any mesh, or plain.
-        optimizers: by the names they were saved under. One that was not saved is left as it is.
-        strict: whether names must agree.
-        names: the rest, the names that were saved, and ``strict`` → the names to load; by default all of the model's.
+        folder: a complete checkpoint; the caller verifies it with :func:`~lightning_fasttrain.run.verify_checkpoint`.
+        model: the model, sharded on any mesh, or unsharded.
+        optimizers: the optimizers, by the names they were saved under. One that was not saved is not changed.
+        strict: whether names must match.
+        names: function of the rest, the saved names and ``strict`` that returns the names to load; by default all of
+            the model's.
 
     Returns:
-        The rest.
+        The rest: the plain values that were saved.
 
     Raises:
         ValueError: names or optimizers differ; says which.
-        CorruptCheckpoint: the index asks for something else than tensors.
+        CorruptCheckpoint: the index refers to objects other than tensors.
 
     Example:
         >>> net, folder = nn.Linear(2, 1), getfixture("tmp_path") / "step-1"
@@ -128,7 +130,7 @@ def load_sharded_(
     wanted = {name: value for name, value in wanted.items() if name in saved}
     _refuse_other_shapes(wanted, index, folder)
     _read(reader, {f"{_MODEL}{name}": value.detach() for name, value in wanted.items()})
-    # The tensors are filled in place already: this lets the modules' own hooks act, and names were compared above.
+    # The tensors are filled in place already: this runs the modules' load hooks. Names were compared above.
     model.load_state_dict({**state, **wanted, **plain["values"]}, strict=False)
     for key, optimizer in (optimizers or {}).items():
         if key in plain["optimizers"]:
@@ -139,7 +141,7 @@ def load_sharded_(
 def _load_optimizer_(
     reader: SafeReader, key: str, plain: dict[str, Any], model: nn.Module, optimizer: Optimizer
 ) -> None:
-    # Tied weights: state may be under any of their names.
+    # The state of tied weights may be stored under any of their names.
     index, parameters = reader.read_metadata(), dict(model.named_parameters(remove_duplicate=False))
     tensors = {}
     for name, layout in plain["layout"].items():
@@ -160,17 +162,17 @@ def load_full_(
     strict: bool,
     names: NamesToLoad | None = None,
 ) -> dict[str, Any]:
-    """Load a checkpoint in one file, of Lightning on one device or with DDP, into a sharded model: each rank its part.
+    """Load a checkpoint file that Lightning wrote on one device or with DDP into a sharded model.
 
     Args:
-        path: a file.
-        model: sharded, or plain.
-        optimizers: in the order they were saved in.
-        strict: whether names must agree.
+        path: the file.
+        model: the model, sharded or not.
+        optimizers: the optimizers, in the order they were saved in.
+        strict: whether names must match.
         names: as for :func:`load_sharded_`.
 
     Returns:
-        The checkpoint, without the state of model and optimizers.
+        The checkpoint, without the states of model and optimizers.
 
     Example:
         >>> net, path = nn.Linear(2, 1), getfixture("tmp_path") / "one.ckpt"
@@ -178,9 +180,9 @@ def load_full_(
         >>> load_full_(path, nn.Linear(2, 1), strict=True)
         {'epoch': 1}
     """
-    checkpoint: Any = read_archive(path, mmap=True)  # mmap: a rank reads the pages of its own parts
+    checkpoint: Any = read_archive(path, mmap=True)  # mmap: a rank reads the pages of its own shards
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
-        why = "there is no state_dict in it, so it is no checkpoint of a run"
+        why = "it contains no state_dict, so it is not a checkpoint of a run"
         raise ValueError(explain(f"{path}", why, "Load it with load_state_dict before the run"))
     state, full = model.state_dict(), checkpoint.pop("state_dict")
     expected = set(state) if names is None else names(checkpoint, set(full), strict)
@@ -192,7 +194,7 @@ def load_full_(
         held = [p for group in optimizer.param_groups for p in group["params"]]
         for number, values in saved["state"].items():
             like = held[number]
-            # Cut like the parameter; what has another shape, as a count, is whole.
+            # Sharded like the parameter; state of another shape, such as a step counter, is replicated.
             values.update({k: _part(v, like) for k, v in values.items() if getattr(v, "shape", None) == like.shape})
         optimizer.load_state_dict(saved)
     return checkpoint
@@ -202,22 +204,22 @@ def _part(full: Any, like: Any) -> Any:
     if not isinstance(like, DTensor):
         return full
     on_mesh = full.to(like.device_mesh.device_type)
-    # None: each rank has the whole and takes its part, nothing is sent.
+    # src_data_rank=None: each rank has the complete tensor and takes its shard, without communication.
     return distribute_tensor(on_mesh, like.device_mesh, like.placements, src_data_rank=None).to(like.device)
 
 
 def full_state_dict(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """The whole model of a sharded checkpoint, in a plain process and in host memory; keys are the plain model's.
+    """Return the unsharded ``state_dict`` of a sharded checkpoint, in a single process and in host memory.
 
     Args:
         folder: a checkpoint; it is verified.
 
     Returns:
-        Name → tensor, for ``model.load_state_dict`` or ``safetensors.torch.save_file``. Tied weights come under each
-        of their names, in memory of their own.
+        Name → tensor with the unsharded model's keys, for ``model.load_state_dict`` or
+        ``safetensors.torch.save_file``. Tied weights are stored under each of their names, in separate memory.
 
     Raises:
-        CorruptCheckpoint: the folder is not as it was written.
+        CorruptCheckpoint: the folder has changed since it was written.
 
     Example:
         >>> folder = getfixture("tmp_path") / "step-1"
@@ -230,13 +232,13 @@ def full_state_dict(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 
 def full_checkpoint(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """A sharded checkpoint of the Trainer in the form of one file: ``torch.save`` it, and resume on one device.
+    """Return a sharded checkpoint of the Trainer as one dict: ``torch.save`` it, and resume on one device.
 
     Args:
         folder: a checkpoint; it is verified.
 
     Returns:
-        What Lightning's own checkpoint of the run would hold, optimizer state included.
+        The content of Lightning's own checkpoint of the run, optimizer state included.
 
     Example:
         >>> folder = getfixture("tmp_path") / "step-1"
@@ -278,17 +280,17 @@ def _read_whole(folder: str | os.PathLike[str], prefix: str) -> dict[str, Tensor
 
 
 def _read(reader: SafeReader, tensors: dict[str, Any], *, alone: bool = False) -> None:
-    """Fill ``tensors`` in place. All ranks, unless ``alone``."""
+    """Fill ``tensors`` in place; a collective, unless ``alone``."""
     if tensors:
         alone = alone or not dist.is_initialized()
-        # CheckpointException is no Exception, so others would not catch it.
+        # CheckpointException does not derive from Exception, so callers would not catch it.
         with _silence_warning(alone), as_corrupt(reader.path, CheckpointException):
             dcp.load(tensors, storage_reader=reader, planner=SafePlanner(), no_dist=alone)
 
 
 @contextmanager
 def _errors_of_ranks() -> Iterator[None]:
-    """What went wrong on any rank, as an error that a program can catch: torch's own is no ``Exception``."""
+    """Convert torch's ``CheckpointException``, which does not derive from ``Exception``, to an ``OSError``."""
     try:
         yield
     except CheckpointException as error:
@@ -298,8 +300,8 @@ def _errors_of_ranks() -> Iterator[None]:
 
 @contextmanager
 def _silence_warning(alone: bool) -> Iterator[None]:
-    """Without torch's warning that one process is alone."""
-    if not alone:  # filters belong to the whole process, and this may be a thread
+    """Suppress torch's warning that torch.distributed is disabled."""
+    if not alone:  # warning filters belong to the whole process, and this may be a thread
         yield
         return
     with warnings.catch_warnings():
@@ -311,12 +313,12 @@ def _read_rest(folder: str | os.PathLike[str]) -> dict[str, Any]:
     path = local_path(folder) / REST
     plain = read_archive(path)
     if not _is_rest(plain):
-        raise CorruptCheckpoint(explain(f"{path}", "it is not what save_sharded writes", "Use an older one"))
+        raise CorruptCheckpoint(explain(f"{path}", "it was not written by save_sharded", "Use an older one"))
     return plain
 
 
 def _is_rest(plain: object) -> bool:
-    """Whether this is what :func:`save_sharded` writes beside the tensors."""
+    """Return whether this is the plain part of a checkpoint, as :func:`save_sharded` writes it."""
     parts = ("rest", "optimizers", "values")
     if not isinstance(plain, dict) or not all(isinstance(plain.get(part), dict) for part in parts):
         return False
@@ -324,7 +326,7 @@ def _is_rest(plain: object) -> bool:
 
 
 def _is_taken_apart(state: object) -> bool:
-    """Whether this is the plain part of an optimizer, as :func:`take_apart` makes it."""
+    """Return whether this is the plain part of an optimizer's state, as :func:`take_apart` makes it."""
     kinds = {"class": str, "param_groups": list, "layout": dict, "values": dict}
     if not isinstance(state, dict) or not all(isinstance(state.get(part), kind) for part, kind in kinds.items()):
         return False
@@ -334,10 +336,10 @@ def _is_taken_apart(state: object) -> bool:
 def _refuse_other_shapes(wanted: Mapping[str, Tensor], index: Metadata, folder: str | os.PathLike[str]) -> None:
     for name, value in wanted.items():
         stored = index.state_dict_metadata[f"{_MODEL}{name}"]
-        size = list(stored.size) if isinstance(stored, TensorStorageMetadata) else "no tensor"
+        size = list(stored.size) if isinstance(stored, TensorStorageMetadata) else "unknown"
         if size != list(value.shape):
-            why = f"{name} is {size} in it, and here {list(value.shape)}"
-            raise ValueError(explain(f"{folder} is of another model", why, "Build the model as it was"))
+            why = f"{name} has shape {size} in it, and {list(value.shape)} in this model"
+            raise ValueError(explain(f"{folder} is of another model", why, "Build the model with the same shapes"))
 
 
 def refuse_other_names(mine: set[str], saved: set[str], path: str | os.PathLike[str], strict: bool) -> None:

@@ -1,4 +1,4 @@
-"""What the FSDP2 strategies of both hosts have in common: their options, the mesh, and what is done to a model."""
+"""Options shared by the Trainer's and Fabric's FSDP2 strategies, the device mesh, and the sharding of a model."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ from lightning_fasttrain.strategy.fsdp2.shard_blocks import OFFLOADS, precision_
 
 @dataclass
 class Sharding:
-    """How a model is sharded; see :class:`~lightning_fasttrain.FSDP2Strategy` for the options.
+    """Options for sharding a model; see :class:`~lightning_fasttrain.FSDP2Strategy`.
 
     Example:
         >>> Sharding(replicas=2).shape(8)
@@ -40,9 +40,9 @@ class Sharding:
         precision_policy(reduce_dtype=self.reduce_dtype)
 
     def shape(self, world_size: int) -> tuple[int, ...]:
-        """The mesh over so many processes: (shards,), or (replicas, shards)."""
+        """Return the shape of the mesh over ``world_size`` processes: (shards,), or (replicas, shards)."""
         if world_size % self.replicas:
-            why = "each replica of the model is sharded over equally many"
+            why = "each replica of the model is sharded over the same number of processes"
             way_out = f"Use one of replicas={[n for n in range(1, world_size + 1) if world_size % n == 0]}"
             raise ValueError(explain(f"replicas={self.replicas} over {world_size} processes", why, way_out))
         shards = world_size // self.replicas
@@ -53,18 +53,18 @@ class Sharding:
         return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
 
     def backend(self, device: torch.device) -> str | None:
-        """Where the host holds shards, norms are reduced over them there too."""
+        """Return the process-group backend; under offload, norms of shards are reduced in host memory too."""
         return "cpu:gloo,cuda:nccl" if self.offload == "cpu" and device.type == "cuda" else None
 
     def shard_(self, model: nn.Module, mesh: DeviceMesh, precision: object, device: torch.device) -> list[str]:
-        """Shard ``model``, and give all ranks the weights of rank zero; once sharded it is left as it is."""
+        """Shard ``model``, and give all ranks the weights of rank zero; a sharded model is not changed."""
         policy = precision_policy(str(precision), self.reduce_dtype)
         if isinstance(model, FSDPModule):
             return []
-        whole = whole_on_rank_zero(model)  # taken now: afterwards no rank has whole weights
-        for module in model.modules():  # quantised layers are left to us, with all that belongs to their weights
+        whole = whole_on_rank_zero(model)  # collected now: afterwards no rank has unsharded weights
+        for module in model.modules():  # FSDP2 does not move quantised layers and their constants
             quantised = [p for p in module.parameters(recurse=False) if is_opaque(p)]
-            if quantised and not any(p.is_meta for p in quantised):  # on the meta device there is nothing to move
+            if quantised and not any(p.is_meta for p in quantised):  # meta tensors have no values to move
                 module.to(device)
         names = shard_blocks_(
             model,

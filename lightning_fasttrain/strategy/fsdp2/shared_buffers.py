@@ -1,4 +1,4 @@
-"""Buffers that training changes, such as running statistics: every rank is given those of rank zero."""
+"""Synchronization of buffers that training changes, such as running statistics, from rank zero to all ranks."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 
 def list_shared_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that are part of the model's state, by their names in ``state_dict``.
+    """Return the buffers that training may change, by their names in ``state_dict``.
 
-    What is not saved is made from something else and changes with it. Masks, and what modules hold beside weights that
-    are packed into whole numbers, as quantised layers do, do not change and may be large: they are left out.
+    Non-persistent buffers are left out, since they are derived from other values. So are masks, and all buffers of
+    modules with weights packed into integers, such as quantised layers: they do not change and may be large.
 
     Args:
-        model: sharded or not; its buffers are whole on every rank.
+        model: the model, sharded or not; its buffers are unsharded on every rank.
 
     Example:
         >>> list(list_shared_buffers(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))))
@@ -35,20 +35,20 @@ def list_shared_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def share_buffers_(model: nn.Module) -> None:
-    """Overwrite :func:`list_shared_buffers` with those of rank zero, as DDP does before a forward; a collective.
+    """Overwrite the buffers of :func:`list_shared_buffers` with those of rank zero, as DDP does; a collective.
 
     Args:
-        model: the same on all ranks.
+        model: the model, identical on all ranks.
 
     Source:
         ``broadcast_buffers`` of ``torch.nn.parallel.DistributedDataParallel``.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for buffer in dict.fromkeys(list_shared_buffers(model).values()):  # one that two modules share once
-        alike.setdefault((buffer.dtype, buffer.device), []).append(buffer)
-    for buffers in alike.values():
+    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for buffer in dict.fromkeys(list_shared_buffers(model).values()):  # a buffer that two modules share, once
+        by_kind.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+    for buffers in by_kind.values():
         flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
         dist.broadcast(flat, src=0)
         if dist.get_rank() > 0:
@@ -57,9 +57,9 @@ def share_buffers_(model: nn.Module) -> None:
 
 
 def leave_to_rank_zero(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """What this rank saves of a ``state_dict``: of buffers, of which each rank has a copy, rank zero's are taken.
+    """Return the entries of a ``state_dict`` that this rank saves; buffers are saved by rank zero only.
 
-    Where several ranks offer a tensor that is whole, the writer takes any one of them.
+    If several ranks offered an unsharded tensor, the writer would save any one of them.
     """
     if not dist.is_initialized() or dist.get_rank() == 0:
         return dict(state)

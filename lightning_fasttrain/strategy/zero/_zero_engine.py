@@ -1,4 +1,4 @@
-"""What the Trainer's and Fabric's ZeRO strategies share: settings, DeepSpeed on a CPU, and what an engine is asked."""
+"""Code shared by the Trainer's and Fabric's ZeRO strategies: settings, DeepSpeed on a CPU, and the engine."""
 
 import argparse
 import os
@@ -36,30 +36,30 @@ _HOOKS = (
 
 
 def import_deepspeed() -> Any:
-    """DeepSpeed, without the warning that it found no accelerator; or an error that names the extra.
+    """Import DeepSpeed without its warning about a missing accelerator, or raise an error that names the extra.
 
     Raises:
-        ModuleNotFoundError: it is not installed.
+        ModuleNotFoundError: DeepSpeed is not installed.
     """
     if torch.cuda.is_available() or "DS_ACCELERATOR" in os.environ:
         return require("deepspeed", extra="deepspeed")
     os.environ["DS_ACCELERATOR"] = "cpu"
     try:
         deepspeed = require("deepspeed", extra="deepspeed")
-        deepspeed.accelerator.get_accelerator()  # asked now, while the variable is set: the answer is kept
+        deepspeed.accelerator.get_accelerator()  # called while the variable is set: DeepSpeed caches the result
         return deepspeed
     finally:
         del os.environ["DS_ACCELERATOR"]
 
 
 def finish_config(config: dict[str, Any]) -> None:
-    """Set what DeepSpeed would otherwise decide against the user, where the config does not say."""
+    """Set defaults that respect the user's clipping and optimizer, unless the config sets them."""
     config.setdefault("gradient_clipping", 0.0)  # DeepSpeed's own default is to clip at 1.0
     config.setdefault("zero_force_ds_cpu_optimizer", False)  # the user's optimizer is the one that steps
 
 
 def fit_buckets(config: dict[str, Any], model: nn.Module, settings: Mapping[str, Any]) -> None:
-    """Make the buffer for gradients no larger than the gradients, unless the user has set its size."""
+    """Limit the reduce bucket to the size of the gradients, unless the user has set it."""
     zero = config.get("zero_optimization", {})
     trained = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad)
     if "reduce_bucket_size" in zero and "reduce_bucket_size" not in settings and trained:
@@ -78,10 +78,10 @@ def refuse_half_on_cpu(precision: str, device_type: str) -> None:
 
 
 def refuse_unfit_optimizer(optimizer: Optimizer, stage: int) -> None:
-    """Refuse optimizers that need what a rank does not have under ZeRO: a closure, or whole matrices.
+    """Refuse optimizers that ZeRO does not support: those that need a closure, or whole matrices.
 
     Raises:
-        ValueError: the optimizer, why, and what to use.
+        ValueError: the optimizer is not supported; says why, and what to use instead.
     """
     if isinstance(optimizer, LBFGS):
         why = "it evaluates a closure several times a step, which DeepSpeed does not do"
@@ -93,7 +93,7 @@ def refuse_unfit_optimizer(optimizer: Optimizer, stage: int) -> None:
 
 @contextmanager
 def without_needless_ops(device_type: str) -> Iterator[None]:
-    """Let DeepSpeed's process group start without compiling its shared-memory kernel: gloo does without."""
+    """Start DeepSpeed's process group without compiling its shared-memory kernel, which gloo does not need."""
     if device_type != "cpu":
         yield
         return
@@ -110,11 +110,11 @@ def without_needless_ops(device_type: str) -> Iterator[None]:
 
 
 def enter(device_type: str) -> Undo:
-    """Before DeepSpeed is used: what puts back ``torch.nn.functional.linear``, which stage 3 replaces for good.
+    """Prepare for DeepSpeed, and return a function that restores the global state it changes.
 
-    On a CPU it is let use that, on a machine that has a GPU too. Then the variables are taken back as well by which
-    processes find each other, and which Lightning sets for DeepSpeed: the next Trainer in this process would take
-    itself for one of several that were started by somebody else.
+    Stage 3 replaces ``torch.nn.functional.linear`` permanently. On a CPU, DeepSpeed's CPU accelerator is selected,
+    even if the machine has a GPU, and the environment variables of the process group, which Lightning sets for
+    DeepSpeed, are removed at the end: with them, the next Trainer in this process would assume an external launcher.
     """
     from deepspeed.accelerator import get_accelerator, set_accelerator
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
@@ -134,24 +134,24 @@ def enter(device_type: str) -> Undo:
 
 
 class Engine:
-    """A DeepSpeed engine of ours: what it hung on the model comes off again, and its gradients can be scaled.
+    """DeepSpeed engine whose hooks can be removed from the model, and whose gradients can be scaled.
 
     Args:
-        config: DeepSpeed's.
+        config: DeepSpeed config.
         model: the user's module.
-        optimizer: the user's; None to evaluate only.
-        scheduler: of learning rates, if DeepSpeed is to know it.
+        optimizer: the user's optimizer; None for evaluation only.
+        scheduler: learning-rate scheduler that DeepSpeed steps, if any.
         device_rank: index of this rank's device.
     """
 
     def __init__(
         self, config: dict[str, Any], model: nn.Module, optimizer: Optimizer | None, scheduler: Any, device_rank: int
     ) -> None:
-        # To tell DeepSpeed's hooks from the user's afterwards.
+        # To distinguish DeepSpeed's hooks from the user's afterwards.
         before = {module: _hooks(module) for module in model.modules()}
         self.module = model
         if any(config.get(kind, {}).get("enabled") for kind in ("bf16", "fp16")):
-            let_round_(model)  # DeepSpeed wants one dtype, and updates copies of its own in float32
+            let_round_(model)  # DeepSpeed requires one dtype, and updates its own float32 copies
         deepspeed = import_deepspeed()
         trained: list[nn.Parameter] = []
         self._schedules = [] if optimizer is None else count_by_engine(optimizer)
@@ -172,11 +172,11 @@ class Engine:
         self._hung = {module: _hooks(module) - before.get(module, set()) for module in model.modules()}
         self._windows = 0
         if optimizer is not None:
-            # DeepSpeed is not to count batches: outside of a window each backward is the last before a step.
+            # DeepSpeed must not count batches: outside of a window each backward is the last before a step.
             self.deepspeed.set_gradient_accumulation_boundary(True)
 
     def release(self) -> None:
-        """Take off the model what DeepSpeed hung on it; hooks of others stay."""
+        """Destroy the engine, and remove DeepSpeed's hooks from the model; other hooks stay."""
         self.deepspeed.destroy()
         for module, keys in self._hung.items():
             for kind, key in keys:
@@ -185,7 +185,7 @@ class Engine:
 
     @contextmanager
     def save_only(self, names: set[str]) -> Iterator[bool]:
-        """What is saved of the module has these keys alone; yields whether that is a part of it."""
+        """Restrict the saved module to these keys in this context; yield whether that is only a part of the module."""
         state_dict = self.module.state_dict
 
         def state_of_part(*args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -202,7 +202,7 @@ class Engine:
 
     @contextmanager
     def load_only(self, names_to_load: Callable[[Any, set[str], bool], set[str]]) -> Iterator[None]:
-        """A checkpoint that is loaded may hold a part of the module, if that is what ``names_to_load`` gives for it."""
+        """Allow a loaded checkpoint to lack keys of the module that ``names_to_load`` does not return."""
         load = self.deepspeed.load_module_state_dict
 
         def load_part(checkpoint: Any, strict: bool = True, **kwargs: Any) -> None:
@@ -217,7 +217,7 @@ class Engine:
 
     @contextmanager
     def save_alone(self) -> Iterator[None]:
-        """DeepSpeed's save waits for no other rank in here, so a rank that cannot write is free to say so.
+        """Disable the barriers in DeepSpeed's save in this context, so that a rank that cannot write can report it.
 
         Call :meth:`end_saving` when all ranks have agreed.
 
@@ -231,7 +231,7 @@ class Engine:
         def save(*args: Any, **kwargs: Any) -> None:
             try:
                 write(*args, **kwargs)
-            except RuntimeError as error:  # as torch.save calls a full disk
+            except RuntimeError as error:  # torch.save raises it for a full disk
                 raise OSError(f"a file of the checkpoint could not be written: {error}") from error
 
         with ExitStack() as undo:
@@ -243,7 +243,7 @@ class Engine:
             yield
 
     def end_saving(self) -> None:
-        """All ranks together: gather again what stage 3 keeps whole."""
+        """Gather the parameters again that stage 3 keeps unsharded; a collective."""
         if self._gathers_after_saving():
             self.deepspeed.optimizer.checkpoint_event_epilogue()
 
@@ -252,7 +252,7 @@ class Engine:
 
     @contextmanager
     def inside_window(self) -> Iterator[None]:
-        """Backward passes in here are added up, and the next optimizer step is not theirs. Can be nested."""
+        """Accumulate the backward passes in this context, which no optimizer step follows. Can be nested."""
         self._windows += 1
         self.deepspeed.set_gradient_accumulation_boundary(False)
         try:
@@ -263,9 +263,9 @@ class Engine:
             self._end_backward()
 
     def _end_backward(self) -> None:
-        """Let stage 3 count the backward pass now, which it does in the engine's next forward.
+        """Make stage 3 end the backward pass now, instead of in the engine's next forward.
 
-        Under manual optimisation there is none before the next backward, which would overwrite the gradient.
+        Under manual optimization there may be no forward before the next backward, which would overwrite the gradient.
         """
         from deepspeed.runtime.base_optimizer import ZeROOptimizer
 
@@ -275,8 +275,8 @@ class Engine:
     def scale_gradients_(self, factor: Tensor | float) -> None:
         """Multiply the gradients of the coming step by ``factor``, before their norm is taken and clipped.
 
-        ZeRO's optimizers divide gradients by the loss scale as they use them, wherever they live; so for one step
-        the loss scale is another one.
+        ZeRO's optimizers divide gradients by the loss scale when they use them, on the device or offloaded; therefore
+        the loss scale is changed for one step.
         """
         sharded = self._sharded_optimizer()
         if sharded is None:
@@ -285,25 +285,25 @@ class Engine:
                 torch._foreach_mul_(grads, torch.as_tensor(factor, device=grads[0].device))
             return
         if isinstance(factor, Tensor) and _is_offloaded(sharded):
-            factor = float(factor)  # gradients on the host cannot be multiplied by a number on the device
+            factor = float(factor)  # gradients on the host cannot be multiplied by a tensor on the device
         previous = sharded.loss_scale
-        # Gradients are divided by it: infinity makes them 0.
+        # Gradients are divided by the scale: infinity makes them 0.
         scale = previous / factor if isinstance(factor, Tensor) or factor != 0 else float("inf")
         sharded.custom_loss_scaler, sharded.external_loss_scale = True, scale
 
     def end_step(self) -> None:
-        """After each optimizer step: what :meth:`scale_gradients_` did was for that one, and schedules count it."""
+        """Reset the scale of :meth:`scale_gradients_` after an optimizer step, and advance the schedules."""
         sharded = self._sharded_optimizer()
         if sharded is not None:
             sharded.custom_loss_scaler, sharded.external_loss_scale = False, None
-        # A step that overflowed did not happen, so schedules stand still.
+        # A step with an overflow is skipped, so schedules do not advance.
         skipped, self._skipped = self._skipped, self.deepspeed.skipped_steps
         for schedule in self._schedules:
             if skipped == self._skipped:
                 schedule.end_update()
 
     def gradient_norm(self) -> Tensor:
-        """The 2-norm of the coming step's gradient over all ranks."""
+        """Return the 2-norm of the coming step's gradient over all ranks."""
         sharded = self._sharded_optimizer()
         if sharded is None:
             grads = [p.grad for p in self.module.parameters() if p.grad is not None]
@@ -314,16 +314,16 @@ class Engine:
             from deepspeed.runtime.utils import combine_grad_norm_groups
 
             norm = combine_grad_norm_groups(sharded._get_norm_groups())
-        return torch.as_tensor(norm) / sharded.loss_scale  # stored gradients carry the loss scale
+        return torch.as_tensor(norm) / sharded.loss_scale  # stored gradients include the loss scale
 
     def _sharded_optimizer(self) -> Any:
-        """ZeRO's optimizer of stage 1 to 3; None at stage 0, where gradients are where they always are."""
+        """Return ZeRO's optimizer of stage 1 to 3; None at stage 0, where parameters hold their own gradients."""
         stage = self.deepspeed.zero_optimization_stage() if self.optimizer is not None else 0
         if stage == 0:
             return None
         optimizer = self.deepspeed.optimizer
         if not hasattr(optimizer, "external_loss_scale"):
-            why = "this wrapper of DeepSpeed's has no loss scale"
+            why = "this DeepSpeed optimizer has no loss scale"
             way_out = "Use another stage, or leave data_types.grad_accum_dtype out of the config"
             raise ValueError(explain(f"scaling the gradients of {type(optimizer).__name__}", why, way_out))
         return optimizer
@@ -338,28 +338,28 @@ def _hooks(module: nn.Module) -> set[tuple[str, int]]:
 
 
 def clip_to(engine: Engine, max_norm: float, error_if_nonfinite: bool) -> Tensor:
-    """Scale the coming step's gradient to a norm of at most ``max_norm``; returns what the norm was.
+    """Clip the coming step's gradient to a norm of at most ``max_norm``, and return the norm before clipping.
 
     Raises:
         RuntimeError: the norm is not finite.
     """
     norm = engine.gradient_norm()
-    norm = torch.where(norm < 0, torch.inf, norm)  # DeepSpeed says -1 for a norm that is none
+    norm = torch.where(norm < 0, torch.inf, norm)  # DeepSpeed returns -1 for a norm that is not finite
     if error_if_nonfinite and not float(norm) < float("inf"):
         way_out = "Lower the learning rate, or pass error_if_nonfinite=False"
         raise RuntimeError(explain("the norm of the gradients is not finite", "it cannot be clipped", way_out))
-    engine.scale_gradients_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))  # 1e-6, as torch's own clipping has it
+    engine.scale_gradients_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))  # 1e-6, as in torch's clipping
     return norm
 
 
 def pick_only_optimizer(optimizers: list[Optimizer]) -> Optimizer:
-    """The one optimizer.
+    """Return the only optimizer of a list.
 
     Raises:
-        ValueError: there are several, or none.
+        ValueError: there are several optimizers, or none.
     """
     if len(optimizers) != 1:
-        why = "DeepSpeed shards the state of exactly one"
+        why = "DeepSpeed shards the state of exactly one optimizer"
         way_out = "Use one optimizer with several parameter groups"
         raise ValueError(explain(f"{len(optimizers)} optimizers under ZeRO", why, way_out))
     return optimizers[0]

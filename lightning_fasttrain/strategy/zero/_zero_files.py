@@ -1,4 +1,4 @@
-"""DeepSpeed's checkpoint files, read without DeepSpeed and without running anything that is in them."""
+"""Reader of DeepSpeed's checkpoint files that needs no DeepSpeed and runs no code from the files."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -14,7 +14,7 @@ from lightning_fasttrain.core.messages import explain
 
 
 class Inert(dict):
-    """Stands in for any class in a file: it takes what it is given, and does nothing."""
+    """Placeholder for any class in a file: it stores its arguments, and does nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Inert(dict):
 
 
 def read_inert(path: Path) -> dict[str, Any]:
-    """The content of a file of ``torch.save``; objects of other classes than torch's own are :class:`Inert`."""
+    """Load a file of ``torch.save`` with :class:`Inert` objects in place of classes that are not torch's own."""
     path = local_path(path)
     refuse_unfit(path)
     try:
@@ -33,20 +33,20 @@ def read_inert(path: Path) -> dict[str, Any]:
         stubs: Any = [(type(name.rpartition(".")[2], (Inert,), {}), name) for name in names]
         with torch.serialization.safe_globals(stubs):
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # what a damaged or hostile file makes of the unpickler has many names
+    except Exception as error:  # damaged or hostile files raise many kinds of errors
         why = f"{type(error).__name__}: {error}"
         raise CorruptCheckpoint(explain(f"{path} cannot be read", why, "Use another checkpoint")) from error
 
 
 @dataclass
 class ZeROFiles:
-    """The files of one checkpoint: what one rank knows of the model, and all ranks' pieces.
+    """Files of one DeepSpeed checkpoint: the model states, and all ranks' shards of the optimizer state.
 
     Args:
-        stage: 0 to 3.
-        model: of the first rank, or the only one.
-        models: of each rank at stage 3.
-        pieces: of each rank, the state of its part of the optimizer; empty at stage 0.
+        stage: ZeRO stage, 0 to 3.
+        model: model states of the first or only rank.
+        models: model states of each rank at stage 3.
+        pieces: shard of the optimizer state of each rank; empty at stage 0.
     """
 
     stage: int
@@ -59,17 +59,17 @@ class ZeROFiles:
         """Read a folder that holds DeepSpeed's files.
 
         Raises:
-            CorruptCheckpoint: files are missing, or of another checkpoint, or cannot be read.
+            CorruptCheckpoint: files are missing, belong to another checkpoint, or cannot be read.
         """
-        # Sorted as numbers: as words 10 comes before 2.
+        # Sorted by number: as strings, 10 comes before 2.
         by_rank = sorted(folder.glob("zero_pp_rank_*_mp_rank_00_model_states.pt"), key=_rank)
         whole = folder / "mp_rank_00_model_states.pt"
         others = [path.name for path in folder.glob("mp_rank_*_model_states.pt") if path != whole]
         if others:
-            why = "it is cut by tensor parallelism too"
+            why = "it is sharded by tensor parallelism too"
             raise ValueError(explain(f"{folder} holds {others[0]}", why, "Use DeepSpeed's tools"))
         if not whole.exists() and not by_rank:
-            raise CorruptCheckpoint(explain(f"{folder}", "no *_model_states.pt is in it", "Check the path"))
+            raise CorruptCheckpoint(explain(f"{folder}", "it contains no *_model_states.pt", "Check the path"))
         with as_corrupt(folder):
             return cls._read(folder, [whole] if whole.exists() else by_rank)
 
@@ -84,11 +84,11 @@ class ZeROFiles:
         if pieces and (expected != len(pieces) or (stage == 3 and len(models) != expected)):
             why = f"it was saved by {expected}, or in part by an earlier run"
             way_out = "Use another checkpoint"
-            raise CorruptCheckpoint(explain(f"{folder} holds the pieces of {len(pieces)} ranks", why, way_out))
+            raise CorruptCheckpoint(explain(f"{folder} holds the shards of {len(pieces)} ranks", why, way_out))
         return cls(stage, models[0], models, pieces)
 
     def masters(self) -> Iterator[tuple[str, Tensor]]:
-        """The float32 weights that the optimizer updates, by name, put together from all ranks."""
+        """Yield the name and the float32 master weight of each parameter, joined from all ranks."""
         if self.stage == 0:
             yield from _masters_of_stage_0(self.model, self.read_ties())
         elif self.stage == 3:
@@ -97,7 +97,7 @@ class ZeROFiles:
             yield from self._of_stage_1_and_2()
 
     def _of_stage_1_and_2(self) -> Iterator[tuple[str, Tensor]]:
-        """A group's parameters lie end to end, and each rank has one cut of the whole."""
+        """Yield the master weights of stages 1 and 2, where each group is flattened and then sharded."""
         paddings = self.pieces[0].get("param_alignment_paddings")
         for i, shapes in enumerate(self.model["param_shapes"]):
             flat = torch.cat([piece["single_partition_of_fp32_groups"][i] for piece in self.pieces])
@@ -109,7 +109,7 @@ class ZeROFiles:
                 start += size + unused
 
     def _of_stage_3(self) -> Iterator[tuple[str, Tensor]]:
-        """Each parameter is cut for itself, into as many equal parts as there are ranks, the last ones padded."""
+        """Yield the master weights of stage 3, where each parameter is sharded equally over all ranks, with padding."""
         ribbons = [_Ribbon(piece["fp32_flat_groups"]) for piece in self.pieces]
         for shapes in self.model["param_shapes"]:
             for name, shape in shapes.items():
@@ -118,7 +118,7 @@ class ZeROFiles:
                 yield name, _slice(torch.cat([r.take(cut) for r in ribbons]), 0, size, name).view(tuple(shape))
 
     def read_frozen(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters that the optimizer does not know, at stage 3; below it they are with the others."""
+        """Yield the name and value of each frozen parameter at stage 3; below it the module contains them."""
         if self.stage < 3:
             return
         for name, shape in (self.model.get("frozen_param_shapes") or {}).items():
@@ -126,17 +126,17 @@ class ZeROFiles:
             yield name, _slice(whole, 0, math.prod(shape), name).view(tuple(shape))
 
     def read_ties(self) -> Mapping[str, str]:
-        """Name of a tied parameter → the name it is saved under."""
+        """Map the name of each tied parameter to the name it is saved under."""
         if self.stage > 0:
             return dict(self.model.get("shared_params") or {})
-        first: dict[Any, str] = {}  # stage 0 notes no names, but tensors in one memory are still so in the file
+        first: dict[Any, str] = {}  # stage 0 records no names, but tied tensors share memory in the file too
         # A view and its base share an address, but not shape and strides.
         keys = {n: (v.data_ptr(), v.shape, v.stride()) for n, v in self.model["module"].items() if v.numel()}
         return {name: first[key] for name, key in keys.items() if first.setdefault(key, name) != name}
 
 
 class _Ribbon:
-    """Flat tensors read one after the other, as if they were one."""
+    """Reader of flat tensors one after the other, as if they were concatenated."""
 
     def __init__(self, parts: list[Tensor]) -> None:
         self.parts = [part.flatten() for part in parts]
@@ -153,19 +153,19 @@ class _Ribbon:
                 self.parts.pop(0)
                 self.at = 0
         if size > 0:
-            why = "its pieces end before its parameters do"
-            raise CorruptCheckpoint(explain("the checkpoint", why, "Use another one"))
+            why = "its shards hold fewer values than its parameters"
+            raise CorruptCheckpoint(explain("the checkpoint", why, "Use another checkpoint"))
         return torch.cat(taken) if taken else torch.empty(0)
 
 
 def _masters_of_stage_0(model: dict[str, Any], tied: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
-    """In bfloat16 the optimizer has float32 copies in its own order, without names: found again by their rounding."""
+    """Yield the master weights of stage 0, stored without names and identified by their rounded values."""
     optimizer = model.get("optimizer") or {}
     groups = optimizer.get("fp32_groups") or []
     names = {name: value for name, value in model["module"].items() if name not in tied}
     for master in (tensor for group in groups for tensor in group):
         for name, value in names.items():
-            # To the module's dtype, as the optimizer rounds it.
+            # Cast to the module's dtype, as the optimizer does.
             if value.shape == master.shape and torch.equal(master.to(value.dtype), value):
                 yield name, master
                 del names[name]
@@ -175,7 +175,7 @@ def _masters_of_stage_0(model: dict[str, Any], tied: Mapping[str, str]) -> Itera
 def _slice(flat: Tensor, start: int, size: int, name: str) -> Tensor:
     if start + size > flat.numel():
         raise CorruptCheckpoint(
-            f"{name} is not whole: the ranks' pieces hold {flat.numel()} of {start + size} numbers."
+            f"{name} is incomplete: the ranks' shards hold {flat.numel()} of {start + size} values."
         )
     return flat[start : start + size]
 

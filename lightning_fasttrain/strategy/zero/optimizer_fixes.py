@@ -1,4 +1,4 @@
-"""What DeepSpeed does to an optimizer when it takes it over, made good: idle groups, a step that nobody asked for."""
+"""Fixes for DeepSpeed's changes to an optimizer: groups without trained parameters, and an extra first step."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,11 +13,11 @@ Group = dict[str, Any]
 
 
 class AllGroups:
-    """An optimizer as its schedule knows it: with the groups that DeepSpeed does without, in their places.
+    """View of an optimizer for its schedule, which includes the parameter groups that DeepSpeed drops.
 
     Args:
-        optimizer: which has the others.
-        idle: place → group.
+        optimizer: the optimizer with the remaining groups.
+        idle: index → group without trained parameters.
     """
 
     def __init__(self, optimizer: Optimizer, idle: dict[int, Group]) -> None:
@@ -25,39 +25,40 @@ class AllGroups:
 
     @property
     def param_groups(self) -> list[Group]:
-        """Looked up each time: loading a checkpoint puts other dicts there."""
+        """All groups in order; looked up each time, since loading a checkpoint replaces the dicts."""
         groups = list(self._optimizer.param_groups)
         for place, group in sorted(self._idle.items()):
             groups.insert(place, group)
         return groups
 
     @property
-    def __class__(self) -> type:  # LearningRateMonitor names rates by it
+    def __class__(self) -> type:  # LearningRateMonitor names learning rates by it
         return type(self._optimizer)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_optimizer", "_idle"):  # not there yet, while a copy is made
+        if name in ("_optimizer", "_idle"):  # not set yet while a copy is made
             raise AttributeError(name)
         return getattr(self._optimizer, name)
 
 
 def leave_out_idle_groups(optimizer: Optimizer, scheduler: Any) -> None:
-    """Take groups without anything to train off the optimizer; the schedule goes on counting them.
+    """Remove groups without trained parameters from the optimizer; the schedule continues to include them.
 
-    DeepSpeed drops empty groups, and fails at those with frozen parameters only; a schedule has a rate for each.
+    DeepSpeed drops empty groups, and fails on groups with frozen parameters only; a schedule has a learning rate for
+    each group.
 
     Raises:
-        ValueError: a schedule was made before, and is not here to be told.
+        ValueError: a schedule exists for the optimizer, but ``scheduler`` is None.
     """
     idle = {i: group for i, group in enumerate(optimizer.param_groups) if not _trains(group)}
     if not idle or len(idle) == len(optimizer.param_groups):
         return
     places = ", ".join(map(str, idle))
     if scheduler is None and hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # torch's mark of a schedule on the step
-        why = "DeepSpeed has no such groups, and the schedule that was made for this optimizer counts them"
+        why = "DeepSpeed drops such groups, but the schedule that was made for this optimizer includes them"
         way_out = "Leave the group out, or give the schedule too: fabric.setup(model, optimizer, scheduler=schedule)"
         raise ValueError(explain(f"parameter group {places} under ZeRO, in which nothing trains", why, way_out))
-    note_once(f"ZeRO: nothing trains in parameter group {places}, so the optimizer is without it")
+    note_once(f"ZeRO: nothing trains in parameter group {places}, so it is removed from the optimizer")
     optimizer.param_groups[:] = [group for i, group in enumerate(optimizer.param_groups) if i not in idle]
     if scheduler is not None:
         _follow(scheduler, AllGroups(optimizer, idle))
@@ -74,10 +75,10 @@ def _follow(scheduler: Any, optimizer: AllGroups) -> None:
 
 
 def refuse_replaced(optimizer: Optimizer) -> None:
-    """Refuse an Adagrad that is more than its defaults: DeepSpeed makes another one of them, with one group.
+    """Refuse an Adagrad with groups or settings, which DeepSpeed replaces by one with the defaults and one group.
 
     Raises:
-        ValueError: it has several groups, settings of a group, or a schedule.
+        ValueError: the Adagrad has several groups, settings of a group, or a schedule.
     """
     if not isinstance(optimizer, Adagrad):
         return
@@ -86,16 +87,16 @@ def refuse_replaced(optimizer: Optimizer) -> None:
         settings.append({key: value for key, value in group.items() if key != "params"})
     if settings != [optimizer.defaults]:
         what = f"{type(optimizer).__name__} with several groups, settings of a group or a schedule under ZeRO"
-        why = "DeepSpeed puts another one in its place, of which groups and schedule know nothing"
+        why = "DeepSpeed replaces it by another one, which ignores groups and schedule"
         raise ValueError(explain(what, why, "Use RMSprop or AdamW, or stage=0"))
 
 
 @contextmanager
 def without_phantom_step() -> Iterator[None]:
-    """While an engine is made: the state of the optimizer is left to be made by its first step.
+    """Leave the optimizer's state to be initialized by its first step, while an engine is created.
 
-    In 16 bits without shards DeepSpeed takes a step with gradients of zero for that: Adam would count one step too
-    many from then on, and weights would be decayed.
+    In 16 bits without sharding, DeepSpeed initializes the state by a step with zero gradients: Adam would count one
+    step too many from then on, and weights would be decayed.
     """
     from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
     from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer

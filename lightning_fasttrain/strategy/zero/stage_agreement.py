@@ -1,4 +1,4 @@
-"""The question which stage to use, and how all ranks come to the same answer."""
+"""Choice of the ZeRO stage with the same result on all ranks."""
 
 import inspect
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ from lightning_fasttrain.strategy.choose.model_states import STAGES, ZeROSizes
 from lightning_fasttrain.strategy.fsdp2.sharding import Sharding
 from lightning_fasttrain.technique import Technique
 
-# Settings of Lightning's strategy that a stage is made of, so that they cannot be given beside stage=.
+# Settings of Lightning's strategy that a stage determines, so that they cannot be combined with stage=.
 _PART_OF_STAGE = (
     "zero_optimization",
     "offload_optimizer",
@@ -41,17 +41,17 @@ _PART_OF_STAGE = (
 
 
 def without_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that differ from Lightning's defaults: LightningCLI writes out all that its strategy has, given or not."""
+    """Return the settings that differ from Lightning's defaults, since LightningCLI passes all settings explicitly."""
     known = inspect.signature(DeepSpeedStrategy.__init__).parameters
     return {key: value for key, value in settings.items() if key not in known or value != known[key].default}
 
 
 def check_stage(stage: int | str, config: str | Path | dict[str, Any] | None, settings: Mapping[str, Any]) -> str:
-    """``stage`` as one of :data:`STAGES` or ``"auto"``.
+    """Return ``stage`` as one of :data:`STAGES` or ``"auto"``, or refuse it.
 
     Raises:
-        TypeError: a setting that there is none of.
-        ValueError: another stage, or one beside settings that already say what the stage would.
+        TypeError: a setting does not exist.
+        ValueError: the stage does not exist, or conflicts with settings that a stage determines.
     """
     name = str(stage)
     if isinstance(stage, bool) or name not in (*STAGES, "auto"):
@@ -70,19 +70,19 @@ def check_stage(stage: int | str, config: str | Path | dict[str, Any] | None, se
     twice = [key for key in _PART_OF_STAGE if key in settings]
     if twice:
         what = f"stage={stage!r} with {twice[0]}={settings[twice[0]]!r}"
-        why = "the stage says where gradients, optimizer state and parameters live, offload included"
-        raise ValueError(explain(what, why, "Leave it out, and choose the stage, as in stage='2+offload'"))
+        why = "the stage determines the placement of gradients, optimizer state and parameters, offload included"
+        raise ValueError(explain(what, why, "Leave it out, and choose a stage, such as stage='2+offload'"))
     if config is not None and stage != "auto":
-        why = "both say which stage it is"
+        why = "both set the stage"
         raise ValueError(explain(f"stage={stage!r} with a DeepSpeed config", why, "Leave one of the two out"))
     if config is not None and settings:
-        why = "DeepSpeed's settings come from the config then, and this one would be ignored"
+        why = "DeepSpeed's settings are read from the config, so this one would be ignored"
         raise ValueError(explain(f"a DeepSpeed config with {sorted(settings)[0]}=", why, "Write it into the config"))
     return name
 
 
 def settings_of_stage(stage: str, nvme_path: str | None) -> dict[str, Any]:
-    """The arguments by which Lightning's DeepSpeed strategies mean this stage."""
+    """Return the arguments of Lightning's DeepSpeed strategies for a stage."""
     level, _, where = stage.partition("+")
     device = "nvme" if where == "nvme" else "cpu"
     settings: dict[str, Any] = {"stage": int(level), "offload_optimizer": bool(where)}
@@ -100,14 +100,14 @@ def settings_of_stage(stage: str, nvme_path: str | None) -> dict[str, Any]:
 
 @dataclass
 class StageQuestion:
-    """A stage as it was asked for, checked, and what it means in DeepSpeed's settings.
+    """Requested stage, validated, with the corresponding DeepSpeed settings.
 
     Args:
         stage: ``"auto"`` or a stage.
-        memory_gib: of a rank.
-        headroom: share that stays free.
+        memory_gib: memory of a rank.
+        headroom: fraction of the memory that stays free.
         nvme_path: folder to offload to.
-        config: DeepSpeed's, if the user gave one.
+        config: the user's DeepSpeed config, if any.
         settings: further arguments of Lightning's strategy.
     """
 
@@ -124,7 +124,7 @@ class StageQuestion:
         named = self.config is not None or self.stage != "auto"
         if named and self.memory_gib is not None:
             what = f"memory_gib={self.memory_gib} with {'a config' if self.config is not None else f'{self.stage=}'}"
-            why = "it is what stage='auto' chooses by, and nothing is to be chosen"
+            why = "memory_gib is used by stage='auto' only"
             raise ValueError(explain(what, why, "Leave one of the two out"))
 
     @property
@@ -133,7 +133,7 @@ class StageQuestion:
         return self.stage == "auto" and self.config is None
 
     def arguments(self) -> dict[str, Any]:
-        """Arguments of Lightning's strategy; until a stage is chosen, those of stage 0."""
+        """Return the arguments of Lightning's strategy; until a stage is chosen, those of stage 0."""
         if self.config is not None:
             return {}
         return settings_of_stage("0" if self.open else str(self.stage), self.nvme_path)
@@ -149,30 +149,30 @@ def choose_together(
     precision: str,
     activation_bytes: int = 0,
 ) -> dict[str, Any]:
-    """Choose the stage from what the smallest rank has; the same answer on all ranks, and the table on rank zero.
+    """Choose the stage by the least memory of all ranks, with the same result on all; rank zero prints the table.
 
     Args:
-        question: answered by this: its ``stage`` is the one chosen.
-        module: with adapters and quantised layers in place.
-        optimizer: the user's, made.
-        device: of this rank.
-        local_ranks: processes that share this host.
-        precision: as Lightning means it.
-        activation_bytes: that this rank expects; the most of all ranks counts.
+        question: the requested stage; its ``stage`` is set to the chosen one.
+        module: the model, with adapters and quantised layers in place.
+        optimizer: the user's optimizer.
+        device: device of this rank.
+        local_ranks: number of processes that share this host.
+        precision: Lightning's name of the precision.
+        activation_bytes: bytes of activations that this rank expects; the maximum over all ranks is used.
 
     Returns:
-        DeepSpeed's ``zero_optimization`` section.
+        The ``zero_optimization`` section of DeepSpeed's config.
 
     Raises:
-        ValueError: nothing fits; on all ranks, with what is missing.
+        ValueError: no stage fits; raised on all ranks, with the shortfall.
     """
     host = require("psutil", extra="deepspeed").virtual_memory().available // local_ranks
     free = host if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
     if question.memory_gib is not None:
         free = int(question.memory_gib * GIB)
     elif device.type == "cpu":
-        host = 0  # it is the device's own memory, so there is nowhere to offload to
-    # Negative: the smallest is then the largest.
+        host = 0  # host memory is the device's memory, so offload has no effect
+    # Negated, so that the minimum yields the maximum.
     free, host, activations = _find_smallest([free, host, -activation_bytes], device)
     bucket = question.settings.get("reduce_bucket_size")
     sizes = ZeROSizes(reduce_bucket=bucket) if bucket is not None else None
@@ -185,19 +185,19 @@ def choose_together(
         host_bytes=host,
         nvme_path=question.nvme_path,
         activation_bytes=-activations,
-        precision=f"bf{precision}" if precision.startswith("16-") else precision,  # of the same size
+        precision=f"bf{precision}" if precision.startswith("16-") else precision,  # float16 has the same size
         headroom=question.headroom,
         sizes=sizes,
     )
     question.stage = choice.stage
     _show(choice)
-    # Lightning writes the config, so its own defaults are in it.
+    # Lightning builds the config, which has its own defaults.
     made = DeepSpeedStrategy(**question.arguments(), **question.settings).config
     assert made is not None
     given = {
         key: question.settings[key] for key in ("reduce_bucket_size", "sub_group_size") if key in question.settings
     }
-    return {**made["zero_optimization"], **choice.sizes.as_config(), **given}  # what was predicted with
+    return {**made["zero_optimization"], **choice.sizes.as_config(), **given}  # the sizes assumed in the prediction
 
 
 def _find_smallest(values: list[int], device: torch.device) -> list[int]:
@@ -214,20 +214,20 @@ def _show(choice: StageChoice) -> None:
 
 
 def predicted_activations(trainer: L.Trainer, module: L.LightningModule, device: torch.device) -> int:
-    """Bytes of activations of one step on one batch of the training loader; 0, and it is said, if not to be had."""
+    """Predict the bytes of activations of a step on one training batch; report it and return 0 if that fails."""
     loader = training_loader(trainer)
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        say("ZeRO stage: chosen without activations, as a batch of this loader cannot be had without using it up")
+        say("ZeRO stage: chosen without activations, since a batch of this loader cannot be read without consuming it")
         return 0
     before = random_state()
     try:
         batch = _a_batch(loader)
-        # Techniques of surgery are in the model already.
+        # Techniques that change the model are applied already.
         techniques = [c for c in trainer.callbacks if isinstance(c, Technique) and c.surgery is None]
         precision = "32-true" if trainer.precision == "32-true" else "bf16-true"  # DeepSpeed's "mixed" casts the model
         report = predict_memory(module, batch, techniques=techniques, precision=precision, device=device.type)
-    except Exception as error:  # whatever a user's step does that cannot be predicted: the choice goes on without
-        say("ZeRO stage: chosen without activations, as they cannot be predicted: %s", error)
+    except Exception as error:  # a user's step may do anything; the choice continues without activations
+        say("ZeRO stage: chosen without activations, since they cannot be predicted: %s", error)
         return 0
     finally:
         set_random_state(before)
@@ -235,11 +235,11 @@ def predicted_activations(trainer: L.Trainer, module: L.LightningModule, device:
 
 
 def _a_batch(loader: DataLoader) -> Any:
-    """One batch as the loader would make it, read from its dataset directly.
+    """Read one batch from the loader's dataset directly, and collate it as the loader does.
 
-    The loader's sampler and workers are not used, so for them nothing has begun.
+    The loader's sampler and workers are not used, so their state does not change.
     """
-    dataset: Any = loader.dataset  # a map-style one, as the caller has made sure
+    dataset: Any = loader.dataset  # map-style, as the caller has checked
     if loader.batch_sampler is None:
         return loader.collate_fn(dataset[0])
     size: Any = loader.batch_size or vars(loader.batch_sampler)["batch_size"]

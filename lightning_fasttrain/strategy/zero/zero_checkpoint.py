@@ -1,4 +1,4 @@
-"""Checkpoints of DeepSpeed engines: written aside and checksummed, looked at before they are unpickled."""
+"""Checkpoints of DeepSpeed engines: written atomically with checksums, and inspected before they are unpickled."""
 
 import argparse
 import contextlib
@@ -29,8 +29,7 @@ from lightning_fasttrain.strategy.zero._zero_files import read_inert
 
 TAG = "checkpoint"  # Lightning's name for DeepSpeed's folder inside the folder
 
-# Classes that DeepSpeed puts into its files, beyond what torch takes for safe. None does anything but
-# hold values when it is made.
+# Classes that DeepSpeed stores in its files, beyond those that torch considers safe. They only hold values.
 KNOWN_CLASSES = frozenset(
     {
         "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
@@ -42,9 +41,9 @@ KNOWN_CLASSES = frozenset(
 
 
 def warn_inside_window(inside: bool) -> None:
-    """Say that a checkpoint will lack the gradient so far, if an accumulation window is open."""
+    """Warn that a checkpoint lacks the accumulated gradient, if an accumulation window is open."""
     if inside:
-        why = "the gradient of the batches so far is in pieces on all ranks, and is not saved"
+        why = "the accumulated gradient is sharded over all ranks, and is not saved"
         warn(explain("a ZeRO checkpoint inside an accumulation window", why, "Save after an optimizer step"))
 
 
@@ -57,20 +56,20 @@ def save_whole(
     save: Callable[[Path], None],
     plain: Mapping[str, Any],
 ) -> None:
-    """Let all ranks write into a folder beside ``path``, which takes its name when it is complete.
+    """Save a checkpoint from all ranks into a temporary folder, which is renamed to ``path`` when complete.
 
     Args:
-        strategy: ours, for ranks, broadcast and roll call.
-        path: the checkpoint; what is there is replaced.
-        engine: that will save.
-        stage: noted in the manifest.
-        step: likewise.
-        save: called on every rank with the folder.
-        plain: what is saved beside model and optimizer.
+        strategy: the strategy, for ranks, broadcast and health check.
+        path: path of the checkpoint; an existing one is replaced.
+        engine: the engine that saves.
+        stage: ZeRO stage, recorded in the manifest.
+        step: optimizer step, recorded in the manifest.
+        save: function that is called on every rank with the folder.
+        plain: the values that are saved in addition to model and optimizer.
 
     Raises:
-        ValueError: ``plain`` holds something that could not be read back; names it.
-        OSError: a rank could not write; an older folder of this name is as it was.
+        ValueError: ``plain`` holds a value that could not be read back; names it.
+        OSError: a rank could not write; an older folder of this name is not changed.
         RuntimeError: a rank is gone.
     """
     roll_call: RollCall = strategy.roll_call
@@ -81,11 +80,11 @@ def save_whole(
     others = {key: value for key, value in plain.items() if key not in ("state_dict", "optimizer_states")}
     try:
         with checkpoint_folder(path, **ranks, about=about) as folder, engine.save_alone():
-            refuse_unreadable(others)  # here, so that all ranks hear of it
+            refuse_unreadable(others)  # in this context, so that an error reaches all ranks
             save(folder)
     finally:
         if not roll_call.broken:
-            engine.end_saving()  # a collective, so only while all ranks are there
+            engine.end_saving()  # a collective, so only while all ranks are alive
 
 
 @contextmanager
@@ -94,20 +93,20 @@ def folder_to_load(
 ) -> Iterator[Path]:
     """Yield a folder that DeepSpeed may load: ``path``, an older one of its run, or one converted to this world size.
 
-    Rank zero looks at the files; what it finds holds for all.
+    Rank zero inspects the files and broadcasts the result.
 
     Args:
-        strategy: Lightning's, for ranks and broadcast.
-        path: as the user gave it.
-        engine: that will load.
-        stage: of this run.
-        trusted: let objects of unknown classes pass, and folders without a manifest.
-        universal: convert what was saved by another number of processes.
+        strategy: the strategy, for ranks and broadcast.
+        path: the path that the user gave.
+        engine: the engine that loads.
+        stage: ZeRO stage of this run.
+        trusted: whether to accept objects of unknown classes, and folders without a manifest.
+        universal: whether to convert a checkpoint that was saved by another number of processes.
         optimizer_too: whether optimizer state is to be loaded, which depends on the number of processes.
 
     Raises:
-        CorruptCheckpoint: it is cut short or changed, and there is no other.
-        ValueError: another world size or stage, or objects of unknown classes; on all ranks.
+        CorruptCheckpoint: the checkpoint is truncated or changed, and there is no intact older one.
+        ValueError: the checkpoint has another world size or stage, or objects of unknown classes; raised on all ranks.
     """
     found: Any = None
     if strategy.global_rank == 0:
@@ -129,7 +128,7 @@ def folder_to_load(
             raise made
         undo.callback(strategy.barrier)  # before rank zero removes it
         config = engine.deepspeed._config
-        config.load_universal_checkpoint = True  # DeepSpeed asks its config while it loads
+        config.load_universal_checkpoint = True  # DeepSpeed reads its config while it loads
         try:
             yield made
         finally:
@@ -140,10 +139,10 @@ def folder_to_load(
 
 
 def _convert(folder: Path, undo: ExitStack) -> Path | Exception:
-    """The checkpoint in DeepSpeed's universal format, in a folder beside it that ``undo`` removes."""
+    """Convert a checkpoint to DeepSpeed's universal format, in a folder next to it that ``undo`` removes."""
     made = Path(tempfile.mkdtemp(prefix=f"{TEMPORARY}universal-", dir=folder.parent))
     undo.callback(shutil.rmtree, made, ignore_errors=True)
-    undo.enter_context(mark_folder(made))  # so that nobody takes it for what a killed save has left
+    undo.enter_context(mark_folder(made))  # so that it does not pass for the remains of a killed save
     settings = argparse.Namespace(
         input_folder=str(folder / TAG),
         output_folder=str(made / TAG),
@@ -160,7 +159,7 @@ def _convert(folder: Path, undo: ExitStack) -> Path | Exception:
             ds_to_universal.main(settings)
     except Exception as error:  # the other ranks wait for an answer
         why = f"DeepSpeed's conversion failed with {type(error).__name__}: {error}"
-        way_out = "Use as many processes as saved it, or start from consolidate(...)"
+        way_out = "Use the same number of processes as when saving, or start from consolidate(...)"
         return ValueError(explain(f"{folder} cannot be converted for another number of processes", why, way_out))
     return made
 
@@ -168,20 +167,20 @@ def _convert(folder: Path, undo: ExitStack) -> Path | Exception:
 def _refuse_not_adam(engine: Engine) -> None:
     inner = engine.deepspeed.basic_optimizer
     if "adam" not in type(inner).__name__.lower():
-        why = "DeepSpeed's universal format knows the state of Adam only"
-        way_out = "Use as many processes as saved the checkpoint, or start from consolidate(...)"
+        why = "DeepSpeed's universal format supports the state of Adam only"
+        way_out = "Use the same number of processes as when saving, or start from consolidate(...)"
         raise ValueError(explain(f"universal=True with {type(inner).__name__}", why, way_out))
 
 
 def _restore_groups(engine: Engine, made: Path) -> None:
-    """At stage 3 DeepSpeed gives the first group's settings to all groups."""
+    """Restore each parameter group's settings: at stage 3 DeepSpeed gives the first group's settings to all groups."""
     saved = read_inert(made / TAG / "zero" / "optimizer_state.pt")["optimizer_state_dict"]["param_groups"]
     for group, settings in zip(engine.deepspeed.basic_optimizer.param_groups, saved, strict=True):
         group.update({key: value for key, value in settings.items() if key != "params"})
 
 
 def _separate_steps(engine: Engine) -> None:
-    """At stage 3 DeepSpeed gives all groups of parameters one tensor of steps: each would count for all of them."""
+    """Give each parameter group its own step counter: at stage 3 DeepSpeed shares one tensor among all groups."""
     for state in engine.deepspeed.basic_optimizer.state.values():
         if isinstance(state.get("step"), torch.Tensor):
             state["step"] = state["step"].clone()
@@ -193,10 +192,10 @@ def _look(
     manifest: dict[str, Any] = {}
     ranks = strategy.world_size
     if not (trusted and path.exists() and not (path / MANIFEST).exists()):
-        path = whole_or_older(path, substitute=optimizer_too)  # with weights alone nothing goes on
+        path = whole_or_older(path, substitute=optimizer_too)  # a run that loads only weights does not resume
         manifest = read_manifest(path) if path.is_dir() else {}
     if not (path / TAG).is_dir():
-        why = "it is no checkpoint of DeepSpeed's"
+        why = "not a DeepSpeed checkpoint"
         raise ValueError(explain(f"{path}", why, "Load it with the strategy that saved it"))
     files = sorted(path.rglob("*.pt"))
     if not trusted:
@@ -205,28 +204,28 @@ def _look(
     about = manifest.get("about", {})
     mark_of(strategy).continue_from(about)
     saved_stage, saved_ranks = about.get("stage", stage), manifest.get("world_size", ranks)
-    # Weights alone are in one file below stage 3, whatever the stage.
+    # Below stage 3 the weights are in one file of the same format.
     fits = _kind(saved_stage) == _kind(stage) if optimizer_too else (saved_stage == 3) == (stage == 3)
     if not fits:
         what = f"{path} was saved under ZeRO stage {saved_stage}, and this run is stage {stage}"
         way_out = f"Use stage={saved_stage}, or start from consolidate({str(path)!r}, 'weights.safetensors')"
-        raise ValueError(explain(what, "their files are cut in different ways", way_out))
+        raise ValueError(explain(what, "their files are sharded in different ways", way_out))
     differs = saved_ranks != ranks and stage > 0 and optimizer_too
     if differs and not universal:
         what = f"{path} was saved by {saved_ranks} processes, and this run has {ranks}"
-        why = "each has a piece of the optimizer state, cut for its number of processes"
+        why = "the optimizer state is sharded for that number of processes"
         raise ValueError(explain(what, why, f"Use {saved_ranks} processes, or universal=True, which converts it"))
     return path, differs
 
 
 def _kind(stage: int) -> int:
-    return {0: 0, 1: 1, 2: 1, 3: 3}[stage]  # 1 and 2 save the same
+    return {0: 0, 1: 1, 2: 1, 3: 3}[stage]  # stages 1 and 2 save the same files
 
 
 def _refuse_unknown_classes(file: Path) -> None:
-    """DeepSpeed unpickles its files, so nothing may be in them that does something when it is unpickled."""
+    """Refuse a file with objects of unknown classes: DeepSpeed unpickles its files, which can run any code."""
     unknown = sorted(set(torch.serialization.get_unsafe_globals_in_checkpoint(file)) - KNOWN_CLASSES)
     if unknown:
-        why = "to load them is to run code from the file"
-        way_out = "If you know where it comes from, give trusted=True to the strategy"
+        why = "loading them would run code from the file"
+        way_out = "If you trust its origin, give trusted=True to the strategy"
         raise ValueError(explain(f"{file} holds objects of {', '.join(unknown[:3])}", why, way_out))

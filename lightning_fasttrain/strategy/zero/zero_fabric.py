@@ -1,4 +1,4 @@
-"""ZeRO for Fabric: the twin of the Trainer's strategy."""
+"""DeepSpeed ZeRO strategy for Fabric."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -24,17 +24,16 @@ from lightning_fasttrain.strategy.zero.zero_checkpoint import folder_to_load, sa
 class FabricZeROStrategy(DeepSpeedStrategy):
     """Shard optimizer state, gradients and parameters over processes with DeepSpeed, in a Fabric loop.
 
-    A thin layer over Lightning's strategy, which runs on CPUs with gloo too. ``fabric.no_backward_sync`` really
-    accumulates, ``fabric.clip_gradients(max_norm=...)`` clips by the norm over all ranks, nothing is clipped unless
-    asked for, and checkpoints are folders, written aside, checksummed and renamed. Model and optimizer are set up
-    together: ``fabric.setup(model, optimizer)``.
+    A subclass of Lightning's strategy that runs on CPUs with gloo too. ``fabric.no_backward_sync`` accumulates
+    gradients, ``fabric.clip_gradients(max_norm=...)`` clips by the norm over all ranks, and gradients are not clipped
+    otherwise. Checkpoints are folders, written under a temporary name, checksummed and renamed. Set up model and
+    optimizer together: ``fabric.setup(model, optimizer)``.
 
     Args:
         stage, memory_gib, headroom, nvme_path, trusted, universal, config: as for
-            :class:`~lightning_fasttrain.ZeROStrategy`; ``"auto"`` is settled in ``fabric.setup``.
-        activation_gib: what forward and backward take beside the model's states, for ``"auto"``; Fabric does not see
-            a step, so tell it, as :func:`~lightning_fasttrain.predict_memory` tells you.
-
+            :class:`~lightning_fasttrain.ZeROStrategy`; ``"auto"`` is resolved in ``fabric.setup``.
+        activation_gib: memory of activations in GiB, for ``"auto"``: Fabric does not know the training step, so give
+            the prediction of :func:`~lightning_fasttrain.predict_memory`.
         settings: further arguments of Fabric's ``DeepSpeedStrategy``.
 
     Raises:
@@ -67,7 +66,7 @@ class FabricZeROStrategy(DeepSpeedStrategy):
         settings = without_defaults(settings)
         self.question = StageQuestion(stage, memory_gib, headroom, nvme_path, config, settings)
         if activation_gib < 0:
-            raise ValueError(explain(f"{activation_gib=}", "memory is not negative", "Give GiB from 0"))
+            raise ValueError(explain(f"{activation_gib=}", "it cannot be negative", "Give at least 0, in GiB"))
         self.activation_gib, self.trusted, self.universal = activation_gib, trusted, universal
         super().__init__(**self.question.arguments(), config=config, **settings)
         engines.finish_config(self._given_config)
@@ -103,7 +102,7 @@ class FabricZeROStrategy(DeepSpeedStrategy):
     def _setup_on_cpu(self) -> None:
         assert self.accelerator is not None
         self.accelerator.setup_device(self.root_device)
-        # As Lightning's own setup does, which refuses a CPU.
+        # The steps of Lightning's own setup, which refuses a CPU.
         reset_seed()
         self._set_world_ranks()
         with engines.without_needless_ops(self.root_device.type):
@@ -113,16 +112,16 @@ class FabricZeROStrategy(DeepSpeedStrategy):
             self._config_initialized = True
 
     def teardown(self) -> None:
-        """The run is over."""
+        """Clean up after the run."""
         super().teardown()
         self._leave()
 
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None) -> Any:
-        """Choose the stage if it is to be chosen, and make the engine.
+        """Choose the stage under ``"auto"``, and create the engine.
 
         Raises:
-            ValueError: nothing fits; several optimizers, or one that cannot be sharded.
-            RuntimeError: another rank is gone, or did not come here within ``timeout=``.
+            ValueError: no stage fits, there are several optimizers, or the optimizer cannot be sharded.
+            RuntimeError: another rank is gone, or did not arrive here within ``timeout=``.
         """
         with self.roll_call.all_or_none("fabric.setup"):
             optimizer = engines.pick_only_optimizer(optimizers)
@@ -141,13 +140,13 @@ class FabricZeROStrategy(DeepSpeedStrategy):
         return super().setup_module_and_optimizers(module, optimizers, scheduler)
 
     def _initialize_engine(self, model: nn.Module, optimizer: Any = None, scheduler: Any = None) -> Any:
-        index = self.root_device.index  # a CPU has no index; DeepSpeed wants a number
+        index = self.root_device.index  # a CPU has no index, but DeepSpeed requires one
         rank = self.local_rank if index is None else index
         self.engine = Engine(self._given_config, model, optimizer, scheduler, rank)
         return self.engine.deepspeed, self.engine.optimizer, self.engine.scheduler
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """One step of the engine."""
+        """Run one optimizer step of the engine."""
         output = super().optimizer_step(optimizer, **kwargs)
         if self.engine is not None:
             self.engine.end_step()
@@ -167,20 +166,20 @@ class FabricZeROStrategy(DeepSpeedStrategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clip the coming step's gradient by its norm over all ranks; returns the norm."""
+        """Clip the coming step's gradient by its norm over all ranks, and return the norm."""
         if norm_type != 2.0:
-            why = "DeepSpeed takes the 2-norm over ranks only"
+            why = "DeepSpeed computes the 2-norm over ranks only"
             raise ValueError(explain(f"{norm_type=} under ZeRO", why, "Use norm_type=2.0"))
         assert self.engine is not None
         return engines.clip_to(self.engine, float(max_norm), error_if_nonfinite)
 
     def clip_gradients_value(self, module: Any, optimizer: Any, clip_val: float) -> None:
-        """Not to be had.
+        """Refuse clipping by value, which ZeRO does not support.
 
         Raises:
             ValueError: always.
         """
-        why = "gradients are in pieces on all ranks, in memory of DeepSpeed's"
+        why = "gradients are sharded over all ranks, in DeepSpeed's memory"
         way_out = "Clip by the norm: fabric.clip_gradients(model, optimizer, max_norm=...)"
         raise ValueError(explain(f"fabric.clip_gradients(clip_val={clip_val}) under ZeRO", why, way_out))
 
@@ -191,16 +190,16 @@ class FabricZeROStrategy(DeepSpeedStrategy):
         storage_options: Any = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Write a folder that is whole and checksummed, or nothing.
+        """Write a checkpoint folder atomically, with checksums.
 
         Raises:
-            OSError: a rank could not write; an older folder of this name is as it was.
+            OSError: a rank could not write; an older folder of this name is not changed.
             RuntimeError: a rank is gone, or did not answer within ``timeout=``.
         """
         warn_inside_window(self.inside_window)
         save = super().save_checkpoint
         if self.engine is None:
-            save(path, state, storage_options, filter)  # which says what is missing
+            save(path, state, storage_options, filter)  # reports what is missing
             return
         step = state.get("step")
         # Models and optimizers are saved by DeepSpeed.
@@ -210,13 +209,13 @@ class FabricZeROStrategy(DeepSpeedStrategy):
     def load_checkpoint(
         self, path: str | Path, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> Any:
-        """Load a folder that is whole, or else, with an optimizer, an older one of the same run.
+        """Load a checkpoint folder; if it is corrupt and optimizer state is loaded, an older one of the same run.
 
         Raises:
-            CorruptCheckpoint: there is none.
+            CorruptCheckpoint: there is no intact checkpoint.
             ValueError: it was saved by another number of processes, or holds objects of unknown classes.
         """
-        # Then it is one plain file, which Lightning reads itself.
+        # A plain file with full weights, which Lightning reads itself.
         weights_alone = self.load_full_weights and self.zero_stage_3
         if not isinstance(state, dict) or not state or weights_alone or self.engine is None:
             return super().load_checkpoint(path, state, strict, weights_only)
@@ -234,7 +233,7 @@ class FabricZeROStrategy(DeepSpeedStrategy):
 
 
 class _Windows(BackwardSyncControl):
-    """``fabric.no_backward_sync``: backward passes that are added up."""
+    """Implementation of ``fabric.no_backward_sync``, in which backward passes accumulate."""
 
     def __init__(self, strategy: FabricZeROStrategy) -> None:
         self.strategy = strategy

@@ -1,4 +1,4 @@
-"""ZeRO for the Trainer: the stage chosen by what fits, Lightning's own accumulation, checkpoints that are whole."""
+"""DeepSpeed ZeRO strategy for the Trainer, with automatic choice of the stage and atomic checkpoints."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -31,34 +31,36 @@ from lightning_fasttrain.technique.technique import refuse_conflicts, techniques
 
 
 class ZeROStrategy(DeepSpeedStrategy):
-    """Shard optimizer state, gradients and parameters over processes with DeepSpeed, as far as it takes to fit.
+    """Shard optimizer state, gradients and parameters over processes with DeepSpeed, as far as needed to fit.
 
-    A thin layer over Lightning's strategy, which runs on CPUs with gloo too. Accumulation is Lightning's own, so that
+    A subclass of Lightning's strategy that runs on CPUs with gloo too. Accumulation is Lightning's own, so that
     losses are divided once, steps are counted once and the last window of an epoch is stepped; hooks of the optimizer
-    fire once a step; evaluation leaves the hooks of the model alone. Checkpoints are folders, written aside,
-    checksummed and renamed: see :func:`~lightning_fasttrain.strategy.consolidate` for one file of plain weights.
+    run once per step; evaluation does not change the hooks of the model. Checkpoints are folders, written under a
+    temporary name, checksummed and renamed; :func:`~lightning_fasttrain.strategy.consolidate` converts one to a file
+    of plain weights.
 
     Args:
         stage: 0 (like DDP), 1 (optimizer state is sharded), 2 (gradients too), 3 (parameters too), ``"2+offload"`` or
-            ``"3+offload"`` (what is sharded waits in host memory), ``"3+nvme"`` (or on a disk). ``"auto"``: the first
-            in this order that fits the free memory of the smallest rank, with the optimizer of
-            ``configure_optimizers``; the table is printed. A model built in ``configure_model`` is sharded as it is
-            built under a given stage 3; under ``"auto"`` it is built whole first, in host memory.
-        memory_gib: what a rank may use, for ``"auto"``, instead of its free memory.
-        headroom: share of the memory that ``"auto"`` leaves free.
+            ``"3+offload"`` (shards are kept in host memory), ``"3+nvme"`` (or on a disk). ``"auto"`` is the first in
+            this order that fits the free memory of the smallest rank, with the optimizer of
+            ``configure_optimizers``; the table is printed. A model built in ``configure_model`` is sharded while it
+            is built under a given stage 3; under ``"auto"`` it is first built unsharded in host memory.
+        memory_gib: memory that a rank may use, for ``"auto"``, instead of its free memory.
+        headroom: fraction of the memory that ``"auto"`` leaves free.
         nvme_path: folder for ``"3+nvme"``; without it ``"auto"`` leaves that stage out.
         trusted: whether to load checkpoints that hold pickled objects of unknown classes, which can run any code.
-        universal: whether to load checkpoints that were saved by another number of processes, by way of DeepSpeed's
+        universal: whether to load checkpoints that were saved by another number of processes, through DeepSpeed's
             universal format.
         config: a DeepSpeed config, dict or path, instead of all of the above.
         settings: further arguments of Lightning's ``DeepSpeedStrategy``.
 
     Raises:
         ModuleNotFoundError: deepspeed is not installed.
-        ValueError: an unknown stage, one beside settings that contradict it, float16 on a CPU; in ``fit``: nothing
-            fits, an optimizer or a technique that cannot be sharded, clipping that DeepSpeed cannot do.
-        RuntimeError: in ``fit``: another rank failed in ``configure_model`` or ``configure_optimizers``, or is gone,
-            or did not answer within ``timeout=``.
+        ValueError: the stage is unknown, settings contradict it, or the precision is float16 on a CPU; in ``fit``,
+            nothing fits, an optimizer or a technique does not support sharding, or DeepSpeed does not support the
+            clipping.
+        RuntimeError: in ``fit``, another rank failed in ``configure_model`` or ``configure_optimizers``, is gone, or
+            did not answer within ``timeout=``.
 
     Example:
         >>> strategy = ZeROStrategy(stage=2)
@@ -67,7 +69,7 @@ class ZeROStrategy(DeepSpeedStrategy):
 
     Source:
         Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
-        https://arxiv.org/abs/1910.02054, in DeepSpeed, by way of Lightning's ``DeepSpeedStrategy``.
+        https://arxiv.org/abs/1910.02054, in DeepSpeed, through Lightning's ``DeepSpeedStrategy``.
     """
 
     strategy_name = "fasttrain_zero"
@@ -92,7 +94,7 @@ class ZeROStrategy(DeepSpeedStrategy):
         engines.finish_config(self._given_config)
         self.engine: Engine | None = None
         self.roll_call = RollCall(None)
-        self._made: Any = None  # optimizers and schedules, made before the stage is chosen, for Lightning to find
+        self._made: Any = None  # optimizers and schedules, made before the stage is chosen
         self._inside_window = False
         self._leave: Undo = lambda: None
 
@@ -101,7 +103,7 @@ class ZeROStrategy(DeepSpeedStrategy):
         assert isinstance(self.config, dict)
         return self.config
 
-    # The process group, on a CPU too.
+    # Process group, on a CPU too.
 
     def _configure_launcher(self) -> None:
         engines.refuse_half_on_cpu(str(self.precision_plugin.precision), self.root_device.type)
@@ -117,7 +119,7 @@ class ZeROStrategy(DeepSpeedStrategy):
         self.setup_distributed()
 
     def setup_distributed(self) -> None:
-        """On a CPU: gloo, and no kernel is compiled."""
+        """Set up the process group; on a CPU with gloo, and without compiling a kernel."""
         self._leave = engines.enter(self.root_device.type)
         if self.root_device.type == "cuda":
             super().setup_distributed()
@@ -129,17 +131,17 @@ class ZeROStrategy(DeepSpeedStrategy):
         self.roll_call = RollCall(own_group(self._timeout))
 
     def teardown(self) -> None:
-        """The run is over; checkpoints can still be saved."""
+        """Clean up after the run; checkpoints can still be saved."""
         super().teardown()
         self._made = None
         self._leave()
 
-    # The engine.
+    # Engine.
 
     def setup(self, trainer: L.Trainer) -> None:
-        """After ``configure_model`` and surgery: choose the stage if it is to be chosen, and make the engine."""
+        """Choose the stage under ``"auto"``, and create the engine, after ``configure_model`` and surgery."""
         assert self.lightning_module is not None
-        # Of an earlier fit with this strategy: its hooks would act beside the new engine's.
+        # Release the engine of an earlier fit: its hooks would run in addition to those of the new engine.
         if self.engine is not None:
             self.engine.release()
             self.engine = None
@@ -149,16 +151,16 @@ class ZeROStrategy(DeepSpeedStrategy):
 
     def _check(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         if is_overridden("configure_gradient_clipping", module, L.LightningModule):
-            why = "gradients are in pieces on all ranks, so your code would clip nothing"
+            why = "gradients are sharded over all ranks, so your code would clip nothing"
             way_out = "Use Trainer(gradient_clip_val=...), which clips by the norm over all ranks"
             raise ValueError(explain("configure_gradient_clipping under ZeRO", why, way_out))
         if not module.automatic_optimization:
             warn(
-                "automatic_optimization=False under ZeRO: each backward is taken for the last before a step, and what "
-                "came before it is lost. Run the others inside `with optimizer.toggle_model(sync_grad=False):`."
+                "automatic_optimization=False under ZeRO: each backward counts as the last before a step, and earlier "
+                "gradients are lost. Run the others inside `with optimizer.toggle_model(sync_grad=False):`."
             )
         optimizer = None
-        if "optimizer" not in self._given_config:  # DeepSpeed makes the one that its config names
+        if "optimizer" not in self._given_config:  # otherwise DeepSpeed makes the optimizer of its config
             with self.roll_call.all_or_none("configure_optimizers"):
                 self._made = super()._init_optimizers()
             optimizer = self._made[0]
@@ -178,7 +180,7 @@ class ZeROStrategy(DeepSpeedStrategy):
         check_together(techniques_of(trainer), self)  # once more: "auto" has chosen a stage only now
         refuse_conflicts(self, CONFLICTS_OF_ZERO, trainer.callbacks)
         engines.fit_buckets(self._given_config, module, self.question.settings)
-        probe_folders(trainer, [] if optimizer is None else [optimizer])  # which is whole, before DeepSpeed cuts it
+        probe_folders(trainer, [] if optimizer is None else [optimizer])  # before DeepSpeed shards it
 
     def _init_optimizers(self) -> Any:
         made, self._made = self._made, None
@@ -190,7 +192,7 @@ class ZeROStrategy(DeepSpeedStrategy):
 
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
         config = {key: self._given_config[key] for key in ("fp16", "bf16") if key in self._given_config}
-        config["train_micro_batch_size_per_gpu"] = 1  # DeepSpeed refuses a config without it
+        config["train_micro_batch_size_per_gpu"] = 1  # DeepSpeed requires it
         if self.zero_stage_3:
             for key in ("zero_allow_untested_optimizer", "zero_optimization"):
                 if key in self._given_config:
@@ -205,7 +207,7 @@ class ZeROStrategy(DeepSpeedStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Around ``configure_model``: layers are sharded as they are made, unless techniques will add to them."""
+        """Context for ``configure_model``: layers are sharded when they are created, unless techniques change them."""
         with self.roll_call.all_or_none("configure_model"):
             adding = self._technique_that_adds() if self.zero_stage_3 else None
             if adding is None:
@@ -214,7 +216,7 @@ class ZeROStrategy(DeepSpeedStrategy):
                 return
             note_once(
                 f"ZeROStrategy: {type(adding).__name__} needs whole layers, so the model is built in host memory "
-                "and sharded then"
+                "and sharded afterwards"
             )
             self._init_config_if_needed()
             yield
@@ -225,11 +227,11 @@ class ZeROStrategy(DeepSpeedStrategy):
         adding = [c for c in callbacks if isinstance(c, Technique) and c.surgery in (Surgery.QUANTIZE, Surgery.ADAPT)]
         return adding[0] if adding else None
 
-    # Accumulation: windows, steps and tails are Lightning's.
+    # Accumulation: Lightning's loop decides on windows and steps.
 
     @property
     def handles_gradient_accumulation(self) -> bool:
-        """No: Lightning's loop does, which steps the last window of an epoch too."""
+        """Always False: Lightning's loop accumulates, and steps the last window of an epoch too."""
         return False
 
     def _format_batch_size_and_grad_accum_config(self) -> None:
@@ -237,7 +239,7 @@ class ZeROStrategy(DeepSpeedStrategy):
         config, trainer = self._given_config, self.lightning_module.trainer
         if config.get("gradient_accumulation_steps", 1) != 1:
             what = f"gradient_accumulation_steps={config['gradient_accumulation_steps']} in the DeepSpeed config"
-            why = "accumulation is the Trainer's, and would be done twice"
+            why = "the Trainer accumulates, so it would be done twice"
             raise ValueError(explain(what, why, "Use Trainer(accumulate_grad_batches=...)"))
         config["gradient_accumulation_steps"] = 1
         config.setdefault("train_micro_batch_size_per_gpu", 1)  # DeepSpeed uses it for its own log lines only
@@ -246,7 +248,7 @@ class ZeROStrategy(DeepSpeedStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Around a batch, or a part of one, after which the window goes on."""
+        """Context for a batch or micro-batch after which the accumulation window continues."""
         self._inside_window = True
         if self.engine is None:
             yield
@@ -260,7 +262,7 @@ class ZeROStrategy(DeepSpeedStrategy):
         self.engine.scale_gradients_(factor)
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """One step of the engine for one of the Trainer's."""
+        """Run one optimizer step of the engine."""
         assert self.engine is not None
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         self.engine.end_step()
@@ -270,10 +272,10 @@ class ZeROStrategy(DeepSpeedStrategy):
     # Checkpoints.
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Write a folder that is whole and checksummed, or nothing.
+        """Write a checkpoint folder atomically, with checksums.
 
         Raises:
-            OSError: a rank could not write; an older folder of this name is as it was.
+            OSError: a rank could not write; an older folder of this name is not changed.
             RuntimeError: a rank is gone, or did not answer within ``timeout=``.
         """
         warn_inside_window(self._inside_window)
@@ -283,20 +285,21 @@ class ZeROStrategy(DeepSpeedStrategy):
         assert self.engine is not None
         save, step = super().save_checkpoint, checkpoint.get("global_step")
         with ExitStack() as undo:
-            part = undo.enter_context(self.engine.save_only(set(checkpoint["state_dict"])))  # perhaps what trains alone
+            # True if only a part of the model is saved, such as its trained weights.
+            part = undo.enter_context(self.engine.save_only(set(checkpoint["state_dict"])))
             undo.callback(patch(self, "exclude_frozen_parameters", part or self.exclude_frozen_parameters))
             save_whole(self, filepath, self.engine, self.stage, step, lambda path: save(checkpoint, path), checkpoint)
 
     def names_to_load(self, checkpoint: Mapping[str, Any], saved: set[str], strict: bool) -> set[str]:
-        """As :meth:`FSDP2Strategy.names_to_load`: the keys that a checkpoint should hold."""
+        """Return the keys that a checkpoint should contain; see :meth:`FSDP2Strategy.names_to_load`."""
         assert self.lightning_module is not None
         return set(self.lightning_module.state_dict())
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a folder that is whole, or else, in ``fit``, an older one of the same run.
+        """Load a checkpoint folder; if it is corrupt, in ``fit`` an older one of the same run.
 
         Raises:
-            CorruptCheckpoint: there is none.
+            CorruptCheckpoint: there is no intact checkpoint.
             ValueError: it was saved by another number of processes, or holds objects of unknown classes.
         """
         if self.load_full_weights and self.zero_stage_3:
