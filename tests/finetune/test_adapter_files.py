@@ -263,7 +263,7 @@ def test_the_weights_of_one_that_is_there_are_replaced_and_none_is_added(tmp_pat
     assert list(base.modules()) == modules
     add_adapter_(other := TinyLM(), peft.LoraConfig(r=2, lora_alpha=4), ["up", "0.down"], train=["blocks.1.norm"])
     before = weights(other)
-    with pytest.raises(ValueError, match="there is one of that name, with another lora_alpha"):
+    with pytest.raises(ValueError, match="an adapter of this name exists, with another lora_alpha"):
         load_adapter_(other, folder)
     assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
 

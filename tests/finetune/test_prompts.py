@@ -376,7 +376,7 @@ def test_taken_out_again(make):
     model, given = seeded(make), batch(make)
     before, output = parts(model), model(**given).logits
     holder = nn.ModuleDict({"lm": add(model)})
-    with pytest.raises(ValueError, match="they go before the input and are in no weight"):
+    with pytest.raises(ValueError, match="virtual tokens are prepended to the input and cannot be merged into weights"):
         ft.finetune.unload_adapters_(holder)
     assert ft.finetune.unload_adapters_(holder, merge=False) is holder
     assert holder["lm"] is model
