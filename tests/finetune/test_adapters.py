@@ -127,7 +127,7 @@ def test_several_adapters_by_name():
         outputs.append(model(BATCH["input_ids"]))
     assert not any(torch.allclose(output, base) for output in outputs)
     assert not torch.allclose(outputs[0], outputs[2])
-    with pytest.raises(ValueError, match="adapter 'three': the model has no adapter of this name. Existing adapters: one, two"):
+    with pytest.raises(ValueError, match="adapter .three.: the model has no adapter.*: one, two"):
         ft.finetune.use_adapter_(model, "three")
 
 
@@ -184,10 +184,10 @@ def test_bad_targets_are_refused_and_nothing_is_changed():
     for model, kwargs, error, message in [
         (TinyLM(), {"rank": 9, "targets": "up"}, ValueError, "rank=9 for 'blocks.0.up': the layer is 8 → 16"),
         (TinyLM(), {"rank": 2, "targets": "head"}, ValueError, "its weight is also that of 'embed'"),
-        (TinyLM(), {"rank": 2, "targets": "norm"}, TypeError, "PEFT says"),
+        (TinyLM(), {"rank": 2, "targets": "norm"}, TypeError, "PEFT reports"),
         (TinyLM(), {"rank": 2, "name": "a.b"}, ValueError, "name='a.b'"),
-        (TinyLM(), {"rank": 2, "name": "blocks"}, ValueError, "a module of the model is called so"),
-        (TinyLM(), {"rank": 2, "targets": "up", "train": ["0.up"]}, ValueError, "in train= and a target as well"),
+        (TinyLM(), {"rank": 2, "name": "blocks"}, ValueError, "a module of the model has this name"),
+        (TinyLM(), {"rank": 2, "targets": "up", "train": ["0.up"]}, ValueError, "it is both a target and in train="),
         (attention, {"rank": 2, "targets": "out_proj"}, TypeError, "Target '0'"),
     ]:
         before = trains(model), [type(m) for m in model.modules()], list(vars(model))

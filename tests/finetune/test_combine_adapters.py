@@ -138,11 +138,11 @@ def test_of_the_one_in_use_the_next_takes_the_place():
 @pytest.mark.parametrize(
     ("arguments", "settings", "says"),
     [
-        (({"nobody": 1.0},), {}, "adapter 'nobody': there is none of that name"),
+        (({"nobody": 1.0},), {}, "adapter 'nobody': the model has no adapter of this name"),
         (({},), {}, "no adapters to combine"),
         (({"one": 1.0},), {"name": "two"}, "an adapter of this name exists"),
         (({"one": 1.0},), {"how": "magic"}, "how='magic'"),
-        (({"one": 1.0},), {"how": "ties", "density": 0}, "the share of numbers to keep"),
+        (({"one": 1.0},), {"how": "ties", "density": 0}, "the fraction of values to keep"),
         (({"one": 1.0},), {"rank": 0}, "rank=0"),
     ],
 )

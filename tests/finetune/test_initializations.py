@@ -82,7 +82,7 @@ def test_corda_is_pefts():
     theirs = peft.get_peft_model(theirs, theirs_config)
     assert all(torch.equal(value, factors(theirs)[name]) for name, value in factors(model).items())
     assert step(model, "Llama")[0] == pytest.approx(expected, abs=1e-5)
-    with pytest.raises(ValueError, match="began with init_lora_weights='corda'"):
+    with pytest.raises(ValueError, match="was initialized with init_lora_weights='corda'"):
         save_adapter(model, "nowhere")
 
 

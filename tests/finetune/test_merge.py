@@ -144,7 +144,9 @@ def test_merging_twice_and_unmerging_what_is_not_merged_is_refused():
         merge_adapters_(model)
     assert same(weights(model), once)
     unmerge_adapters_(model)
-    with pytest.raises(ValueError, match="adapter 'other': the model has no adapter of this name. Existing adapters: default"):
+    with pytest.raises(
+        ValueError, match="adapter 'other': the model has no adapter of this name. Existing adapters: default"
+    ):
         merge_adapters_(model, "other")
 
 
@@ -169,7 +171,9 @@ def test_nothing_of_the_adapter_trains_while_it_is_merged():
     trained = [name for name, p in awake(model).named_parameters() if p.requires_grad]
     merge_adapters_(model)
     assert not any(p.requires_grad for p in model.parameters())
-    with pytest.raises(ValueError, match=r"adding adapter 'default': adapter default is already merged .* Call unmerge_adapters_"):
+    with pytest.raises(
+        ValueError, match=r"adding adapter 'default': adapter default is already merged .* Call unmerge_adapters_"
+    ):
         trainer([ft.LoRA(rank=2, train=["head"])]).fit(model, as_loader(lm_batches(2)))
     unmerge_adapters_(model)
     assert [name for name, p in model.named_parameters() if p.requires_grad] == trained

@@ -335,9 +335,7 @@ def _inputs(model: nn.Module, layers: dict[str, Any], batch: Any) -> dict[str, T
     handles = []
     for name, layer in layers.items():
 
-        def keep(
-            _: nn.Module, args: tuple[Tensor, ...], name: str = name
-        ) -> None:  # bound at definition, not at the call
+        def keep(_: nn.Module, args: tuple[Tensor, ...], name: str = name) -> None:  # name: of this iteration
             # If a layer is called several times, the first call is kept.
             seen.setdefault(name, args[0].detach().flatten(0, -2)[:_MOST_PROBES])
 
