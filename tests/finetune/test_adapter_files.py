@@ -197,7 +197,7 @@ def test_embeddings_that_peft_puts_beside_the_adapter_must_be_those_of_the_base(
     load_adapter_(other, tmp_path)
     assert torch.equal(output(other), output(wrapped))
     base.model.embed_tokens.weight.data[3, 3] += 1
-    with pytest.raises(ValueError, match="weight of its base: 'model.embed_tokens.base_layer.weight' is another"):
+    with pytest.raises(ValueError, match="weight of its base: 'model.embed_tokens.base_layer.weight' differs"):
         load_adapter_(base, tmp_path)
 
 
@@ -205,9 +205,9 @@ def test_several_adapters_have_a_folder_each(tmp_path):
     base, model = adapted("llama", name="one")
     add_adapter_(model, KINDS["dora"], ["v_proj"], name="two")
     trained(model, seed=6)
-    with pytest.raises(ValueError, match="several adapters: 'one', 'two'. Use name='one', say"):
+    with pytest.raises(ValueError, match="several adapters: 'one', 'two'. Select one, for example name='one'"):
         save_adapter(model, tmp_path)
-    with pytest.raises(ValueError, match="name='three': there is no such adapter. There are: 'one', 'two'"):
+    with pytest.raises(ValueError, match="name='three': there is no such adapter. Existing adapters: 'one', 'two'"):
         save_adapter(model, tmp_path, name="three")
     other = copy.deepcopy(base)
     for name, called in (("one", "first"), ("two", "second")):
@@ -232,7 +232,7 @@ def test_two_models_in_one_module_are_told_apart(tmp_path):
     ):
         save_adapter(both, tmp_path)
     save_adapter(both["critic"], tmp_path)
-    with pytest.raises(ValueError, match=r"several places for the adapter: its layers are in 'actor', 'critic'"):
+    with pytest.raises(ValueError, match=r"several places for the adapter: 'actor', 'critic' have its layers"):
         load_adapter_(nn.ModuleDict({"actor": llama(), "critic": llama()}), folder, check_base=False)
 
 
@@ -263,7 +263,7 @@ def test_the_weights_of_one_that_is_there_are_replaced_and_none_is_added(tmp_pat
     assert list(base.modules()) == modules
     add_adapter_(other := TinyLM(), peft.LoraConfig(r=2, lora_alpha=4), ["up", "0.down"], train=["blocks.1.norm"])
     before = weights(other)
-    with pytest.raises(ValueError, match="there is one of that name, with another lora_alpha"):
+    with pytest.raises(ValueError, match="an adapter of this name exists, with another lora_alpha"):
         load_adapter_(other, folder)
     assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
 
@@ -383,7 +383,9 @@ def test_virtual_tokens_go_to_pefts_file_and_back(which, kind, tmp_path):
     torch.testing.assert_close(theirs[:, -expected.shape[1] :], expected, rtol=0, atol=close)
     again = Holder(copy.deepcopy(base))
     if kind == "projected":
-        with pytest.raises(ValueError, match="its virtual tokens came out of a network, which is not in the file"):
+        with pytest.raises(
+            ValueError, match="a network computed its virtual tokens, and the file does not hold that network"
+        ):
             load_adapter_(again, folder, trainable=True)
         return
     load_adapter_(again, folder, trainable=True)
@@ -407,8 +409,8 @@ def test_virtual_tokens_of_another_model_are_refused_and_no_tokenizer_is_asked_f
     for model, message, check in (
         (Holder(llama()), "the values differ in 'lm_head.weight'", True),
         (Holder(bert()), "this model lacks 'lm_head.weight'", True),
-        (Holder(wide), r"'prompt_embeddings' is \[3, 16\], and here \[3, 24\]", False),
-        (TinyLM(), "there is no Hugging Face model in it", True),
+        (Holder(wide), r"'prompt_embeddings' is \[3, 16\], expected \[3, 24\]", False),
+        (TinyLM(), "it holds no Hugging Face model", True),
         (copy.deepcopy(base), "Hold it in a module, or use peft", True),
     ):
         keys = list(model.state_dict())
@@ -495,9 +497,9 @@ def test_what_a_killed_save_left_is_swept_by_the_next(tmp_path):
 def test_folders_of_something_else_are_refused_and_beside_an_adapter_nothing_is_touched(tmp_path):
     _, model = adapted("plain")
     (tmp_path / "model.safetensors").write_text("a base")
-    with pytest.raises(ValueError, match=r"holds other things than an adapter: 'model.safetensors'"):
+    with pytest.raises(ValueError, match=r"holds other files than an adapter's: 'model.safetensors'"):
         save_adapter(model, tmp_path)
-    with pytest.raises(ValueError, match="this is a file, and an adapter is a folder"):
+    with pytest.raises(ValueError, match="expected a folder, got a file"):
         save_adapter(model, tmp_path / "model.safetensors")
     assert os.listdir(tmp_path) == ["model.safetensors"]
     folder = save_adapter(model, tmp_path / "deep" / "er")
@@ -525,7 +527,7 @@ def test_the_same_settings_give_the_same_bytes(tmp_path):
 def test_a_start_that_cannot_be_repeated_is_refused(start, tmp_path):
     _, model = adapted("plain")
     model.peft_config["default"].init_lora_weights = start
-    with pytest.raises(ValueError, match=f"adapter 'default' began with init_lora_weights='{start}'"):
+    with pytest.raises(ValueError, match=f"adapter 'default' was initialized with init_lora_weights='{start}'"):
         save_adapter(model, tmp_path)
 
 
@@ -539,13 +541,13 @@ def test_a_part_of_a_sharded_model_is_not_taken_for_the_whole(tmp_path):
 
 
 def test_an_adapter_with_the_name_of_a_module_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="adapter 'blocks': a module of the model is called so"):
+    with pytest.raises(ValueError, match="adapter 'blocks': a module of the model has this name"):
         adapted("plain", name="blocks")
     model = peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["up"]), TinyLM(), "blocks")
-    with pytest.raises(ValueError, match="adapter 'blocks': a module of the model is called so"):
+    with pytest.raises(ValueError, match="adapter 'blocks': a module of the model has this name"):
         save_adapter(model, tmp_path)
     base, model = adapted("plain")
-    with pytest.raises(ValueError, match="adapter 'norm': a module of the model is called so"):
+    with pytest.raises(ValueError, match="adapter 'norm': a module of the model has this name"):
         load_adapter_(base, save_adapter(model, tmp_path), name="norm")
     with pytest.raises(ValueError, match="name='a.b'"):
         load_adapter_(base, tmp_path, name="a.b")

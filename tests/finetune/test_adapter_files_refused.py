@@ -94,10 +94,10 @@ def test_another_base_is_refused_naming_what_differs_first(folder, make, message
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (deeper, "for another model: it has nothing for 'blocks.3.up', which its settings mean as well"),
+        (deeper, "for another model: it has no tensors for 'blocks.3.up', which its settings include"),
         (lambda: TinyLM(depth=2), "for another model: TinyLM has no 'blocks.2.up'"),
         (renamed, "for another model: TinyLM has no 'blocks.0.up', 'blocks.1.up', 'blocks.2.up'"),
-        (wider, r"for another model: 'blocks.0.up.lora_B.weight' is \[16, 2\], and here \[20, 2\]"),
+        (wider, r"for another model: 'blocks.0.up.lora_B.weight' is \[16, 2\], expected \[20, 2\]"),
         (bert, "for another model: BertForSequenceClassification has no 'blocks.0.up'"),
     ],
 )
@@ -110,7 +110,7 @@ def test_without_a_fingerprint_names_and_shapes_tell(pefts, make, message, caplo
 
 
 def test_check_base_false_takes_other_weights_of_the_same_shapes(folder):
-    refused(folder, "or pass check_base=False if you know that it fits", make=altered)
+    refused(folder, "or pass check_base=False if you know that it matches", make=altered)
     assert len(load_adapter_(altered(), folder, check_base=False)) == 4
 
 
@@ -120,25 +120,28 @@ def test_check_base_false_takes_other_weights_of_the_same_shapes(folder):
         (lambda t: t.pop("base_model.model.blocks.1.up.lora_B.weight"), "it lacks 'blocks.1.up.lora_B.weight'"),
         (
             lambda t: t.update({f"{BASE}blocks.1.up.lora_C": torch.ones(2)}),
-            "no place for 'blocks.1.up.lora_C'",
+            "does not have 'blocks.1.up.lora_C'",
         ),
         (
             lambda t: t.update({"base_model.model.other.weight": torch.ones(2)}),
             "no 'blocks.0.down.lora_A|TinyLM has no",
         ),
-        (lambda t: t.update({"lora_A": torch.ones(2)}), "it has 'lora_A', and names begin with 'base_model.model.'"),
-        (lambda t: t.clear(), "is no adapter's: it is empty"),
+        (
+            lambda t: t.update({"lora_A": torch.ones(2)}),
+            "it has 'lora_A', but names must begin with 'base_model.model.'",
+        ),
+        (lambda t: t.clear(), "is not an adapter file: it is empty"),
         (
             lambda t: t.update({f"{BASE}blocks.0.up.lora_A.weight": torch.ones(2, 8, dtype=torch.int32)}),
-            "'blocks.0.up.lora_A.weight' is in I32, and here in torch.float32",
+            "'blocks.0.up.lora_A.weight' is in I32, expected torch.float32",
         ),
         (
             lambda t: [t.pop(key) for key in list(t) if "norm" not in key],
-            "it has no tensor of a LORA adapter",
+            "it has no tensors of a LORA adapter",
         ),
         (
             lambda t: t.update({f"{BASE}blocks.1.norm.weight": torch.ones(9)}),
-            r"'blocks.1.norm.weight' is \[9\], and here \[8\]",
+            r"'blocks.1.norm.weight' is \[9\], expected \[8\]",
         ),
     ],
 )
@@ -172,26 +175,26 @@ def test_headers_that_promise_too_much_are_refused(folder):
         ({"peft_type": 3}, "peft_type='3'"),
         ({"peft_type": None}, "peft_type='None'"),
         ({"use_new_thing": "yes"}, "has 'use_new_thing': LoraConfig of PEFT .* has no such setting. Install the PEFT"),
-        ({"r": "2"}, "has 'r': '2': it should be int"),
-        ({"r": 0}, "PEFT cannot make it|PEFT refuses it"),
-        ({"r": 2.5}, "has 'r': 2.5: it should be int"),
+        ({"r": "2"}, "has 'r': '2': expected int"),
+        ({"r": 0}, "PEFT cannot create it|PEFT rejects the settings"),
+        ({"r": 2.5}, "has 'r': 2.5: expected int"),
         ({"r": 10**12}, "r=1000000000000 is more than 16, the size of the largest layer"),
         ({"lora_alpha": "x"}, "has 'lora_alpha': 'x'"),
-        ({"lora_alpha": 10**400}, "PEFT cannot make it|PEFT refuses"),
+        ({"lora_alpha": 10**400}, "PEFT cannot create it|PEFT rejects"),
         ({"lora_dropout": True}, "has 'lora_dropout': True"),
-        ({"lora_dropout": 3}, "PEFT cannot make it"),
+        ({"lora_dropout": 3}, "PEFT cannot create it"),
         ({"target_modules": {"up": 1}}, "has 'target_modules'"),
         ({"modules_to_save": [3]}, r"has 'modules_to_save': \[3\]"),
-        ({"modules_to_save": ["(a+)+$"]}, "only names of layers are taken from files"),
-        ({"rank_pattern": {"(.*)*x": 2}}, "only names of layers are taken from files"),
-        ({"layers_pattern": "(b+)+"}, "only names of layers are taken from files"),
+        ({"modules_to_save": ["(a+)+$"]}, "only layer names are accepted from files"),
+        ({"rank_pattern": {"(.*)*x": 2}}, "only layer names are accepted from files"),
+        ({"layers_pattern": "(b+)+"}, "only layer names are accepted from files"),
         ({"megatron_config": {"a": 1}, "megatron_core": "evil"}, "it imports a module that the file names"),
-        ({"layer_replication": [[0, 2]]}, "it changes the model's layers|should be"),
-        ({"loftq_config": {"loftq_bits": 4}}, "its start changed the weights"),
-        ({"init_lora_weights": "pissa_niter_4"}, "began with init_lora_weights='pissa_niter_4'"),
-        ({"init_lora_weights": "x" * 300}, "should be|began with|characters long"),
+        ({"layer_replication": [[0, 2]]}, "it changes the model's layers|expected"),
+        ({"loftq_config": {"loftq_bits": 4}}, "its initialization changed the base weights"),
+        ({"init_lora_weights": "pissa_niter_4"}, "was initialized with init_lora_weights='pissa_niter_4'"),
+        ({"init_lora_weights": "x" * 300}, "expected|was initialized with|characters long"),
         ({"init_lora_weights": {"a": 1}}, "has 'init_lora_weights'"),
-        ({"task_type": "COOKING"}, "has 'task_type'|PEFT refuses it"),
+        ({"task_type": "COOKING"}, "has 'task_type'|PEFT rejects the settings"),
         ({"use_dora": True}, "it lacks 'blocks.0.down.lora_magnitude_vector'"),
         ({"peft_type": "IA3"}, "has 'alpha_pattern'|no such setting"),
         ({"peft_type": "MULTITASK_PROMPT_TUNING"}, "no such setting"),
@@ -224,7 +227,7 @@ def test_settings_that_newer_versions_added_and_left_off_do_no_harm(folder):
 )
 def test_what_is_no_json_object_is_refused(folder, text):
     (folder / CONFIG).write_bytes(text.encode(errors="surrogatepass"))
-    refused(folder, "cannot be read|has peft_type|is not what was saved with the tensors")
+    refused(folder, "cannot be read|has peft_type|was not saved with the tensors")
 
 
 def test_settings_of_another_size_or_another_save_are_refused(folder):
@@ -232,14 +235,17 @@ def test_settings_of_another_size_or_another_save_are_refused(folder):
     (folder / CONFIG).write_text(good + " " * (4 * 2**20))
     refused(folder, "has more than 4194304 bytes")
     (folder / CONFIG).write_text(good.replace('"lora_alpha": 3', '"lora_alpha": 30'))
-    refused(folder, "is not what was saved with the tensors: it differs in 'lora_alpha'. Save both again, or delete it")
+    refused(
+        folder,
+        "was not saved with the tensors: it differs in 'lora_alpha'. Save the adapter again, or delete this file",
+    )
     (folder / CONFIG).write_text(good.replace('"base_model_name_or_path": null', '"base_model_name_or_path": "here"'))
     assert len(load_adapter_(TinyLM(), folder)) == 4
     (folder / CONFIG).unlink()
     assert len(load_adapter_(TinyLM(), folder)) == 4
     settings_free = safetensors.load_file(folder / WEIGHTS)
     safetensors.save_file(settings_free, folder / WEIGHTS)
-    refused(folder, f"{CONFIG}: there is no such file", FileNotFoundError)
+    refused(folder, f"{CONFIG}: the file does not exist", FileNotFoundError)
 
 
 def test_a_fingerprint_that_cannot_be_read_is_refused(folder):
@@ -262,12 +268,12 @@ def test_patterns_in_files_are_never_run(folder):
 
 
 def test_what_is_no_adapters_folder_is_refused(folder, tmp_path):
-    refused(tmp_path / "none", "there is no such folder here, and nothing is downloaded", FileNotFoundError)
+    refused(tmp_path / "none", "the folder does not exist locally, and nothing is downloaded", FileNotFoundError)
     refused("meta-llama/Llama-3", "nothing is downloaded", FileNotFoundError)
     refused(folder / WEIGHTS, f"an adapter is a folder with two files. Use '{folder}'")
     refused(tmp_path, f"has no {WEIGHTS}: it holds 'adapter'", FileNotFoundError)
     (folder / WEIGHTS).rename(folder / "adapter_model.bin")
-    refused(folder, "adapter_model.bin is a pickle: opening one executes what it says, so it was not opened")
+    refused(folder, "adapter_model.bin is a pickle: loading a pickle can execute code, so it was not opened")
     refused(folder / "adapter_model.bin", "adapter_model.bin is a pickle")
     (folder / WEIGHTS).mkdir()
     refused(folder, "has no adapter_model.safetensors", FileNotFoundError)
@@ -371,7 +377,7 @@ def test_hostile_files_run_nothing_import_nothing_and_reach_nothing(folder, tmp_
         "",
         "",
         "imports a module",
-        "its start came out of data",
+        "its initialization used data",
         "",
         "pickle",
         "pickle",

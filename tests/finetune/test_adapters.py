@@ -89,7 +89,7 @@ def test_the_line_says_how_much_trains_and_what_was_left_out(caplog):
         ft.apply(TinyLM(), [ft.LoRA(rank=2)])
     trained, total = 3 * 2 * (2 * 8 + 2 * 16), sum(p.numel() for p in TinyLM().parameters())
     assert f"trains {trained:,} of {trained + total:,} parameters" in caplog.text
-    assert "6 layers (up (Linear) ×3, down (Linear) ×3); heads left as they are: head" in caplog.text
+    assert "6 layers (up (Linear) ×3, down (Linear) ×3); heads without adapter: head" in caplog.text
 
 
 def test_frozen_statistics_stay_and_the_adapters_dropout_is_on():
@@ -107,7 +107,7 @@ def test_twice_is_once_and_another_of_that_name_is_refused():
     modules = [id(module) for module in model.modules()]
     ft.apply(model, [ft.LoRA(rank=2)])
     assert [id(module) for module in model.modules()] == modules
-    with pytest.raises(ValueError, match="there is one of that name, with another r"):
+    with pytest.raises(ValueError, match="an adapter of this name exists, with another r"):
         ft.apply(model, [ft.LoRA(rank=3)])
     with pytest.raises(ValueError, match="IA3 beside LORA"):
         ft.apply(model, [ft.finetune.IA3(name="other")])
@@ -127,7 +127,7 @@ def test_several_adapters_by_name():
         outputs.append(model(BATCH["input_ids"]))
     assert not any(torch.allclose(output, base) for output in outputs)
     assert not torch.allclose(outputs[0], outputs[2])
-    with pytest.raises(ValueError, match="adapter 'three': there is none of that name. There are: one, two"):
+    with pytest.raises(ValueError, match="adapter .three.: the model has no adapter.*: one, two"):
         ft.finetune.use_adapter_(model, "three")
 
 
@@ -184,10 +184,10 @@ def test_bad_targets_are_refused_and_nothing_is_changed():
     for model, kwargs, error, message in [
         (TinyLM(), {"rank": 9, "targets": "up"}, ValueError, "rank=9 for 'blocks.0.up': the layer is 8 → 16"),
         (TinyLM(), {"rank": 2, "targets": "head"}, ValueError, "it shares its weight with 'embed'"),
-        (TinyLM(), {"rank": 2, "targets": "norm"}, TypeError, "PEFT says"),
+        (TinyLM(), {"rank": 2, "targets": "norm"}, TypeError, "PEFT reports"),
         (TinyLM(), {"rank": 2, "name": "a.b"}, ValueError, "name='a.b'"),
-        (TinyLM(), {"rank": 2, "name": "blocks"}, ValueError, "a module of the model is called so"),
-        (TinyLM(), {"rank": 2, "targets": "up", "train": ["0.up"]}, ValueError, "in train= and a target as well"),
+        (TinyLM(), {"rank": 2, "name": "blocks"}, ValueError, "a module of the model has this name"),
+        (TinyLM(), {"rank": 2, "targets": "up", "train": ["0.up"]}, ValueError, "it is both a target and in train="),
         (attention, {"rank": 2, "targets": "out_proj"}, TypeError, "Target '0'"),
     ]:
         before = trains(model), [type(m) for m in model.modules()], list(vars(model))
@@ -199,7 +199,7 @@ def test_bad_targets_are_refused_and_nothing_is_changed():
 def test_what_is_no_configuration_is_refused():
     with pytest.raises(TypeError, match=r"Use apply\(model, \[LoRA"):
         ft.finetune.add_adapter_(TinyLM(), ft.LoRA(2))
-    with pytest.raises(TypeError, match="puts tokens before the input"):
+    with pytest.raises(TypeError, match="prepends virtual tokens to the input"):
         ft.finetune.add_adapter_(TinyLM(), peft.PromptTuningConfig(num_virtual_tokens=3))
     with pytest.raises(TypeError, match="config=dict"):
         ft.finetune.add_adapter_(TinyLM(), {"r": 2})
@@ -295,7 +295,7 @@ def test_of_mamba_all_linear_is_what_is_called_and_the_rest_is_named(technique, 
 
 
 def test_what_peft_cannot_adapt_in_mamba_is_refused_in_our_words():
-    with pytest.raises(TypeError, match=r"LORA on .*out_proj.*PEFT says.*Leave those out"):
+    with pytest.raises(TypeError, match=r"LORA on .*out_proj.*PEFT reports.*Leave these layers out"):
         ft.apply(mamba(), [ft.LoRA(rank=2, targets="out_proj")])
 
 

@@ -44,8 +44,8 @@ def test_reference_log_probabilities_of_dpo_are_the_untouched_models(kind, dtype
 
 
 CHANGED = {
-    "pissa": ({"init_lora_weights": "pissa"}, "began as 'pissa'"),
-    "olora": ({"init_lora_weights": "olora"}, "began as 'olora'"),
+    "pissa": ({"init_lora_weights": "pissa"}, "its initialization 'pissa' changed"),
+    "olora": ({"init_lora_weights": "olora"}, "its initialization 'olora' changed"),
     "all": ({"bias": "all"}, "bias='all' trains the pretrained biases"),
     "lora_only": ({"bias": "lora_only"}, "bias='lora_only' trains the pretrained biases"),
 }

@@ -118,7 +118,7 @@ def test_one_is_removed_and_the_others_compute_as_before():
     expected = net()
     expected["up"].weight.data += three.detach()
     torch.testing.assert_close(run(model, x), run(expected, x))
-    with pytest.raises(ValueError, match="it is the last one"):
+    with pytest.raises(ValueError, match="it is the only adapter"):
         remove_adapter_(model, "three")
 
 
@@ -138,11 +138,11 @@ def test_of_the_one_in_use_the_next_takes_the_place():
 @pytest.mark.parametrize(
     ("arguments", "settings", "says"),
     [
-        (({"nobody": 1.0},), {}, "adapter 'nobody': there is none of that name"),
-        (({},), {}, "there is nothing to add up"),
-        (({"one": 1.0},), {"name": "two"}, "there is one of this name"),
+        (({"nobody": 1.0},), {}, "adapter 'nobody': the model has no adapter of this name"),
+        (({},), {}, "no adapters to combine"),
+        (({"one": 1.0},), {"name": "two"}, "an adapter of this name exists"),
         (({"one": 1.0},), {"how": "magic"}, "how='magic'"),
-        (({"one": 1.0},), {"how": "ties", "density": 0}, "the share of numbers to keep"),
+        (({"one": 1.0},), {"how": "ties", "density": 0}, "the fraction of values to keep"),
         (({"one": 1.0},), {"rank": 0}, "rank=0"),
     ],
 )
@@ -168,5 +168,5 @@ def test_other_kinds_and_merged_ones_are_refused():
         combine_adapters_(model, {"default": 1.0})
     model = with_tasks(net())
     ft.finetune.merge_adapters_(model)
-    with pytest.raises(ValueError, match="merged into the weights already"):
+    with pytest.raises(ValueError, match="already merged into the weights"):
         combine_adapters_(model, WEIGHTS)

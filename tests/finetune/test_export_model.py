@@ -117,17 +117,19 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(tmp_path, monkeyp
         export_model(packed, target)
     with pytest.raises(ValueError, match=r"dtype=torch.int8: weights are saved in floats"):
         export_model(packed, target, dtype=torch.int8)
-    with pytest.raises(TypeError, match="export_model of a Linear: there is no Hugging Face model in it"):
+    with pytest.raises(TypeError, match="export_model of a Linear: it contains no Hugging Face model"):
         export_model(nn.Linear(2, 2), target)
-    with pytest.raises(ValueError, match=r"several Hugging Face models in it: a, b. Name one: export_model\(model.a"):
+    with pytest.raises(ValueError, match=r"several Hugging Face models: a, b. Name one: export_model\(model.a"):
         export_model(nn.ModuleDict({"a": build("Llama"), "b": build("Llama")}), target)
     other = build("Llama")
     other.lm_head = nn.Linear(64, 9)
-    with pytest.raises(ValueError, match=r"'lm_head.bias', 'lm_head.weight' differ from what its configuration makes"):
+    with pytest.raises(
+        ValueError, match=r"'lm_head.bias', 'lm_head.weight' differ from the weights in its configuration"
+    ):
         export_model(other, target)
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "thesis.txt").write_text("mine")
-    with pytest.raises(ValueError, match="used: it is there already, and is not overwritten"):
+    with pytest.raises(ValueError, match="used: the path already exists and is not overwritten"):
         export_model(other, tmp_path / "used")
     model = adapted(build("Llama"))
     monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))

@@ -82,7 +82,7 @@ def test_corda_is_pefts():
     theirs = peft.get_peft_model(theirs, theirs_config)
     assert all(torch.equal(value, factors(theirs)[name]) for name, value in factors(model).items())
     assert step(model, "Llama")[0] == pytest.approx(expected, abs=1e-5)
-    with pytest.raises(ValueError, match="began with init_lora_weights='corda'"):
+    with pytest.raises(ValueError, match="was initialized with init_lora_weights='corda'"):
         save_adapter(model, "nowhere")
 
 
@@ -93,12 +93,12 @@ def test_what_a_start_needs_is_said_before_anything_changes(start):
     need = {"lora_ga": "Call peft.tuners.lora.loraga.preprocess_loraga", "loftq": "PEFT computes it on a GPU"}
     model = build("Llama")
     before = list(model.modules())
-    with pytest.raises(ValueError, match=need.get(start, "Give batches= some that the model")):
+    with pytest.raises(ValueError, match=need.get(start, "Pass batches= that the model")):
         add_adapter_(model, config, "q_proj")
     assert list(model.modules()) == before
     quantize_base_(model)
     if start != "eva":
-        with pytest.raises(TypeError, match="which is quantised: it begins with the weight itself"):
+        with pytest.raises(TypeError, match="which is quantised: this initialization needs the values of the weight"):
             add_adapter_(model, config, "q_proj")
 
 
@@ -133,5 +133,5 @@ def test_a_prediction_leaves_the_data_alone(start):
 
 
 def test_batches_for_a_start_without_data_are_refused():
-    with pytest.raises(ValueError, match="it begins without data"):
+    with pytest.raises(ValueError, match="this initialization uses no data"):
         add_adapter_(build("Llama"), peft.LoraConfig(), "q_proj", batches=[TEXT])

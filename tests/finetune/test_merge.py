@@ -140,11 +140,13 @@ def test_merging_twice_and_unmerging_what_is_not_merged_is_refused():
         unmerge_adapters_(awake(model))
     merge_adapters_(model)
     once = weights(model)
-    with pytest.raises(ValueError, match="merging: default is merged into the weights already"):
+    with pytest.raises(ValueError, match="merging: adapter default is already merged into the weights"):
         merge_adapters_(model)
     assert same(weights(model), once)
     unmerge_adapters_(model)
-    with pytest.raises(ValueError, match="adapter 'other': there is none of that name. There are: default"):
+    with pytest.raises(
+        ValueError, match="adapter 'other': the model has no adapter of this name. Existing adapters: default"
+    ):
         merge_adapters_(model, "other")
 
 
@@ -169,7 +171,9 @@ def test_nothing_of_the_adapter_trains_while_it_is_merged():
     trained = [name for name, p in awake(model).named_parameters() if p.requires_grad]
     merge_adapters_(model)
     assert not any(p.requires_grad for p in model.parameters())
-    with pytest.raises(ValueError, match=r"adding adapter 'default': default is merged .* Call unmerge_adapters_"):
+    with pytest.raises(
+        ValueError, match=r"adding adapter 'default': adapter default is already merged .* Call unmerge_adapters_"
+    ):
         trainer([ft.LoRA(rank=2, train=["head"])]).fit(model, as_loader(lm_batches(2)))
     unmerge_adapters_(model)
     assert [name for name, p in model.named_parameters() if p.requires_grad] == trained
@@ -181,13 +185,13 @@ def test_switches_are_refused_while_merged():
     ft.apply(model, [ft.LoRA(rank=2)])
     merge_adapters_(model)
     for act in (lambda: ft.finetune.use_adapter_(model, "default"), lambda: ft.finetune.enable_adapters_(model, False)):
-        with pytest.raises(ValueError, match="default is merged into the weights already"):
+        with pytest.raises(ValueError, match="default is already merged into the weights"):
             act()
-    with pytest.raises(ValueError, match="default is merged"), ft.finetune.base_model(model):
+    with pytest.raises(ValueError, match="default is already merged"), ft.finetune.base_model(model):
         pass
     unmerge_adapters_(model)
     ft.finetune.enable_adapters_(model, False)
-    with pytest.raises(ValueError, match="switched off"):
+    with pytest.raises(ValueError, match="adapters are disabled"):
         merge_adapters_(model)
 
 
@@ -210,7 +214,7 @@ def test_what_peft_merged_is_not_ours_to_unmerge():
     model = TinyLM()
     ft.apply(model, [ft.LoRA(rank=2, targets="blocks.0.up")])
     model.blocks[0].up.merge()
-    with pytest.raises(ValueError, match="PEFT has merged it"):
+    with pytest.raises(ValueError, match="PEFT merged it"):
         unmerge_adapters_(model)
 
 
@@ -273,13 +277,13 @@ def test_a_model_inside_a_module_and_statistics_that_were_kept():
 def test_the_base_that_pissa_changed_cannot_be_given_back():
     model = TinyLM()
     ft.apply(model, [ft.LoRA(rank=2, variant="pissa")])
-    with pytest.raises(ValueError, match="it began as 'pissa', which takes its start out of the weights"):
+    with pytest.raises(ValueError, match="its initialization 'pissa' changed the pretrained weights"):
         unload_adapters_(model, merge=False)
 
 
 def test_two_heads_cannot_both_be_merged():
     model = two_adapters(train=["head"])
-    with pytest.raises(ValueError, match="'head' trained whole in one and two: it can be only one"):
+    with pytest.raises(ValueError, match="'head' is fully trained in one and two: only one"):
         merge_adapters_(model, ["one", "two"])
 
 

@@ -155,7 +155,7 @@ def test_without_a_named_way_both_are_named_with_what_they_cost():
     model, original, _ = quantised()
     before = weights(model)
     for act in (merge_adapters_, unload_adapters_):
-        with pytest.raises(ValueError, match="there is more than one way") as error:
+        with pytest.raises(ValueError, match="there are several ways") as error:
             act(model)
         for words in ("into='requantized', which rounds", "into='original' with original=", "MiB in float32"):
             assert words in str(error.value)
@@ -178,11 +178,11 @@ def test_an_original_that_is_not_this_models_is_refused_and_nothing_is_changed()
     shape = {**state, "blocks.2.down.weight": torch.randn(4, 16)}
     for source, message in [
         (lacking, "original= lacks blocks.1.up"),
-        (other, r"original= for 'blocks.2.down': .* further from the quantised one than quantising explains"),
-        (shape, r"is \[4, 16\] of torch.float32. Give the weights that were quantised, \[8, 16\]"),
+        (other, r"original= for 'blocks.2.down': .* further from the quantised weight than quantising explains"),
+        (shape, r"is \[4, 16\] of torch.float32. Pass the weights that were quantised, \[8, 16\]"),
         ({}, "it is empty"),
         (quantised()[0], "original= for 'blocks.0.up'"),
-        ("nowhere.safetensors", "there is no such file"),
+        ("nowhere.safetensors", "the file does not exist"),
     ]:
         with pytest.raises((ValueError, FileNotFoundError), match=message):
             unload_adapters_(model, original=source)
@@ -219,7 +219,7 @@ def test_both_figures_are_said_for_the_original(caplog):
     assert 0.01 < max(report.against_trained.values()) < 0.3
     assert max(report.against_original.values()) < 1e-6
     assert str(report) in caplog.text
-    assert "which is what quantising had changed; from the adapter beside the original weights by" in str(report)
+    assert "which is the quantization error; from the unmerged adapter on the original weights by" in str(report)
 
 
 def llama_in(dtype, folder, **settings):

@@ -191,11 +191,11 @@ def test_a_prefix_is_never_left_out_of_what_is_generated(make):
     model, given = seeded(make), batch(make)
     del given["labels"]
     prompted = add(model, "prefix")
-    with pytest.raises(ValueError, match="the prefix is in the cache"):
+    with pytest.raises(ValueError, match="the cache holds the prefix"):
         prompted.generate(**given, max_new_tokens=2, use_cache=False)
     with ft.finetune.base_model(prompted):
         prompted.generate(**given, max_new_tokens=2, use_cache=False)
-    with pytest.raises(ValueError, match="the prefix is in the cache"):
+    with pytest.raises(ValueError, match="the cache holds the prefix"):
         prompted.generate(**given, max_new_tokens=2, use_cache=False)
     assert len(add(seeded(make), "prompt").generate(**given, max_new_tokens=2, use_cache=False)) == 4
 
@@ -335,7 +335,7 @@ def test_several_by_name_and_the_base_model():
     with ft.finetune.base_model(holder):
         assert torch.equal(holder["lm"](**given).logits, plain)
     assert torch.equal(holder["lm"](**given).logits, outputs["one"])
-    with pytest.raises(ValueError, match="one name at a time"):
+    with pytest.raises(ValueError, match="only one set of virtual tokens"):
         ft.finetune.use_adapter_(holder, ["one", "two"])
 
 
@@ -376,7 +376,7 @@ def test_taken_out_again(make):
     model, given = seeded(make), batch(make)
     before, output = parts(model), model(**given).logits
     holder = nn.ModuleDict({"lm": add(model)})
-    with pytest.raises(ValueError, match="they go before the input and are in no weight"):
+    with pytest.raises(ValueError, match="virtual tokens are prepended to the input and cannot be merged into weights"):
         ft.finetune.unload_adapters_(holder)
     assert ft.finetune.unload_adapters_(holder, merge=False) is holder
     assert holder["lm"] is model
@@ -517,11 +517,11 @@ def test_tensors_that_do_not_fit_are_refused_and_nothing_is_changed(tmp_path):
     file = folder / "adapter_model.safetensors"
     whole = safetensors.load_file(file)
     for changed, message in [
-        ({"prompt_embeddings": None}, "'prompt_embeddings' is not there"),
-        ({"prompt_embeddings": torch.zeros(4, 16)}, r"'prompt_embeddings' is \[4, 16\], and here \[3, 16\]"),
-        ({"base_model.classifier.weight": None}, "'base_model.classifier.weight' is not there"),
-        ({"base_model.classifier.weight": torch.zeros(9, 16)}, r"is \[9, 16\], and here \[2, 16\]"),
-        ({"more": torch.zeros(1)}, "'more' is .*and here nothing"),
+        ({"prompt_embeddings": None}, "'prompt_embeddings' is missing"),
+        ({"prompt_embeddings": torch.zeros(4, 16)}, r"'prompt_embeddings' is \[4, 16\], expected \[3, 16\]"),
+        ({"base_model.classifier.weight": None}, "'base_model.classifier.weight' is missing"),
+        ({"base_model.classifier.weight": torch.zeros(9, 16)}, r"is \[9, 16\], expected \[2, 16\]"),
+        ({"more": torch.zeros(1)}, "'more' is .*expected no such tensor"),
         ({"prompt_embeddings": torch.full((3, 16), torch.nan)}, "holds NaN or infinity"),
     ]:
         tensors = {key: tensor for key, tensor in (whole | changed).items() if tensor is not None}
@@ -535,7 +535,7 @@ def test_tensors_that_do_not_fit_are_refused_and_nothing_is_changed(tmp_path):
 
 def test_a_file_for_another_task_or_without_a_number_of_tokens_is_refused(tmp_path):
     folder = save_adapter(add(seeded(llama)), tmp_path)
-    with pytest.raises(ValueError, match="its task is CAUSAL_LM, and here it is SEQ_CLS"):
+    with pytest.raises(ValueError, match="its task is CAUSAL_LM, and this model's task is SEQ_CLS"):
         load_adapter_(Module(llama_classifier), folder, check_base=False)
     settings = folder / "adapter_config.json"
     settings.write_text(settings.read_text().replace('"num_virtual_tokens": 3', '"num_virtual_tokens": null'))
@@ -546,7 +546,7 @@ def test_a_file_for_another_task_or_without_a_number_of_tokens_is_refused(tmp_pa
 
 def test_a_file_for_what_comes_out_of_a_network_here_is_refused(tmp_path):
     projected = add(seeded(llama), "projected")
-    with pytest.raises(ValueError, match="its virtual tokens came out of a network"):
+    with pytest.raises(ValueError, match="a network computed its virtual tokens"):
         load_adapter_(projected, save_adapter(projected, tmp_path))
 
 
@@ -607,11 +607,11 @@ def token_classifier():
 @pytest.mark.parametrize(
     ("make", "technique", "error", "message"),
     [
-        (TinyLM, PromptTuning(3), TypeError, "no Hugging Face model in it.*Use LoRA"),
+        (TinyLM, PromptTuning(3), TypeError, "holds no Hugging Face model.*Use LoRA"),
         (lambda: nn.ModuleList([llama(), llama()]), PromptTuning(3), ValueError, r"'net.0', 'net.1'"),
         (token_classifier, PromptTuning(3), TypeError, "BertForTokenClassification, of task unknown"),
         (recomputing, PrefixTuning(3), ValueError, "does not work with gradient checkpointing"),  # PEFT says
-        (llama, PromptTuning(3, start=[99]), ValueError, "start holds 99: the vocabulary has 50"),
+        (llama, PromptTuning(3, start=[99]), ValueError, "start holds token id 99: the vocabulary has 50 tokens"),
         (llama, PromptTuning(3, train=["embed"]), ValueError, "targets='embed'"),
         (llama, PromptTuning(3, name="a.b"), ValueError, "name='a.b'"),
         (lambda: nn.ModuleDict({"lm": llama(), "head": nn.Linear(4, 4)}), PromptTuning(3, train=["head"]), ValueError,
@@ -650,9 +650,9 @@ def test_what_is_no_configuration_of_virtual_tokens_is_refused():
 
 def test_what_has_the_virtual_tokens_in_it_already_and_tuples_are_refused():
     model, given = add(seeded(llama)), batch(llama)
-    with pytest.raises(ValueError, match="a cache given to a PeftModelForCausalLM"):
+    with pytest.raises(ValueError, match="a cache passed to a PeftModelForCausalLM"):
         model(**given, past_key_values=transformers.DynamicCache())
-    with pytest.raises(ValueError, match="in a tuple it cannot be told"):
+    with pytest.raises(ValueError, match="cannot be identified in a tuple"):
         model(**given, return_dict=False)
 
 

@@ -201,7 +201,7 @@ def test_dora_beside_int8_runs_more_than_once():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_quantised_layers_cannot_carry_is_refused_and_nothing_is_changed(kind):
-    with pytest.raises(ValueError, match=r"QLoRA\(variant='pissa'\): it begins with a decomposition"):
+    with pytest.raises(ValueError, match=r"QLoRA\(variant='pissa'\): this initialization decomposes"):
         QLoRA(variant="pissa")
     model = TinyLM()
     quantize_base_(model, kind)

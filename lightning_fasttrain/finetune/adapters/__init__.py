@@ -1,4 +1,4 @@
-"""Puts small trainable layers beside frozen ones, and takes them out again or merges them.
+"""Add small trainable layers beside frozen ones, and unload or merge them.
 
 The layers are PEFT's.
 

@@ -1,4 +1,4 @@
-"""What an adapter cannot be, and which one is there already: told before anything is changed."""
+"""Check an adapter's configuration and existing adapters before anything is changed."""
 
 import importlib.util
 from collections.abc import Iterable
@@ -11,7 +11,13 @@ from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.finetune.quantized._quantized_layer import in_8_bits, is_quantized
 from lightning_fasttrain.finetune.selection.base_fingerprint import is_torchaos
 
-_DECOMPOSED = ("pissa", "corda", "loftq", "lora_ga", "orthogonal")  # begin with numbers or dtype of the weight
+_DECOMPOSED = (
+    "pissa",
+    "corda",
+    "loftq",
+    "lora_ga",
+    "orthogonal",
+)  # initialized from the values or the dtype of the weight
 
 
 def check_config(peft: Any, config: Any) -> None:
@@ -19,24 +25,28 @@ def check_config(peft: Any, config: Any) -> None:
         return
     given = type(config).__name__
     if isinstance(config, L.Callback):
-        raise TypeError(explain(f"config={given}", "this is a technique", f"Use apply(model, [{given}(...)])"))
-    prompts = "it puts tokens before the input, not layers beside the model's"
+        raise TypeError(
+            explain(
+                f"config={given}", "expected a PEFT configuration, got a technique", f"Use apply(model, [{given}(...)])"
+            )
+        )
+    prompts = "it prepends virtual tokens to the input rather than adding adapter layers"
     if isinstance(config, peft.PeftConfig):
         raise TypeError(explain(f"config={given}", prompts, "Use add_prompt_(model, config)"))
-    why = "it is no configuration of PEFT"
-    raise TypeError(explain(f"config={given}", why, "Use one such as peft.LoraConfig(r=16)"))
+    why = "expected a PEFT configuration"
+    raise TypeError(explain(f"config={given}", why, "Use for example peft.LoraConfig(r=16)"))
 
 
 def check_name(name: object) -> None:
     if not isinstance(name, str) or not name or not all(c.isalnum() or c in "_-" for c in name):
-        why = "names of adapters become parts of keys and of folders"
+        why = "adapter names are used in state_dict keys and folder names"
         raise ValueError(explain(f"name={name!r}", why, "Use letters, digits, _ and -"))
 
 
 def refuse_namesake(name: str, names: Iterable[str]) -> None:
-    """Refuse an adapter that is called like a module, or a part of its name: PEFT could not tell their keys apart."""
+    """Refuse an adapter name that is also part of a module name: PEFT could not tell their keys apart."""
     if any(name in one.split(".") for one in names):
-        why = "a module of the model is called so, and PEFT tells adapters from modules by their names"
+        why = "a module of the model has this name, and PEFT tells adapters from modules by their names"
         raise ValueError(explain(f"adapter '{name}'", why, "Give the adapter another name"))
 
 
@@ -44,40 +54,40 @@ def check_layers(found: dict[str, nn.Module], config: Any) -> None:
     rank = getattr(config, "r", None)
     for name, layer in found.items():
         if isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear):
-            why = "nn.MultiheadAttention computes with its weight and never calls it, so an adapter would do nothing"
+            why = "nn.MultiheadAttention uses its weight without calling the layer, so an adapter would have no effect"
             raise TypeError(explain(f"target '{name}'", why, f"Target '{name.rpartition('.')[0]}'"))
         weight = layer._parameters.get("weight")
         if is_quantized(layer) or (weight is not None and is_torchaos(weight)):
             _check_quantized_start(name, config)
         if is_quantized(layer):
             _check_quantized(name, layer, config)
-        # A layer without these sizes, such as a convolution, sets no limit here.
+        # A layer without these attributes, such as a convolution, sets no limit here.
         smallest = min(getattr(layer, "in_features", 1 << 62), getattr(layer, "out_features", 1 << 62))
         if isinstance(rank, int) and rank > smallest:
-            why = f"the layer is {layer.in_features} → {layer.out_features}, so {smallest} is its own rank at most"
-            way_out = f"Use rank={smallest} or less, or leave '{name}' out"
+            why = f"the layer is {layer.in_features} → {layer.out_features}, so its rank is at most {smallest}"
+            way_out = f"Use rank={smallest} or less, or leave '{name}' out of the targets"
             raise ValueError(explain(f"rank={rank} for '{name}'", why, way_out))
 
 
 def check_parameters(found: Iterable[str], config: Any) -> None:
-    """Refuse adapters on tensors that begin with a decomposition of a layer's weight, where there is no layer."""
+    """Refuse initializations from a decomposition of a layer's weight for adapters on stacked tensors."""
     start = getattr(config, "init_lora_weights", True)
     for name in found:
         if isinstance(start, str) and start not in ("gaussian", "eva"):
-            why = "it begins with a decomposition of a layer's weight, and this is a stack of them"
+            why = "this initialization decomposes one layer's weight, and this tensor is a stack of weights"
             raise TypeError(explain(f"'{start}' on the tensor '{name}'", why, "Use init_lora_weights=True"))
 
 
 def _check_quantized_start(name: str, config: Any) -> None:
     start = getattr(config, "init_lora_weights", True)
     if isinstance(start, str) and start.startswith(_DECOMPOSED):
-        why = "it begins with the weight itself, and this one is packed"
+        why = "this initialization needs the values of the weight, and a quantised weight is packed"
         way_out = "Use variant='lora', or add the adapter to the model in full precision"
         raise TypeError(explain(f"'{start}' on '{name}', which is quantised", why, way_out))
 
 
 def _check_quantized(name: str, layer: Any, config: Any) -> None:
-    """PEFT fails late on what its layers for bitsandbytes cannot do, or takes a packed weight for a plain one."""
+    """Refuse adapters on bitsandbytes layers that PEFT does not support, before PEFT fails late or misreads weights."""
     kind = config.peft_type.value
     if (
         getattr(config, "use_dora", False)
@@ -85,23 +95,25 @@ def _check_quantized(name: str, layer: Any, config: Any) -> None:
         and layer.in_features % 64
         and not layer.weight.is_cuda
     ):
-        # Our forward goes round it, but DoRA's norms are made inside PEFT.
-        why = "bitsandbytes dequantises rows that are no multiple of 64 wrongly on CPUs with AVX-512"
+        # The forward of this package avoids the error, but PEFT computes DoRA's norms itself.
+        why = "bitsandbytes dequantises rows whose length is not a multiple of 64 wrongly on CPUs with AVX-512"
         raise TypeError(explain(f"DoRA on '{name}', in 4 bits on the CPU", why, "Use variant='lora', or kind='int8'"))
     package = type(config).__module__.removesuffix(".config")  # layers for bitsandbytes are in its ``bnb.py``
     if importlib.util.find_spec(f"{package}.bnb") is None:
-        why = "PEFT has no such layer for quantised weights"
-        raise TypeError(explain(f"{kind} on '{name}', which is quantised", why, "Use LoRA or IA3, or a plain base"))
+        why = "PEFT does not support this adapter on quantised weights"
+        raise TypeError(
+            explain(f"{kind} on '{name}', which is quantised", why, "Use LoRA or IA3, or an unquantised base")
+        )
 
 
 def without_namesakes(names: list[str], root: nn.Module) -> list[str]:
-    """PEFT takes every module whose name ends like one of these, be it in the middle of a word."""
+    """Refuse names that PEFT's suffix matching would also find in other modules, and return ``names``."""
     for name in names:
         others = [other for other, _ in root.named_modules() if other.endswith(name) and other not in names]
         others = [other for other in others if not other.startswith(f"{name}.")]
         if others:
-            why = f"PEFT would take '{others[0]}' for it as well, whose name ends likewise"
-            raise ValueError(explain(f"train=['{name}']", why, "Give the module a name of its own in the model"))
+            why = f"PEFT would also train '{others[0]}', whose name has the same ending"
+            raise ValueError(explain(f"train=['{name}']", why, "Give the module a unique name in the model"))
     return names
 
 
@@ -109,7 +121,7 @@ def is_there(there: dict[str, Any], name: str, config: Any) -> bool:
     kinds = {one.peft_type for one in there.values()}
     if kinds - {config.peft_type}:
         other = kinds.pop().value
-        why = "adapters of two kinds in one model have no common file, and PEFT's do not mix"
+        why = "PEFT cannot combine adapters of two kinds in one model or save them in one file"
         way_out = f"Use {other} for both, or unload the first: unload_adapters_(model)"
         raise ValueError(explain(f"{config.peft_type.value} beside {other}", why, way_out))
     if name not in there:
@@ -117,16 +129,16 @@ def is_there(there: dict[str, Any], name: str, config: Any) -> bool:
     ours, theirs = _meaning_of(config), _meaning_of(there[name])
     if ours != theirs:
         differs = [key for key, value in ours.items() if theirs.get(key) != value]
-        why = f"there is one of that name, with another {', '.join(differs)}"
-        raise ValueError(explain(f"adapter '{name}'", why, "Give this one another name, or ask for the same"))
+        why = f"an adapter of this name exists, with another {', '.join(differs)}"
+        raise ValueError(explain(f"adapter '{name}'", why, "Use another name, or the same settings"))
     return True
 
 
 def _meaning_of(config: Any) -> dict[str, Any]:
-    """What two configurations must agree in to be the same adapter; PEFT turns lists into sets, and notes versions."""
+    """Return the settings in which two configurations of the same adapter must agree, with lists and sets sorted."""
     ignored = {"base_model_name_or_path", "inference_mode", "peft_version", "auto_mapping", "revision", "task_type"}
     if getattr(config, "init_lora_weights", True) == "eva":
-        ignored |= {"rank_pattern", "alpha_pattern", "target_modules"}  # which it fills in
+        ignored |= {"rank_pattern", "alpha_pattern", "target_modules"}  # filled in by EVA
     meaning: dict[str, Any] = {}
     for key, value in config.to_dict().items():
         if key not in ignored and value not in (None, {}):

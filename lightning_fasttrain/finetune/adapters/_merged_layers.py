@@ -1,4 +1,4 @@
-"""The layers of PEFT's in a model: found, with the weights as they were kept while merged, and taken out."""
+"""Find PEFT's layers in a model, keep the original weights of merged ones, and unload them."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -12,25 +12,25 @@ from lightning_fasttrain.finetune.quantized._quantized_tensor import held_tensor
 
 
 def tuner_layers(model: nn.Module) -> dict[str, Any]:
-    """Qualified name → layer, for PEFT's layers, without those that lie in others.
+    """Map qualified names to PEFT's outermost layers.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the model has no such layer.
     """
     adapted_modules(model)
     layers = {name: layer for name, layer in find_outermost(model) if is_tuner(layer)}
     if not layers:
-        why = "they go before the input and are in no weight"
-        way_out = "Save them, and take them out: unload_adapters_(model, merge=False)"
+        why = "virtual tokens are prepended to the input and cannot be merged into weights"
+        way_out = "Save them, and unload them: unload_adapters_(model, merge=False)"
         raise ValueError(explain(f"merging the prompts of {type(model).__name__}", why, way_out))
     return layers
 
 
 def find_outermost(model: nn.Module) -> Iterable[tuple[str, Any]]:
-    """PEFT's layers and its wrappers, with their names; not the layers that lie in other layers."""
+    """Iterate over the names of PEFT's layers and wrappers and the modules; layers inside other layers are skipped."""
     from peft.utils.other import AuxiliaryTrainingWrapper
 
-    inside = "\0"  # no name begins with it
+    inside = "\0"  # no module name starts with it
     for name, module in model.named_modules():
         if name.startswith(inside):
             continue
@@ -41,7 +41,7 @@ def find_outermost(model: nn.Module) -> Iterable[tuple[str, Any]]:
 
 
 class Originals:
-    """Replaces a merged layer's ``unmerge``, and holds the weights as they were.
+    """Replacement of a merged layer's ``unmerge`` that holds the original weights.
 
     Like :class:`~lightning_fasttrain.core.modules.wrapped_forward.WrappedForward` it holds the layer, so that a copy
     has its own.
@@ -49,16 +49,16 @@ class Originals:
 
     def __init__(self, layer: Any) -> None:
         self.layer = layer
-        self.caches = dict(vars(layer).get("_caches", {}))  # DoRA's merge leaves a norm there for PEFT's unmerge
+        self.caches = dict(vars(layer).get("_caches", {}))  # DoRA's merge stores a norm there for PEFT's unmerge
         self.trained: list[nn.Parameter] = []
-        # A quantised layer is replaced by the merge, not written to, so that the layer itself is all to be kept.
+        # Merging replaces a quantised layer rather than writing to it, so keeping the layer is enough.
         self.base = layer.base_layer if is_quantized(layer.base_layer) else None
         self.owner = layer.get_base_layer()
         self.held = held_tensors(self.owner)
         self.weights: list[tuple[nn.Module, str, Tensor]] = []
         for base in dict.fromkeys(_bases(layer)) if self.base is None else ():
             for name, parameter in base.named_parameters(recurse=False):
-                # A real copy: on the CPU, ``to`` alone gives the same memory.
+                # A real copy: on the CPU, ``to`` alone returns the same memory.
                 self.weights.append((base, name, parameter.detach().to("cpu", copy=True)))
 
     def __call__(self) -> None:
@@ -66,7 +66,7 @@ class Originals:
             self.layer.base_layer = self.base.to(self.layer.base_layer.weight.device)  # the model may have moved since
         for name, holder in self.held.items():
             hold_(self.owner, name, holder)
-        modules = list(self.layer.modules())  # PEFT's attention makes its weights parameters again when it is asked
+        modules = list(self.layer.modules())  # PEFT's attention turns its weights into parameters again when called
         for base, name, tensor in self.weights:
             parameter = base.get_parameter(name)
             parameter.data = tensor.to(parameter.device, parameter.dtype)
@@ -77,11 +77,11 @@ class Originals:
             self.layer._caches = self.caches
         for parameter in self.trained:
             parameter.requires_grad_(True)
-        vars(self.layer).pop("unmerge", None)  # this object; PEFT's own method is the class's
+        vars(self.layer).pop("unmerge", None)  # removes this object; PEFT's own method belongs to the class
 
 
-def take_out_adapters_(root: nn.Module, merge: bool) -> None:
-    """Put the layers under PEFT's in their places; of modules that trained whole the copy that did, or the original."""
+def unload_layers_(root: nn.Module, merge: bool) -> None:
+    """Replace PEFT's layers by their base layers, and fully trained modules by the trained copy or the original."""
     inside = "\0"
     for name, module in list(find_outermost(root)):
         if name.startswith(inside):
@@ -93,7 +93,7 @@ def take_out_adapters_(root: nn.Module, merge: bool) -> None:
             plain = copies[active[0]] if merge and active and active[0] in copies else module.original_module
         elif hasattr(type(module), "unload_and_optionally_merge_module"):  # PEFT's attention, its wrappers of tensors
             plain = module.unload_and_optionally_merge_module(merge=False, safe_merge=True, adapter_names=None)
-            if isinstance(plain, nn.MultiheadAttention):  # PEFT registers these again, at the end
+            if isinstance(plain, nn.MultiheadAttention):  # PEFT registers these again, at the end of the parameters
                 _put_first_(plain, "in_proj_weight")
                 _put_first_(plain.out_proj, "weight")
         else:
@@ -102,7 +102,7 @@ def take_out_adapters_(root: nn.Module, merge: bool) -> None:
 
 
 def wrappers_in(layer: Any) -> list[Any]:
-    """PEFT's layers for the tensors of one module, which are nested; else the ``layer`` alone."""
+    """Return PEFT's nested layers for the tensors of one module; else the ``layer`` alone."""
     found = [layer]
     while hasattr(found[-1], "parameter_name") and is_tuner(found[-1].base_layer):
         found.append(found[-1].base_layer)

@@ -1,4 +1,4 @@
-"""Checkpoints of a fine-tuning run that hold what trains, and the fingerprint of what does not."""
+"""Checkpoints of a fine-tuning run that hold only the trained state, and a fingerprint of the frozen base."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -18,10 +18,10 @@ FINGERPRINT = "lightning_fasttrain.base"
 
 
 def trained_state(model: nn.Module) -> dict[str, Tensor]:
-    """The part of ``model.state_dict()`` that training changes: kilobytes where the whole would be gigabytes.
+    """Return the part of ``model.state_dict()`` that training changes: kilobytes rather than gigabytes.
 
-    That is everything but frozen parameters and the buffers of layers that hold some (BatchNorm's statistics, the
-    tables of quantised weights); adapters are in it, also those that are not in use.
+    It excludes frozen parameters and the buffers of layers whose parameters are frozen (BatchNorm's statistics, the
+    tables of quantised weights); it includes all adapters, also inactive ones.
 
     Example:
         >>> import peft, lightning_fasttrain as ft
@@ -35,9 +35,9 @@ def trained_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def trained_names(model: nn.Module) -> list[str]:
-    """The keys of :func:`trained_state`, in the order of ``model.state_dict()``.
+    """Return the keys of :func:`trained_state`, in the order of ``model.state_dict()``.
 
-    Fabric saves just these with ``fabric.save(path, {"model": model}, filter={"model": lambda key, _: key in names})``.
+    Fabric saves only these with ``fabric.save(path, {"model": model}, filter={"model": lambda key, _: key in names})``.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
@@ -62,22 +62,22 @@ def trained_names(model: nn.Module) -> list[str]:
 
 
 def _holder(name: str, frozen: set[str]) -> bool:
-    """Whether one of the ``frozen`` modules holds this key; quantised weights have keys of several parts."""
+    """Check whether one of the ``frozen`` modules holds this key; quantised weights have nested keys."""
     parts = name.split(".")
     return any(".".join(parts[:i]) in frozen for i in range(len(parts) + 1))
 
 
 def checkpoint_what_trains_(strategy: Strategy, module: L.LightningModule) -> Undo:
-    """Let the checkpoints of a run hold :func:`trained_state` alone; loading compares the base with the one they had.
+    """Save only :func:`trained_state` in a run's checkpoints, and compare the base's fingerprint when loading them.
 
-    A checkpoint that holds the whole model, as one from before the adapter, is loaded whole. A strategy that loads
-    the model by itself, as FSDP2Strategy and ZeROStrategy do, asks its own ``names_to_load`` what to expect.
+    A checkpoint of the complete model, such as one without a fingerprint, is loaded completely. A strategy that loads
+    the model by itself, as FSDP2Strategy and ZeROStrategy do, calls its own ``names_to_load`` for the expected names.
     """
     undo = ExitStack()
     save, load = strategy.save_checkpoint, strategy.load_model_state_dict
 
     def save_checkpoint(checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        # Lightning calls this on all ranks, and the fingerprint of sharded weights needs them all.
+        # Lightning calls this on all ranks, and the fingerprint of sharded weights needs all of them.
         save({**checkpoint, FINGERPRINT: base_fingerprint(module)}, *args, **kwargs)
 
     def load_model_state_dict(checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -90,7 +90,7 @@ def checkpoint_what_trains_(strategy: Strategy, module: L.LightningModule) -> Un
 
     undo.callback(patch(strategy, "lightning_module_state_dict", lambda: trained_state(module)))
     undo.callback(patch(strategy, "save_checkpoint", save_checkpoint))
-    # Such a strategy has loaded the model by the time that Lightning calls ``load_model_state_dict``.
+    # Such a strategy has already loaded the model when Lightning calls ``load_model_state_dict``.
     if hasattr(strategy, "names_to_load"):
         undo.callback(patch(strategy, "names_to_load", names_to_load))
     else:
@@ -101,26 +101,26 @@ def checkpoint_what_trains_(strategy: Strategy, module: L.LightningModule) -> Un
 def _names_in_part(
     checkpoint: Mapping[str, Any], saved: set[str], module: L.LightningModule, strict: bool
 ) -> set[str] | None:
-    """The names that a checkpoint of what trains has for this module; None for one of the whole model."""
+    """Return the names to load from a checkpoint of the trained state; None for a checkpoint of the complete model."""
     if FINGERPRINT not in checkpoint:
         _refuse_plain(saved, module)
         return None
     if not is_fingerprint(checkpoint[FINGERPRINT]):
-        raise CorruptCheckpoint(explain("the checkpoint", "its fingerprint is none", "Use an older one"))
+        raise CorruptCheckpoint(explain("the checkpoint", "its fingerprint is damaged", "Use an older checkpoint"))
     refuse_other_base(checkpoint[FINGERPRINT], module, "the checkpoint")
     known = set(module.state_dict())
     missing = [name for name in trained_names(module) if name not in saved]
-    more = sorted(saved - known)  # what is thawed later need not train yet
+    more = sorted(saved - known)  # modules that are unfrozen later need not train yet
     if strict and (missing or more):
         why = f"it lacks {missing[:3]}" if missing else f"this run has no {more[:3]}"
         way_out = "Resume with the same adapter (targets, rank, train=)"
-        raise ValueError(explain("the checkpoint trained something else than this run", why, way_out))
+        raise ValueError(explain("the checkpoint has other trained parameters than this run", why, way_out))
     return saved & known
 
 
 def _refuse_plain(saved: set[str], module: L.LightningModule) -> None:
     adapters = adapter_parameters(module)
     if adapters and not adapters & saved:
-        why = "it was saved before there was one, so it is where this run starts, not one to resume"
-        way_out = "Load it into the model before the run, with load_state_dict, and leave ckpt_path out"
+        why = "it was saved before the adapter was added, so this run can start from it but not resume it"
+        way_out = "Load it into the model before the run, with load_state_dict, and omit ckpt_path"
         raise ValueError(explain("the checkpoint holds no adapter", why, way_out))

@@ -1,4 +1,4 @@
-"""Small trainable layers beside a frozen model: put in, found again, and chosen among."""
+"""Add adapters to a frozen model, list them, and select the active ones."""
 
 import copy
 import warnings
@@ -55,35 +55,36 @@ def add_adapter_(
     name: str = "default",
     batches: Batches | None = None,
 ) -> list[str]:
-    """Put an adapter into ``model``, in place, and freeze everything else.
+    """Add an adapter to ``model``, in place, and freeze everything else.
 
-    The layers themselves are PEFT's; which of them, and that nothing else trains, is decided here, so that any module
-    will do: a Hugging Face model, a ``LightningModule`` that holds one, or a network of your own. What is adapted is
-    the Hugging Face model inside, else the one child of a ``LightningModule`` that holds all targets, else ``model``
-    itself; adapter files name layers as seen from there. Frozen BatchNorm keeps its statistics; the adapter's dropout
-    is on, in whatever mode the model is.
+    The adapter layers are PEFT's. This function chooses the layers and freezes the rest, so that it accepts any module:
+    a Hugging Face model, a ``LightningModule`` that holds one, or a network of your own. The adapted module is the
+    Hugging Face model inside, else the one child of a ``LightningModule`` that holds all targets, else ``model``
+    itself; adapter files name layers relative to it. Frozen BatchNorm keeps its statistics; the adapter's dropout
+    is on, whether the model is in train or in eval mode.
 
     Args:
-        model: any module. What it returns is bitwise unchanged by an adapter that starts at zero, as LoRA does.
-        config: one of PEFT's, such as ``peft.LoraConfig(r=16)``. A copy of it is used, with the targets filled in.
-        targets: which layers, as for :func:`~lightning_fasttrain.finetune.find_targets`; by default
+        model: any module. Its output is bitwise unchanged by an adapter that starts at zero, as LoRA does.
+        config: a PEFT configuration, such as ``peft.LoraConfig(r=16)``. A copy of it is used, with the targets filled
+            in.
+        targets: the layers to adapt, as for :func:`~lightning_fasttrain.finetune.find_targets`; by default
             ``config.target_modules``, and "all-linear" where that is None. ``config.target_parameters`` names tensors,
             such as a layer's experts ("experts.gate_up_proj"), in floats or in 4 bits; where it is given, layers get
             adapters only if they are named.
-        train: names of further modules that train whole, such as a new head; they are saved with the adapter.
-        name: of this adapter, among several.
-        batches: for ``init_lora_weights="eva"`` and ``"corda"``, which begin with what data does in the layers: some to
-            call ``model`` with; a dict is passed by keywords, a tuple by position.
+        train: names of further modules that are trained in full, such as a new head; they are saved with the adapter.
+        name: name of this adapter, among several.
+        batches: batches to call ``model`` with, for ``init_lora_weights="eva"`` and ``"corda"``, whose initialization
+            depends on the layers' inputs; a dict is passed by keywords, a tuple by position.
 
     Returns:
-        Qualified names of the adapted layers and tensors. If an adapter of this name and kind is there, its own, and
-        nothing is done.
+        Qualified names of the adapted layers and tensors. If an adapter of this name and kind exists, its names are
+        returned and the model is not changed.
 
     Raises:
-        ValueError: nothing matches; a target is tied to another layer, or lies in a module of ``train``; a rank above a
-            layer's size; a start that needs data is given none; another adapter of this name, or of another kind, is
-            there.
-        TypeError: ``config`` is none of PEFT's, or PEFT has no such adapter for a target's class.
+        ValueError: nothing matches; a target is tied to another layer, or lies in a module of ``train``; the rank
+            exceeds a layer's size; an initialization that needs data gets none; an adapter of this name with other
+            settings, or an adapter of another kind, exists.
+        TypeError: ``config`` is not a PEFT configuration, or PEFT has no such adapter for a target's class.
         ModuleNotFoundError: PEFT is not installed.
 
     Example:
@@ -117,7 +118,7 @@ def add_adapter_(
     check_parameters(tensors, config)
     root = _fill_in_(config, model, found, tensors, whole)
     for prompted in filter(has_prompt, model.modules()):
-        is_there(adapters_on(prompted), name, config)  # which refuses two kinds
+        is_there(adapters_on(prompted), name, config)  # refuses adapters of two kinds
     refuse_merged(root, f"adding adapter '{name}'")
     if is_there(adapters_on(root), name, config):
         train_mode(root)
@@ -129,9 +130,9 @@ def add_adapter_(
     _put_in(model, root, config, name, replaced, batches)
     train_mode(root)
     besides = f", {len(tensors)} tensors ({', '.join(config.target_parameters)})" if tensors else ""
-    besides += f", and {', '.join(whole)} whole" if whole else ""
+    besides += f", and {', '.join(whole)} in full" if whole else ""
     if targets in (None, "all-linear"):
-        besides += f"; heads left as they are: {', '.join(heads)}" if heads else ""
+        besides += f"; heads without adapter: {', '.join(heads)}" if heads else ""
         besides += told_without_adapter(model, [*found, *tensors])
     trained, total = count_parameters(model)
     say(
@@ -145,17 +146,17 @@ def add_adapter_(
 def _refuse_both(found: Iterable[str], whole: Collection[str]) -> None:
     for target in found:
         if target in whole or is_inside(target, whole):
-            raise ValueError(explain(f"'{target}'", "it is in train= and a target as well", "Leave it out of one"))
+            raise ValueError(explain(f"'{target}'", "it is both a target and in train=", "Remove it from one of them"))
 
 
 def _put_in(
     model: nn.Module, root: nn.Module, config: Any, name: str, replaced: Iterable[str], batches: Batches | None
 ) -> None:
-    """Freeze ``model`` and add the adapter; what goes wrong on the way leaves all as it was."""
+    """Freeze ``model`` and add the adapter; if that fails, leave the model unchanged."""
     with ExitStack() as on_error:
-        # PEFT freezes only the module that it is given, and lets running statistics go on.
+        # PEFT freezes only the module that it is given, and keeps updating running statistics.
         on_error.callback(freeze_(model))
-        # PEFT replaces layers one by one, so a failure in the middle would leave some adapted.
+        # PEFT replaces layers one by one, so a failure in the middle would leave some of them adapted.
         for one in replaced:
             parent, _, last = one.rpartition(".")
             holder = model.get_submodule(parent)
@@ -163,7 +164,7 @@ def _put_in(
         prepare_start(model, root, config, batches)
         _inject(config, root, name)
         finish_start_(model, root, config, name, batches)
-        keep_adapter_in_float32_(switches(root), name)  # after EVA, which makes matrices of other ranks
+        keep_adapter_in_float32_(switches(root), name)  # after EVA, which creates matrices of other ranks
         see_adapters_(model, on_error)
         on_error.pop_all()
 
@@ -171,15 +172,17 @@ def _put_in(
 def _fill_in_(
     config: Any, model: nn.Module, found: Collection[str], tensors: Collection[str], whole: Collection[str]
 ) -> nn.Module:
-    """Name in ``config`` what is adapted, as seen from the module that the adapter is put into; return that."""
+    """Fill the targets into ``config``, relative to the module that gets the adapter, and return that module."""
     prefix, root = _root(model, [*found, *tensors, *whole])
     inside = [target.removeprefix(prefix) for target in found]
-    # Not None where only tensors are meant: PEFT would add the layers that it lists for this kind of model.
+    # Not None if only tensors are adapted: PEFT would add the layers that it lists for this kind of model.
     config.target_modules = _as_peft_keeps(shortest_names(inside, root)) if inside else set()
     if tensors:
         within = [tensor.removeprefix(prefix) for tensor in tensors]
         config.target_parameters = shortest_ends(within, list(base_names(root).values()))
-    if getattr(config, "feedforward_modules", None):  # (IA)³ scales the input of these, the output of the others
+    if getattr(
+        config, "feedforward_modules", None
+    ):  # (IA)³ scales the inputs of these layers, and the outputs of the others
         feedforward = [one.removeprefix(prefix) for one in find_targets(model, config.feedforward_modules)]
         config.feedforward_modules = _as_peft_keeps(shortest_names([one for one in feedforward if one in inside], root))
     if whole:
@@ -188,13 +191,13 @@ def _fill_in_(
 
 
 def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Qualified name → module, for the modules in ``model`` that PEFT's adapters were put into.
+    """Map qualified names to the modules in ``model`` that PEFT's adapters were added to.
 
-    In a ``PeftModel`` that is the model inside; what PEFT has around it holds the same configuration. With virtual
+    In a ``PeftModel`` that is the model inside; PEFT's wrappers around it hold the same configuration. With virtual
     tokens it is the ``PeftModel`` itself.
 
     Raises:
-        ValueError: there is none.
+        ValueError: ``model`` has no adapter.
     """
     found = {name: module for name, module in model.named_modules() if adapters_on(module)}
     if not found:
@@ -204,17 +207,17 @@ def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def adapter_names(model: nn.Module) -> list[str]:
-    """Names of all adapters in ``model``, in the order in which they were added."""
+    """Return the names of all adapters in ``model``, in the order in which they were added."""
     return list(dict.fromkeys(name for root in adapted_modules(model).values() for name in adapters_on(root)))
 
 
 def use_adapter_(model: nn.Module, name: str | list[str]) -> None:
-    """Let the forward use the adapter of this ``name``, or several at once, and only that train.
+    """Activate the adapter ``name``, or several at once, in the forward pass; only active adapters train.
 
-    Call it before the optimizer is made, or between runs: an optimizer holds the parameters that it was given.
+    Call it before the optimizer is created, or between runs: an optimizer keeps the parameters that it was given.
 
     Raises:
-        ValueError: no such adapter; the message lists those there are.
+        ValueError: there is no such adapter; the message lists the existing ones.
 
     Example:
         >>> import peft
@@ -233,7 +236,9 @@ def use_adapter_(model: nn.Module, name: str | list[str]) -> None:
     refuse_unknown(names, there)
     roots = adapted_modules(model).values()
     if len(names) > 1 and any(has_prompt(root) for root in roots):
-        raise ValueError(explain(f"adapters {names}", "virtual tokens of one name at a time are put in", "Name one"))
+        raise ValueError(
+            explain(f"adapters {names}", "only one set of virtual tokens can be active at a time", "Pass one name")
+        )
     for root in roots:
         if has_prompt(root):
             use_prompt_(root, names[0])
@@ -242,21 +247,21 @@ def use_adapter_(model: nn.Module, name: str | list[str]) -> None:
 
 
 def use_prompt_(root: Any, name: str, trainable: bool = True) -> None:
-    """Let the forward put in the virtual tokens of this name, and only them train, or none."""
+    """Activate the virtual tokens ``name`` in the forward pass; only they train, or none if not ``trainable``."""
     root.set_adapter(name, inference_mode=not trainable)
     for other, encoder in root.prompt_encoder.items():
-        encoder.requires_grad_(trainable and other == name)  # PEFT leaves those of the others as they are
+        encoder.requires_grad_(trainable and other == name)  # PEFT does not change ``requires_grad`` of the others
 
 
 def refuse_unknown(names: Iterable[str], there: list[str]) -> None:
     for name in names:
         if name not in there:
-            listed = f"There are: {', '.join(there)}"
-            raise ValueError(explain(f"adapter '{name}'", "there is none of that name", listed))
+            listed = f"Existing adapters: {', '.join(there)}"
+            raise ValueError(explain(f"adapter '{name}'", "the model has no adapter of this name", listed))
 
 
 def adapter_parameters(model: nn.Module) -> set[str]:
-    """Qualified names of what the adapters brought: their parameters and buffers, and their copies of whole modules."""
+    """Return the qualified names of the adapters' parameters and buffers, copies of fully trained modules included."""
     brought: set[str] = set()
     for name, module in model.named_modules():
         if is_a(module, "BaseTunerLayer") or is_a(module, "AuxiliaryTrainingWrapper"):
@@ -269,30 +274,32 @@ def adapter_parameters(model: nn.Module) -> set[str]:
 
 
 def refuse_merged(model: nn.Module, what: str) -> None:
-    """Refuse what goes wrong unseen while an adapter is in the weights, where PEFT takes it out without being asked.
+    """Refuse an operation while an adapter is merged, since PEFT would silently unmerge it.
 
     Raises:
-        ValueError: one is merged.
+        ValueError: an adapter is merged.
     """
-    # Virtual tokens, which are no modules, cannot be merged.
+    # Virtual tokens are not modules and cannot be merged.
     layers: list[Any] = [layer for layer in switches(model) if isinstance(layer, nn.Module)]
     merged = dict.fromkeys(name for layer in layers for name in layer.merged_adapters)
     if merged:
-        why = f"{', '.join(merged)} is merged into the weights already"
+        why = f"adapter {', '.join(merged)} is already merged into the weights"
         raise ValueError(explain(what, why, "Call unmerge_adapters_(model) first"))
 
 
 def _inject(config: Any, root: nn.Module, name: str) -> None:
     peft = require_peft()
     with ExitStack() as stack, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")  # several are meant
-        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # and put right, for GPT-2's layers
-        warnings.filterwarnings("ignore", message="TorchaoLoraLinear was instantiated without")  # said when merging
-        for flag in ("is_loaded_in_4bit", "is_loaded_in_8bit"):  # PEFT looks at a quantised layer's class only if set
+        warnings.filterwarnings(
+            "ignore", message="Already found a `peft_config` attribute"
+        )  # several adapters are intended
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # PEFT corrects it, for GPT-2's layers
+        warnings.filterwarnings("ignore", message="TorchaoLoraLinear was instantiated without")  # reported when merging
+        for flag in ("is_loaded_in_4bit", "is_loaded_in_8bit"):  # PEFT checks a quantised layer's class only if set
             if not getattr(root, flag, False):
                 stack.callback(patch(root, flag, True))
         if any(isinstance(parameter, FakeTensor) for parameter in root.parameters()):
-            stack.enter_context(unset_fake_temporarily())  # PEFT moves what it makes, which modules of fakes cannot
+            stack.enter_context(unset_fake_temporarily())  # PEFT moves its new modules, which fake tensors cannot
         try:
             with shown_as_parameters(root):
                 peft.inject_adapter_in_model(config, root, adapter_name=name)
@@ -300,16 +307,16 @@ def _inject(config: Any, root: nn.Module, name: str) -> None:
             if not any(words in str(error) for words in ("is not supported", "is incompatible with")):
                 raise
             what = f"{config.peft_type.value} on {config.target_modules}"
-            raise TypeError(explain(what, f"PEFT says: {error}", "Leave those out")) from error
-    use_held_tensors_(root)  # only now, as PEFT has made its wrappers for plain parameters
+            raise TypeError(explain(what, f"PEFT reports: {error}", "Leave these layers out of the targets")) from error
+    use_held_tensors_(root)  # only now, since PEFT creates its wrappers for plain parameters
 
 
 def _as_peft_keeps(names: list[str] | str) -> set[str] | str:
-    return names if isinstance(names, str) else set(names)  # as its configurations do when they are made
+    return names if isinstance(names, str) else set(names)  # as PEFT configurations do when they are created
 
 
 def _root(model: nn.Module, names: Collection[str]) -> tuple[str, nn.Module]:
-    """The module that adapters are put into, and what its name adds to those of its layers."""
+    """Return the prefix that the adapted module adds to its layers' names, and that module."""
     from transformers import PreTrainedModel
 
     def holds(name: str) -> bool:
@@ -327,7 +334,7 @@ def _root(model: nn.Module, names: Collection[str]) -> tuple[str, nn.Module]:
 
 
 def train_mode(root: nn.Module) -> None:
-    """Lightning leaves pretrained parts in eval, as they come; the adapter's own dropout is meant."""
+    """Set the adapter layers to train mode, since Lightning leaves pretrained modules in eval mode."""
     for layer in switches(root):
         for name, child in layer.named_children():
             if name not in ("base_layer", "original_module"):

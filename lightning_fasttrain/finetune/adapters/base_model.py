@@ -1,4 +1,4 @@
-"""The pretrained model that adapters were put into, seen without them."""
+"""The pretrained model without its adapters."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,17 +18,17 @@ from lightning_fasttrain.finetune.selection.base_fingerprint import adapters_on,
 
 @contextmanager
 def base_model(model: nn.Module) -> Iterator[nn.Module]:
-    """The model without its adapters, for the length of a ``with``: a reference for DPO, or a distillation's teacher.
+    """Disable the model's adapters inside a ``with`` block: a reference for DPO, or a teacher for distillation.
 
-    It is the pretrained model bit for bit. Two kinds of adapters change the pretrained weights themselves, of which
-    nothing keeps a copy, and are refused: those that take their start out of them, such as PiSSA, and biases that train
-    in place (``LoraConfig(bias="all")``).
+    The result is the pretrained model bit for bit. Two kinds of adapters change the pretrained weights themselves
+    without keeping a copy, and are refused: initializations that are subtracted from the weights, such as PiSSA, and
+    biases that train in place (``LoraConfig(bias="all")``).
 
     Args:
         model: any module with adapters.
 
     Raises:
-        ValueError: no adapters; one is merged, or has changed the pretrained weights.
+        ValueError: there are no adapters; an adapter is merged, or has changed the pretrained weights.
 
     Example:
         >>> import peft, torch
@@ -46,9 +46,9 @@ def base_model(model: nn.Module) -> Iterator[nn.Module]:
     refuse_merged(model, "base_model(model)")
     refuse_changed_base(model, "base_model(model)")
     _warn_of_trained_base(model)
-    trained = [(p, p.requires_grad) for p in model.parameters()]  # PEFT sets it when adapters are switched
+    trained = [(p, p.requires_grad) for p in model.parameters()]  # PEFT changes it when adapters are switched
     layers: list[Any] = list(switches(model))
-    on = [layer for layer in layers if not layer.disable_adapters]  # what was off before stays off after it
+    on = [layer for layer in layers if not layer.disable_adapters]  # layers that were disabled before stay disabled
     try:
         for layer in on:
             layer.enable_adapters(False)
@@ -61,10 +61,10 @@ def base_model(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def enable_adapters_(model: nn.Module, on: bool = True) -> None:
-    """Switch the model's adapters on or off until further notice; :func:`base_model` does so for a ``with``.
+    """Enable or disable the model's adapters; :func:`base_model` disables them for a ``with`` block.
 
     Raises:
-        ValueError: as :func:`base_model`.
+        ValueError: see :func:`base_model`.
     """
     adapted_modules(model)
     refuse_merged(model, f"enable_adapters_(model, {on})")
@@ -75,22 +75,24 @@ def enable_adapters_(model: nn.Module, on: bool = True) -> None:
 
 
 def refuse_changed_base(model: nn.Module, what: str) -> None:
-    """Refuse to leave adapters out where what remains is not the pretrained model.
+    """Refuse to disable or unload adapters if the model would then differ from the pretrained model.
 
     Raises:
-        ValueError: an adapter took its start out of the weights, or trains biases in place.
+        ValueError: an adapter's initialization changed the weights, or it trains biases in place.
     """
     for root in adapted_modules(model).values():
         for name, config in adapters_on(root).items():
             if changes_base(config):
-                why = f"it began as '{config.init_lora_weights}', which takes its start out of the weights"
+                why = f"its initialization '{config.init_lora_weights}' changed the pretrained weights"
                 way_out = "Use LoRA(variant='lora'), or a copy.deepcopy(model) from before the adapter"
             elif getattr(config, "bias", "none") != "none":
                 why = f"bias='{config.bias}' trains the pretrained biases in place"
                 way_out = "Use bias='none', or a copy.deepcopy(model) from before the adapter"
             else:
                 continue
-            raise ValueError(explain(f"{what} with adapter '{name}'", f"{why}, and no copy of them is kept", way_out))
+            raise ValueError(
+                explain(f"{what} with adapter '{name}'", f"{why}, and no copy of the original values is kept", way_out)
+            )
 
 
 def _warn_of_trained_base(model: nn.Module) -> None:
@@ -98,5 +100,5 @@ def _warn_of_trained_base(model: nn.Module) -> None:
     for prefix, root in adapted_modules(model).items():
         inside = f"{prefix}." if prefix else ""
         named = [f"{inside}{name}" for name, parameter in root.named_parameters() if parameter.requires_grad]
-        if thawed := [name for name in named if name not in brought]:
-            warn(f"base_model: {first_few(thawed)} train too, so this is not the pretrained model. Freeze them.")
+        if unfrozen := [name for name in named if name not in brought]:
+            warn(f"base_model: {first_few(unfrozen)} train too, so this is not the pretrained model. Freeze them.")

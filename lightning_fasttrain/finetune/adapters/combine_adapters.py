@@ -1,4 +1,4 @@
-"""Several adapters as one, and one fewer."""
+"""Combine several LoRA adapters into one, and remove adapters."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -31,26 +31,26 @@ def combine_adapters_(
     density: float = 0.2,
     rank: int | None = None,
 ) -> int:
-    """Make one LoRA out of several, in place, and use it: Σ weight · ΔW in each layer.
+    """Combine several LoRA adapters into a new one, in place, and activate it: Σ weight · ΔW in each layer.
 
-    The others stay; :func:`remove_adapter_` takes them away. The sum is exact: its rank is the sum of their ranks, or
-    ``rank``, to which it is then cut, layer by layer, by a singular value decomposition.
+    The other adapters stay; :func:`remove_adapter_` removes them. The sum is exact if its rank is the sum of their
+    ranks; a smaller ``rank`` truncates it, layer by layer, by a singular value decomposition.
 
     Args:
-        model: with LoRA adapters, on linear layers.
-        weights: name of an adapter → its weight, which may be negative: to forget a task.
-        name: of the new one.
-        how: ``"sum"``; or ``"ties"``: of each ΔW only the largest numbers are kept, and of these those whose sign
-            prevails, so that tasks disturb one another less.
-        density: for ``"ties"``, the share of numbers to keep.
-        rank: of the new adapter; by default the sum of theirs.
+        model: a module with LoRA adapters on linear layers.
+        weights: name of an adapter → its weight; a negative weight makes the model forget a task.
+        name: name of the new adapter.
+        how: ``"sum"``; or ``"ties"``, which keeps only the largest values of each ΔW, and of these only the values
+            with the majority sign, so that tasks interfere less with each other.
+        density: fraction of the values to keep, for ``"ties"``.
+        rank: rank of the new adapter; by default the sum of the ranks of the combined adapters.
 
     Returns:
-        Its rank.
+        Rank of the new adapter.
 
     Raises:
-        ValueError: an unknown adapter, ``name`` is taken, ``density`` outside (0, 1], one is merged or is no plain
-            LoRA, or trains whole modules or biases besides, which cannot be added up.
+        ValueError: an adapter is unknown, ``name`` is taken, ``density`` is outside (0, 1], or an adapter is merged, is
+            not a plain LoRA, or also trains full modules or biases, which cannot be summed.
 
     Example:
         >>> import peft
@@ -67,18 +67,22 @@ def combine_adapters_(
     """
     one_of("how", how, ("sum", "ties"))
     if not 0 < density <= 1:
-        raise ValueError(explain(f"density={density}", "it is the share of numbers to keep", "Use 0.2, say"))
+        raise ValueError(
+            explain(
+                f"density={density}", "density is the fraction of values to keep, in (0, 1]", "Use 0.2, for example"
+            )
+        )
     refuse_merged(model, "combine_adapters_")
     there = adapter_names(model)
     refuse_unknown(weights, there)
     if not weights or name in there:
         what = f"name='{name}'" if weights else "weights={}"
-        why = "there is one of this name" if weights else "there is nothing to add up"
+        why = "an adapter of this name exists" if weights else "no adapters to combine"
         raise ValueError(explain(what, why, f"Combine some of {', '.join(there)} under another name"))
     (prefix, root), *others = adapted_modules(model).items()
     if others:
-        why = "adapters are in several modules of it"
-        raise ValueError(explain(f"combining in {type(model).__name__}", why, "Combine them in one after the other"))
+        why = "several of its modules have adapters"
+        raise ValueError(explain(f"combining in {type(model).__name__}", why, "Combine them in one module at a time"))
     configs: list[Any] = [vars(root)["peft_config"][one] for one in weights]
     for one, config in zip(weights, configs, strict=True):
         _refuse_unfit(one, config)
@@ -87,13 +91,15 @@ def combine_adapters_(
     ranks = [_sum_of_ranks(layer, weights) for layer in layers.values()]
     rank = max(ranks) if rank is None else positive_int("rank", rank)
     factors = {place: _factors(layer, weights, how, density, rank) for place, layer in layers.items()}
-    exactly = re.compile("|".join(map(re.escape, layers)))  # a name by itself also means all layers whose names end so
-    # With alpha = rank the scale is 1: the factors hold all of the weights.
+    exactly = re.compile(
+        "|".join(map(re.escape, layers))
+    )  # a plain name would also match all layers whose names end with it
+    # With alpha = rank the scale is 1: the factors already include the weights.
     add_adapter_(model, require_peft().LoraConfig(r=rank, lora_alpha=rank), exactly, name=name)
     with torch.no_grad():
         for place, (a, b) in factors.items():
             layer: Any = model.get_submodule(place)
-            # A layer with a smaller sum of ranks is filled up with zeros.
+            # A layer with a smaller sum of ranks is padded with zeros.
             layer.lora_A[name].weight.zero_()[: len(a)] = a
             layer.lora_B[name].weight.zero_()[:, : len(a)] = b
     use_adapter_(model, name)
@@ -101,10 +107,10 @@ def combine_adapters_(
 
 
 def remove_adapter_(model: nn.Module, name: str) -> None:
-    """Take one of several adapters out of the model, in place; the first of the others is used if that one was.
+    """Remove one of several adapters from the model, in place; if it was active, activate the first remaining one.
 
     Raises:
-        ValueError: there is none of that name, or no other, or one is merged.
+        ValueError: there is no adapter of that name, it is the only one, or an adapter is merged.
 
     Example:
         >>> import peft
@@ -122,9 +128,9 @@ def remove_adapter_(model: nn.Module, name: str) -> None:
     there = adapter_names(model)
     refuse_unknown([name], there)
     if there == [name]:
-        why = "it is the last one"
+        why = "it is the only adapter"
         raise ValueError(explain(f"remove_adapter_(model, '{name}')", why, "Use unload_adapters_(model, merge=False)"))
-    # Before it is deleted: PEFT would choose for each layer by itself, the first in the alphabet.
+    # Before the deletion: PEFT would choose for each layer separately, in alphabetical order.
     if any(name in layer.active_adapters for layer in switches(model)):
         use_adapter_(model, next(one for one in there if one != name))
     for layer in switches(model):
@@ -138,10 +144,10 @@ def _layers(root: nn.Module, weights: Mapping[str, float]) -> dict[str, Any]:
     for place, layer in root.named_modules():
         if is_a(layer, "BaseTunerLayer") and set(weights) & set(layer.r):  # type: ignore[arg-type]
             found[place] = layer
-    # PEFT has those of embeddings in ``lora_embedding_A``.
+    # PEFT keeps the factors of embeddings in ``lora_embedding_A``.
     embeddings = [place for place, layer in found.items() if not set(weights) & set(layer.lora_A)]
     if embeddings:
-        why = "adapters on embeddings are not added up here"
+        why = "adapters on embeddings cannot be combined here"
         raise ValueError(explain(f"combining in '{embeddings[0]}'", why, "Use PEFT's add_weighted_adapter"))
     return found
 
@@ -149,22 +155,22 @@ def _layers(root: nn.Module, weights: Mapping[str, float]) -> dict[str, Any]:
 def _refuse_unfit(name: str, config: Any) -> None:
     beside = {key: getattr(config, key, None) for key in ("modules_to_save", "trainable_token_indices", "use_dora")}
     beside["target_parameters"] = getattr(config, "target_parameters", None)
-    told = [f"{key}={value}" for key, value in beside.items() if value]
+    unfit = [f"{key}={value}" for key, value in beside.items() if value]
     if config.peft_type.value != "LORA":
-        told = [config.peft_type.value]
+        unfit = [config.peft_type.value]
     if getattr(config, "bias", "none") != "none":
-        told.append(f"bias='{config.bias}'")
-    if told:
-        why = f"it has {', '.join(told)}, and only ΔW of plain LoRA can be added up"
+        unfit.append(f"bias='{config.bias}'")
+    if unfit:
+        why = f"it has {', '.join(unfit)}, and only ΔW of plain LoRA can be summed"
         raise ValueError(explain(f"combining adapter '{name}'", why, "Leave it out"))
 
 
 def _factors(layer: Any, weights: Mapping[str, float], how: str, density: float, rank: int) -> tuple[Tensor, Tensor]:
-    """A [r, in] and B [out, r] with r ≤ ``rank``, whose product is the combined change of the layer."""
+    """Return A [r, in] and B [out, r] with r ≤ ``rank``, whose product is the combined change of the layer."""
     here = [one for one in weights if one in layer.lora_A]
     with torch.no_grad():
         if how == "sum" and _sum_of_ranks(layer, weights) <= rank:
-            # Σ sᵢ·Bᵢ·Aᵢ is [B₁ B₂ …] · [s₁A₁; s₂A₂; …]. The scale is all in A: a negative one has no root.
+            # Σ sᵢ·Bᵢ·Aᵢ is [B₁ B₂ …] · [s₁A₁; s₂A₂; …]. The scale goes into A alone: a negative one has no square root.
             scales = [weights[one] * layer.scaling[one] for one in here]
             pairs = zip(here, scales, strict=True)
             a = torch.cat([layer.lora_A[one].weight * scale for one, scale in pairs])
@@ -177,7 +183,7 @@ def _factors(layer: Any, weights: Mapping[str, float], how: str, density: float,
             whole = ties(changes, shares, density)
         else:
             whole = torch.einsum("n, n o i -> o i", shares, torch.stack(changes))
-        # Cut to ``rank`` singular values it is the nearest matrix of that rank.
+        # Truncated to ``rank`` singular values it is the nearest matrix of that rank.
         u, values, v = torch.linalg.svd(whole, full_matrices=False)
         return v[:rank], u[:, :rank] * values[:rank]
 
@@ -187,6 +193,6 @@ def _sum_of_ranks(layer: Any, names: Iterable[str]) -> int:
 
 
 def _change(layer: Any, name: str) -> Tensor:
-    """ΔW [out, in] of one adapter, in float32."""
+    """Return ΔW [out, in] of one adapter, in float32."""
     a, b = layer.lora_A[name].weight.float(), layer.lora_B[name].weight.float()
     return layer.scaling[name] * (b @ a)

@@ -1,4 +1,4 @@
-"""Adapters where torch computes with a layer's weight without calling the layer."""
+"""Support adapters in modules where torch uses a layer's weight without calling the layer."""
 
 from contextlib import ExitStack
 from typing import Any
@@ -8,7 +8,7 @@ from torch import nn
 from lightning_fasttrain.core.modules.heads import is_a
 from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, patch, wrapper_on, wrappers_on
 
-# What torch looks at before it takes the fast path, and at nothing else.
+# Attributes that torch checks only to choose the fast path.
 _SWITCHES: dict[type[nn.Module], tuple[str, int]] = {
     nn.TransformerEncoderLayer: ("activation_relu_or_gelu", 0),
     nn.TransformerEncoder: ("use_nested_tensor", False),
@@ -16,14 +16,14 @@ _SWITCHES: dict[type[nn.Module], tuple[str, int]] = {
 
 
 class SlowPath(WrappedForward):
-    """Replaces the forward of torch's encoder layers, and of the encoder that holds them.
+    """Replacement forward of torch's encoder layers and encoder that avoids the fused fast path.
 
-    In eval they hand the weights of the layers inside to one fused kernel, so what sits beside the weights would be
-    passed by. The fast path is left only while an adapter acts: otherwise the model is the pretrained one, to the bit.
+    In eval mode the fast path passes the weights of the inner layers to one fused kernel, which would ignore adapters.
+    It is avoided only while an adapter is active: otherwise the model equals the pretrained one bit for bit.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # In train mode torch takes no fast path.
+        # In train mode torch does not use the fast path.
         if self.module.training or not _is_adapted_inside(self.module):
             return self.inner(*args, **kwargs)
         name, off = next(switch for kind, switch in _SWITCHES.items() if isinstance(self.module, kind))
@@ -35,16 +35,16 @@ class SlowPath(WrappedForward):
 
 
 class KeepsBaseWeights(WrappedForward):
-    """Replaces the forward of PEFT's ``nn.MultiheadAttention``, and keeps the base bit for bit.
+    """Replacement forward of PEFT's ``nn.MultiheadAttention`` layer that keeps the base weights bit for bit.
 
-    PEFT adds the adapter to the weights, calls the attention, and subtracts it again, which leaves a rounding error in
-    the frozen weights at every step.
+    PEFT adds the adapter to the weights, calls the attention, and subtracts the adapter again, which leaves a rounding
+    error in the frozen weights at every step.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         layer: Any = self.module
         base = layer.get_base_layer()
-        # No copies are needed: PEFT puts other tensors in their place, and does not write to these.
+        # No copies are needed: PEFT assigns other tensors, and does not write to these.
         before = base.in_proj_weight.data, layer.out_proj.weight.data
         try:
             return self.inner(*args, **kwargs)
@@ -53,7 +53,7 @@ class KeepsBaseWeights(WrappedForward):
 
 
 def see_adapters_(model: nn.Module, on_error: ExitStack) -> None:
-    """Let torch's own layers in ``model`` compute with the adapters inside them, in eval too."""
+    """Make torch's own layers in ``model`` apply the adapters inside them, in eval mode too."""
     for module in list(model.modules()):
         kind = _kind_for(module)
         if kind is not None and not wrapper_on(module, kind):
@@ -61,7 +61,7 @@ def see_adapters_(model: nn.Module, on_error: ExitStack) -> None:
 
 
 def forget_adapters_(model: nn.Module) -> None:
-    """Take off what :func:`see_adapters_` has put on."""
+    """Remove the slow-path wrappers that :func:`see_adapters_` installed."""
     for module in list(model.modules()):
         for wrapper in list(wrappers_on(module, SlowPath)):
             wrapper.undo()

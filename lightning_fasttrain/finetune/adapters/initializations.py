@@ -1,4 +1,4 @@
-"""Adapters that begin with what data, gradients or a quantiser say: PEFT's own starts, given what they need."""
+"""Run PEFT's data-dependent LoRA initializations (EVA, CorDA, LoRA-GA, LoftQ) with the inputs that they need."""
 
 import warnings
 from collections.abc import Collection, Iterator, Mapping
@@ -18,34 +18,34 @@ _TOKENS = {"input_ids", "attention_mask"}
 
 
 def check_start(config: Any, layers: Mapping[str, nn.Module], batches: Batches | None) -> None:
-    """Refuse a start that PEFT would fail at, or pass by without a word.
+    """Refuse an initialization that PEFT would fail at or silently ignore.
 
     Raises:
-        ValueError: it needs ``batches``, a pass over data that was not made, or a GPU.
+        ValueError: it needs ``batches``, a preparatory pass over data, or a GPU.
     """
     start = getattr(config, "init_lora_weights", True)
     what = f"init_lora_weights='{start}'"
     if batches and start not in ("eva", "corda"):
-        raise ValueError(explain(f"batches= with {what}", "it begins without data", "Leave batches= out"))
+        raise ValueError(explain(f"batches= with {what}", "this initialization uses no data", "Remove batches="))
     if start == "loftq" and not torch.cuda.is_available():
-        why = "PEFT computes it on a GPU, and there is none"
-        raise ValueError(explain(what, why, "Begin with 'pissa', which decomposes the weight too"))
+        why = "PEFT computes it on a GPU, and no GPU is available"
+        raise ValueError(explain(what, why, "Use 'pissa', which decomposes the weight too"))
     if start == "eva" and batches is None:
-        why = "it begins with the directions in which the inputs of the layers vary"
-        raise ValueError(explain(what, why, "Give batches= some that the model can be called with"))
+        why = "this initialization computes the principal components of the layers' inputs, and needs data"
+        raise ValueError(explain(what, why, "Pass batches= that the model can be called with"))
     if start == "corda" and batches is None and not _all_have(layers, "eigens"):
-        why = "it begins with the covariance of the inputs of the layers"
-        raise ValueError(explain(what, why, "Give batches= some that the model can be called with"))
+        why = "this initialization computes the covariance of the layers' inputs, and needs data"
+        raise ValueError(explain(what, why, "Pass batches= that the model can be called with"))
     if start == "lora_ga" and not _all_have(layers, "_peft_loraga_grad"):
-        why = "it begins with gradients, and PEFT would begin without them and not say so"
+        why = "this initialization needs gradients, and PEFT would silently start without them"
         way_out = "Call peft.tuners.lora.loraga.preprocess_loraga(model, config, train_step) first"
         raise ValueError(explain(what, why, way_out))
 
 
 def prepare_start(model: nn.Module, root: nn.Module, config: Any, batches: Batches | None) -> None:
-    """CorDA looks at the data before there is an adapter."""
+    """Run CorDA's pass over the data, which comes before the adapter is added."""
     if batches and any(isinstance(parameter, FakeTensor) for parameter in root.parameters()):
-        config.init_lora_weights = True  # a prediction wants the sizes alone
+        config.init_lora_weights = True  # a prediction needs only the sizes
     if not batches or config.init_lora_weights != "corda":
         return
     from peft.tuners.lora.config import CordaConfig
@@ -62,15 +62,15 @@ def prepare_start(model: nn.Module, root: nn.Module, config: Any, batches: Batch
 
 
 def finish_start_(model: nn.Module, root: nn.Module, config: Any, name: str, batches: Batches | None) -> None:
-    """EVA looks at the data once there is an adapter, and gives some layers more of the ranks, and others less."""
+    """Run EVA's pass over the data, which comes after the adapter is added and redistributes ranks among layers."""
     if not batches or config.init_lora_weights != "eva":
         return
     from peft.tuners.lora.eva import initialize_lora_eva_weights
 
     of_tokens = all(isinstance(batch, Mapping) and _TOKENS & batch.keys() for batch in batches)
-    # By default PEFT leaves out what is padded, of batches of tokens.
+    # By default PEFT ignores padding, which only batches of tokens have.
     plain: dict[str, Any] = {} if of_tokens else {"prepare_model_inputs_fn": None, "prepare_layer_inputs_fn": None}
-    with in_eval(model), warnings.catch_warnings(action="ignore"):  # of several processes, say
+    with in_eval(model), warnings.catch_warnings(action="ignore"):  # for example about several processes
         initialize_lora_eva_weights(
             _AsPeftModel(root, name),  # pyright: ignore[reportArgumentType]
             list(batches),
@@ -82,14 +82,14 @@ def finish_start_(model: nn.Module, root: nn.Module, config: Any, name: str, bat
 
 
 def call(model: nn.Module, batch: Any) -> Any:
-    """A dict is passed by keywords, a tuple by position."""
+    """Call ``model`` with ``batch``: a dict is passed by keywords, a tuple by position."""
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*(batch if isinstance(batch, tuple | list) else (batch,)))
 
 
 def _rows(batch: Any) -> Iterator[Any]:
-    """One sample after the other: PEFT's CorDA takes no more at a time."""
+    """Yield the samples of a batch one at a time, as PEFT's CorDA requires."""
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
     for i in range(len(tensors[0])):
         yield tree_map_only(Tensor, lambda tensor, i=i: tensor[i : i + 1], batch)
@@ -101,7 +101,7 @@ def _all_have(layers: Mapping[str, nn.Module], attribute: str) -> bool:
 
 @contextmanager
 def in_eval(model: nn.Module) -> Iterator[None]:
-    """Without gradients and dropout; then each module is in the mode that it was in."""
+    """Set ``model`` to eval mode without gradients, and restore the mode of each module afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
@@ -109,11 +109,11 @@ def in_eval(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         for module, training in modes:
-            module.training = training  # ``train()`` would set what lies inside, too
+            module.training = training  # ``train()`` would also set the submodules
 
 
 class _AsPeftModel(nn.Module):
-    """What PEFT asks a ``PeftModel`` for, of a model that its layers were put into."""
+    """Minimal stand-in for a ``PeftModel``, around a model that PEFT's layers were added to."""
 
     def __init__(self, root: nn.Module, name: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Low-rank adapters, and their relatives among PEFT's, as techniques."""
+"""LoRA, (IA)³ and PEFT's other adapters, as techniques."""
 
 import copy
 import itertools
@@ -30,21 +30,22 @@ from lightning_fasttrain.technique import Conflict, Exactness, Setting, Surgery,
 class Adapter(Technique):
     """Train a small adapter of any of PEFT's kinds beside the frozen model.
 
-    Acts right after ``configure_model``, so that Lightning restores, optimises and synchronises what was added. The
-    adapter stays in the model after the run, and a second run goes on with it. It is in float32 beside a model in any
-    precision, also with ``precision="bf16-true"``, but for DeepSpeed, which has copies in float32 of its own.
+    The adapter is added right after ``configure_model``, so that Lightning restores, optimises and synchronises it. It
+    stays in the model after the run, and a second run continues training it. It is in float32 beside a model in any
+    precision, also with ``precision="bf16-true"``, except under DeepSpeed, which keeps its own float32 copies.
 
     Args:
-        config: one of PEFT's, as for :func:`~lightning_fasttrain.finetune.add_adapter_`; so are the following.
-        targets: which layers.
-        train: names of further modules that train whole.
-        name: of this adapter, among several.
-        batches: for starts that come out of data.
-        checkpoint: ``"adapter"``: Lightning's checkpoints hold what trains, and refuse to be resumed on another base,
-            on one device, under DDP, FSDP2Strategy and ZeROStrategy; ``"full"``: they hold the whole model.
+        config: a PEFT configuration, as for :func:`~lightning_fasttrain.finetune.add_adapter_`.
+        targets: the layers to adapt, as for :func:`~lightning_fasttrain.finetune.add_adapter_`.
+        train: names of further modules that are trained in full.
+        name: name of this adapter, among several.
+        batches: batches for data-dependent initializations.
+        checkpoint: ``"adapter"``: Lightning's checkpoints hold only the trained state, and refuse to be resumed on
+            another base model, on one device, under DDP, FSDP2Strategy and ZeROStrategy; ``"full"``: they hold the
+            complete model.
 
     Raises:
-        TypeError, ValueError: as :func:`~lightning_fasttrain.finetune.add_adapter_`, when the run begins.
+        TypeError, ValueError: when the run begins; see :func:`~lightning_fasttrain.finetune.add_adapter_`.
         ModuleNotFoundError: PEFT is not installed.
 
     Example:
@@ -65,14 +66,14 @@ class Adapter(Technique):
     _resumed: dict[str, Any] | None = None
     _alone = False
     _looked = False
-    _rounds = False  # DeepSpeed wants one dtype, and updates copies of its own in float32
+    _rounds = False  # DeepSpeed needs one dtype, and updates its own float32 copies
 
     @classmethod
     def conflicts(cls) -> tuple[Conflict, ...]:
-        why = "adapters of two techniques have no common file, and would each freeze the other"
-        early = "it copies the model before the adapter is there"
+        why = "adapters of two techniques cannot share a file, and each would freeze the other"
+        early = "it copies the model before the adapter is added"
         return (
-            Conflict(Adapter, why, "Use one of them; for several tasks call add_adapter_ once for each name"),
+            Conflict(Adapter, why, "Use one of them; for several tasks call add_adapter_ once per name"),
             Conflict(StochasticWeightAveraging, early, "Use WeightAveraging"),
         )
 
@@ -98,7 +99,7 @@ class Adapter(Technique):
 
     def took_hold(self, model: nn.Module) -> str:
         layers = sum(is_a(module, "BaseTunerLayer") for module in model.modules())
-        rank = getattr(self.config, "r", None)  # (IA)³ and others have none
+        rank = getattr(self.config, "r", None)  # (IA)³ and others have no rank
         what = f"rank {rank} beside" if isinstance(rank, int) else "beside"
         return f"{what} {number_of(layers, 'layer')}" if layers else ""
 
@@ -117,78 +118,84 @@ class Adapter(Technique):
         undo.callback(guard_loading(trainer.strategy))
         if self.checkpoint == "full":
             return undo.close
-        chooses = hasattr(trainer.strategy, "names_to_load")  # one of the suite's own
+        chooses = hasattr(trainer.strategy, "names_to_load")  # one of this package's strategies
         if not replicates(trainer.strategy) and not chooses:
             strategy = type(trainer.strategy).__name__
-            note_once(f"{type(self).__name__}: checkpoints hold the whole model, since {strategy} writes its own")
+            note_once(
+                f"{type(self).__name__}: checkpoints hold the complete model, since {strategy} writes its own format"
+            )
             return undo.close
         undo.callback(checkpoint_what_trains_(trainer.strategy, pl_module))
         return undo.close
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook: the first at which the optimizer exists; its state is restored later, without what is frozen."""
+        """Remove frozen parameters from the optimizer, before its state is restored."""
         for optimizer in trainer.optimizers:
             for group in optimizer.param_groups:
                 trains = [parameter.requires_grad for parameter in group["params"]]
-                for key in {"params", "param_names"} & group.keys():  # names are there if it was given some
+                for key in {
+                    "params",
+                    "param_names",
+                } & group.keys():  # names exist if the optimizer was given named parameters
                     group[key] = list(itertools.compress(group[key], trains))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook: the loader has begun its epoch by now, for which it drew; in mid-epoch that was before the save."""
-        ended = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch  # saved with the last batch of an epoch
+        """Restore the random state when resuming mid-epoch, since the loader has drawn from it at the epoch start."""
+        ended = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch  # saved after the last batch of an epoch
         if self._resumed is not None and trainer.fit_loop.restarted_mid_epoch and not ended:
             set_random_state(self._resumed)
         self._resumed = None
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
-        """Hook: the first at which the gradients of a step exist; looks at those of the first step."""
+        """Warn about adapter parameters without a gradient in the first step."""
         if not self._looked:
             self._looked = True
             _warn_of_what_got_no_gradient(pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        """The random state, which the adapter's dropout draws from; one for each process is not Lightning's way."""
+        """Return the random state that the adapter's dropout uses; empty in distributed runs: ranks differ in it."""
         return {"random": random_state()} if self._alone else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Lightning restores callbacks before it begins to iterate over the data."""
+        """Restore the random state; Lightning calls this before it iterates over the data."""
         self._resumed = state_dict.get("random")
         if self._resumed is not None:
             set_random_state(self._resumed)
 
 
 def _refuse_average_before(trainer: L.Trainer, name: str) -> None:
-    """The first technique prepares the model for all, and what is listed after it calls ``configure_model`` itself."""
+    """Refuse a ``WeightAveraging`` callback before the first technique, since it would copy the model too early."""
     for callback in trainer.callbacks:
         if isinstance(callback, Technique):
             return
         if isinstance(callback, WeightAveraging):
-            why = "it copies the model before the adapter is there"
+            why = "it copies the model before the adapter is added"
             raise ValueError(explain(f"{type(callback).__name__} before {name}", why, f"List it after {name}"))
 
 
 class LoRA(Adapter):
-    """Train a product of two thin matrices beside each frozen layer: W·x + alpha/rank · B·A·x.
+    """Train a product of two low-rank matrices beside each frozen layer: W·x + alpha/rank · B·A·x.
 
-    With ranks of 8 to 64 about a hundredth of the parameters train, so gradients and optimizer states all but vanish,
-    and what is saved is megabytes. B starts at zero, so training starts at the model as it is, bit for bit.
+    With ranks of 8 to 64 about 1% of the parameters train, so gradients and optimizer states become negligible,
+    and checkpoints take megabytes. B starts at zero, so training starts from the unchanged model, bit for bit.
 
     Args:
-        rank: r, of A [r, in] and B [out, r].
+        rank: rank r of A [r, in] and B [out, r].
         alpha: numerator of the scale.
-        targets: which layers, as for :func:`~lightning_fasttrain.finetune.find_targets`; heads are left out of
-            "all-linear".
-        variant: ``"lora"``; ``"rslora"``, scaled by alpha/√rank; ``"dora"``, direction and magnitude apart, slower;
-            ``"pissa"``, begins with the largest singular vectors of W instead of zero, and needs W in full precision.
-            LoRA+ is a matter of learning rates: :func:`~lightning_fasttrain.optim.lora_plus_groups`.
-        dropout: of the adapter's input, as a share.
-        train: names of further modules that train whole and are saved with it, such as a new head.
-        name: of this adapter, among several.
+        targets: the layers to adapt, as for :func:`~lightning_fasttrain.finetune.find_targets`; "all-linear" excludes
+            heads.
+        variant: ``"lora"``; ``"rslora"``, scaled by alpha/√rank; ``"dora"``, which separates direction and magnitude
+            and is slower; ``"pissa"``, which is initialized with the largest singular vectors of W instead of zero,
+            and needs W in full precision. LoRA+ sets learning rates:
+            :func:`~lightning_fasttrain.optim.lora_plus_groups`.
+        dropout: dropout probability of the adapter's input.
+        train: names of further modules that are trained in full and saved with the adapter, such as a new head.
+        name: name of this adapter, among several.
         checkpoint: ``"adapter"`` or ``"full"``, as for :class:`Adapter`.
 
     Raises:
-        TypeError, ValueError: ``rank`` is no whole number of at least 1, ``alpha`` not above 0, ``dropout`` outside
-            [0, 1), ``variant`` unknown; else as :class:`Adapter`.
+        TypeError, ValueError: ``rank`` is not a positive integer, ``alpha`` is not above 0, ``dropout`` is outside
+            [0, 1), ``variant`` is unknown; else see :class:`Adapter`.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
@@ -228,10 +235,10 @@ class LoRA(Adapter):
         positive_int("rank", rank)
         one_of("variant", variant, ("lora", "rslora", "dora", "pissa"))
         if not alpha > 0:
-            why = "it scales what is learnt, and 0 would undo it"
-            raise ValueError(explain(f"alpha={alpha}", why, "Use 2·rank, say"))
+            why = "alpha scales the adapter's output and must be above 0"
+            raise ValueError(explain(f"alpha={alpha}", why, "Use for example 2·rank"))
         if not 0 <= dropout < 1:
-            why = "it is the share of the input that is dropped"
+            why = "dropout is a probability below 1"
             raise ValueError(explain(f"dropout={dropout}", why, "Use 0 ≤ dropout < 1"))
         config = require_peft().LoraConfig(
             r=rank,
@@ -250,13 +257,13 @@ class IA3(Adapter):
     Hundreds of times fewer parameters than LoRA; all factors start at one, so training starts at the model as it is.
 
     Args:
-        targets: which layers. The paper's are keys, values and the second feed-forward layer, which is what None takes
-            in Hugging Face's models; in others it takes "all-linear".
-        feedforward: which of them are scaled at their input.
+        targets: the layers to adapt. None uses the paper's layers (keys, values and the second feed-forward layer) in
+            Hugging Face models, and "all-linear" in other models.
+        feedforward: names of the targets that are scaled at their input.
         train, name, checkpoint: as for :class:`Adapter`.
 
     Raises:
-        ValueError: ``feedforward`` names a layer that is not among the targets; else as :class:`Adapter`.
+        ValueError: ``feedforward`` names a layer that is not among the targets; else see :class:`Adapter`.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
@@ -293,25 +300,27 @@ class IA3(Adapter):
 
 
 def _warn_of_what_got_no_gradient(model: nn.Module) -> None:
-    """A model may compute with a layer's weight without calling the layer, as some fused kernels do."""
+    """Warn about adapter parameters without a gradient, whose layers are unused or bypassed by a fused kernel."""
     brought = adapter_parameters(model)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad and name in brought}
     missing = [name for name, parameter in trained.items() if parameter.grad is None]
-    freed = all(parameter.grad is None for parameter in model.parameters())  # as they came
+    freed = all(
+        parameter.grad is None for parameter in model.parameters()
+    )  # the gradients were freed as they were computed
     if missing and not freed:
-        why = "the forward passes their layers by: unused, experts without a token, or a kernel that reads the weight"
-        warn(explain(f"{list_some(missing)} got no gradient in the first step", why, "Leave those out of targets="))
+        why = "their layers were not called: they are unused, experts without tokens, or read by a fused kernel"
+        warn(explain(f"{list_some(missing)} got no gradient in the first step", why, "Remove them from targets="))
 
 
 def _papers_own(model: nn.Module, config: Any) -> tuple[Any, Targets]:
-    """What PEFT lists for the kind of Hugging Face model inside; else all linear layers."""
+    """Return PEFT's default (IA)³ targets for the Hugging Face model inside; else all linear layers."""
     from peft.utils import constants
 
     for module in model.modules():
         kind: Any = getattr(getattr(module, "config", None), "model_type", None)
         targets = constants.TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING.get(kind)
         if targets is not None:
-            config = copy.deepcopy(config)  # the technique keeps its own, for the next model
+            config = copy.deepcopy(config)  # the technique keeps its own configuration for the next model
             config.feedforward_modules = constants.TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING[kind]
             return config, targets
     return config, ALL_LINEAR

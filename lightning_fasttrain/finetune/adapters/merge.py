@@ -1,4 +1,4 @@
-"""Adapters added into the weights that they sit beside, taken out again, or removed for good."""
+"""Merge adapters into the weights, unmerge them, or unload them from the model."""
 
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -13,8 +13,8 @@ from lightning_fasttrain.finetune.adapters._merged_layers import (
     Originals,
     find_outermost,
     is_tuner,
-    take_out_adapters_,
     tuner_layers,
+    unload_layers_,
     wrappers_in,
 )
 from lightning_fasttrain.finetune.adapters.add_adapter import (
@@ -43,16 +43,16 @@ from lightning_fasttrain.finetune.selection.freezing import unfreeze_
 
 @dataclass(frozen=True)
 class MergeReport:
-    """What :func:`merge_adapters_` has done; print it for one line.
+    """Result of :func:`merge_adapters_`; its string is a one-line summary.
 
     Args:
-        names: of the adapters that are in the weights now.
-        layers: qualified names of the layers.
-        into: the named way, where layers were quantised.
-        against_trained: name of each layer that was quantised → ‖difference‖ / ‖output‖ of its outputs, merged and as
-            it was trained: on the quantised weights, with the adapter beside them.
-        against_original: for ``into="original"``, the same difference to the original weights with the adapter beside
-            them: what merging itself rounds.
+        names: names of the merged adapters.
+        layers: qualified names of the layers that they were merged into.
+        into: the chosen way to merge, if layers were quantised.
+        against_trained: name of each quantised layer → ‖difference‖ / ‖output‖ between its outputs after merging and
+            as trained (quantised weights with the unmerged adapter).
+        against_original: for ``into="original"``, the same difference to the original weights with the unmerged
+            adapter, which is the rounding error of merging itself.
     """
 
     names: tuple[str, ...]
@@ -65,10 +65,10 @@ class MergeReport:
         parts = [f"{', '.join(self.names)} merged into {len(self.layers)} layers"]
         if self.against_trained:
             parts.append(f"{len(self.against_trained)} of them {self.into}")
-            why = ", which is what quantising had changed" if self.into == "original" else ""
-            parts.append(f"outputs differ from those as trained by {_spread(self.against_trained)}{why}")
+            why = ", which is the quantization error" if self.into == "original" else ""
+            parts.append(f"outputs differ from the trained model by {_spread(self.against_trained)}{why}")
         if self.against_original:
-            parts.append(f"from the adapter beside the original weights by {_spread(self.against_original)}")
+            parts.append(f"from the unmerged adapter on the original weights by {_spread(self.against_original)}")
         return "; ".join(parts)
 
 
@@ -80,36 +80,37 @@ def merge_adapters_(
     original: Original | None = None,
     batch: Any = None,
 ) -> MergeReport:
-    """Add the adapters into the weights beside them, in place, so that a forward costs what it does without adapters.
+    """Merge the adapters into the base weights, in place, so that the forward is as fast as without adapters.
 
-    The weights as they were are kept in host memory for :func:`unmerge_adapters_`, quantised ones where they are. What
-    the adapters brought, modules that train whole too, is frozen while it is merged, since it would get no gradient: a
-    run that has nothing else to train is refused. If anything fails, nothing is changed.
+    The original weights are kept in host memory for :func:`unmerge_adapters_`; quantised weights stay on their device.
+    The adapters' parameters, fully trained modules included, are frozen while merged, since they would get no gradient:
+    a run that has nothing else to train is refused. If anything fails, the model is not changed.
 
-    A quantised weight cannot take the sum as it is. There are three ways, and which one is meant has to be said:
+    A quantised weight cannot hold the sum exactly. There are three ways to merge, one of which must be chosen:
 
-    * ``"requantized"``: dequantise, add, quantise again. As small as before; rounds about as much as the first time.
-    * ``"dequantized"``: plain layers with what the quantised weights stand for, plus the adapter: as it was trained.
-    * ``"original"``: plain layers with the weights from before quantising, plus the adapter. Bit for bit what merging
-      into the full-precision model gives; differs from what was trained by the error of quantising, which is often
-      for the better, since the weights are the better ones, but not always: measure it.
+    * ``"requantized"``: dequantise, add, quantise again. Same size as before; the rounding error is about that of the
+      first quantization.
+    * ``"dequantized"``: plain layers with the dequantised weights, plus the adapter: the model as it was trained.
+    * ``"original"``: plain layers with the weights from before quantising, plus the adapter. Bit for bit the result of
+      merging into the full-precision model. It differs from the trained model by the quantization error, which often
+      improves the result, since the weights are more precise, but not always: measure it.
 
     Plain layers get the dtype that most of the model's other parameters have.
 
     Args:
         model: any module with adapters.
-        names: which; by default those in use. Other names than those are then the ones in use.
+        names: adapters to merge; by default the active ones. Other adapters named here become the active ones.
         into: ``"requantized"``, ``"dequantized"`` or ``"original"``; only with quantised layers.
         original: for ``"original"``, the full-precision model: a module, its state dict, a safetensors file or folder.
-        batch: what to call ``model`` with to measure the error of quantised layers on their real inputs (a dict is
+        batch: batch to call ``model`` with to measure the error of quantised layers on their real inputs (a dict is
             passed by keywords, a tuple by position). By default their inputs are drawn from a normal distribution.
 
     Returns:
-        What was merged, and the measured error.
+        A report of the merged adapters and layers, and of the measured error.
 
     Raises:
-        ValueError: adapters are merged already, switched off, or would make a weight infinite or NaN; an unknown name;
-            ``into`` is missing, or of no use; ``original`` lacks a layer or holds another model's.
+        ValueError: adapters are already merged, disabled, or would make a weight infinite or NaN; a name is unknown;
+            ``into`` is missing or unused; ``original`` lacks a layer or belongs to another model.
         TypeError: PEFT cannot merge this kind of adapter into that layer.
 
     Example:
@@ -136,12 +137,12 @@ def merge_adapters_(
 
 
 def unmerge_adapters_(model: nn.Module) -> None:
-    """Take merged adapters out of the weights again: these are then bit for bit as before, and adapters train again.
+    """Restore the weights from before merging bit for bit, and let the adapters train again.
 
-    PEFT's own way is to subtract what was added, which leaves a rounding error.
+    PEFT subtracts the merged change instead, which leaves a rounding error.
 
     Raises:
-        ValueError: nothing is merged, or PEFT has merged it, which keeps no originals.
+        ValueError: no adapter is merged, or PEFT merged it, which keeps no original weights.
 
     Example:
         >>> import peft, torch, lightning_fasttrain as ft
@@ -158,12 +159,14 @@ def unmerge_adapters_(model: nn.Module) -> None:
     """
     layers = {name: layer for name, layer in tuner_layers(model).items() if layer.merged}
     if not layers:
-        raise ValueError(explain("unmerge_adapters_", "no adapter is merged", "Leave it out, or merge_adapters_ first"))
+        raise ValueError(explain("unmerge_adapters_", "no adapter is merged", "Call merge_adapters_ first"))
     for name, layer in layers.items():
         if not isinstance(vars(layer).get("unmerge"), Originals):
-            why = "PEFT has merged it, and keeps no originals"
-            raise ValueError(explain(f"'{name}'", why, "Call unmerge_adapter() of PEFT"))
-    for layer in reversed(layers.values()):  # of tied layers the second was merged into what the first had become
+            why = "PEFT merged it, and keeps no original weights"
+            raise ValueError(explain(f"'{name}'", why, "Call PEFT's unmerge_adapter()"))
+    for layer in reversed(
+        layers.values()
+    ):  # of two tied layers, the second was merged into the already merged first one
         layer.unmerge()
 
 
@@ -176,27 +179,30 @@ def unload_adapters_(
     original: Original | None = None,
     batch: Any = None,
 ) -> nn.Module:
-    """Make ``model`` a plain one again, in place: classes and names as before there were adapters.
+    """Unload all adapters from ``model``, in place, which restores the classes and names of the plain model.
 
-    Where it holds a ``PeftModel``, the model inside takes its place.
+    A ``PeftModel`` inside is replaced by the model that it holds.
 
-    All that can train then does, whatever was frozen before the adapters came. Adapters that are not merged are lost.
+    Afterwards all parameters that can train are trainable, even if they were frozen before the adapters were added.
+    Adapters that are not merged are lost.
 
     Args:
         model: any module with adapters.
-        merge: add the adapters into the weights, and keep modules that trained whole as they are now; False: give back
-            the model as it was before. If adapters are merged already, those stay, and the rest must be left out.
-        names: as for :func:`merge_adapters_`, and so are the following. That needs the memory of the weights twice for
-            a while, so that nothing is changed if it fails.
-        into: for quantised layers.
-        original: for ``into="original"``, which may then be left out.
-        batch: to measure the error with.
+        merge: True: merge the adapters into the weights, and keep the trained copies of fully trained modules; False:
+            restore the model from before the adapters. If adapters are already merged, they stay merged, and the
+            following arguments must be omitted.
+        names: adapters to merge, as for :func:`merge_adapters_`. Merging temporarily needs the memory of the weights
+            twice, so that the model is not changed if it fails.
+        into: the way to merge into quantised layers, as for :func:`merge_adapters_`.
+        original: the full-precision weights; implies ``into="original"``.
+        batch: batch to measure the error with, as for :func:`merge_adapters_`.
 
     Returns:
-        ``model``; of a ``PeftModel``, the model inside.
+        ``model``; for a ``PeftModel``, the model inside.
 
     Raises:
-        ValueError: as :func:`merge_adapters_`; ``merge=False`` for an adapter that changed the weights where it began.
+        ValueError: see :func:`merge_adapters_`; also ``merge=False`` for an adapter whose initialization changed the
+            weights.
 
     Example:
         >>> import peft, torch, lightning_fasttrain as ft
@@ -214,15 +220,15 @@ def unload_adapters_(
     prompted = [root for root in adapted_modules(model).values() if has_prompt(root)]
     if prompted and not merge:
         for root in prompted:
-            take_out_adapters_(root, merge)
+            unload_layers_(root, merge)
         unfreeze_(model)
-        return _take_out_of_wrappers_(model)
+        return _unwrap_peft_models_(model)
     layers = tuner_layers(model)
     done = any(layer.merged for layer in layers.values())
     asked = [what for what in (names, into, original) if what is not None]
     if asked and (done or not merge):
         why = "the adapters are merged already" if merge else "nothing is merged with merge=False"
-        why += ", so names=, into= and original= mean nothing"
+        why += ", so names=, into= and original= have no effect"
         raise ValueError(explain("unload_adapters_", why, "Omit them"))
     if not merge:
         refuse_changed_base(model, "unload_adapters_(merge=False)")
@@ -237,22 +243,22 @@ def unload_adapters_(
         _merge(model, layers, chosen, quantized, way, original, batch)
     roots = adapted_modules(model).values()
     for root in roots:
-        take_out_adapters_(root, merge)
+        unload_layers_(root, merge)
         del root.peft_config
         forget_quantization_(root)
     forget_adapters_(model)
     unfreeze_(model)
-    return _take_out_of_wrappers_(model)
+    return _unwrap_peft_models_(model)
 
 
-def _take_out_of_wrappers_(model: nn.Module) -> nn.Module:
-    """PEFT's own wrappers cannot run without an adapter."""
-    for name, module in list(model.named_modules(remove_duplicate=False)):  # all places that hold it
+def _unwrap_peft_models_(model: nn.Module) -> nn.Module:
+    """Replace each ``PeftModel`` by the model inside, since PEFT's wrappers cannot run without an adapter."""
+    for name, module in list(model.named_modules(remove_duplicate=False)):  # all modules that hold it
         if is_a(module, "PeftModel"):
             plain = module.get_submodule("base_model" if has_prompt(module) else "base_model.model")
             parent, _, last = name.rpartition(".")
             if not name:
-                return plain  # the model itself: its caller gets what was inside
+                return plain  # ``model`` itself is the wrapper: return the model inside
             setattr(model.get_submodule(parent), last, plain)
     return model
 
@@ -282,7 +288,7 @@ def _merge(
     way = QuantizedMerge(model, quantized, into, original, batch) if quantized else None
     with ExitStack() as on_error:
         if names != active:
-            # Undone in reverse: first the names, which makes all of theirs train, then what of it really did.
+            # Undone in reverse: first the active names, which makes all their parameters train, then ``requires_grad``.
             on_error.callback(_train_only, parameters, trained)
             on_error.callback(use_adapter_, model, active)
             use_adapter_(model, names)
@@ -292,17 +298,15 @@ def _merge(
             if not list_adapters(layer) & set(names):
                 continue
             originals = Originals(layer)
-            on_error.callback(originals)  # also of the layer in which the merge fails
+            on_error.callback(originals)  # also for the layer in which merging fails
             try:
                 _merge_one(name, layer, names, way)
             except ValueError as error:
-                if "NaNs" not in str(error):  # PEFT's word for what is not finite
+                if "NaNs" not in str(error):  # PEFT's message for values that are not finite
                     raise
-                why = "with it the weight would hold numbers that are infinite or NaN"
+                why = "the merged weight would hold infinite or NaN values"
                 raise ValueError(
-                    explain(
-                        f"merging {', '.join(names)} into '{name}'", why, "Go back to a checkpoint from before that"
-                    )
+                    explain(f"merging {', '.join(names)} into '{name}'", why, "Use an earlier checkpoint")
                 ) from error
             if layer.merged:
                 layer.unmerge = originals
@@ -312,7 +316,7 @@ def _merge(
         parameter.requires_grad_(False)
         parameter.grad = None
     if merged:
-        # The first one has them, since it is taken out last: till then the weights are not all back.
+        # The first layer holds them, since it is unmerged last: only then are all weights restored.
         vars(layers[merged[0]])["unmerge"].trained = trained
     errors = () if way is None else (way.against_trained, way.against_original)
     report = MergeReport(tuple(names), tuple(merged), into, *errors)
@@ -323,7 +327,7 @@ def _merge(
 def _merge_one(name: str, layer: Any, names: list[str], way: QuantizedMerge | None) -> None:
     here = [one for one in names if one in list_adapters(layer)]
     if way is not None and is_quantized(layer.get_base_layer()):
-        # PEFT's layer stays around it, and sees its adapters as merged.
+        # PEFT's layer still wraps the new base layer, and regards its adapters as merged.
         layer.base_layer = way.merge_layer(name, layer, names)
         layer.merged_adapters[:] = here
         return
@@ -341,15 +345,15 @@ def _choose_names(model: nn.Module, layers: dict[str, Any], names: str | Iterabl
     if names is not None:
         chosen = [names] if isinstance(names, str) else list(dict.fromkeys(names))
     if not chosen:
-        raise ValueError(explain("merging", "no adapter is in use, or none is named", f"There are: {', '.join(there)}"))
+        raise ValueError(explain("merging", "no adapter is active or named", f"Existing adapters: {', '.join(there)}"))
     refuse_unknown(chosen, there)
     if any(layer.disable_adapters for layer in layers.values()):
-        raise ValueError(explain("merging", "the adapters are switched off", "Call enable_adapters_(model) first"))
+        raise ValueError(explain("merging", "the adapters are disabled", "Call enable_adapters_(model) first"))
     for name, module in find_outermost(model):
         whole = [one for one in chosen if not is_tuner(module) and one in module._modules.get("modules_to_save", ())]
         if len(whole) > 1:
-            why = "it can be only one of them"
-            raise ValueError(explain(f"'{name}' trained whole in {' and '.join(whole)}", why, "Name one"))
+            why = "only one of the copies can be kept"
+            raise ValueError(explain(f"'{name}' is fully trained in {' and '.join(whole)}", why, "Name one"))
     return chosen
 
 
@@ -359,7 +363,7 @@ def _refuse_unmergeable(quantized: dict[str, Any]) -> None:
     for name, layer in quantized.items():
         if type(layer).merge is BaseTunerLayer.merge:
             what = f"'{name}', a quantised {type(layer).__module__.split('.')[-2]} layer"
-            why = "PEFT's goes on applying the adapter to what it is merged into"
+            why = "PEFT's layer would apply the adapter again after merging"
             raise TypeError(explain(what, why, "Use unload_adapters_(model, into=...)"))
 
 
@@ -367,8 +371,8 @@ def _refuse_torchaos(layers: dict[str, Any]) -> None:
     for name, layer in layers.items():
         weight = layer.get_base_layer()._parameters.get("weight")
         if weight is not None and is_torchaos(weight):
-            why = "torchao has quantised its weight, and there is no telling how, so it cannot be done again"
-            way_out = "Save the adapter, load it beside the plain weights with load_adapter_, and merge it there"
+            why = "torchao quantised its weight with unknown settings, so the merged weight cannot be quantised again"
+            way_out = "Save the adapter, load it into the unquantised model with load_adapter_, and merge it there"
             raise TypeError(explain(f"merging into '{name}'", why, way_out))
 
 

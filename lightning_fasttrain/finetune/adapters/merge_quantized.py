@@ -1,4 +1,4 @@
-"""Three ways to merge an adapter into a quantised layer, and the error of each as measured."""
+"""Merge adapters into quantised layers in one of three ways, and measure the error."""
 
 import copy
 import os
@@ -37,35 +37,35 @@ from lightning_fasttrain.finetune.selection.freezing import can_train
 
 Original = nn.Module | Mapping[str, Tensor] | Where
 WAYS = ("requantized", "dequantized", "original")
-_PROBES = 64  # inputs of each layer that its error is measured with, if none are given
-_MOST_PROBES = 1024  # of those that are given
-_UNRELATED = 0.5  # relative distance; quantising leaves 0.1, and another model's weights are at 1.4
+_PROBES = 64  # random inputs per layer for measuring the error, if no batch is given
+_MOST_PROBES = 1024  # inputs per layer taken from a given batch
+_UNRELATED = 0.5  # relative distance; quantising causes 0.1, and another model's weights are at 1.4
 
 
 def check_way(model: nn.Module, quantized: dict[str, Any], into: str | None, original: Original | None) -> None:
-    """Refuse to merge into quantised layers in a way that was not named, or to name one without such layers.
+    """Check that ``into`` and ``original`` are given exactly if there are quantised layers to merge into.
 
     Raises:
-        ValueError: what · why · the ways there are, with what each costs.
+        ValueError: an argument is missing or unused; the message lists the ways to merge and their costs.
     """
     if into is not None:
         one_of("into", into, WAYS)
     if not quantized:
         if into is not None or original is not None:
             why = "no adapted layer is quantised"
-            raise ValueError(explain(f"into={into!r}", why, "Leave into= and original= out"))
+            raise ValueError(explain(f"into={into!r}", why, "Remove into= and original="))
         return
     if into is None:
         raise ValueError(_which_way(model, quantized))
     if into == "original" and original is None:
-        why = "the original weights are needed, and quantising has not kept them"
-        raise ValueError(explain("into='original'", why, "Give original= a module, state dict or safetensors file"))
+        why = "the original weights are needed, and quantising did not keep them"
+        raise ValueError(explain("into='original'", why, "Pass original= a module, state dict or safetensors file"))
     if into != "original" and original is not None:
         raise ValueError(explain(f"original= with into='{into}'", "it would not be used", "Use into='original'"))
 
 
 def forget_quantization_(root: nn.Module) -> None:
-    """Let a model of Hugging Face's know it if no layer is quantised any more, so that it can be moved and saved."""
+    """Remove a Hugging Face model's quantization config if no layer is quantised, so that it can be moved and saved."""
     quantizer: Any = vars(root).get("hf_quantizer")
     if quantizer is None or any(is_quantized(module) for module in root.modules()):
         return
@@ -75,11 +75,12 @@ def forget_quantization_(root: nn.Module) -> None:
 
 
 class QuantizedMerge:
-    """Makes the layers that take the place of quantised ones, one by one, and measures their error.
+    """Merges adapters into quantised layers one by one, and measures the error of each.
 
     Attributes:
-        against_trained: name of the layer → relative difference of its outputs to those as trained.
-        against_original: likewise, to those of the original weights with the adapter beside them.
+        against_trained: name of the layer → relative difference of its outputs to its outputs before merging.
+        against_original: name of the layer → relative difference of its outputs to those of the original weights with
+            the unmerged adapter.
     """
 
     def __init__(
@@ -90,18 +91,18 @@ class QuantizedMerge:
         self.originals = _Originals(original, layers) if into == "original" and original is not None else None
         linear = {name: layer for name, layer in layers.items() if is_quantized(layer.get_base_layer())}
         for layer in linear.values():
-            keep_quantized_(layer.get_base_layer())  # or on some CPUs the outputs below are wrong
+            keep_quantized_(layer.get_base_layer())  # otherwise the outputs below are wrong on some CPUs
         self.inputs = _inputs(model, linear, batch) if batch is not None else {}
         self.against_trained: dict[str, float] = {}
         self.against_original: dict[str, float] = {}
 
     @torch.no_grad()
     def merge_layer(self, name: str, layer: Any, names: list[str]) -> nn.Module:
-        """The layer that takes the place of the quantised one under ``layer``."""
+        """Return the merged layer that replaces the quantised one under ``layer``."""
         base = layer.get_base_layer()
         x = self.inputs.get(name)
         if x is None:
-            # Its own, on the host: probes are equal on every device, and training draws what it would have drawn.
+            # A generator on the host: probes are equal on every device, and the global random state is unchanged.
             generator = torch.Generator().manual_seed(0)
             x = torch.randn(_PROBES, base.in_features, generator=generator)
         x = x.to(base.weight.device, self.dtype)
@@ -111,7 +112,7 @@ class QuantizedMerge:
             weight, bias = self.originals.read_weight(name, base, weight)
         twin = _plain_twin(layer, _linear(weight, bias), self.configs[name], names)
         beside = _output(twin, x.to(weight.dtype)) if self.originals is not None else None
-        # Safe: it raises where the sum is not finite.
+        # ``safe_merge`` raises if the sum is not finite.
         twin.merge(safe_merge=True, adapter_names=names)
         merged = twin.get_base_layer()
         merged = _quantized_like(base, merged) if self.into == "requantized" else merged.to(self.dtype)
@@ -126,9 +127,9 @@ class QuantizedMerge:
 
     @torch.no_grad()
     def merge_tensor(self, name: str, wrapper: Any, names: list[str]) -> None:
-        """Merge into a tensor that is held in 4 bits, such as a layer's experts, where it is.
+        """Merge into a tensor that is held in 4 bits, such as a layer's experts, in place.
 
-        Its error is that of the matrices, which is what outputs of normal inputs differ by in the mean.
+        The error is measured on the weights, which is the mean error of the outputs for normally distributed inputs.
         """
         owner, key, holder = wrapper.get_base_layer(), wrapper.parameter_name, holder_under(wrapper)
         whole, state = f"{name}.{key}", holder.quant_state
@@ -141,7 +142,7 @@ class QuantizedMerge:
         for change in changes:
             merged += change.to(merged.dtype)
         if not merged.isfinite().all():
-            raise ValueError(f"NaNs in '{whole}'")  # as PEFT says it
+            raise ValueError(f"NaNs in '{whole}'")  # same message as PEFT
         if self.originals is not None:
             self.against_original[whole] = _relative_error(merged.float(), sum(changes, weight.float()))
         if self.into == "requantized":
@@ -154,7 +155,7 @@ class QuantizedMerge:
 
 
 class _Originals:
-    """The full-precision weights of layers, wherever they are, read one by one."""
+    """Full-precision weights of layers, read one by one from a module, a state dict or files."""
 
     def __init__(self, original: Original, layers: dict[str, Any]) -> None:
         self.stored: dict[str, StoredTensor] | None = None
@@ -169,10 +170,10 @@ class _Originals:
         self.renamed = _find_prefix(names, keys)
 
     def read_weight(self, name: str, base: Any, dequantized: Tensor, whole: str = "") -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of a layer, on its device; or the tensor of the name ``whole`` that it stands for.
+        """Return weight and bias of a layer, on its device; or the tensor named ``whole`` that the layer stands for.
 
         Raises:
-            ValueError: of another shape, or another model's.
+            ValueError: the weight has another shape, or belongs to another model.
         """
         cut, added = self.renamed
         key = added + _strip_wrappers(name)[cut:]
@@ -182,20 +183,20 @@ class _Originals:
         if bias is not None and f"{key}.bias" in self.keys:
             bias = self._read(f"{key}.bias").to(base.weight.device)
         found = f"{list(weight.shape)} of {weight.dtype}"
-        for one in (weight, weight.mT):  # Hugging Face turns GPT-2's transposed layers when it quantises them
+        for one in (weight, weight.mT):  # Hugging Face transposes GPT-2's layers when it quantises them
             if one.is_floating_point() and one.shape == dequantized.shape:
                 one = one.to(base.weight.device)
                 if float((one.float() - dequantized).norm() / dequantized.norm().clamp_min(1e-30)) < _UNRELATED:
                     return one.contiguous(), bias
-                found = "further from the quantised one than quantising explains"
-        way_out = f"Give the weights that were quantised, {list(dequantized.shape)}"
+                found = "further from the quantised weight than quantising explains"
+        way_out = f"Pass the weights that were quantised, {list(dequantized.shape)}"
         raise ValueError(explain(f"original= for '{name}'", f"its '{called}' is {found}", way_out))
 
     def _read(self, key: str) -> Tensor:
         if self.stored is None:
             return self.tensors[self.keys[key]].detach()
         ((_, tensor),) = read_tensors({key: self.stored[key]})
-        return tensor.clone()  # what was read may lie in the file
+        return tensor.clone()  # the tensor may be memory-mapped from the file
 
 
 def _strip_wrappers(name: str) -> str:
@@ -203,7 +204,7 @@ def _strip_wrappers(name: str) -> str:
 
 
 def _tensor_names(name: str, layer: Any) -> list[str]:
-    """Of the quantised tensors with adapters in one of PEFT's outermost layers."""
+    """Return the names of the quantised tensors with adapters in one of PEFT's outermost layers."""
     if is_quantized(layer.get_base_layer()):
         return [f"{name}.weight"]
     held = [wrapper for wrapper in wrappers_in(layer) if holder_under(wrapper) is not None]
@@ -211,12 +212,12 @@ def _tensor_names(name: str, layer: Any) -> list[str]:
 
 
 def _find_prefix(names: list[str], keys: Mapping[str, str]) -> tuple[int, str]:
-    """How many characters to cut from the front of names of tensors, and what to put there, to find all among ``keys``.
+    """Return the length of the prefix to cut from tensor names, and its replacement, so that all are in ``keys``.
 
-    The original may have been saved from further outside or inside than what is merged.
+    The original may have been saved from an outer or an inner module of the merged one.
     """
     first = names[0]
-    cuts = [0, *(i + 1 for i, c in enumerate(first) if c == ".")]  # the whole name, and what follows each dot
+    cuts = [0, *(i + 1 for i, c in enumerate(first) if c == ".")]  # the full name, and the rest after each dot
     for cut in cuts:
         tail = first[cut:]
         for key in keys:
@@ -226,12 +227,12 @@ def _find_prefix(names: list[str], keys: Mapping[str, str]) -> tuple[int, str]:
                     return cut, added
     missing = [name for name in names if name not in keys]
     why = f"it has {', '.join(list(keys)[:3])}" if keys else "it is empty"
-    way_out = "Give the full-precision weights of this model"
+    way_out = "Pass the full-precision weights of this model"
     raise ValueError(explain(f"original= lacks {list_some(missing)}", why, way_out))
 
 
 def _plain_twin(layer: Any, plain: nn.Linear, configs: dict[str, Any], names: list[str]) -> Any:
-    """PEFT's layer for ``plain``, with the very adapters of the quantised ``layer``."""
+    """Return PEFT's layer for ``plain``, which shares the adapters of the quantised ``layer``."""
     import peft
 
     holder = nn.Module()
@@ -250,11 +251,11 @@ def _plain_twin(layer: Any, plain: nn.Linear, configs: dict[str, Any], names: li
 
 
 def _config_for_one(config: Any, layer: Any) -> Any:
-    """So that the twin is of the same kind; its numbers, such as rank and scale, are then those of ``layer``."""
+    """Return a copy of the configuration that targets a single layer; rank and scale are later set from ``layer``."""
     config = copy.deepcopy(config)
     config.target_modules, config.modules_to_save = {"base"}, None
     if hasattr(config, "init_lora_weights"):
-        config.init_lora_weights = True  # PiSSA, say, would take its start out of the weight here
+        config.init_lora_weights = True  # PiSSA, for example, would change the weight here
     if hasattr(config, "feedforward_modules"):
         config.feedforward_modules = {"base"} if layer.is_feedforward else set()
     return config
@@ -265,7 +266,7 @@ def _quantized_like(base: Any, merged: nn.Linear) -> nn.Module:
     nested = not in_8_bits(base) and base.weight.quant_state.nested
     weight = merged.weight.detach()
     if kind != "int8":
-        weight = weight.to(base.weight.quant_state.dtype)  # the dtype that it is dequantised to
+        weight = weight.to(base.weight.quant_state.dtype)  # the dtype after dequantising
     layer = _linear(weight, merged.bias)
     quantize_layer_(layer, weight, kind, nested, None if kind == "int8" else base.compute_dtype)
     if kind == "int8":
@@ -277,7 +278,7 @@ def _quantized_like(base: Any, merged: nn.Linear) -> nn.Module:
 
 
 def _transposed_again(layer: Any) -> nn.Module:
-    """GPT-2's kind of layer, with the weight [in, out], so that its files are as they were."""
+    """Return GPT-2's kind of layer, with the weight [in, out], so that its files keep their layout."""
     if is_quantized(layer):
         layer.was_transposed = True
         return layer
@@ -290,7 +291,7 @@ def _transposed_again(layer: Any) -> nn.Module:
 
 
 def _full_weight(base: Any) -> Tensor:
-    """The weight that a quantised layer stands for, in float32 whatever it was quantised from."""
+    """Return the dequantised weight of a layer in float32, regardless of the dtype before quantising."""
     weight = dequantized_weight(base)
     if weight.dtype is not torch.float32:
         weight = dequantize_flat(base.weight.data, base.weight.quant_state, torch.float32)
@@ -306,7 +307,7 @@ def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 
 def _dtype_of(model: nn.Module, layers: dict[str, Any]) -> torch.dtype:
-    """The dtype of most of what is neither quantised nor an adapter: that of the activations."""
+    """Return the activations' dtype: the most common one of parameters that are not quantised nor an adapter's."""
     brought, counts = adapter_parameters(model), Counter[torch.dtype]()
     inside = tuple(f"{name}." for name in layers)
     for name, parameter in model.named_parameters():
@@ -324,18 +325,18 @@ def _configs_of(model: nn.Module, name: str) -> dict[str, Any]:
 
 
 def list_adapters(layer: Any) -> set[str]:
-    """Names of the adapters that one of PEFT's layers has; others may have been added to other layers."""
+    """Return the names of the adapters in one of PEFT's layers; other layers may have other adapters."""
     return {name for attribute in layer.adapter_layer_names for name in getattr(layer, attribute)}
 
 
 def _inputs(model: nn.Module, layers: dict[str, Any], batch: Any) -> dict[str, Tensor]:
-    """What goes into each layer when the model is called with ``batch``."""
+    """Return the inputs of each layer when the model is called with ``batch``."""
     seen: dict[str, Tensor] = {}
     handles = []
     for name, layer in layers.items():
 
-        def keep(_: nn.Module, args: tuple[Tensor, ...], name: str = name) -> None:  # bound now, not when it is called
-            # Of a layer that is called several times the first call counts.
+        def keep(_: nn.Module, args: tuple[Tensor, ...], name: str = name) -> None:  # name: of this iteration
+            # If a layer is called several times, the first call is kept.
             seen.setdefault(name, args[0].detach().flatten(0, -2)[:_MOST_PROBES])
 
         handles.append(layer.register_forward_pre_hook(keep))
@@ -368,8 +369,8 @@ def _which_way(model: nn.Module, quantized: dict[str, Any]) -> str:
     sizes = f"{plain / 2**20:.1f} MiB in {str(dtype).removeprefix('torch.')} instead of {packed / 2**20:.1f}"
     return explain(
         f"merging into {len(quantized)} quantised layers, the first '{next(iter(quantized))}'",
-        "they cannot take the sum as it is, and there is more than one way",
-        "Use into='requantized', which rounds the sum again, about as much as the first time; or into='original' with "
-        f"original= the full-precision weights, which loses nothing but needs them, and {sizes}; or "
-        "into='dequantized', of that size too, which is the model as it was trained",
+        "quantised weights cannot hold the sum exactly, and there are several ways to merge",
+        "Use into='requantized', which rounds the sum again, with about the error of the first quantization; or "
+        f"into='original' with original= the full-precision weights, which is exact and takes {sizes}; or "
+        "into='dequantized', of the same size, which gives the model as it was trained",
     )

@@ -1,4 +1,4 @@
-"""LoRA on a base in 4 or 8 bits, in one line."""
+"""QLoRA: LoRA on a base model in 4 or 8 bits."""
 
 import copy
 from collections.abc import Iterable
@@ -17,21 +17,22 @@ from lightning_fasttrain.technique.predicted_step import PredictedStep
 
 
 class QLoRA(LoRA):
-    """Quantise the model's linear layers, freeze everything, and train thin matrices beside them.
+    """Quantise the model's linear layers, freeze everything, and train low-rank matrices beside them.
 
-    The same as :class:`~lightning_fasttrain.QuantizedBase` and :class:`~lightning_fasttrain.LoRA` together, bit for
-    bit; what trains whole is not quantised. The weights, gradients and AdamW states of 8 billion parameters take 120
-    GiB in float32, before any activation; of these 5 GiB are left. Then activations are most of it: add
+    Equivalent to :class:`~lightning_fasttrain.QuantizedBase` and :class:`~lightning_fasttrain.LoRA` together, bit for
+    bit; fully trained modules are not quantised. The weights, gradients and AdamW states of 8 billion parameters take
+    120 GiB in float32, without activations; QLoRA reduces them to 5 GiB. Activations then dominate the memory: add
     :class:`~lightning_fasttrain.ActivationCheckpointing`, and for language models
     :class:`~lightning_fasttrain.FusedLossHead`.
 
     Args:
         rank: as for :class:`~lightning_fasttrain.LoRA`; so are alpha, targets, variant, dropout, train, name and
-            checkpoint. ``variant="pissa"`` needs weights in full precision.
-        kind: ``"nf4"``, ``"fp4"`` or ``"int8"``, as for :class:`~lightning_fasttrain.QuantizedBase`; so are the rest.
+            checkpoint. ``variant="pissa"`` is refused, since it needs weights in full precision.
+        kind: ``"nf4"``, ``"fp4"`` or ``"int8"``, as for :class:`~lightning_fasttrain.QuantizedBase`; so are the
+            remaining arguments.
 
     Raises:
-        TypeError, ValueError: as those two.
+        TypeError, ValueError: see :class:`~lightning_fasttrain.QuantizedBase` and :class:`~lightning_fasttrain.LoRA`.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 2))
@@ -75,7 +76,7 @@ class QLoRA(LoRA):
         checkpoint: str = "adapter",
     ) -> None:
         if variant == "pissa":
-            why = "it begins with a decomposition of each weight, and quantised ones are packed"
+            why = "this initialization decomposes each weight, and quantised weights are packed"
             way_out = "Use variant='lora', or LoRA(variant='pissa') without quantisation"
             raise ValueError(explain("QLoRA(variant='pissa')", why, way_out))
         super().__init__(
@@ -84,13 +85,13 @@ class QLoRA(LoRA):
         self.base = QuantizedBase(kind, double_quant=double_quant, compute_dtype=compute_dtype, skip=skip)
 
     def predict(self, step: PredictedStep) -> "QLoRA":
-        told = copy.copy(self)
-        told.base = self.base.predict(step)
-        return told
+        predicted = copy.copy(self)
+        predicted.base = self.base.predict(step)
+        return predicted
 
     def apply(self, model: nn.Module) -> None:
-        base, skip = copy.copy(self.base), self.base.skip  # so that a second model gets the skip that was asked for
-        if self.train:  # what trains whole cannot be packed
+        base, skip = copy.copy(self.base), self.base.skip  # a copy, so that a second model gets the configured skip
+        if self.train:  # fully trained modules cannot be packed
             chosen = [skip] if isinstance(skip, str | type) else list(skip)
             base.skip = [*chosen, *find_targets(model, self.train)]
         base.apply(model)

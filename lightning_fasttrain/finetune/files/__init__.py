@@ -1,6 +1,6 @@
-"""Reads and writes adapters in PEFT's format.
+"""Save and load adapters in PEFT's format.
 
-Files are written whole or not at all, and read without trust.
+Files are written atomically, and their contents are not trusted when loading.
 
 From the bottom up: ``_adapter_config``, ``_adapter_folder``, ``_adapter_layers``, ``_prompt_files``,
 ``adapter_files``, ``export_model``.

@@ -1,4 +1,4 @@
-"""The settings in an adapter's folder: written as PEFT writes them, and read without trusting them."""
+"""Write an adapter's settings as PEFT does, and read them without trusting the file."""
 
 import dataclasses
 import functools
@@ -18,9 +18,9 @@ from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.finetune.selection.base_fingerprint import first_few
 from lightning_fasttrain.finetune.selection.targets import require_peft
 
-_LARGEST = 4 * 2**20  # bytes; a list of ten thousand layers has one
+_LARGEST = 4 * 2**20  # bytes; a list of 10,000 layers takes 1 MiB
 _LONGEST_WORD = 256
-# Where the file came from, and what would be imported or downloaded for it: never followed.
+# Settings that name the file's origin, or would import or download something: never used.
 NOT_FOLLOWED = (
     "auto_mapping",
     "base_model_name_or_path",
@@ -30,31 +30,44 @@ NOT_FOLLOWED = (
     "runtime_config",
 )
 IGNORED = {*NOT_FOLLOWED, "inference_mode", "task_type"}
-_PATTERNS = ("target_modules", "exclude_modules", "feedforward_modules")  # never run: layers are told by the tensors
+_PATTERNS = (
+    "target_modules",
+    "exclude_modules",
+    "feedforward_modules",
+)  # never used: tensor names determine the layers
 _NAMES = (
     "modules_to_save",
     "layers_pattern",
     "target_parameters",
     "rank_pattern",
     "alpha_pattern",
-)  # which PEFT puts into patterns
+)  # names that PEFT inserts into patterns
 _NEEDS_PEFT = {
     "megatron_config": "it imports a module that the file names",
     "layer_replication": "it changes the model's layers",
-    "alora_invocation_tokens": "it needs PEFT's own model around yours",
-    "arrow_config": "it needs PEFT's own model around yours",
-    "corda_config": "its start came out of data",
-    "lora_ga_config": "its start came out of gradients",
-    "loftq_config": "its start changed the weights of the base",
+    "alora_invocation_tokens": "it needs a PeftModel around your model",
+    "arrow_config": "it needs a PeftModel around your model",
+    "corda_config": "its initialization used data",
+    "lora_ga_config": "its initialization used gradients",
+    "loftq_config": "its initialization changed the base weights",
 }
 _OFF = (None, False, "", [], {})
-_STARTS = (True, False, "gaussian", "orthogonal", "eva", "mica", "pissa", "olora")  # which can be begun with again
+_STARTS = (
+    True,
+    False,
+    "gaussian",
+    "orthogonal",
+    "eva",
+    "mica",
+    "pissa",
+    "olora",
+)  # initializations that can be repeated
 
 
 def written_config(config: Any, root: nn.Module) -> str:
-    """What ``adapter_config.json`` holds: sorted, so that equal settings give equal bytes."""
+    """Return the contents of ``adapter_config.json``, with sorted keys so that equal settings give equal bytes."""
     settings = config.to_dict()
-    settings["inference_mode"] = True  # as PEFT writes it: who loads it says whether it trains
+    settings["inference_mode"] = True  # as PEFT writes it: the loader decides whether it trains
     if settings["base_model_name_or_path"] is None:
         settings["base_model_name_or_path"] = vars(root).get("name_or_path") or None
     if settings["task_type"] is None:
@@ -65,57 +78,61 @@ def written_config(config: Any, root: nn.Module) -> str:
 
 def _sort_any(value: object) -> list[Any]:
     if not isinstance(value, set):
-        raise TypeError(f"{value!r} is in the adapter's config, and no JSON.")
+        raise TypeError(f"{value!r} is in the adapter's config and cannot be saved as JSON.")
     return sorted(value)
 
 
 def refuse_unrepeatable(config: Any, what: str) -> None:
-    """Refuse adapters that began by changing the base in a way that a reader of the file cannot repeat.
+    """Refuse adapters whose initialization changed the base in a way that cannot be repeated when loading.
 
     Raises:
-        ValueError: this is one.
+        ValueError: the initialization cannot be repeated.
     """
     start = getattr(config, "init_lora_weights", True)
     if start not in _STARTS:
         raise ValueError(
             explain(
-                f"{what} began with init_lora_weights='{str(start)[:40]}'",
-                "that changed the base by chance or by data, so it cannot be done again when the file is loaded",
-                "Merge it and save the whole model, or let PEFT convert it (path_initial_model_for_weight_conversion)",
+                f"{what} was initialized with init_lora_weights='{str(start)[:40]}'",
+                "that changed the base depending on data or randomness, so it cannot be repeated when loading",
+                "Merge it and save the model, or convert it with PEFT (path_initial_model_for_weight_conversion)",
             )
         )
 
 
 def read_config(folder: Path, copy: str | None) -> Any:
-    """The configuration of the adapter in ``folder``, checked to the last setting before anything is made of it.
+    """Read the configuration of the adapter in ``folder``; all settings are checked before it is created.
 
     Args:
-        folder: which holds ``adapter_config.json``.
-        copy: of that file, out of the file of the tensors, where we wrote it.
+        folder: folder with ``adapter_config.json``.
+        copy: the copy of that file in the tensor file, if :func:`save_adapter` wrote it.
 
     Raises:
-        FileNotFoundError: there is neither.
-        ValueError: it is none, or has settings that are unknown, of the wrong type or of another save than the
-            tensors; or it is of a kind that cannot be put in place.
+        FileNotFoundError: there is neither the file nor a copy.
+        ValueError: the file is not a configuration, has settings that are unknown, of the wrong type or from another
+            save than the tensors, or describes a kind of adapter that cannot be added.
     """
     path = folder / "adapter_config.json"
     if path.is_file():
         with path.open("rb") as file:
-            # One byte more than is allowed, by which a longer file is noticed.
+            # One byte more than allowed, so that a longer file is detected.
             settings = _parse(file.read(_LARGEST + 1), str(path))
         if copy is not None:
             _refuse_mixed(settings, _parse(copy.encode(), "its copy"), path)
-    elif copy is not None:  # a save that was cut short; the tensors are whole, and so is this
+    elif copy is not None:  # an interrupted save; the tensor file is complete, and so is its copy
         settings = _parse(copy.encode(), f"the settings in {folder / 'adapter_model.safetensors'}")
     else:
-        raise FileNotFoundError(explain(f"{path}", "there is no such file", "Name the folder of an adapter"))
+        raise FileNotFoundError(explain(f"{path}", "the file does not exist", "Pass an adapter's folder"))
     return _make_config(settings, str(path))
 
 
 def _parse(data: bytes, what: str) -> dict[str, Any]:
     settings = parse_json(data, what, _LARGEST)
     if not isinstance(settings, dict):
-        raise ValueError(explain(f"{what} cannot be read", f"it is a {type(settings).__name__}", "Fetch it again"))
+        raise ValueError(
+            explain(
+                f"{what} cannot be read", f"expected a JSON object, got {type(settings).__name__}", "Download it again"
+            )
+        )
     return settings
 
 
@@ -123,8 +140,8 @@ def _refuse_mixed(settings: dict[str, Any], copy: dict[str, Any], path: Path) ->
     differ = [key for key in {**settings, **copy} if key not in IGNORED and settings.get(key) != copy.get(key)]
     if differ:
         why = f"it differs in {first_few(differ)}"
-        way_out = "Save both again, or delete it, and the tensors' own settings are used"
-        raise ValueError(explain(f"{path} is not what was saved with the tensors", why, way_out))
+        way_out = "Save the adapter again, or delete this file to use the settings in the tensor file"
+        raise ValueError(explain(f"{path} was not saved with the tensors", why, way_out))
 
 
 def _make_config(settings: dict[str, Any], path: str) -> Any:
@@ -141,10 +158,10 @@ def _make_config(settings: dict[str, Any], path: str) -> Any:
         if isinstance(settings.get(key), str):
             settings[key] = None
     try:
-        with warnings.catch_warnings(action="ignore"):  # of settings without effect
+        with warnings.catch_warnings(action="ignore"):  # about settings without effect
             return kinds[kind](**settings)
-    except Exception as error:  # whatever a setting that PEFT does not expect leads to
-        raise ValueError(explain(f"{path}", f"PEFT refuses it: {error}", "Save the adapter again")) from error
+    except Exception as error:  # unexpected settings can raise any error in PEFT
+        raise ValueError(explain(f"{path}", f"PEFT rejects the settings: {error}", "Save the adapter again")) from error
 
 
 def _check_settings(settings: dict[str, Any], kind: Any, path: str, version: str) -> dict[str, Any]:
@@ -154,7 +171,7 @@ def _check_settings(settings: dict[str, Any], kind: Any, path: str, version: str
         where = f"{path} has {key[:80]!r}"
         if key in fields and not _fits(value, hints[key], fields[key]):
             raise ValueError(
-                explain(f"{where}: {_shorten(value)}", f"it should be {_name_of_type(hints[key])}", "Correct it")
+                explain(f"{where}: {_shorten(value)}", f"expected {_name_of_type(hints[key])}", "Correct the setting")
             )
         if value in _OFF:
             continue
@@ -162,16 +179,18 @@ def _check_settings(settings: dict[str, Any], kind: Any, path: str, version: str
             why = f"{kind.__name__} of PEFT {version} has no such setting"
             raise ValueError(explain(where, why, "Install the PEFT that wrote it, or a newer one"))
         if key in _NEEDS_PEFT:
-            why = f"{_NEEDS_PEFT[key]}, which is not done here"
+            why = f"{_NEEDS_PEFT[key]}, which is not supported here"
             raise ValueError(explain(where, why, "Load it with peft.PeftModel.from_pretrained, if you trust it"))
         if key in _NAMES:
             for name in [value] if isinstance(value, str) else value:
-                if not re.fullmatch(r"[\w.^$\\-]{1,256}", name):  # no sign that repeats or branches
-                    why = "only names of layers are taken from files, as patterns can take for ever"
-                    raise ValueError(explain(f"{where}: {name[:80]!r}", why, "Write the layers' names out"))
+                if not re.fullmatch(r"[\w.^$\\-]{1,256}", name):  # no characters that repeat or branch
+                    why = "only layer names are accepted from files, since matching a pattern can take forever"
+                    raise ValueError(explain(f"{where}: {name[:80]!r}", why, "List the layers' names"))
         elif isinstance(value, str) and len(value) > _LONGEST_WORD and key not in _PATTERNS:
-            raise ValueError(explain(where, f"it is {len(value)} characters long", "Do not use it"))
-    return {key: value for key, value in settings.items() if key in fields}  # others are off, so they change nothing
+            raise ValueError(explain(where, f"the value is {len(value)} characters long", "Do not use this file"))
+    return {
+        key: value for key, value in settings.items() if key in fields
+    }  # the other settings are off, so they have no effect
 
 
 @functools.cache
@@ -183,7 +202,7 @@ _CONTAINERS = (list, set, tuple, dict)
 
 
 def _fits(value: Any, hint: Any, field: Any = None) -> bool:
-    """Whether what was read from JSON is of the type that a config declares."""
+    """Check whether a value read from JSON has the type that a config declares."""
     if isinstance(value, float) and not math.isfinite(value):
         return False
     if field is not None:
@@ -208,7 +227,7 @@ def _is_one_of(value: Any, words: tuple[Any, ...]) -> bool:
 
 
 def _holds(value: Any, kind: Any, arguments: tuple[Any, ...]) -> bool:
-    """JSON has lists and mappings alone: sets, tuples and dataclasses are written as these."""
+    """Check the elements of a container, where JSON stores sets, tuples and dataclasses as lists and mappings."""
     if kind in (list, set, tuple):
         inner = arguments[0] if arguments else typing.Any
         return isinstance(value, list) and all(_fits(one, inner) for one in value)

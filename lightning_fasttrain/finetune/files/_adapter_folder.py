@@ -1,4 +1,4 @@
-"""An adapter's folder: what is in one, and how it is written whole or not at all."""
+"""Read an adapter's folder, and write it atomically."""
 
 import json
 import os
@@ -22,32 +22,32 @@ from lightning_fasttrain.finetune.selection.base_fingerprint import (
 
 Folder = str | os.PathLike[str]
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-BASE, SETTINGS = "lightning_fasttrain.base", "lightning_fasttrain.config"  # in the metadata, which PEFT leaves alone
+BASE, SETTINGS = "lightning_fasttrain.base", "lightning_fasttrain.config"  # keys of the metadata, which PEFT ignores
 _PICKLES = (".bin", ".ckpt", ".pkl", ".pickle", ".pt", ".pth")
-_LEFT = f"{TEMPORARY}{WEIGHTS}-"  # by a process that was killed
+_LEFT = f"{TEMPORARY}{WEIGHTS}-"  # temporary files of a killed process
 
 
 def refuse_other_things(folder: Path) -> None:
     if folder.is_dir():
         there = sorted(path.name for path in folder.iterdir() if not path.name.startswith(_LEFT))
         if there and WEIGHTS not in there and CONFIG not in there:
-            why = "among a model's files, an adapter would be loaded with it unasked"
-            way_out = "Name a new folder"
-            raise ValueError(explain(f"{folder} holds other things than an adapter: {first_few(there)}", why, way_out))
+            why = "an adapter among a model's files would be loaded together with the model"
+            way_out = "Choose a new folder"
+            raise ValueError(explain(f"{folder} holds other files than an adapter's: {first_few(there)}", why, way_out))
     elif folder.exists():
-        raise ValueError(explain(f"{folder}", "this is a file, and an adapter is a folder", "Name a folder"))
+        raise ValueError(explain(f"{folder}", "expected a folder, got a file", "Choose a folder"))
 
 
 @rank_zero_only
 def write_adapter(folder: Path, tensors: Mapping[str, Tensor], settings: str, root: nn.Module) -> None:
     safetensors: Any = require("safetensors.torch", extra="finetune")
     metadata = {"format": "pt", SETTINGS: settings, BASE: json.dumps(base_fingerprint(root))}
-    # Copies, since tensors that share memory, as tied ones do, cannot be in one file.
+    # Copies, since tensors that share memory, such as tied ones, cannot be saved in one file.
     own = {key: tensor.to("cpu", copy=True).contiguous() for key, tensor in tensors.items()}
-    # In memory first: the file itself is then written in one step.
+    # In memory first, so that the file can be written atomically.
     data = safetensors.save(own, metadata)
     config = folder / CONFIG
-    # The order is what is promised in save_adapter: never the new tensors beside the old settings.
+    # This order guarantees, as save_adapter promises, that new tensors are never stored with old settings.
     if config.exists() and config.read_bytes() != settings.encode():
         config.unlink()
     write_atomic(folder / WEIGHTS, data)
@@ -63,17 +63,17 @@ def adapter_folder(folder: Folder) -> Path:
     if source.is_dir() and not (source / WEIGHTS).exists():
         pickles = sorted(path for path in source.iterdir() if path.suffix in _PICKLES)
     if pickles:
-        why = "opening one executes what it says, so it was not opened"
-        way_out = "Have its author save it as safetensors, which PEFT does by default"
+        why = "loading a pickle can execute code, so it was not opened"
+        way_out = "Ask its author to save it as safetensors, which PEFT does by default"
         raise ValueError(explain(f"{pickles[0]} is a pickle", why, way_out))
     if source.is_file():
         raise ValueError(explain(f"{source}", "an adapter is a folder with two files", f"Use '{source.parent}'"))
     if not source.is_dir():
-        why = "there is no such folder here, and nothing is downloaded"
+        why = "the folder does not exist locally, and nothing is downloaded"
         raise FileNotFoundError(explain(f"{source}", why, "Download it first: huggingface_hub.snapshot_download"))
     if not (source / WEIGHTS).is_file():
-        there = first_few(sorted(path.name for path in source.iterdir())) or "nothing"
-        raise FileNotFoundError(explain(f"{source} has no {WEIGHTS}", f"it holds {there}", "Name an adapter's folder"))
+        there = first_few(sorted(path.name for path in source.iterdir())) or "no files"
+        raise FileNotFoundError(explain(f"{source} has no {WEIGHTS}", f"it holds {there}", "Pass an adapter's folder"))
     return source
 
 
@@ -84,5 +84,7 @@ def stored_fingerprint(metadata: Mapping[str, str], source: Path) -> Fingerprint
     what = f"the fingerprint in {source / WEIGHTS}"
     found = parse_json(metadata[BASE], what)
     if not is_fingerprint(found):
-        raise ValueError(explain(f"{what} cannot be read", "it is no object of words", "Pass check_base=False"))
+        raise ValueError(
+            explain(f"{what} cannot be read", "expected a JSON object of strings", "Pass check_base=False")
+        )
     return found

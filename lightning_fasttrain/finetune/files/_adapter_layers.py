@@ -1,4 +1,4 @@
-"""Which layers of a model the tensors in an adapter's file belong to, and which tensors an adapter there would have."""
+"""Match the tensors in an adapter's file to layers of a model, and compare them with the expected tensors."""
 
 import copy
 import dataclasses
@@ -26,22 +26,24 @@ from lightning_fasttrain.finetune.selection.base_fingerprint import (
 from lightning_fasttrain.finetune.selection.targets import find_target_parameters, require_peft
 
 PREFIX = "base_model.model."
-TOKENS = ".token_adapter.trainable_tokens_delta"  # what PEFT calls single rows of an embedding
-_NO_SIZE = re.compile("seed|key|alpha|step|init|final|warmup|interval|delta|transform|lambda")  # whole numbers as well
+TOKENS = ".token_adapter.trainable_tokens_delta"  # PEFT's name for single rows of an embedding
+_NO_SIZE = re.compile(
+    "seed|key|alpha|step|init|final|warmup|interval|delta|transform|lambda"
+)  # integers that are not sizes
 
 
 @dataclass
 class Place:
-    """Where in a model an adapter's file belongs.
+    """Module in a model that an adapter's file belongs to, with its layers.
 
     Attributes:
-        prefix: what the model adds to the names in the file.
-        root: the module that the file names layers of.
-        targets: names of the layers with an adapter, as seen from ``root``.
-        whole: names of the modules that were trained whole.
+        prefix: prefix that the model adds to the names in the file.
+        root: the module whose layers the file names.
+        targets: names of the layers with an adapter, relative to ``root``.
+        whole: names of the modules that were trained in full.
         scaled: names of the targets that (IA)³ scales at their input.
-        tokens: name of each embedding of which rows train → the numbers of the rows.
-        tensors: name of each tensor with an adapter, such as a layer's experts → that of its module.
+        tokens: name of each embedding with trained rows → the indices of the rows.
+        tensors: name of each tensor with an adapter, such as a layer's experts → name of its module.
     """
 
     prefix: str
@@ -54,13 +56,13 @@ class Place:
 
 
 def layers_in_file(keys: Iterable[str], config: Any) -> list[str]:
-    """Names of the layers that tensors in the file are the adapter of."""
+    """Return the names of the layers that the file has adapter tensors for."""
     peft: Any = require_peft()
     mark = peft.mapping.PEFT_TYPE_TO_PREFIX_MAPPING[config.peft_type]
     found = {}
     for key in keys:
         parts = key.split(".")
-        # From the end: a module of the model may be called like PEFT's prefix, too.
+        # From the end: a module of the model may have the same name as PEFT's prefix.
         at = next((i for i in reversed(range(1, len(parts))) if parts[i].startswith(mark)), None)
         if at is not None:
             name = ".".join(parts[:at])
@@ -72,10 +74,10 @@ def layers_in_file(keys: Iterable[str], config: Any) -> list[str]:
 
 
 def find_place(model: nn.Module, keys: list[str], config: Any, name: str) -> Place | None:
-    """The one module in ``model`` that has all layers which the file names; None if there is none.
+    """Find the module in ``model`` that has all layers named in the file; None if there is none.
 
     Raises:
-        ValueError: several have.
+        ValueError: several modules have them.
     """
     targets, tokens = layers_in_file(keys, config), tokens_in_file(keys, config)
     inside = {*targets, *tokens}
@@ -91,22 +93,22 @@ def find_place(model: nn.Module, keys: list[str], config: Any, name: str) -> Pla
             found.append(Place(prefix, root, alone, whole, tokens=tokens, tensors=tensors))
     if len(found) > 1:
         names = [place.prefix.removesuffix(".") or "the model itself" for place in found]
-        why = f"its layers are in {first_few(names)}"
+        why = f"{first_few(names)} have its layers"
         way_out = f"Name one: load_adapter_(model.{names[0]}, …)"
         raise ValueError(explain(f"{type(model).__name__} has several places for the adapter", why, way_out))
     return found[0] if found else None
 
 
 def tensors_meant(root: nn.Module, config: Any) -> dict[str, str]:
-    """Name of each tensor that the file's settings mean in this model → that of its module."""
+    """Map the tensors in this model that match the file's settings to the names of their modules."""
     try:
         return find_target_parameters(root, getattr(config, "target_parameters", None) or ())
-    except ValueError:  # another model
+    except ValueError:  # the file is for another model
         return {}
 
 
 def tokens_in_file(keys: Iterable[str], config: Any) -> dict[str, list[int]]:
-    """Name of each embedding of which the file holds single rows → which, as the settings say."""
+    """Map the embeddings that the file holds single rows of to the rows' indices in the settings."""
     rows = getattr(config, "trainable_token_indices", None) or {}
     found: dict[str, list[int]] = {}
     for key in keys:
@@ -118,10 +120,10 @@ def tokens_in_file(keys: Iterable[str], config: Any) -> dict[str, list[int]]:
 
 
 def refuse_other_tokens(place: Place, file: Any, what: str) -> None:
-    """Refuse rows that the embedding here does not have, or of which the file holds more or fewer than it says.
+    """Refuse rows that the embedding in this model lacks, or whose count differs from the settings.
 
     Raises:
-        ValueError: says which.
+        ValueError: the rows do not fit; the message names them.
     """
     layers = plain_modules(place.root)
     for name, rows in place.tokens.items():
@@ -130,14 +132,16 @@ def refuse_other_tokens(place: Place, file: Any, what: str) -> None:
         known = table.num_embeddings if isinstance(table, nn.Embedding) else 0
         wrong = [row for row in rows if not 0 <= row < known]
         if wrong or len(set(rows)) != stored:
-            why = f"it trained rows {first_few([str(row) for row in wrong or rows])} of '{name}', which has {known}"
-            why += f", and holds {stored}"
-            way_out = "Give the base its tokens with resize_token_embeddings first, as it had them"
+            why = (
+                f"it trained rows {first_few([str(row) for row in wrong or rows])} of '{name}', which has {known} rows"
+            )
+            why += f", and holds {stored} rows"
+            way_out = "Add the same tokens to the base first with resize_token_embeddings"
             raise ValueError(explain(f"the adapter in {what} is for another vocabulary", why, way_out))
 
 
 def candidates(model: nn.Module, name: str) -> dict[str, nn.Module]:
-    """Prefix → module that an adapter's file may name layers of: where the adapter is, or else where one would be."""
+    """Map prefixes to the modules whose layers an adapter's file may name: adapted modules, or else candidates."""
     from transformers import PreTrainedModel
 
     named = {f"{prefix}.".removeprefix("."): module for prefix, module in model.named_modules()}
@@ -151,7 +155,7 @@ def candidates(model: nn.Module, name: str) -> dict[str, nn.Module]:
 
 
 def plain_modules(root: nn.Module) -> dict[str, nn.Module]:
-    """Name → module as they would be without adapters: theirs are left out, and stand for what they hold."""
+    """Map the names that modules have without adapters to the modules; adapter modules are skipped."""
     holders = adapter_holders(root)
     found: dict[str, nn.Module] = {}
     for name, module in root.named_modules():
@@ -161,9 +165,9 @@ def plain_modules(root: nn.Module) -> dict[str, nn.Module]:
 
 
 def layers_meant(layers: Mapping[str, nn.Module], config: Any) -> set[str]:
-    """Names of the layers that the file's settings mean in this model; nothing where they are patterns.
+    """Return the names of the layers in this model that match the file's settings; empty if these are patterns.
 
-    A model with more blocks than the one that was trained has every layer of the file, and others besides.
+    A model with more blocks than the trained one has all layers of the file, and further matching ones.
     """
     ends = config.target_modules
     if not ends or getattr(config, "layers_to_transform", None):
@@ -192,12 +196,12 @@ def _find_whole(layers: Mapping[str, nn.Module], config: Any, rest: list[str]) -
 
 
 def expected_tensors(place: Place, config: Any) -> dict[str, Tensor]:
-    """The tensors that a file of such an adapter in this model holds, without their numbers.
+    """Return the tensors that a file of such an adapter for this model holds, without their values.
 
-    PEFT itself makes the adapter, in copies of the layers that take no memory, so the model is left as it is.
+    PEFT itself creates the adapter, in copies of the layers that take no memory, so the model is not changed.
 
     Raises:
-        ValueError: PEFT cannot make it.
+        ValueError: PEFT cannot create the adapter.
     """
     peft: Any = require_peft()
     from peft.utils.save_and_load import get_peft_model_state_dict
@@ -206,21 +210,23 @@ def expected_tensors(place: Place, config: Any) -> dict[str, Tensor]:
     for device in ("meta", "cpu"):
         skeleton = _skeleton(place, config, device)
         try:
-            with warnings.catch_warnings(action="ignore"):  # which come again when it is added
+            with warnings.catch_warnings(action="ignore"):  # raised again when the adapter is added
                 peft.inject_adapter_in_model(config, skeleton, adapter_name="file")
             return get_peft_model_state_dict(skeleton, adapter_name="file", save_embedding_layers=False)
-        except NotImplementedError:  # a few kinds look at the numbers where they begin
+        except NotImplementedError:  # the initialization of a few kinds reads values
             continue
         except Exception as error:
-            why = f"PEFT cannot make it: {error}"
+            why = f"PEFT cannot create it: {error}"
             raise ValueError(explain(f"the adapter's {config.peft_type.value}", why, "Save it again")) from error
-    raise ValueError(explain(f"{config.peft_type.value}", "PEFT cannot make it without numbers", "Use PeftModel"))
+    raise ValueError(
+        explain(f"{config.peft_type.value}", "PEFT cannot create it on the meta device", "Use peft.PeftModel")
+    )
 
 
 def _config_for(place: Place, config: Any) -> Any:
     config = copy.deepcopy(config)
     if hasattr(config, "init_lora_weights"):
-        config.init_lora_weights = True  # any start gives tensors of the same names and shapes
+        config.init_lora_weights = True  # any initialization gives tensors of the same names and shapes
     config.target_modules = _match_exactly(place.targets)
     config.modules_to_save = place.whole or None
     if hasattr(config, "feedforward_modules"):
@@ -233,15 +239,15 @@ def _config_for(place: Place, config: Any) -> Any:
 
 
 def _skeleton(place: Place, config: Any, device: str) -> nn.Module:
-    """Copies of the layers that the file is for, at their places."""
+    """Create a module with copies of the layers that the file is for, under their names."""
     layers, skeleton = plain_modules(place.root), nn.Module()
     names = [*place.targets, *place.whole, *place.tokens]
     if getattr(config, "bias", "none") == "all":
         names += [name for name, module in layers.items() if "bias" in module._parameters and name not in names]
     for name in names:
-        _put(skeleton, name, _without_numbers(layers[name]) if device == "meta" else copy.deepcopy(layers[name]))
+        _put(skeleton, name, _meta_copy(layers[name]) if device == "meta" else copy.deepcopy(layers[name]))
     for name in dict.fromkeys(place.tensors.values()):
-        _put(skeleton, name, _tensors_without_numbers(layers[name]))
+        _put(skeleton, name, _meta_tensors(layers[name]))
     return skeleton
 
 
@@ -258,10 +264,10 @@ def _put(skeleton: nn.Module, name: str, module: nn.Module) -> None:
     skeleton.add_module(last, module)
 
 
-def _without_numbers(layer: Any) -> nn.Module:
+def _meta_copy(layer: Any) -> nn.Module:
     if is_quantized(layer):
         return nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
-    # What is in the memo is not copied, so the copy of the layer takes no memory.
+    # Tensors in the memo are not copied, so the copy of the layer takes no memory.
     memo: dict[int, Any] = {}
     for parameter in layer.parameters():
         empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
@@ -271,8 +277,8 @@ def _without_numbers(layer: Any) -> nn.Module:
     return copy.deepcopy(layer, memo)
 
 
-def _tensors_without_numbers(owner: Any) -> nn.Module:
-    """What PEFT looks at of a module that it puts adapters on the tensors of."""
+def _meta_tensors(owner: Any) -> nn.Module:
+    """Create a meta module with the tensors of ``owner``, for adapters on tensors."""
     bare: Any = nn.Module()
     bare.is_transposed = getattr(owner, "is_transposed", False)
     with shown_as_parameters(owner):
@@ -282,14 +288,14 @@ def _tensors_without_numbers(owner: Any) -> nn.Module:
 
 
 def nearest_place(model: nn.Module, keys: list[str], fingerprint: Mapping[str, str] | None, name: str) -> nn.Module:
-    """The module that has most of the names, to say what is missing there."""
+    """Return the module that has most of the names, for an error message about the missing ones."""
     wanted = {key.rpartition(".")[0] for key in fingerprint or keys}
     parts = {part for key in wanted for part in _parents(key)}
     return max(candidates(model, name).values(), key=lambda root: len(parts & set(plain_modules(root))))
 
 
 def is_inside(key: str, modules: set[str]) -> bool:
-    """Whether ``key`` names something in one of the ``modules``."""
+    """Check whether ``key`` names a tensor or module inside one of the ``modules``."""
     return any(parent in modules for parent in _parents(key)[:-1])
 
 
@@ -301,21 +307,23 @@ def _parents(key: str) -> list[str]:
 def refuse_other_tensors(
     root: nn.Module, file: Any, keys: list[str], expected: Mapping[str, Tensor], what: str
 ) -> None:
-    """Compare names, shapes and types in a file with those that an adapter here would have; nothing is read.
+    """Refuse a file whose tensor names, shapes or dtypes differ from the expected adapter's.
 
-    PEFT also writes the base's embeddings beside an adapter that targets them; they must be the ones that are here.
+    PEFT also saves the base's embeddings with an adapter that targets them; these must equal this model's.
 
     Raises:
-        ValueError: they differ.
+        ValueError: the tensors differ.
     """
     own = {plain: name for name, plain in base_names(root).items()}
     there = set(keys)
     missing = [key for key in expected if key not in there]
     more = [key for key in keys if key not in expected and key.replace("base_layer.", "") not in own]
-    for names, how in ((missing, "it lacks"), (more, "this model has no place for")):
+    for names, how in ((missing, "it lacks"), (more, "this model does not have")):
         if names:
             raise ValueError(
-                explain(f"{what} has other tensors", f"{how} {first_few(names)}", "Load the model it is for")
+                explain(
+                    f"{what} has other tensors", f"{how} {first_few(names)}", "Load the model that it was trained with"
+                )
             )
     for key in keys:
         part = file.get_slice(f"{PREFIX}{key}")
@@ -323,38 +331,38 @@ def refuse_other_tensors(
         if key not in expected:
             parameter = root.get_parameter(own[key.replace("base_layer.", "")])
             if shape != list(parameter.shape) or not _is_same(parameter, file.get_tensor(f"{PREFIX}{key}")):
-                why = f"'{key}' is another one than this model's, so the base was changed"
+                why = f"'{key}' differs from this model's, so the base was changed"
                 raise ValueError(explain(f"{what} holds a weight of its base", why, "Load that base, or use PeftModel"))
         elif shape != list(expected[key].shape):
-            why = f"'{key[:120]}' is {shape}, and here {list(expected[key].shape)}"
-            raise ValueError(explain(f"{what} is for another model", why, "Load the model it was trained beside"))
+            why = f"'{key[:120]}' is {shape}, expected {list(expected[key].shape)}"
+            raise ValueError(explain(f"{what} is for another model", why, "Load the model that it was trained with"))
         elif DTYPES.get(dtype, torch.bool).is_floating_point != expected[key].is_floating_point() or dtype[:2] == "F8":
-            why = f"'{key[:120]}' is in {dtype}, and here in {expected[key].dtype}"
-            raise ValueError(explain(f"{what} holds something else", why, "Save it again"))
+            why = f"'{key[:120]}' is in {dtype}, expected {expected[key].dtype}"
+            raise ValueError(explain(f"{what} holds tensors of another dtype", why, "Save it again"))
 
 
 def refuse_not_finite(file: Any, what: str) -> None:
-    """Refuse an adapter with which nothing but NaN would come out of the model.
+    """Refuse an adapter with NaN or infinite values.
 
     Raises:
-        ValueError: names the first tensor that has one.
+        ValueError: a tensor has such values; the message names the first one.
     """
-    for key in file.keys():  # noqa: SIM118 (it is no mapping)
+    for key in file.keys():  # noqa: SIM118 (not a mapping)
         tensor = file.get_tensor(key)
         if tensor.is_floating_point() and not tensor.isfinite().all():
-            why = f"'{key[:120]}' holds NaN or infinity, so its training had failed"
+            why = f"'{key[:120]}' holds NaN or infinity, so its training failed"
             way_out = "Use an earlier save, or repair the file with torch.nan_to_num and safetensors.torch.save_file"
             raise ValueError(explain(f"the adapter in {what}", why, way_out))
 
 
 def refuse_sizes_beyond_the_layers(place: Place, config: Any, file: Any, what: str) -> None:
-    """Compare the numbers in the settings that sizes come from with the layers, before anything of that size is made.
+    """Refuse sizes in the settings that exceed the layers' sizes, before memory of that size is allocated.
 
     Raises:
-        ValueError: a rank above that of each layer, or another number above all sizes in the model and in the file.
+        ValueError: a rank exceeds all layers' sizes, or another size exceeds all sizes in the model and in the file.
     """
     most_in_layers, most_in_file = _largest_size(place), 1
-    for key in file.keys():  # noqa: SIM118 (it is no mapping)
+    for key in file.keys():  # noqa: SIM118 (not a mapping)
         most_in_file = max([most_in_file, *file.get_slice(key).get_shape()])
     for setting in dataclasses.fields(config):
         value = getattr(config, setting.name)
@@ -362,32 +370,32 @@ def refuse_sizes_beyond_the_layers(place: Place, config: Any, file: Any, what: s
             continue
         is_rank = setting.name == "r" or "rank" in setting.name
         limit = most_in_layers if is_rank else max(most_in_layers, most_in_file)
-        beyond = [number for number in _whole_numbers(value) if number > limit]
+        beyond = [number for number in _integers(value) if number > limit]
         if beyond:
-            why = f"{setting.name}={str(beyond[0])[:30]} is more than {limit}, the size of the largest layer it is for"
-            raise ValueError(explain(f"the adapter in {what} is for another model", why, "Do not use it"))
+            why = f"{setting.name}={str(beyond[0])[:30]} is more than {limit}, the size of the largest target layer"
+            raise ValueError(explain(f"the adapter in {what} is for another model", why, "Do not use this file"))
 
 
 def _largest_size(place: Place) -> int:
-    """Of all axes of the layers and tensors that the adapter is for."""
+    """Return the largest dimension of the layers and tensors that the adapter is for."""
     layers, sizes = plain_modules(place.root), [1]
     for name in place.targets:
-        # A quantised weight is packed, so the layer is asked for its sizes too.
+        # A quantised weight is packed, so the layer's attributes are read too.
         sizes += [getattr(layers[name], f"{end}_features", 1) for end in ("in", "out")]
         sizes += [size for parameter in layers[name].parameters(recurse=False) for size in parameter.shape]
     for name in set(place.tensors.values()):
-        tensors = _tensors_without_numbers(layers[name])
+        tensors = _meta_tensors(layers[name])
         sizes += [size for parameter in tensors.parameters() for size in parameter.shape]
     return max(sizes)
 
 
-def _whole_numbers(value: object) -> list[int]:
+def _integers(value: object) -> list[int]:
     if isinstance(value, dict):
         value = list(value.values())
     values = value if isinstance(value, list | set | tuple) else [value]
-    return [number for number in values if type(number) is int]  # not bool, which is an int too
+    return [number for number in values if type(number) is int]  # excludes bool, which is a subclass of int
 
 
 def _is_same(parameter: Tensor, stored: Tensor) -> bool:
-    # In bfloat16, as the base may be in another precision than it was then.
+    # In bfloat16, since the base may have been saved in another precision.
     return bool((parameter.detach().cpu().to(torch.bfloat16) == stored.to(torch.bfloat16)).all())

@@ -1,4 +1,4 @@
-"""Virtual tokens out of an adapter's file."""
+"""Load virtual tokens from an adapter's file."""
 
 import copy
 import itertools
@@ -25,7 +25,7 @@ from lightning_fasttrain.finetune.selection.base_fingerprint import (
     refuse_other_base,
 )
 
-# What is not taken from a file: it must not ask for a tokenizer, and the sizes follow from the model.
+# Settings that are not taken from a file: no tokenizer may be loaded, and the model determines the sizes.
 _FROM_HERE: dict[str, Any] = {
     "prompt_tuning_init": "RANDOM",
     "prompt_tuning_init_text": None,
@@ -33,7 +33,7 @@ _FROM_HERE: dict[str, Any] = {
     **dict.fromkeys(("num_layers", "token_dim", "num_attention_heads", "num_transformer_submodules")),
     "encoder_hidden_size": None,
 }
-WRONG_BASE = "Load the base that it was trained beside, or pass check_base=False if you know that it fits"
+WRONG_BASE = "Load the base that it was trained with, or pass check_base=False if you know that it matches"
 
 
 def load_prompts_(
@@ -45,7 +45,10 @@ def load_prompts_(
     trainable: bool,
     fingerprint: Fingerprint | None,
 ) -> list[str]:
-    """As :func:`~lightning_fasttrain.finetune.load_adapter_`, for files of virtual tokens; returns the model's name."""
+    """Load a file of virtual tokens into ``model``, and return the name of the Hugging Face model.
+
+    See :func:`~lightning_fasttrain.finetune.load_adapter_`.
+    """
     from peft.utils.save_and_load import set_peft_model_state_dict
 
     check_prompt_config(config)
@@ -55,22 +58,24 @@ def load_prompts_(
         refuse_other_base(fingerprint, root, what, WRONG_BASE)
     network = config.peft_type.value == "P_TUNING" or getattr(config, "prefix_projection", False)
     if network and (trainable or (there is not None and not there.inference_mode)):
-        why = "its virtual tokens came out of a network, which is not in the file"
+        why = "a network computed its virtual tokens, and the file does not hold that network"
         way_out = "Resume from Lightning's checkpoint, or load it under another name with trainable=False"
         raise ValueError(explain(f"training {what} on", why, way_out))
     for key, value in _FROM_HERE.items():
         if hasattr(config, key):
-            setattr(config, key, getattr(there, key, value))  # those of the one that is there, so that it is the same
+            setattr(
+                config, key, getattr(there, key, value)
+            )  # settings of the existing adapter, so that the two are identical
     if task != "unknown" and config.task_type not in (None, task):
-        why = f"its task is {config.task_type}, and here it is {task}"
-        raise ValueError(explain(f"{what} is for another model", why, "Load the model that it was trained beside"))
-    shapes = {key: list(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 (it is no mapping)
+        why = f"its task is {config.task_type}, and this model's task is {task}"
+        raise ValueError(explain(f"{what} is for another model", why, "Load the model that it was trained with"))
+    shapes = {key: list(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 (not a mapping)
     expected = _shapes_here(config, plain_model(root))
     wrong = [key for key in {**expected, **shapes} if expected.get(key) != shapes.get(key)]
     if wrong:
         key = wrong[0]
-        why = f"'{key[:120]}' is {shapes.get(key, 'not there')}, and here {expected.get(key, 'nothing')}"
-        raise ValueError(explain(f"{what} is for another model", why, "Load the model that it was trained beside"))
+        why = f"'{key[:120]}' is {shapes.get(key, 'missing')}, expected {expected.get(key, 'no such tensor')}"
+        raise ValueError(explain(f"{what} is for another model", why, "Load the model that it was trained with"))
     refuse_not_finite(file, str(source))
     add_prompt_(model, config, name=name)
     prompted = model.get_submodule(place)
@@ -80,7 +85,7 @@ def load_prompts_(
 
 
 def _shapes_here(config: Any, base: Any) -> dict[str, list[int]]:
-    """Of the tensors that PEFT's file of such virtual tokens before this model would hold."""
+    """Return the shapes of the tensors in PEFT's file of such virtual tokens for this model."""
     from peft.utils.other import _prepare_prompt_learning_config
 
     filled = copy.deepcopy(config)
@@ -90,7 +95,7 @@ def _shapes_here(config: Any, base: Any) -> dict[str, list[int]]:
     if filled.peft_type.value == "PREFIX_TUNING":
         virtual = [filled.num_virtual_tokens, 2 * filled.num_layers * filled.token_dim]
     shapes = {"prompt_embeddings": virtual}
-    heads = ["classifier", "score"] if filled.task_type == "SEQ_CLS" else []  # which PEFT lets train
+    heads = ["classifier", "score"] if filled.task_type == "SEQ_CLS" else []  # PEFT trains these
     for name, plain in base_names(base).items():
         if _trains_whole(plain, [*heads, *(filled.modules_to_save or [])]):
             shapes[f"base_model.{plain}"] = list(base.get_parameter(name).shape)
@@ -98,6 +103,6 @@ def _shapes_here(config: Any, base: Any) -> dict[str, list[int]]:
 
 
 def _trains_whole(parameter: str, names: list[str]) -> bool:
-    """PEFT takes modules whose names end so, be it in the middle of a word."""
+    """Check whether a parameter is in a module that PEFT trains in full, selected by the suffix of its name."""
     modules = itertools.accumulate(parameter.split(".")[:-1], lambda outer, inner: f"{outer}.{inner}")
     return any(module.endswith(tuple(names)) for module in modules)

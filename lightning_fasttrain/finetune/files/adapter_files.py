@@ -1,4 +1,4 @@
-"""Adapters in files of PEFT's own format: written whole or not at all, and read without trusting them."""
+"""Save adapters atomically in PEFT's file format, and load them without trusting the files."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -55,23 +55,23 @@ from lightning_fasttrain.finetune.selection.base_fingerprint import (
 def save_adapter(model: nn.Module, folder: Folder, *, name: str | None = None) -> Path:
     """Save an adapter as PEFT does, without the base: ``adapter_model.safetensors`` and ``adapter_config.json``.
 
-    ``peft.PeftModel.from_pretrained(base, folder)`` loads it, and :func:`load_adapter_`. Beside the tensors stand a
-    fingerprint of the base, by which the latter refuses another one, and a copy of the settings. Whenever the process
-    dies, the folder holds the old adapter or the new one: the file of the tensors changes in one step, and the settings
-    are taken away before it where they differ, so that PEFT finds no settings rather than others' ones. In distributed
-    runs every process calls it, and the first one writes.
+    Load it with :func:`load_adapter_` or ``peft.PeftModel.from_pretrained(base, folder)``. The tensor file's metadata
+    also holds a fingerprint of the base, with which :func:`load_adapter_` refuses another base, and a copy of the
+    settings. If the process dies, the folder holds either the old or the new adapter: the tensor file is replaced
+    atomically, and differing settings are deleted first, so that PEFT never finds settings of another adapter. In
+    distributed runs every process must call this function, and rank 0 writes.
 
     Args:
-        model: with an adapter: any module, also one that holds the adapted one.
-        folder: made where it is missing. Of one that holds an adapter only these two files are replaced.
-        name: of the adapter; may be left out where there is one.
+        model: any module with an adapter, or one that holds the adapted module.
+        folder: path of the folder, created if missing. In a folder with an adapter only these two files are replaced.
+        name: name of the adapter; optional if there is only one.
 
     Returns:
         The folder.
 
     Raises:
-        ValueError: no adapter, several and no name, or one that began by changing the base in a way that cannot be
-            repeated; the model is sharded; or the folder holds other things and no adapter.
+        ValueError: there is no adapter, or there are several and ``name`` is not given; its initialization changed the
+            base in a way that cannot be repeated; the model is sharded; or the folder holds other files and no adapter.
 
     Example:
         >>> import peft
@@ -82,7 +82,7 @@ def save_adapter(model: nn.Module, folder: Folder, *, name: str | None = None) -
         ['adapter_config.json', 'adapter_model.safetensors']
 
     Source:
-        ``peft.PeftModel.save_pretrained``; the tensors are its own to the last bit.
+        ``peft.PeftModel.save_pretrained``; the tensors are identical bit for bit.
     """
     prefix, root, name = _find_adapter(model, name)
     from peft.utils.save_and_load import get_peft_model_state_dict
@@ -93,11 +93,11 @@ def save_adapter(model: nn.Module, folder: Folder, *, name: str | None = None) -
         refuse_namesake(one, base_names(root).values())
     target = Path(folder)
     refuse_other_things(target)
-    # False: "auto" would ask Hugging Face's hub about the base.
+    # False: "auto" would query the Hugging Face Hub about the base.
     state = get_peft_model_state_dict(root, adapter_name=name, save_embedding_layers=False)
     _warn_of_what_is_left_out(model, {f"{prefix}{key}" for key in state})
     refuse_shards(state)
-    before = "" if config.is_prompt_learning else PREFIX  # as PEFT names them in files
+    before = "" if config.is_prompt_learning else PREFIX  # PEFT's prefix in files
     tensors = {f"{before}{key}": tensor.detach() for key, tensor in state.items()}
     write_adapter(target, tensors, written_config(config, plain_model(root)), root)
     return target
@@ -106,31 +106,33 @@ def save_adapter(model: nn.Module, folder: Folder, *, name: str | None = None) -
 def load_adapter_(
     model: nn.Module, folder: Folder, *, name: str = "default", trainable: bool = False, check_base: bool = True
 ) -> list[str]:
-    """Load an adapter from a folder of :func:`save_adapter` or of PEFT into ``model``, in place, and use it.
+    """Load an adapter saved by :func:`save_adapter` or PEFT into ``model``, in place, and activate it.
 
-    Where there is none of this name it is added, as by :func:`~lightning_fasttrain.finetune.add_adapter_`; else the
-    weights of the one that is there are replaced. All is checked before anything changes: settings, names and shapes,
-    and that the base has the weights that the adapter was trained beside; files of PEFT say nothing about those. A
-    base in another precision is the same one; of a quantised one and its original just the names are compared.
+    If ``model`` has no adapter of this name, one is added, as by :func:`~lightning_fasttrain.finetune.add_adapter_`;
+    otherwise the weights of the existing adapter are replaced. All checks run before the model changes: settings,
+    names, shapes, and that the base has the weights that the adapter was trained with; files saved by PEFT do not
+    identify their base. A base in another precision is accepted; for a quantised base and its original only the names
+    are compared.
 
     Nothing in the folder is executed, imported, downloaded or used as a pattern: pickles are refused unopened, and the
-    layers are those that the tensors are named after.
+    layers are determined by the names of the tensors.
 
     Args:
-        model: any module that has the layers, or holds the module that has.
-        folder: with ``adapter_model.safetensors`` and ``adapter_config.json``.
-        name: of the adapter in this model.
-        trainable: whether it goes on training; otherwise it is frozen, and its dropout off. All else is frozen.
-        check_base: whether to refuse a base of which the fingerprint differs.
+        model: any module that has the layers, or that holds the module with the layers.
+        folder: path of the folder with ``adapter_model.safetensors`` and ``adapter_config.json``.
+        name: name of the adapter in this model.
+        trainable: whether the adapter continues training; otherwise it is frozen, and its dropout is disabled. All
+            other parameters are frozen.
+        check_base: whether to refuse a base with another fingerprint.
 
     Returns:
         Qualified names of the adapted layers.
 
     Raises:
-        FileNotFoundError: no such folder, or no adapter in it.
-        ValueError: a file that is damaged, no safetensors, holds NaN, or does not belong to this model; the message
-            names what differs first. Or the adapter of this name is another one.
-        TypeError: the layers are quantised, and PEFT has no such adapter for those.
+        FileNotFoundError: the folder does not exist, or holds no adapter.
+        ValueError: a file is damaged, not in safetensors format, holds NaN, or does not belong to this model; the
+            message names the first difference. Or the existing adapter of this name has other settings.
+        TypeError: the layers are quantised, and PEFT has no such adapter for them.
 
     Example:
         >>> import peft
@@ -174,7 +176,7 @@ def load_adapter_(
 
 
 def _find_adapter(model: nn.Module, name: str | None) -> tuple[str, nn.Module, str]:
-    """Prefix, module and name of the one adapter that is meant."""
+    """Return the prefix, module and name of the selected adapter."""
     roots = adapted_modules(model)
     there = [(prefix, one) for prefix, root in roots.items() for one in adapters_on(root)]
     meant = [(prefix, one) for prefix, one in there if name in (None, one)]
@@ -186,15 +188,19 @@ def _find_adapter(model: nn.Module, name: str | None) -> tuple[str, nn.Module, s
         shown = [f"'{one}' in {prefix}" for prefix, one in there]
     listed = ", ".join(shown)
     if not meant:
-        raise ValueError(explain(f"name={name!r}", "there is no such adapter", f"There are: {listed}"))
+        raise ValueError(explain(f"name={name!r}", "there is no such adapter", f"Existing adapters: {listed}"))
     one = meant[0][1]
-    alike = [prefix for prefix, other in meant if other == one and prefix]
-    way_out = f"Name the module: save_adapter(model.{alike[0]}, …)" if len(alike) > 1 else f"Use name='{one}', say"
+    places = [prefix for prefix, other in meant if other == one and prefix]
+    way_out = (
+        f"Name the module: save_adapter(model.{places[0]}, …)"
+        if len(places) > 1
+        else f"Select one, for example name='{one}'"
+    )
     raise ValueError(explain(f"{type(model).__name__} has several adapters", listed, way_out))
 
 
 def _warn_of_what_is_left_out(model: nn.Module, saved: set[str]) -> None:
-    """What trains beside the adapter is in no file of it, and would be missed when it is loaded."""
+    """Warn about trainable parameters that belong to no adapter, since they are not saved."""
     adapters = adapter_parameters(model)
     trains = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     lost = [name for name in trains if name not in adapters and name not in saved]
@@ -205,15 +211,17 @@ def _warn_of_what_is_left_out(model: nn.Module, saved: set[str]) -> None:
 def refuse_shards(state: Mapping[str, Tensor]) -> None:
     shards = [key for key, tensor in state.items() if isinstance(tensor, DTensor) or not tensor.numel()]
     if shards:
-        why = "the model is sharded, and this process has but a part of it"
+        why = "the model is sharded, and this process holds only a shard of it"
         raise ValueError(explain(f"{first_few(shards)}", why, "Gather the model first, or save Lightning's checkpoint"))
 
 
 def _layer_keys(keys: list[str], source: Path) -> list[str]:
     odd = [key for key in keys if not key.startswith(PREFIX)]
     if odd or not keys:
-        why = f"it has {first_few(odd)}, and names begin with '{PREFIX}'" if odd else "it is empty"
-        raise ValueError(explain(f"{source / WEIGHTS} is no adapter's", why, "Save it with save_adapter or PEFT"))
+        why = f"it has {first_few(odd)}, but names must begin with '{PREFIX}'" if odd else "it is empty"
+        raise ValueError(
+            explain(f"{source / WEIGHTS} is not an adapter file", why, "Save it with save_adapter or PEFT")
+        )
     return [key.removeprefix(PREFIX) for key in keys]
 
 
@@ -222,7 +230,7 @@ def _find_place(
 ) -> Place:
     targets = layers_in_file(keys, config)
     if not targets:
-        why = f"it has no tensor of a {config.peft_type.value} adapter"
+        why = f"it has no tensors of a {config.peft_type.value} adapter"
         raise ValueError(explain(f"{source / WEIGHTS}", why, "Save it again"))
     place = find_place(model, keys, config, name)
     root = place.root if place is not None else nearest_place(model, keys, fingerprint, name)
@@ -234,33 +242,33 @@ def _find_place(
     if place is None:
         absent = absent or [key for key in keys if not is_inside(key, set(targets))]
         why = f"{type(model).__name__} has no {first_few(absent)}"
-        raise ValueError(explain(f"{what} is for another model", why, "Load the model that it was trained beside"))
+        raise ValueError(explain(f"{what} is for another model", why, "Load the model that it was trained with"))
     meant = {*layers_meant(layers, config), *tensors_meant(place.root, config).values()}
     more = sorted(meant - {*targets, *place.whole})
     if more:
-        why = f"it has nothing for {first_few(more)}, which its settings mean as well"
-        raise ValueError(explain(f"{what} is for another model", why, "Load the model that it was trained beside"))
+        why = f"it has no tensors for {first_few(more)}, which its settings include"
+        raise ValueError(explain(f"{what} is for another model", why, "Load the model that it was trained with"))
     return place
 
 
 def _add(model: nn.Module, place: Place, config: Any, name: str, file: Any) -> tuple[list[str], str, nn.Module]:
-    """Add the adapter, and return its layers, and the prefix and module that it was put into."""
+    """Add the adapter, and return its layers, and the prefix and module that it was added to."""
     if hasattr(config, "feedforward_modules"):
         config.feedforward_modules = _match_exactly(place, place.scaled)
     targets, train = _match_exactly(place, place.targets), _match_exactly(place, place.whole)
     if place.tensors:
         config.target_parameters = [f"{place.prefix}{tensor}" for tensor in place.tensors]
-    # They are given by ``train=``, as patterns that mean just these.
+    # They are passed as ``train=``, in patterns that match only these modules.
     config.modules_to_save = None
     if place.tokens:
         config.trainable_token_indices = place.tokens
-    # ``()`` is not None: a start out of data is not refused, and the numbers of the file take its place.
+    # ``()`` is not None: a data-dependent initialization is accepted, and the file's values replace it.
     names = add_adapter_(model, config, targets, train=train, name=name, batches=())  # pyright: ignore[reportArgumentType]
     for prefix, root in adapted_modules(model).items():
         before = f"{prefix}." if prefix else ""
         if name in adapters_on(root) and names[0].startswith(before):
             return names, before, root
-    raise AssertionError("what was added is not there")
+    raise AssertionError("the added adapter was not found")
 
 
 def _match_exactly(place: Place, names: list[str]) -> list[re.Pattern[str]]:
@@ -270,25 +278,25 @@ def _match_exactly(place: Place, names: list[str]) -> list[re.Pattern[str]]:
 
 
 def _scaled_at_input(place: Place, config: Any, keys: list[str], file: Any) -> list[str]:
-    """(IA)³ has one factor for each output of a layer, [out, 1], or for each input, [1, in]."""
+    """Return the targets that (IA)³ scales at the input, [1, in], rather than at the output, [out, 1]."""
     ends = config.feedforward_modules or []
     found = []
     for target in place.targets:
         key = f"{target}.ia3_l"
         shape = file.get_slice(f"{PREFIX}{key}").get_shape() if key in keys else [0]
-        single = all(size == 1 for size in shape)  # [1, 1] may be either, so that the settings decide
+        single = all(size == 1 for size in shape)  # [1, 1] can be either, so the settings decide
         if shape[:1] == [1] and (not single or any(f".{target}".endswith(f".{end}") for end in ends)):
             found.append(target)
     return found
 
 
 def _fill_(root: nn.Module, root_prefix: str, place: Place, name: str, file: Any) -> None:
-    """Give the adapter the values in the file."""
+    """Copy the values in the file into the adapter."""
     from peft.utils.save_and_load import get_peft_model_state_dict
 
     own = get_peft_model_state_dict(root, adapter_name=name, save_embedding_layers=False)
     with torch.no_grad():
-        for key, tensor in own.items():  # the parameters' own memory
+        for key, tensor in own.items():  # shares memory with the parameters
             tensor.copy_(file.get_tensor(f"{PREFIX}{(root_prefix + key).removeprefix(place.prefix)}"))
 
 
@@ -303,7 +311,7 @@ def _use(root: nn.Module, name: str, trainable: bool) -> None:
 
 @contextmanager
 def _same_random_state() -> Iterator[None]:
-    """PEFT draws the numbers that an adapter begins with, though others take their place."""
+    """Restore the random state afterwards, since PEFT draws initial values that loading replaces."""
     before = random_state()
     try:
         yield

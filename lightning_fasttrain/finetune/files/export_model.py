@@ -1,4 +1,4 @@
-"""A fine-tuned Hugging Face model as a plain one in a folder, for whatever reads ``from_pretrained``."""
+"""Export a fine-tuned Hugging Face model to a plain folder for ``from_pretrained``."""
 
 import copy
 import os
@@ -38,27 +38,28 @@ from lightning_fasttrain.finetune.selection.base_fingerprint import (
 
 
 def export_model(model: nn.Module, folder: Folder, *, dtype: torch.dtype | None = None) -> Path:
-    """Save the Hugging Face model in ``model`` as a plain one: adapters merged, weights in floats, in safetensors.
+    """Save the Hugging Face model in ``model`` as a plain one: adapters merged, unquantised weights, in safetensors.
 
-    ``from_pretrained(folder)`` gives a model with the same outputs, without PEFT, bitsandbytes or this package; so do
-    programs that read such folders, such as those that convert to GGUF. Configuration and generation settings are
-    beside it; save the tokenizer there too: ``tokenizer.save_pretrained(folder)``. The folder appears once it is
-    whole. ``model`` is left as it was, bit for bit, but for gradients of the adapters; meanwhile host memory holds
-    its weights twice. In distributed runs every process calls it, and the first one writes.
+    ``from_pretrained(folder)`` returns a model with the same outputs, without PEFT, bitsandbytes or this package; other
+    programs can read the folder too, such as converters to GGUF. The configuration and generation settings are saved
+    with the weights; save the tokenizer there too: ``tokenizer.save_pretrained(folder)``. The folder appears only when
+    it is complete. ``model`` is unchanged bit for bit, except that gradients of the adapters are removed; during the
+    export host memory holds its weights twice. In distributed runs every process must call this function, and rank 0
+    writes.
 
     Args:
         model: a Hugging Face model, or a module that holds one; with adapters of any kind that can be merged, with
-            some that are merged already, or without.
-        folder: which must not be there yet, or be empty.
-        dtype: of all floating-point weights; None leaves each as it is, and is refused for a quantised model.
+            merged adapters, or without adapters.
+        folder: path of the new folder, which must not exist or must be empty.
+        dtype: dtype of all floating-point weights; None keeps each dtype, and is refused for a quantised model.
 
     Returns:
         The folder.
 
     Raises:
-        TypeError: there is no Hugging Face model in it.
-        ValueError: there are several; the folder is in use; weights are quantised and no ``dtype`` is given, or
-            sharded; the class in its configuration has other weights; adapters cannot be merged.
+        TypeError: there is no Hugging Face model in ``model``.
+        ValueError: ``model`` holds several; the folder is in use; weights are sharded, or are quantised and no
+            ``dtype`` is given; the configuration's class has other weights; adapters cannot be merged.
 
     Example:
         >>> import transformers, lightning_fasttrain as ft
@@ -74,14 +75,14 @@ def export_model(model: nn.Module, folder: Folder, *, dtype: torch.dtype | None 
     require("transformers", extra="finetune")
     root, target = _find_root(model), Path(folder)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        why = "it is there already, and is not overwritten"
-        raise ValueError(explain(f"{target}", why, "Name a new folder, or move that one away"))
+        why = "the path already exists and is not overwritten"
+        raise ValueError(explain(f"{target}", why, "Choose a new folder, or move the existing one"))
     if dtype is not None and dtype not in FLOATS:
         raise ValueError(explain(f"dtype={dtype}", "weights are saved in floats", f"Use one of {FLOATS}"))
     packed = [is_torchaos(parameter) for parameter in root.parameters()]
     if dtype is None and (any(packed) or any(is_quantized(module) for module in root.modules())):
-        why = "its quantised weights are saved in floats, and which is a matter of size"
-        raise ValueError(explain(f"{type(root).__name__} without dtype=", why, "Use dtype=torch.bfloat16, say"))
+        why = "quantised weights are exported as floats, and the dtype must be chosen"
+        raise ValueError(explain(f"{type(root).__name__} without dtype=", why, "Use for example dtype=torch.bfloat16"))
     refuse_shards(dict(root.named_parameters()))
     with _merge_for_now(root):
         _write(target, _plain_twin(root, _plain_state(root, dtype)))
@@ -97,11 +98,11 @@ def _find_root(model: nn.Module) -> Any:
         if isinstance(module, PreTrainedModel) and not inside:
             found[name] = module
     if not found:
-        why = "there is no Hugging Face model in it, so no from_pretrained that could read it"
+        why = "it contains no Hugging Face model, so from_pretrained could not load it"
         way_out = "Use unload_adapters_(model), and save its state_dict()"
         raise TypeError(explain(f"export_model of a {type(model).__name__}", why, way_out))
     if len(found) > 1:
-        why = f"there are several Hugging Face models in it: {', '.join(found)}"
+        why = f"it contains several Hugging Face models: {', '.join(found)}"
         way_out = f"Name one: export_model(model.{next(iter(found))}, …)"
         raise ValueError(explain(f"export_model of a {type(model).__name__}", why, way_out))
     return next(iter(found.values()))
@@ -109,9 +110,9 @@ def _find_root(model: nn.Module) -> Any:
 
 @contextmanager
 def _merge_for_now(root: nn.Module) -> Iterator[None]:
-    """Have the adapters in the weights for as long as it lasts."""
+    """Merge the adapters inside a ``with`` block, and unmerge them afterwards."""
     layers: list[Any] = list(switches(root))
-    # Merged ones stay as they are: it is the weights of now that are exported.
+    # Merged adapters stay merged: the current weights are exported.
     if not layers or any(getattr(layer, "merged", False) for layer in layers):
         yield
         return
@@ -124,12 +125,12 @@ def _merge_for_now(root: nn.Module) -> Iterator[None]:
 
 
 def _plain_state(root: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """The weights under the names that they have without adapters, in floats, on the host."""
+    """Return the unquantised weights on the host, under the names that they have without adapters."""
     holders, state = adapter_holders(root), dict[str, Tensor]()
     quantized = {name: module for name, module in root.named_modules() if is_quantized(module)}
     for key, tensor in root.state_dict().items():
         owner = next((name for name in quantized if key == name or key.startswith(f"{name}.")), None)
-        plain = plain_name(key, holders)  # None: an adapter's
+        plain = plain_name(key, holders)  # None: the key belongs to an adapter
         if plain is not None and (owner is None or key == f"{owner}.bias"):
             state[plain] = tensor.dequantize() if is_torchaos(tensor) else tensor
     for name, layer in quantized.items():
@@ -144,7 +145,7 @@ def _plain_state(root: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor
 
 
 def _trained_whole(root: nn.Module, holders: dict[str, str]) -> dict[str, Tensor]:
-    """Of modules that trained whole beside an adapter, the copy that did."""
+    """Return the weights of modules that were fully trained with an adapter, from the trained copies."""
     found: dict[str, Tensor] = {}
     if not any(adapters_on(module) for module in root.modules()):
         return found
@@ -158,25 +159,25 @@ def _trained_whole(root: nn.Module, holders: dict[str, str]) -> dict[str, Tensor
 
 
 def _plain_twin(root: Any, state: dict[str, Tensor]) -> Any:
-    """A model of the same class and configuration with these weights, as ``from_pretrained`` would make it.
+    """Create a model of the same class and configuration with these weights, as ``from_pretrained`` would.
 
     Raises:
-        ValueError: the configuration makes a model with other weights.
+        ValueError: the configuration describes a model with other weights.
     """
     config = copy.deepcopy(root.config)
     vars(config).pop("quantization_config", None)  # the files hold floats
     with torch.device("meta"):
         twin = type(root)(config)
     try:
-        # Assigned, as parameters on meta have no memory to copy to; strict, so that nothing stays there.
+        # Assigned, since meta parameters have no memory to copy to; strict, so that none stays on meta.
         twin.load_state_dict(state, assign=True)
     except RuntimeError as error:
         expected = twin.state_dict()
         names = [name for name in {**expected, **state} if name not in expected or name not in state]
         names += [name for name in expected if name in state and expected[name].shape != state[name].shape]
-        why = f"{first_few(names)} differ from what its configuration makes, so from_pretrained could not read it"
+        why = f"{first_few(names)} differ from the weights in its configuration, so from_pretrained could not load it"
         raise ValueError(explain(f"export_model of a {type(root).__name__}", why, "Correct model.config")) from error
-    twin.tie_weights()  # assigning has parted what is tied
+    twin.tie_weights()  # assigning separated the tied weights
     if "generation_config" in vars(root):
         twin.generation_config = copy.deepcopy(root.generation_config)
     return twin
@@ -187,10 +188,10 @@ def _write(target: Path, model: Any) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = target.parent / f"{TEMPORARY}{target.name}-{os.getpid()}-{secrets.token_hex(4)}"
     try:
-        with warnings.catch_warnings(action="ignore"):  # of generation settings, as they were loaded
+        with warnings.catch_warnings(action="ignore"):  # about generation settings that were loaded that way
             model.save_pretrained(unfinished)
         for path in unfinished.iterdir():
-            # All is on the disk before the folder gets its name, which is one step.
+            # All files are on disk before the folder is renamed, which is atomic.
             with path.open("rb") as file:
                 os.fsync(file.fileno())
         sync_folder(unfinished)
@@ -199,5 +200,5 @@ def _write(target: Path, model: Any) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
     sync_folder(target.parent)
-    numbers = sum(parameter.numel() for parameter in model.parameters())
-    say("export_model: %s with %s parameters in %s", type(model).__name__, f"{numbers:,}", target)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    say("export_model: %s with %s parameters in %s", type(model).__name__, f"{parameters:,}", target)

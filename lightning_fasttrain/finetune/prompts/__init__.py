@@ -1,6 +1,6 @@
-"""Trains virtual tokens before the input of a Hugging Face model.
+"""Train virtual tokens that are prepended to the input of a Hugging Face model.
 
-They are PEFT's, whose model takes the model's place.
+PEFT implements the virtual tokens; a ``PeftModel`` replaces the model.
 
 From the bottom up: ``_prompt_hooks``, ``add_prompt``, ``prompt_tuning``.
 """

@@ -1,4 +1,4 @@
-"""What PEFT's model with virtual tokens lacks: outputs as long as the labels, and a prefix that can be recomputed."""
+"""Hooks for PEFT's models with virtual tokens: outputs as long as the labels, and a prefix that can be recomputed."""
 
 from functools import partial
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_fasttrain.core.messages import explain
 
-# What a model returns along its sequence, which virtual tokens make longer.
+# Outputs with a sequence dimension, which virtual tokens make longer.
 _LONGER = {
     "SEQ_CLS": ("hidden_states",),
     "SEQ_2_SEQ_LM": ("encoder_last_hidden_state", "encoder_hidden_states"),
@@ -17,40 +17,40 @@ _LONGER_ELSEWHERE = ("logits", "last_hidden_state", "hidden_states")
 
 
 def cut_virtual_tokens(prompted: Any, args: tuple[Any, ...], given: dict[str, Any], output: Any) -> None:
-    """Hook of the forward: make what it returns as long as what it was given.
+    """Cut the virtual tokens from the outputs of the forward, so that they are as long as its inputs.
 
     Raises:
-        ValueError: it was given what has virtual tokens in it already; or returns a tuple.
+        ValueError: an input already contains virtual tokens, or the output is a tuple.
     """
     config = prompted.active_peft_config
     if prompted._adapters_disabled:
         return
     if given.get("past_key_values") is not None or given.get("encoder_outputs") is not None:
-        why = "virtual tokens are in it already, and would be put in a second time"
-        way_out = "Leave it out, or generate with model.generate(...)"
-        raise ValueError(explain(f"a cache given to a {type(prompted).__name__}", why, way_out))
-    if config.peft_type.value == "PREFIX_TUNING":  # its tokens are in the cache, not in the sequence
+        why = "it already contains the virtual tokens, which would be added a second time"
+        way_out = "Omit the cache, or use model.generate(...)"
+        raise ValueError(explain(f"a cache passed to a {type(prompted).__name__}", why, way_out))
+    if config.peft_type.value == "PREFIX_TUNING":  # the virtual tokens are in the cache, not in the sequence
         return
     if isinstance(output, tuple):
-        why = "in a tuple it cannot be told which parts the virtual tokens have made longer"
-        raise ValueError(explain("return_dict=False with virtual tokens", why, "Leave it out"))
-    # The order of these three in the forward of all of PEFT's models.
+        why = "the outputs that virtual tokens make longer cannot be identified in a tuple"
+        raise ValueError(explain("return_dict=False with virtual tokens", why, "Omit return_dict=False"))
+    # All of PEFT's models take these three arguments in this order.
     given = dict(zip(("input_ids", "attention_mask", "inputs_embeds"), args, strict=False)) | given
     source = given["inputs_embeds"] if given.get("input_ids") is None else given["input_ids"]
     for name in _LONGER.get(config.task_type, _LONGER_ELSEWHERE):
         value = output.get(name)
         if isinstance(value, tuple):
-            output[name] = tuple(part[:, -source.shape[1] :] for part in value)
+            output[name] = tuple(tensor[:, -source.shape[1] :] for tensor in value)
         elif value is not None:
-            output[name] = value[:, -source.shape[1] :]  # they come first, so the end is what was given
+            output[name] = value[:, -source.shape[1] :]  # virtual tokens come first, so the end belongs to the input
 
 
 class StillPrompt:
-    """Replaces ``get_prompt`` of PEFT's model: while gradients are taken, a prefix's cache stays as it is.
+    """Replacement of ``get_prompt`` of PEFT's model that keeps a prefix's cache unchanged while gradients are computed.
 
-    Each layer puts its prefix before what it is given, and keeps none of that. The result is the same, but a block that
-    is run a second time, as activation checkpointing does, finds the cache as it was the first time. The object holds
-    the model rather than a bound method, so that a copy of the model has its own.
+    Each layer concatenates its prefix with the keys and values without storing them. The result is the same, but a
+    block that is run a second time, as activation checkpointing does, finds the original cache. The object holds the
+    model rather than a bound method, so that a copy of the model has its own.
     """
 
     def __init__(self, prompted: Any) -> None:
@@ -60,20 +60,20 @@ class StillPrompt:
         from transformers.cache_utils import EncoderDecoderCache
 
         cache = type(self.prompted).get_prompt(self.prompted, *args, **kwargs)
-        if isinstance(cache, Tensor) or not torch.is_grad_enabled():  # generation is to go on with its cache
+        if isinstance(cache, Tensor) or not torch.is_grad_enabled():  # generation needs to extend its cache
             return cache
         of_decoder = cache
         if isinstance(cache, EncoderDecoderCache):
             cache.cross_attention_cache.update = _return_as_given
-            cache.is_updated = _NeverUpdated(cache.is_updated)  # a block that runs again would look there
+            cache.is_updated = _NeverUpdated(cache.is_updated)  # a recomputed block would read it
             of_decoder = cache.self_attention_cache
         for layer in of_decoder.layers:
-            layer.update = partial(_put_behind_prefix, layer)  # on this cache alone: each forward gets a new one
+            layer.update = partial(_put_behind_prefix, layer)  # only on this cache: each forward gets a new one
         return cache
 
 
 class GenerateWithCache:
-    """Replaces ``generate`` of PEFT's model, which without a cache leaves a prefix out and says nothing."""
+    """Replacement of ``generate`` of PEFT's model, which would silently ignore a prefix without a cache."""
 
     def __init__(self, prompted: Any) -> None:
         self.prompted = prompted
@@ -82,7 +82,7 @@ class GenerateWithCache:
         prefixed = self.prompted.active_peft_config.peft_type.value == "PREFIX_TUNING"
         if prefixed and kwargs.get("use_cache") is False and not self.prompted._adapters_disabled:
             raise ValueError(
-                explain("use_cache=False", "the prefix is in the cache", "Leave it out, or use PromptTuning")
+                explain("use_cache=False", "the cache holds the prefix", "Omit use_cache=False, or use PromptTuning")
             )
         return type(self.prompted).generate(self.prompted, *args, **kwargs)
 
@@ -96,7 +96,7 @@ def _return_as_given(keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[
 
 
 class _NeverUpdated(dict[int, bool]):
-    """Which layers' keys and values of the encoder's output are in the cache: none, ever."""
+    """Mapping of cross-attention layers to whether they are cached, which stays False for all of them."""
 
     def __setitem__(self, layer: int, updated: bool) -> None:
         pass

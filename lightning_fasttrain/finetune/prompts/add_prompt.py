@@ -1,4 +1,4 @@
-"""Virtual tokens that train before the input of a frozen Hugging Face model."""
+"""Add trainable virtual tokens to the input of a frozen Hugging Face model."""
 
 import copy
 import warnings
@@ -28,33 +28,34 @@ _KINDS = ("PROMPT_TUNING", "PREFIX_TUNING", "P_TUNING")
 
 @notices_late_parameters
 def add_prompt_(model: nn.Module, config: Any, *, train: Iterable[str] = (), name: str = "default") -> str:
-    """Put virtual tokens before the input of the Hugging Face model in ``model``, in place, and freeze all else.
+    """Prepend virtual tokens to the input of the Hugging Face model in ``model``, in place, and freeze everything else.
 
-    A ``PeftModel`` takes the place of the Hugging Face model, which is inside as ``base_model``: keys of the
-    ``state_dict`` have that word in them from then on. It is called and generates as ``peft.get_peft_model`` makes it,
-    best with keywords, and has all attributes of the model inside. From logits and hidden states the positions of the
-    virtual tokens are cut, so that these are as long as the labels. A cache cannot be given to ``forward``; behind a
-    prefix ``generate`` needs its own (``use_cache=True``); and learned positions must be enough for all tokens.
+    A ``PeftModel`` replaces the Hugging Face model, which it holds as ``base_model``: keys of the ``state_dict``
+    contain that word afterwards. Its forward and ``generate`` work as in ``peft.get_peft_model``, preferably with
+    keyword arguments, and it has all attributes of the model inside. The positions of the virtual tokens are cut from
+    logits and hidden states, so that these are as long as the labels. A cache cannot be passed to ``forward``; with a
+    prefix ``generate`` needs its own cache (``use_cache=True``); learned positions must be enough for all tokens.
 
-    A causal model that is given labels learns to predict the first token as well, from the virtual ones. The head of a
-    sequence classifier trains too, as PEFT wants it. Prompt tuning a decoder for classification needs inputs that are
-    padded on the left: Hugging Face's take the last position for the last token.
+    A causal model that gets labels also learns to predict the first token, from the virtual tokens. The head of a
+    sequence classifier trains too, as in PEFT. Prompt tuning of a decoder for classification needs left-padded inputs,
+    since Hugging Face's classifiers use the last position as the last token.
 
     Args:
-        model: a module that holds just one Hugging Face model: a causal or an encoder-decoder language model, a
+        model: a module that holds exactly one Hugging Face model: a causal or an encoder-decoder language model, a
             sequence classifier, or the bare model without a head.
         config: ``peft.PromptTuningConfig``, ``peft.PrefixTuningConfig`` or ``peft.PromptEncoderConfig``. A copy of it
-            is used, with what the model tells filled in.
-        train: names of modules in the Hugging Face model, as seen from there, that train whole and are saved too.
-        name: of this adapter, among several.
+            is used, with the model's task and sizes filled in.
+        train: names of modules, relative to the Hugging Face model, that are trained in full and saved too.
+        name: name of this adapter, among several.
 
     Returns:
-        Qualified name of the ``PeftModel``. If there is an adapter of this name and kind, nothing is done.
+        Qualified name of the ``PeftModel``. If an adapter of this name and kind exists, the model is not changed.
 
     Raises:
-        TypeError: ``config`` is none of those; there is no Hugging Face model, or one for another task.
-        ValueError: there are several, or ``model`` is one itself; an adapter of another kind is there; a prefix is for
-            a model with activation checkpointing of its own, which takes away the cache that it is put into.
+        TypeError: ``config`` has another type; there is no Hugging Face model, or one for another task.
+        ValueError: there are several Hugging Face models, or ``model`` is one itself; an adapter of another kind
+            exists; a prefix is requested for a model with its own activation checkpointing, which removes the cache
+            that holds the prefix.
         ModuleNotFoundError: PEFT is not installed.
 
     Example:
@@ -69,7 +70,7 @@ def add_prompt_(model: nn.Module, config: Any, *, train: Iterable[str] = (), nam
         torch.Size([1, 4, 9])
 
     Source:
-        ``peft.get_peft_model``. Checked against it, bit for bit, on four kinds of models.
+        ``peft.get_peft_model``. Verified bit for bit against it on four kinds of models.
     """
     check_prompt_config(config)
     check_name(name)
@@ -82,23 +83,23 @@ def add_prompt_(model: nn.Module, config: Any, *, train: Iterable[str] = (), nam
         refuse_tied(base, trained_whole)
     config.modules_to_save = [*whole, *trained_whole] or None
     fill_(config, base)
-    # PEFT fills in what is None when it adds the adapter; without that the same one asked for again would differ.
+    # PEFT fills in settings that are None when it adds the adapter; without this, adding it again would differ.
     for setting, value in vars(there.get(name, config)).items():
         if getattr(config, setting, 0) is None:
             setattr(config, setting, value)
     if is_there(there, name, config):
         train_mode(root)
         return place
-    as_asked = copy.copy(config.modules_to_save)  # PEFT adds a classifier's head to it, and would again
+    as_asked = copy.copy(config.modules_to_save)  # PEFT adds a classifier's head to it, and would add it again
     with ExitStack() as on_error:
         on_error.callback(freeze_(model))
         prompted = _put_before(base, root, config, name)
         on_error.pop_all()
     config.modules_to_save = as_asked
     use_prompt_(prompted, name, trainable=not config.inference_mode)
-    # So that a later cast of the model does not round them.
+    # Keeps a later cast of the model from rounding them.
     keep_in_float32_(prompted.prompt_encoder)
-    for where, module in list(model.named_modules(remove_duplicate=False)):  # wherever it is held
+    for where, module in list(model.named_modules(remove_duplicate=False)):  # all modules that hold it
         if module is base and prompted is not root:
             parent, _, last = where.rpartition(".")
             setattr(model.get_submodule(parent), last, prompted)
@@ -113,10 +114,10 @@ def add_prompt_(model: nn.Module, config: Any, *, train: Iterable[str] = (), nam
 
 
 def find_language_model(model: nn.Module) -> tuple[str, Any]:
-    """Name of the Hugging Face model in ``model``, and the model, or what PEFT has put around it.
+    """Return the name of the Hugging Face model in ``model``, and that model or the ``PeftModel`` around it.
 
     Raises:
-        TypeError: there is none.
+        TypeError: there is no Hugging Face model.
         ValueError: there are several, or it is ``model`` itself.
     """
     from transformers import PreTrainedModel
@@ -126,25 +127,25 @@ def find_language_model(model: nn.Module) -> tuple[str, Any]:
     found = keep_outermost({name: module for name, module in model.named_modules() if isinstance(module, kinds)})
     what = f"virtual tokens for {type(model).__name__}"
     if not found:
-        why = "there is no Hugging Face model in it, and what other models take for input, mask and cache is unknown"
-        raise TypeError(explain(what, why, "Use LoRA, which suits any module"))
+        why = "it holds no Hugging Face model, and other models' input, mask and cache arguments are unknown"
+        raise TypeError(explain(what, why, "Use LoRA, which supports any module"))
     if len(found) > 1:
-        why = f"there are several Hugging Face models in it: {', '.join(map(repr, found))}"
-        raise ValueError(explain(what, why, "Give each a module of its own, or use LoRA"))
+        why = f"it holds several Hugging Face models: {', '.join(map(repr, found))}"
+        raise ValueError(explain(what, why, "Hold each in a separate module, or use LoRA"))
     name, root = next(iter(found.items()))
     if not name and not isinstance(root, peft.PeftModel):
-        why = "PEFT puts a model of its own around it, which needs a place to stand in"
+        why = "a PeftModel replaces it, which needs a parent module to hold it"
         raise ValueError(explain(what, why, "Hold it in a module, or use peft.get_peft_model(model, config)"))
     return name, root
 
 
 def plain_model(root: Any) -> Any:
-    """The Hugging Face model, where PEFT has put virtual tokens before it."""
+    """Return the Hugging Face model inside a ``PeftModel`` with virtual tokens; else ``root`` itself."""
     return root.base_model if has_prompt(root) else root
 
 
 def fill_(config: Any, base: Any) -> None:
-    """Give a configuration the task of the model, and the sizes that PEFT does not find, or takes for others.
+    """Fill in the task of the model, and the sizes that PEFT does not find or confuses.
 
     Raises:
         TypeError: PEFT has no virtual tokens for this task.
@@ -153,15 +154,15 @@ def fill_(config: Any, base: Any) -> None:
     known = config.task_type in ("CAUSAL_LM", "SEQ_2_SEQ_LM", "SEQ_CLS", "FEATURE_EXTRACTION")
     if not known or base.config.is_encoder_decoder != (config.task_type == "SEQ_2_SEQ_LM"):
         what = f"virtual tokens for {type(base).__name__}, of task {config.task_type}"
-        why = "PEFT has them for language models, sequence classifiers and models without head"
-        raise TypeError(explain(what, why, "Use LoRA, which suits any module"))
-    if config.peft_type.value != "PREFIX_TUNING":  # which has sizes of its own
+        why = "PEFT supports them for language models, sequence classifiers and models without a head"
+        raise TypeError(explain(what, why, "Use LoRA, which supports any module"))
+    if config.peft_type.value != "PREFIX_TUNING":  # prefix tuning has its own sizes
         config.token_dim = config.token_dim or base.get_input_embeddings().embedding_dim
         config.num_attention_heads = config.num_attention_heads or base.config.num_attention_heads
 
 
 def task_of(base: nn.Module) -> str:
-    """What a model is for, as PEFT calls it, by the list of classes that Hugging Face's Auto classes choose from."""
+    """Return a model's PEFT task type, from the classes that Hugging Face's Auto classes choose from."""
     from transformers.models.auto import modeling_auto
 
     names = {kind.__name__ for kind in type(base).__mro__}
@@ -179,19 +180,19 @@ def task_of(base: nn.Module) -> str:
 def check_prompt_config(config: Any) -> None:
     peft = require_peft()
     if not isinstance(config, peft.PeftConfig) or config.peft_type.value not in _KINDS:
-        why = f"virtual tokens are of the kinds {', '.join(_KINDS)}"
-        way_out = "Use one such as peft.PromptTuningConfig(num_virtual_tokens=20); LoRA and others: add_adapter_"
+        why = f"expected a PEFT configuration of kind {', '.join(_KINDS)}"
+        way_out = "Use for example peft.PromptTuningConfig(num_virtual_tokens=20); for LoRA and others use add_adapter_"
         raise TypeError(explain(f"config is a {type(config).__name__}", why, way_out))
     positive_int("num_virtual_tokens", config.num_virtual_tokens)
 
 
 def _put_before(base: nn.Module, root: Any, config: Any, name: str) -> Any:
-    """PEFT's model for this one and for its task, with virtual tokens of this name."""
+    """Return PEFT's model for ``base`` and its task, with virtual tokens of this name."""
     peft = require_peft()
     with ExitStack() as stack, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")  # PEFT asks for it
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")  # PEFT reads it
         if any(isinstance(parameter, FakeTensor) for parameter in base.parameters()):
-            # whose rows cannot be taken for a start; what is made now becomes fake later
+            # Rows of fake embeddings cannot initialize the tokens; new tensors become fake later.
             stack.enter_context(unset_fake_temporarily())
             stack.callback(setattr, config, "prompt_tuning_init", getattr(config, "prompt_tuning_init", None))
             config.prompt_tuning_init = "RANDOM"

@@ -19,21 +19,23 @@ from lightning_fasttrain.finetune.selection.targets import require_peft
 class PromptTuning(Adapter):
     """Train a few virtual tokens before the input of a frozen Hugging Face model, and nothing else.
 
-    A ``PeftModel`` takes the model's place in the module that holds it, so keys of the ``state_dict`` change there; a
-    model that nothing holds needs ``peft.get_peft_model``. The head of a sequence classifier trains as well.
+    A ``PeftModel`` replaces the model in the module that holds it, so keys of the ``state_dict`` change there; a
+    model without a parent module needs ``peft.get_peft_model``. The head of a sequence classifier trains as well.
 
-    Tens of thousands of parameters train, so gradients and optimizer states all but vanish; activations are kept as
-    ever. It comes near to full fine-tuning in large models only, and wants high learning rates, such as 0.3.
+    Tens of thousands of parameters train, so gradients and optimizer states become negligible; activations take as
+    much memory as before. Prompt tuning approaches full fine-tuning only in large models, and needs high learning
+    rates, such as 0.3.
 
     Args:
-        tokens: how many.
-        start: what they are at first: ``"vocabulary"``, random tokens of it; ``"random"``, normal; or the ids of
-            tokens, as a tokenizer gives them for a description of the task, repeated or cut to fit.
+        tokens: number of virtual tokens.
+        start: initial values: ``"vocabulary"``, embeddings of random tokens of the vocabulary; ``"random"``, a normal
+            distribution; or token ids, such as a tokenizer's ids for a description of the task, repeated or cut to
+            ``tokens``.
         train, name, checkpoint: as for :class:`~lightning_fasttrain.finetune.Adapter`.
 
     Raises:
-        TypeError, ValueError: ``tokens`` is no whole number of at least 1, or ``start`` none of those; when the run
-            begins, as :func:`~lightning_fasttrain.finetune.add_prompt_`.
+        TypeError, ValueError: ``tokens`` is not a positive integer, or ``start`` is unknown; when the run begins, see
+            :func:`~lightning_fasttrain.finetune.add_prompt_`.
 
     Example:
         >>> prompts = PromptTuning(20)
@@ -63,7 +65,9 @@ class PromptTuning(Adapter):
         else:
             self.start += [int(one) for one in start]
             if not self.start or min(self.start) < 0:
-                raise ValueError(explain(f"start={start!r}", "tokens have ids from 0", "Use a tokenizer's input_ids"))
+                raise ValueError(
+                    explain(f"start={start!r}", "expected token ids of at least 0", "Use a tokenizer's input_ids")
+                )
         kind = "SAMPLE_VOCAB" if start == "vocabulary" else "RANDOM"
         config = require_peft().PromptTuningConfig(num_virtual_tokens=tokens, prompt_tuning_init=kind)
         super().__init__(config, train=train, name=name, checkpoint=checkpoint)
@@ -74,27 +78,28 @@ class PromptTuning(Adapter):
 
     def apply(self, model: nn.Module) -> None:
         root = find_language_model(model)[1]
-        known = list(adapters_on(root))  # before: what is there has been trained, and does not begin again
+        known = list(adapters_on(root))  # existing adapters may be trained, and keep their values
         _refuse_unknown(self.start, root)
         place = add_prompt_(model, self.config, train=self.train, name=self.name)
         if self.start and self.name not in known:
-            _begin_with_(model.get_submodule(place), self.name, self.start)
+            _initialize_(model.get_submodule(place), self.name, self.start)
 
 
 class PrefixTuning(Adapter):
     """Train a few virtual keys and values before those of every layer of a frozen Hugging Face model, nothing else.
 
-    More parameters than :class:`PromptTuning`, which says what becomes of the model, and nearer to full fine-tuning in
-    small models. The model must have a key-value cache, into which they are put; blocks can be recomputed all the same.
+    It trains more parameters than :class:`PromptTuning`, and comes closer to full fine-tuning in small models. See
+    :class:`PromptTuning` for the changes to the model. The model must have a key-value cache, which holds the prefix;
+    blocks can still be recomputed by activation checkpointing.
 
     Args:
-        tokens: how many, in each layer.
-        projection: let them come out of a network of two layers while they train, which is steadier and needs more
-            memory: True for one as wide as a layer's keys, or its width. ``save_adapter`` keeps its outcome alone.
+        tokens: number of virtual tokens in each layer.
+        projection: compute the prefix with a two-layer network during training, which is more stable and needs more
+            memory: True for a network as wide as a layer's keys, or its width. ``save_adapter`` saves only the result.
         train, name, checkpoint: as for :class:`~lightning_fasttrain.finetune.Adapter`.
 
     Raises:
-        TypeError, ValueError: ``tokens`` or ``projection`` is no whole number of at least 1; when the run begins, as
+        TypeError, ValueError: ``tokens`` or ``projection`` is not a positive integer; when the run begins, see
             :func:`~lightning_fasttrain.finetune.add_prompt_`.
 
     Example:
@@ -135,13 +140,13 @@ class PrefixTuning(Adapter):
 def _refuse_unknown(ids: list[int], root: Any) -> None:
     known = root.get_input_embeddings().num_embeddings
     if ids and max(ids) >= known:
-        why = f"the vocabulary has {known}"
-        raise ValueError(explain(f"start holds {max(ids)}", why, "Use the model's own tokenizer"))
+        why = f"the vocabulary has {known} tokens"
+        raise ValueError(explain(f"start holds token id {max(ids)}", why, "Use the model's own tokenizer"))
 
 
-def _begin_with_(root: Any, name: str, ids: list[int]) -> None:
+def _initialize_(root: Any, name: str, ids: list[int]) -> None:
     embeddings, weight = root.get_input_embeddings(), root.prompt_encoder[name].embedding.weight
-    if isinstance(embeddings.weight, FakeTensor):  # a prediction: there are no numbers to copy
+    if isinstance(embeddings.weight, FakeTensor):  # a prediction: there are no values to copy
         return
     repeated = (ids * -(-len(weight) // len(ids)))[: len(weight)]
     with torch.no_grad():
