@@ -2,10 +2,12 @@
 
 import ast
 import json
+import operator
 import re
 import tomllib
 from pathlib import Path
 
+import lightning_fasttrain as ft
 from examples.plan_against_search import as_row
 from lightning_fasttrain.cli.main import main
 
@@ -137,3 +139,15 @@ def test_its_commands_use_extras_and_scripts_that_exist():
     assert "&& .venv/bin/pytest " in test
     for extra in re.findall(r"\[(\w+)\]", run + test):
         assert extra in project["optional-dependencies"]
+
+
+def calls_in_the_table():
+    """Names of the package that the table "What hurts, and what to add" calls."""
+    table = README.split("## What hurts")[1].split("\n## ")[0]
+    return sorted(set(re.findall(r"`(?:ft\.)?([\w.]+)\(", table)) - {"help"})
+
+
+def test_the_names_in_the_table_exist():
+    assert len(calls_in_the_table()) > 20
+    for name in calls_in_the_table():
+        operator.attrgetter(name)(ft)
