@@ -225,7 +225,7 @@ def test_a_base_with_other_names_is_refused(tmp_path):
     [
         (
             lambda: LoRA(rank=2, targets="up"),
-            "has other trained parameters than this run: this run has no ['blocks.0.down.",
+            "other trained parameters than this run: this run has no ['blocks.0.down.",
         ),
         (lambda: LoRA(rank=2, name="two"), "it lacks ['blocks.0.up.lora_A.two.weight', "),
         (lambda: Adapter(peft.LoHaConfig(r=2), ["up", "down"]), "it lacks ['blocks.0.up.hada_w1_a.default', "),
