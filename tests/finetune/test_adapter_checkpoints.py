@@ -226,7 +226,10 @@ def test_a_base_with_other_names_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (lambda: LoRA(rank=2, targets="up"), "trained something else than this run: this run has no ['blocks.0.down."),
+        (
+            lambda: LoRA(rank=2, targets="up"),
+            "other trained parameters than this run: this run has no ['blocks.0.down.",
+        ),
         (lambda: LoRA(rank=2, name="two"), "it lacks ['blocks.0.up.lora_A.two.weight', "),
         (lambda: Adapter(peft.LoHaConfig(r=2), ["up", "down"]), "it lacks ['blocks.0.up.hada_w1_a.default', "),
     ],
@@ -239,7 +242,7 @@ def test_another_adapter_is_refused_naming_what_differs(other, message, tmp_path
 
 def test_a_checkpoint_from_before_the_adapter_is_no_one_to_resume(tmp_path):
     plain = fit([every(tmp_path, every_n_epochs=1)], epochs=1)
-    with pytest.raises(ValueError, match="the checkpoint holds no adapter: it was saved before there was one"):
+    with pytest.raises(ValueError, match="the checkpoint holds no adapter: it was saved before the adapter was added"):
         fit([lora()], ckpt_path=tmp_path / "epoch=0-step=5.ckpt")
     module = TinyLM()  # the way out that the message names
     module.load_state_dict(torch.load(tmp_path / "epoch=0-step=5.ckpt", weights_only=True)["state_dict"])

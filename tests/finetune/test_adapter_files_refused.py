@@ -178,7 +178,7 @@ def test_headers_that_promise_too_much_are_refused(folder):
         ({"r": "2"}, "has 'r': '2': expected int"),
         ({"r": 0}, "PEFT cannot create it|PEFT rejects the settings"),
         ({"r": 2.5}, "has 'r': 2.5: expected int"),
-        ({"r": 10**12}, "r=1000000000000 is more than 16, the size of the largest layer"),
+        ({"r": 10**12}, "r=1000000000000 is more than 16, the size of the largest target layer"),
         ({"lora_alpha": "x"}, "has 'lora_alpha': 'x'"),
         ({"lora_alpha": 10**400}, "PEFT cannot create it|PEFT rejects"),
         ({"lora_dropout": True}, "has 'lora_dropout': True"),

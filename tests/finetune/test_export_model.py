@@ -113,7 +113,7 @@ def test_adapters_that_are_merged_stay_so_and_a_model_without_is_saved_as_it_is(
 def test_what_cannot_be_exported_is_refused_and_leaves_nothing(tmp_path, monkeypatch):
     packed, target = build("Llama"), tmp_path / "model"
     quantize_base_(packed)
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM without dtype=: .* Use dtype=torch.bfloat16"):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM without dtype=: .* Use for example dtype=torch.bfloat16"):
         export_model(packed, target)
     with pytest.raises(ValueError, match=r"dtype=torch.int8: weights are saved in floats"):
         export_model(packed, target, dtype=torch.int8)

@@ -208,7 +208,7 @@ def test_what_quantised_layers_cannot_carry_is_refused_and_nothing_is_changed(ki
     before, required = weights(model), list(trained(model))
     for config, message in [
         (peft.LoraConfig(r=2, init_lora_weights="pissa"), r"'pissa' on 'blocks.0.up', which is quantised"),
-        (peft.LoHaConfig(r=2), r"LOHA on 'blocks.0.up', which is quantised: PEFT has no such layer"),
+        (peft.LoHaConfig(r=2), r"LOHA on 'blocks.0.up', which is quantised: PEFT does not support this adapter"),
     ]:
         with pytest.raises(TypeError, match=message):
             ft.finetune.add_adapter_(model, config, "up")

@@ -209,7 +209,7 @@ class LoRA(Adapter):
         https://arxiv.org/abs/2404.02948. All as PEFT implements them.
     """
 
-    effect: ClassVar[str] = "trains two thin matrices beside each frozen layer; rsLoRA, DoRA, PiSSA too"
+    effect: ClassVar[str] = "trains two low-rank matrices beside each frozen layer; rsLoRA, DoRA, PiSSA too"
     when: ClassVar[str] = (
         "you fine-tune, and gradients and optimizer states do not fit; not for training from the beginning"
     )

@@ -75,7 +75,7 @@ def forget_quantization_(root: nn.Module) -> None:
 
 
 class QuantizedMerge:
-    """Merges adapters into quantised layers one by one, and measures the error of each.
+    """Merge of adapters into quantised layers, one by one, with the measured error of each.
 
     Attributes:
         against_trained: name of the layer → relative difference of its outputs to its outputs before merging.
