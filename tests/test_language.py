@@ -77,7 +77,10 @@ def test_no_banned_word_is_in_the_package(file):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_no_banned_word_is_in_the_documentation(page):
-    assert list(find_banned(page.read_text())) == []
+    text = page.read_text()
+    if page.name == "CHANGELOG.md":  # it names what was renamed
+        text = re.sub("`[^`]*`", "", text)
+    assert list(find_banned(text)) == []
 
 
 @pytest.mark.parametrize("notebook", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda file: file.stem)

@@ -104,7 +104,7 @@ def markdown_card(technique: type[Technique], ladder: Climbed | None = None) -> 
         >>> print(markdown_card(StepMeter).partition("**Source:**")[0])
         ### StepMeter
         <BLANKLINE>
-        Shows where the time of a training step goes; see `StepTimer`.
+        Measures the time of each phase of a training step; see `StepTimer`.
         <BLANKLINE>
         **Effect:** ms per step by phase, samples/s, tokens/s.
         <BLANKLINE>

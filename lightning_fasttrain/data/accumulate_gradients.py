@@ -17,8 +17,9 @@ from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule, 
 from lightning_fasttrain.data.normalizer.find_count import find_split_of, stage_of
 from lightning_fasttrain.data.normalizer.find_split import CannotSplitError
 from lightning_fasttrain.data.normalizer.micro_batch_weights import MicroBatchWeights, Number
-from lightning_fasttrain.data.normalizer.split_rule import DeferredCheck, LossSplit, OtherSplitError, StepWeights
+from lightning_fasttrain.data.normalizer.split_rule import LossSplit, OtherSplitError
 from lightning_fasttrain.data.normalizer.step_gradients import StepGradients
+from lightning_fasttrain.data.normalizer.step_weights import DeferredCheck, StepWeights
 from lightning_fasttrain.data.normalizer.trial.sample_rows import sample_rows
 from lightning_fasttrain.data.normalizer.trial.step_function import key_of, loss_of
 from lightning_fasttrain.data.split_batch import batch_size, split_batch

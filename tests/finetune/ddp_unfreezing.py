@@ -1,4 +1,4 @@
-"""Run by two processes under torchrun (see test_gradual_unfreezing.py): each run writes what it found."""
+"""Run by two processes under torchrun (see test_gradual_unfreezing.py): each run writes its results."""
 
 import inspect
 import json
@@ -21,13 +21,13 @@ from tests.support.nets import TinyLM, as_loader, largest_difference, lm_batches
 RANKS = lm_batches(2, size=6, seed=3), lm_batches(2, size=4, seed=4)
 GROUPS = [["head"], ["blocks.2"], ["blocks.1"]]
 EPOCHS = 3
-# What it was called before torch 2.13.
+# Its name before torch 2.13.
 NEW, OLD = "forward_sync_buffers", "broadcast_buffers"
 WITHOUT_SYNC = NEW if NEW in inspect.signature(DistributedDataParallel.__init__).parameters else OLD
 
 
 class Untied(TinyLM):
-    """A head of its own, and a buffer that each rank has for itself once training has started."""
+    """A model with an untied head, and a buffer that differs between ranks once training has started."""
 
     def build(self):
         super().build()
@@ -116,7 +116,7 @@ def main(path):
         with open(path, "w") as file:
             json.dump(gathered, file)
     # Without destructors: DDP's may wait for a gloo thread that waits for the interpreter lock (see ddp_scenarios.py).
-    time.sleep(1)  # the other rank may still be reading what was gathered
+    time.sleep(1)  # the other rank may still be reading the gathered tensors
     os._exit(0)
 
 

@@ -39,7 +39,7 @@ MODELS = {
 
 
 def storages_alive():
-    while gc.collect():  # what one collection frees may have kept others
+    while gc.collect():  # objects freed by one collection may have kept others alive
         pass
     found = {}
     for thing in gc.get_objects():
@@ -51,9 +51,9 @@ def storages_alive():
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.filterwarnings("ignore:.*stay in full precision")
-def test_the_sum_is_what_came_into_memory_with_the_model(kind):
-    """Independent of names and of kinds: all tensors that there are now, and were not before."""
-    MODELS[kind]()  # libraries make tables of their own the first time
+def test_total_equals_the_memory_that_the_model_allocates(kind):
+    """Compare with all tensors that exist now and did not before, whatever their names and kinds."""
+    MODELS[kind]()  # libraries create tables of their own the first time
     before = storages_alive()
     model = MODELS[kind]()
     came = sum(nbytes for storage, nbytes in storages_alive().items() if storage not in before)
@@ -82,7 +82,7 @@ def test_kinds_of_a_quantised_model():
     assert account.nbytes["model.layers.0.mlp.up_proj.base_layer.weight"] == 64 * 128 // 2
 
 
-def test_the_table_names_every_kind_and_every_reason():
+def test_table_lists_every_kind_and_every_reason():
     model = mixture()
     quantize_base_(model, skip=["**.o_proj"])
     text = str(account_bytes(model))
@@ -92,7 +92,7 @@ def test_the_table_names_every_kind_and_every_reason():
     assert "mlp.gate: it is a MixtralTopKRouter" in text
 
 
-def test_what_is_tied_counts_once():
+def test_tied_weights_count_once():
     tied, untied = account_bytes(llama(tie_word_embeddings=True)), account_bytes(llama())
     assert untied.total - tied.total == 90 * 64 * 4
     assert "lm_head.weight" not in tied.kinds

@@ -1,4 +1,4 @@
-"""Lightning's checkpoints hold what trains, resume to the last bit, and are refused where they do not belong."""
+"""Lightning's checkpoints hold what trains, resume bit for bit, and are refused by other runs."""
 
 import re
 import sys
@@ -27,7 +27,7 @@ def lora(**settings):
 
 
 def rows(shuffled):
-    """The same rows one by one, in an order that is drawn for each epoch."""
+    """Return a loader of the same rows, one by one, shuffled in each epoch if asked."""
     single = [{key: value[i] for key, value in batch.items()} for batch in BATCHES for i in range(6)]
     return DataLoader(_Listed(single), batch_size=6, shuffle=shuffled)
 
@@ -36,7 +36,7 @@ def fit(callbacks, module=None, loader=None, epochs=3, **resume):
     module = TinyLM() if module is None else module
     torch.manual_seed(11)
     if resume:
-        torch.manual_seed(99)  # another process is in another state
+        torch.manual_seed(99)  # another process has another RNG state
         resume["weights_only"] = True
     checkpointing = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
     t = trainer(callbacks, max_epochs=epochs, enable_checkpointing=checkpointing, logger=False)
@@ -45,7 +45,7 @@ def fit(callbacks, module=None, loader=None, epochs=3, **resume):
 
 
 def every(tmp_path, **settings):
-    """A checkpoint each time, none deleted."""
+    """Return a ModelCheckpoint that saves often and deletes nothing."""
     return ModelCheckpoint(tmp_path, "{epoch}-{step}", save_top_k=-1, **settings)
 
 
@@ -54,7 +54,7 @@ def equal(a, b):
 
 
 class Rest(torch.utils.data.Sampler):
-    """What is left of an epoch."""
+    """Sampler of the remaining rows of an epoch."""
 
     at = 0
 
@@ -69,7 +69,7 @@ class Rest(torch.utils.data.Sampler):
 
 
 class Resumable(DataLoader):
-    """A loader that knows where in its epoch it is, as torchdata's does; without one Lightning begins again."""
+    """A loader that can resume in mid-epoch, like torchdata's; with others Lightning restarts the epoch."""
 
     def __init__(self):
         super().__init__(_Listed(BATCHES), batch_size=None, sampler=Rest())
@@ -87,7 +87,7 @@ class Resumable(DataLoader):
         (lambda: rows(False), {"every_n_epochs": 1}, "epoch=0-step=5.ckpt"),
         (lambda: rows(True), {"every_n_epochs": 1}, "epoch=0-step=5.ckpt"),
         (lambda: rows(True), {"every_n_epochs": 1}, "epoch=1-step=10.ckpt"),
-        (lambda: rows(True), {"every_n_train_steps": 5}, "epoch=1-step=10.ckpt"),  # before the epoch has ended
+        (lambda: rows(True), {"every_n_train_steps": 5}, "epoch=1-step=10.ckpt"),  # in mid-epoch
         (Resumable, {"every_n_train_steps": 3}, "epoch=0-step=3.ckpt"),
         (Resumable, {"every_n_train_steps": 4}, "epoch=1-step=8.ckpt"),
         (Resumable, {"every_n_train_steps": 5}, "epoch=1-step=10.ckpt"),
@@ -102,7 +102,7 @@ def test_resumed_equals_uninterrupted_with_dropout(loader, saves, file, tmp_path
 
 
 class Wound(TinyLM):
-    """Draws one number more at the start of its training."""
+    """Draws one more random number at the start of training."""
 
     def on_train_start(self):
         torch.rand(1)
@@ -111,7 +111,7 @@ class Wound(TinyLM):
         torch.rand(1)
 
 
-def test_a_checkpoint_holds_what_trains_and_little_else(tmp_path):
+def test_checkpoint_holds_only_trained_parameters(tmp_path):
     module = fit([lora(), every(tmp_path, every_n_epochs=1)])
     checkpoint = torch.load(tmp_path / "epoch=2-step=15.ckpt", weights_only=True)
     assert set(checkpoint["state_dict"]) == set(trained_names(module)) == ADAPTER
@@ -123,14 +123,14 @@ def test_a_checkpoint_holds_what_trains_and_little_else(tmp_path):
 
 
 @pytest.mark.parametrize("strategy", [DeepSpeedStrategy, FSDPStrategy])
-def test_strategies_with_files_of_their_own_are_left_alone(strategy):
-    """DeepSpeed's is a subclass of DDP's, of whose checkpoints one process writes one file."""
+def test_strategies_with_their_own_file_format_are_unchanged(strategy):
+    """DeepSpeed's strategy is a subclass of DDP's, whose checkpoints are one file, written by one process."""
     t = SimpleNamespace(strategy=strategy(), world_size=2, callbacks=[])
     LoRA(rank=2).attach(t, TinyLM())
     assert not {"lightning_module_state_dict", "load_model_state_dict"} & vars(t.strategy).keys()
 
 
-def test_its_size_does_not_grow_with_the_base(tmp_path):
+def test_checkpoint_size_does_not_depend_on_the_base(tmp_path):
     class Wide(TinyLM):
         def __init__(self):
             super().__init__()
@@ -140,10 +140,10 @@ def test_its_size_does_not_grow_with_the_base(tmp_path):
     for net in (TinyLM, Wide):
         fit([LoRA(rank=2, targets="up"), every(tmp_path / net.__name__, every_n_epochs=3)], module=net(), epochs=3)
         sizes.append((tmp_path / net.__name__ / "epoch=2-step=15.ckpt").stat().st_size)
-    assert sizes[1] - sizes[0] < 1000  # of a megabyte
+    assert sizes[1] - sizes[0] < 1000  # the base is a megabyte larger
 
 
-def test_modules_that_train_whole_and_their_statistics_are_in_it():
+def test_checkpoint_holds_fully_trained_modules_and_their_statistics():
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2), nn.BatchNorm1d(2))
     LoRA(rank=2, targets="0", train=["3"]).apply(net)
     adapter = {"0.lora_A.default.weight", "0.lora_B.default.weight"}
@@ -151,7 +151,7 @@ def test_modules_that_train_whole_and_their_statistics_are_in_it():
     assert set(trained_state(net)) == adapter | norm
 
 
-def test_weights_only_checkpoints_validate(tmp_path):
+def test_weights_only_checkpoints_can_be_validated(tmp_path):
     module = fit([lora(), every(tmp_path, every_n_epochs=3, save_weights_only=True)])
     path = tmp_path / "epoch=2-step=15.ckpt"
     assert set(torch.load(path, weights_only=True)["state_dict"]) == ADAPTER
@@ -203,7 +203,7 @@ def test_another_base_is_refused_naming_what_differs(make, message, tmp_path):
     expected = f"the checkpoint was trained with another base model than {make().__class__.__name__}: {message}"
     with pytest.raises(ValueError, match=re.escape(expected)) as raised:
         fit([lora()], module=make(), ckpt_path=tmp_path / "epoch=0-step=5.ckpt")
-    assert "check_base" not in str(raised.value)  # which is no argument here
+    assert "check_base" not in str(raised.value)  # this function has no such argument
 
 
 def test_a_base_with_other_names_is_refused(tmp_path):
@@ -240,23 +240,23 @@ def test_another_adapter_is_refused_naming_what_differs(other, message, tmp_path
         fit([other()], ckpt_path=tmp_path / "epoch=0-step=5.ckpt")
 
 
-def test_a_checkpoint_from_before_the_adapter_is_no_one_to_resume(tmp_path):
+def test_checkpoint_from_before_the_adapter_is_refused(tmp_path):
     plain = fit([every(tmp_path, every_n_epochs=1)], epochs=1)
     with pytest.raises(ValueError, match="the checkpoint holds no adapter: it was saved before the adapter was added"):
         fit([lora()], ckpt_path=tmp_path / "epoch=0-step=5.ckpt")
-    module = TinyLM()  # the way out that the message names
+    module = TinyLM()  # follow the advice of the message
     module.load_state_dict(torch.load(tmp_path / "epoch=0-step=5.ckpt", weights_only=True)["state_dict"])
     fit([lora()], module=module)
     assert torch.equal(module.embed.weight, plain.embed.weight)
 
 
-def test_a_full_checkpoint_is_loaded_whole_and_brings_its_own_base(tmp_path):
+def test_full_checkpoint_restores_its_own_base(tmp_path):
     whole = fit([lora(checkpoint="full"), every(tmp_path, every_n_epochs=1)])
     resumed = fit([lora()], module=altered(), ckpt_path=tmp_path / "epoch=0-step=5.ckpt")
     assert equal(weights(resumed), weights(whole))
 
 
-def test_what_trains_is_told_without_peft(monkeypatch):
+def test_trained_names_work_without_peft(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     model = TinyLM()
     freeze_except_(model, "blocks.2")

@@ -1,4 +1,4 @@
-"""Adapters go to files and back, through PEFT and through ours, with not a bit changed; half files are never seen."""
+"""Adapters are saved and loaded bitwise, by PEFT and by this package; incomplete files are never visible."""
 
 import copy
 import importlib.util
@@ -43,7 +43,7 @@ def output(model):
 
 
 def trained(model, seed=5):
-    """Other numbers in everything that an adapter brought, as training leaves them."""
+    """Give every adapter parameter new values, as training does."""
     generator, own = torch.Generator().manual_seed(seed), adapter_parameters(model)
     for name, parameter in model.named_parameters():
         if name in own and parameter.is_floating_point():
@@ -52,7 +52,7 @@ def trained(model, seed=5):
 
 
 class Holder(L.LightningModule):
-    """A LightningModule around a Hugging Face model, with something of its own."""
+    """A LightningModule around a Hugging Face model, with a layer of its own."""
 
     def __init__(self, model):
         super().__init__()
@@ -77,16 +77,16 @@ KINDS = {
     "ia3": peft.IA3Config(feedforward_modules=[]),
     "lokr": peft.LoKrConfig(r=2),
     "oft": peft.OFTConfig(r=2, oft_block_size=0),
-    "shira": peft.ShiraConfig(r=2),  # begins with a choice of weights, which is in the file
+    "shira": peft.ShiraConfig(r=2),  # it selects weights at random, and the file stores the selection
 }
-if importlib.util.find_spec("sklearn"):  # which PEFT needs for this one
+if importlib.util.find_spec("sklearn"):  # PEFT needs it for this kind
     KINDS["adamss"] = peft.AdamssConfig(r=2, num_subspaces=2)  # the shapes depend on the weights
 each_model = pytest.mark.parametrize("which", MODELS)
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def adapted(which, kind="lora", name="default"):
-    """A base, and a trained adapter in a copy of it."""
+    """Return a base, and a copy of it with a trained adapter."""
     make, targets, train = MODELS[which]
     base = make()
     model = copy.deepcopy(base)
@@ -98,7 +98,7 @@ def adapted(which, kind="lora", name="default"):
 
 
 def by_peft(base, model, folder, kind="lora"):
-    """PEFT's own file of the same adapter."""
+    """Save the same adapter with PEFT."""
     config = copy.deepcopy(model.peft_config["default"])
     wrapped = peft.get_peft_model(copy.deepcopy(base), config)
     own = adapter_parameters(model)
@@ -112,7 +112,7 @@ def by_peft(base, model, folder, kind="lora"):
 
 @each_model
 @pytest.mark.parametrize("kind", ["lora", "dora", "pissa", "ia3", "bias"])
-def test_names_tensors_and_settings_are_pefts(which, kind, tmp_path):
+def test_names_tensors_and_settings_equal_pefts_files(which, kind, tmp_path):
     base, model = adapted(which, kind)
     folder = save_adapter(model, tmp_path / "ours")
     by_peft(base, model, tmp_path / "theirs", kind)
@@ -128,7 +128,7 @@ def test_names_tensors_and_settings_are_pefts(which, kind, tmp_path):
 
 @each_model
 @each_kind
-def test_a_fresh_base_computes_the_same_to_the_last_bit(which, kind, tmp_path):
+def test_loaded_adapter_gives_bitwise_equal_outputs(which, kind, tmp_path):
     base, model = adapted(which, kind)
     expected = output(model)
     assert not torch.allclose(expected, output(base))
@@ -141,7 +141,7 @@ def test_a_fresh_base_computes_the_same_to_the_last_bit(which, kind, tmp_path):
 
 @each_model
 @each_kind
-def test_what_peft_saved_is_loaded(which, kind, tmp_path):
+def test_adapters_saved_by_peft_load(which, kind, tmp_path):
     base, model = adapted(which, kind)
     expected = output(by_peft(base, model, tmp_path, kind))
     names = load_adapter_(base, tmp_path)
@@ -150,7 +150,7 @@ def test_what_peft_saved_is_loaded(which, kind, tmp_path):
     assert names[0] == {"llama": "model.layers.0.self_attn.q_proj", "plain": "blocks.0.up"}.get(which, names[0])
 
 
-def test_the_file_of_a_module_around_a_model_is_that_of_the_model(tmp_path):
+def test_saving_a_wrapper_module_gives_the_file_of_the_inner_model(tmp_path):
     base = bert()
     module = Holder(copy.deepcopy(base))
     apply(module, [LoRA(rank=2, targets=["query", "dense"], train=["classifier"])])
@@ -162,7 +162,7 @@ def test_the_file_of_a_module_around_a_model_is_that_of_the_model(tmp_path):
         assert torch.equal(output(other), output(module))
 
 
-def test_which_layers_ia3_scales_at_their_input_is_told_by_the_tensors(tmp_path):
+def test_tensor_shapes_determine_which_layers_ia3_scales_at_their_input(tmp_path):
     base = llama()
     for expression in (r".*\.down_proj", "nothing"):
         config = peft.IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"])
@@ -175,7 +175,7 @@ def test_which_layers_ia3_scales_at_their_input_is_told_by_the_tensors(tmp_path)
         assert other.peft_config["default"].feedforward_modules == {"down_proj"}
 
 
-def test_embeddings_and_patterns_that_need_an_expression(tmp_path):
+def test_adapters_on_embeddings_and_regular_expressions_load(tmp_path):
     base = llama()
     model = copy.deepcopy(base)
     config = peft.LoraConfig(r=2, rank_pattern={"0.self_attn.q_proj": 3}, alpha_pattern={"embed_tokens": 5})
@@ -188,7 +188,7 @@ def test_embeddings_and_patterns_that_need_an_expression(tmp_path):
     assert torch.equal(output(peft.PeftModel.from_pretrained(copy.deepcopy(base), folder)), output(model))
 
 
-def test_embeddings_that_peft_puts_beside_the_adapter_must_be_those_of_the_base(tmp_path):
+def test_embeddings_in_pefts_file_must_equal_those_of_the_base(tmp_path):
     base = llama()
     wrapped = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(r=2, target_modules=["embed_tokens"]))
     trained(wrapped).save_pretrained(tmp_path, save_embedding_layers=True)
@@ -201,7 +201,7 @@ def test_embeddings_that_peft_puts_beside_the_adapter_must_be_those_of_the_base(
         load_adapter_(base, tmp_path)
 
 
-def test_several_adapters_have_a_folder_each(tmp_path):
+def test_several_adapters_are_saved_in_separate_folders(tmp_path):
     base, model = adapted("llama", name="one")
     add_adapter_(model, KINDS["dora"], ["v_proj"], name="two")
     trained(model, seed=6)
@@ -213,18 +213,18 @@ def test_several_adapters_have_a_folder_each(tmp_path):
     for name, called in (("one", "first"), ("two", "second")):
         load_adapter_(other, save_adapter(model, tmp_path / name, name=name), name=called)
         use_adapter_(model, name)
-        assert torch.equal(output(other), output(model))  # the one that was loaded is in use
+        assert torch.equal(output(other), output(model))  # the loaded adapter is active
     use_adapter_(other, "first")
     use_adapter_(model, "one")
     assert torch.equal(output(other), output(model))
 
 
-def test_two_models_in_one_module_are_told_apart(tmp_path):
+def test_adapters_of_two_models_in_one_module_are_distinguished(tmp_path):
     actor, critic = llama(), llama()
     both = nn.ModuleDict({"actor": copy.deepcopy(actor), "critic": critic})
     add_adapter_(both["actor"], KINDS["lora"], ["q_proj"])
     with pytest.warns(FastTrainWarning, match="'critic.model.embed_tokens.weight', .* train too"):
-        folder = save_adapter(trained(both), tmp_path)  # of the one that has an adapter
+        folder = save_adapter(trained(both), tmp_path)  # of the model with an adapter
     assert torch.equal(output(both["actor"]), output(peft.PeftModel.from_pretrained(actor, folder)))
     add_adapter_(both["critic"], KINDS["lora"], ["q_proj"])
     with pytest.raises(
@@ -236,7 +236,7 @@ def test_two_models_in_one_module_are_told_apart(tmp_path):
         load_adapter_(nn.ModuleDict({"actor": llama(), "critic": llama()}), folder, check_base=False)
 
 
-def test_loaded_it_is_frozen_unless_it_goes_on_training(tmp_path):
+def test_loaded_adapter_is_frozen_unless_trainable(tmp_path):
     base = bert()
     model = copy.deepcopy(base)
     add_adapter_(model, peft.LoraConfig(r=2, lora_dropout=0.5), "query", train=["classifier"])
@@ -249,11 +249,11 @@ def test_loaded_it_is_frozen_unless_it_goes_on_training(tmp_path):
     assert [name for name, parameter in going_on.named_parameters() if parameter.requires_grad] == trains
     for other, on in ((frozen, False), (going_on, True)):
         assert other.bert.encoder.layer[0].attention.self.query.lora_dropout["default"].training is on
-    load_adapter_(going_on, folder)  # which is there by now
+    load_adapter_(going_on, folder)  # the adapter exists by now
     assert not [name for name, parameter in going_on.named_parameters() if parameter.requires_grad]
 
 
-def test_the_weights_of_one_that_is_there_are_replaced_and_none_is_added(tmp_path):
+def test_loading_an_existing_name_replaces_its_weights(tmp_path):
     base, model = adapted("plain")
     folder, expected = save_adapter(model, tmp_path), output(model)
     add_adapter_(base, KINDS["lora"], ["up", "0.down"], train=["blocks.1.norm"])
@@ -268,7 +268,7 @@ def test_the_weights_of_one_that_is_there_are_replaced_and_none_is_added(tmp_pat
     assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
 
 
-def test_saved_while_merged_it_is_the_same_and_fits_the_base(tmp_path):
+def test_merged_adapter_saves_the_same_file(tmp_path):
     base, model = adapted("llama")
     expected = output(model)
     before = safetensors.load_file(save_adapter(model, tmp_path / "before") / WEIGHTS)
@@ -281,7 +281,7 @@ def test_saved_while_merged_it_is_the_same_and_fits_the_base(tmp_path):
     assert torch.equal(output(base), expected)
 
 
-def test_of_a_bfloat16_base_it_is_in_float32_and_fits_a_base_in_float32(tmp_path):
+def test_adapter_of_a_bfloat16_base_is_saved_in_float32(tmp_path):
     base = llama()
     model = copy.deepcopy(base).bfloat16()
     add_adapter_(model, KINDS["lora"], ["q_proj"])
@@ -296,7 +296,7 @@ def test_of_a_bfloat16_base_it_is_in_float32_and_fits_a_base_in_float32(tmp_path
 
 
 @pytest.mark.parametrize("first", ["quantised", "plain"])
-def test_an_adapter_of_a_quantised_base_fits_the_plain_one_and_the_reverse(first, tmp_path):
+def test_adapters_load_across_quantised_and_plain_bases(first, tmp_path):
     pytest.importorskip("bitsandbytes")
     from lightning_fasttrain.finetune import quantize_base_
 
@@ -335,14 +335,14 @@ def test_a_copy_of_a_loaded_model_is_independent(tmp_path):
     assert torch.equal(output(base), output(model))
 
 
-def test_what_trains_but_is_in_no_adapter_is_said(tmp_path):
+def test_trained_parameters_outside_the_adapter_are_warned_about(tmp_path):
     _, model = adapted("plain")
     model.blocks[0].norm.requires_grad_(True)
     with pytest.warns(FastTrainWarning, match="'blocks.0.norm.weight', 'blocks.0.norm.bias' train too, but"):
         save_adapter(model, tmp_path)
 
 
-def test_a_fit_goes_on_with_what_was_loaded(tmp_path):
+def test_training_continues_from_a_loaded_adapter(tmp_path):
     base, model = adapted("plain")
     folder = save_adapter(model, tmp_path / "adapter")
     ends = []
@@ -368,13 +368,13 @@ PROMPTS = {
 @pytest.mark.parametrize(
     ("which", "kind"), [("llama", "tokens"), ("llama", "prefix"), ("llama", "projected"), ("bert", "tokens")]
 )
-def test_virtual_tokens_go_to_pefts_file_and_back(which, kind, tmp_path):
+def test_virtual_tokens_survive_saving_and_loading(which, kind, tmp_path):
     base = MODELS[which][0]()
     model = Holder(copy.deepcopy(base))
     add_prompt_(model, PROMPTS[kind])
     folder, expected = save_adapter(trained(model), tmp_path), output(model)
     assert not torch.equal(expected, output(base))
-    close = 1e-6 if kind == "projected" else 0  # the network's products for one row and for several differ in rounding
+    close = 1e-6 if kind == "projected" else 0  # products of one row and of several round differently
     other = Holder(copy.deepcopy(base))
     assert load_adapter_(other, folder) == ["model"]
     torch.testing.assert_close(output(other), expected, rtol=0, atol=close)
@@ -393,7 +393,7 @@ def test_virtual_tokens_go_to_pefts_file_and_back(which, kind, tmp_path):
     assert trains == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def test_virtual_tokens_of_another_model_are_refused_and_no_tokenizer_is_asked_for(tmp_path):
+def test_virtual_tokens_of_another_model_are_refused_without_a_tokenizer(tmp_path):
     base = llama()
     model = Holder(copy.deepcopy(base))
     add_prompt_(model, peft.PromptTuningConfig(num_virtual_tokens=3))
@@ -419,7 +419,7 @@ def test_virtual_tokens_of_another_model_are_refused_and_no_tokenizer_is_asked_f
         assert list(model.state_dict()) == keys
 
 
-# Whole or not at all
+# Atomic writes
 
 
 class Died(BaseException):
@@ -427,7 +427,7 @@ class Died(BaseException):
 
 
 def operations(monkeypatch, limit):
-    """Let the process die before the operation of this number; what is counted changes the folder."""
+    """Kill the process before the operation of this index, counting those that change the folder."""
     done = []
 
     def counted(original):
@@ -445,20 +445,20 @@ def operations(monkeypatch, limit):
 
 
 def read(base, folder):
-    """What ours and PEFT make of a folder: an output, or what PEFT says."""
+    """Read a folder with this package and with PEFT, and return the output or PEFT's error."""
     found = []
     for load in (load_adapter_, lambda model, folder: peft.PeftModel.from_pretrained(model, folder)):
         model = copy.deepcopy(base)
         try:
             load(model, folder)
             found.append(output(model))
-        except ValueError as error:  # PEFT's
+        except ValueError as error:  # raised by PEFT
             found.append(str(error))
     return found
 
 
 @pytest.mark.parametrize("rank", [2, 3], ids=["same settings", "other settings"])
-def test_whenever_a_save_dies_the_folder_holds_the_old_adapter_or_the_new_one(rank, tmp_path, monkeypatch):
+def test_killed_save_leaves_the_old_adapter_or_the_new_one(rank, tmp_path, monkeypatch):
     base, old = adapted("plain")
     new = copy.deepcopy(base)
     add_adapter_(new, peft.LoraConfig(r=rank, lora_alpha=3), ["up", "0.down"], train=["blocks.1.norm"])
@@ -474,8 +474,8 @@ def test_whenever_a_save_dies_the_folder_holds_the_old_adapter_or_the_new_one(ra
             except Died:
                 died += 1
         ours, theirs = read(base, folder)
-        assert any(torch.equal(ours, one) for one in either)  # there is always one
-        if isinstance(theirs, str):  # never one's settings with the other's weights, but none for a moment
+        assert any(torch.equal(ours, one) for one in either)  # a valid adapter always exists
+        if isinstance(theirs, str):  # never the settings of one with the weights of the other, but briefly no settings
             assert rank == 3
             assert "Can't find 'adapter_config.json'" in theirs
         else:
@@ -487,14 +487,14 @@ def test_whenever_a_save_dies_the_folder_holds_the_old_adapter_or_the_new_one(ra
     assert torch.equal(theirs, either[1])
 
 
-def test_what_a_killed_save_left_is_swept_by_the_next(tmp_path):
+def test_next_save_removes_leftovers_of_a_killed_save(tmp_path):
     _, model = adapted("plain")
     (tmp_path / ".fasttrain-tmp-adapter_model.safetensors-1-ab").write_bytes(b"half")
     save_adapter(model, tmp_path)
     assert sorted(os.listdir(tmp_path)) == [CONFIG, WEIGHTS]
 
 
-def test_folders_of_something_else_are_refused_and_beside_an_adapter_nothing_is_touched(tmp_path):
+def test_other_folders_are_refused_and_other_files_are_kept(tmp_path):
     _, model = adapted("plain")
     (tmp_path / "model.safetensors").write_text("a base")
     with pytest.raises(ValueError, match=r"holds other files than an adapter's: 'model.safetensors'"):
@@ -508,7 +508,7 @@ def test_folders_of_something_else_are_refused_and_beside_an_adapter_nothing_is_
     assert sorted(os.listdir(folder)) == ["README.md", CONFIG, WEIGHTS]
 
 
-def test_only_the_first_process_writes(tmp_path, monkeypatch):
+def test_only_rank_zero_writes(tmp_path, monkeypatch):
     from lightning.fabric.utilities.rank_zero import rank_zero_only
 
     _, model = adapted("plain")
@@ -517,21 +517,21 @@ def test_only_the_first_process_writes(tmp_path, monkeypatch):
     assert not (tmp_path / "adapter").exists()
 
 
-def test_the_same_settings_give_the_same_bytes(tmp_path):
+def test_equal_settings_give_equal_bytes(tmp_path):
     _, model = adapted("bert")
     one, two = save_adapter(model, tmp_path / "one"), save_adapter(copy.deepcopy(trained(model)), tmp_path / "two")
     assert (one / CONFIG).read_bytes() == (two / CONFIG).read_bytes()
 
 
 @pytest.mark.parametrize("start", ["pissa_niter_4", "corda", "loftq"])
-def test_a_start_that_cannot_be_repeated_is_refused(start, tmp_path):
+def test_initialization_that_cannot_be_repeated_is_refused(start, tmp_path):
     _, model = adapted("plain")
     model.peft_config["default"].init_lora_weights = start
     with pytest.raises(ValueError, match=f"adapter 'default' was initialized with init_lora_weights='{start}'"):
         save_adapter(model, tmp_path)
 
 
-def test_a_part_of_a_sharded_model_is_not_taken_for_the_whole(tmp_path):
+def test_sharded_model_is_refused(tmp_path):
     _, model = adapted("plain")
     layer = model.blocks[0].up.lora_A["default"]
     layer.weight = nn.Parameter(torch.empty(0))  # as ZeRO leaves them
@@ -540,7 +540,7 @@ def test_a_part_of_a_sharded_model_is_not_taken_for_the_whole(tmp_path):
     assert not (tmp_path / "adapter").exists()
 
 
-def test_an_adapter_with_the_name_of_a_module_is_refused(tmp_path):
+def test_adapter_named_like_a_module_is_refused(tmp_path):
     with pytest.raises(ValueError, match="adapter 'blocks': a module of the model has this name"):
         adapted("plain", name="blocks")
     model = peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["up"]), TinyLM(), "blocks")

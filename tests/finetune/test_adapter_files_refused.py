@@ -1,4 +1,4 @@
-"""Files that are damaged, hostile or for another model are refused, before anything has changed and nothing was run."""
+"""Files that are damaged, hostile or for another model are refused, before any change and without running code."""
 
 import copy
 import json
@@ -32,13 +32,13 @@ BASE = "base_model.model."
 
 @pytest.fixture
 def folder(tmp_path):
-    """A good adapter for a TinyLM."""
+    """Return the folder of a valid adapter for a TinyLM."""
     return save_adapter(adapted("plain")[1], tmp_path / "adapter")
 
 
 @pytest.fixture
 def pefts(tmp_path):
-    """One without what is ours in it."""
+    """Return the folder of an adapter without this package's metadata."""
     model = TinyLM()
     add_adapter_(model, peft.LoraConfig(r=2), "up")
     folder = save_adapter(model, tmp_path / "pefts")
@@ -47,7 +47,7 @@ def pefts(tmp_path):
 
 
 def settings(folder, **changed):
-    """Write other settings, and none beside the tensors."""
+    """Write other settings, and remove their copy from the tensor file."""
     tensors = safetensors.load_file(folder / WEIGHTS)
     safetensors.save_file(tensors, folder / WEIGHTS)
     (folder / CONFIG).write_text(json.dumps({**json.loads((folder / CONFIG).read_text()), **changed}))
@@ -101,7 +101,7 @@ def test_another_base_is_refused_naming_what_differs_first(folder, make, message
         (bert, "for another model: BertForSequenceClassification has no 'blocks.0.up'"),
     ],
 )
-def test_without_a_fingerprint_names_and_shapes_tell(pefts, make, message, caplog):
+def test_without_a_fingerprint_names_and_shapes_are_compared(pefts, make, message, caplog):
     refused(pefts, message, make=make)
     refused(pefts, message, make=make, check_base=False)
     with caplog.at_level("INFO", logger="lightning_fasttrain"):
@@ -109,7 +109,7 @@ def test_without_a_fingerprint_names_and_shapes_tell(pefts, make, message, caplo
     assert "names and shapes are checked, the base's weights cannot be" in caplog.text
 
 
-def test_check_base_false_takes_other_weights_of_the_same_shapes(folder):
+def test_check_base_false_accepts_other_weights_of_equal_shapes(folder):
     refused(folder, "or pass check_base=False if you know that it matches", make=altered)
     assert len(load_adapter_(altered(), folder, check_base=False)) == 4
 
@@ -145,21 +145,21 @@ def test_check_base_false_takes_other_weights_of_the_same_shapes(folder):
         ),
     ],
 )
-def test_tensors_that_are_missing_or_odd_are_named(folder, change, message):
+def test_missing_and_unexpected_tensors_are_named(folder, change, message):
     tensors = safetensors.load_file(folder / WEIGHTS)
     change(tensors)
     safetensors.save_file(tensors, folder / WEIGHTS)
     refused(folder, message)
 
 
-def test_a_file_that_is_cut_short_anywhere_is_named(folder):
+def test_truncated_file_is_named(folder):
     whole = (folder / WEIGHTS).read_bytes()
     for end in (0, 7, 8, 20, len(whole) // 2, len(whole) - 1):
         (folder / WEIGHTS).write_bytes(whole[:end])
         refused(folder, rf"{WEIGHTS} cannot be read: it is cut short")
 
 
-def test_headers_that_promise_too_much_are_refused(folder):
+def test_headers_with_too_large_sizes_are_refused(folder):
     for size in (2**63, 10**12, 200 * 2**20):
         (folder / WEIGHTS).write_bytes(struct.pack("<Q", size) + b"{}")
         refused(folder, "cannot be read")
@@ -204,7 +204,7 @@ def test_settings_are_checked_one_by_one(folder, changed, message):
     refused(settings(folder, **changed), message)
 
 
-def test_settings_that_newer_versions_added_and_left_off_do_no_harm(folder):
+def test_disabled_settings_of_newer_versions_are_accepted(folder):
     model = TinyLM()
     newer = settings(folder, use_new_thing=False, other_config=None, peft_version="99.0", new_list=[])
     assert len(load_adapter_(model, newer)) == 4
@@ -225,7 +225,7 @@ def test_settings_that_newer_versions_added_and_left_off_do_no_harm(folder):
         "\ud800",
     ],
 )
-def test_what_is_no_json_object_is_refused(folder, text):
+def test_settings_that_are_not_a_json_object_are_refused(folder, text):
     (folder / CONFIG).write_bytes(text.encode(errors="surrogatepass"))
     refused(folder, "cannot be read|has peft_type|was not saved with the tensors")
 
@@ -259,15 +259,15 @@ def test_a_fingerprint_that_cannot_be_read_is_refused(folder):
     assert len(str(raised.value)) < 1000
 
 
-def test_patterns_in_files_are_never_run(folder):
+def test_patterns_in_files_are_never_evaluated(folder):
     hang = "(([a-z0-9._]+)+)+!"
-    with pytest.raises(subprocess.TimeoutExpired):  # negative control: it would
+    with pytest.raises(subprocess.TimeoutExpired):  # negative control: evaluating the pattern takes too long
         code = f"import re; re.fullmatch({hang!r}, 'blocks.0.up.blocks.0.up.blocks.0.up')"
         subprocess.run([sys.executable, "-c", code], timeout=0.5)
     assert len(load_adapter_(TinyLM(), settings(folder, target_modules=hang, exclude_modules=hang))) == 4
 
 
-def test_what_is_no_adapters_folder_is_refused(folder, tmp_path):
+def test_folder_without_an_adapter_is_refused(folder, tmp_path):
     refused(tmp_path / "none", "the folder does not exist locally, and nothing is downloaded", FileNotFoundError)
     refused("meta-llama/Llama-3", "nothing is downloaded", FileNotFoundError)
     refused(folder / WEIGHTS, f"an adapter is a folder with two files. Use '{folder}'")
@@ -279,12 +279,12 @@ def test_what_is_no_adapters_folder_is_refused(folder, tmp_path):
     refused(folder, "has no adapter_model.safetensors", FileNotFoundError)
 
 
-def test_a_pickle_by_another_name_is_no_adapter(folder):
+def test_renamed_pickle_is_refused(folder):
     torch.save({"base_model.model.blocks.0.up.lora_A.weight": torch.ones(2, 8)}, folder / WEIGHTS)
     refused(folder, "cannot be read: it is cut short, or no safetensors file")
 
 
-def test_files_that_were_scrambled_give_one_of_our_errors_or_a_good_adapter(folder):
+def test_corrupted_files_raise_a_known_error_or_load_correctly(folder):
     draw = random.Random(3)
     good = {name: (folder / name).read_bytes() for name in (WEIGHTS, CONFIG)}
     outcomes = set()
@@ -347,7 +347,7 @@ def audited(tmp_path, folders):
     return json.loads(said.splitlines()[-1])
 
 
-def test_hostile_files_run_nothing_import_nothing_and_reach_nothing(folder, tmp_path):
+def test_hostile_files_run_no_code_and_open_no_other_file(folder, tmp_path):
     (tmp_path / "evil.py").write_text("open('ran', 'w').close()")
     folders = [folder]
     hostile = {
@@ -389,7 +389,7 @@ def test_hostile_files_run_nothing_import_nothing_and_reach_nothing(folder, tmp_
         assert bool(expected) == bool(error)
 
 
-def test_an_adapter_that_cannot_sit_on_quantised_layers_is_refused(tmp_path):
+def test_adapter_unsupported_on_quantised_layers_is_refused(tmp_path):
     pytest.importorskip("bitsandbytes")
     from lightning_fasttrain.finetune import quantize_base_
 

@@ -1,4 +1,4 @@
-"""What an adapter saves is what was predicted."""
+"""The memory that an adapter saves equals the prediction."""
 
 import lightning as L
 import pytest
@@ -20,7 +20,7 @@ def test_the_peak_with_an_adapter_is_predicted_within_five_per_cent(name, checkp
 
 
 class Half(L.LightningModule):
-    """Wide enough for an adapter whose weights, gradients and states are most of a step."""
+    """A model so wide that an adapter's weights, gradients and states dominate the step's memory."""
 
     def __init__(self):
         super().__init__()
@@ -34,7 +34,7 @@ class Half(L.LightningModule):
         return torch.optim.AdamW([parameter for parameter in self.parameters() if parameter.requires_grad])
 
 
-def test_the_float32_of_adapters_beside_half_precision_is_predicted():
+def test_float32_adapters_on_a_half_precision_base_are_predicted():
     ids = torch.arange(32).view(2, 16)
     batch, meter = {"input_ids": ids, "labels": ids}, ft.MemoryMeter()
     report = ft.predict_memory(Half, batch, techniques=[ft.LoRA(rank=64)], precision="bf16-true", device="cpu")

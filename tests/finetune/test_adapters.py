@@ -1,4 +1,4 @@
-"""What is put in, that nothing else trains, and that the base is there again when it is asked for."""
+"""Adapters are added where expected, nothing else trains, and the base model can be restored."""
 
 import copy
 import warnings
@@ -22,7 +22,7 @@ def trains(model):
 
 
 def awake(model, name="default"):
-    """An adapter that changes something: B starts at zero."""
+    """Make an adapter change the output: its B is initialized to zero."""
     generator = torch.Generator().manual_seed(5)
     for key, parameter in model.named_parameters():
         if f"lora_B.{name}" in key:
@@ -32,7 +32,7 @@ def awake(model, name="default"):
 
 @pytest.mark.parametrize("variant", ["lora", "rslora"])
 @pytest.mark.parametrize("make", [TinyLM, llama, bert])
-def test_a_new_adapter_leaves_the_output_bitwise_as_it_was(make, variant):
+def test_new_adapter_leaves_the_output_bitwise_unchanged(make, variant):
     model = make().eval()
     ids = torch.randint(17, (3, 5), generator=torch.Generator().manual_seed(1))
 
@@ -45,7 +45,7 @@ def test_a_new_adapter_leaves_the_output_bitwise_as_it_was(make, variant):
     assert torch.equal(output(), before)
 
 
-def test_the_sum_is_the_papers():
+def test_output_equals_the_formula_of_the_paper():
     model = TinyLM()
     layer = model.blocks[0].up
     weight, bias, x = layer.weight.clone(), layer.bias.clone(), torch.randn(4, 8)
@@ -70,7 +70,7 @@ def test_only_the_adapter_and_named_modules_train():
     ]
 
 
-def test_parts_outside_the_adapted_model_are_frozen_too():
+def test_modules_outside_the_adapted_model_are_frozen_too():
     class Module(L.LightningModule):
         def __init__(self):
             super().__init__()
@@ -84,7 +84,7 @@ def test_parts_outside_the_adapted_model_are_frozen_too():
     assert module.model.peft_config["default"].target_modules == {"q_proj"}
 
 
-def test_the_line_says_how_much_trains_and_what_was_left_out(caplog):
+def test_log_line_reports_trained_parameters_and_skipped_heads(caplog):
     with caplog.at_level("INFO", logger="lightning_fasttrain"):
         ft.apply(TinyLM(), [ft.LoRA(rank=2)])
     trained, total = 3 * 2 * (2 * 8 + 2 * 16), sum(p.numel() for p in TinyLM().parameters())
@@ -92,16 +92,16 @@ def test_the_line_says_how_much_trains_and_what_was_left_out(caplog):
     assert "6 layers (up (Linear) ×3, down (Linear) ×3); heads without adapter: head" in caplog.text
 
 
-def test_frozen_statistics_stay_and_the_adapters_dropout_is_on():
+def test_frozen_norms_keep_statistics_and_adapter_dropout_is_active():
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).eval()
     ft.apply(net, [ft.LoRA(rank=2, targets="0", dropout=0.5)])
-    assert net[0].lora_dropout["default"].training  # though the model came in eval, as pretrained ones do
+    assert net[0].lora_dropout["default"].training  # although the model is in eval mode, as pretrained ones are
     before = weights(net[1])
     net.train()(torch.randn(8, 4))
     assert all(torch.equal(value, before[name]) for name, value in net[1].state_dict().items())
 
 
-def test_twice_is_once_and_another_of_that_name_is_refused():
+def test_adding_twice_equals_once_and_another_config_is_refused():
     model = TinyLM()
     ft.apply(model, [ft.LoRA(rank=2)])
     modules = [id(module) for module in model.modules()]
@@ -113,7 +113,7 @@ def test_twice_is_once_and_another_of_that_name_is_refused():
         ft.apply(model, [ft.finetune.IA3(name="other")])
 
 
-def test_several_adapters_by_name():
+def test_several_adapters_are_selected_by_name():
     model = TinyLM()
     base = model(BATCH["input_ids"])
     for name in ("one", "two"):
@@ -131,7 +131,7 @@ def test_several_adapters_by_name():
         ft.finetune.use_adapter_(model, "three")
 
 
-def test_the_base_model_within_a_with_and_the_adapter_after_it():
+def test_base_model_disables_the_adapter_inside_the_with_block():
     model = TinyLM()
     model.head.weight = nn.Parameter(model.head.weight.detach().clone())
     base = model(BATCH["input_ids"])
@@ -158,7 +158,7 @@ def test_a_copy_is_independent():
     assert not torch.equal(other(BATCH["input_ids"]), model(BATCH["input_ids"]))
 
 
-def test_no_adapter_is_an_error():
+def test_model_without_an_adapter_is_an_error():
     with pytest.raises(ValueError, match="TinyLM has no adapter"), ft.finetune.base_model(TinyLM()):
         pass
 
@@ -196,7 +196,7 @@ def test_bad_targets_are_refused_and_nothing_is_changed():
         assert before == (trains(model), [type(m) for m in model.modules()], list(vars(model))), message
 
 
-def test_what_is_no_configuration_is_refused():
+def test_other_objects_than_configurations_are_refused():
     with pytest.raises(TypeError, match=r"Use apply\(model, \[LoRA"):
         ft.finetune.add_adapter_(TinyLM(), ft.LoRA(2))
     with pytest.raises(TypeError, match="prepends virtual tokens to the input"):
@@ -205,14 +205,14 @@ def test_what_is_no_configuration_is_refused():
         ft.finetune.add_adapter_(TinyLM(), {"r": 2})
 
 
-def test_peft_missing_names_the_extra(monkeypatch):
+def test_missing_peft_names_the_extra(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
     with pytest.raises(ModuleNotFoundError, match=r"lightning-fasttrain\[finetune\]"):
         ft.LoRA()
 
 
 @pytest.mark.parametrize("make", [llama, TinyLM])
-def test_ia3_takes_the_papers_layers_where_they_are_known(make):
+def test_ia3_targets_the_papers_layers_by_default(make):
     model = make()
     ft.apply(model, [ft.finetune.IA3()])
     config = model.peft_config["default"]
@@ -225,7 +225,7 @@ def test_ia3_takes_the_papers_layers_where_they_are_known(make):
     assert all("ia3_l" in name for name in trains(model))
 
 
-def test_pissa_begins_with_the_largest_singular_vectors():
+def test_pissa_starts_from_the_largest_singular_vectors():
     model = TinyLM()
     weight = model.blocks[0].up.weight.detach().clone()
     ft.apply(model, [ft.LoRA(rank=2, alpha=2, targets="0.up", variant="pissa")])
@@ -236,7 +236,7 @@ def test_pissa_begins_with_the_largest_singular_vectors():
     torch.testing.assert_close(layer.base_layer.weight + product, weight, rtol=1e-4, atol=1e-5)
 
 
-def test_frozen_parameters_do_not_reach_the_optimizer_and_do_not_move():
+def test_frozen_parameters_are_not_in_the_optimizer_and_do_not_change():
     model, before = TinyLM(), weights(TinyLM())
     t = trainer([ft.LoRA(rank=2)], max_epochs=2)
     t.fit(model, as_loader(lm_batches(3)))
@@ -248,7 +248,7 @@ def test_frozen_parameters_do_not_reach_the_optimizer_and_do_not_move():
     assert all(float(p.detach().abs().max()) > 0 for name, p in model.named_parameters() if "lora_B" in name)
 
 
-def test_an_optimizer_that_knows_names_keeps_those_of_what_trains():
+def test_optimizer_with_names_keeps_those_of_trained_parameters():
     class Named(TinyLM):
         def configure_optimizers(self):
             return torch.optim.AdamW(self.named_parameters(), lr=0.01)
@@ -261,7 +261,7 @@ def test_an_optimizer_that_knows_names_keeps_those_of_what_trains():
     assert [id(p) for p in group["params"]] == [id(model.get_parameter(name)) for name in group["param_names"]]
 
 
-def test_a_lazy_model_and_one_that_is_fitted_again_go_on_with_the_same_adapter():
+def test_lazy_and_refitted_models_keep_the_same_adapter():
     from tests.support.nets import LazyLM
 
     model, technique = LazyLM(), ft.LoRA(rank=2)
@@ -281,7 +281,7 @@ def mamba():
 @pytest.mark.parametrize(
     "technique", [lambda: ft.LoRA(rank=2), lambda: ft.finetune.IA3("all-linear"), lambda: ft.QLoRA(rank=2)]
 )
-def test_of_mamba_all_linear_is_what_is_called_and_the_rest_is_named(technique, caplog):
+def test_all_linear_on_mamba_is_the_layers_that_are_called(technique, caplog):
     model = mamba()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*of the bytes of Mamba.* stay in full precision")
@@ -294,13 +294,13 @@ def test_of_mamba_all_linear_is_what_is_called_and_the_rest_is_named(technique, 
     assert all(".in_proj." in name for name in trained)
 
 
-def test_what_peft_cannot_adapt_in_mamba_is_refused_in_our_words():
+def test_unsupported_mamba_layers_are_refused_with_a_clear_message():
     with pytest.raises(TypeError, match=r"LORA on .*out_proj.*PEFT reports.*Leave these layers out"):
         ft.apply(mamba(), [ft.LoRA(rank=2, targets="out_proj")])
 
 
 class PassedBy(TinyLM):
-    """A model that computes with a layer's weight and never calls the layer."""
+    """A model that uses a layer's weight without calling the layer."""
 
     def forward(self, ids):
         x = self.embed(ids)
@@ -309,7 +309,7 @@ class PassedBy(TinyLM):
         return self.head(x)
 
 
-def test_adapters_that_the_forward_passes_by_are_named_after_the_first_step():
+def test_unused_adapters_are_named_after_the_first_step():
     for targets in ("all-linear", "up"):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

@@ -1,4 +1,4 @@
-"""The short hash of a base tells another base from the same one, in another precision or with an adapter in it."""
+"""The base fingerprint identifies a base in any precision, with or without an adapter, and detects other ones."""
 
 import copy
 import re
@@ -15,7 +15,7 @@ from tests.support.nets import TinyLM
 peft = pytest.importorskip("peft")
 
 
-def test_it_names_every_parameter_and_is_the_same_in_another_precision():
+def test_fingerprint_covers_all_parameters_and_ignores_precision():
     model = TinyLM()
     found = base_fingerprint(model)
     assert list(found) == sorted(name for name, _ in model.named_parameters())
@@ -24,7 +24,7 @@ def test_it_names_every_parameter_and_is_the_same_in_another_precision():
         assert base_fingerprint(other) == found
 
 
-def test_a_weight_of_another_value_or_shape_differs_and_no_other_does():
+def test_only_changed_weights_differ():
     model, other = TinyLM(), TinyLM()
     other.blocks[1].up.weight.data[-1, -1] += 0.01
     other.blocks[2].down.bias = nn.Parameter(other.blocks[2].down.bias[None].detach().clone())
@@ -32,7 +32,7 @@ def test_a_weight_of_another_value_or_shape_differs_and_no_other_does():
     assert [name for name in a if a[name] != b[name]] == ["blocks.1.up.weight", "blocks.2.down.bias"]
 
 
-def test_numbers_are_taken_from_one_end_to_the_other():
+def test_samples_span_the_complete_tensor():
     for size in (1, 63, 64, 65, 1000):
         for at in (0, size - 1):
             weight = torch.zeros(size)
@@ -52,7 +52,7 @@ def test_numbers_are_taken_from_one_end_to_the_other():
     ],
     ids=lambda config: config.peft_type.value,
 )
-def test_an_adapter_is_left_out_whatever_its_kind(config):
+def test_adapters_of_every_kind_are_left_out(config):
     model = bert()
     before = base_fingerprint(model)
     add_adapter_(model, config, "query", train=["classifier"])
@@ -64,7 +64,7 @@ def unknown(model):
     return [name for name, value in base_fingerprint(model).items() if value == "?"]
 
 
-def test_what_an_adapter_changes_where_it_begins_is_unknown():
+def test_weights_changed_by_an_initialization_are_unknown():
     for start in ("pissa", "olora"):
         model = TinyLM()
         before = base_fingerprint(model)
@@ -75,7 +75,7 @@ def test_what_an_adapter_changes_where_it_begins_is_unknown():
         refuse_other_base(base_fingerprint(model), TinyLM(), "it")
 
 
-def test_what_it_is_merged_into_and_what_trains_with_it_is_unknown():
+def test_merged_and_trained_weights_are_unknown():
     model = TinyLM()
     add_adapter_(model, peft.LoraConfig(r=2, init_lora_weights=False), "1.up")
     model.blocks[0].norm.requires_grad_(True)
@@ -89,7 +89,7 @@ def test_what_it_is_merged_into_and_what_trains_with_it_is_unknown():
     assert "blocks.1.up.bias" in unknown(model)
 
 
-def test_quantised_weights_are_compared_with_quantised_ones_alone():
+def test_quantised_weights_are_compared_only_with_quantised_ones():
     pytest.importorskip("bitsandbytes")
     from lightning_fasttrain.finetune import quantize_base_
 

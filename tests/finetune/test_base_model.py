@@ -1,4 +1,4 @@
-"""Without its adapters a model is the pretrained one bit for bit, or it is refused to call it so."""
+"""With its adapters disabled, a model is bitwise the pretrained one, or disabling them is refused."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def chosen_log_probabilities(model):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_reference_log_probabilities_of_dpo_are_the_untouched_models(kind, dtype):
+def test_dpo_reference_log_probabilities_equal_the_pretrained_models(kind, dtype):
     model, untouched = untied().to(dtype), untied().to(dtype)
     ft.finetune.add_adapter_(model, KINDS[kind], train=["head"])
     awake(model)
@@ -52,7 +52,7 @@ CHANGED = {
 
 
 @pytest.mark.parametrize("kind", CHANGED)
-def test_a_reference_whose_weights_have_changed_is_refused(kind):
+def test_reference_with_changed_weights_is_refused(kind):
     settings, why = CHANGED[kind]
     model = untied()
     ft.finetune.add_adapter_(model, peft.LoraConfig(r=2, **settings))
@@ -65,11 +65,11 @@ def test_a_reference_whose_weights_have_changed_is_refused(kind):
         ft.finetune.unload_adapters_(model, merge=False)
     ft.finetune.enable_adapters_(model)
     assert torch.equal(chosen_log_probabilities(model), before)
-    ft.finetune.unload_adapters_(model)  # what was learnt is kept
+    ft.finetune.unload_adapters_(model)  # keeps what was learnt
     torch.testing.assert_close(chosen_log_probabilities(model), before)
 
 
-def test_a_base_that_trains_beside_the_adapter_is_named():
+def test_trained_base_parameters_are_named():
     model = llama()
     ft.finetune.add_adapter_(model, peft.LoraConfig(r=2))
     model.model.norm.requires_grad_(True)

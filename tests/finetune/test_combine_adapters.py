@@ -40,7 +40,7 @@ def with_tasks(model):
 
 
 def changes(model, name):
-    """ΔW by hand: what a layer's output gains, for each unit vector."""
+    """Return the ΔW of a layer, from the difference of its outputs for unit vectors."""
     found = {}
     for place in ("up", "down"):
         layer = model[place]
@@ -50,7 +50,7 @@ def changes(model, name):
 
 
 @pytest.mark.parametrize("prepare", [lambda model: model, lambda model: quantize_base_(model) and model])
-def test_the_sum_is_that_of_the_changes(prepare):
+def test_combined_weight_change_is_the_weighted_sum(prepare):
     model = net()
     prepare(model)
     with_tasks(model)
@@ -63,7 +63,7 @@ def test_the_sum_is_that_of_the_changes(prepare):
     assert [name for name, p in model.named_parameters() if p.requires_grad and ".combined." not in name] == []
 
 
-def test_the_model_with_it_is_the_weighted_sum_where_the_model_is_linear():
+def test_linear_model_outputs_the_weighted_sum():
     model, x = nn.Sequential(nn.Linear(16, 8)), torch.randn(5, 16)
     plain = model(x)
     for name, rank in TASKS.items():
@@ -78,8 +78,8 @@ def test_the_model_with_it_is_the_weighted_sum_where_the_model_is_linear():
 
 
 @pytest.mark.parametrize(("how", "theirs"), [("sum", "svd"), ("ties", "ties_svd")])
-def test_cut_to_a_rank_it_is_pefts(how, theirs):
-    """PEFT's own function, on its own model around the same layers."""
+def test_truncation_to_a_rank_equals_pefts(how, theirs):
+    """Compare with PEFT's own function, on its own model with the same layers."""
     weights, model = {"one": 0.7, "two": 0.4}, net()
     wrapped = peft.get_peft_model(net(), config(TASKS["one"], target_modules=["up", "down"]), adapter_name="one")
     wrapped.add_adapter("two", config(TASKS["two"], target_modules=["up", "down"]))
@@ -96,7 +96,7 @@ def test_cut_to_a_rank_it_is_pefts(how, theirs):
         torch.testing.assert_close(change, expected, atol=1e-5, rtol=1e-4)
 
 
-def test_it_is_saved_and_loaded_as_any_other(tmp_path):
+def test_combined_adapter_saves_and_loads(tmp_path):
     model, fresh, x = with_tasks(net()), net(), torch.randn(3, 16)
     combine_adapters_(model, WEIGHTS)
     save_adapter(model, tmp_path / "combined", name="combined")
@@ -104,7 +104,7 @@ def test_it_is_saved_and_loaded_as_any_other(tmp_path):
     torch.testing.assert_close(run(fresh, x), run(model, x))
 
 
-def test_one_is_removed_and_the_others_compute_as_before():
+def test_removing_one_adapter_leaves_the_others_unchanged():
     model, x = with_tasks(net()), torch.randn(3, 16)
     use_adapter_(model, "one")
     expected = run(model, x)
@@ -122,7 +122,7 @@ def test_one_is_removed_and_the_others_compute_as_before():
         remove_adapter_(model, "three")
 
 
-def test_of_the_one_in_use_the_next_takes_the_place():
+def test_removing_the_active_adapter_activates_the_next():
     model = nn.Sequential(nn.Linear(4, 4))
     for name in ("a", "b"):
         add_adapter_(model, config(1), "0", name=name)
@@ -138,7 +138,7 @@ def test_of_the_one_in_use_the_next_takes_the_place():
 @pytest.mark.parametrize(
     ("arguments", "settings", "says"),
     [
-        (({"nobody": 1.0},), {}, "adapter 'nobody': the model has no adapter of this name"),
+        (({"unknown": 1.0},), {}, "adapter 'unknown': the model has no adapter of this name"),
         (({},), {}, "no adapters to combine"),
         (({"one": 1.0},), {"name": "two"}, "an adapter of this name exists"),
         (({"one": 1.0},), {"how": "magic"}, "how='magic'"),
@@ -154,14 +154,14 @@ def test_bad_input_is_refused_and_nothing_changes(arguments, settings, says):
 
 
 @pytest.mark.parametrize(("settings", "says"), [({"use_dora": True}, "use_dora=True"), ({"bias": "all"}, "bias='all'")])
-def test_what_is_no_plain_lora_is_refused(settings, says):
+def test_adapters_other_than_plain_lora_are_refused(settings, says):
     model = net()
     add_adapter_(model, config(2, **settings), "up")
     with pytest.raises(ValueError, match=says):
         combine_adapters_(model, {"default": 1.0})
 
 
-def test_other_kinds_and_merged_ones_are_refused():
+def test_other_kinds_and_merged_adapters_are_refused():
     model = net()
     ft.apply(model, [ft.finetune.IA3("up")])
     with pytest.raises(ValueError, match="it has IA3"):

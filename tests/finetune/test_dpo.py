@@ -1,4 +1,4 @@
-"""The example of DPO: its loss against one that is written by hand, with a copy of the model as its reference."""
+"""The DPO example: its loss equals a manual computation with a copy of the model as the reference."""
 
 import copy
 import importlib
@@ -26,7 +26,7 @@ def log_probability_by_hand(model, tokens, prompt):
     return torch.stack(found)
 
 
-def test_its_loss_and_gradients_are_those_by_hand(dpo):
+def test_loss_and_gradients_equal_a_manual_computation(dpo):
     torch.manual_seed(0)
     model = dpo.LlamaForCausalLM(dpo.CONFIG).eval()
     reference = copy.deepcopy(model)
@@ -46,13 +46,13 @@ def test_its_loss_and_gradients_are_those_by_hand(dpo):
         theirs = [log_probability_by_hand(reference, tokens, dpo.PROMPT) for tokens in (chosen, rejected)]
     ratio = (ours[0] - ours[1]) - (theirs[0] - theirs[1])
     by_hand = -torch.log(1 / (1 + torch.exp(-0.3 * ratio))).mean()
-    assert ratio.abs().min() > 1e-3  # the adapter says something
+    assert ratio.abs().min() > 1e-3  # the adapter changes the output
     torch.testing.assert_close(loss, by_hand, rtol=1e-5, atol=1e-5)
     for found, expected in zip(gradients, torch.autograd.grad(by_hand, trains), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
 
 
-def test_a_new_adapter_prefers_as_the_reference_does(dpo):
+def test_new_adapter_has_the_preferences_of_the_reference(dpo):
     module = dpo.DPO(dpo.LlamaForCausalLM(dpo.CONFIG).eval())
     ft.apply(module.model, [ft.LoRA(rank=4)])
     chosen, rejected = torch.randint(256, (2, 2, dpo.PROMPT + dpo.ANSWER))
@@ -60,6 +60,6 @@ def test_a_new_adapter_prefers_as_the_reference_does(dpo):
 
 
 @pytest.mark.slow
-def test_it_learns_the_preference():
+def test_training_learns_the_preference():
     said = last_line("dpo.py", "--steps", "8")
     assert int(re.search(r"(\d+)% of 64 pairs", said)[1]) > 60, said

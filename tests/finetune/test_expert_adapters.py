@@ -1,4 +1,4 @@
-"""LoRA on the experts of a layer, in floats and in 4 bits: PEFT's own numbers, files both ways, merging."""
+"""LoRA on the experts of a layer, in floats and in 4 bits: equal to PEFT, with compatible files, and mergeable."""
 
 import copy
 import pickle
@@ -39,7 +39,7 @@ def base(kind="Mixtral", packed=True, **more):
 
 
 def given_numbers(model):
-    """That no step began with."""
+    """Set values that no initialization produces."""
     generator = torch.Generator().manual_seed(3)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -54,14 +54,14 @@ def adapted(kind="Mixtral", packed=True, config=CONFIG, **more):
 
 
 def by_peft(kind, packed):
-    """PEFT's model on floats, which are what the packed tensors stand for."""
+    """PEFT's model on the dequantised tensors."""
     plain = dequantized(kind, base(kind)) if packed else build(kind)
     return given_numbers(peft.get_peft_model(plain, copy.deepcopy(CONFIG)))
 
 
 @each
 @in_both
-def test_loss_and_gradients_are_pefts_to_the_last_bit(kind, packed):
+def test_loss_and_gradients_are_bitwise_pefts(kind, packed):
     loss, grads = step(adapted(kind, packed))
     expected, theirs = step(by_peft(kind, packed))
     assert loss == expected
@@ -72,7 +72,7 @@ def test_loss_and_gradients_are_pefts_to_the_last_bit(kind, packed):
 
 @each
 @in_both
-def test_files_go_both_ways(kind, packed, tmp_path):
+def test_files_are_compatible_with_peft(kind, packed, tmp_path):
     ours, theirs = adapted(kind, packed), by_peft(kind, packed)
     expected = step(ours)[0]
     save_adapter(ours, tmp_path / "ours")
@@ -85,7 +85,7 @@ def test_files_go_both_ways(kind, packed, tmp_path):
         names = load_adapter_(fresh, tmp_path / side, check_base=not packed)
         assert {"q_proj", "gate_up_proj", "down_proj"} == {name.rpartition(".")[2] for name in names}
         assert step_free(fresh) == expected
-        load_adapter_(fresh, tmp_path / side, check_base=not packed)  # into the one that is there
+        load_adapter_(fresh, tmp_path / side, check_base=not packed)  # replaces the existing adapter
     plain = dequantized(kind, base(kind)) if packed else build(kind)
     assert step_free(peft.PeftModel.from_pretrained(plain, tmp_path / "ours")) == expected
 
@@ -106,7 +106,7 @@ def test_an_adapter_for_more_experts_or_other_tensors_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("into", [None, "dequantized", "requantized", "original"])
-def test_merged_it_computes_the_same_and_unmerged_the_base_is_as_before(into):
+def test_merging_keeps_outputs_and_unmerging_restores_the_base(into):
     packed = into is not None
     model = adapted(packed=packed)
     expected, before = step_free(model), {name: value.clone() for name, value in model.state_dict().items()}
@@ -115,7 +115,7 @@ def test_merged_it_computes_the_same_and_unmerged_the_base_is_as_before(into):
     if into in (None, "dequantized"):
         assert step_free(model) == pytest.approx(expected, abs=1e-6)
     if into == "requantized":
-        assert 0.05 < max(report.against_trained.values()) < 0.15  # as much as the first time
+        assert 0.05 < max(report.against_trained.values()) < 0.15  # as much as the first quantisation
     if into == "original":
         plain = by_peft("Mixtral", False).merge_and_unload()
         assert step_free(model) == step_free(plain)
@@ -127,7 +127,7 @@ def test_merged_it_computes_the_same_and_unmerged_the_base_is_as_before(into):
 
 
 @in_both
-def test_taken_out_or_switched_off_it_is_the_plain_model(packed):
+def test_unloading_or_disabling_gives_the_plain_model(packed):
     model = adapted(packed=packed)
     expected, plain = step_free(model), step_free(base(packed=packed))
     with base_model(model):
@@ -140,18 +140,18 @@ def test_taken_out_or_switched_off_it_is_the_plain_model(packed):
     assert merged.state_dict().keys() == build().state_dict().keys()
 
 
-def test_several_adapters_on_the_same_experts_are_told_apart():
+def test_several_adapters_on_the_same_experts_are_distinguished():
     model = adapted()
     one = step_free(model)
     add_adapter_(model, CONFIG, name="second")
     ft.finetune.use_adapter_(model, "second")
     given_numbers(model)
-    assert step_free(model) == one  # the same numbers under another name
+    assert step_free(model) == one  # the same values under another name
     ft.finetune.use_adapter_(model, ["default", "second"])
     assert step_free(model) != one
 
 
-def test_copies_and_pickles_are_models_of_their_own():
+def test_copies_and_pickles_are_independent():
     model = adapted()
     expected = step_free(model)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -161,7 +161,7 @@ def test_copies_and_pickles_are_models_of_their_own():
 
 
 @pytest.mark.parametrize("technique", [ft.ActivationCheckpointing, lambda: ft.ActivationOffload(min_mib=0)])
-def test_beside_other_techniques_gradients_are_the_same(technique):
+def test_other_techniques_do_not_change_gradients(technique):
     model = adapted()
     expected = step(model)
     with ft.apply(model, [technique()]):
@@ -170,7 +170,7 @@ def test_beside_other_techniques_gradients_are_the_same(technique):
     assert largest_difference(expected[1], found[1]) == 0
 
 
-def test_the_backward_keeps_no_experts_in_floats():
+def test_backward_saves_no_dequantised_experts():
     model = adapted(hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_local_experts=8)
     floats = 4 * 4 * 8 * 3 * 128 * 512
     given = batch(rows=1)
@@ -180,12 +180,12 @@ def test_the_backward_keeps_no_experts_in_floats():
 
 
 @pytest.mark.parametrize("start", ["pissa", "olora"])
-def test_a_start_that_decomposes_a_layer_is_refused(start):
+def test_initialization_that_decomposes_a_layer_is_refused(start):
     config = peft.LoraConfig(r=2, init_lora_weights=start, target_modules=[], target_parameters=BOTH)
     with pytest.raises(TypeError, match=f"'{start}' on the tensor 'model.layers.0.mlp.experts.gate_up_proj'"):
         add_adapter_(build(), config)
 
 
-def test_a_tensor_that_is_not_there_is_named():
+def test_missing_tensor_is_named():
     with pytest.raises(ValueError, match="'experts.gate_proj': no module has a tensor of that name. Candidates: "):
         add_adapter_(build(), peft.LoraConfig(target_parameters=["experts.gate_proj"]))

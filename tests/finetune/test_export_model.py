@@ -1,4 +1,4 @@
-"""What ``export_model`` writes is read by ``from_pretrained``, with the same outputs; and nothing else changes."""
+"""``from_pretrained`` reads what ``export_model`` writes, with the same outputs, and the model is not changed."""
 
 import copy
 import os
@@ -29,7 +29,7 @@ def logits(model, given=TEXT):
 
 def stored(folder):
     with safe_open(folder / "model.safetensors", "pt") as file:
-        return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (it is no mapping)
+        return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (it is not a mapping)
 
 
 def adapted(model, *more):
@@ -39,7 +39,7 @@ def adapted(model, *more):
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("packed", [False, True])
-def test_it_is_read_with_the_same_outputs_and_the_model_is_as_before(name, packed, tmp_path):
+def test_exported_model_has_the_same_outputs_and_the_original_is_unchanged(name, packed, tmp_path):
     given = MODELS[name][2]
     model = adapted(build(name), *([ft.QuantizedBase()] if packed else []))
     expected, before = logits(model, given), copy.deepcopy(model.state_dict())
@@ -55,7 +55,7 @@ def test_it_is_read_with_the_same_outputs_and_the_model_is_as_before(name, packe
     assert os.listdir(tmp_path) == ["model"]
 
 
-def test_it_is_what_peft_merges_to_the_last_bit(tmp_path):
+def test_export_is_bitwise_pefts_merged_model(tmp_path):
     import peft
 
     model = build("Llama")
@@ -70,7 +70,7 @@ def test_it_is_what_peft_merges_to_the_last_bit(tmp_path):
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
-def test_out_of_a_lightning_module_with_a_head_that_trained_and_in_half_precision(tmp_path):
+def test_export_from_a_lightning_module_in_half_precision(tmp_path):
     config = transformers.BertConfig(**SIZE, vocab_size=64, num_labels=3)
     module = Holder(transformers.BertForSequenceClassification(config))
     swap_head_(module.model, 5)
@@ -87,7 +87,7 @@ def test_out_of_a_lightning_module_with_a_head_that_trained_and_in_half_precisio
     assert not torch.equal(trained_head, module.model.classifier.original_module.weight)
 
 
-def test_tied_weights_are_written_once_and_generation_settings_go_along(tmp_path):
+def test_tied_weights_are_written_once_with_generation_settings(tmp_path):
     make = transformers.LlamaForCausalLM
     model = make(make.config_class(**SIZE, vocab_size=64, tie_word_embeddings=True))
     model.generation_config.max_new_tokens = 7
@@ -99,7 +99,7 @@ def test_tied_weights_are_written_once_and_generation_settings_go_along(tmp_path
     torch.testing.assert_close(logits(again), logits(model))
 
 
-def test_adapters_that_are_merged_stay_so_and_a_model_without_is_saved_as_it_is(tmp_path):
+def test_export_keeps_merged_adapters_merged(tmp_path):
     model = adapted(build("Llama"))
     plain = export_model(build("Llama"), tmp_path / "plain")
     assert torch.equal(logits(transformers.AutoModelForCausalLM.from_pretrained(plain)), logits(build("Llama")))
@@ -110,7 +110,7 @@ def test_adapters_that_are_merged_stay_so_and_a_model_without_is_saved_as_it_is(
     assert model.model.layers[0].self_attn.q_proj.merged
 
 
-def test_what_cannot_be_exported_is_refused_and_leaves_nothing(tmp_path, monkeypatch):
+def test_refused_export_leaves_no_files(tmp_path, monkeypatch):
     packed, target = build("Llama"), tmp_path / "model"
     quantize_base_(packed)
     with pytest.raises(ValueError, match=r"LlamaForCausalLM without dtype=: .* Use for example dtype=torch.bfloat16"):

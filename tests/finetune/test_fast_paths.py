@@ -1,4 +1,4 @@
-"""In eval torch hands the weights of its encoder layers to one kernel: adapters beside them must act all the same."""
+"""In eval torch passes the weights of its encoder layers to one fused kernel: adapters must act nevertheless."""
 
 import copy
 import pickle
@@ -43,7 +43,7 @@ def output(model, padding=None):
 
 
 def on_the_slow_path(model):
-    """What torch computes where a hook is on a layer, by which it leaves its fast path."""
+    """Return torch's output with a hook on a layer, which disables the fast path."""
     model = copy.deepcopy(model)
     for layer in model.layers:
         layer.norm2.register_forward_pre_hook(lambda *_: None)
@@ -51,7 +51,7 @@ def on_the_slow_path(model):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_evaluation_sees_adapters_that_training_sees(kind):
+def test_evaluation_uses_adapters_in_fast_paths(kind):
     model = adapted(kind)
     trained = model.train()(X).detach()
     model.eval()
@@ -64,7 +64,7 @@ def test_evaluation_sees_adapters_that_training_sees(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_merging_does_not_jump_and_unloading_gives_torchs_own_layers_back(kind):
+def test_merging_keeps_outputs_and_unloading_restores_torchs_layers(kind):
     model = adapted(kind)
     beside = output(model)
     ft.finetune.merge_adapters_(model)
@@ -78,7 +78,7 @@ def test_merging_does_not_jump_and_unloading_gives_torchs_own_layers_back(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_base_is_the_pretrained_encoder_bit_for_bit_in_eval_too(kind):
+def test_base_model_is_bitwise_the_pretrained_encoder_in_eval(kind):
     model, plain = adapted(kind), encoder()
     with ft.finetune.base_model(model) as base:
         assert torch.equal(output(base), output(plain))
@@ -88,7 +88,7 @@ def test_the_base_is_the_pretrained_encoder_bit_for_bit_in_eval_too(kind):
     assert torch.equal(output(model), output(plain))
 
 
-def test_steps_with_an_adapter_in_attention_leave_the_frozen_weights_alone():
+def test_adapter_in_attention_leaves_frozen_weights_unchanged():
     model = adapted("attention")
     before = {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
     for _ in range(3):
@@ -96,7 +96,7 @@ def test_steps_with_an_adapter_in_attention_leave_the_frozen_weights_alone():
     assert all(torch.equal(model.get_parameter(name), value) for name, value in before.items())
 
 
-def test_copies_and_pickles_see_their_own_adapters():
+def test_copies_and_pickles_use_their_own_adapters():
     model = adapted("lora")
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(output(other), output(model))

@@ -1,4 +1,4 @@
-"""Adapters train in float32 beside a base in low precision, wherever they come from, as PEFT's own do."""
+"""Adapters train in float32 on a low-precision base, however they were created, as PEFT's own do."""
 
 import copy
 
@@ -38,7 +38,7 @@ def dtypes(module):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_small_steps_move_every_adapter_weight_in_a_bf16_run(kind):
+def test_small_updates_change_every_adapter_weight_in_a_bf16_run(kind):
     module = untied(lr=1e-4, weight_decay=0.0)
     ft.apply(module, [KINDS[kind]()])
     before = {name: p.detach().clone() for name, p in trained(awake(module)).items()}
@@ -47,14 +47,14 @@ def test_small_steps_move_every_adapter_weight_in_a_bf16_run(kind):
     assert module.blocks[0].norm.weight.dtype == torch.bfloat16
     for name, parameter in trained(module).items():
         moved = parameter.detach() != before[name]
-        if "embedding_A" in name:  # tokens that do not occur get no gradient
+        if "embedding_A" in name:  # tokens that do not occur have no gradient
             continue
         assert moved.float().mean() > 0.99, name
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")
 @pytest.mark.parametrize("settings", [{}, {"use_dora": True}, {"use_rslora": True}])
-def test_the_forward_on_a_bf16_base_is_pefts_own(settings):
+def test_forward_on_a_bf16_base_equals_pefts(settings):
     base = llama().bfloat16()
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], **settings)
     theirs = peft.get_peft_model(copy.deepcopy(base), config)
@@ -68,7 +68,7 @@ def test_the_forward_on_a_bf16_base_is_pefts_own(settings):
     assert ours(IDS).logits.dtype == torch.bfloat16
 
 
-def test_no_move_of_the_model_rounds_its_adapters():
+def test_moving_and_casting_the_model_does_not_round_adapters():
     module = untied()
     ft.apply(module, [ft.LoRA(rank=2)])
     before = {name: p.detach().clone() for name, p in trained(awake(module)).items()}
@@ -77,10 +77,10 @@ def test_no_move_of_the_model_rounds_its_adapters():
     for moved in (module.to(torch.bfloat16), module.half(), fabric.setup(other).module):
         assert moved.blocks[0].norm.weight.dtype != torch.float32
         assert all(torch.equal(p, before[name]) for name, p in trained(moved).items())
-    assert {p.dtype for p in trained(module.double()).values()} == {torch.float64}  # nothing is lost in these
+    assert {p.dtype for p in trained(module.double()).values()} == {torch.float64}  # this conversion loses nothing
 
 
-def test_a_loaded_adapter_keeps_its_numbers_beside_a_bf16_base(tmp_path):
+def test_loaded_adapter_keeps_its_values_on_a_bf16_base(tmp_path):
     first, second = untied(), untied().bfloat16()
     ft.apply(first, [ft.LoRA(rank=2)])
     folder = ft.finetune.save_adapter(awake(first), tmp_path / "adapter")
@@ -90,7 +90,7 @@ def test_a_loaded_adapter_keeps_its_numbers_beside_a_bf16_base(tmp_path):
     assert trained(second).keys() == stored.keys()
 
 
-def test_a_resumed_bf16_run_goes_on_with_the_same_float32_adapters(tmp_path):
+def test_resumed_bf16_run_has_the_same_float32_adapters(tmp_path):
     path = tmp_path / "run.ckpt"
     module, t = untied(), trainer([ft.LoRA(rank=2)], precision="bf16-true", max_steps=2)
     t.fit(module, as_loader(lm_batches(4)))

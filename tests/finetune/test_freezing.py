@@ -1,4 +1,4 @@
-"""Frozen means: not moved by an optimizer, not by a forward, not by ``model.train()``; and all of it can be undone."""
+"""Frozen parameters are not changed by an optimizer, a forward or ``model.train()``; and freezing can be undone."""
 
 import copy
 import logging
@@ -21,13 +21,13 @@ def convnet():
 def step(net, optimizer, seed=0):
     net(torch.randn(3, 1, 6, 6, generator=torch.Generator().manual_seed(seed))).square().sum().backward()
     optimizer.step()
-    optimizer.zero_grad(set_to_none=False)  # the harder case: a gradient of zero still lets AdamW decay a weight
+    optimizer.zero_grad(set_to_none=False)  # the harder case: with a zero gradient AdamW still decays a weight
 
 
-def test_a_frozen_part_is_bitwise_unchanged_while_the_rest_trains():
+def test_frozen_module_is_bitwise_unchanged_while_the_rest_trains():
     net = convnet()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.5)
-    step(net, optimizer)  # there are gradients, and state, before
+    step(net, optimizer)  # so that gradients and optimizer state exist
     freeze_(net[0])
     freeze_(net[1])
     before = weights(net)
@@ -37,7 +37,7 @@ def test_a_frozen_part_is_bitwise_unchanged_while_the_rest_trains():
     assert changed == {name for name in before if name.startswith(("3.", "4."))}
 
 
-def test_norms_stay_in_eval_through_train_and_dropout_is_left_alone():
+def test_frozen_norms_stay_in_eval_and_dropout_is_unchanged():
     net = convnet()
     freeze_(net)
     assert [module.training for module in net.train()] == [True, False, True, True, False, True]
@@ -60,7 +60,7 @@ def test_norms_without_running_statistics_keep_their_mode(norm):
     assert "train" not in vars(norm)
 
 
-def test_undo_puts_back_what_was():
+def test_undo_restores_the_previous_state():
     net = convnet()
     net[3].weight.requires_grad_(False)
     net[4].eval()
@@ -72,7 +72,7 @@ def test_undo_puts_back_what_was():
     assert not any("train" in vars(module) for module in net.modules())
 
 
-def test_freezing_twice_is_once():
+def test_freezing_twice_equals_once():
     net = convnet()
     outer = freeze_(net)
     inner = freeze_(net)
@@ -87,7 +87,7 @@ def test_freezing_twice_is_once():
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))], ids=["deepcopy", "pickle"]
 )
-def test_a_copy_is_frozen_by_itself(copied):
+def test_copies_are_frozen_independently(copied):
     net = convnet()
     undo = freeze_(net)
     twin = copied(net)
@@ -121,7 +121,7 @@ def test_unfreezing_names_what_trains_and_norms_follow_what_holds_them():
 def test_quantised_weights_cannot_be_unfrozen():
     bnb = pytest.importorskip("bitsandbytes")
     net = nn.Sequential(bnb.nn.Linear4bit(8, 8, quant_storage=torch.bfloat16), nn.Linear(8, 2)).to("cpu")
-    assert net[0].weight.is_floating_point()  # which it only says it is
+    assert net[0].weight.is_floating_point()  # although it is packed
     freeze_(net)
     assert unfreeze_(net) == ["0.bias", "1.weight", "1.bias"]
     assert not net[0].weight.requires_grad
@@ -138,33 +138,33 @@ def test_quantised_weights_cannot_be_unfrozen():
         (["*"], {f"{i}.{name}" for i in (0, 1, 3, 4) for name in ("weight", "bias")}),
     ],
 )
-def test_all_is_frozen_but_what_is_named(keep, trains):
+def test_everything_but_the_named_modules_is_frozen(keep, trains):
     net = convnet()
     assert set(freeze_except_(net, *keep)) == trains
     assert {name for name, p in net.named_parameters() if p.requires_grad} == trains
 
 
-def test_norms_stay_in_eval_but_those_that_are_named():
+def test_norms_stay_in_eval_unless_named():
     net = convnet()
-    freeze_except_(net, "0", "4", "1.bias")  # of the first norm, one parameter alone
+    freeze_except_(net, "0", "4", "1.bias")  # only one parameter of the first norm
     assert [net.train()[i].training for i in (1, 4)] == [False, True]
 
 
-def test_inside_a_module_that_is_kept_everything_trains_but_what_was_frozen():
+def test_previously_frozen_parameters_of_a_kept_module_stay_frozen():
     net = TinyLM()
     net.blocks[2].up.bias.requires_grad_(False)
     trains = freeze_except_(net, "blocks.2")
     assert trains == [name for name in dict(net.named_parameters()) if "blocks.2" in name and "up.bias" not in name]
 
 
-def test_a_tied_parameter_trains_if_one_of_its_places_is_kept_and_this_is_said(caplog):
+def test_tied_parameter_trains_if_one_of_its_names_is_kept(caplog):
     net = TinyLM()
     with caplog.at_level(logging.INFO, logger="lightning_fasttrain"):
         assert freeze_except_(net, "head") == ["embed.weight"]
     assert "embed.weight trains, since it is tied to head.weight" in caplog.text
 
 
-def test_what_is_named_learns_and_nothing_else():
+def test_only_named_modules_learn():
     net = TinyLM()
     freeze_except_(net, "blocks.*.norm", "**.bias")
     before = weights(net)
@@ -175,30 +175,30 @@ def test_what_is_named_learns_and_nothing_else():
     assert changed == {name for name in before if ".norm." in name or name.endswith("bias")}
 
 
-def test_what_matches_nothing_is_refused_and_nothing_is_frozen():
+def test_pattern_without_a_match_is_refused():
     net = TinyLM()
     with pytest.raises(ValueError, match=r"'blocks.2.nrom' matches nothing in TinyLM.*Similar names: .*blocks.2.norm"):
         freeze_except_(net, "head", "blocks.2.nrom")
     assert all(p.requires_grad for p in net.parameters())
 
 
-def test_a_class_that_matches_nothing_is_refused_with_candidates():
+def test_class_without_a_match_is_refused_with_candidates():
     with pytest.raises(ValueError, match="'LSTM' matches nothing.*Linear ×7"):
         freeze_except_(TinyLM(), nn.LSTM)
 
 
-def test_nothing_named_is_refused():
+def test_call_without_names_is_refused():
     with pytest.raises(ValueError, match=r"no module or parameter is named.*freeze_\(model\)"):
         freeze_except_(TinyLM())
 
 
-def test_what_is_no_name_is_refused():
+def test_entry_of_another_type_is_refused():
     net = TinyLM()
     with pytest.raises(TypeError, match="expected a name pattern or a class"):
         freeze_except_(net, net.head)
 
 
-def test_naming_only_what_is_frozen_is_refused():
+def test_naming_only_frozen_parameters_is_refused():
     net = TinyLM()
     freeze_(net.blocks)
     with pytest.raises(ValueError, match="none of the 18 matching parameters requires a gradient"):
@@ -206,7 +206,7 @@ def test_naming_only_what_is_frozen_is_refused():
     assert net.embed.weight.requires_grad
 
 
-def test_a_module_that_is_in_two_places_is_known_by_both_names():
+def test_module_with_two_names_matches_both():
     net = nn.Module()
     net.one = net.two = nn.BatchNorm1d(3)
     chosen = choose(net, "two")

@@ -1,4 +1,4 @@
-"""Group by group from the top down: by hand, in a Trainer, resumed, and in two processes."""
+"""Gradual unfreezing from the top down: in a loop, in a Trainer, resumed, and in two processes."""
 
 import copy
 import json
@@ -23,7 +23,7 @@ BATCHES = lm_batches(4)
 
 
 class Untied(TinyLM):
-    """A head of its own, so that the head can train while the embedding is frozen."""
+    """A model with an untied head, so that the head can train while the embedding is frozen."""
 
     def build(self):
         super().build()
@@ -34,7 +34,7 @@ GROUPS = [["head"], ["blocks.2"], ["blocks.1"], ["blocks.0"], ["embed"]]
 
 
 def by_hand(epochs, unfrozen_at, optimizer=torch.optim.AdamW):
-    """The same in plain PyTorch: parameters are given to ``requires_grad_`` by the start of their names."""
+    """Reference in plain PyTorch, which sets ``requires_grad_`` by the prefixes of names."""
     net, step = Untied(), 0
     opt = optimizer(net.parameters(), lr=0.01)
     for epoch in range(epochs):
@@ -63,7 +63,7 @@ def trains(net):
 
 
 class Watch(L.Callback):
-    """What trains in each step, and the parameters that the optimizer has state for."""
+    """Records which parameters train in each step, and which have optimizer state."""
 
     def __init__(self):
         self.trains, self.states = [], []
@@ -77,7 +77,7 @@ class Watch(L.Callback):
 # --- the groups
 
 
-def test_groups_by_default_are_the_head_each_block_and_the_stem():
+def test_default_groups_are_the_head_each_block_and_the_stem():
     groups = Unfreezing(Untied()).groups
     assert [
         {name.rpartition(".")[0].split(".norm")[0].split(".up")[0].split(".down")[0] for name in g} for g in groups
@@ -90,7 +90,7 @@ def test_groups_by_default_are_the_head_each_block_and_the_stem():
     ]
 
 
-def test_what_lies_between_two_blocks_goes_with_the_one_below():
+def test_modules_between_two_blocks_belong_to_the_lower_block():
     layers = [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)]
     groups = Unfreezing(nn.Sequential(*layers)).groups
     assert groups == [
@@ -117,21 +117,21 @@ def test_a_decoder_is_unfrozen_layer_by_layer_and_before_the_encoder(family):
     assert not any(kinds[6:])
 
 
-def test_what_no_group_names_is_the_last():
+def test_unnamed_parameters_form_the_last_group():
     unfreezing = Unfreezing(Untied(), ["head", ["blocks.*"]])
     assert unfreezing.groups[2] == ["embed.weight"]
     assert len(unfreezing.groups[1]) == 18
 
 
-def test_a_tied_parameter_goes_with_the_topmost_of_its_places(caplog):
+def test_tied_parameter_belongs_to_the_topmost_module(caplog):
     with caplog.at_level(logging.INFO, logger="lightning_fasttrain"):
         unfreezing = Unfreezing(TinyLM())
-    assert [len(group) for group in unfreezing.groups] == [1, 6, 6, 6]  # the stem is the head
+    assert [len(group) for group in unfreezing.groups] == [1, 6, 6, 6]  # the stem is tied to the head
     assert unfreezing.groups[0] == ["head.weight"]
     assert "embed.weight is unfrozen as head.weight, to which it is tied" in caplog.text
 
 
-def test_what_was_frozen_before_is_in_no_group_and_stays_frozen():
+def test_previously_frozen_parameters_stay_frozen():
     net = Untied()
     freeze_(net.blocks[1])
     net.blocks[0].up.bias.requires_grad_(False)
@@ -162,7 +162,7 @@ def test_unfreeze_to_names_what_it_changed_and_goes_both_ways():
 
 def test_norms_are_in_eval_until_their_group_is_unfrozen():
     net = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(3)], nn.Linear(4, 2))
-    net[2][1].eval()  # by the user, who wants it so
+    net[2][1].eval()  # set by the user
     unfreezing = Unfreezing(net)
     unfreezing.unfreeze_to(1)
     modes = [[net[i][1].training for i in range(3)]]
@@ -177,7 +177,7 @@ def test_norms_are_in_eval_until_their_group_is_unfrozen():
     assert all(net[i][1].training for i in range(3))
 
 
-def test_a_norm_without_parameters_goes_with_the_group_below():
+def test_norm_without_parameters_belongs_to_the_group_below():
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False), nn.Linear(4, 2))
     unfreezing = Unfreezing(net, ["2", "0"])
     unfreezing.unfreeze_to(1)
@@ -186,7 +186,7 @@ def test_a_norm_without_parameters_goes_with_the_group_below():
     assert net[1].training
 
 
-def test_a_copied_model_is_frozen_by_itself():
+def test_copied_model_is_frozen_independently():
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     unfreezing = Unfreezing(net, [["2"]])
     unfreezing.unfreeze_to(1)
@@ -198,7 +198,7 @@ def test_a_copied_model_is_frozen_by_itself():
     assert trains(twin) == trains(net)
 
 
-def test_the_state_is_the_number_of_groups_that_train():
+def test_state_holds_the_number_of_trained_groups():
     net = Untied()
     unfreezing = Unfreezing(net, GROUPS)
     unfreezing.unfreeze_to(1)
@@ -217,14 +217,14 @@ def test_the_state_is_the_number_of_groups_that_train():
 
 
 @pytest.mark.parametrize("every", ["epoch", 3])
-def test_the_weights_are_those_of_the_loop_by_hand_bit_for_bit(every):
+def test_weights_are_bitwise_those_of_a_manual_loop(every):
     net, _ = fit([GradualUnfreezing(every)], epochs=3)
     expected = by_hand(3, lambda epoch, step: 1 + (epoch if every == "epoch" else step // every))
     assert largest_difference(weights(expected), weights(net)) == 0
     assert largest_difference(weights(expected), weights(by_hand(3, lambda *_: 9))) > 1e-2  # not plain training
 
 
-def test_what_is_frozen_is_bitwise_unchanged_under_weight_decay_and_has_no_state():
+def test_frozen_parameters_are_not_decayed_and_have_no_optimizer_state():
     watch, before = Watch(), weights(Untied())
     net, _ = fit([GradualUnfreezing(every=2, groups=GROUPS), watch], net=Untied(weight_decay=0.5))
     changed = {name for name, value in weights(net).items() if not torch.equal(value, before[name])}
@@ -233,7 +233,7 @@ def test_what_is_frozen_is_bitwise_unchanged_under_weight_decay_and_has_no_state
     assert watch.states[-1] == changed
 
 
-def test_an_optimizer_of_what_requires_a_gradient_gets_all_parameters():
+def test_optimizer_of_trainable_parameters_gets_all_parameters():
     class Filters(Untied):
         def configure_optimizers(self):
             return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.01)
@@ -243,8 +243,8 @@ def test_an_optimizer_of_what_requires_a_gradient_gets_all_parameters():
     assert largest_difference(weights(by_hand(3, lambda epoch, _: 1 + epoch)), weights(net)) == 0
 
 
-def test_layer_norms_that_are_equal_are_all_trained():
-    """Those of two blocks are equal by value when they are fresh, which must not make them one."""
+def test_equal_layer_norms_are_all_trained():
+    """Those of two blocks have equal values when they are new, but must not be treated as one."""
     before = weights(Untied())
     net, _ = fit([GradualUnfreezing()], epochs=5)
     assert all(not torch.equal(value, before[name]) for name, value in weights(net).items())
@@ -258,7 +258,7 @@ def test_resumed_equals_uninterrupted_bit_for_bit(every, saved_after, tmp_path):
             if trainer.global_step == saved_after:
                 trainer.save_checkpoint(tmp_path / "half.ckpt")
 
-    # One batch over and over: a plain loader starts its epoch again, and which data come is not the question here.
+    # The same batch each time: a plain loader restarts its epoch, and the order of the data is not tested here.
     whole, resumed, batches = Watch(), Watch(), BATCHES[:1] * 4
     expected, _ = fit([GradualUnfreezing(every), Save(), whole], epochs=3, batches=batches)
     net, _ = fit([GradualUnfreezing(every), resumed], epochs=3, batches=batches, ckpt_path=tmp_path / "half.ckpt")
@@ -273,7 +273,7 @@ def test_groups_are_unfrozen_between_windows_of_accumulation():
     assert [len(names) for names in watch.trains] == [1, 1, 4, 4, 7, 7, 10, 10]  # modules with parameters that train
 
 
-def test_a_second_fit_is_as_the_first_and_all_trains_again_afterwards():
+def test_second_fit_repeats_the_first_and_everything_trains_afterwards():
     technique = GradualUnfreezing()
     first, _ = fit([technique], epochs=2)
     again, t = fit([copy.deepcopy(technique)], epochs=2)
@@ -282,7 +282,7 @@ def test_a_second_fit_is_as_the_first_and_all_trains_again_afterwards():
     t.validate(again, as_loader(BATCHES), verbose=False)
 
 
-def test_a_copy_made_in_mid_run_holds_no_model():
+def test_copy_during_a_run_holds_no_model():
     class Copies(L.Callback):
         def on_train_batch_end(self, trainer, *_):
             self.copied = copy.deepcopy(trainer.callbacks[0])
@@ -309,7 +309,7 @@ def test_everything_is_restored_after_a_failure():
     assert {name for name, _ in net.named_parameters()} - trains(net) == {"blocks.0.up.bias"}
 
 
-def test_frozen_norms_keep_their_statistics_through_training_and_validation():
+def test_frozen_norms_keep_their_statistics():
     class WithNorm(Untied):
         def build(self):
             super().build()
@@ -340,21 +340,21 @@ class Unflatten(nn.Module):
     ],
 )
 @pytest.mark.parametrize("turned", [False, True])
-def test_with_other_techniques_it_is_the_same_bit_for_bit(others, turned):
+def test_combination_with_other_techniques_is_bitwise_equal(others, turned):
     techniques = [GradualUnfreezing(3), *others()]
     net, _ = fit(techniques[::-1] if turned else techniques, epochs=3)
     expected = by_hand(3, lambda epoch, step: 1 + step // 3)
     assert largest_difference(weights(expected), weights(net)) == 0
 
 
-def test_micro_batches_and_compiled_blocks_are_close():
+def test_micro_batches_and_compiled_blocks_give_close_weights():
     torch._dynamo.reset()
     net, _ = fit([ft.MicroBatching(3), GradualUnfreezing(3), ft.CompileBlocks(backend="aot_eager")], epochs=3)
     expected = by_hand(3, lambda epoch, step: 1 + step // 3)
     assert largest_difference(weights(expected), weights(net)) <= 1e-5
 
 
-def test_nothing_more_is_done_in_a_step_than_to_compare_two_numbers(monkeypatch):
+def test_steps_without_a_change_cost_one_comparison(monkeypatch):
     calls = []
     original = Unfreezing.unfreeze_to
     monkeypatch.setattr(Unfreezing, "unfreeze_to", lambda self, k: (calls.append(k), original(self, k))[1])
@@ -362,7 +362,7 @@ def test_nothing_more_is_done_in_a_step_than_to_compare_two_numbers(monkeypatch)
     assert calls == [1, 2, 3, 4, 5]  # the last for teardown, which unfreezes all
 
 
-def test_one_line_says_how_far_it_is(caplog):
+def test_log_line_reports_the_number_of_trained_groups(caplog):
     with caplog.at_level(logging.INFO, logger="lightning_fasttrain"):
         fit([GradualUnfreezing()], epochs=2)
     assert [m for m in caplog.messages if "Unfreezing" in m] == [
@@ -371,13 +371,13 @@ def test_one_line_says_how_far_it_is(caplog):
     ]
 
 
-def test_one_group_of_everything_is_plain_training():
+def test_single_group_equals_plain_training():
     net, _ = fit([GradualUnfreezing(groups=["*"])], epochs=2)
     assert largest_difference(weights(by_hand(2, lambda *_: 9)), weights(net)) == 0
     assert GradualUnfreezing().exactness is Exactness.CHANGES_TRAINING
 
 
-def test_parameters_that_no_optimizer_has_are_warned_of():
+def test_parameters_in_no_optimizer_are_warned_about():
     class HeadOnly(Untied):
         def configure_optimizers(self):
             return torch.optim.AdamW(self.head.parameters(), lr=0.01)
@@ -390,11 +390,11 @@ def test_parameters_that_no_optimizer_has_are_warned_of():
 
 
 class OnCPU(FSDPStrategy):
-    """Lightning refuses the class itself where there is no CUDA."""
+    """Lightning refuses the class itself if there is no CUDA."""
 
 
 @pytest.mark.parametrize("strategy", [ModelParallelStrategy, OnCPU])
-def test_strategies_that_take_the_parameters_over_are_refused(strategy):
+def test_sharding_strategies_are_refused(strategy):
     t = trainer(strategy=strategy(), devices=1)
     t.state.fn = "fit"
     with pytest.raises(
@@ -420,19 +420,19 @@ def test_bad_arguments_are_refused_at_once(arguments, error, message):
         GradualUnfreezing(**arguments)
 
 
-def test_a_group_that_is_in_an_earlier_one_or_frozen_is_refused():
+def test_group_in_an_earlier_group_or_frozen_is_refused():
     with pytest.raises(ValueError, match="group 1 of 2: its 6 parameters are frozen already, or in an earlier group"):
         Unfreezing(Untied(), ["blocks.*", "blocks.1"])
 
 
-def test_a_pattern_that_matches_nothing_is_refused_before_training_with_near_names():
+def test_pattern_without_a_match_is_refused_with_similar_names():
     net = Untied()
     with pytest.raises(ValueError, match="'haed' matches nothing in Untied.*Similar names: head"):
         fit([GradualUnfreezing(groups=["haed"])], net=net)
     assert trains(net) == set(dict(net.named_parameters()))
 
 
-def test_a_model_in_which_nothing_may_train_is_refused():
+def test_model_without_trainable_parameters_is_refused():
     net = Untied()
     freeze_(net)
     with pytest.raises(ValueError, match="no parameter requires a gradient"):
@@ -440,7 +440,7 @@ def test_a_model_in_which_nothing_may_train_is_refused():
 
 
 @pytest.mark.parametrize("k", [0, True, 1.0])
-def test_a_number_of_groups_that_is_none_is_refused(k):
+def test_invalid_number_of_groups_is_refused(k):
     with pytest.raises((TypeError, ValueError), match=f"k={k}"):
         Unfreezing(Untied()).unfreeze_to(k)
 
@@ -456,7 +456,7 @@ def found(tmp_path_factory):
 
 
 @pytest.mark.parametrize("run", ["epoch", "steps", "views", "unused", "static", "micro"])
-def test_under_ddp_it_is_one_process_with_the_joint_batch(found, run):
+def test_ddp_equals_one_process_with_the_joint_batch(found, run):
     assert max(rank[run]["difference"] for rank in found) < 2e-6
     assert max(rank[run]["between ranks"] for rank in found) == 0
     assert {tuple(rank[run]["trains"]) for rank in found} == {(1, 7, 13)}  # parameters, in each epoch
@@ -467,5 +467,5 @@ def test_ddp_wraps_the_model_again_at_each_change_and_frees_the_old_wrapper(foun
     assert {rank["epoch"]["alive"] for rank in found} == {1}
 
 
-def test_under_ddp_a_buffer_that_each_rank_has_for_itself_stays_so(found):
+def test_ddp_keeps_rank_local_buffers(found):
     assert [rank["steps"]["own buffer"] for rank in found] == [0.0, 1.0]

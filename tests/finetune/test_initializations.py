@@ -1,4 +1,4 @@
-"""Starts that PEFT has besides zero: passed through with its own numbers, or refused with what they need."""
+"""PEFT's initializations other than zero: applied with its own values, or refused with what they need."""
 
 import copy
 import importlib.util
@@ -36,7 +36,7 @@ def eva():
     return peft.LoraConfig(r=4, init_lora_weights="eva", eva_config=peft.EvaConfig(), target_modules=TARGETS)
 
 
-def test_eva_is_pefts_with_the_ranks_that_it_chooses():
+def test_eva_equals_pefts_with_redistributed_ranks():
     model, theirs = build("Llama"), peft.get_peft_model(build("Llama"), eva())
     expected = step(model, "Llama")[0]
     peft.initialize_lora_eva_weights(theirs, batches(), show_progress_bar=False)
@@ -49,7 +49,7 @@ def test_eva_is_pefts_with_the_ranks_that_it_chooses():
     assert all(parameter.requires_grad for parameter in ours.values())
 
 
-def test_eva_as_a_technique_twice_and_in_a_file(tmp_path):
+def test_eva_adapter_is_idempotent_and_saves(tmp_path):
     model = build("Llama")
     technique = ft.finetune.Adapter(eva(), batches=batches())
     ft.apply(model, [technique])
@@ -61,7 +61,7 @@ def test_eva_as_a_technique_twice_and_in_a_file(tmp_path):
     assert all(torch.equal(value, factors(model)[name]) for name, value in factors(fresh).items())
 
 
-def test_eva_in_a_network_of_ones_own():
+def test_eva_works_in_a_custom_network():
     model = TinyLM()
     ids = [torch.randint(17, (4, 8), generator=torch.Generator().manual_seed(i)) for i in range(4)]
     add_adapter_(model, eva(), "up", batches=ids)
@@ -69,7 +69,7 @@ def test_eva_in_a_network_of_ones_own():
     torch.testing.assert_close(a @ a.T, torch.eye(len(a)), rtol=0, atol=1e-4)  # directions
 
 
-def test_corda_is_pefts():
+def test_corda_equals_pefts():
     def config():
         settings = peft.tuners.lora.config.CordaConfig(corda_method="kpm")
         return peft.LoraConfig(r=4, init_lora_weights="corda", corda_config=settings, target_modules=TARGETS)
@@ -87,9 +87,9 @@ def test_corda_is_pefts():
 
 
 @pytest.mark.parametrize("start", ["eva", "corda", "lora_ga", "loftq"])
-def test_what_a_start_needs_is_said_before_anything_changes(start):
+def test_missing_requirements_are_reported_before_the_model_changes(start):
     config = peft.LoraConfig()
-    config.init_lora_weights = start  # of LoftQ, PEFT asks for scipy before that
+    config.init_lora_weights = start  # set afterwards, since PEFT requires scipy for LoftQ in the constructor
     need = {"lora_ga": "Call peft.tuners.lora.loraga.preprocess_loraga", "loftq": "PEFT computes it on a GPU"}
     model = build("Llama")
     before = list(model.modules())
@@ -102,7 +102,7 @@ def test_what_a_start_needs_is_said_before_anything_changes(start):
             add_adapter_(model, config, "q_proj")
 
 
-def test_lora_ga_begins_with_the_gradients_that_peft_has_taken():
+def test_lora_ga_uses_the_gradients_computed_by_peft():
     config = peft.LoraConfig(
         r=4, init_lora_weights="lora_ga", lora_ga_config=peft.LoraGAConfig(), target_modules=TARGETS
     )
@@ -118,7 +118,7 @@ def test_lora_ga_begins_with_the_gradients_that_peft_has_taken():
 
 
 @pytest.mark.parametrize("start", ["eva", "corda"])
-def test_a_prediction_leaves_the_data_alone(start):
+def test_prediction_reads_no_data(start):
     config = peft.LoraConfig(r=4)
     config.init_lora_weights, config.eva_config = start, peft.EvaConfig()
     techniques = [
@@ -132,6 +132,6 @@ def test_a_prediction_leaves_the_data_alone(start):
     assert found[0].peak_bytes == found[1].peak_bytes
 
 
-def test_batches_for_a_start_without_data_are_refused():
+def test_batches_for_a_data_free_initialization_are_refused():
     with pytest.raises(ValueError, match="this initialization uses no data"):
         add_adapter_(build("Llama"), peft.LoraConfig(), "q_proj", batches=[TEXT])

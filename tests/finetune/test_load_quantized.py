@@ -29,7 +29,7 @@ def llama(tied=False):
 
 
 class Odd(nn.Module):
-    """Biases, a tied pair, a buffer that is saved and one that is not."""
+    """A model with biases, a tied pair, a buffer that is saved and one that is not."""
 
     def __init__(self, width=64):
         super().__init__()
@@ -71,7 +71,7 @@ def same(a, b):
 @each_kind
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_folder_of_shards_gives_what_quantising_the_loaded_model_gives(kind, tied, dtype, tmp_path):
+def test_loading_shards_equals_quantising_the_loaded_model(kind, tied, dtype, tmp_path):
     torch.manual_seed(0)
     LlamaForCausalLM(llama(tied)).to(dtype).save_pretrained(tmp_path, max_shard_size="60KB")
     assert (tmp_path / INDEX).exists()
@@ -84,7 +84,7 @@ def test_a_folder_of_shards_gives_what_quantising_the_loaded_model_gives(kind, t
     assert torch.equal(reference(ids).logits, model(ids).logits)
 
 
-def test_a_file_several_files_and_a_folder_with_one(odd, tmp_path):
+def test_one_file_several_files_and_a_folder_load(odd, tmp_path):
     model, file = odd
     state = {name: value.clone() for name, value in model.state_dict().items()}
     half = {name for name in state if "layers" in name}
@@ -97,7 +97,7 @@ def test_a_file_several_files_and_a_folder_with_one(odd, tmp_path):
         assert same(model, load_quantized(Odd, files))
 
 
-def test_settings_are_those_of_quantising(odd):
+def test_settings_equal_those_of_quantize_base(odd):
     model, file = odd
     settings = {"double_quant": False, "compute_dtype": torch.bfloat16, "skip": "layers.1"}
     quantize_base_(model, "fp4", **settings)
@@ -107,7 +107,7 @@ def test_settings_are_those_of_quantising(odd):
     assert type(loaded.layers[1]) is nn.Linear
 
 
-def test_a_dtype_is_taken_before_quantising(odd):
+def test_dtype_is_applied_before_quantising(odd):
     model, file = odd
     loaded = load_quantized(Odd, file, dtype=torch.bfloat16)
     assert loaded.norm.weight.dtype is loaded.embed.weight.dtype is torch.bfloat16
@@ -116,7 +116,7 @@ def test_a_dtype_is_taken_before_quantising(odd):
     assert torch.equal(model.layers[0].weight, loaded.layers[0].weight)
 
 
-def test_tied_once_in_the_file_is_enough(odd, tmp_path):
+def test_tied_weights_may_be_stored_once(odd, tmp_path):
     model, _ = odd
     state = {n: v.clone() for n, v in model.state_dict().items() if n != "embed.weight"}
     save_file(state, tmp_path / "one.safetensors")
@@ -125,7 +125,7 @@ def test_tied_once_in_the_file_is_enough(odd, tmp_path):
     assert torch.equal(loaded.embed.weight, model.embed.weight)
 
 
-def test_a_parameter_that_two_modules_are_given_stays_one():
+def test_shared_parameter_stays_shared():
     class Shared(nn.Module):
         def __init__(self):
             super().__init__()
@@ -140,7 +140,7 @@ def test_a_parameter_that_two_modules_are_given_stays_one():
     assert model.a.weight.is_meta
 
 
-def test_it_trains(tmp_path):
+def test_loaded_model_trains(tmp_path):
     torch.manual_seed(0)
     module = load_quantized(TinyLM, saved(TinyLM(), tmp_path / "lm.safetensors"))
     optimizer = module.configure_optimizers()
@@ -186,7 +186,7 @@ print(peak(lambda: load_quantized(make, sys.argv[1])), peak(make_whole))
 """
 
 
-def test_the_full_precision_model_never_lives_whole(tmp_path):
+def test_full_precision_model_is_never_completely_in_memory(tmp_path):
     layers = {f"{i}.weight": torch.randn(1024, 1024) for i in range(16)}
     head = {"16.weight": torch.zeros(2, 1024), "16.bias": torch.zeros(2)}
     save_file({**layers, **head}, tmp_path / "model.safetensors")
@@ -194,11 +194,11 @@ def test_the_full_precision_model_never_lives_whole(tmp_path):
     whole, quantised = 16 * one, 16 * one * 4.127 / 32
     said = run_code(MEASURE, tmp_path / "model.safetensors", folder=tmp_path, timeout_s=120)
     streamed, made_whole = map(float, said.splitlines()[-1].split())
-    assert made_whole > whole  # that this way of measuring would see it
+    assert made_whole > whole  # the measurement detects a full-precision model
     assert quantised < streamed < quantised + 5 * one < whole / 2
 
 
-def test_building_takes_no_memory_and_no_other_thread_notices():
+def test_building_takes_no_memory_and_does_not_affect_other_threads():
     from lightning_fasttrain.finetune.quantized.load_quantized import _build_empty
 
     others, ready, go = [], threading.Event(), threading.Event()
@@ -211,7 +211,7 @@ def test_building_takes_no_memory_and_no_other_thread_notices():
     class Slow(nn.Module):
         def __init__(self):
             super().__init__()
-            self.big = nn.Linear(10**6, 10**6)  # four terabytes would not do
+            self.big = nn.Linear(10**6, 10**6)  # four terabytes if allocated
             ready.set()
             go.wait()
 
@@ -234,7 +234,7 @@ def refusal(kind, *arguments, **settings):
     return str(error.value)
 
 
-def test_names_and_shapes_that_do_not_fit_are_named_before_anything_is_read(odd, tmp_path):
+def test_mismatched_names_and_shapes_are_named_before_reading(odd, tmp_path):
     model, _ = odd
     state = {n: v.clone() for n, v in model.state_dict().items() if n != "layers.1.weight"}
     state["layers.7.weight"], state["norm.bias"] = torch.zeros(3), torch.zeros(2)
@@ -246,13 +246,13 @@ def test_names_and_shapes_that_do_not_fit_are_named_before_anything_is_read(odd,
 
 
 @pytest.mark.parametrize("keep", [0, 7, 100, -1])
-def test_a_file_that_is_cut_short(odd, keep):
+def test_truncated_file_is_refused(odd, keep):
     _, file = odd
     file.write_bytes(file.read_bytes()[:keep])
     assert f"{file} cannot be read" in refusal(ValueError, Odd, file)
 
 
-def test_files_that_are_not_there_or_not_what_they_should_be(tmp_path):
+def test_missing_and_invalid_files_are_refused(tmp_path):
     assert "no such file" in refusal(FileNotFoundError, Odd, tmp_path / "none.safetensors")
     assert "model.safetensors" in refusal(FileNotFoundError, Odd, tmp_path)
     assert "no such file" in refusal(FileNotFoundError, Odd, tmp_path / "x.index.json")
@@ -268,14 +268,14 @@ def with_index(folder, names):
 @pytest.mark.parametrize(
     "file", ["../odd.safetensors", "/etc/passwd", "link.safetensors", "a/b.safetensors", "odd.bin"]
 )
-def test_an_index_that_leads_elsewhere(odd, tmp_path, file):
+def test_index_with_a_path_outside_its_folder_is_refused(odd, tmp_path, file):
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "link.safetensors").symlink_to(tmp_path / "odd.safetensors")
     assert "Do not use this model" in refusal(ValueError, Odd, with_index(folder, {"head.weight": file}))
 
 
-def test_links_within_hugging_faces_cache_are_followed(odd, tmp_path):
+def test_links_in_hugging_faces_cache_are_followed(odd, tmp_path):
     model, file = odd
     snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "abc", tmp_path / "models--a--b" / "blobs"
     snapshot.mkdir(parents=True)
@@ -288,22 +288,22 @@ def test_links_within_hugging_faces_cache_are_followed(odd, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', "[" * 10**5])
-def test_an_index_that_is_none(tmp_path, text):
+def test_invalid_index_is_refused(tmp_path, text):
     (tmp_path / INDEX).write_text(text)
     assert "not an index of shards" in refusal(ValueError, Odd, tmp_path)
 
 
-def test_an_index_that_names_what_is_not_there(odd, tmp_path):
+def test_index_with_missing_tensors_is_refused(odd, tmp_path):
     with_index(tmp_path, {"more": "odd.safetensors"})
     assert "names more in odd.safetensors" in refusal(ValueError, Odd, tmp_path)
 
 
-def test_a_name_in_two_files(odd, tmp_path):
+def test_tensor_in_two_files_is_refused(odd, tmp_path):
     _, file = odd
     assert "only one can be loaded" in refusal(ValueError, Odd, [file, file])
 
 
-def test_models_that_are_none_or_on_the_meta_device_with_their_buffers(odd):
+def test_non_modules_and_meta_buffers_are_refused(odd):
     _, file = odd
 
     def on_meta():
@@ -317,7 +317,7 @@ def test_models_that_are_none_or_on_the_meta_device_with_their_buffers(odd):
     assert not nn.Linear(2, 2).weight.is_meta
 
 
-def test_types_that_cannot_be_quantised(odd, tmp_path):
+def test_dtypes_that_cannot_be_quantised_are_refused(odd, tmp_path):
     model, file = odd
     saved(model.double(), file)
     assert "Give dtype=" in refusal(ValueError, Odd, file)
@@ -326,13 +326,13 @@ def test_types_that_cannot_be_quantised(odd, tmp_path):
     assert "nf3" in refusal(ValueError, Odd, file, "nf3")
 
 
-def test_packages_that_are_missing(odd, monkeypatch):
+def test_missing_packages_are_named(odd, monkeypatch):
     _, file = odd
     monkeypatch.setitem(sys.modules, "safetensors", None)
     assert "lightning-fasttrain[finetune]" in refusal(ModuleNotFoundError, Odd, file)
 
 
-def test_headers_alone_are_read_to_know_what_there_is(odd):
+def test_listing_tensors_reads_only_headers(odd):
     model, file = odd
     found = find_tensors(file)
     assert {name: (tensor.shape, tensor.dtype) for name, tensor in found.items()} == {

@@ -1,4 +1,4 @@
-"""Merged equals unmerged, unmerged is what was there before bit for bit, and unloaded is a plain model."""
+"""Merging keeps the output, unmerging restores the weights bitwise, and unloading gives a plain model."""
 
 import copy
 import pickle
@@ -18,7 +18,7 @@ IDS = torch.randint(17, (3, 5), generator=torch.Generator().manual_seed(1))
 
 
 def awake(model):
-    """Adapters, and copies of whole modules, that change something."""
+    """Make adapters and trained module copies change the output."""
     generator = torch.Generator().manual_seed(5)
     for name, parameter in model.named_parameters():
         if any(part in name for part in ("lora_", "ia3_", "modules_to_save")):
@@ -59,7 +59,7 @@ TECHNIQUES = {
 
 
 EXACT = [(kind, torch.float32, 1e-5) for kind in TECHNIQUES]
-ROUNDED = [(kind, torch.bfloat16, 1e-2) for kind in TECHNIQUES if kind != "pissa"]  # which begins in float32 only
+ROUNDED = [(kind, torch.bfloat16, 1e-2) for kind in TECHNIQUES if kind != "pissa"]  # PiSSA needs float32
 
 
 @pytest.mark.parametrize(("kind", "dtype", "tolerance"), EXACT + ROUNDED)
@@ -77,7 +77,7 @@ def test_merged_equals_unmerged_and_unmerging_is_bitwise(kind, dtype, tolerance)
     assert torch.equal(output(model), beside)
 
 
-def test_convolutions_and_attention():
+def test_convolutions_and_attention_merge():
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
@@ -100,7 +100,7 @@ def test_convolutions_and_attention():
     assert list(plain.state_dict()) == list(Net().state_dict())
 
 
-def test_the_merged_weight_is_the_papers():
+def test_merged_weight_equals_the_formula_of_the_paper():
     model = TinyLM()
     ft.apply(model, [ft.LoRA(rank=2, alpha=6, targets="blocks.0.up")])
     layer = awake(model).blocks[0].up
@@ -117,7 +117,7 @@ def two_adapters(**settings):
 
 
 @pytest.mark.parametrize("names", ["one", "two", ["one", "two"]])
-def test_several_by_name(names):
+def test_several_adapters_merge_by_name(names):
     model = two_adapters()
     ft.finetune.use_adapter_(model, names)
     beside, before = output(model), weights(model)
@@ -127,11 +127,11 @@ def test_several_by_name(names):
     assert len(report.layers) == (3 if names == "one" else 6)
     unmerge_adapters_(model)
     assert same(weights(model), before)
-    assert torch.equal(output(model), beside)  # those that were merged are in use
+    assert torch.equal(output(model), beside)  # the merged adapters are active
     assert relative(output(unload_adapters_(model, names=names)), beside) < 1e-5
 
 
-def test_merging_twice_and_unmerging_what_is_not_merged_is_refused():
+def test_merging_twice_and_unmerging_an_unmerged_model_are_refused():
     model = TinyLM()
     with pytest.raises(ValueError, match="TinyLM has no adapter"):
         merge_adapters_(model)
@@ -165,7 +165,7 @@ def test_a_broken_adapter_changes_nothing(broken):
         assert not any(layer.merged for layer in model.modules() if isinstance(layer, peft.tuners.lora.LoraLayer))
 
 
-def test_nothing_of_the_adapter_trains_while_it_is_merged():
+def test_merged_adapter_does_not_train():
     model = untied()
     ft.apply(model, [ft.LoRA(rank=2, train=["head"])])
     trained = [name for name, p in awake(model).named_parameters() if p.requires_grad]
@@ -180,7 +180,7 @@ def test_nothing_of_the_adapter_trains_while_it_is_merged():
     trainer([ft.LoRA(rank=2, train=["head"])]).fit(model, as_loader(lm_batches(2)))
 
 
-def test_switches_are_refused_while_merged():
+def test_switching_adapters_is_refused_while_merged():
     model = TinyLM()
     ft.apply(model, [ft.LoRA(rank=2)])
     merge_adapters_(model)
@@ -195,7 +195,7 @@ def test_switches_are_refused_while_merged():
         merge_adapters_(model)
 
 
-def test_keys_stay_and_a_copy_unmerges_on_its_own():
+def test_keys_stay_and_copies_unmerge_independently():
     model = TinyLM().bfloat16()
     ft.apply(model, [ft.LoRA(rank=2)])
     before = weights(awake(model))
@@ -206,11 +206,11 @@ def test_keys_stay_and_a_copy_unmerges_on_its_own():
         unmerge_adapters_(other)
         assert same(weights(other), before)
         assert same(weights(model), merged)
-    unmerge_adapters_(model.float())  # cast while merged: the originals are too
+    unmerge_adapters_(model.float())  # cast while merged: the originals are cast too
     assert all(torch.equal(value, before[name].float()) for name, value in weights(model).items())
 
 
-def test_what_peft_merged_is_not_ours_to_unmerge():
+def test_adapters_merged_by_peft_cannot_be_unmerged():
     model = TinyLM()
     ft.apply(model, [ft.LoRA(rank=2, targets="blocks.0.up")])
     model.blocks[0].up.merge()
@@ -220,7 +220,7 @@ def test_what_peft_merged_is_not_ours_to_unmerge():
 
 @pytest.mark.parametrize("make", [untied, llama, bert])
 @pytest.mark.parametrize("merge", [True, False])
-def test_unloading_gives_a_plain_model_that_can_be_adapted_anew(make, merge):
+def test_unloaded_model_can_be_adapted_again(make, merge):
     model = make()
     head = {"llama": "lm_head", "bert": "classifier"}.get(make.__name__, "head")
     attributes, parts = set(vars(model)), [type(m) for m in model.modules()]
@@ -242,7 +242,7 @@ def test_unloading_gives_a_plain_model_that_can_be_adapted_anew(make, merge):
     assert [name for name, p in model.named_parameters() if p.requires_grad and head not in name] == []
 
 
-def test_unloading_after_merging_keeps_it_and_without_takes_it_out():
+def test_unloading_keeps_merged_adapters_and_drops_others():
     model = TinyLM()
     before = weights(model)
     ft.apply(model, [ft.LoRA(rank=2)])
@@ -255,7 +255,7 @@ def test_unloading_after_merging_keeps_it_and_without_takes_it_out():
     assert relative(output(unload_adapters_(model)), beside) < 1e-5
 
 
-def test_a_model_inside_a_module_and_statistics_that_were_kept():
+def test_inner_model_is_unloaded_with_its_statistics():
     class Module(L.LightningModule):
         def __init__(self):
             super().__init__()
@@ -274,7 +274,7 @@ def test_a_model_inside_a_module_and_statistics_that_were_kept():
     assert module.train().norm.training
 
 
-def test_the_base_that_pissa_changed_cannot_be_given_back():
+def test_unloading_pissa_without_merging_is_refused():
     model = TinyLM()
     ft.apply(model, [ft.LoRA(rank=2, variant="pissa")])
     with pytest.raises(ValueError, match="its initialization 'pissa' changed the pretrained weights"):
@@ -287,7 +287,7 @@ def test_two_heads_cannot_both_be_merged():
         merge_adapters_(model, ["one", "two"])
 
 
-def test_ways_for_quantised_layers_mean_nothing_without():
+def test_into_without_quantised_layers_is_refused():
     model = TinyLM()
     ft.apply(model, [ft.LoRA(rank=2)])
     with pytest.raises(ValueError, match="into='requantized': no adapted layer is quantised"):

@@ -1,4 +1,4 @@
-"""Each named way to merge into quantised layers does what its name says, and says what it costs."""
+"""Each way to merge into quantised layers does what its name says, and reports its error."""
 
 import copy
 
@@ -31,7 +31,7 @@ VARIANTS = {
 
 
 class WideLM(TinyLM):
-    """PEFT's DoRA reads 4-bit weights in a way that is wrong on CPUs with AVX-512 where 64 does not divide rows."""
+    """Wide enough for PEFT's DoRA, which reads 4-bit weights wrongly with AVX-512 if 64 does not divide rows."""
 
     def build(self):
         self.embed, self.head = nn.Embedding(17, 64), nn.Linear(64, 17, bias=False)
@@ -39,7 +39,7 @@ class WideLM(TinyLM):
 
 
 def quantised(kind="nf4", variant="lora", **settings):
-    """A model, its full-precision original, and the original with the same adapter."""
+    """Return a model, its full-precision original, and the original with the same adapter."""
     torch.manual_seed(2)
     model = WideLM() if variant == "dora" else TinyLM()
     original, full = copy.deepcopy(model), copy.deepcopy(model)
@@ -53,7 +53,7 @@ def quantised(kind="nf4", variant="lora", **settings):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_into_the_original_is_bitwise_what_full_precision_gives(kind, variant):
+def test_merging_into_the_original_is_bitwise_the_full_precision_merge(kind, variant):
     model, original, full = quantised(kind, variant)
     unload_adapters_(model, original=original)
     assert [type(m) for m in model.modules()] == [type(m) for m in original.modules()]
@@ -62,7 +62,7 @@ def test_into_the_original_is_bitwise_what_full_precision_gives(kind, variant):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_also_where_biases_were_rounded_or_the_model_is_in_bfloat16(dtype):
+def test_merging_into_the_original_with_rounded_biases_and_bfloat16(dtype):
     original = TinyLM().to(dtype)
     model, full = copy.deepcopy(original), copy.deepcopy(original)
     ft.apply(model, [ft.QLoRA(rank=2, compute_dtype=torch.bfloat16)])
@@ -88,7 +88,7 @@ def sharded(state, folder):
 
 
 @pytest.mark.parametrize("form", ["state", "file", "shards", "adapted", "outer", "inner"])
-def test_the_original_may_come_in_any_form(form, tmp_path):
+def test_original_may_be_a_module_state_dict_or_file(form, tmp_path):
     model, original, full = quantised()
     state = {name: value.clone() for name, value in original.state_dict().items()}
     save_file(state, tmp_path / "whole.safetensors")
@@ -106,7 +106,7 @@ def test_the_original_may_come_in_any_form(form, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("variant", ["lora", "dora"])
-def test_dequantised_is_the_model_as_trained(kind, variant):
+def test_dequantised_merge_equals_the_trained_model(kind, variant):
     model, _, _ = quantised(kind, variant)
     layer = model.blocks[0].up
     before, w = output(model), dequantized_weight(layer.base_layer)
@@ -120,7 +120,7 @@ def test_dequantised_is_the_model_as_trained(kind, variant):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_requantised_is_the_sum_quantised_once_more(kind):
+def test_requantised_merge_equals_the_quantised_sum(kind):
     model, _, _ = quantised(kind)
     dense = copy.deepcopy(model)
     merge_adapters_(dense, into="dequantized")
@@ -139,7 +139,7 @@ def test_requantised_is_the_sum_quantised_once_more(kind):
 
 @pytest.mark.parametrize("way", ["requantized", "dequantized", "original"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_unmerging_gives_back_the_quantised_layers_bit_for_bit(kind, way):
+def test_unmerging_restores_the_quantised_layers_bitwise(kind, way):
     model, original, _ = quantised(kind)
     before, beside = weights(model), output(model)
     merge_adapters_(model, into=way, original=original if way == "original" else None)
@@ -151,7 +151,7 @@ def test_unmerging_gives_back_the_quantised_layers_bit_for_bit(kind, way):
         assert torch.equal(output(one), beside)
 
 
-def test_without_a_named_way_both_are_named_with_what_they_cost():
+def test_missing_into_lists_the_ways_with_their_cost():
     model, original, _ = quantised()
     before = weights(model)
     for act in (merge_adapters_, unload_adapters_):
@@ -169,7 +169,7 @@ def test_without_a_named_way_both_are_named_with_what_they_cost():
     assert same(weights(model), before)
 
 
-def test_an_original_that_is_not_this_models_is_refused_and_nothing_is_changed():
+def test_original_of_another_model_is_refused():
     model, original, _ = quantised()
     before = weights(model)
     state = {name: value.clone() for name, value in original.state_dict().items()}
@@ -200,7 +200,7 @@ def test_a_broken_adapter_changes_nothing():
         assert same({name: value.nan_to_num(7) for name, value in weights(model).items()}, before)
 
 
-def test_both_figures_are_said_for_the_original(caplog):
+def test_report_for_the_original_has_both_errors(caplog):
     model, original, full = quantised()
     ids = IDS
     seen = {}
@@ -242,24 +242,24 @@ def llama_in(dtype, folder, **settings):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("way", ["dequantized", "original"])
-def test_what_hugging_face_quantised_comes_out_in_the_models_dtype(dtype, way, tmp_path):
+def test_models_quantised_by_hugging_face_merge_to_the_models_dtype(dtype, way, tmp_path):
     original, model = llama_in(dtype, tmp_path, bnb_4bit_compute_dtype=torch.bfloat16)
     ft.apply(model, [ft.LoRA(rank=4)])
     trained = output(awake(model))
     unload_adapters_(model, into=way, original=tmp_path if way == "original" else None)
     assert {p.dtype for p in model.parameters()} == {dtype}
     assert [type(m) for m in model.modules()] == [type(m) for m in original.modules()]
-    result = output(model)  # which fails in bfloat16 after Hugging Face's own dequantize()
+    result = output(model)  # this fails in bfloat16 after Hugging Face's own dequantize()
     assert result.dtype == dtype
     assert relative(result, trained) < (0.05 if way == "dequantized" else 0.5)
     assert not hasattr(model, "hf_quantizer")
-    model.to(torch.float64)  # which Hugging Face refuses for a quantised one
+    model.to(torch.float64)  # Hugging Face refuses this for a quantised model
     model.save_pretrained(tmp_path / "merged")
     again = LlamaForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64)
     assert torch.equal(output(again), output(model))
 
 
-def test_merging_ia3_in_place_is_refused_where_peft_would_apply_it_twice():
+def test_in_place_merge_of_quantised_ia3_is_refused():
     model, original, _ = quantised("nf4", "ia3")
     with pytest.raises(TypeError, match=r"Use unload_adapters_\(model, into=...\)"):
         merge_adapters_(model, into="dequantized")
@@ -267,7 +267,7 @@ def test_merging_ia3_in_place_is_refused_where_peft_would_apply_it_twice():
     assert relative(output(unload_adapters_(model, into="dequantized")), beside) < 1e-5
 
 
-def test_several_adapters_and_layers_that_have_only_one():
+def test_several_adapters_merge_into_layers_with_only_one():
     model = TinyLM()
     quantize_base_(model)
     for name, targets in (("one", ["up"]), ("two", ["up", "down"])):
@@ -284,7 +284,7 @@ def test_several_adapters_and_layers_that_have_only_one():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("way", ["requantized", "dequantized", "original"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_on_cuda_the_same(kind, way):
+def test_merging_on_cuda_gives_the_same_weights(kind, way):
     model, original, _ = quantised(kind)
     model = model.cuda()
     before, beside = weights(model), output(model, IDS.cuda())

@@ -1,4 +1,4 @@
-"""New tokens: rows of an embedding that train beside an adapter, also where the head is tied to it."""
+"""New tokens: rows of an embedding that train with an adapter, also if the head is tied to it."""
 
 import peft
 import pytest
@@ -26,7 +26,7 @@ def loss_of(model):
 
 
 def trained(tie, rows=NEW):
-    """After a few steps in which all that trains has moved."""
+    """Train a few steps, so that all trainable parameters have changed."""
     model = llama(tie)
     add_adapter_(model, peft.LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=rows))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
@@ -38,12 +38,12 @@ def trained(tie, rows=NEW):
 
 
 @tied
-def test_only_the_rows_and_the_adapter_train(tie):
+def test_only_the_new_rows_and_the_adapter_train(tie):
     model, plain = trained(tie), llama(tie)
     assert loss_of(model) < loss_of(plain) - 0.05
     names = trained_names(model)
     rows = [name for name in names if name.endswith("trainable_tokens_delta.default")]
-    assert len(rows) == 1 + tie  # of the head too, where it is tied
+    assert len(rows) == 1 + tie  # also of the head, if it is tied
     assert len(names) == len(rows) + 2 * 2
     base = model.get_input_embeddings().token_adapter.base_layer.weight
     assert torch.equal(base, plain.get_input_embeddings().weight)
@@ -52,7 +52,7 @@ def test_only_the_rows_and_the_adapter_train(tie):
 @tied
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # PEFT asks for it
 @pytest.mark.parametrize("rows", [NEW, {"embed_tokens": [97, 98, 99]}])
-def test_files_go_both_ways(tie, rows, tmp_path):
+def test_files_are_compatible_with_peft(tie, rows, tmp_path):
     model = trained(tie, rows)
     expected = loss_of(model)
     save_adapter(model, tmp_path / "ours")
@@ -70,7 +70,7 @@ def test_files_go_both_ways(tie, rows, tmp_path):
 
 
 @tied
-def test_merged_unmerged_and_left_out(tie):
+def test_new_tokens_can_be_merged_unmerged_and_disabled(tie):
     model, plain = trained(tie), llama(tie)
     expected = loss_of(model)
     ft.finetune.merge_adapters_(model)
@@ -85,7 +85,7 @@ def test_merged_unmerged_and_left_out(tie):
     assert list(model.state_dict()) == list(plain.state_dict())
 
 
-def test_a_base_without_the_tokens_is_refused(tmp_path):
+def test_base_without_the_new_tokens_is_refused(tmp_path):
     save_adapter(trained(False), tmp_path / "adapter")
     smaller = llama(vocabulary=98)
     before = [type(module) for module in smaller.modules()]
@@ -94,7 +94,7 @@ def test_a_base_without_the_tokens_is_refused(tmp_path):
     assert [type(module) for module in smaller.modules()] == before
 
 
-def test_a_file_with_other_rows_than_it_says_is_refused(tmp_path):
+def test_file_with_rows_that_differ_from_its_settings_is_refused(tmp_path):
     folder = save_adapter(trained(False), tmp_path / "adapter")
     file = folder / "adapter_model.safetensors"
     tensors = load_file(file)

@@ -1,4 +1,4 @@
-"""A LightningModule that holds a PeftModel already, or is one: taken as it is, by every function."""
+"""A LightningModule that holds a PeftModel already, or is one: every function accepts it."""
 
 import lightning as L
 import peft
@@ -46,19 +46,19 @@ def net():
     return Net()
 
 
-def test_its_adapter_is_found_once(net):
+def test_adapter_of_a_peft_model_is_found_once(net):
     assert ft.finetune.adapter_names(net) == ft.finetune.adapter_names(net.model) == ["default"]
     assert len(ft.finetune.trained_names(net)) == 2 * 2 * 2
 
 
-def test_its_base_is_the_plain_model(net):
+def test_base_of_a_peft_model_is_the_plain_model(net):
     expected = plain_model()(input_ids=TOKENS).logits
     with ft.finetune.base_model(net):
         assert torch.equal(net.logits(), expected)
     assert not torch.equal(net.logits(), expected)
 
 
-def test_peft_reads_what_is_saved_and_we_read_what_peft_saves(net, tmp_path):
+def test_files_are_compatible_with_peft(net, tmp_path):
     ft.finetune.save_adapter(net, tmp_path / "ours")
     read = peft.PeftModel.from_pretrained(plain_model(), tmp_path / "ours")
     assert torch.equal(read(input_ids=TOKENS).logits, net.logits())
@@ -73,7 +73,7 @@ def test_peft_reads_what_is_saved_and_we_read_what_peft_saves(net, tmp_path):
     assert torch.equal(other.logits(), net.logits())
 
 
-def test_merged_and_taken_out_again(net):
+def test_merging_and_unmerging_a_peft_model_restores_it(net):
     before = net.logits()
     ft.finetune.merge_adapters_(net)
     torch.testing.assert_close(net.logits(), before, atol=1e-5, rtol=1e-5)
@@ -81,7 +81,7 @@ def test_merged_and_taken_out_again(net):
     assert torch.equal(net.logits(), before)
 
 
-def test_unloaded_it_is_the_plain_model_with_the_adapter_in_its_weights(net):
+def test_unloading_gives_the_plain_model_with_merged_weights(net):
     before = net.logits()
     assert ft.finetune.unload_adapters_(net) is net
     assert type(net.model) is LlamaForCausalLM
@@ -89,21 +89,21 @@ def test_unloaded_it_is_the_plain_model_with_the_adapter_in_its_weights(net):
     torch.testing.assert_close(net.logits(), before, atol=1e-5, rtol=1e-5)
 
 
-def test_unloaded_without_merging_it_is_the_plain_model(net):
+def test_unloading_without_merging_gives_the_plain_model(net):
     ft.finetune.unload_adapters_(net, merge=False)
     for name, tensor in plain_model().state_dict().items():
         assert torch.equal(net.model.state_dict()[name], tensor)
     assert torch.equal(net.logits(), plain_model()(input_ids=TOKENS).logits)
 
 
-def test_of_a_peft_model_itself_the_model_inside_is_returned(net):
+def test_unloading_a_peft_model_returns_the_inner_model(net):
     before = net.logits()
     model = ft.finetune.unload_adapters_(net.model)
     assert type(model) is LlamaForCausalLM
     torch.testing.assert_close(model(input_ids=TOKENS).logits, before, atol=1e-5, rtol=1e-5)
 
 
-def test_techniques_train_it_as_it_trains_without_them():
+def test_techniques_do_not_change_training_of_a_peft_model():
     ended = []
     for techniques in ([], [ft.ActivationCheckpointing(), ft.MicroBatching(2), ft.FusedLossHead()]):
         net = Net()
@@ -114,7 +114,7 @@ def test_techniques_train_it_as_it_trains_without_them():
     assert not torch.equal(ended[0].logits(), Net().logits())
 
 
-def test_its_base_is_quantised_beside_its_adapter():
+def test_base_of_a_peft_model_can_be_quantised():
     plain = peft.get_peft_model(plain_model(), peft.LoraConfig(r=4, target_modules=["q_proj"]))
     report = ft.finetune.quantize_base_(plain, skip=["**.q_proj"])
     assert len(report.quantized) == 2 * 6

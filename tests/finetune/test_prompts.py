@@ -1,4 +1,4 @@
-"""Virtual tokens: that they are what real ones would be, what PEFT's are, and that nothing else is changed."""
+"""Virtual tokens act like real ones with the same embeddings, equal PEFT's, and change nothing else."""
 
 import copy
 import functools
@@ -16,7 +16,7 @@ from tests.support.nets import TinyLM, as_loader, gradients, largest_difference,
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
-# PEFT asks models for it, in its own get_peft_model; and generate computes positions, which PEFT then ignores.
+# PEFT itself uses the deprecated attribute; and generate computes positions, which PEFT then ignores.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:Position ids are not supported:UserWarning"),
@@ -25,7 +25,7 @@ SIZE = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num
 ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 
-def llama(kind="LlamaForCausalLM"):  # one head of keys for two of queries
+def llama(kind="LlamaForCausalLM"):  # one key head for two query heads
     return getattr(transformers, kind)(transformers.LlamaConfig(**SIZE, **ENDS, num_key_value_heads=1))
 
 
@@ -53,7 +53,7 @@ def t5():
 
 
 def seeded(make, scale=1.0):
-    """The same weights each time, large enough for tokens to matter, and no dropout."""
+    """Build the same weights each time, large enough for tokens to matter, and without dropout."""
     return copy.deepcopy(_built(make, scale))
 
 
@@ -103,7 +103,7 @@ both = pytest.mark.parametrize("technique", [PromptTuning, PrefixTuning])
 
 
 def add(model, kind="prompt", **kwargs):
-    """PEFT's model, which has taken the place of this one in a module."""
+    """Add a prompt and return PEFT's model, which has replaced this one in a module."""
     holder = nn.ModuleDict({"lm": model})
     torch.manual_seed(1)
     assert add_prompt_(holder, KINDS[kind](), **kwargs) == "lm"
@@ -111,7 +111,7 @@ def add(model, kind="prompt", **kwargs):
 
 
 def like_real_tokens(model, kind):
-    """Virtual tokens that are to the model what the real ones of ``PROMPT`` are."""
+    """Give the virtual tokens the embeddings of the real tokens of ``PROMPT``."""
     tokens = torch.tensor([PROMPT])
     cache = None if kind == "prompt" else model(tokens, use_cache=True).past_key_values
     prompted = add(model, kind)
@@ -132,7 +132,7 @@ def behind_real_tokens(given):
 
 @pytest.mark.parametrize("kind", ["prompt", "prefix"])
 @pytest.mark.parametrize("make", [llama, gpt2])
-def test_virtual_tokens_can_be_what_real_ones_are(make, kind):
+def test_virtual_tokens_with_real_embeddings_act_like_real_tokens(make, kind):
     model, given = seeded(make, 4), batch(make)
     del given["labels"]
     expected = model(**behind_real_tokens(given)).logits[:, 3:]
@@ -143,11 +143,11 @@ def test_virtual_tokens_can_be_what_real_ones_are(make, kind):
 @pytest.mark.parametrize("how", [{}, {"num_beams": 2}])
 @pytest.mark.parametrize("kind", ["prompt", "prefix"])
 @pytest.mark.parametrize("make", [llama, gpt2])
-def test_generates_what_it_would_after_real_tokens(make, kind, how):
+def test_generation_equals_that_after_real_tokens(make, kind, how):
     model, given = seeded(make, 8), batch(make)
     del given["labels"]
     how = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, **how}
-    given["attention_mask"][:] = 1  # what is padded has other positions in generation than in a forward
+    given["attention_mask"][:] = 1  # padding has other positions in generation than in a forward
     without = model.generate(**given, **how)[:, 5:]
     expected = model.generate(**behind_real_tokens(given), **how)[:, 8:]
     ids = given.pop("input_ids")
@@ -156,23 +156,23 @@ def test_generates_what_it_would_after_real_tokens(make, kind, how):
 
 
 @pytest.mark.parametrize("kind", ["prompt", "prefix"])
-def test_generation_behind_padding_goes_on_as_the_forward_does(kind):
+def test_generation_after_padding_agrees_with_the_forward(kind):
     model, given = seeded(llama, 8), batch(llama)
     tokens, mask = given["input_ids"], given["attention_mask"]
     model = add(model, kind)
     results = model.generate(tokens, attention_mask=mask, max_new_tokens=6, min_new_tokens=6, do_sample=False)
     for _ in range(6):
-        # In generation padding takes up no positions before a prefix, and behind a prompt it does.
+        # In generation padding uses no positions before a prefix, but it does before a prompt.
         positions = (mask.cumsum(1) - 1).clamp(min=0) if kind == "prefix" else None
         logits = model(tokens, mask, position_ids=positions).logits[:, -1]
-        logits[:, 2] = -torch.inf  # the end, which min_new_tokens forbids
+        logits[:, 2] = -torch.inf  # the end token, which min_new_tokens forbids
         tokens = torch.cat([tokens, logits.argmax(-1, keepdim=True)], 1)
         mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
     assert torch.equal(results, tokens)
 
 
 @pytest.mark.parametrize("kind", ["prompt", "prefix"])
-def test_an_encoder_decoder_generates_what_its_forward_says(kind):
+def test_encoder_decoder_generation_agrees_with_the_forward(kind):
     model, given = seeded(t5, 6), batch(t5)
     del given["labels"]
     without = model.generate(**given, max_new_tokens=5, min_new_tokens=5)
@@ -180,14 +180,14 @@ def test_an_encoder_decoder_generates_what_its_forward_says(kind):
     tokens = torch.zeros(4, 1, dtype=torch.long)
     for _ in range(5):
         logits = model(**given, decoder_input_ids=tokens).logits[:, -1]
-        logits[:, 1] = -torch.inf  # the end, which min_new_tokens forbids
+        logits[:, 1] = -torch.inf  # the end token, which min_new_tokens forbids
         tokens = torch.cat([tokens, logits.argmax(-1, keepdim=True)], 1)
     assert torch.equal(model.generate(**given, max_new_tokens=5, min_new_tokens=5), tokens)
     assert not torch.equal(without, tokens)
 
 
 @pytest.mark.parametrize("make", [llama, t5])
-def test_a_prefix_is_never_left_out_of_what_is_generated(make):
+def test_generation_always_uses_the_prefix(make):
     model, given = seeded(make), batch(make)
     del given["labels"]
     prompted = add(model, "prefix")
@@ -228,7 +228,7 @@ def test_the_output_is_as_long_as_the_input(make, kind):
         assert [part.shape for part in parts[0]] == [part.shape for part in parts[1]]
 
 
-def test_arguments_by_position_and_embeddings_instead_of_tokens():
+def test_positional_arguments_and_input_embeddings_work():
     model, given = add(seeded(llama)), batch(llama)
     expected = model(input_ids=given["input_ids"], attention_mask=given["attention_mask"]).logits
     assert torch.equal(model(given["input_ids"], given["attention_mask"]).logits, expected)
@@ -239,7 +239,7 @@ def test_arguments_by_position_and_embeddings_instead_of_tokens():
 
 
 @both
-def test_only_virtual_tokens_train_and_the_model_is_inside_as_it_was(technique):
+def test_only_virtual_tokens_train_and_the_inner_model_is_unchanged(technique):
     module, plain = Module(llama), Module(llama)
     trainer([technique(3)]).fit(module, as_loader([batch(llama, seed) for seed in range(3)]))
     new = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
@@ -250,7 +250,7 @@ def test_only_virtual_tokens_train_and_the_model_is_inside_as_it_was(technique):
     assert ft.finetune.base_fingerprint(module) == ft.finetune.base_fingerprint(plain)
 
 
-def test_a_model_under_two_names_is_under_both_afterwards():
+def test_model_with_two_names_keeps_both():
     module = Module(llama)
     module.also = module.net
     ft.apply(module, [PromptTuning(3)])
@@ -258,7 +258,7 @@ def test_a_model_under_two_names_is_under_both_afterwards():
 
 
 @pytest.mark.parametrize("make", [llama, bert, t5])
-def test_a_prefix_learns_even_in_a_model_that_has_learnt_nothing(make):
+def test_prefix_learns_in_an_untrained_model(make):
     module, given = Module(make, 6), batch(make)
     ft.apply(module, [PrefixTuning(4)])
     optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=0.3)
@@ -272,7 +272,7 @@ def test_a_prefix_learns_even_in_a_model_that_has_learnt_nothing(make):
     assert float(losses[-1]) < 0.8 * float(losses[0])
 
 
-def test_a_classifiers_head_trains_as_pefts_does_and_so_does_a_named_module():
+def test_classifier_heads_and_named_modules_train_as_in_peft():
     model = add(seeded(bert), train=["bert.pooler"])
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     stems = "base_model.bert.pooler.modules_to_save.default.dense", "base_model.classifier.modules_to_save.default"
@@ -280,7 +280,7 @@ def test_a_classifiers_head_trains_as_pefts_does_and_so_does_a_named_module():
     assert trained == [*whole, "prompt_encoder.default.embedding.weight"]
 
 
-def test_prompts_can_start_as_given_tokens():
+def test_prompts_can_be_initialized_from_token_ids():
     module = Module(llama)
     ft.apply(module, [PromptTuning(5, start=PROMPT)])
     weight = module.net.prompt_encoder["default"].embedding.weight
@@ -291,7 +291,7 @@ def test_prompts_can_start_as_given_tokens():
     assert not weight.any()
 
 
-def test_prompts_start_in_the_vocabulary_unless_told_otherwise():
+def test_prompts_are_initialized_from_the_vocabulary_by_default():
     for start, inside in (("vocabulary", True), ("random", False)):
         module = Module(llama)
         rows = module.net.get_input_embeddings().weight
@@ -302,7 +302,7 @@ def test_prompts_start_in_the_vocabulary_unless_told_otherwise():
 
 @every_kind
 @pytest.mark.parametrize("make", [llama, bert, t5])
-def test_a_copy_is_independent_and_so_is_a_pickled_one(make, kind):
+def test_copies_and_pickles_are_independent(make, kind):
     model, given = add(seeded(make), kind), batch(make)
     expected = model(**given).logits
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -312,7 +312,7 @@ def test_a_copy_is_independent_and_so_is_a_pickled_one(make, kind):
         assert torch.equal(model(**given).logits, expected)
 
 
-def test_a_generating_copy_is_independent():
+def test_copies_generate_independently():
     model, given = add(seeded(gpt2, 8)), batch(gpt2)
     other = copy.deepcopy(model)
     other.prompt_encoder["default"].embedding.weight.data.normal_(std=3)
@@ -320,7 +320,7 @@ def test_a_generating_copy_is_independent():
     assert not torch.equal(*results)
 
 
-def test_several_by_name_and_the_base_model():
+def test_several_prompts_are_selected_by_name():
     holder, given = nn.ModuleDict({"lm": seeded(llama)}), batch(llama)
     plain = holder["lm"](**given).logits
     outputs = {}
@@ -341,7 +341,7 @@ def test_several_by_name_and_the_base_model():
 
 @pytest.mark.parametrize("kind", ["prompt", "prefix"])
 @pytest.mark.parametrize("make", [llama, t5])
-def test_generation_without_adapters_is_the_base_models(make, kind):
+def test_generation_with_disabled_adapters_equals_the_base_models(make, kind):
     model, given = seeded(make, 8), batch(make)
     expected = model.generate(input_ids=given["input_ids"], max_new_tokens=4)
     prompted = add(model, kind)
@@ -352,7 +352,7 @@ def test_generation_without_adapters_is_the_base_models(make, kind):
     assert torch.equal(prompted.generate(input_ids=given["input_ids"], max_new_tokens=4), changed)
 
 
-def test_twice_is_once_and_another_of_that_name_or_kind_is_refused():
+def test_adding_twice_equals_once_and_another_prompt_is_refused():
     for make in (llama, bert):
         for kind in KINDS:
             holder = nn.ModuleDict({"lm": seeded(make)})
@@ -372,7 +372,7 @@ def test_twice_is_once_and_another_of_that_name_or_kind_is_refused():
 
 
 @pytest.mark.parametrize("make", [llama, bert])
-def test_taken_out_again(make):
+def test_prompts_can_be_unloaded(make):
     model, given = seeded(make), batch(make)
     before, output = parts(model), model(**given).logits
     holder = nn.ModuleDict({"lm": add(model)})
@@ -384,7 +384,7 @@ def test_taken_out_again(make):
     assert torch.equal(model(**given).logits, output)
 
 
-def test_a_peft_model_of_ones_own_is_taken_as_it_is():
+def test_existing_peft_prompt_model_is_used_as_it_is():
     module, given = Module(llama), batch(llama)
     module.net = peft.get_peft_model(module.net, KINDS["prompt"]("CAUSAL_LM"))
     net, keys = module.net, list(module.state_dict())
@@ -466,7 +466,7 @@ def test_resumed_equals_uninterrupted_bit_for_bit(technique, tmp_path):
     assert all(name.startswith("net.prompt_encoder.default.") for name in state)
 
 
-def test_a_second_fit_goes_on_with_the_same_tokens():
+def test_second_fit_continues_with_the_same_tokens():
     module, technique = Module(llama), PrefixTuning(3)
     trainer([technique]).fit(module, as_loader(BATCHES))
     once = weights(module)
@@ -476,7 +476,7 @@ def test_a_second_fit_goes_on_with_the_same_tokens():
 
 
 @both
-def test_the_base_may_be_in_half_precision_or_the_run_mixed(technique):
+def test_half_precision_base_and_mixed_precision_work(technique):
     half = Module(llama).bfloat16()
     ft.apply(half, [technique(3)])
     assert half.net.prompt_encoder["default"].embedding.weight.dtype is torch.float32
@@ -487,7 +487,7 @@ def test_the_base_may_be_in_half_precision_or_the_run_mixed(technique):
 
 @every_kind
 @pytest.mark.parametrize("make", [llama, bert])
-def test_the_tensors_of_a_file_are_pefts(make, kind, tmp_path):
+def test_tensors_in_a_file_equal_pefts(make, kind, tmp_path):
     torch.manual_seed(1)
     theirs = peft.get_peft_model(seeded(make), KINDS[kind](TASKS[make]))
     model = add(seeded(make), kind)
@@ -499,7 +499,7 @@ def test_the_tensors_of_a_file_are_pefts(make, kind, tmp_path):
 
 @pytest.mark.parametrize("train", [[], ["bert.pooler"]])
 @every_kind
-def test_peft_loads_a_file_of_ours_and_we_one_of_pefts(kind, train, tmp_path):
+def test_files_are_compatible_with_peft(kind, train, tmp_path):
     model, given = add(seeded(bert), kind, train=train), batch(bert)
     for parameter in model.parameters():
         parameter.data.add_(0.1 if parameter.requires_grad else 0)
@@ -512,7 +512,7 @@ def test_peft_loads_a_file_of_ours_and_we_one_of_pefts(kind, train, tmp_path):
     assert trains(again) == []
 
 
-def test_tensors_that_do_not_fit_are_refused_and_nothing_is_changed(tmp_path):
+def test_mismatched_tensors_are_refused_and_nothing_changes(tmp_path):
     folder = save_adapter(add(seeded(bert)), tmp_path)
     file = folder / "adapter_model.safetensors"
     whole = safetensors.load_file(file)
@@ -533,7 +533,7 @@ def test_tensors_that_do_not_fit_are_refused_and_nothing_is_changed(tmp_path):
         assert parts(module) == before
 
 
-def test_a_file_for_another_task_or_without_a_number_of_tokens_is_refused(tmp_path):
+def test_file_for_another_task_or_without_token_count_is_refused(tmp_path):
     folder = save_adapter(add(seeded(llama)), tmp_path)
     with pytest.raises(ValueError, match="its task is CAUSAL_LM, and this model's task is SEQ_CLS"):
         load_adapter_(Module(llama_classifier), folder, check_base=False)
@@ -544,7 +544,7 @@ def test_a_file_for_another_task_or_without_a_number_of_tokens_is_refused(tmp_pa
         load_adapter_(Module(llama), folder)
 
 
-def test_a_file_for_what_comes_out_of_a_network_here_is_refused(tmp_path):
+def test_training_a_projected_prompt_from_a_file_is_refused(tmp_path):
     projected = add(seeded(llama), "projected")
     with pytest.raises(ValueError, match="a network computed its virtual tokens"):
         load_adapter_(projected, save_adapter(projected, tmp_path))
@@ -580,13 +580,13 @@ def narrow_electra():
 
 @pytest.mark.parametrize("kind", ["prompt", "p-tuning"])
 @pytest.mark.parametrize("make", [distilbert, narrow_electra])
-def test_models_whose_settings_have_other_names_or_whose_embeddings_are_narrower(make, kind):
+def test_unusual_config_names_and_narrow_embeddings_work(make, kind):
     model = seeded(make)
     before = model(**batch(bert)).logits
     assert not torch.equal(add(model, kind)(**batch(bert)).logits, before)
 
 
-def test_recomputed_layers_that_look_back_a_few_tokens_only():
+def test_activation_checkpointing_works_with_sliding_window_attention():
     config = transformers.Gemma2Config(**SIZE, **ENDS, num_key_value_heads=1, head_dim=8, sliding_window=4)
     make = lambda: transformers.Gemma2ForCausalLM(config)  # noqa: E731
     expected = gradients_with(make, [PrefixTuning(3)], batch(llama))
@@ -618,7 +618,7 @@ def token_classifier():
          "targets='head': no layer of LlamaForCausalLM"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused_and_nothing_is_changed(make, technique, error, message):
+def test_unsupported_models_are_refused_and_nothing_changes(make, technique, error, message):
     module = Module(make)
     before = trains(module), parts(module), list(vars(module.net))
     with pytest.raises(error, match=message):
@@ -626,7 +626,7 @@ def test_what_cannot_be_is_refused_and_nothing_is_changed(make, technique, error
     assert before == (trains(module), parts(module), list(vars(module.net)))
 
 
-def test_a_model_that_nothing_holds_is_refused():
+def test_model_without_a_parent_module_is_refused():
     with pytest.raises(ValueError, match=r"Hold it in a module, or use peft.get_peft_model\(model, config\)"):
         add_prompt_(llama(), KINDS["prompt"]())
 
@@ -639,7 +639,7 @@ def parts(model):
     return list(model.state_dict()), [type(part) for part in model.modules()]
 
 
-def test_what_is_no_configuration_of_virtual_tokens_is_refused():
+def test_other_configurations_than_virtual_tokens_are_refused():
     with pytest.raises(TypeError, match="config is a LoraConfig"):
         add_prompt_(llama(), peft.LoraConfig(r=2))
     with pytest.raises(TypeError, match="config is a dict"):
@@ -648,7 +648,7 @@ def test_what_is_no_configuration_of_virtual_tokens_is_refused():
         ft.finetune.add_adapter_(llama(), KINDS["prompt"]())
 
 
-def test_what_has_the_virtual_tokens_in_it_already_and_tuples_are_refused():
+def test_caches_with_virtual_tokens_and_tuple_outputs_are_refused():
     model, given = add(seeded(llama)), batch(llama)
     with pytest.raises(ValueError, match="a cache passed to a PeftModelForCausalLM"):
         model(**given, past_key_values=transformers.DynamicCache())

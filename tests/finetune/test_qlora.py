@@ -1,4 +1,4 @@
-"""QLoRA is quantising and LoRA, bit for bit, and gets along with what saves memory elsewhere."""
+"""QLoRA is bitwise quantisation plus LoRA, and combines with techniques that save other memory."""
 
 import copy
 
@@ -48,7 +48,7 @@ def untied(cls=TinyLM, **settings):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("train", [[], ["head", "blocks.1.down"]])
-def test_it_is_quantised_base_and_lora_bit_for_bit(kind, train):
+def test_qlora_is_bitwise_quantised_base_plus_lora(kind, train):
     adapter = {"rank": 2, "targets": ["0.up", "1.up", "0.down"], "dropout": 0.1, "train": train}
     two = [ft.LoRA(**adapter), QuantizedBase(kind, skip=["blocks.2", *train])]  # in any order
     one = fit(untied(), BATCHES, [QLoRA(**adapter, kind=kind, skip="blocks.2")])
@@ -59,7 +59,7 @@ def test_it_is_quantised_base_and_lora_bit_for_bit(kind, train):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_trains(kind):
+def test_qlora_trains(kind):
     batches = lm_batches(1) * 40
     module = fit(TinyLM(lr=0.05), batches, [QLoRA(rank=4, kind=kind)])
     assert float(module.losses[-1]) < 0.7 * float(module.losses[0])
@@ -67,7 +67,7 @@ def test_it_trains(kind):
 
 @pytest.mark.parametrize("double_quant", [True, False])
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
-def test_gradients_are_those_beside_the_dequantised_weights(kind, double_quant):
+def test_gradients_equal_those_with_dequantised_weights(kind, double_quant):
     model = TinyLM()
     ft.apply(model, [QLoRA(rank=2, alpha=6, kind=kind, double_quant=double_quant)])
     awake(model).loss(BATCHES[0]).backward()
@@ -92,7 +92,7 @@ def gradients_with(*techniques, adapter=None, **settings):
     return seen.seen
 
 
-def test_checkpointing_changes_no_gradient_though_no_input_needs_one():
+def test_activation_checkpointing_does_not_change_gradients():
     for expected, found in zip(gradients_with(), gradients_with(ft.ActivationCheckpointing()), strict=True):
         same(expected, found)
         assert float(found["blocks.0.up.lora_B.default.weight"].abs().max()) > 0
@@ -108,7 +108,7 @@ each_adapter = pytest.mark.parametrize("adapter", ADAPTERS.values(), ids=ADAPTER
     [lambda: ft.MicroBatching(3), lambda: ft.CompileBlocks(backend="aot_eager"), lambda: ft.OptimizerInBackward()],
     ids=["micro", "compiled", "in backward"],
 )
-def test_beside_other_techniques_it_is_the_same_training(adapter, other):
+def test_other_techniques_do_not_change_training(adapter, other):
     torch._dynamo.reset()
     expected = weights(fit(TinyLM(), BATCHES, [adapter()]))
     found = weights(fit(TinyLM(), BATCHES, [adapter(), other()]))
@@ -116,7 +116,7 @@ def test_beside_other_techniques_it_is_the_same_training(adapter, other):
 
 
 @each_adapter
-def test_under_autocast_it_is_near_to_float32(adapter):
+def test_autocast_is_close_to_float32(adapter):
     wide, narrow = (fit(TinyLM(), BATCHES, [adapter()], precision=p) for p in ("32-true", "bf16-mixed"))
     for a, b in zip(wide.losses, narrow.losses, strict=True):
         assert float(a) == pytest.approx(float(b), rel=2e-2)
@@ -136,7 +136,7 @@ torch.save(module.state_dict(), sys.argv[3])
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_a_checkpoint_resumes_in_another_process_bit_for_bit(kind, tmp_path):
+def test_checkpoint_resumes_bitwise_in_another_process(kind, tmp_path):
     class Save(ft.Technique):
         def on_train_epoch_end(self, trainer, pl_module):
             if trainer.current_epoch == 0:
@@ -151,7 +151,7 @@ def test_a_checkpoint_resumes_in_another_process_bit_for_bit(kind, tmp_path):
 
 @pytest.mark.parametrize("technique", [lambda: QLoRA(rank=2), lambda: ft.LoRA(rank=2)], ids=["qlora", "lora"])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_what_hugging_face_quantised_is_adapted_as_it_is(bits, technique, tmp_path):
+def test_models_quantised_by_hugging_face_are_adapted(bits, technique, tmp_path):
     llama().save_pretrained(tmp_path)
     settings = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8)
     load = transformers.AutoModelForCausalLM.from_pretrained
@@ -168,7 +168,7 @@ def test_what_hugging_face_quantised_is_adapted_as_it_is(bits, technique, tmp_pa
     )
 
 
-def test_adapters_are_in_float32_in_whatever_the_products_are():
+def test_adapters_are_in_float32_for_every_compute_dtype():
     for model, dtype in ((WideLM(), torch.float32), (WideLM().bfloat16(), torch.bfloat16)):
         ft.apply(model, [QLoRA(rank=2, compute_dtype=torch.bfloat16, variant="dora")])
         assert {p.dtype for p in trained(model).values()} == {torch.float32}
@@ -177,7 +177,7 @@ def test_adapters_are_in_float32_in_whatever_the_products_are():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ia3_beside_quantised_weights(kind):
+def test_ia3_trains_on_quantised_weights(kind):
     model = TinyLM()
     quantize_base_(model, kind)
     base = model.eval()(BATCHES[0]["input_ids"])
@@ -191,7 +191,7 @@ def test_ia3_beside_quantised_weights(kind):
     assert float(factors.grad.abs().max()) > 0
 
 
-def test_dora_beside_int8_runs_more_than_once():
+def test_dora_on_int8_runs_more_than_once():
     model = TinyLM()
     ft.apply(model, [QLoRA(rank=2, kind="int8", variant="dora")])
     outputs = [model(BATCHES[0]["input_ids"]) for _ in range(3)]
@@ -200,7 +200,7 @@ def test_dora_beside_int8_runs_more_than_once():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_quantised_layers_cannot_carry_is_refused_and_nothing_is_changed(kind):
+def test_unsupported_adapters_on_quantised_layers_are_refused(kind):
     with pytest.raises(ValueError, match=r"QLoRA\(variant='pissa'\): this initialization decomposes"):
         QLoRA(variant="pissa")
     model = TinyLM()
@@ -216,7 +216,7 @@ def test_what_quantised_layers_cannot_carry_is_refused_and_nothing_is_changed(ki
         assert list(trained(model)) == required
 
 
-def test_a_copy_trains_on_its_own():
+def test_copies_train_independently():
     model = TinyLM()
     ft.apply(model, [QLoRA(rank=2)])
     other = copy.deepcopy(model)
@@ -226,6 +226,6 @@ def test_a_copy_trains_on_its_own():
     assert largest_difference(trained(model), trained(other)) > 0
 
 
-def test_dora_in_4_bits_is_refused_where_its_norms_would_be_wrong():
+def test_dora_in_4_bits_on_the_cpu_is_refused():
     with pytest.raises(TypeError, match=r"DoRA on 'blocks.0.up'.*multiple of 64"):
         ft.apply(TinyLM(), [QLoRA(rank=2, variant="dora")])

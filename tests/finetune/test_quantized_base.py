@@ -53,7 +53,7 @@ def llama(**settings):
     )
 
 
-# --- the numbers
+# --- the values
 
 # Dettmers et al. 2023, appendix E.
 NF4 = [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
@@ -61,8 +61,8 @@ NF4 = [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.
        0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0]  # fmt: skip
 
 
-@pytest.mark.parametrize("inputs", [96, 77, 128, 16, 3])  # so that blocks go on from one row to the next, or not
-def test_nf4_is_the_nearest_of_sixteen_numbers_times_the_largest_of_64(inputs):
+@pytest.mark.parametrize("inputs", [96, 77, 128, 16, 3])  # blocks that continue in the next row, and that do not
+def test_nf4_rounds_to_the_nearest_of_16_values_scaled_by_block_maximum(inputs):
     net = linear(inputs, 41)
     weight = net[0].weight.detach().flatten()
     quantize_base_(net, double_quant=False)
@@ -76,7 +76,7 @@ def test_nf4_is_the_nearest_of_sixteen_numbers_times_the_largest_of_64(inputs):
     assert torch.allclose(net(x), F.linear(x, weight, net[0].bias), atol=1e-4)
 
 
-def test_int8_is_the_nearest_127th_of_the_largest_in_a_row():
+def test_int8_rounds_to_the_nearest_127th_of_the_row_maximum():
     net = linear()
     weight = net[0].weight.detach().clone()
     quantize_base_(net, "int8")
@@ -92,10 +92,10 @@ def test_int8_is_the_nearest_127th_of_the_largest_in_a_row():
 @pytest.mark.parametrize(("kind", "expected"), [("nf4", 0.092), ("fp4", 0.122), ("int8", 3.25 / 127 / 12**0.5)])
 @pytest.mark.parametrize("double_quant", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_relative_error_of_normal_weights(kind, expected, double_quant, dtype):
+def test_relative_error_of_normal_weights_is_as_expected(kind, expected, double_quant, dtype):
     net = linear(512, 256)
     nn.init.normal_(net[0].weight, std=0.02)
-    net.to(dtype)  # drawn in bfloat16, the tails are shorter in some versions of torch
+    net.to(dtype)  # cast after drawing: drawn in bfloat16, the tails are shorter in some versions of torch
     before = net[0].weight.detach().float()
     quantize_base_(net, kind, double_quant=double_quant)
     error = (dequantized_weight(net[0]).float() - before).norm() / before.norm()
@@ -105,7 +105,7 @@ def test_relative_error_of_normal_weights(kind, expected, double_quant, dtype):
 @each_kind
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(5, 96), (2, 3, 96)])
-def test_output_and_gradient_are_those_of_the_dequantised_weight(kind, dtype, shape):
+def test_output_and_gradient_equal_those_of_the_dequantised_weight(kind, dtype, shape):
     net = linear(dtype=dtype)
     quantize_base_(net, kind)
     x = torch.randn(shape, dtype=dtype, requires_grad=True)
@@ -121,7 +121,7 @@ def test_output_and_gradient_are_those_of_the_dequantised_weight(kind, dtype, sh
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_under_autocast_inputs_keep_their_gradient_and_nothing_changes_its_dtype(kind):
+def test_autocast_keeps_gradients_and_dtypes(kind):
     net = linear()
     quantize_base_(net, kind, compute_dtype=torch.bfloat16 if kind == "nf4" else "auto")
     before = {name: value.dtype for name, value in net.state_dict().items()}
@@ -155,14 +155,14 @@ def test_the_blocks_are_quantised_and_frozen_and_the_rest_trains():
     assert trained == {"embed.weight"} | {f"blocks.{i}.norm.{p}" for i in range(3) for p in ("weight", "bias")}
 
 
-def test_the_heads_of_hugging_face_models_are_left():
+def test_heads_of_hugging_face_models_are_not_quantised():
     net = LlamaForCausalLM(llama())
     report = quantize_base_(net, "int8")
     assert (len(report.quantized), report.left) == (14, {"lm_head": "a head"})
     assert type(net.lm_head) is nn.Linear
 
 
-def test_what_hugging_face_keeps_in_float32_is_left():
+def test_modules_kept_in_float32_by_hugging_face_are_not_quantised():
     config = T5Config(d_model=64, d_ff=128, num_layers=2, num_heads=2, d_kv=32, vocab_size=50)
     model = T5ForConditionalGeneration(config)
     left = quantize_base_(model).left
@@ -172,7 +172,7 @@ def test_what_hugging_face_keeps_in_float32_is_left():
     ).all()
 
 
-def test_skip_takes_names_patterns_and_classes_one_or_several():
+def test_skip_accepts_names_patterns_and_classes():
     def left(skip):
         return {name for name, why in quantize_base_(TinyLM(), skip=skip).left.items() if why == "skip"}
 
@@ -182,7 +182,7 @@ def test_skip_takes_names_patterns_and_classes_one_or_several():
     assert left(["blocks.0", nn.Embedding]) == {"blocks.0.up", "blocks.0.down"}
 
 
-def test_what_cannot_be_quantised_is_left_with_the_reason():
+def test_matrices_that_cannot_be_quantised_are_listed_with_the_reason():
     class Mine(nn.Linear):
         pass
 
@@ -212,7 +212,7 @@ EXPERTS = {
 
 
 @pytest.mark.parametrize("kind", EXPERTS)
-def test_experts_that_stay_in_float32_without_adapters_are_named_with_their_share(kind, caplog):
+def test_unquantised_experts_are_named_with_their_share_of_bytes(kind, caplog):
     transformers = pytest.importorskip("transformers")
     model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**EXPERTS[kind]))
     technique = ft.QLoRA(rank=2, kind="int8")
@@ -233,7 +233,7 @@ def test_experts_that_stay_in_float32_without_adapters_are_named_with_their_shar
 
 
 @pytest.mark.parametrize("kind", EXPERTS)
-def test_experts_in_4_bits_have_no_adapter_and_it_is_said(kind, caplog):
+def test_missing_adapters_on_4_bit_experts_are_reported(kind, caplog):
     transformers = pytest.importorskip("transformers")
     model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**EXPERTS[kind]))
     ft.apply(model, [ft.QLoRA(rank=2)])
@@ -262,7 +262,7 @@ def loss_of(model):
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4", "int8"])
 def test_gpt2s_transposed_layers_compute_what_bitsandbytes_own_would(kind):
-    """Each layer beside one that is made by hand of the transposed weight."""
+    """Compare each layer with a bitsandbytes layer of the transposed weight."""
     import bitsandbytes as bnb
 
     model, plain = gpt2().eval(), gpt2().eval()
@@ -285,7 +285,7 @@ def test_gpt2s_transposed_layers_compute_what_bitsandbytes_own_would(kind):
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_gpt2s_files_go_both_ways(kind, tmp_path):
+def test_gpt2_files_are_compatible_in_both_directions(kind, tmp_path):
     from safetensors.torch import save_model
 
     model, other, plain = gpt2(), gpt2(), gpt2()
@@ -330,7 +330,7 @@ def test_an_adapter_on_quantised_gpt2_trains_and_merges_into_gpt2s_own_layers(in
     assert torch.equal(loss_of(fresh), loss_of(model))
 
 
-def test_a_layer_used_twice_stays_one():
+def test_layer_used_twice_stays_shared():
     layer = nn.Linear(64, 64)
     net = nn.ModuleDict({"a": layer, "b": nn.Sequential(layer, nn.Tanh()), "head": nn.Linear(64, 2)})
     quantize_base_(net)
@@ -338,7 +338,7 @@ def test_a_layer_used_twice_stays_one():
     assert layer.weight.dtype is torch.uint8
 
 
-def test_hooks_of_a_layer_stay():
+def test_layer_hooks_are_kept():
     net, seen = linear(), []
     net[0].register_forward_hook(lambda module, args, out: seen.append(out.shape))
     quantize_base_(net)
@@ -346,7 +346,7 @@ def test_hooks_of_a_layer_stay():
     assert seen == [(2, 40)]
 
 
-def test_layers_with_adapters_are_left_and_it_is_said():
+def test_layers_with_adapters_are_not_quantised_and_reported():
     net = nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)])
     peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["1"]), net)
     with pytest.warns(FastTrainWarning, match="Quantise first"):
@@ -365,7 +365,7 @@ def test_layers_under_adapters_that_were_quantised_before_are_recognised():
 
 
 @each_kind
-def test_twice_is_once(kind):
+def test_quantising_twice_equals_once(kind):
     net = TinyLM()
     quantize_base_(net, kind)
     before, objects = weights(net), {name: id(p) for name, p in net.named_parameters()}
@@ -390,7 +390,7 @@ def test_a_model_that_hugging_face_loaded_quantised_is_recognised(bits, tmp_path
     assert net.load_state_dict(net.state_dict())
 
 
-def test_a_layer_of_bitsandbytes_that_waits_for_its_first_move_is_quantised_now():
+def test_bitsandbytes_layers_that_were_never_moved_are_quantised():
     import bitsandbytes as bnb
 
     for layer in (bnb.nn.Linear4bit(64, 64), bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False)):
@@ -405,7 +405,7 @@ def test_a_layer_of_bitsandbytes_that_waits_for_its_first_move_is_quantised_now(
 @pytest.mark.parametrize("shape", [(64, 64), (128, 256), (37, 100), (1, 64), (3, 65), (1000, 17)])
 @pytest.mark.parametrize("double_quant", [False, True])
 @each_kind
-def test_the_formula_gives_the_bytes_of_the_tensors(shape, kind, double_quant):
+def test_quantized_bytes_equals_the_bytes_of_the_tensors(shape, kind, double_quant):
     net = nn.Sequential(nn.Linear(shape[1], shape[0], bias=False))
     report = quantize_base_(net, kind, double_quant=double_quant)
     held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in quantization_of(net[0]).values()}
@@ -413,7 +413,7 @@ def test_the_formula_gives_the_bytes_of_the_tensors(shape, kind, double_quant):
     assert report.bytes_before == 4 * shape[0] * shape[1]
 
 
-def test_bytes_of_a_large_layer_in_bits_per_weight():
+def test_bits_per_weight_of_a_large_layer():
     numbers = 4096 * 4096
     assert quantized_bytes(4096, 4096) * 8 / numbers == pytest.approx(4 + 8 / 64 + 32 / (64 * 256), abs=1e-3)  # 4.127
     assert quantized_bytes(4096, 4096, double_quant=False) * 8 / numbers == pytest.approx(4.5, abs=1e-3)
@@ -421,7 +421,7 @@ def test_bytes_of_a_large_layer_in_bits_per_weight():
 
 
 @each_kind
-def test_the_old_weights_are_gone_and_one_layer_more_lives_meanwhile(kind):
+def test_old_weights_are_freed_layer_by_layer(kind):
     net = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(12)])
     one = 256 * 256 * 4
     old = [weakref.ref(layer.weight) for layer in net[:-1]]
@@ -450,16 +450,16 @@ def test_gradients_still_flow_after_a_validation(kind):
     assert all(torch.equal(before[name], value) for name, value in weights(net).items())
 
 
-def test_a_validation_of_any_number_of_outputs():
+def test_validation_works_for_any_number_of_outputs():
     net = linear(64, 37)
     quantize_base_(net)
     with torch.no_grad():
         assert torch.equal(net.eval()(torch.ones(1, 64)), net.train()(torch.ones(1, 64)))
 
 
-@pytest.mark.filterwarnings("ignore:64% of the bytes")  # those of attention's own tensors, which stay
+@pytest.mark.filterwarnings("ignore:64% of the bytes")  # of attention's own tensors, which are not quantised
 @pytest.mark.parametrize("masked", [False, True])
-def test_torch_encoders_give_the_same_in_eval(masked):
+def test_torch_encoders_have_equal_outputs_in_eval(masked):
     layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
     net = nn.TransformerEncoder(layer, 2)
     quantize_base_(net)
@@ -473,7 +473,7 @@ def test_torch_encoders_give_the_same_in_eval(masked):
 
 
 @each_kind
-def test_a_fit_trains_the_rest_and_a_second_one_goes_on(kind):
+def test_second_fit_continues_training_of_other_parameters(kind):
     module, technique = TinyLM(), QuantizedBase(kind)
     first = fit(module, lm_batches(3), [technique])
     base = {name: value for name, value in weights(first).items() if ".up." in name or ".down." in name}
@@ -484,7 +484,7 @@ def test_a_fit_trains_the_rest_and_a_second_one_goes_on(kind):
     assert len(technique.report.already) == 6
 
 
-def test_the_same_in_trainer_lazy_model_and_bare_loop():
+def test_trainer_lazy_model_and_bare_loop_agree():
     runs = [fit(net(), lm_batches(3), [QuantizedBase()]) for net in (TinyLM, LazyLM)]
     torch.manual_seed(11)
     bare = TinyLM()
@@ -502,13 +502,13 @@ def test_the_same_in_trainer_lazy_model_and_bare_loop():
     ("precision", "dtype"),
     [("32-true", torch.float32), ("bf16-mixed", torch.bfloat16), ("bf16-true", torch.bfloat16)],
 )
-def test_the_trainers_precision_is_what_products_are_computed_in(precision, dtype):
+def test_compute_dtype_follows_the_trainers_precision(precision, dtype):
     module = fit(TinyLM(), lm_batches(2), [QuantizedBase()], precision=precision)
     assert module.blocks[0].up.compute_dtype is dtype
     assert torch.isfinite(module.losses[-1])
 
 
-def test_compute_dtype_is_the_weights_own_or_as_given():
+def test_compute_dtype_is_the_weights_dtype_or_as_given():
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         net = linear(dtype=dtype)
         quantize_base_(net)
@@ -519,7 +519,7 @@ def test_compute_dtype_is_the_weights_own_or_as_given():
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_with_checkpointing_and_compiled_blocks(kind):
+def test_activation_checkpointing_and_compiled_blocks_work(kind):
     plain = fit(TinyLM(), lm_batches(3), [QuantizedBase(kind)])
     torch._dynamo.reset()
     techniques = [ft.CompileBlocks(backend="aot_eager"), QuantizedBase(kind), ft.ActivationCheckpointing()]
@@ -542,7 +542,7 @@ def test_validation_in_between_changes_nothing():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @each_kind
-def test_quantised_on_the_cpu_and_moved_to_cuda_and_back(kind):
+def test_quantised_model_moves_to_cuda_and_back(kind):
     net = linear(128, 64)
     quantize_base_(net, kind)
     x = torch.randn(4, 128)
@@ -562,7 +562,7 @@ def refusal(kind, *arguments, **settings):
     return str(error.value)
 
 
-def test_unknown_words():
+def test_unknown_kinds_and_dtypes_are_refused():
     assert "'nf4', 'fp4', 'int8'" in refusal(ValueError, TinyLM(), "nf3")
     assert "compute_dtype=torch.float64" in refusal(ValueError, TinyLM(), compute_dtype=torch.float64)
     assert "Remove it" in refusal(ValueError, TinyLM(), "int8", compute_dtype=torch.float32)
@@ -570,7 +570,7 @@ def test_unknown_words():
         QuantizedBase("nf3")
 
 
-def test_a_skip_that_matches_nothing_or_is_nothing():
+def test_skip_without_a_match_is_refused():
     message = refusal(ValueError, TinyLM(), skip=["**.up", "**.router"])
     assert "skip='**.router' matches nothing" in message
     assert "Block ×3" in message
@@ -578,7 +578,7 @@ def test_a_skip_that_matches_nothing_or_is_nothing():
     assert "skip=<class 'int'>" in refusal(TypeError, TinyLM(), skip=int)
 
 
-def test_nothing_to_quantise():
+def test_model_without_quantisable_layers_is_refused():
     assert "not an nn.Linear" in refusal(ValueError, nn.Sequential(nn.Conv2d(3, 3, 3)))
     assert "lm_head (a head)" in refusal(ValueError, GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=0, n_head=2)))
     adapted = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
@@ -587,25 +587,25 @@ def test_nothing_to_quantise():
         quantize_base_(adapted)
 
 
-def test_a_model_without_weights():
+def test_model_on_the_meta_device_is_refused():
     with torch.device("meta"):
         net = linear()
     assert "load_quantized" in refusal(ValueError, net)
 
 
-def test_bitsandbytes_is_missing(monkeypatch):
+def test_missing_bitsandbytes_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     assert "lightning-fasttrain[finetune]" in refusal(ModuleNotFoundError, TinyLM())
 
 
-def test_nothing_is_changed_by_a_refusal():
+def test_refusal_changes_nothing():
     net = TinyLM()
     before = weights(net)
     refusal(ValueError, net, skip="router")
     assert all(torch.equal(before[name], value) for name, value in weights(net).items())
 
 
-def test_only_quantised_layers_are_kept_and_read():
+def test_unquantised_layers_are_refused_by_readers():
     with pytest.raises(TypeError, match="quantize_base_"):
         keep_quantized_(nn.Linear(2, 2))
     with pytest.raises(TypeError, match="no quantised weight"):

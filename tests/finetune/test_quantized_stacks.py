@@ -1,4 +1,4 @@
-"""Experts in one tensor, held in 4 bits: the same numbers as with the dequantised tensors in float, in less memory."""
+"""Experts in one 4-bit tensor: the same values as with the dequantised tensor, in less memory."""
 
 import copy
 import pickle
@@ -48,7 +48,7 @@ def owners(model):
 
 
 def dequantized(kind, quantized):
-    """The plain model, with what the quantised weights stand for."""
+    """Return the plain model with the dequantised weights."""
     model = build(kind)
     for name, module in quantized.named_modules():
         for key, holder in held_tensors(module).items():
@@ -65,7 +65,7 @@ def step(model, given=None):
 
 @each
 @pytest.mark.parametrize("way", ["eager", "grouped_mm", "batched_mm"])
-def test_loss_and_gradients_are_bitwise_those_of_the_dequantised_experts(kind, way):
+def test_loss_and_gradients_equal_those_of_dequantised_experts_bitwise(kind, way):
     model = build(kind)
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     report = quantize_base_(model, skip=linear)
@@ -82,7 +82,7 @@ def test_loss_and_gradients_are_bitwise_those_of_the_dequantised_experts(kind, w
 
 @pytest.mark.parametrize("quantization", ["nf4", "fp4"])
 @pytest.mark.parametrize("double", [True, False])
-def test_it_is_what_bitsandbytes_makes_of_the_tensor(quantization, double):
+def test_packed_stack_equals_bitsandbytes_result(quantization, double):
     import bitsandbytes.functional as F
 
     model = build()
@@ -97,7 +97,7 @@ def test_it_is_what_bitsandbytes_makes_of_the_tensor(quantization, double):
 
 
 @each
-def test_bytes_fall_as_reported(kind):
+def test_memory_shrinks_as_reported(kind):
     model = build(kind)
     before = sum(p.nbytes for name, p in model.named_parameters() if p.ndim == 3)
     report = quantize_base_(model)
@@ -111,7 +111,7 @@ def test_bytes_fall_as_reported(kind):
 
 
 @each
-def test_names_and_files_are_those_of_the_plain_model(kind, tmp_path):
+def test_keys_and_files_are_those_of_the_plain_model(kind, tmp_path):
     plain, model = build(kind), build(kind)
     names = list(plain.state_dict())
     quantize_base_(model)
@@ -141,7 +141,7 @@ def test_a_checkpoint_of_other_experts_is_refused():
         model.load_state_dict(build(num_local_experts=2).state_dict())
 
 
-def test_copies_and_pickles_are_models_of_their_own():
+def test_copies_and_pickles_are_independent():
     model = build()
     quantize_base_(model)
     expected = step(model)[0]
@@ -151,7 +151,7 @@ def test_copies_and_pickles_are_models_of_their_own():
     assert step(model)[0] == expected
 
 
-def test_the_forward_leaves_nothing_behind():
+def test_forward_leaves_no_temporary_tensors():
     model = build()
     quantize_base_(model)
     step(model)
@@ -163,7 +163,7 @@ def test_the_forward_leaves_nothing_behind():
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_in_half_precision_after_it_was_quantised(autocast):
+def test_casting_to_half_precision_after_quantising_works(autocast):
     model = build()
     quantize_base_(model, compute_dtype=torch.bfloat16)
     full = step(model)[0]
@@ -182,7 +182,7 @@ def test_in_half_precision_after_it_was_quantised(autocast):
         lambda: ft.ActivationCheckpointing(ft.model.SelectiveOps()),
     ],
 )
-def test_beside_other_techniques_gradients_are_the_same(technique):
+def test_other_techniques_do_not_change_gradients(technique):
     torch._dynamo.reset()
     model = build(num_hidden_layers=1)
     with ft.apply(model, [ft.QLoRA(rank=2)]):
@@ -193,8 +193,8 @@ def test_beside_other_techniques_gradients_are_the_same(technique):
     assert largest_difference(expected[1], found[1]) < 1e-6
 
 
-def test_the_backward_keeps_no_dequantised_experts():
-    """Kept, they would be the model in full precision again."""
+def test_backward_saves_no_dequantised_experts():
+    """If they were saved, they would be the full-precision model again."""
     model = build(hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_local_experts=8)
     quantize_base_(model)
     experts = sum(4 * holder.stands_for[0] * holder.stands_for[1] * holder.stands_for[2]
@@ -205,7 +205,7 @@ def test_the_backward_keeps_no_dequantised_experts():
         hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
         with PeakMemory(torch.device("cpu"), model, given) as memory:
             if keep:
-                with hooks:  # somebody else keeps activations: so these are kept as they are
+                with hooks:  # other hooks handle activations, so these are not recreated
                     step(model, given)
             else:
                 step(model, given)
@@ -227,7 +227,7 @@ class Net(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def test_qlora_trains_resumes_and_saves_adapters_alone(tmp_path):
+def test_qlora_trains_resumes_and_saves_only_adapters(tmp_path):
     batches = [batch(seed=seed) for seed in range(3)]
     half = L.pytorch.callbacks.ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
     through, resumed = Net(), Net()
@@ -253,14 +253,14 @@ def test_an_adapter_on_the_tensor_itself_is_refused():
         ft.apply(model, [ft.LoRA(targets=["experts.gate_up_proj"])])
 
 
-def test_in_int8_stacks_are_left_and_it_is_said():
+def test_int8_skips_stacks_and_reports_it():
     with pytest.warns(UserWarning, match=r"of the bytes of MixtralForCausalLM stay in full precision"):
         report = quantize_base_(build(), "int8")
     assert report.stacks == ()
     assert sum("experts" in name for name in report.left) == EXPERTS
 
 
-def test_what_is_skipped_and_what_is_no_stack_is_left():
+def test_skipped_modules_and_other_tensors_are_not_quantised():
     class Mine(nn.Module):
         def __init__(self):
             super().__init__()
@@ -278,7 +278,7 @@ def test_what_is_skipped_and_what_is_no_stack_is_left():
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_the_peak_is_predicted(checkpointed):
+def test_peak_memory_is_predicted(checkpointed):
     techniques = [ft.QLoRA(rank=2), *([ft.ActivationCheckpointing()] if checkpointed else [])]
     size = {"hidden_size": 128, "intermediate_size": 512, "num_local_experts": 8}
     given = batch(rows=4)

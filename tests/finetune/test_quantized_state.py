@@ -40,7 +40,7 @@ def same(a, b):
 
 @each_way
 @pytest.mark.parametrize("used", ["no", "forward", "eval"])
-def test_loaded_into_another_it_is_the_same_bit_for_bit(kind, double_quant, used):
+def test_loading_a_state_dict_is_bitwise_exact(kind, double_quant, used):
     one, two = (net(seed, kind=kind, double_quant=double_quant) for seed in (0, 1))
     assert not torch.equal(one(X), two(X))
     if used == "no":
@@ -53,7 +53,7 @@ def test_loaded_into_another_it_is_the_same_bit_for_bit(kind, double_quant, used
     assert torch.equal(one.train()(X), two.train()(X))
 
 
-def test_in_another_process(tmp_path):
+def test_state_dict_loads_in_another_process(tmp_path):
     saved = [net(kind=kind, double_quant=double_quant) for kind, double_quant in HOW]
     torch.save({"x": X, "each": [(one.state_dict(), one(X).detach()) for one in saved]}, tmp_path / "file.ckpt")
     code = f"""
@@ -71,7 +71,7 @@ for (kind, double_quant), (state, y) in zip({HOW}, file["each"], strict=True):
 
 
 @each_way
-def test_a_checkpoint_of_the_plain_model_is_quantised_as_it_is_loaded(kind, double_quant):
+def test_plain_checkpoint_is_quantised_on_loading(kind, double_quant):
     plain, direct = net(0, quantized=False), net(0, kind=kind, double_quant=double_quant)
     loaded = net(1, kind=kind, double_quant=double_quant)
     loaded.load_state_dict(plain.state_dict())
@@ -81,7 +81,7 @@ def test_a_checkpoint_of_the_plain_model_is_quantised_as_it_is_loaded(kind, doub
 
 
 @each_kind
-def test_assigned_it_is_the_same(kind):
+def test_loading_with_assign_is_exact(kind):
     one, two = net(0, kind=kind), net(1, kind=kind)
     classes = type(two[0].weight)
     two.load_state_dict(copy.deepcopy(one.state_dict()), assign=True)
@@ -91,7 +91,7 @@ def test_assigned_it_is_the_same(kind):
 
 
 @each_kind
-def test_what_was_loaded_is_not_shared(kind):
+def test_loaded_tensors_are_copies(kind):
     one, two = net(0, kind=kind), net(1, kind=kind)
     state = one.state_dict()
     two.load_state_dict(state)
@@ -102,7 +102,7 @@ def test_what_was_loaded_is_not_shared(kind):
 
 
 @each_kind
-def test_a_checkpoint_without_the_base_leaves_it(kind):
+def test_checkpoint_without_the_base_keeps_it(kind):
     one = net(kind=kind)
     expected = weights(one)
     trained = {name: torch.ones(5, 96) for name in ("2.weight",)}
@@ -111,7 +111,7 @@ def test_a_checkpoint_without_the_base_leaves_it(kind):
     assert all(torch.equal(expected[name], value) for name, value in weights(one).items() if name != "2.weight")
 
 
-def test_a_checkpoint_in_a_model_that_hugging_face_loaded_in_4_bits(tmp_path):
+def test_checkpoint_loads_into_a_model_quantised_by_hugging_face(tmp_path):
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=99)).save_pretrained(tmp_path)
     how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
@@ -129,7 +129,7 @@ def test_a_checkpoint_in_a_model_that_hugging_face_loaded_in_4_bits(tmp_path):
 
 
 @each_kind
-def test_a_copy_is_independent_and_loads_and_copies_again(kind):
+def test_copies_are_independent_and_can_load_and_be_copied(kind):
     one = net(kind=kind)
     two = copy.deepcopy(copy.deepcopy(one))
     assert same(one, two)
@@ -143,7 +143,7 @@ def test_a_copy_is_independent_and_loads_and_copies_again(kind):
 
 @each_kind
 @pytest.mark.parametrize("inputs", [128, 96])
-def test_pickled_it_is_the_same_and_goes_on(kind, inputs):
+def test_pickling_is_exact_and_the_result_trains(kind, inputs):
     one = net(inputs=inputs, kind=kind)
     two = pickle.loads(pickle.dumps(one))
     x = torch.randn(2, inputs, requires_grad=True)
@@ -175,7 +175,7 @@ net.load_state_dict(net.state_dict())
 @pytest.mark.parametrize(
     "move", [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.to("cpu"), lambda m: m.double().float()]
 )
-def test_moved_and_cast_it_keeps_its_numbers(kind, move):
+def test_moving_and_casting_keep_the_values(kind, move):
     one = net(kind=kind)
     before = dequantized_weight(one[0]).clone()
     packed = one[0].weight.detach().clone()
@@ -192,7 +192,7 @@ def test_moved_and_cast_it_keeps_its_numbers(kind, move):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @each_kind
 @pytest.mark.parametrize("used", [False, True])
-def test_after_cuda_it_saves_and_loads_the_same(kind, used):
+def test_saving_and_loading_after_cuda_is_exact(kind, used):
     one, two = net(0, kind=kind), net(1, kind=kind)
     if used:
         one(X), two(X)
@@ -230,7 +230,7 @@ def test_resumed_equals_uninterrupted_bit_for_bit(kind, double_quant, precision,
     assert torch.equal(whole.losses[-1], resumed.losses[-1])
 
 
-def test_a_plain_checkpoint_starts_a_quantised_run(tmp_path):
+def test_plain_checkpoint_can_start_a_quantised_run(tmp_path):
     module, plain = TinyLM(), TinyLM()
     with torch.no_grad():
         plain.blocks[0].up.weight.normal_()
@@ -267,7 +267,7 @@ def test_another_shape_is_refused():
 
 
 def renamed(other):
-    """The parts that tell the shape, of another layer, where the kernels would believe them."""
+    """Return the tensors of another layer's shape, which the kernels would not check."""
     state = other.state_dict()
     return {name: value for name, value in state.items() if "quant_state" in name}
 
@@ -285,7 +285,7 @@ def renamed(other):
         ("quant_state.bitsandbytes__nf4", lambda t: packed({"shape": 3}), "settings that cannot be read"),
     ],
 )
-def test_damaged_parts_are_refused_before_a_kernel_reads_them(part, change, message):
+def test_damaged_tensors_are_refused_before_a_kernel_reads_them(part, change, message):
     state = net().state_dict()
     name = f"0.weight.{part}"
     state[name] = change(state[name])
@@ -297,7 +297,7 @@ def packed(settings):
 
 
 @pytest.mark.parametrize("key", ["blocksize", "dtype", "nested_blocksize", "nested_dtype", "nested_offset"])
-def test_settings_that_do_not_fit_are_refused(key):
+def test_mismatched_settings_are_refused(key):
     state = net().state_dict()
     name = "0.weight.quant_state.bitsandbytes__nf4"
     settings = json.loads(bytes(state[name].tolist()))
@@ -306,7 +306,7 @@ def test_settings_that_do_not_fit_are_refused(key):
     assert "settings that cannot be read" in message if key == "nested_offset" else f"{key}=load" in message
 
 
-def test_parts_that_are_missing_or_unknown_are_refused():
+def test_missing_and_unknown_entries_are_refused():
     state = net().state_dict()
     assert "unknown parts" in refusal(net(1), {**state, "0.weight.more": torch.zeros(1)})
     assert "no absmax" in refusal(net(1), {n: v for n, v in state.items() if not n.endswith("weight.absmax")})
@@ -316,7 +316,7 @@ def test_parts_that_are_missing_or_unknown_are_refused():
     assert "weight_format=2" in refusal(net(1, kind="int8"), other)
 
 
-def test_keeping_twice_is_keeping_once():
+def test_keep_quantized_twice_equals_once():
     one = net()
     for _ in range(2):
         keep_quantized_(one[0])

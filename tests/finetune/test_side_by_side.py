@@ -1,6 +1,6 @@
-"""Today's kinds of models beside PEFT and bitsandbytes by hand: equal losses and gradients, and files both ways.
+"""Current kinds of models against PEFT and bitsandbytes: equal losses and gradients, and compatible files.
 
-``examples/results/README.md`` has the table; it is held to the rows here.
+The table in ``examples/results/README.md`` must list the rows here.
 """
 
 from pathlib import Path
@@ -69,7 +69,7 @@ def step(model, name):
 
 
 def by_hand(model):
-    """Each linear layer but heads, and those that Hugging Face keeps whole, as one of bitsandbytes' in nf4."""
+    """Replace each linear layer, except heads and those kept in float32, by a bitsandbytes layer in nf4."""
     kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
     for place in find_targets(model):
         layer, (parent, _, last) = model.get_submodule(place), place.rpartition(".")
@@ -85,7 +85,7 @@ def by_hand(model):
 
 
 def adapted(name, prepare):
-    """Ours and PEFT's, with equal weights that no step began with."""
+    """Return this package's model and PEFT's, with equal weights that no initialization produces."""
     ours, theirs = prepare(build(name)), prepare(build(name))
     names = ft.finetune.add_adapter_(ours, peft.LoraConfig(r=4))
     theirs = peft.get_peft_model(theirs, peft.LoraConfig(r=4, target_modules=list(names)))
@@ -98,7 +98,7 @@ def adapted(name, prepare):
 
 
 @each
-def test_lora_is_pefts_to_the_last_bit(name):
+def test_lora_is_bitwise_pefts(name):
     ours, theirs = adapted(name, lambda model: model)
     (loss, grads), (expected, their_grads) = step(ours, name), step(theirs, name)
     assert loss == expected
@@ -108,8 +108,8 @@ def test_lora_is_pefts_to_the_last_bit(name):
 
 
 @each
-def test_in_4_bits_it_is_bitsandbytes_layer_by_layer(name):
-    """In training mode of the layers alone: in eval those by hand would repack themselves on some processors."""
+def test_four_bit_layers_equal_bitsandbytes_layers(name):
+    """Only the layers are in train mode: in eval the reference layers would repack themselves on some processors."""
     ours, expected = build(name), by_hand(build(name))
     stacks = [key for key, parameter in ours.named_parameters() if parameter.ndim == 3 and parameter.shape[0] > 1]
     quantize_base_(ours, skip=["**.experts"] if any("experts" in key for key in stacks) else ())
@@ -123,7 +123,7 @@ def test_in_4_bits_it_is_bitsandbytes_layer_by_layer(name):
 
 @each
 @pytest.mark.parametrize("prepare", [lambda model: model, lambda model: quantize_base_(model) and model])
-def test_files_go_both_ways_and_merging_keeps_the_loss(name, prepare, tmp_path):
+def test_files_are_compatible_and_merging_keeps_the_loss(name, prepare, tmp_path):
     ours, _ = adapted(name, prepare)
     expected = step(ours, name)[0]
     save_adapter(ours, tmp_path / "adapter")
@@ -144,6 +144,6 @@ def step_free(model, name):
     return model(**MODELS[name][2]).loss.item()
 
 
-def test_the_table_has_these_models():
+def test_results_table_lists_these_models():
     written = RESULTS.split("<!-- what works -->\n")[1].split("\n<!-- /what works -->")[0].splitlines()[2:]
     assert [line.split("|")[1].strip().split(" (")[0] for line in written] == list(MODELS)

@@ -1,4 +1,4 @@
-"""The new head stands where the old one stood, and whatever computes a loss from it knows its size."""
+"""The new head replaces the old one, and every loss and config uses its size."""
 
 import logging
 
@@ -35,7 +35,7 @@ def reloaded(model, folder):
 # --- any module
 
 
-def test_a_number_makes_a_linear_like_the_old_one():
+def test_integer_creates_a_linear_like_the_old_head():
     net = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 10).bfloat16()).eval()
     freeze_(net)
     assert swap_head_(net, 500) == "2"
@@ -47,14 +47,14 @@ def test_a_number_makes_a_linear_like_the_old_one():
     assert net[2].weight.float().mean().item() == pytest.approx(0, abs=5e-4)
 
 
-def test_no_bias_and_the_device_are_the_old_ones():
+def test_bias_and_device_are_those_of_the_old_head():
     net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 10, bias=False, device="meta"))
     swap_head_(net, 3)
     assert net[2].bias is None
     assert net[2].weight.is_meta
 
 
-def test_a_module_is_taken_as_it_is():
+def test_module_is_used_as_it_is():
     net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 10))
     head = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
     before = weights(head)
@@ -63,7 +63,7 @@ def test_a_module_is_taken_as_it_is():
     assert all(torch.equal(value, before[name]) for name, value in weights(head).items())
 
 
-def test_the_features_below_are_untouched_and_the_new_head_is_on_top_of_them():
+def test_features_are_unchanged_and_feed_the_new_head():
     torch.manual_seed(0)
     blocks = [nn.TransformerEncoderLayer(8, 2, dropout=0.0, batch_first=True) for _ in range(2)]
     net = nn.Sequential(*blocks, nn.Linear(8, 30))
@@ -85,7 +85,7 @@ def test_a_tied_head_in_a_lightning_module_is_untied_and_this_is_logged(caplog):
     assert net.embed.weight.grad.shape == before.shape
 
 
-def test_a_head_that_is_in_two_places_is_swapped_in_both():
+def test_head_in_two_places_is_replaced_in_both():
     net = nn.ModuleDict({"body": nn.Linear(4, 8), "head": nn.Linear(8, 5)})
     net["again"] = net["head"]
     assert swap_head_(net, 2, head="again") == "head"
@@ -112,7 +112,7 @@ def test_the_only_linear_layer_is_the_head_if_it_is_last():
         ("Llama", "SequenceClassification", "score"),
     ],
 )
-def test_classifiers_compute_their_loss_over_the_new_labels_and_load_again(kind, task, head, tmp_path):
+def test_classifier_loss_uses_the_new_labels_and_the_model_reloads(kind, task, head, tmp_path):
     model = classifier(kind, task, pad_token_id=0, max_position_embeddings=64)
     assert swap_head_(model, 5) == head
     labels = torch.tensor([[4, 0, 1, 2, 3]] * 2) if "Token" in task else torch.tensor([4, 0])
@@ -123,7 +123,7 @@ def test_classifiers_compute_their_loss_over_the_new_labels_and_load_again(kind,
     assert (again.num_labels, len(again.config.id2label)) == (5, 5)
 
 
-def test_regression_becomes_classification_and_back():
+def test_regression_and_classification_heads_can_be_exchanged():
     model = classifier(num_labels=1)
     model(input_ids=IDS, labels=torch.tensor([0.5, 1.5]))  # from here on the config says "regression"
     swap_head_(model, 3)
@@ -134,7 +134,7 @@ def test_regression_becomes_classification_and_back():
     assert torch.allclose(out.loss, F.mse_loss(out.logits.squeeze(), torch.tensor([0.5, 1.5])))
 
 
-def test_image_classifiers():
+def test_heads_of_image_classifiers_are_replaced():
     config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], layer_type="basic")
     model = transformers.ResNetForImageClassification(config).eval()
     assert swap_head_(model, 7) == "classifier.1"
@@ -142,7 +142,7 @@ def test_image_classifiers():
     assert torch.allclose(out.loss, F.cross_entropy(out.logits, torch.tensor([1, 6])))
 
 
-def test_a_tied_language_model_gets_a_head_of_its_own_that_stays_so(tmp_path):
+def test_tied_language_model_gets_an_untied_head(tmp_path):
     model = llama().eval()
     before = model.model.embed_tokens.weight.detach().clone()
     assert swap_head_(model, 32) == "lm_head"
@@ -163,7 +163,7 @@ def test_the_loss_of_a_language_model_uses_the_new_vocabulary_size():
     assert model.config.vocab_size == model.vocab_size == 40
 
 
-def test_a_model_inside_another_is_told_too():
+def test_configs_of_nested_models_are_updated_too():
     class Outer(nn.Module):
         def __init__(self):
             super().__init__()
@@ -174,13 +174,13 @@ def test_a_model_inside_another_is_told_too():
     assert outer.net.num_labels == outer.net.config.num_labels == 4
 
 
-def test_another_layer_of_that_size_leaves_the_config_alone():
+def test_replacing_another_layer_leaves_the_config_unchanged():
     model = classifier(num_labels=3)
     swap_head_(model, nn.Linear(16, 16), head="bert.pooler.dense")
     assert model.num_labels == model.config.num_labels == 3
 
 
-def test_a_quantised_head_gives_way_to_a_plain_one():
+def test_quantised_head_is_replaced_by_a_plain_one():
     bnb = pytest.importorskip("bitsandbytes")
     net = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), bnb.nn.Linear4bit(64, 10)).to("cpu")
     swap_head_(net, 3)
@@ -225,6 +225,6 @@ def test_bad_arguments_are_refused_and_nothing_is_changed(new, head, error, mess
     assert dict(net.named_modules()) == before
 
 
-def test_a_model_that_is_nothing_but_its_head_is_refused():
+def test_model_that_is_only_a_head_is_refused():
     with pytest.raises(ValueError, match=r"head=None in Linear"):
         swap_head_(nn.Linear(4, 2), 3)

@@ -1,4 +1,4 @@
-"""Which layers are meant: by name, pattern, class or all of them, and what is said when nothing is."""
+"""Which layers a name, a pattern, a class or "all-linear" matches, and the errors if there are none."""
 
 import re
 
@@ -42,11 +42,11 @@ DOWN = [f"blocks.{i}.down" for i in range(3)]
         (["embed", "2.up"], ["blocks.2.up", "embed"]),
     ],
 )
-def test_names_patterns_expressions_and_classes(targets, expected):
+def test_names_patterns_expressions_and_classes_match(targets, expected):
     assert sorted(ft.finetune.find_targets(TinyLM(), targets)) == sorted(expected)
 
 
-def test_a_name_is_whole_words_not_an_ending_of_one():
+def test_names_match_complete_components_only():
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
@@ -55,7 +55,7 @@ def test_a_name_is_whole_words_not_an_ending_of_one():
     assert list(ft.finetune.find_targets(Net(), "up")) == ["up"]
 
 
-def test_what_matches_nothing_lists_near_names_and_candidates():
+def test_target_without_a_match_lists_similar_names_and_candidates():
     with pytest.raises(ValueError, match=r"targets='upp'.*similar: up.*Candidates: .*up \(Linear\) ×3"):
         ft.finetune.find_targets(TinyLM(), "upp")
     with pytest.raises(ValueError, match=r"targets='q_proj'"):  # one of two is enough
@@ -69,12 +69,12 @@ def test_what_matches_nothing_lists_near_names_and_candidates():
 @pytest.mark.parametrize(
     ("make", "heads"), [(TinyLM, ["head"]), (llama, ["lm_head"]), (bert, ["bert.pooler.dense", "classifier"])]
 )
-def test_heads(make, heads):
+def test_heads_are_found(make, heads):
     assert ft.finetune.find_heads(make()) == heads
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_head_that_is_registered_before_the_blocks_is_found_and_left_as_it_is(tied):
+def test_head_registered_before_the_blocks_is_found_and_skipped(tied):
     pytest.importorskip("bitsandbytes")
     model = HeadFirst(dim=16, tied=tied)
     assert ft.finetune.find_heads(model) == ["lm_head"]
@@ -83,25 +83,25 @@ def test_a_head_that_is_registered_before_the_blocks_is_found_and_left_as_it_is(
     assert model.lm_head.weight.dtype is torch.float32
 
 
-def test_what_comes_before_the_blocks_and_is_no_vocabulary_is_no_head():
+def test_layers_before_the_blocks_are_not_heads():
     blocks = nn.ModuleList([nn.TransformerEncoderLayer(17, 1, 8) for _ in range(2)])
     parts = {"into": nn.Linear(4, 17), "places": nn.Embedding(17, 17), "blocks": blocks, "out": nn.Linear(17, 2)}
     assert ft.finetune.find_heads(nn.ModuleDict(parts)) == ["out"]
 
 
-def test_no_layer_of_a_decoder_is_a_head():
+def test_decoder_layers_are_not_heads():
     for name, head in (("BartForConditionalGeneration", "lm_head"), ("T5ForConditionalGeneration", "lm_head"),
                        ("Whisper", "proj_out"), ("FromTorch", "head")):  # fmt: skip
         assert ft.finetune.find_heads(built(name)) == [head]
 
 
-def test_a_second_half_of_a_model_is_no_head():
+def test_second_half_of_a_model_is_not_a_head():
     tower = [nn.TransformerEncoderLayer(4, 1, 8) for _ in range(3)]
     second = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(4, 4), nn.Tanh())])
     assert ft.finetune.find_heads(nn.Sequential(*tower, second)) == ["3.6"]
 
 
-def test_the_only_linear_layer_is_no_head_and_the_last_of_several_is():
+def test_only_linear_layer_is_not_a_head_but_the_last_of_several_is():
     assert ft.finetune.find_heads(nn.Sequential(nn.Linear(2, 2))) == []
     assert ft.finetune.find_heads(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))) == ["2"]
     assert ft.finetune.find_heads(nn.Sequential(nn.Conv1d(2, 2, 1), nn.Conv1d(2, 2, 1), nn.Linear(2, 1))) == ["2"]
@@ -119,7 +119,7 @@ def test_tied_layers_are_refused():
 
 
 @pytest.mark.parametrize("make", [TinyLM, llama, bert])
-def test_short_names_mean_the_same_layers_to_peft(make):
+def test_short_names_match_the_same_layers_in_peft(make):
     from peft import LoraConfig
     from peft.tuners.tuners_utils import check_target_module_exists
 
@@ -131,14 +131,14 @@ def test_short_names_mean_the_same_layers_to_peft(make):
     assert [n for n, _ in model.named_modules() if check_target_module_exists(config, n)] == names
 
 
-def test_short_names_fall_back_to_an_expression_where_no_ending_is_exact():
+def test_short_names_fall_back_to_a_regular_expression():
     net = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.ModuleDict({"a": nn.Linear(2, 2)})})
     short = shortest_names(["a"], net)
     assert isinstance(short, str)
     assert [n for n in ("a", "b", "b.a") if re.fullmatch(short, n)] == ["a"]
 
 
-def test_an_adapted_layer_is_still_found_by_its_own_kind():
+def test_adapted_layers_are_found_by_their_original_class():
     import peft
 
     model = TinyLM()

@@ -1,4 +1,4 @@
-"""A base that torchao has quantised: adapters beside it have the numbers of the dequantised floats, and files work."""
+"""A base quantised by torchao: adapters give the results of the dequantised weights, and files work."""
 
 import copy
 
@@ -44,7 +44,7 @@ def adapted(model):
 
 
 @each
-def test_loss_and_gradients_are_those_of_the_dequantised_floats(config):
+def test_loss_and_gradients_equal_those_of_dequantised_weights(config):
     model = packed(config)
     plain = adapted(dequantized(model))
     (loss, grads), (expected, theirs) = step(adapted(model), "Llama"), step(plain, "Llama")
@@ -55,7 +55,7 @@ def test_loss_and_gradients_are_those_of_the_dequantised_floats(config):
 
 
 @each
-def test_files_fit_it_and_the_plain_model_and_another_base_is_refused(config, tmp_path):
+def test_files_load_on_quantised_and_plain_bases_but_not_on_others(config, tmp_path):
     model = adapted(packed(config))
     save_adapter(model, tmp_path)
     fresh, plain, other = packed(config), dequantized(packed(config)), build("Llama")
@@ -70,7 +70,7 @@ def test_files_fit_it_and_the_plain_model_and_another_base_is_refused(config, tm
 
 
 @each
-def test_it_is_counted_left_and_exported_and_merging_is_refused(config, tmp_path):
+def test_torchao_base_is_counted_and_exported_but_not_merged(config, tmp_path):
     model = packed(config)
     assert account_bytes(model).by_kind()["8 bits"] >= sum(
         parameter.numel() for parameter in model.parameters() if type(parameter).__module__.startswith("torchao")

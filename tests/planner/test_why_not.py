@@ -33,7 +33,7 @@ def test_each_technique_is_in_use_or_has_a_row():
 def test_reasons_are_of_the_model_of_what_is_in_use_and_of_what_they_would_raise():
     of_layers = reasons(torch.nn.Linear(4, 4), [ft.EagerGradientRelease()])
     assert "no repeated blocks" in of_layers["ActivationCheckpointing"]
-    assert "there is no Hugging Face model in it" in of_layers["PromptTuning"]
+    assert "it holds no Hugging Face model" in of_layers["PromptTuning"]
     beside = reasons(techniques=[ft.OptimizerInBackward()])
     assert "OptimizerInBackward + MicroBatching: each gradient is used and freed" in beside["MicroBatching"]
     assert beside["StepMeter"] is None

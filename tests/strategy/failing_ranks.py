@@ -1,6 +1,6 @@
-"""Pairs of real processes of which one fails, is killed, does not come, or has a full disk; see test_failing_ranks.py.
+"""Pairs of real processes of which one fails, is killed, is missing, or has a full disk; see test_failing_ranks.py.
 
-One process forks the pairs, all at the same time: most of the time they wait.
+One process forks all pairs at the same time, since they mostly wait.
 """
 
 import functools
@@ -30,7 +30,7 @@ from tests.support.nets import TinyLM, as_loader, lm_batches, trainer
 from tests.support.ranks import end_as_a_script, run_ranks
 
 LIMIT_S = 200
-FULL_AT_BYTES = 1_000  # no file gets larger; less than any of a checkpoint's shards
+FULL_AT_BYTES = 1_000  # maximum size of a file; smaller than any shard of a checkpoint
 
 
 def rank():
@@ -51,7 +51,7 @@ def until(true, seconds=60):
 
 
 class Fails(TinyLM):
-    """Built in ``configure_model``, where something is done on one rank."""
+    """Built in ``configure_model``, where one rank runs an action."""
 
     def __init__(self, in_model=None, in_optimizer=None):
         super().__init__(lazy=True)
@@ -75,7 +75,7 @@ def kill():
 
 
 def fails_in_configure_model(folder):
-    """Rank 0 is busy until it sees what rank 1 has said, which must not end before it was heard."""
+    """Rank 0 is busy until it sees the error of rank 1, which must not exit before it was received."""
 
     def is_busy():
         said = until(lambda: "there are no weights" in (folder / "err1").read_text())
@@ -107,7 +107,7 @@ def killed_in_fabric(folder):
 
 
 def does_not_come(folder):
-    """Rank 1 takes longer than the time limit; it ends when it comes at last."""
+    """Rank 1 takes longer than the time limit; it exits when it arrives at last."""
 
     def is_late():
         until((folder / "left0").exists)
@@ -128,7 +128,7 @@ def error_of(action):
 
 
 def has_full_disk(folder):
-    """Both ranks, then one; when there is room again the save succeeds and training goes on."""
+    """The disk is full on both ranks, then on one; with free space again the save succeeds and training continues."""
     found = {}
     strategies = {"zero 2": lambda: ZeROStrategy(stage=2), "zero 3": lambda: ZeROStrategy(stage=3)}
     for name, make in {**strategies, "fsdp2": FSDP2Strategy}.items():
@@ -150,7 +150,7 @@ def has_full_disk(folder):
 
 
 class Keeps(L.Callback):
-    """Something that no checkpoint could be read back with."""
+    """A callback whose state could not be loaded from a checkpoint."""
 
     def state_dict(self):
         return {"data": Path("data")}
@@ -171,7 +171,7 @@ class SavesOnce(L.Callback):
 
 
 def cannot_save(folder):
-    """A folder that will not do, and a state that no checkpoint may hold; under DDP a full disk too."""
+    """An unusable folder, and state that cannot be saved; under DDP a full disk too."""
     (folder / "file").write_text("")
     found, atomic = {}, ft.AtomicCheckpoints
     ddp = functools.partial(DDPStrategy, process_group_backend="gloo")
@@ -193,7 +193,7 @@ def cannot_save(folder):
 
 
 def saves_after_fit(folder):
-    """The program ends while the last checkpoint is being written, to a slow disk."""
+    """The program exits while the last checkpoint is being written to a slow disk."""
     t = fit(FSDP2Strategy(async_checkpoints=True), TinyLM())
     background = t.strategy._background
     write = background.write
@@ -220,7 +220,7 @@ SCENARIOS = (
 )
 
 
-TO_THE_LAST = (fails_in_configure_model, fails_under_fsdp2, saves_after_fit)  # groups end with their modules
+TO_THE_LAST = (fails_in_configure_model, fails_under_fsdp2, saves_after_fit)  # process groups end with their modules
 
 
 def free_port():
@@ -237,7 +237,7 @@ def fork(scenario, folder, number, port):
     os.environ.update(RANK=str(number), LOCAL_RANK=str(number), GROUP_RANK="0", LOCAL_WORLD_SIZE="2")
     os.environ.update(TORCHELASTIC_RUN_ID="1")
     os.dup2(os.open("/dev/null", os.O_WRONLY), 1)
-    with open(folder / f"err{number}", "wb") as file:  # by way of a process whose disk is not full
+    with open(folder / f"err{number}", "wb") as file:  # through a process whose disk is not full
         said = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=file)
     os.dup2(said.stdin.fileno(), 2)
     said.stdin.close()
@@ -266,13 +266,13 @@ def serve(folder, names):
         time.sleep(0.05)
     for pid in [pid for pid, code in codes.items() if code is None]:
         os.kill(pid, signal.SIGKILL)
-    time.sleep(0.5)  # until all that was said is in its file
+    time.sleep(0.5)  # until all output is in its file
     result = {name: [codes[pid] for pid in pids] for name, pids in pairs.items()}
     (folder / "codes.json").write_text(json.dumps(result))
 
 
 def run_scenarios(folder):
-    """For the tests: name → exit codes (None: it had not ended), what was said and found by each rank."""
+    """For the tests: name → exit codes (None if still running), output and results of each rank."""
     names = [scenario.__name__ for scenario in SCENARIOS]
     log = folder / "log"
     run_ranks("tests.strategy.failing_ranks", folder, *names, log=log, count=None, timeout_s=LIMIT_S + 100)

@@ -1,4 +1,4 @@
-"""Run by two processes under torchrun (see test_fsdp2.py): each scenario writes what it found."""
+"""Run by two processes under torchrun (see test_fsdp2.py): each scenario writes its results."""
 
 import faulthandler
 import gc
@@ -46,12 +46,12 @@ from tests.support.nets import (
 RANKS = [lm_batches(10, size=6, seed=3), lm_batches(10, size=4, seed=4)]  # unequal rows, and unequal targets
 RANK = int(os.environ.get("RANK", 0))
 MINE = RANKS[RANK]
-EPOCH = 3  # batches, so that windows of two end raggedly
-SHORT = 3  # batches of most runs, so that the state of the optimizer counts
+EPOCH = 3  # batches, so that the last window of two is incomplete
+SHORT = 3  # batches of most runs, so that the optimizer state matters
 
 
 class Epochs(L.LightningDataModule):
-    """Other batches in each epoch."""
+    """Different batches in each epoch."""
 
     def train_dataloader(self):
         first = EPOCH * self.trainer.current_epoch
@@ -59,8 +59,8 @@ class Epochs(L.LightningDataModule):
 
 
 def fit(callbacks=(), net=ShallowLM, strategy=None, batches=None, **settings):
-    gc.freeze()  # who looks through all objects need not look at those of the fits before
-    torch.manual_seed(21 + RANK)  # ranks never agree by luck
+    gc.freeze()  # garbage collection need not look through objects of earlier fits
+    torch.manual_seed(21 + RANK)  # so that ranks do not agree by chance
     module = net(**settings.pop("net_settings", {})) if isinstance(net, type) else net
     t = trainer(callbacks, devices=2, strategy=strategy or FSDP2Strategy(), **settings)
     ckpt = {"ckpt_path": settings_path} if (settings_path := fit.resume) else {}
@@ -93,7 +93,7 @@ def gap(expected, module):
 
 
 def agree(gathered):
-    """Largest difference of these weights between the ranks."""
+    """Return the largest difference of these weights between the ranks."""
     flat = torch.cat([value.double().flatten() for value in gathered.values()])
     other = flat.clone()
     dist.broadcast(other, src=0)
@@ -101,7 +101,7 @@ def agree(gathered):
 
 
 def gap_and_agree(expected, module):
-    """Beside other weights, and between the ranks: of weights that are gathered once."""
+    """Return the differences to other weights, and between the ranks, gathering the weights once."""
     gathered = whole(module)
     return largest_difference(weights(expected), gathered), agree(gathered)
 
@@ -115,7 +115,7 @@ def refusal(action, kinds=ValueError):
 
 
 def reference(optimizer, accumulate=1, clip=None, epoch=EPOCH, **settings):
-    """One process, plain PyTorch: ranks' mean losses are averaged, as Lightning does; the losses of this rank."""
+    """Reference in one process with plain PyTorch, averaging the ranks' losses; return the losses of this rank."""
     module, losses = ShallowLM(optimizer=optimizer, **settings), []
     stepper = module.configure_optimizers()
     for first in range(0, len(MINE), epoch):
@@ -134,9 +134,9 @@ def reference(optimizer, accumulate=1, clip=None, epoch=EPOCH, **settings):
 
 @contextmanager
 def counted_reductions():
-    """How often gradients are reduced over the shards."""
+    """Count the reductions of gradients over the shards."""
     calls, names = [], [n for n in ("reduce_scatter_single", "reduce_scatter_tensor") if hasattr(dist, n)]
-    originals = {name: getattr(dist, name) for name in names}  # torch changed to the first
+    originals = {name: getattr(dist, name) for name in names}  # torch has renamed them
 
     def counted(original):
         def reduce_scatter(*args, **kwargs):
@@ -172,7 +172,7 @@ def equal_to_one_process(found):
 
 
 def one_concatenated_batch(found):
-    """Unequal targets over micro-batches, batches and ranks, against their concatenation."""
+    """Compare unequal targets over micro-batches, batches and ranks with their concatenation."""
     expected = ShallowLM(optimizer=sgd)
     stepper = expected.configure_optimizers()
     for i in range(0, 5, 2):
@@ -190,7 +190,7 @@ def one_concatenated_batch(found):
 
 
 class ShardsItself(LazyLM):
-    """What a user of the stock strategy writes."""
+    """The code that a user of Lightning's own strategy writes."""
 
     def configure_model(self):
         super().configure_model()
@@ -218,7 +218,7 @@ def reductions(found):
 
 
 def options(found):
-    """Each against DDP with the same settings, which one_process tests elsewhere."""
+    """Compare each option with DDP with the same settings, which one_process tests elsewhere."""
     under_ddp = {}
     fused = {"net_settings": {"fused": True}}
     value = {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}
@@ -245,7 +245,7 @@ def options(found):
 
 
 class Running(ShallowLM):
-    """With running statistics, which differ by the batches of a rank."""
+    """A model with running statistics, which differ between ranks."""
 
     def build(self):
         super().build()
@@ -280,7 +280,7 @@ def gap_of(a, b):
 
 
 def buffers(found, folder):
-    """Beside DDP's, in validation, in checkpoints and after a resumption."""
+    """Compare buffers with DDP's, in validation, in checkpoints and after resuming."""
     loaders = {"train_dataloaders": as_loader(MINE[:2]), "val_dataloaders": as_loader(MINE[:1])}
     under_ddp = of_rank_zero(running(ddp(net=Running, batches=loaders, max_epochs=3)[0]))
     for broadcast in (True, False):
@@ -301,7 +301,7 @@ def buffers(found, folder):
 
 
 class Manual(ShallowLM):
-    """Two losses and two steps in each training_step."""
+    """Two losses and two optimizer steps in each training_step."""
 
     def __init__(self, **settings):
         super().__init__(**settings)
@@ -332,7 +332,7 @@ CHANGE_RESULTS = (ft.LoRA, ft.QLoRA, ft.finetune.IA3, ft.loss.Distillation)
 
 
 def techniques(found, folder):
-    """Each against DDP with it, or plain DDP where it changes no result; those that only move tensors together."""
+    """Compare each technique with DDP; those that only move tensors are tested together."""
     plain, tells = ddp()[0], found.setdefault("techniques", {})
     for make in (
         lambda: [ft.LoRA(rank=2)],
@@ -364,7 +364,7 @@ def techniques(found, folder):
 
 @contextmanager
 def whole_base():
-    """The strategy as it is where FSDP2 would cast what is packed."""
+    """Select the strategy for torch versions in which FSDP2 would cast packed weights."""
     original = _packed_weights._would_be_cast
     _packed_weights._would_be_cast = lambda *_: True
     yield
@@ -441,7 +441,7 @@ class Drawn(ShallowLM):
 
 
 class Direct(ShallowLM):
-    """Uses its layers in the steps, and never calls itself."""
+    """Uses its layers directly in the steps, and never calls itself."""
 
     def loss(self, batch):
         return lm_loss(self.forward(batch["input_ids"]), batch)
@@ -486,7 +486,7 @@ def building(found):
 
 
 def warned(action):
-    """What of our own warnings are heard."""
+    """Return this package's warnings during ``action``."""
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         action()
@@ -494,7 +494,7 @@ def warned(action):
 
 
 class Unreadable:
-    """Could be read back only by running code."""
+    """An object that could be loaded only by running code."""
 
 
 class Odd(ShallowLM):
@@ -520,7 +520,7 @@ class InWindow(L.Callback):
 
 
 def saving(folder, epochs=3, **strategy):
-    """Epochs of two batches, with dropout in none, and the two newest checkpoints kept."""
+    """Train epochs of two batches without dropout, keeping the two newest checkpoints."""
     callback = ModelCheckpoint(
         folder, filename="{epoch}", monitor="epoch", mode="max", save_top_k=2, save_on_train_epoch_end=True
     )
@@ -534,7 +534,7 @@ def saving(folder, epochs=3, **strategy):
 
 
 def resuming(run, *callbacks):
-    """The same run, from a checkpoint, which writes none itself."""
+    """Resume the same run from a checkpoint, without writing any."""
     return {**run, "callbacks": callbacks, "enable_checkpointing": False, "strategy": FSDP2Strategy()}
 
 
@@ -600,7 +600,7 @@ def checkpoints(found, folder):
 
     module, t = fit(limit_train_batches=2)
     t.validate(module, as_loader(MINE[:2]), verbose=False)
-    t.save_checkpoint(folder / "validated.ckpt")  # parameters are shards again, though no backward came
+    t.save_checkpoint(folder / "validated.ckpt")  # parameters are shards again, although no backward ran
     found["validated"] = float(t.callback_metrics["val_loss"])
     before = whole(module)
     again, t = fit(net=module, limit_train_batches=2)  # a second fit of a sharded module
@@ -681,7 +681,7 @@ def bad_input(found):
 
 
 def main(path, folder):
-    faulthandler.dump_traceback_later(200, exit=True)  # a rank that waits for ever says where
+    faulthandler.dump_traceback_later(200, exit=True)  # a rank that hangs prints its stack
     found, folder = {}, Path(folder)
     bad_input(found)
     for scenario in (equal_to_one_process, one_concatenated_batch, reductions, options, loops, building):
@@ -696,7 +696,7 @@ def main(path, folder):
     dist.all_gather_object(gathered, found)
     if RANK == 0:
         Path(path).write_text(json.dumps(gathered))
-    time.sleep(1)  # the other rank may still be reading what was gathered; see ddp_scenarios.py
+    time.sleep(1)  # the other rank may still be reading the gathered tensors; see ddp_scenarios.py
     os._exit(0)
 
 

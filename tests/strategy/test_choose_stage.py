@@ -14,7 +14,7 @@ SMALL = ZeROSizes(reduce_bucket=0, prefetch=0, persistence=0, reuse=0)
 
 
 def choose(free_gib, world_size=8, **more):
-    """A model of 2³⁰ numbers in 16 equal layers, in float32, with AdamW: 16 bytes a number, 20 with copies."""
+    """Choose for 2³⁰ parameters in 16 equal layers, in float32, with AdamW: 16 bytes each, 20 with copies."""
     with torch.device("meta"):
         net = nn.Sequential(*[nn.Linear(2**13, 2**13, bias=False) for _ in range(16)])
     optimizer = torch.optim.AdamW(net.parameters())
@@ -38,25 +38,25 @@ def test_the_first_stage_that_fits_is_chosen(stage):
         assert choose(TAKES[stage] - 0.001).stage != stage
 
 
-def test_after_sharding_comes_offload():
+def test_offload_is_tried_after_sharding():
     assert choose(2.9, world_size=4).stage == "3+offload"
     assert choose(4.26, world_size=2).stage == "2+offload"
 
 
-def test_head_room_and_activations_are_taken_off_first():
+def test_headroom_and_activations_are_subtracted_first():
     assert choose(TAKES["1"] + 0.001, headroom=0.1).stage == "2"
     assert choose(TAKES["1"] + 1.001, activation_bytes=GIB).stage == "1"
     assert choose(TAKES["1"] + 0.999, activation_bytes=GIB).stage == "2"
 
 
-def test_host_memory_is_looked_at_too(tmp_path):
+def test_host_memory_is_checked_too(tmp_path):
     needs = choose(1.0).states.host
     assert choose(1.0, host_bytes=needs).stage == "3+offload"
     with pytest.raises(ValueError, match="of host memory for each rank"):
         choose(1.0, host_bytes=needs - 1)
 
 
-def test_disk_only_where_a_folder_is_given(tmp_path):
+def test_disk_is_used_only_if_a_folder_is_given(tmp_path):
     assert "3+nvme" not in [row.stage for row in choose(100).rows]
     assert [row.stage for row in choose(100, nvme_path=tmp_path).rows] == list(STAGES)
 
@@ -68,14 +68,14 @@ def test_disk_is_the_last_resort(tmp_path):
     assert chosen.states.nvme > 20 * GIB
 
 
-def test_it_says_why():
+def test_choice_explains_the_reason():
     assert choose(100).why.startswith("Stage 0 fits, and sends least: ")
     why = choose(TAKES["3"] + 0.001).why
     assert "3.00 GiB of 3.00 GiB on each device; stage 2 would be 3.50 GiB over" in why
     assert "offload" not in why
 
 
-def test_nothing_fits_with_the_shortfall_and_a_way_out():
+def test_shortage_error_has_the_amount_and_a_way_out():
     with pytest.raises(ValueError) as caught:
         choose(0.15)
     assert "the nearest is 3+offload and lacks 0.10 GiB on each device" in str(caught.value)  # a layer is 0.25 GiB
@@ -111,6 +111,6 @@ def test_the_table_shows_all_stages_in_gib():
         ({"precision": "16-true"}, "precision='16-true'"),
     ],
 )
-def test_bad_input(more, says):
+def test_invalid_arguments_are_refused(more, says):
     with pytest.raises(ValueError, match=says):
         choose(**{"free_gib": 1, **more})

@@ -1,4 +1,4 @@
-"""consolidate: every layout of pieces gives the plain model's weights, and nothing in a file is run."""
+"""consolidate: every sharded layout gives the plain model's weights, and no code in a file is run."""
 
 import os
 import shutil
@@ -45,7 +45,7 @@ def test_the_file_loads_into_the_plain_model_and_holds_what_was_trained(folder, 
 
 @pytest.mark.parametrize("stage", STAGES[1:])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_it_equals_deepspeeds_own_script(folder, out, ranks, stage):
+def test_result_equals_deepspeeds_own_script(folder, out, ranks, stage):
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     path = folder / f"by-{ranks}-stage-{stage}"
@@ -56,19 +56,19 @@ def test_it_equals_deepspeeds_own_script(folder, out, ranks, stage):
 
 
 @pytest.mark.parametrize("stage", ["0", "1", "2", "3"])
-def test_in_bfloat16_it_is_the_float32_copies(folder, out, stage):
+def test_bfloat16_runs_give_the_float32_copies(folder, out, stage):
     consolidate(folder / f"bf16-{stage}.ckpt", out)
     state = safetensors.torch.load_file(out)
     masters = torch.load(folder / f"masters-{stage}", weights_only=True)
     assert {value.dtype for value in state.values()} == {torch.float32}
     assert all(torch.equal(state[name], value) for name, value in masters.items())
-    assert any((value != value.bfloat16()).any() for value in masters.values())  # more than the model's own digits
+    assert any((value != value.bfloat16()).any() for value in masters.values())  # more precise than the model's own
     assert torch.equal(state["head.weight"], state["embed.weight"])
 
 
 @pytest.mark.parametrize("stage", ["2", "3"])
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
-def test_frozen_and_quantised_parts_are_in_it(folder, out, kind, stage):
+def test_frozen_and_quantised_parameters_are_included(folder, out, kind, stage):
     consolidate(folder / f"QLoRA {kind}-{stage}.ckpt", out)
     state = safetensors.torch.load_file(out)
     expected = torch.load(folder / f"QLoRA {kind}-{stage}.ckpt.expected", weights_only=True)
@@ -77,7 +77,7 @@ def test_frozen_and_quantised_parts_are_in_it(folder, out, kind, stage):
         assert torch.equal(state[name], value) or torch.allclose(state[name].float(), value.float(), atol=1e-6), name
 
 
-def test_it_needs_no_deepspeed(folder, out, tmp_path):
+def test_deepspeed_is_not_needed(folder, out, tmp_path):
     code = (
         "import sys; sys.modules['deepspeed'] = None; from lightning_fasttrain.strategy.consolidate import consolidate;"
         "consolidate(*sys.argv[1:])"
@@ -92,12 +92,12 @@ def without_manifest(path, target):
     return target
 
 
-def test_lightnings_own_checkpoints_have_no_manifest_and_are_read_too(folder, out, tmp_path):
+def test_lightnings_own_checkpoints_without_a_manifest_are_read(folder, out, tmp_path):
     assert consolidate(without_manifest(folder / "by-2-stage-2", tmp_path / "a"), out).source == "ZeRO stage 2, 2 ranks"
 
 
 @pytest.mark.parametrize("stage", ["1", "3"])
-def test_a_missing_piece_is_told(folder, out, tmp_path, stage):
+def test_missing_partition_is_reported(folder, out, tmp_path, stage):
     path = without_manifest(folder / f"by-2-stage-{stage}", tmp_path / "a")
     (next(path.glob("checkpoint/*pp_rank_1_*optim_states.pt"))).unlink()
     with pytest.raises(CorruptCheckpoint, match="shards of 1 ranks: it was saved by 2"):
@@ -105,7 +105,7 @@ def test_a_missing_piece_is_told(folder, out, tmp_path, stage):
     assert not out.exists()
 
 
-def test_a_piece_of_an_earlier_run_is_told(folder, out, tmp_path):
+def test_partition_of_an_earlier_run_is_reported(folder, out, tmp_path):
     path = without_manifest(folder / "by-1-stage-2", tmp_path / "a")
     piece = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     shutil.copy(folder / "by-2-stage-2" / "checkpoint" / piece, path / "checkpoint" / piece)
@@ -113,7 +113,7 @@ def test_a_piece_of_an_earlier_run_is_told(folder, out, tmp_path):
         consolidate(path, out)
 
 
-def test_a_file_that_was_cut_short_is_told(folder, out, tmp_path):
+def test_truncated_file_is_reported(folder, out, tmp_path):
     path = tmp_path / "a"
     shutil.copytree(folder / "by-2-stage-2", path)
     (path / "checkpoint" / "mp_rank_00_model_states.pt").write_bytes(b"PK")
@@ -132,7 +132,7 @@ class Payload:
         return self.does
 
 
-def test_nothing_in_a_file_is_run(folder, out, tmp_path):
+def test_no_code_in_a_file_is_run(folder, out, tmp_path):
     path = without_manifest(folder / "by-1-stage-0", tmp_path / "a")
     file = path / "checkpoint" / "mp_rank_00_model_states.pt"
     state = torch.load(file, weights_only=True)
@@ -141,18 +141,18 @@ def test_nothing_in_a_file_is_run(folder, out, tmp_path):
     module = TinyLM(depth=DEPTH)
     module.load_state_dict(safetensors.torch.load_file(out))
     torch.save({**state, "callbacks": Payload(os.mkdir, str(tmp_path / "was-run"))}, file)
-    with pytest.raises(CorruptCheckpoint, match="posix is blocked"):  # torch takes not even a stand-in for that
+    with pytest.raises(CorruptCheckpoint, match="posix is blocked"):  # torch does not even replace this class
         consolidate(path, out)
     assert not list(tmp_path.glob("was-run*"))
 
 
-def test_a_tag_that_leads_elsewhere_is_not_followed(folder, out, tmp_path):
+def test_tag_with_a_path_outside_the_folder_is_not_followed(folder, out, tmp_path):
     path = without_manifest(folder / "by-1-stage-2", tmp_path / "a")
     (path / "latest").write_text("../../elsewhere")
     assert consolidate(path, out).source == "ZeRO stage 2, 1 ranks"
 
 
-def test_sharded_checkpoints_of_fsdp2_come_out_the_same_way(out, tmp_path):
+def test_fsdp2_checkpoints_are_consolidated(out, tmp_path):
     module = TinyLM()
     save_sharded(tmp_path / "step-1", module.state_dict())
     consolidated = consolidate(tmp_path / "step-1", out)
@@ -161,7 +161,7 @@ def test_sharded_checkpoints_of_fsdp2_come_out_the_same_way(out, tmp_path):
     assert consolidated.source == "FSDP2"
 
 
-def test_what_is_no_checkpoint_is_refused(out, tmp_path):
+def test_folder_without_a_checkpoint_is_refused(out, tmp_path):
     with pytest.raises(FileNotFoundError, match="no such checkpoint"):
         consolidate(tmp_path / "nothing", out)
     with checkpoint_folder(tmp_path / "empty"):

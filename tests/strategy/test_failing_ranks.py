@@ -1,4 +1,4 @@
-"""One of two ranks fails, is killed, does not come or has a full disk: all end or go on together. Real processes."""
+"""One of two ranks fails, is killed, is missing or has a full disk: all exit or continue together. Real processes."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def seen(tmp_path_factory):
         ("does_not_come", [1, 1]),
     ],
 )
-def test_all_ranks_end_when_one_does(seen, name, codes):
+def test_all_ranks_exit_if_one_fails(seen, name, codes):
     assert seen[name]["codes"] == codes, seen[name]["err"]
 
 
@@ -34,23 +34,23 @@ def test_all_ranks_end_when_one_does(seen, name, codes):
         ("fails_under_fsdp2", 1, "configure_optimizers"),
     ],
 )
-def test_the_error_is_shown_by_its_rank_and_the_other_says_where_to_look(seen, name, failing, where):
+def test_failing_rank_shows_its_error_and_the_other_refers_to_it(seen, name, failing, where):
     said = seen[name]["err"]
     assert f"rank {failing} failed:\n" in said[failing]
     assert "FileNotFoundError: there are no weights on this host" in said[failing]
     assert f"RuntimeError: {where} failed on another rank" in said[1 - failing]
 
 
-def test_an_error_is_shown_before_its_rank_waits_for_others(seen):
+def test_error_is_shown_before_its_rank_waits_for_others(seen):
     assert seen["fails_in_configure_model"]["found"][0] == {"said while rank 1 waits": True}
 
 
 @pytest.mark.parametrize("name", ["killed_while_starting", "killed_in_fabric", "does_not_come"])
-def test_a_rank_that_is_gone_or_late_is_an_error_of_the_others(seen, name):
+def test_missing_or_late_rank_is_an_error_on_the_others(seen, name):
     assert "RuntimeError: a rank is gone, or did not answer in time" in seen[name]["err"][0]
 
 
-def test_a_full_disk_on_any_rank_is_an_error_on_all_and_training_goes_on(seen):
+def test_full_disk_is_an_error_on_all_ranks_and_training_can_continue(seen):
     case = seen["has_full_disk"]
     assert case["codes"] == [0, 0], case["err"]
     for found in case["found"]:
@@ -58,7 +58,7 @@ def test_a_full_disk_on_any_rank_is_an_error_on_all_and_training_goes_on(seen):
             for which in ("both", "rank 0", "rank 1"):
                 kind, _, seconds = found[f"{strategy}, {which}"]
                 assert kind == "OSError"
-                assert seconds < 30  # nobody sits in a barrier that the other never comes to
+                assert seconds < 30  # no rank hangs in a barrier that the other never reaches
             assert found[f"{strategy}, left"] == []
             assert found[f"{strategy}, steps"] == 4
     for i, said in enumerate(case["err"]):
@@ -67,7 +67,7 @@ def test_a_full_disk_on_any_rank_is_an_error_on_all_and_training_goes_on(seen):
     assert list(case["folder"].glob(".fasttrain*")) == []
 
 
-def test_what_cannot_be_saved_is_an_error_on_all_ranks_and_soon(seen):
+def test_unsavable_state_is_an_immediate_error_on_all_ranks(seen):
     case = seen["cannot_save"]
     assert case["codes"] == [0, 0], case["err"]
     for found in case["found"]:
@@ -90,7 +90,7 @@ def test_what_cannot_be_saved_is_an_error_on_all_ranks_and_soon(seen):
     assert not (case["folder"] / "full.ckpt").exists()
 
 
-def test_a_program_that_ends_waits_for_its_last_checkpoint(seen):
+def test_exiting_program_waits_for_its_last_checkpoint(seen):
     case = seen["saves_after_fit"]
     assert case["codes"] == [0, 0], case["err"]
     assert case["found"] == [{"in flight": True}] * 2

@@ -34,7 +34,7 @@ CASTS_BYTES = TorchVersion(torch.__version__) < "2.12"
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory):
-    """A run of one plain process, its checkpoint as a file and as a folder, and its end after another epoch."""
+    """A run of one plain process: its checkpoint as a file and as a folder, and its weights after another epoch."""
     folder = tmp_path_factory.mktemp("fsdp2")
     module, batches = ShallowLM(), lm_batches(2, size=6, seed=3)
     t = trainer()
@@ -74,20 +74,20 @@ def largest(found, *keys):
 
 
 @pytest.mark.parametrize("run", ["adamw", "sgd"])  # the first with checkpointing and compiled blocks
-def test_ten_losses_and_the_weights_are_those_of_one_process(found, run):
-    """With accumulation, ragged epoch ends and clipping, on unequal batches."""
+def test_losses_and_weights_equal_those_of_one_process(found, run):
+    """With accumulation, incomplete windows at the end of epochs, and clipping, on unequal batches."""
     assert largest(found, f"{run} losses") < 1e-5
     assert largest(found, f"{run} weights") < 1e-4
     assert largest(found, f"{run} agree") == 0
     assert {rank[f"{run} steps"] for rank in found} == {3 * 2 + 1}
 
 
-def test_a_window_of_unequal_targets_is_one_concatenated_batch(found):
+def test_window_with_unequal_targets_equals_one_concatenated_batch(found):
     assert largest(found, "concatenated") < 1e-6
     assert {rank["concatenated reductions"] for rank in found} == {3 * 3}  # three steps, two blocks and the root
 
 
-def test_gradients_are_reduced_once_a_step(found):
+def test_gradients_are_reduced_once_per_step(found):
     for rank in found:
         assert rank["reductions"] == {"ours": 2 * 3, "each": 4 * 3, "stock": 4 * 3}
         for name in ("ours", "each", "stock"):
@@ -103,19 +103,19 @@ def test_options_do_not_change_training(found, option):
     assert largest(found, f"option {option} agree") == 0
 
 
-def test_bf16_mixed_has_float32_masters(found):
+def test_bf16_mixed_keeps_float32_weights(found):
     assert 0 < largest(found, "option bf16-mixed") < 2e-2  # weights are rounded before norms too
     assert largest(found, "option bf16-mixed agree") == 0
     assert found[0]["option bf16-mixed dtype"] == "torch.float32"
     assert found[0]["option bf16-true dtype"] == "torch.bfloat16"
 
 
-def test_with_a_residual_in_float32_bf16_mixed_is_that_of_ddp(found):
+def test_float32_residual_makes_bf16_mixed_equal_to_ddp(found):
     assert largest(found, "option float32 residual") < 1e-6
     assert largest(found, "option float32 residual agree") == 0
 
 
-def test_ranks_share_running_statistics_as_under_ddp_and_those_of_rank_zero_are_saved(found):
+def test_running_statistics_are_shared_and_saved_as_under_ddp(found):
     for rank, tells in enumerate(found):
         shared, apart = tells["buffers True"], tells["buffers False"]
         assert shared["ranks validate"] == 0
@@ -126,7 +126,7 @@ def test_ranks_share_running_statistics_as_under_ddp_and_those_of_rank_zero_are_
         assert shared["resumed"] == [0, 0]
 
 
-def test_what_does_not_change_in_training_is_not_shared():
+def test_constant_buffers_are_not_shared():
     net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     net[0].register_buffer("mask", torch.ones(2, 2, dtype=torch.bool))
     net[0].register_buffer("codes", torch.ones(2, 2))
@@ -137,12 +137,12 @@ def test_what_does_not_change_in_training_is_not_shared():
     assert list(list_shared_buffers(net)) == statistics
 
 
-def test_blocks_are_found_or_named(found):
+def test_blocks_are_found_automatically_or_by_name(found):
     assert found[0]["option kept blocks"] == ["blocks.0", "blocks.1"]
     assert found[0]["option blocks blocks"] == ["blocks.0"]
 
 
-def test_strategies_are_known_by_name(found):
+def test_strategies_are_registered_by_name(found):
     assert found[0]["by name"] == "FSDP2Strategy"
     assert found[0]["fabric by name"] == "FabricFSDP2Strategy"
     assert isinstance(StrategyRegistry.get("fasttrain_fsdp2"), FSDP2Strategy)
@@ -158,7 +158,7 @@ TECHNIQUES = [
 
 
 @pytest.mark.parametrize("technique", TECHNIQUES)
-def test_techniques_train_as_under_ddp_and_ranks_agree(found, technique):
+def test_techniques_train_as_under_ddp(found, technique):
     for rank in found:
         difference, agreement = rank["techniques"][technique]
         assert difference < 1e-6
@@ -170,7 +170,7 @@ def test_other_loops_train_as_under_ddp(found, loop):
     assert largest(found, loop) < 1e-6
 
 
-def test_no_step_stays_wrapped(found):
+def test_step_wrappers_are_removed_after_a_run(found):
     assert all(rank["left behind"] == [] for rank in found)
 
 
@@ -183,12 +183,12 @@ def test_no_step_stays_wrapped(found):
         ("GaLoreAdamW", "a DTensor of shape (16, 8): it is quantized or sharded"),
     ],
 )
-def test_what_cannot_work_on_shards_is_refused(found, name, why):
+def test_callbacks_without_shard_support_are_refused(found, name, why):
     for rank in found:
         assert why in rank["refused"][name]
 
 
-def test_every_rank_begins_with_the_weights_of_rank_zero(found):
+def test_every_rank_starts_with_the_weights_of_rank_zero(found):
     assert largest(found, "drawn") == 0
     assert largest(found, "drawn agree") == 0
 
@@ -198,13 +198,13 @@ def test_a_model_on_the_meta_device_gets_weights_and_buffers_of_rank_zero(found)
     assert [rank["meta scale"] for rank in found] == [[1.0] * 3] * 2
 
 
-def test_a_model_on_the_meta_device_everywhere_is_made_by_rank_zero(found):
+def test_rank_zero_initializes_a_model_on_the_meta_device(found):
     assert all(rank["was empty"] for rank in found)
     assert largest(found, "meta everywhere agree") == 0
     assert all(last < first for first, last in (rank["meta everywhere trained"] for rank in found))
 
 
-def test_steps_may_use_layers_without_calling_the_module(found):
+def test_steps_may_use_layers_directly(found):
     assert largest(found, "direct") == 0
 
 
@@ -213,12 +213,12 @@ def test_quantised_weights_that_differ_are_refused_on_all_ranks(found):
     assert "rank 1 has quantised other weights than rank 0 in 'blocks.0.up" in found[1]["other quantised"]
 
 
-def test_other_builds_are_refused_on_all_ranks(found):
+def test_models_that_differ_between_ranks_are_refused(found):
     assert "another rank has refused its model" in found[0]["other build"]
     assert "rank 1 has built another model than rank 0: blocks.2" in found[1]["other build"]
 
 
-def test_layers_swapped_after_sharding_are_named(found):
+def test_layers_replaced_after_sharding_are_named(found):
     for rank in found:
         assert "'blocks.1.up.weight', 'blocks.1.up.bias'" in rank["swapped"]
 
@@ -228,19 +228,19 @@ def test_an_optimizer_of_old_parameters_is_refused(found):
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
-def test_resumed_is_uninterrupted_bit_for_bit(found, kind):
+def test_resumed_equals_uninterrupted_bit_for_bit(found, kind):
     for rank in found:
         assert rank[f"{kind} steps"] == [6, 2]
         assert rank[f"{kind} losses"] == [0.0] * 2
     assert largest(found, f"{kind} resumed") == 0
 
 
-def test_resumes_onto_another_mesh(found):
+def test_checkpoint_resumes_on_another_mesh(found):
     assert largest(found, "hybrid resumed") < 1e-6
 
 
 @pytest.mark.parametrize("kind", ["LoRA", "QLoRA"])
-def test_a_fine_tuning_runs_checkpoints_hold_the_adapter_alone_and_resume_bit_for_bit(found, single, kind):
+def test_adapter_only_checkpoints_resume_bit_for_bit(found, single, kind):
     assert largest(found, f"{kind} resumed") == 0
     folder, _ = single
     held = SafeReader(folder / kind / "epoch=0.ckpt").read_metadata().state_dict_metadata  # of model and optimizer
@@ -252,8 +252,8 @@ def test_a_fine_tuning_runs_checkpoints_hold_the_adapter_alone_and_resume_bit_fo
 
 
 @pytest.mark.parametrize("run", ["narrow", "wide", "offload", "bf16-mixed", "experts"])
-def test_a_base_in_4_bits_is_cut_and_trains_bit_for_bit_as_one_that_is_whole(found, run):
-    """Also where blocks are recomputed, and for rows that begin within a block of 64."""
+def test_sharded_4_bit_base_trains_bitwise_like_an_unsharded_one(found, run):
+    """Also with activation checkpointing, and for rows that start within a block of 64."""
     for rank in found:
         seen = rank[f"4 bits {run}"]
         assert set(seen["losses"]) <= {0.0}
@@ -263,7 +263,7 @@ def test_a_base_in_4_bits_is_cut_and_trains_bit_for_bit_as_one_that_is_whole(fou
         assert part == (whole if run == "bf16-mixed" and CASTS_BYTES else whole / 2)
 
 
-def test_what_a_rank_holds_of_a_base_in_4_bits_is_predicted(found):
+def test_memory_of_a_sharded_4_bit_base_is_predicted(found):
     net = WideLM()
     ft.apply(net, [ft.QLoRA(rank=2)])
     held = held_by(net, torch.optim.AdamW([p for p in net.parameters() if p.requires_grad]), 2, "32-true")
@@ -283,14 +283,14 @@ def test_a_whole_checkpoint_of_a_4_bit_base_resumes_exactly_and_loads_in_a_plain
     assert plain.loss(lm_batches(1)[0]) > 0
 
 
-def test_a_quantised_models_checkpoint_of_one_process_goes_on_on_two(found, single):
+def test_checkpoint_of_a_quantised_model_resumes_from_one_process_on_two(found, single):
     folder, expected = single
     end = torch.load(folder / "qlora.pt", weights_only=True)["from one"]
     trained = {name: tensor for name, tensor in end.items() if name in expected["single-qlora.ckpt"]}
     assert largest_difference(expected["single-qlora.ckpt"], trained) < 1e-6
 
 
-def test_a_sharded_adapters_checkpoint_goes_on_on_one_device(found, single, tmp_path):
+def test_checkpoint_of_a_sharded_adapter_resumes_on_one_device(found, single, tmp_path):
     folder, _ = single
     torch.save(full_checkpoint(folder / "LoRA" / "epoch=0.ckpt"), tmp_path / "whole.ckpt")
     t = trainer([ft.LoRA(rank=2)], max_epochs=2)
@@ -299,25 +299,25 @@ def test_a_sharded_adapters_checkpoint_goes_on_on_one_device(found, single, tmp_
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
-def test_checkpoints_that_are_not_kept_go_and_nothing_is_left_beside_them(found, kind):
+def test_old_checkpoints_are_removed_without_leftovers(found, kind):
     assert found[0][f"{kind} kept"] == ["epoch=1.ckpt", "epoch=2.ckpt"]
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_it_is_said(found):
+def test_damaged_checkpoint_is_skipped_with_a_note(found):
     for rank in found:
-        assert rank["fell back"] == [0.0, 2]  # from the one before it
+        assert rank["fell back"] == [0.0, 2]  # from the previous checkpoint
     assert any("epoch=2.ckpt is corrupt" in text and "epoch=1.ckpt is loaded" in text for text in found[0]["heard"])
     assert found[1]["heard"] == []
 
 
-def test_checkpoints_of_other_models_optimizers_and_none_are_refused(found):
+def test_checkpoints_of_other_models_and_optimizers_are_refused(found):
     for rank in found:
         assert "there is no such checkpoint" in rank["nothing there"]
         assert "the model lacks blocks.1.down.bias" in rank["other model"]
         assert "the checkpoint's AdamW does not match this SGD" in rank["other optimizer"]
 
 
-def test_an_error_of_the_last_save_in_the_background_ends_the_run_on_all_ranks(found):
+def test_error_of_the_last_background_save_ends_the_run_on_all_ranks(found):
     assert "/dev/null" in found[0]["async error"]
     assert "could not be written: another rank failed" in found[1]["async error"]
 
@@ -326,14 +326,14 @@ def test_a_checkpoint_inside_a_window_warns(found):
     assert any("inside an accumulation window" in text for text in found[0]["window"])
 
 
-def test_what_could_not_be_read_back_is_refused_when_it_is_saved(found):
-    for rank in found:  # each looks at what it would save, so each names it
+def test_unreadable_state_is_refused_when_saving(found):
+    for rank in found:  # each rank checks its own state, so each names it
         assert "entry ['rest']['odd']['deep'][1] of class Unreadable" in rank["odd"]
     assert found[0]["odd left"] == []
 
 
 @pytest.mark.parametrize("name", ["single.ckpt", "one", "single-lora.ckpt"])
-def test_a_checkpoint_of_one_process_goes_on_on_two(found, single, name):
+def test_checkpoint_of_one_process_resumes_on_two(found, single, name):
     folder, expected = single
     assert all(rank[f"from {name}"] == [4, 0.0] for rank in found)
     assert largest_difference(expected[name], torch.load(folder / f"from {name}.pt", weights_only=True)) < 1e-6
@@ -348,7 +348,7 @@ def test_a_checkpoint_of_two_processes_loads_in_one_plain_process(found, single)
     ShallowLM().load_state_dict(state)
 
 
-def test_a_checkpoint_of_two_processes_goes_on_on_one_device(found, single, tmp_path):
+def test_checkpoint_of_two_processes_resumes_on_one_device(found, single, tmp_path):
     folder, _ = single
     torch.save(full_checkpoint(folder / "async" / "epoch=1.ckpt"), tmp_path / "whole.ckpt")
     module = ShallowLM()
@@ -385,19 +385,19 @@ assert largest_difference(weights(plain), full(sharded)) < 1e-6
 """
 
 
-def test_one_sharded_process_trains_as_a_plain_one_and_takes_over_from_two(found, single, tmp_path):
+def test_one_sharded_process_trains_like_a_plain_one(found, single, tmp_path):
     folder, _ = single
     run_code(ONE_PROCESS, folder / "sync" / "epoch=1.ckpt", folder=tmp_path)
 
 
-def test_validation_leaves_shards_and_a_second_fit_goes_on(found):
+def test_validation_keeps_shards_and_a_second_fit_continues(found):
     for rank in found:
         assert rank["validated"] == rank["validated again"] == rank["validated alone"] > 0
     assert largest(found, "second fit") == 0
     assert all(rank["moved in second fit"] > 0 for rank in found)
 
 
-def test_fabric_trains_as_one_process_with_an_optimizer_from_before(found):
+def test_fabric_trains_with_an_optimizer_created_before_setup(found):
     assert largest(found, "fabric") < 1e-4
     assert largest(found, "fabric resumed") == 0
     assert {rank["fabric reductions"] for rank in found} == {5 * 3}
@@ -409,7 +409,7 @@ def test_fabric_shares_running_statistics_before_a_forward(found):
     assert [rank["fabric buffers"][1] for rank in found] == [0, 0]
 
 
-def test_fabric_makes_a_model_from_the_meta_device_on_rank_zero(found):
+def test_fabric_initializes_a_meta_model_on_rank_zero(found):
     assert all(rank["fabric empty"] == [True, 0.0] for rank in found)
 
 
@@ -417,7 +417,7 @@ def test_fabric_refuses_an_optimizer_of_another_model(found):
     assert all("SGD holds 1 parameters that are in no model" in rank["fabric foreign"] for rank in found)
 
 
-def test_bad_input_is_an_error_before_anyone_waits(found):
+def test_invalid_arguments_are_errors_before_ranks_wait(found):
     for rank in found:
         assert "replicas=3 over 2 processes" in rank["replicas"]
         assert "precision='16-true' with FSDP2" in rank["float16"]
@@ -435,7 +435,7 @@ def test_bad_input_is_an_error_before_anyone_waits(found):
         ({"stage": 2}, "unexpected keyword argument 'stage'"),
     ],
 )
-def test_options_that_do_not_exist_are_refused_when_given(strategy, options, error):
+def test_unknown_options_are_refused(strategy, options, error):
     with pytest.raises((ValueError, TypeError), match=error):
         strategy(**options)
 
@@ -448,8 +448,8 @@ def test_strategies_can_be_copied_before_a_run():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("offload", [None, "cpu"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
-def test_on_one_gpu_as_without_sharding(precision, offload, tmp_path):
-    """In a process of its own, since a process group stays."""
+def test_one_gpu_trains_as_without_sharding(precision, offload, tmp_path):
+    """In a separate process, since a process group persists."""
     code = f"""
 import lightning as L, torch
 from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
@@ -470,7 +470,7 @@ for name in ends[0]:
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("options", ["", "offload='cpu'", "replicas=2", "async_checkpoints=True"])
-def test_on_two_gpus_ranks_agree(options, tmp_path):
+def test_ranks_agree_on_two_gpus(options, tmp_path):
     code = f"""
 import os, time, torch, torch.distributed as dist
 from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy

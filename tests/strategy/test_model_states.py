@@ -30,8 +30,8 @@ def up(numbers, ranks):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
-def test_adamw_in_float32_by_hand(world_size):
-    """35 weights and 5 biases; moments of float32; a count of 4 bytes for each tensor the optimizer knows."""
+def test_adamw_in_float32_equals_a_manual_computation(world_size):
+    """35 weights and 5 biases; float32 moments; a step count of 4 bytes for each tensor in the optimizer."""
     net, n = nn.Linear(7, 5), world_size
     whole, flat, pieces = 40 * 4, up(40, 2 * n) * 2 * 4, (up(35, n) + up(5, n)) * 4
 
@@ -45,7 +45,7 @@ def test_adamw_in_float32_by_hand(world_size):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
-def test_adamw_in_bfloat16_by_hand(world_size, precision):
+def test_adamw_in_bfloat16_equals_a_manual_computation(world_size, precision):
     net, n = nn.Linear(7, 5), world_size
     flat, pieces = up(40, 2 * n) * 2, up(35, n) + up(5, n)
 
@@ -58,7 +58,7 @@ def test_adamw_in_bfloat16_by_hand(world_size, precision):
 
 
 def test_stage_2_keeps_gradients_of_all_parameters_that_a_rank_has_a_part_of():
-    """Parts of 8: of 12 + 3 + 9 numbers in this order, the ranks' parts touch 12, 12 + 3 + 9 and 9 of them."""
+    """Partitions of 8: of 12 + 3 + 9 elements in this order, the partitions touch 12, 12 + 3 + 9 and 9 of them."""
     net = nn.ParameterList([nn.Parameter(torch.zeros(n)) for n in (12, 3, 9)])
     assert states("2", net, 3).gradients == 24 * 4
     assert states("2", net, 1).gradients == 24 * 4
@@ -66,7 +66,7 @@ def test_stage_2_keeps_gradients_of_all_parameters_that_a_rank_has_a_part_of():
     assert states("2", alone, 3).gradients == 8 * 4
 
 
-def test_buffers_by_hand():
+def test_buffers_equal_a_manual_computation():
     net = nn.Sequential(nn.Linear(10, 30, bias=False), nn.Linear(30, 20, bias=False))  # 300 and 600
     sizes = ZeROSizes(reduce_bucket=50, prefetch=100, persistence=300, reuse=0)
     assert states("0", net, 2).buffers == 900 * 4  # one bucket takes all
@@ -74,11 +74,11 @@ def test_buffers_by_hand():
     assert states("2", net, 2, sizes=sizes).buffers == 450 * 4  # the step's copy; more than two buckets of 50
     assert states("2", net, 2, sizes=sizes, precision="bf16-true").buffers == 450 * (4 + 2)
     third = states("3", net, 2, sizes=sizes)
-    assert third.parameters == 450 * 4 + 300 * 4  # its part, and the small parameter whole
+    assert third.parameters == 450 * 4 + 300 * 4  # its shard, and the small parameter unsharded
     assert third.buffers == 50 * 4 + 600 * 4  # a bucket, and the large parameter gathered
 
 
-def test_gathered_parameters_stay_until_backward_unless_that_is_far():
+def test_gathered_parameters_stay_until_backward_within_the_reuse_distance():
     net = nn.Sequential(*[nn.Linear(10, 10, bias=False) for _ in range(8)])
     near = states("3", net, 4, sizes=ZeROSizes(0, prefetch=0, persistence=0, reuse=10_000))
     far = states("3", net, 4, sizes=ZeROSizes(0, prefetch=0, persistence=0, reuse=600))
@@ -86,13 +86,13 @@ def test_gathered_parameters_stay_until_backward_unless_that_is_far():
     assert far.buffers == 300 * 4
 
 
-def test_a_bucket_is_no_larger_than_what_trains():
+def test_buckets_are_not_larger_than_what_trains():
     net = nn.Linear(100, 100, bias=False)
     (third,) = predict_model_states(net, adamw, world_size=1, stages=["3"])
     assert third.buffers == 10_000 * 4 + 10_000 * 4  # the bucket, and the step's copy
 
 
-def test_offload_leaves_the_device_what_forward_and_backward_need():
+def test_offload_keeps_on_the_device_what_forward_and_backward_need():
     net = nn.Linear(7, 5)
     second, third = (states(f"{stage}+offload", net, 2) for stage in "23")
     assert (second.parameters, second.gradients, second.optimizer) == (160, 0, 0)
@@ -102,13 +102,13 @@ def test_offload_leaves_the_device_what_forward_and_backward_need():
     assert third.host == (18 + 3) * 4 * 6 + 4
 
 
-def test_disk_takes_what_is_updated():
+def test_disk_holds_the_updated_states():
     disk = states("3+nvme", nn.Linear(7, 5), 2)
     assert disk.nvme == (18 + 3) * 4 * 5 + 4
     assert disk.device == states("3+offload", nn.Linear(7, 5), 2).device
 
 
-def test_frozen_parameters_have_no_gradient_and_no_state_and_are_cut_in_stage_3():
+def test_frozen_parameters_have_no_state_and_are_sharded_in_stage_3():
     net = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 4, bias=False))
     net[0].requires_grad_(False)
     zero, third = states("0", net, 2), states("3", net, 2)
@@ -132,7 +132,7 @@ def test_buffers_of_modules_are_on_every_rank():
 @pytest.mark.parametrize(
     ("kind", "moments"), [("SGD", 0), ("momentum", 1), ("AdamW", 2), ("Adagrad", 1), ("RMSprop", 1)]
 )
-def test_the_optimizer_really_used_is_asked(kind, moments):
+def test_the_given_optimizer_determines_the_state(kind, moments):
     net = nn.Linear(8, 8, bias=False)
     make = {"momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)}.get(
         kind, lambda p: getattr(torch.optim, kind)(p, lr=0.1)
@@ -144,8 +144,8 @@ def test_the_optimizer_really_used_is_asked(kind, moments):
 
 @pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
 @pytest.mark.parametrize(("kind", "moments"), [("AdamW8bit", 2), ("Lion8bit", 1), ("PagedAdamW8bit", 2)])
-def test_optimizers_of_8_bits(kind, moments):
-    """A byte a number, a float32 for 256 of them, and a table of 256 float32 for each moment of a group."""
+def test_eight_bit_optimizers_are_measured(kind, moments):
+    """One byte per parameter, a float32 per 256 of them, and a table of 256 float32 for each moment of a group."""
     bnb = pytest.importorskip("bitsandbytes")
     net = nn.Linear(256, 256, bias=False)
     found = states("1", net, 4, lambda p: getattr(bnb.optim, kind)(p, lr=0.1))
@@ -159,7 +159,7 @@ def test_factored_state_counts_in_shape_on_one_device():
     assert found.optimizer == (64 + 128) * 4 + 4
 
 
-def test_groups_are_cut_one_by_one():
+def test_groups_are_partitioned_separately():
     net = nn.Linear(7, 5)
     groups = [{"params": [net.weight]}, {"params": [net.bias], "weight_decay": 0.0}]
     found = states("1", net, 2, torch.optim.AdamW(groups))
@@ -180,8 +180,8 @@ def test_quantised_weights_count_as_they_are_stored(world_size):
     assert cut.parameters == weight // world_size + absmax + tables + 64 * 64 * 4 // world_size
 
 
-def test_against_deepspeeds_estimate_for_stage_2():
-    """DeepSpeed's 18 bytes a number leave out the copy that is flat and still in bfloat16."""
+def test_stage_2_agrees_with_deepspeeds_estimate():
+    """DeepSpeed's 18 bytes per parameter do not include the flat bfloat16 copy."""
     pytest.importorskip("deepspeed")
     from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs as estimate
 
@@ -196,8 +196,8 @@ def test_against_deepspeeds_estimate_for_stage_2():
     assert found.host - 4 - 64 * 64 * 2 == host + 2 * numel  # the parameters that go back are staged in bfloat16
 
 
-def test_against_deepspeeds_estimate_for_stage_3():
-    """18 bytes a number are without a rank's part of the parameters, and the flat copy; a layer more at all times."""
+def test_stage_3_agrees_with_deepspeeds_estimate():
+    """18 bytes per parameter do not include a rank's shard of the parameters, and the flat copy; one more layer."""
     pytest.importorskip("deepspeed")
     from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs as estimate
 
@@ -211,7 +211,7 @@ def test_against_deepspeeds_estimate_for_stage_3():
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_meta_fake_lazy_and_real_models_are_alike(stage):
+def test_meta_fake_lazy_and_real_models_give_equal_results(stage):
     net = TinyLM()
     real = states(stage, net, 3, adamw(net.parameters()))
     with torch.device("meta"):
@@ -222,7 +222,7 @@ def test_meta_fake_lazy_and_real_models_are_alike(stage):
     assert real == states(stage, LazyLM(), 3) == states(stage, TinyLM(), 3)
 
 
-def test_an_optimizer_that_exists_is_left_as_it_is():
+def test_existing_optimizer_is_not_changed():
     net = TinyLM()
     optimizer = adamw(net.parameters())
     calls = []
@@ -234,8 +234,8 @@ def test_an_optimizer_that_exists_is_left_as_it_is():
     assert all(p.grad is None for p in net.parameters())
 
 
-def test_an_optimizer_with_a_schedule_makes_no_step_of_its_own():
-    """Schedules replace the step of the optimizer by one of their own."""
+def test_optimizer_with_a_schedule_takes_no_step():
+    """Schedulers replace the step of the optimizer by one of their own."""
     net = nn.Linear(7, 5)
     optimizer = adamw(net.parameters())
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -245,7 +245,7 @@ def test_an_optimizer_with_a_schedule_makes_no_step_of_its_own():
     assert not getattr(optimizer, "_opt_called", False)
 
 
-def test_what_bitsandbytes_keeps_in_tables_stays_real():
+def test_bitsandbytes_tables_stay_real_tensors():
     bnb = pytest.importorskip("bitsandbytes")
     net = nn.Linear(128, 128)
     optimizer = bnb.optim.AdamW8bit(net.parameters())
@@ -255,8 +255,8 @@ def test_what_bitsandbytes_keeps_in_tables_stays_real():
     assert torch.isfinite(net.weight).all()
 
 
-def test_a_lightning_module_brings_its_own_optimizer():
-    """1.5 billion parameters, of which no number is ever made."""
+def test_lightning_module_provides_its_own_optimizer():
+    """1.5 billion parameters, none of which is ever allocated."""
     with torch.device("meta"):
         net = gpt("gpt2-xl").module()
     (states,) = predict_model_states(net, world_size=8, stages=["3"], sizes=NO_BUFFERS)
@@ -274,7 +274,7 @@ def test_a_lightning_module_brings_its_own_optimizer():
         (lambda p: ft.optim.GaLoreAdamW([{"params": list(p), "rank": 4}]), "GaLoreAdamW with ZeRO"),
     ],
 )
-def test_optimizers_that_cannot_be_sharded(make, says):
+def test_optimizers_that_cannot_be_sharded_are_refused(make, says):
     net = nn.Linear(64, 64, bias=False)
     with pytest.raises(ValueError, match=says):
         predict_model_states(net, make, world_size=2, stages=["1"])
@@ -291,8 +291,8 @@ def test_a_norm_by_layer_cannot_be_sharded():
         refuse_unshardable(bnb.optim.LAMB8bit(nn.Linear(64, 64).parameters()))
 
 
-def test_deepspeeds_compiled_optimizers_are_known_by_name():
-    """Making one compiles it; of FusedAdam all that counts is its class."""
+def test_deepspeeds_compiled_optimizers_are_recognised_by_name():
+    """Creating one compiles it; for FusedAdam only its class matters."""
     kind = type("FusedAdam", (torch.optim.AdamW,), {"__module__": "deepspeed.ops.adam.fused_adam"})
     optimizer = kind(nn.Linear(8, 8).parameters())
     (group,) = groups_of(optimizer)
@@ -322,13 +322,13 @@ class Two(L.LightningModule):
         (3, adamw, {}, TypeError, "expected an nn.Module, got int"),
     ],
 )
-def test_bad_input(net, optimizer, more, error, says):
+def test_invalid_arguments_are_refused(net, optimizer, more, error, says):
     with pytest.raises(error, match=says):
         predict_model_states(net, optimizer, **{"world_size": 2, **more})
 
 
 def test_a_schedule_on_the_optimizer_changes_nothing():
-    """Schedules wrap ``optimizer.step`` on the instance."""
+    """Schedulers wrap ``optimizer.step`` on the instance."""
     net = nn.Linear(8, 4)
     plain, scheduled = torch.optim.AdamW(net.parameters()), torch.optim.AdamW(net.parameters())
     torch.optim.lr_scheduler.LambdaLR(scheduled, lambda step: 0.5)

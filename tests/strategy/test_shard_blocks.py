@@ -1,4 +1,4 @@
-"""Sharding in one process: what is sharded, what stays whole, and what is refused."""
+"""Sharding in one process: what is sharded, what stays unsharded, and what is refused."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def full(tensors):
     return {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in tensors.items()}
 
 
-def test_blocks_and_root_are_sharded_and_the_gradient_is_the_same(mesh):
+def test_blocks_and_root_are_sharded_and_gradients_are_unchanged(mesh):
     plain, model = TinyLM(), TinyLM()
     assert shard_blocks_(model, mesh) == ["blocks.0", "blocks.1", "blocks.2"]
     assert [isinstance(m, FSDPModule) for m in (model, model.blocks[0], model.blocks[0].up)] == [True, True, False]
@@ -83,7 +83,7 @@ class TiedBlocks(nn.Module):
 
 
 @pytest.mark.parametrize("blocks", [None, "blocks.*"])
-def test_blocks_that_share_weights_are_left_to_the_root(mesh, blocks):
+def test_blocks_that_share_weights_are_gathered_with_the_root(mesh, blocks):
     torch.manual_seed(0)
     model = TiedBlocks()
     torch.manual_seed(0)
@@ -102,7 +102,7 @@ def test_a_block_used_twice_is_one_block(mesh):
     assert shard_blocks_(model, mesh, blocks=Block) == ["1.a", "1.c"]
 
 
-def test_weights_in_8_bits_stay_whole_and_adapters_are_sharded(mesh):
+def test_weights_in_8_bits_stay_unsharded_and_adapters_are_sharded(mesh):
     model = TinyLM()
     ft.apply(model, [ft.QLoRA(rank=2, kind="int8")])
     shard_blocks_(model, mesh)
@@ -114,7 +114,7 @@ def test_weights_in_8_bits_stay_whole_and_adapters_are_sharded(mesh):
 
 
 def in_4_bits(storage=torch.uint8):
-    """A model of bitsandbytes' own layers, as Hugging Face makes them, that stores its bytes in a dtype."""
+    """Return a model of bitsandbytes' own layers, as Hugging Face creates them, stored in a given dtype."""
     bnb = pytest.importorskip("bitsandbytes")
     torch.manual_seed(0)
     layers = [bnb.nn.Linear4bit(64, 64, quant_type="nf4", quant_storage=storage) for _ in range(2)]
@@ -123,7 +123,7 @@ def in_4_bits(storage=torch.uint8):
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16, torch.float32])
-def test_a_weight_in_4_bits_is_cut_unless_it_would_be_cast(mesh, storage, precision):
+def test_weights_in_4_bits_are_sharded_unless_they_would_be_cast(mesh, storage, precision):
     plain, model = in_4_bits(storage), in_4_bits(storage)
     shard_blocks_(model, mesh, policy=precision_policy(precision))
     cast = precision == "bf16-mixed" and (storage is torch.float32 or (storage is torch.uint8 and CASTS_BYTES))
@@ -148,7 +148,7 @@ def test_constants_are_kept_when_a_sharded_model_is_moved(mesh):
     assert list(model.state_dict()) == keys
 
 
-def test_a_sharded_weight_in_4_bits_takes_another_and_a_plain_one_to_be_quantised(mesh, tmp_path):
+def test_sharded_4_bit_weight_loads_quantised_and_plain_weights(mesh, tmp_path):
     model, other, plain = in_4_bits(), in_4_bits(), nn.Linear(64, 64)
     shard_blocks_(model, mesh)
     other[1].weight.data.fill_(0x5A)
@@ -163,14 +163,14 @@ def test_a_sharded_weight_in_4_bits_takes_another_and_a_plain_one_to_be_quantise
     assert torch.equal(model.state_dict()["1.weight.absmax"], constants.absmax)
 
 
-def test_a_sharded_weight_in_4_bits_is_not_dequantised_by_halves(mesh):
+def test_sharded_4_bit_weight_is_not_partially_dequantised(mesh):
     model = in_4_bits()
     shard_blocks_(model, mesh)
     with pytest.raises(ValueError, match="Linear4bit: the model is sharded"):
         dequantized_weight(model[1])
 
 
-def test_precisions_become_policies():
+def test_precisions_map_to_policies():
     mixed, whole, low = precision_policy("bf16-mixed"), precision_policy(), precision_policy("bf16-true", "bfloat16")
     assert (mixed.param_dtype, mixed.reduce_dtype) == (torch.bfloat16, torch.float32)
     assert (whole.param_dtype, whole.reduce_dtype) == (None, torch.float32)
@@ -184,7 +184,7 @@ def test_other_precisions_are_refused(precision):
         precision_policy(precision)
 
 
-def test_reduction_is_left_out_in_nested_contexts_until_the_outermost_ends(mesh):
+def test_nested_contexts_defer_reduction_until_the_outermost_ends(mesh):
     model = TinyLM()
     shard_blocks_(model, mesh)
     with without_gradient_reduction(model):
@@ -198,7 +198,7 @@ def test_reduction_is_left_out_in_nested_contexts_until_the_outermost_ends(mesh)
     assert largest_difference(gradients(plain), full(gradients(model))) < 1e-6
 
 
-def test_reduction_is_back_after_an_error(mesh):
+def test_reduction_is_restored_after_an_error(mesh):
     model = TinyLM()
     shard_blocks_(model, mesh)
     with pytest.raises(ZeroDivisionError):
@@ -208,7 +208,7 @@ def test_reduction_is_back_after_an_error(mesh):
     assert gradients(model)
 
 
-def test_shards_show_again_after_a_forward_without_backward(mesh):
+def test_forward_without_backward_can_be_resharded(mesh):
     model = TinyLM()
     shard_blocks_(model, mesh)
     with torch.no_grad():
@@ -243,13 +243,13 @@ def with_parameter(tensor, trains):
         (TinyLM(), {"blocks": "layers.*"}, "matches nothing"),
     ],
 )
-def test_what_cannot_be_sharded_is_refused_before_anything_is_changed(mesh, model, options, message):
+def test_unshardable_models_are_refused_before_any_change(mesh, model, options, message):
     with pytest.raises(ValueError, match=message):
         shard_blocks_(model, mesh, **options)
     assert not any(isinstance(p, DTensor) for p in model.parameters())
 
 
-def test_a_swapped_layer_and_a_stale_optimizer_are_named(mesh):
+def test_replaced_layers_and_stale_optimizers_are_named(mesh):
     model = TinyLM()
     before = torch.optim.SGD(model.parameters(), lr=0.1)
     shard_blocks_(model, mesh)
@@ -283,8 +283,8 @@ def test_a_model_on_the_meta_device_gets_weights_and_keeps_its_ties(mesh):
 
 
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
-def test_quantised_weights_that_stay_whole_outlive_those_that_come_from_rank_zero(mesh, kind, monkeypatch):
-    """A rank has them, and a head without weights: only what is not there is made."""
+def test_unsharded_quantised_weights_survive_the_broadcast_from_rank_zero(mesh, kind, monkeypatch):
+    """A rank has them, and a head without weights: only missing weights are initialized."""
     monkeypatch.setattr(_packed_weights, "_would_be_cast", lambda *_: True)  # as torch 2.11 does with 4 bits
     first, other = WideLM(), WideLM()
     for model in (first, other):
@@ -314,14 +314,14 @@ class Table(nn.Linear):
 
 
 @pytest.mark.parametrize(("kind", "why"), [(NoReset, "no reset_parameters"), (Table, "values of its buffer 'table'")])
-def test_a_layer_without_weights_that_cannot_be_made_is_refused(kind, why):
+def test_meta_layer_without_an_initializer_is_refused(kind, why):
     with torch.device("meta"):
         model = nn.Sequential(kind())
     with pytest.raises(ValueError, match=rf"layer '0' \({kind.__name__}\) is on the meta device: .*{why}"):
         whole_on_rank_zero(model)
 
 
-def test_the_mesh_of_hybrid_sharding():
+def test_hybrid_sharding_has_a_two_dimensional_mesh():
     assert Sharding(replicas=2).shape(8) == (2, 4)
     assert Sharding().shape(8) == (8,)
     with pytest.raises(ValueError, match=r"replicas=3 over 8 processes.*\[1, 2, 4, 8\]"):

@@ -1,4 +1,4 @@
-"""Checkpoints of shards in one plain process: round trips, hostile and damaged folders, writing in the background."""
+"""Sharded checkpoints in one plain process: round trips, hostile and damaged folders, background saves."""
 
 import io
 import os
@@ -50,7 +50,7 @@ def saved(folder, module, optimizer, **rest):
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adafactor, torch.optim.SGD])
-def test_model_optimizer_and_rest_come_back_and_train_on_bit_for_bit(tmp_path, make):
+def test_model_optimizer_and_rest_resume_bit_for_bit(tmp_path, make):
     module, optimizer = trained(make=make)
     saved(tmp_path / "c", module, optimizer, step=2, names=["a", None], nested={"x": torch.ones(2)})
     again, other = trained(0, make=make)
@@ -61,7 +61,7 @@ def test_model_optimizer_and_rest_come_back_and_train_on_bit_for_bit(tmp_path, m
     assert largest_difference(weights(module), weights(again)) == 0
 
 
-def test_an_optimizer_without_steps_is_saved_as_such(tmp_path):
+def test_optimizer_without_steps_is_saved_without_state(tmp_path):
     module, optimizer = trained(0)
     saved(tmp_path / "c", module, optimizer)
     assert optimizer.state_dict()["state"] == {}
@@ -70,7 +70,7 @@ def test_an_optimizer_without_steps_is_saved_as_such(tmp_path):
     assert other.state_dict()["state"] == {}
 
 
-def test_groups_and_the_order_of_parameters_may_differ_as_long_as_names_agree(tmp_path):
+def test_parameter_order_may_differ_if_names_agree(tmp_path):
     module, optimizer = trained()
     saved(tmp_path / "c", module, optimizer)
     again = TinyLM()
@@ -92,7 +92,7 @@ def test_groups_and_the_order_of_parameters_may_differ_as_long_as_names_agree(tm
         (TinyLM(depth=4), False, None),
     ],
 )
-def test_other_models_are_refused_unless_told(tmp_path, module, strict, message):
+def test_other_models_are_refused_unless_not_strict(tmp_path, module, strict, message):
     saved(tmp_path / "c", *trained())
     if message is None:
         load_sharded_(tmp_path / "c", module, strict=strict)
@@ -101,7 +101,7 @@ def test_other_models_are_refused_unless_told(tmp_path, module, strict, message)
             load_sharded_(tmp_path / "c", module, strict=strict)
 
 
-def test_the_whole_model_goes_through_safetensors(tmp_path):
+def test_full_model_can_be_saved_as_safetensors(tmp_path):
     from safetensors.torch import load_file, save_file
 
     module, optimizer = trained()
@@ -112,7 +112,7 @@ def test_the_whole_model_goes_through_safetensors(tmp_path):
     assert largest_difference(weights(module), weights(again)) == 0
 
 
-def test_a_whole_checkpoint_has_the_state_under_the_numbers_that_torch_gives(tmp_path):
+def test_full_checkpoint_uses_torchs_parameter_indices(tmp_path):
     module, optimizer = trained()
     saved(tmp_path / "c", module, optimizer, epoch=3)
     whole = full_checkpoint(tmp_path / "c")
@@ -122,7 +122,7 @@ def test_a_whole_checkpoint_has_the_state_under_the_numbers_that_torch_gives(tmp
     assert all(torch.equal(state["state"][i][k], v) for i, s in expected["state"].items() for k, v in s.items())
 
 
-def test_a_file_of_one_device_loads(tmp_path):
+def test_checkpoint_file_of_one_device_loads(tmp_path):
     module, optimizer = trained()
     state = {"state_dict": module.state_dict(), "optimizer_states": [optimizer.state_dict()], "epoch": 1}
     torch.save(state, tmp_path / "file.ckpt")
@@ -145,7 +145,7 @@ class Runs:
 
 @pytest.fixture
 def hostile(tmp_path):
-    """Folders of which one part would run a command, with the folder that shows whether it did."""
+    """Folders of which one file would run a command, with the folder that shows whether it did."""
     mark = tmp_path / "ran"
 
     def make(where):
@@ -166,18 +166,18 @@ def hostile(tmp_path):
 
 @pytest.mark.parametrize("where", ["index", "inside the index"])
 @pytest.mark.parametrize("read", [lambda f: load_sharded_(f, TinyLM()), lambda f: SafeReader(f).read_metadata()])
-def test_an_index_that_would_run_something_is_refused(hostile, where, read):
+def test_index_that_would_run_code_is_refused(hostile, where, read):
     with pytest.raises(CorruptCheckpoint, match=r"the checkpoint's index asks for posix\.system"):
         read(hostile(where))
 
 
-def test_rest_that_would_run_something_is_refused(hostile):
+def test_rest_that_would_run_code_is_refused(hostile):
     with pytest.raises(pickle.UnpicklingError, match="posix.system"):
         load_sharded_(hostile("rest"), TinyLM())
 
 
-def test_the_hostile_index_does_run_in_torchs_own_reader(tmp_path):
-    """The control: without the list of what is allowed, the command runs."""
+def test_hostile_index_runs_code_in_torchs_own_reader(tmp_path):
+    """Negative control: without the list of allowed names, the command runs."""
     folder = saved(tmp_path / "c", *trained())
     (folder / ".metadata").write_bytes(pickle.dumps(Runs(tmp_path / "ran")))
     with pytest.raises(AttributeError):
@@ -185,7 +185,7 @@ def test_the_hostile_index_does_run_in_torchs_own_reader(tmp_path):
     assert (tmp_path / "ran").exists()
 
 
-def test_bytes_beside_the_tensors_are_read_as_plain_values(tmp_path):
+def test_other_values_are_read_as_plain_data(tmp_path):
     planner, mark = SafePlanner(), tmp_path / "ran"
     planner.state_dict = {}
     buffer = io.BytesIO()
@@ -197,7 +197,7 @@ def test_bytes_beside_the_tensors_are_read_as_plain_values(tmp_path):
     assert not mark.exists()
 
 
-def test_an_index_that_points_out_of_its_folder_is_refused(tmp_path):
+def test_index_with_a_path_outside_its_folder_is_refused(tmp_path):
     folder = saved(tmp_path / "c", *trained())
     index = SafeReader(folder).read_metadata()
     next(iter(index.storage_data.values())).relative_path = "../elsewhere"
@@ -207,14 +207,14 @@ def test_an_index_that_points_out_of_its_folder_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("data", [b"", b"not a pickle", pickle.dumps({"a": 1})])
-def test_a_damaged_index_is_one_kind_of_error(tmp_path, data):
+def test_damaged_index_raises_corrupt_checkpoint(tmp_path, data):
     folder = saved(tmp_path / "c", *trained())
     (folder / ".metadata").write_bytes(data)
     with pytest.raises(CorruptCheckpoint):
         SafeReader(folder).read_metadata()
 
 
-def test_what_could_not_be_read_back_is_named_and_nothing_is_written(tmp_path):
+def test_unreadable_state_is_named_and_nothing_is_written(tmp_path):
     with pytest.raises(ValueError, match=r"entry \['rest'\]\['callbacks'\]\['mine'\]\[0\] of class PosixPath"):
         save_sharded(tmp_path / "c", {}, rest={"callbacks": {"mine": [tmp_path]}, "fine": 1})
     assert list(tmp_path.iterdir()) == []
@@ -236,7 +236,7 @@ def test_for_a_changed_folder_an_older_one_of_the_same_run_is_chosen_to_resume(t
         choose_checkpoint(tmp_path / "never", substitute=True)
 
 
-def test_a_complete_save_that_was_killed_before_its_name_is_taken_up(tmp_path):
+def test_complete_save_that_was_killed_before_renaming_is_used(tmp_path):
     saved(tmp_path / "c", *trained())
     (tmp_path / "c").rename(tmp_path / ".fasttrain-tmp-c")
     assert choose_checkpoint(tmp_path / "c", substitute=True) == tmp_path / "c"
@@ -250,7 +250,7 @@ def test_a_second_save_of_the_same_name_leaves_no_file_of_the_first(tmp_path):
     assert "__9_0.distcp" not in verify_checkpoint(tmp_path / "c")["files"]
 
 
-def test_the_background_writes_what_was_when_it_began():
+def test_background_save_writes_the_state_at_its_start():
     gate, written = threading.Event(), []
 
     def write(state):
@@ -266,7 +266,7 @@ def test_the_background_writes_what_was_when_it_began():
     assert written[0]["nested"][0].tolist() == [1.0, 1.0]
 
 
-def test_the_next_save_waits_for_the_one_before():
+def test_next_save_waits_for_the_previous_one():
     gate, order = threading.Event(), []
 
     def write(name):
@@ -282,7 +282,7 @@ def test_the_next_save_waits_for_the_one_before():
     assert order == ["first", "second"]
 
 
-def test_an_error_surfaces_at_the_next_save_and_older_checkpoints_stay():
+def test_error_is_raised_by_the_next_save_and_older_checkpoints_stay():
     removed = []
 
     def write(state):
@@ -297,7 +297,7 @@ def test_an_error_surfaces_at_the_next_save_and_older_checkpoints_stay():
     save.wait()
 
 
-def test_older_checkpoints_go_after_the_newer_one_is_complete():
+def test_older_checkpoints_are_removed_after_the_newer_one_is_complete():
     gate, removed = threading.Event(), []
     save = BackgroundSave(lambda state: gate.wait(10))
     save.start({})
@@ -310,25 +310,25 @@ def test_older_checkpoints_go_after_the_newer_one_is_complete():
     assert removed == ["old", "older"]
 
 
-def test_a_failing_run_gives_up_and_says_so():
+def test_failing_run_reports_an_incomplete_checkpoint():
     gate = threading.Event()
     save = BackgroundSave(lambda state: gate.wait(10))
     save.start({})
     with pytest.warns(UserWarning, match="the last checkpoint was not completed"):
         save.give_up(0.05)
-    save.wait()  # not for what was given up
+    save.wait()  # does not wait for an abandoned save
     gate.set()
     save.start({})
     save.wait()
 
 
-def test_an_error_that_nobody_is_left_to_hear_is_shown(capfd):
+def test_error_at_exit_is_printed(capfd):
     def write(state):
         raise OSError("disk full")
 
     save = BackgroundSave(write)
     save.start({})
-    save._finish()  # as at the end of a program
+    save._finish()  # called at exit
     said = capfd.readouterr().err
     assert "the last checkpoint was not completed" in said
     assert "OSError: disk full" in said
@@ -356,7 +356,7 @@ def test_copies_share_no_memory():
     assert to_host(Pair(tensor, 2)).other == 2
 
 
-def test_state_that_each_rank_keeps_of_its_own_shard_is_named():
+def test_rank_local_optimizer_state_is_named():
     module = nn.Linear(2, 2)
     foreign = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     with pytest.raises(ValueError, match="SGD holds 1 parameters that the model no longer has"):

@@ -1,4 +1,4 @@
-"""What is predicted against what two real processes hold and send with gloo. One launch serves all tests."""
+"""Predictions against what two real processes hold and send with gloo. One launch serves all tests."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ def found(tmp_path_factory):
 
 
 def asked(name):
-    """(strategy, precision, sizes, micro-batches) of a scenario."""
+    """Return (strategy, precision, sizes, micro-batches) of a scenario."""
     if name in ZERO:
         stage, *others = ZERO[name]
         return f"zero-{stage}", *others
@@ -51,10 +51,10 @@ def predicted(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_bytes_handed_to_collectives_are_those_predicted(found, name):
-    """To within the scalars of norms and flags; the net has a quarter of a million bytes of parameters.
+def test_bytes_passed_to_collectives_equal_the_prediction(found, name):
+    """Equal except for the scalars of norms and flags; the net has a quarter of a million bytes of parameters.
 
-    Which layers stay gathered from forward to backward goes by whole layers, and is predicted by the share.
+    Complete layers stay gathered from forward to backward, but the prediction uses fractions.
     """
     tolerance = {"rel": 0.02} if name == "zero-3 between" else {"abs": 64}
     for rank in found:
@@ -62,8 +62,8 @@ def test_bytes_handed_to_collectives_are_those_predicted(found, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_bytes_on_the_wire_are_those_predicted(found, name):
-    """gloo reduces and scatters by reducing to all, which is twice the ring's bytes for that part; else within 3%."""
+def test_bytes_sent_equal_the_prediction(found, name):
+    """gloo's reduce-scatter is an all-reduce, which sends twice the bytes of a ring; otherwise equal within 3%."""
     for rank in found:
         expected = predicted(name).ranks + rank[name]["scattered"]
         assert rank[name]["wire"] == pytest.approx(expected, rel=0.03)
@@ -85,7 +85,7 @@ def states(name):
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "offload" not in name])
-def test_parameters_and_optimizer_take_what_is_predicted(found, name):
+def test_parameters_and_optimizer_memory_equals_the_prediction(found, name):
     most = {key: max(rank[name][key] for rank in found) for key in ("parameters", "optimizer")}
     whole = max(rank[name].get("whole", 0) for rank in found)
     assert states(name).parameters == pytest.approx(most["parameters"] + whole, abs=16)
@@ -93,7 +93,7 @@ def test_parameters_and_optimizer_take_what_is_predicted(found, name):
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "offload" not in name])
-def test_gradients_take_what_is_predicted(found, name):
+def test_gradient_memory_equals_the_prediction(found, name):
     most = max(max(rank[name]["gradients"], rank[name].get("first gradients", 0)) for rank in found)
     if name in ("zero-1 32-true", "zero-1 bf16-true"):  # what several micro-batches would take
         assert states(name).gradients > most
@@ -104,26 +104,26 @@ def test_gradients_take_what_is_predicted(found, name):
 
 
 def _padded(parameter):
-    """Elements, with the first axis rounded up to two parts."""
+    """Return the number of elements, with dimension 0 rounded up to a multiple of two."""
     rows = -(-len(parameter) // 2) * 2
     return rows * parameter[0].numel()
 
 
 @pytest.mark.parametrize("name", ["zero-2+offload 32-true", "zero-2+offload bf16-true"])
-def test_offloaded_states_take_what_is_predicted_in_host_memory(found, name):
+def test_host_memory_of_offloaded_states_equals_the_prediction(found, name):
     held = max(sum(rank[name][key] for key in ("optimizer", "host gradients", "host more")) for rank in found)
     assert states(name).host == held
     assert (states(name).gradients, states(name).optimizer) == (0, 0)
 
 
 @pytest.mark.parametrize("name", ["zero-3+offload 32-true", "zero-3+offload bf16-true"])
-def test_offloaded_parameters_take_what_is_predicted_in_host_memory(found, name):
+def test_host_memory_of_offloaded_parameters_equals_the_prediction(found, name):
     keys = ("parameters", "optimizer", "host gradients", "host more")
     assert states(name).host == max(sum(rank[name][key] for key in keys) for rank in found)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-def test_the_bucket_of_stage_3_is_there_during_the_step_and_that_of_stage_2_is_not(found, precision):
+def test_stage_3_keeps_its_bucket_during_the_step_and_stage_2_does_not(found, precision):
     item = 4 if precision == "32-true" else 2
     assert found[0][f"zero-3 {precision}"]["buckets in step"] == 100_000 * item
     assert found[0][f"zero-2 {precision}"]["buckets in step"] == 0
@@ -142,7 +142,7 @@ def one(strategy, world_size, net=None, **more):
     return predict_traffic(net, optimizer, world_size=world_size, strategies=[strategy], **more)[0]
 
 
-def test_by_hand_on_four_ranks():
+def test_traffic_on_four_ranks_equals_a_manual_computation():
     g = 8 * 16 * 4
     sizes = ZeROSizes(persistence=0, reuse=0)
     assert one("ddp", 4).ranks == 2 * 3 * g // 4
@@ -153,18 +153,18 @@ def test_by_hand_on_four_ranks():
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_one_rank_sends_nothing_to_others(strategy):
+def test_single_rank_has_no_traffic(strategy):
     assert one(strategy, 1).ranks == 0
 
 
-def test_offload_moves_gradients_down_and_parameters_up():
+def test_offload_moves_gradients_to_the_host_and_parameters_back():
     n = 8 * 16
     assert one("zero-2+offload", 4).host == (4 + 4) * n // 4
     assert one("zero-2+offload", 4, precision="bf16-true").host == (4 + 2) * n // 4
     assert one("ddp", 4).host == one("zero-3", 4).host == one("fsdp2", 4).host == 0
 
 
-def test_disk_sees_what_is_updated_twice():
+def test_updated_states_are_read_from_and_written_to_disk():
     n = 8 * 16 // 4
     updated = n * (4 + 4 + 8) + 4  # copy, gradient, two moments; the count of steps
     assert one("zero-3+nvme", 4).nvme == 2 * updated + 4 * n + 4 * n
@@ -187,7 +187,7 @@ def test_frozen_parameters_are_gathered_and_not_reduced():
         ({"world_size": 2, "strategies": ["zero-4"]}, "strategy='zero-4'"),
     ],
 )
-def test_bad_input(arguments, says):
+def test_invalid_arguments_are_refused(arguments, says):
     net = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match=says):
         predict_traffic(net, torch.optim.SGD(net.parameters(), lr=0.1), **arguments)

@@ -1,4 +1,4 @@
-"""ZeROStrategy and its Fabric twin: real processes with gloo, one launch of one process and one of two."""
+"""ZeROStrategy and FabricZeROStrategy: real processes with gloo, one launch of one process and one of two."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def test_every_scenario_ran(one, two):
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
-def test_losses_and_weights_are_those_of_one_plain_process(two, kind):
+def test_losses_and_weights_equal_those_of_one_plain_process(two, kind):
     for rank in two:
         for stage in (*STAGES, *(("2+offload", "3+offload") if kind == "adamw" else ())):
             found = rank[f"{kind} {stage}"]
@@ -58,17 +58,17 @@ def test_losses_and_weights_are_those_of_one_plain_process(two, kind):
             assert found["agree"] == 0
 
 
-def test_torchs_own_linear_is_put_back_after_stage_3(two):
-    assert all(rank["linear put back"] for rank in two)
+def test_torchs_own_linear_is_restored_after_stage_3(two):
+    assert all(rank["linear restored"] for rank in two)
 
 
-def test_steps_are_counted_as_the_engine_counts_them(two):
+def test_step_counts_equal_the_engines(two):
     for stage in STAGES:
         for kind in ("sgd", "adamw"):
             assert two[0][f"{kind} {stage}"]["steps"] == [6, 6]
 
 
-def test_an_optimizer_takes_no_other_steps_than_those_of_one_process(one):
+def test_optimizer_takes_the_same_steps_as_in_one_process(one):
     cases = {key: found for key, found in one.items() if key.startswith("steps ") and isinstance(found, dict)}
     assert len(cases) == 2 * 5 * 5 + 1 + 3  # dtypes, optimizers and groups, stages; auto; Fabric
     for key, found in cases.items():
@@ -79,15 +79,15 @@ def test_an_optimizer_takes_no_other_steps_than_those_of_one_process(one):
     assert one["stage of auto"] == 0
 
 
-def test_in_16_bits_a_resumed_run_is_bitwise_the_uninterrupted_one(one):
+def test_resumed_equals_uninterrupted_bitwise_in_16_bits(one):
     assert one["resumed in bf16 0"] == one["resumed in bf16 2"] == [True, True]
 
 
-def test_a_schedule_that_cannot_be_told_of_an_empty_group_is_refused(one):
+def test_scheduler_with_an_unknown_empty_group_is_refused(one):
     assert "parameter group 1 under ZeRO, in which nothing trains" in one["schedule unknown"]
 
 
-def test_a_schedule_that_would_count_pieces_as_steps_is_refused(one):
+def test_scheduler_that_would_count_micro_batches_as_steps_is_refused(one):
     assert "create it in configure_optimizers" in one["late schedule"]
 
 
@@ -97,27 +97,27 @@ def test_an_adagrad_that_deepspeed_would_replace_is_refused(one):
     assert "DeepSpeed replaces it by another one" in one["adagrad decayed"]
 
 
-def test_targets_weigh_the_same_over_unequal_ranks_windows_and_micro_batches(two):
+def test_targets_have_equal_weight_over_unequal_ranks_and_micro_batches(two):
     for key in ("sgd 0", "sgd 1", "sgd 2", "sgd 3", "sgd 2+offload", "adamw 2", "adamw 3"):
         assert two[0][f"tokens {key}"] < 1e-4
 
 
-def test_manual_optimisation_sums_what_it_says_is_not_the_last(one):
+def test_manual_optimization_accumulates_until_the_last_backward(one):
     for stage in STAGES:
         assert one[f"manual {stage}"] < 1e-5
 
 
-def test_a_window_without_targets_moves_nothing_and_the_next_is_as_ever(one):
+def test_window_without_targets_changes_nothing(one):
     for stage in ("0", "1", "3", "2+offload"):
         assert one[f"empty {stage}"] < 1e-6
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_resumed_run_is_bitwise_the_uninterrupted_one(runs, ranks):
+def test_resumed_equals_uninterrupted_bit_for_bit(runs, ranks):
     for found in runs[0][ranks]:
         for stage in (*STAGES, "3+offload"):
             assert found[f"resumed {stage}"] == 0
-            assert found[f"through {stage}"] < 1e-5  # to save has not changed it
+            assert found[f"through {stage}"] < 1e-5  # saving has not changed it
             assert found[f"rate {stage}"] == [6, pytest.approx(0.9**6)]
 
 
@@ -133,27 +133,27 @@ def test_resuming_on_another_number_of_processes_is_exact(runs, ranks):
             assert resharded["went on"] < 1e-6
 
 
-def test_nothing_is_left_beside_the_checkpoints(runs):
+def test_no_temporary_files_are_left(runs):
     assert list(runs[1].rglob(".fasttrain*")) == []
 
 
-def test_another_world_size_is_refused_with_both_sizes(runs):
+def test_another_world_size_is_refused(runs):
     assert "saved by 1 processes, and this run has 2" in runs[0][2][0]["other world"]
     assert runs[0][2][1]["other world"] == runs[0][2][0]["other world"]
     assert "saved by 2 processes, and this run has 1" in runs[0][1][0]["other world"]
 
 
-def test_what_cannot_be_resharded_is_refused_on_all_ranks(two):
+def test_checkpoints_that_cannot_be_resharded_are_refused_on_all_ranks(two):
     for rank in two:
         assert "universal=True with SGD" in rank["sgd universal"]
         assert "under ZeRO stage 2, and this run is stage 3" in rank["other stage"]
 
 
-def test_the_stage_is_what_fits_the_smallest_rank(two):
+def test_chosen_stage_fits_the_smallest_rank(two):
     assert two[0]["chosen"] == two[1]["chosen"] == ["2+offload", 2]  # stage 0 fits the first rank, not the second
 
 
-def test_nothing_fits_on_any_rank_if_it_does_not_on_one(one, two):
+def test_shortage_on_one_rank_is_an_error_on_all(one, two):
     for found in (one, *two):
         assert "No stage fits" in found["too small"]
         assert "GiB on each device" in found["too small"]
@@ -166,7 +166,7 @@ def test_adapters_quantised_layers_and_the_fused_loss_train_as_under_ddp(two):
 
 
 @pytest.mark.parametrize("run", ["LoRA 2", "LoRA 3", "QLoRA 3"])
-def test_a_fine_tuning_runs_checkpoints_hold_the_adapter_alone_and_resume_bit_for_bit(two, run):
+def test_adapter_only_checkpoints_resume_bit_for_bit(two, run):
     assert len(two[0][f"held {run}"]) == 8
     assert all("lora_" in name for name in two[0][f"held {run}"])
     for found in two:
@@ -175,7 +175,7 @@ def test_a_fine_tuning_runs_checkpoints_hold_the_adapter_alone_and_resume_bit_fo
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
-def test_the_fabric_twin_accumulates_clips_and_resumes(two, kind):
+def test_fabric_strategy_accumulates_clips_and_resumes(two, kind):
     for rank in two:
         for stage in (*STAGES, "2+offload", "3+offload") if kind == "sgd" else ("1", "3"):
             found = rank[f"fabric {kind} {stage}"]
@@ -185,34 +185,34 @@ def test_the_fabric_twin_accumulates_clips_and_resumes(two, kind):
             assert found["norm"] == pytest.approx(rank[f"fabric {kind} 1"]["norm"], rel=1e-5)
 
 
-def test_a_loss_is_divided_once_under_accumulation(one):
+def test_loss_is_divided_once_under_accumulation(one):
     assert one["scale ours"] == pytest.approx(1.0)
     assert one["scale stock"] == pytest.approx(0.5)
 
 
-def test_steps_do_not_drift_at_ragged_ends_of_epochs(one):
+def test_step_count_is_correct_with_incomplete_windows(one):
     trainers, engines = one["steps ours"]
     assert trainers == engines == 6
     trainers, engines = one["steps stock"]
     assert trainers != engines
 
 
-def test_hooks_of_the_optimizer_fire_once_a_step(one):
+def test_optimizer_hooks_fire_once_per_step(one):
     assert set(one["hooks ours"].values()) == {6}
     assert one["hooks stock"]["on_before_optimizer_step"] == one["hooks stock"]["optimizer_step"] == 10
 
 
-def test_validation_leaves_the_hooks_of_the_model(one):
+def test_validation_keeps_the_hooks_of_the_model(one):
     assert one["validation ours"] == 5
     assert one["validation stock"] == 0
 
 
-def test_fabric_clips_nothing_unless_asked(one):
+def test_fabric_does_not_clip_by_default(one):
     assert one["unclipped ours"] < 1e-6
     assert one["unclipped stock"] > 1e-3
 
 
-def test_a_reused_folder_holds_no_shards_of_before(one):
+def test_reused_folder_holds_no_old_shards(one):
     assert one["reused ours"] == 0
     assert "Expected 1 of '*_optim_states.pt'" in one["reused stock"]
 
@@ -226,21 +226,21 @@ def test_a_checkpoint_of_any_lower_stage_can_be_evaluated(one):
     assert one["validated"] == 0
 
 
-def test_a_checkpoint_inside_a_window_is_warned_of(one):
+def test_checkpoint_inside_a_window_warns(one):
     assert len(one["window"]) == 1
     assert "is not saved" in one["window"][0]
 
 
-def test_a_failed_save_is_an_error_on_all_ranks_and_leaves_the_checkpoint_that_was_there(one, two):
+def test_failed_save_is_an_error_on_all_ranks_and_keeps_the_old_checkpoint(one, two):
     assert "no space left on device" in one["failed save"]
     assert "another rank failed" in two[0]["failed save"]
     assert "no space left on device" in two[1]["failed save"]
     assert all(found["untouched"] for found in (one, *two))
 
 
-def test_a_damaged_checkpoint_is_passed_over_on_all_ranks(one, two):
+def test_damaged_checkpoint_is_skipped_on_all_ranks(one, two):
     for found in (one, *two):
-        assert found["fell back"] == 4  # from step 2 of the one beside it
+        assert found["fell back"] == 4  # from step 2 of the other checkpoint
 
 
 @pytest.mark.parametrize(
@@ -256,11 +256,11 @@ def test_a_damaged_checkpoint_is_passed_over_on_all_ranks(one, two):
         ("hostile", "objects of posix.system"),
     ],
 )
-def test_what_zero_cannot_do_is_refused_with_the_reason(one, what, words):
+def test_unsupported_features_are_refused_with_the_reason(one, what, words):
     assert words in one[what]
 
 
-# In this process: no group of processes is needed to refuse.
+# In this process: refusals need no process group.
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -285,7 +285,7 @@ def test_an_unknown_stage_is_refused_with_the_known_ones(kind, stage):
         ({"headroom": 1.0}, "stays free. Use a number from 0 to below 1"),
     ],
 )
-def test_contradictions_are_refused_when_they_are_given(kind, arguments, words):
+def test_contradicting_settings_are_refused(kind, arguments, words):
     with pytest.raises(ValueError, match=words):
         kind(**arguments)
 
@@ -305,7 +305,7 @@ def test_without_deepspeed_the_extra_is_named(kind, monkeypatch):
         kind(stage=2)
 
 
-def test_both_are_known_by_name():
+def test_both_strategies_are_registered_by_name():
     assert isinstance(StrategyRegistry.get("fasttrain_zero"), ZeROStrategy)
     assert isinstance(STRATEGY_REGISTRY.get("fasttrain_zero"), FabricZeROStrategy)
     assert isinstance(trainer(strategy="fasttrain_zero").strategy, ZeROStrategy)
@@ -322,7 +322,7 @@ DATA = TensorDataset(torch.arange(10.0))
         ({"batch_sampler": BatchSampler(RandomSampler(DATA), 2, drop_last=False)}, [0.0, 1.0]),
     ],
 )
-def test_a_batch_is_had_without_touching_the_order_of_the_data(how, expected):
+def test_batch_is_read_without_changing_the_data_order(how, expected):
     generator = torch.Generator().manual_seed(1)
     before = generator.get_state(), torch.get_rng_state()
     assert _a_batch(DataLoader(DATA, generator=generator, **how))[0].tolist() == expected
@@ -331,7 +331,7 @@ def test_a_batch_is_had_without_touching_the_order_of_the_data(how, expected):
 
 
 @pytest.mark.parametrize("stage", KNOWN)
-def test_a_stage_is_what_lightning_means_by_it(stage, tmp_path):
+def test_stages_have_lightnings_meaning(stage, tmp_path):
     config = ZeROStrategy(stage=stage, nvme_path=str(tmp_path)).config
     zero = config["zero_optimization"]
     level, _, where = stage.partition("+")
@@ -345,7 +345,7 @@ def test_a_stage_is_what_lightning_means_by_it(stage, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("stage", ["2+offload", "3+offload"])
-def test_offload_on_one_gpu_is_the_training_of_the_cpu(stage, tmp_path):
+def test_offload_on_one_gpu_trains_as_on_the_cpu(stage, tmp_path):
     code = "import sys; from tests.strategy.zero_scenarios import on_gpu; on_gpu(sys.argv[1], sys.argv[2])"
     out = tmp_path / "found.json"
     environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "PYTHONWARNINGS": "ignore"}
@@ -354,7 +354,7 @@ def test_offload_on_one_gpu_is_the_training_of_the_cpu(stage, tmp_path):
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_lightnings_own_strategy_is_left_alone_where_nothing_is_released(offload):
+def test_lightnings_own_strategy_is_not_released(offload):
     check_together([ft.EagerGradientRelease()], DeepSpeedStrategy(stage=2, offload_optimizer=offload))
     ours = ZeROStrategy(stage="2+offload" if offload else 2)
     if offload:

@@ -1,4 +1,4 @@
-"""Run by two processes under torchrun (see test_traffic.py): what engines really hold, and really send."""
+"""Run by two processes under torchrun (see test_traffic.py): what engines really hold and send."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_iter
 
 from lightning_fasttrain.strategy.choose._model_sizes import ZeROSizes
 
-VOCAB, WIDTH, HIDDEN = 211, 60, 133  # no number that two divides
+VOCAB, WIDTH, HIDDEN = 211, 60, 133  # the number of parameters is odd
 
 
 class Block(nn.Module):
@@ -83,7 +83,7 @@ ZERO = {  # what it is called → stage, precision, sizes, micro-batches
 
 
 class Collectives(TorchDispatchMode):
-    """Adds up what goes through collectives: what each rank would send, were each done in a ring."""
+    """Sums the bytes of collectives: what each rank would send if all were done in a ring."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def nbytes(things):
 
 
 def on_the_wire():
-    """Bytes that this process has sent over all its TCP connections, as the kernel counts them since Linux 4.19."""
+    """Return the bytes that this process has sent over all its TCP connections, as counted by Linux since 4.19."""
     total = 0
     for entry in os.scandir("/proc/self/fd"):
         if not os.readlink(entry.path).startswith("socket:"):
@@ -126,7 +126,7 @@ def on_the_wire():
 
 
 def held(things):
-    """Bytes of memory that these tensors lie in, each piece counted once."""
+    """Return the bytes of the storages of these tensors, each counted once."""
     pieces = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in things if t is not None}
     return sum(pieces.values())
 
@@ -141,13 +141,13 @@ def loss_of(net, ids, targets):
 
 
 def counted(step):
-    """What one step sends, after two that are not counted: engines learn the order of layers in these."""
+    """Return what one step sends, after two uncounted steps in which engines learn the order of layers."""
     step(), step()
     dist.barrier()
     before = on_the_wire()
     with Collectives() as collectives:
         step()
-    dist.barrier()  # what waits to be sent is sent
+    dist.barrier()  # flushes pending sends
     wire = on_the_wire() - before
     return {"sent": collectives.sent, "scattered": collectives.scattered, "wire": wire}
 
@@ -221,7 +221,7 @@ def states_of(optimizer):
 
 
 def gradients(engine, level):
-    """All that the engine keeps of gradients between backward and step, in buckets or out of them."""
+    """Return all gradient memory of the engine between backward and step, in buckets or out of them."""
     optimizer = engine.optimizer
     if level == "3":
         return [optimizer.grad_partitions_flat_buffer]

@@ -8,11 +8,11 @@ from tests.support.ranks import Ranks, launch_once
 
 Found = dict[int, list[dict[str, Any]]]
 COUNTS = (1, 2)
-DEPTH = 2  # blocks of the models: what stage 3 costs goes by the number of parameters
+DEPTH = 2  # blocks of the models: the time of stage 3 depends on the number of parameters
 
 
 def launched(factory: Any) -> tuple[Found, Path]:
-    """What was found: number of processes → of each rank; and the folder with the checkpoints they left."""
+    """Return the results: number of processes → results of each rank; and the folder with their checkpoints."""
     folder = launch_once(factory, "zero", _launch)
     return {count: json.loads((folder / f"found-{count}.json").read_text()) for count in COUNTS}, folder
 

@@ -1,6 +1,6 @@
-"""Run by one and by two processes under torchrun (see test_zero.py): each scenario writes what it found.
+"""Run by one and by two processes under torchrun (see test_zero.py): each scenario writes its results.
 
-The two launches run side by side and hand each other checkpoints, so that both directions of resharding are tried.
+The two launches run side by side and exchange checkpoints, so that both directions of resharding are tested.
 """
 
 import gc
@@ -40,7 +40,7 @@ from tests.support.nets import (
 )
 
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-ALL = [lm_batches(5, size=6, seed=3), lm_batches(5, size=4, seed=4)]  # other rows and numbers of targets on each rank
+ALL = [lm_batches(5, size=6, seed=3), lm_batches(5, size=4, seed=4)]  # different rows and numbers of targets per rank
 MINE = ALL[RANK]
 WINDOWS = ((0, 1), (2, 3), (4,))  # accumulation over 2 of 5 batches
 STAGES = (0, 1, 2, 3, "2+offload", "3+offload")
@@ -53,7 +53,7 @@ def net(kind, cls=TinyLM, **more):
 
 
 def fit(module, strategy, callbacks=(), batches=None, path=None, **settings):
-    gc.freeze()  # DeepSpeed collects garbage at each start of stage 3: not among what fits before have left
+    gc.freeze()  # DeepSpeed collects garbage at each start of stage 3: skip objects of earlier fits
     torch.manual_seed(11)
     t = trainer(callbacks, devices=RANKS, strategy=strategy, **settings)
     t.fit(module, as_loader(MINE if batches is None else batches), ckpt_path=path)
@@ -61,7 +61,7 @@ def fit(module, strategy, callbacks=(), batches=None, path=None, **settings):
 
 
 def whole(module):
-    """The weights of a module, gathered where they are in pieces."""
+    """Return the weights of a module, gathered if they are sharded."""
     import deepspeed
 
     pieces = [p for p in module.parameters() if hasattr(p, "ds_id")]
@@ -76,7 +76,7 @@ def mean_losses(module):
 
 
 def agree(state):
-    """Largest difference of these weights between the ranks."""
+    """Return the largest difference of these weights between the ranks."""
     flat = torch.cat([value.flatten() for value in state.values()])
     other = flat.clone()
     dist.broadcast(other, src=0)
@@ -85,20 +85,20 @@ def agree(state):
     return gap.item()
 
 
-def steps_by_hand(kind, epochs, clip, weighed=False, cls=TinyLM):
-    """Plain PyTorch in one process: the mean over ranks and batches of a window, or over all of its targets."""
+def steps_by_hand(kind, epochs, clip, weighted=False, cls=TinyLM):
+    """Reference in one process with plain PyTorch: the mean over ranks and batches of a window, or over all targets."""
     module, losses = net(kind, cls), []
     optimizer, schedule = module.configure_optimizers(), None
     if isinstance(optimizer, dict):
         optimizer, schedule = optimizer["optimizer"], optimizer["lr_scheduler"]["scheduler"]
     for window in WINDOWS * epochs:
         optimizer.zero_grad()
-        if weighed:
+        if weighted:
             module.loss(concatenate([rank[i] for i in window for rank in ALL[:RANKS]])).backward()
-        for i in window if not weighed else ():
+        for i in window if not weighted else ():
             loss = sum(module.loss(rank[i]) for rank in ALL[:RANKS]) / RANKS
             losses.append(loss.detach())
-            (loss / 2).backward()  # Lightning divides by accumulate_grad_batches in the tail, too
+            (loss / 2).backward()  # Lightning divides by accumulate_grad_batches in an incomplete window too
         torch.nn.utils.clip_grad_norm_(module.parameters(), clip)
         optimizer.step()
         if schedule is not None:
@@ -111,7 +111,7 @@ def whole_difference(expected, module):
 
 
 def equals_one_process(found, folder):
-    """6 steps with accumulation, ragged ends, clipping, checkpointing; compiled, too, whole parameters and pieces."""
+    """6 steps with accumulation, incomplete windows, clipping, checkpointing; also compiled, sharded and unsharded."""
     linear, settings = functional.linear, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3}
     for kind in OPTIMIZERS:
         expected, losses = steps_by_hand(kind, 2, 0.3)
@@ -129,13 +129,13 @@ def equals_one_process(found, folder):
                 "agree": agree(trained),
                 "steps": [t.global_step, t.strategy.engine.deepspeed.global_steps],
             }
-            found["linear put back"] = functional.linear is linear and found.get("linear put back", True)
+            found["linear restored"] = functional.linear is linear and found.get("linear restored", True)
 
 
 def weighs_tokens(found, folder):
     """Windows of unequal numbers of targets, on unequal ranks, in micro-batches."""
     for kind in OPTIMIZERS:
-        expected, _ = steps_by_hand(kind, 1, 0.3, weighed=True)
+        expected, _ = steps_by_hand(kind, 1, 0.3, weighted=True)
         for stage in STAGES[:5] if kind == "sgd" else (2, 3):
             module = net(kind)
             techniques = [ft.TokenWeightedAccumulation(2), ft.MicroBatching(2)]
@@ -154,7 +154,7 @@ class Scheduled(TinyLM):
 
 
 class SavesOnTheWay(L.Callback):
-    """A checkpoint and the weights at the end of the first epoch."""
+    """Saves a checkpoint and the weights at the end of the first epoch."""
 
     def __init__(self, path, beside):
         self.path, self.beside = path, beside
@@ -168,7 +168,7 @@ class SavesOnTheWay(L.Callback):
 
 
 def resumes(found, folder):
-    """The run that saves goes on, to be compared with the one that resumes, and with plain PyTorch."""
+    """The run that saves continues, to be compared with the one that resumes, and with plain PyTorch."""
     expected, _ = steps_by_hand("adamw", 2, float("inf"), cls=Scheduled)
     for stage in (0, 1, 2, 3, "3+offload"):
         path, settings = folder / f"by-{RANKS}-stage-{stage}", {"accumulate_grad_batches": 2, "max_epochs": 2}
@@ -203,7 +203,7 @@ class State(L.Callback):
 
 
 def go_on_by_hand(state):
-    """Two steps of plain PyTorch in one process from weights and Adam state after three."""
+    """Take two steps of plain PyTorch in one process from weights and Adam state after three."""
     module = net("adamw", Scheduled)
     optimizer = module.configure_optimizers()["optimizer"]
     named = dict(module.named_parameters())
@@ -221,7 +221,7 @@ def go_on_by_hand(state):
 
 
 def reshards(found, folder):
-    """Resume what the other launch has saved: by 1 on 2, by 2 on 1."""
+    """Resume the other launch's checkpoint: of 1 process on 2, of 2 on 1."""
     others = 3 - RANKS
     for _ in range(900):
         if (folder / f"ready-{others}").exists():
@@ -250,7 +250,7 @@ def reshards(found, folder):
 
 
 def read_pieces(path, stage):
-    """Weights and Adam state of a checkpoint by DeepSpeed's files, put together by hand."""
+    """Read weights and Adam state of a checkpoint from DeepSpeed's files, and join them manually."""
     from lightning_fasttrain.strategy.zero._zero_files import ZeROFiles
 
     files = ZeROFiles.read(path / "checkpoint")
@@ -265,7 +265,7 @@ def read_pieces(path, stage):
 
 
 def error_of(action):
-    """What all ranks say; every one of them must raise."""
+    """Return the errors of all ranks; every one of them must raise."""
     try:
         action()
     except (ValueError, OSError) as error:
@@ -305,7 +305,7 @@ def saves_whole_or_not_at_all(found, folder):
 
 
 class Wide(L.LightningModule):
-    """Parameters weigh much more than activations do."""
+    """A model whose parameters need much more memory than its activations."""
 
     def __init__(self):
         super().__init__()
@@ -319,10 +319,10 @@ class Wide(L.LightningModule):
 
 
 def chooses(found, folder):
-    """Ranks with different memory come to one answer: what fits the smallest."""
+    """Ranks with different memory choose the same stage: the one that fits the smallest."""
     module, batches = Wide(), [torch.ones(2, 256)] * 2
     stage_0 = predict_model_states(module, module.configure_optimizers(), world_size=RANKS, stages=("0",))[0]
-    gib = [1.0, 0.99 * stage_0.device / 0.9 / 2**30][RANK]  # just below what stage 0 takes
+    gib = [1.0, 0.99 * stage_0.device / 0.9 / 2**30][RANK]  # slightly less than stage 0 needs
     t = fit(module, ZeROStrategy(memory_gib=gib), batches=batches, max_epochs=1)
     found["chosen"] = [t.strategy.question.stage, t.strategy.stage]
     found["too small"] = error_of(
@@ -331,7 +331,7 @@ def chooses(found, folder):
 
 
 def adapts(found, folder):
-    """Frozen, quantised and adapted parts, against DDP."""
+    """Compare frozen, quantised and adapted modules with DDP."""
     makers = {
         "LoRA": lambda: [ft.LoRA(rank=2)],
         "QLoRA int8": lambda: [ft.QLoRA(rank=2, kind="int8", checkpoint="full")],
@@ -354,7 +354,7 @@ def adapts(found, folder):
 
 
 def keeps_adapters(found, folder):
-    """Checkpoints that hold what trains alone: resumed, from another base, and for another adapter."""
+    """Checkpoints that hold only what trains: resumed, from another base, and for another adapter."""
     for name, make, stages in (("LoRA", ft.LoRA, (2, 3)), ("QLoRA", ft.QLoRA, (3,))):
         for stage in stages:
             save = ModelCheckpoint(folder / f"kept-{name}-{stage}", filename="{epoch}", save_top_k=-1)
@@ -432,7 +432,7 @@ def fabric_loop(kind, stage, epochs, clip, save=None, load=None, strategy=None):
     return module, losses, norms, state["step"]
 
 
-# What the hosts get wrong, each beside Lightning's own strategy, which is made to run on a CPU and no more.
+# Problems of DeepSpeed and Lightning, each compared with Lightning's own strategy, adapted only to run on a CPU.
 
 
 class OnCPU:
@@ -545,7 +545,7 @@ def calls_of_a_hook(strategy):
 
 
 def stale(found, folder):
-    """A folder in which a checkpoint of more ranks was, saved into again."""
+    """Save again into a folder with a checkpoint of more ranks."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     for name, make in {"ours": lambda: ZeROStrategy(stage=2), "stock": lambda: Stock(stage=2)}.items():
@@ -564,7 +564,7 @@ def stale(found, folder):
 
 
 def goes_on(found, folder):
-    """Fit, validate, test and fit again with one module; nothing of DeepSpeed's is left on it in between."""
+    """Fit, validate, test and fit again with one module, which keeps nothing of DeepSpeed's in between."""
     module, batches = net("sgd"), MINE[:2]
     fit(module, ZeROStrategy(stage=3), batches=batches, max_epochs=1)
     t = trainer(devices=RANKS, strategy=ZeROStrategy(stage=1), max_epochs=1)
@@ -591,7 +591,7 @@ def goes_on(found, folder):
 
 
 def rounds(found, folder):
-    """In bfloat16 the optimizer has float32 copies, which are what a consolidated file must hold."""
+    """In bfloat16 the optimizer has float32 copies, which a consolidated file must contain."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     for stage in (0, 1, 2, 3):
@@ -608,7 +608,7 @@ def rounds(found, folder):
 
 
 class ByHand(TinyLM):
-    """Two backward passes a step, the module's own affair."""
+    """Two backward passes per step, in manual optimization."""
 
     automatic_optimization = False
 
@@ -635,7 +635,7 @@ def steps_manually(found, folder):
 
 
 def counts_nothing(found, folder):
-    """A window in which no target counts moves nothing, and the next one is as ever."""
+    """A window without targets changes nothing, and the next one is not affected."""
     empty = {"input_ids": MINE[0]["input_ids"], "labels": torch.full_like(MINE[0]["labels"], -100)}
     batches, expected = [empty, empty, *MINE[2:4]], net("sgd")
     optimizer = expected.configure_optimizers()
@@ -697,7 +697,7 @@ def refuses(found, folder):
 
 
 def on_gpu(stage, path):
-    """One process, one card: the losses beside those of the CPU."""
+    """One process on one GPU: compare the losses with those of the CPU."""
     expected, module = net("adamw"), net("adamw")
     trainer(max_epochs=4).fit(expected, as_loader(MINE))
     trainer(max_epochs=4, accelerator="gpu", devices=1, strategy=ZeROStrategy(stage=stage)).fit(module, as_loader(MINE))
@@ -758,7 +758,7 @@ def main(path, only=()):
         dist.all_gather_object(gathered, found)
     if RANK == 0:
         (folder / f"found-{RANKS}.json").write_text(json.dumps(gathered))
-    time.sleep(1)  # the other rank may still be reading what was gathered; gloo's destructor can hang
+    time.sleep(1)  # the other rank may still be reading the gathered tensors; gloo's destructor can hang
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""Under ZeRO an optimizer takes as many steps as it is asked for, whatever its groups: beside plain PyTorch by hand.
+"""Under ZeRO an optimizer takes exactly the requested steps, whatever its groups: compared with plain PyTorch.
 
 Part of the launch of one process in zero_scenarios.py.
 """
@@ -19,7 +19,7 @@ BATCHES = 4
 
 
 class Grouped(L.LightningModule):
-    """Trained and frozen layers, with optimizer groups of many shapes and a rate for each group in its schedule."""
+    """Trained and frozen layers, with various optimizer groups and a learning rate for each group in its scheduler."""
 
     def __init__(self, kind, shape):
         super().__init__()
@@ -64,7 +64,7 @@ def inputs():
 
 
 def by_hand(kind, shape, dtype):
-    """Plain PyTorch; in 16 bits the optimizer steps copies in float32, of which the model has the rounded values."""
+    """Reference in plain PyTorch; in 16 bits the optimizer steps float32 copies, and the model has rounded values."""
     module = Grouped(kind, shape)
     optimizer, schedule = module.optimizer_and_schedule()
     module.to(dtype)
@@ -98,7 +98,7 @@ def whole(module):
 
 
 def compare(expected, rates, module, engine, schedule):
-    """What differs from plain training: the largest weight, counts of Adam, rates of all groups."""
+    """Return differences to plain training: the largest weight, Adam's step counts, learning rates of all groups."""
     found, right = whole(module), whole(expected)
     counts = {float(s["step"]) for s in engine.deepspeed.optimizer.state.values() if "step" in s}
     known = [group["lr"] for group in schedule.optimizer.param_groups]
@@ -167,7 +167,7 @@ def counts_steps_in_fabric(found, folder):
 
 
 def refuses_a_late_schedule(found, folder):
-    """One that is made when DeepSpeed has cut the optimizer into pieces, each of which it would count as a step."""
+    """A scheduler created after DeepSpeed has sharded the optimizer would count each micro-batch as a step."""
 
     class Late(Grouped):
         def on_fit_start(self):
@@ -180,7 +180,7 @@ def refuses_a_late_schedule(found, folder):
 
 
 def refuses_adagrad(found, folder):
-    """With its defaults in one group it is right; otherwise DeepSpeed would train something else."""
+    """Default settings in one group work; otherwise DeepSpeed would train something else."""
 
     class Plain(Grouped):
         def configure_optimizers(self):

@@ -42,7 +42,7 @@ from lightning_fasttrain.finetune.selection.targets import (
     shortest_ends,
     shortest_names,
 )
-from lightning_fasttrain.finetune.selection.uncovered_weights import told_without_adapter
+from lightning_fasttrain.finetune.selection.uncovered_weights import describe_uncovered
 
 
 @notices_late_parameters
@@ -133,7 +133,7 @@ def add_adapter_(
     besides += f", and {', '.join(whole)} in full" if whole else ""
     if targets in (None, "all-linear"):
         besides += f"; heads without adapter: {', '.join(heads)}" if heads else ""
-        besides += told_without_adapter(model, [*found, *tensors])
+        besides += describe_uncovered(model, [*found, *tensors])
     trained, total = count_parameters(model)
     say(
         "%s '%s': %d layers (%s)%s; trains %s of %s parameters (%.2f%%)",

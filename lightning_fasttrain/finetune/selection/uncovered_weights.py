@@ -70,7 +70,7 @@ def warn_of_what_is_out_of_reach(model: nn.Module, left: Collection[str], shares
         warn(explain(what, why, "Plan for their size; model.bfloat16() halves that of float32 weights"))
 
 
-def told_without_adapter(model: nn.Module, adapted: Collection[str]) -> str:
+def describe_uncovered(model: nn.Module, adapted: Collection[str]) -> str:
     """Report the parts of the model, if large, that have no adapter since they are in no linear layer."""
     adapters = [name for name, module in model.named_modules() if is_a(module, "BaseTunerLayer")]
     held = [name for name, module in model.named_modules() if stands_for(module)]  # quantised stacks of matrices
