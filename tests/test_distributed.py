@@ -45,7 +45,7 @@ def test_only_rank_zero_prints_the_summaries(found):
     first, second = (rank["said"] for rank in found)
     assert second == []
     assert "24 samples (120 tokens) = 2 ranks × 6 samples × 2 accumulated batches" in first[0]
-    assert first[-1].startswith("lightning_fasttrain: 3 steps\n")
+    assert first[-1].startswith("3 steps\n")
 
 
 def test_ranks_find_one_rule_though_some_can_compare_nothing(found):

@@ -109,7 +109,7 @@ class Explanation:
             ("Memory", self._describe_memory()),
             ("Exactness", self._describe_exactness()),
         ]
-        title = f"lightning_fasttrain: {number_of(len(self.techniques), 'technique')}"
+        title = number_of(len(self.techniques), "technique")
         return align(title, [row for row in rows if row[1]])
 
     def _rows_of_techniques(self) -> list[tuple[str, str]]:

@@ -122,7 +122,7 @@ class RunSummary:
         outcomes = [(type(one).__name__, text) for one in self.techniques if (text := one.outcome(module))]
         steps = number_of(trainer.global_step - self._begun[2], "step")
         rows = [*self._figures(trainer), *self._idle, *outcomes]
-        say("%s", align(f"lightning_fasttrain: {steps}", rows[:_ROWS]))
+        say("%s", align(steps, rows[:_ROWS]))
 
     def _figures(self, trainer: L.Trainer) -> Iterator[tuple[str, str]]:
         assert self._explanation is not None

@@ -23,7 +23,7 @@ def test_an_explanation_before_a_fit_is_that_of_the_fit(net):
     ahead = ft.planner.explain(module, BATCH, trainer=t)
     with heard() as said:
         t.fit(module, as_loader([BATCH] * 3))
-    block = next(text for text in said if text.startswith("lightning_fasttrain: 4 techniques"))
+    block = next(text for text in said if text.startswith("4 techniques"))
     assert without_memory(str(ahead)) == without_memory(block)
     assert ahead.exactness == "changes_training"
     assert (ahead.samples_per_step, ahead.tokens_per_step) == (18, 90)

@@ -49,7 +49,7 @@ def test_the_summary_lists_techniques_in_the_order_in_which_they_change_the_mode
     techniques = [ft.MicroBatching(3), ft.EagerGradientRelease(), ft.ActivationCheckpointing(), ft.LoRA(rank=2)]
     lines = start_of(run(techniques, accumulate_grad_batches=2)[0]).splitlines()
     assert lines[:5] == [
-        "lightning_fasttrain: 4 techniques",
+        "4 techniques",
         "  LoRA                     rank 2 beside 6 layers",
         "  ActivationCheckpointing  3 blocks of Block recomputed",
         "  MicroBatching            each batch runs in 3 micro-batches",
@@ -164,16 +164,16 @@ def test_a_copy_made_during_a_run_reports_on_its_own_run():
     run([ft.ActivationCheckpointing(), copies])
     said, t = run([copies.copied], batches=lm_batches(2))
     assert (len(said), t.global_step) == (2, 2)
-    assert end_of(said).startswith("lightning_fasttrain: 2 steps\n")
+    assert end_of(said).startswith("2 steps\n")
 
 
 def test_the_end_states_time_throughput_and_what_meters_measured():
     said = end_of(run([ft.StepMeter(warmup=0), ft.MemoryMeter(warmup=1)])[0])
-    assert said.startswith("lightning_fasttrain: 5 steps\n  Time         ")
+    assert said.startswith("5 steps\n  Time         ")
     assert " ms/step (median)\n  Throughput   " in said
     assert " tokens/s on each rank\n  Peak memory  " in said
     said = end_of(run([ft.EagerGradientRelease()], accumulate_grad_batches=2)[0])
-    assert said.startswith("lightning_fasttrain: 3 steps\n")
+    assert said.startswith("3 steps\n")
     assert " ms/step, including data loading and callbacks" in said
     assert said.endswith(" tokens/s, assuming batches like the first")
 

@@ -61,7 +61,7 @@ def explain(
         >>> net = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)])
         >>> found = ft.planner.explain(net, techniques=[ft.ActivationCheckpointing(), ft.MicroBatching(4)])
         >>> print(found)
-        lightning_fasttrain: 2 techniques
+        2 techniques
           ActivationCheckpointing  4 blocks of Sequential recomputed
           MicroBatching            each batch runs in 4 micro-batches
           Parameters               16,640 of 16,640 train (100.00%)
