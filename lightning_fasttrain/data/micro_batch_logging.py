@@ -47,7 +47,7 @@ class PartLogs:
     def _reduction(self, seen: list["LogCall"], reduce_fx: str | Callable[..., Any]) -> str:
         if all(isinstance(call.value, Tensor) and (call.part, call.value.data_ptr()) in self._sums for call in seen):
             return "sum"
-        return reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
+        return _name_reduction(reduce_fx)
 
     @contextmanager
     def of_parts(
@@ -236,10 +236,13 @@ class LogWeights:
     def rules_differ(self, name: str, seen: Sequence[LogCall]) -> bool | Tensor:
         """Whether the rules that matched so far give different values now; on the values' device."""
         found = self.rules.get(name)
-        if found is None or found.is_sure or _has_size(seen):
+        averages = _name_reduction(seen[-1].kwargs.get("reduce_fx", "mean")) not in ("min", "max", "sum")
+        if found is None or found.is_sure or _has_size(seen) or not averages:
             return False
         likely, *others = [self._value_by(rule, seen) for rule in (found.rule, *found.rivals)]
-        differ = torch.stack([(other - likely).abs() > _ROUNDING * likely.abs() for other in others]).any()
+        # A micro-batch without targets logs NaN, which some rules leave out and others do not.
+        same = [torch.isclose(other, likely, _ROUNDING, 0.0, equal_nan=True) for other in others]
+        differ = ~torch.stack(same).all()
         is_on_host = all(call.is_on_host for call in seen)
         return bool(differ) if is_on_host else differ
 
@@ -257,6 +260,10 @@ class LogWeights:
 
 def _as_weights(counts: Sequence[Any]) -> MicroBatchWeights:
     return MicroBatchWeights(counts, add_counts(counts))
+
+
+def _name_reduction(reduce_fx: str | Callable[..., Any]) -> str:
+    return reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
 
 
 def _has_size(seen: Sequence[LogCall]) -> bool:

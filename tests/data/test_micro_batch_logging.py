@@ -17,7 +17,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.data.micro_batch_logging import LogCall
-from tests.support.nets import VOCAB, TinyLM, as_loader, heard, sgd, trainer
+from tests.support.nets import VOCAB, TinyLM, as_loader, heard, largest_difference, sgd, trainer, weights
 
 SIZES = (6, 7, 4, 5)  # 3 micro-batches are ragged in all but the first
 LENGTH = 5
@@ -197,6 +197,27 @@ WITHOUT_GRAPH: dict[str, Callable[[Step], None]] = {
 @pytest.mark.parametrize("name", WITHOUT_GRAPH)
 def test_values_without_a_graph_are_those_of_the_unsplit_step(name, hiding):
     check(WITHOUT_GRAPH[name], hiding)
+
+
+def test_a_micro_batch_without_targets_settles_a_value_that_was_0():
+    given = batches(hiding=True)[:2]
+    given[1]["labels"][:3] = -100  # of the first micro-batch
+    write = WITHOUT_GRAPH["0 before training, then over targets"]
+    expected, seen = (run(write, given, parts).steps for parts in (None, 3))
+    assert seen[1]["value_step"] == pytest.approx(expected[1]["value_step"], rel=1e-6)
+    assert expected[1]["value_step"] == expected[1]["value_step"]  # it is not NaN
+
+
+def test_running_samples_once_more_leaves_the_training_as_it_was():
+    torch.manual_seed(5)
+    ends = []
+    for write in (lambda s: None, WITHOUT_GRAPH["0 before training, then over targets"]):
+        torch.manual_seed(5)
+        net = Logging(write)
+        trainer([ft.MicroBatching(3)], precision="64-true").fit(net, as_loader(batches(hiding=True)))
+        ends.append((weights(net), torch.get_rng_state()))
+    assert largest_difference(ends[0][0], ends[1][0]) == 0
+    assert torch.equal(ends[0][1], ends[1][1])
 
 
 def is_settled_in_time(**settings: Any) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import lightning as L
+import torch
 
 from lightning_fasttrain.core.distributed import is_sharded
 from lightning_fasttrain.core.messages import explain, say
@@ -266,7 +267,8 @@ class SplitSearch:
 def _pick_rows(parts: Sequence[Any], seen: Sequence[LogCall]) -> tuple[list[int], list[int]]:
     """Return rows of the micro-batches that logged the largest and the smallest value."""
     starts = [0, *itertools.accumulate(map(batch_size, parts))]
-    values = [abs(float(call.value)) for call in seen]
+    # A micro-batch without targets logs NaN, which is taken as the smallest value.
+    values = torch.tensor([float(call.value) for call in seen]).abs().nan_to_num(-1.0).tolist()
     rows: list[list[int]] = []
     for value in (max(values), min(values)):
         part = seen[values.index(value)].part
