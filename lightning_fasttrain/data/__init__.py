@@ -4,9 +4,9 @@
 ``out_of_memory`` finds how many micro-batches fit, ``warmup`` grows the batch size and the sequence length, and
 ``loaders`` wraps the data loaders.
 
-From the bottom up: ``split_batch``, ``normalizer``, ``trunk``, ``float32_gradient_sums``, ``micro_batch_logging``,
-``accumulate_gradients``, ``loaders``, ``out_of_memory``, ``closure``, ``micro_batching``,
-``token_weighted_accumulation``, ``warmup``.
+From the bottom up: ``float32_gradient_sums``, ``split_batch``, ``out_of_memory``, ``loaders``, ``normalizer``,
+``padding``, ``trunk``, ``accumulate_gradients``, ``closure``, ``micro_batching``, ``token_weighted_accumulation``,
+``warmup``.
 """
 
 from lightning_fasttrain.data.accumulate_gradients import accumulate_gradients, accumulate_window
@@ -18,6 +18,7 @@ from lightning_fasttrain.data.normalizer.count_targets import count_next_tokens,
 from lightning_fasttrain.data.normalizer.find_count import find_count
 from lightning_fasttrain.data.normalizer.read_normalizers import Normalizers, read_normalizers
 from lightning_fasttrain.data.out_of_memory.retry_with_smaller_micro_batches import split_until_it_fits
+from lightning_fasttrain.data.padding.trim_search import TrimPadding
 from lightning_fasttrain.data.split_batch import split_batch
 from lightning_fasttrain.data.token_weighted_accumulation import TokenWeightedAccumulation
 from lightning_fasttrain.data.trunk.micro_batch_forward import micro_batch_forward_
@@ -37,6 +38,7 @@ __all__ = [
     "SampleGuard",
     "SequenceLengthWarmup",
     "TokenWeightedAccumulation",
+    "TrimPadding",
     "accumulate_gradients",
     "accumulate_window",
     "count_next_tokens",

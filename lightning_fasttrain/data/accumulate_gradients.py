@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_fasttrain.core.checks import positive_int
 from lightning_fasttrain.core.distributed import rank_count
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.data.float32_gradient_sums import sum_gradients_in_float32
@@ -22,6 +23,8 @@ from lightning_fasttrain.data.normalizer.step_gradients import StepGradients
 from lightning_fasttrain.data.normalizer.step_weights import DeferredCheck, StepWeights
 from lightning_fasttrain.data.normalizer.trial.sample_rows import sample_rows
 from lightning_fasttrain.data.normalizer.trial.step_function import key_of, loss_of
+from lightning_fasttrain.data.normalizer.trial.try_split import Stage
+from lightning_fasttrain.data.padding.trim_search import TrimPadding, TrimSearch, check_budget
 from lightning_fasttrain.data.split_batch import batch_size, split_batch
 from lightning_fasttrain.data.trunk.batch_search import (
     OUT_OF_TRIES,
@@ -40,12 +43,14 @@ NoSync = Callable[[], AbstractContextManager[Any]]
 def accumulate_gradients(
     step: Step,
     batch: Any,
-    n: int,
+    n: int | None = None,
     *,
     count: Count = "auto",
     check: bool = True,
     backward: Backward = torch.Tensor.backward,
     no_sync: NoSync = nullcontext,
+    trim_padding: bool | TrimPadding | None = None,
+    max_tokens: int | None = None,
 ) -> Tensor:
     """Add the gradient of ``batch`` to ``.grad`` in ``n`` micro-batches, holding the activations of one at a time.
 
@@ -61,6 +66,8 @@ def accumulate_gradients(
             first call, and in calls 2, 4, 8, ... while that takes under 1% of the time, it also runs on a few samples.
         batch: anything :func:`~lightning_fasttrain.data.split_batch` takes.
         n: number of micro-batches.
+        trim_padding: sort rows by length and cut each micro-batch to its own longest row, and
+        max_tokens: a number of tokens instead of n: as for :class:`~lightning_fasttrain.MicroBatching`.
         count: how c_i is obtained. ``"auto"`` reads it from each loss: see
             :func:`~lightning_fasttrain.data.read_normalizers`. Otherwise ``"targets"``, ``"next_tokens"``,
             ``"samples"``, ``"sum"`` (the micro-batch losses are added), or a function that maps a batch to the number
@@ -90,20 +97,28 @@ def accumulate_gradients(
         The weighting is that of Hugging Face transformers (pull request 34191) and torchtitan's
         ``global_valid_tokens``, here per micro-batch of one batch.
     """
-    parts = split_batch(batch, n)
-    most = n if rank_count() > 1 else len(parts)  # a rank with a single sample takes part, too
-    found = _find(step, batch, n, count, check, no_sync, most, is_window=False)
+    trimming = TrimSearch(trim_padding, check_budget(max_tokens, n))
+    n = trimming.count_parts(batch, 1 if n is None else positive_int("n", n))
+    # A rank with a single sample takes part, too.
+    most = n if rank_count() > 1 else min(n, batch_size(batch))
+    most = max(most, 2) if trimming.is_asked_for else most  # a single micro-batch is trimmed, too
+    key = (*_key(step, named_count(count), is_window=False), trimming.how, trimming.wanted, max_tokens)
+    found = _find(key, step, batch, n, count, check, no_sync, most, is_window=False)
+    if found.trimming is None:
+        found.trimming = trimming
     for attempt in range(TRIES):
-        if isinstance(found, Trunk):
-            return _run_through(found, step, batch, n, backward)
-        gradients = StepGradients(found.parameters)
+        if isinstance(found.split, Trunk):
+            return _run_through(found.split, step, batch, n, backward)
+        if n > 1 or trimming.is_asked_for:
+            found.look_for_padding(stage_of(step, no_sync), batch, n)
+        parts = found.trimming.cut(batch, n).parts
+        gradients = StepGradients(found.split.parameters)
         try:
-            return _accumulate(step, parts, found, backward, no_sync, 1, gradients)
+            return _accumulate(step, parts, found.split, backward, no_sync, 1, gradients)
         except OtherSplitError as error:
             gradients.discard(error)
             search = _search(step, batch, n, "auto", True, no_sync, is_window=False)
-            found = search.find_another(found, error, attempt)
-            _found[_key(step, named_count(count), is_window=False)].split = found
+            found.split = search.find_another(found.split, error, attempt)
     raise CannotSplitError(OUT_OF_TRIES)
 
 
@@ -120,7 +135,7 @@ def _run_through(trunk: Trunk, step: Step, batch: Any, n: int, backward: Backwar
 def accumulate_window(
     step: Step,
     batches: Iterable[Any],
-    n: int = 1,
+    n: int | None = None,
     *,
     count: Count = "auto",
     check: bool = True,
@@ -156,7 +171,8 @@ def accumulate_window(
         raise ValueError(explain("no batches", "a window without batches has no gradient", "Skip the step"))
     ranks = rank_count()
     # With other ranks, a single micro-batch is one of several.
-    found = _find(step, held[0], n, count, check, no_sync, len(parts) * ranks, is_window=True)
+    key = _key(step, named_count(count), is_window=True)
+    found = _find(key, step, held[0], n, count, check, no_sync, len(parts) * ranks, is_window=True).split
     assert isinstance(found, LossSplit)
     try:
         return _accumulate(step, parts, found, backward, no_sync, ranks, StepGradients(found.parameters))
@@ -166,10 +182,22 @@ def accumulate_window(
 
 @dataclass
 class _Found:
-    """The split of a step function's loss, and the batches at which it is checked again."""
+    """The split of a step function's loss and its padding, and the batches at which they are checked again."""
 
     split: LossSplit | Trunk
     looks: Looks
+    trimming: TrimSearch | None = None
+    trim_looks: Looks | None = None
+
+    def look_for_padding(self, stage: Stage, batch: Any, n: int) -> None:
+        """Look for padding in the first batch, and in batches 2, 4, 8, ... while that takes little time."""
+        if self.trimming is None or not self.trimming.is_open or not isinstance(self.split, LossSplit):
+            return
+        is_due = self.trim_looks is None or self.trim_looks.is_due(lambda: True)
+        self.trim_looks = self.trim_looks or Looks()
+        if is_due and not self.split.provisional:
+            with self.trim_looks.timed():
+                self.trimming.look_at(stage, batch, self.split, -(-batch_size(batch) // n))
 
 
 _found: OrderedDict[Any, _Found] = OrderedDict()  # keyed by step and count
@@ -177,6 +205,7 @@ _MOST_FOUND = 64  # bounded, for programs that create many models
 
 
 def _find(
+    key: tuple[Any, ...],
     step: Step,
     batch: Any,
     n: int,
@@ -185,15 +214,14 @@ def _find(
     no_sync: NoSync,
     parts: int,
     is_window: bool,
-) -> LossSplit | Trunk:
+) -> _Found:
     """Return how the loss is split, searching in the first call with several micro-batches (one alone has weight 1)."""
     count = named_count(count)
     if callable(count) and not check:
-        return LossSplit(None, count)
-    key = _key(step, count, is_window)
+        return _Found(LossSplit(None, count), Looks())
     known = _found.get(key)
     if known is None and parts == 1:  # "sum" needs no labels in the batch
-        return LossSplit(None, count if callable(count) else CountRule("sum"))
+        return _Found(LossSplit(None, count if callable(count) else CountRule("sum")), Looks())
     looks = Looks() if known is None else known.looks
 
     def may_show_more() -> bool:
@@ -208,10 +236,11 @@ def _find(
             split = _search(step, batch, n, count, check, no_sync, is_window).find(together=True)
         split = prefer_what_shows_something(split, before)
         assert split is not None  # this stage refuses a step that returns None
-        known = _found[key] = _Found(split, looks)
+        trimming, trim_looks = (None, None) if known is None else (known.trimming, known.trim_looks)
+        known = _found[key] = _Found(split, looks, trimming, trim_looks)
         if len(_found) > _MOST_FOUND:
             _found.popitem(last=False)
-    return known.split
+    return known
 
 
 def _search(step: Step, batch: Any, n: int, count: Count, check: bool, no_sync: NoSync, is_window: bool) -> BatchSearch:

@@ -16,6 +16,8 @@ from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule, 
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit
 from lightning_fasttrain.data.out_of_memory.deferred_gradient_sync import Together, refuse_collectives, together_of
 from lightning_fasttrain.data.out_of_memory.fallbacks import FurtherSavings
+from lightning_fasttrain.data.padding.padded_axes import padding_in
+from lightning_fasttrain.data.padding.trim_search import LOOKED_FOR, TrimPadding, TrimSearch, check_budget
 from lightning_fasttrain.data.split_batch import split_batch
 from lightning_fasttrain.data.trunk.find_trunk import Through
 from lightning_fasttrain.data.trunk.micro_batch_forward import list_batch_statistics
@@ -56,6 +58,13 @@ class MicroBatching(Technique):
         through: the submodule, several of them or a class that runs in micro-batches, such as ``"encoder"``, while the
             loss sees the whole batch; see :func:`~lightning_fasttrain.data.micro_batch_forward_`. By default it is
             found where a loss cannot be split.
+        trim_padding: sort the rows of a batch by length before they are split, and cut each micro-batch to its own
+            longest row, so that less padding runs. None does so where the padding is found (masks, lengths, labels of
+            -100, token ids) and a trial on a few samples shows that the gradient stays the same; True refuses a run in
+            which it would change; a :class:`~lightning_fasttrain.data.TrimPadding` names what shows the padding. What
+            the step returns for each sample keeps the batch's order, with zeros where padding was cut off.
+        max_tokens: instead of n: as few micro-batches as hold at most so many tokens each, the remaining padding
+            included; a longer row runs alone.
 
     Raises:
         TypeError: n is not an integer; ``then`` holds an object that is not a technique; ``through`` is neither a name
@@ -85,15 +94,22 @@ class MicroBatching(Technique):
 
     def __init__(
         self,
-        n: int | Literal["auto"],
+        n: int | Literal["auto"] | None = None,
         count: Count = "auto",
         split: Callable[[Any, int], list[Any]] | None = None,
         check: bool = True,
         then: Sequence[Technique] = (),
         through: Through | None = None,
+        trim_padding: bool | TrimPadding | None = None,
+        max_tokens: int | None = None,
     ) -> None:
         self.adaptive = n == "auto"
-        self.n = 1 if self.adaptive else positive_int("n", n)
+        self.n = 1 if self.adaptive or n is None else positive_int("n", n)
+        self.trimming = TrimSearch(trim_padding, check_budget(max_tokens, n))
+        if split is not None and self.trimming.is_asked_for:
+            what = "split= with max_tokens=" if max_tokens is not None else "split= with trim_padding=True"
+            why = "rows are sorted by length, which only the suite's own split can do"
+            raise ValueError(explain(what, why, "Leave split= out"))
         if split is not None and not callable(split):
             raise TypeError(explain(f"split={split!r}", "expected a function of a batch", "Give a function"))
         self.count: Count = named_count(count)
@@ -112,13 +128,17 @@ class MicroBatching(Technique):
         self.together = Together()
 
     def does(self, capability: Capability) -> bool:
-        return (self.adaptive or self.n > 1) and super().does(capability)
+        return self._splits and super().does(capability)
+
+    @property
+    def _splits(self) -> bool:
+        return self.adaptive or self.n > 1 or self.trimming.max_tokens is not None
 
     def predict(self, step: PredictedStep) -> None:
         if self.adaptive:
             step.notes.append("MicroBatching('auto') is predicted with the number of micro-batches it starts with.")
-        if self.n > 1:
-            step.split = lambda batch: self.split(batch, self.n)
+        if self.n > 1 or self.trimming.max_tokens is not None:
+            step.split = lambda batch: self.split(batch, self.trimming.count_parts(batch, self.n))
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
         if trainer.state.fn != "fit":
@@ -143,6 +163,8 @@ class MicroBatching(Technique):
         return undo
 
     def took_hold(self, model: nn.Module) -> str:
+        if self.trimming.max_tokens is not None:
+            return f"micro-batches hold at most {self.trimming.max_tokens} tokens"
         parts = f"each batch runs in {number_of(self.n, 'micro-batch', 'micro-batches')}"
         return f"{parts}, in twice as many when memory runs out" if self.adaptive else parts
 
@@ -152,9 +174,13 @@ class MicroBatching(Technique):
         return Exactness.CHANGES_TRAINING if accepts_statistics else self.exactness
 
     def outcome(self, model: nn.Module) -> str:
-        return f"batches fit with {number_of(self.n, 'micro-batch', 'micro-batches')}" if self.adaptive else ""
+        fits = f"batches fit with {number_of(self.n, 'micro-batch', 'micro-batches')}" if self.adaptive else ""
+        saved = f"{self.trimming.saved:.0%} of the tokens were padding that did not run"
+        return "; ".join([part for part in (fits, saved if self.trimming.saved else "") if part])
 
     def why_idle(self, model: nn.Module) -> tuple[str, str] | None:
+        if self.trimming.wanted and self.trimming.padding is None and self.trimming.is_open:
+            return f"no padding was found in the first batch ({LOOKED_FOR})", "Use TrimPadding(lengths=...)"
         if self.adaptive or self.parts > 1 or self.n == 1:
             return None
         if self.parts == 0:
@@ -165,7 +191,7 @@ class MicroBatching(Technique):
         """Hook: the first one at which the model is complete."""
         if self.adaptive and trainer.world_size > 1:
             refuse_collectives(pl_module)
-        if self.adaptive or self.n > 1:
+        if self._splits:
             _refuse_static_graph(trainer.strategy.model)
         self.savings.try_on(pl_module)
 
@@ -176,7 +202,8 @@ class MicroBatching(Technique):
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Hook: save the number of micro-batches and the counting rule that were found."""
         state = {"n": self.n, "then": self.savings.taken} if self.adaptive else {}
-        checkpoint["MicroBatching"] = {**state, **rule_state(self.found and self.found.count)}
+        padding = {} if self.trimming.padding is None else {"padding": self.trimming.padding.as_state()}
+        checkpoint["MicroBatching"] = {**state, **padding, **rule_state(self.found and self.found.count)}
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Hook: start with the number of micro-batches and the counting rule of the checkpoint."""
@@ -186,6 +213,8 @@ class MicroBatching(Technique):
             # The run that wrote the checkpoint may have had a longer list.
             self.savings.taken = min(state.get("then", 0), len(self.savings.techniques))
         self.found_before = rule_in(state)
+        if self.trimming.wanted is not False:
+            self.trimming.padding = padding_in(state.get("padding", ()))
 
 
 def _refuse_what_is_no_name(through: Through | None) -> Through | None:

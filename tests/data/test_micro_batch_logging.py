@@ -16,7 +16,7 @@ from torchmetrics import MeanMetric, Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.data.micro_batch_logging import LogCall
+from lightning_fasttrain.data.closure.micro_batch_logging import LogCall
 from tests.support.nets import VOCAB, TinyLM, as_loader, heard, largest_difference, sgd, trainer, weights
 
 SIZES = (6, 7, 4, 5)  # 3 micro-batches are ragged in all but the first

@@ -30,11 +30,11 @@ from lightning_fasttrain.core.host.lightning import (
 )
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
+from lightning_fasttrain.data.closure.micro_batch_logging import LogCall, LogWeights, PartLogs
 from lightning_fasttrain.data.closure.roles import Splitter, Window
 from lightning_fasttrain.data.closure.scale_gradients import list_parameters, ratio
 from lightning_fasttrain.data.closure.split_search import SplitSearch
 from lightning_fasttrain.data.float32_gradient_sums import Float32GradientSums, takes_float32_gradients
-from lightning_fasttrain.data.micro_batch_logging import LogCall, LogWeights, PartLogs
 from lightning_fasttrain.data.normalizer.count_targets import count_targets
 from lightning_fasttrain.data.normalizer.find_split import CannotSplitError
 from lightning_fasttrain.data.normalizer.log_rules import own_divisor
@@ -44,6 +44,7 @@ from lightning_fasttrain.data.normalizer.step_gradients import StepGradients, sc
 from lightning_fasttrain.data.normalizer.step_weights import DeferredCheck, StepWeights
 from lightning_fasttrain.data.normalizer.trial.step_function import loss_of
 from lightning_fasttrain.data.out_of_memory.retry_with_smaller_micro_batches import split_until_it_fits
+from lightning_fasttrain.data.padding.trim_search import Parts, WholeParts
 from lightning_fasttrain.data.split_batch import batch_size, split_batch
 from lightning_fasttrain.data.trunk.batch_search import OUT_OF_TRIES, TRIES
 
@@ -51,7 +52,7 @@ _MANY = 2**16  # upper limit where only the user's split function knows the numb
 
 
 @dataclass(frozen=True)
-class _Parts:
+class _Result:
     """The result of running a batch in micro-batches.
 
     Attributes:
@@ -120,8 +121,9 @@ class BatchClosures:
 
     def _is_plain(self) -> bool:
         """Whether the weight is always 1 (one micro-batch in a window of one batch), as in Lightning's own closure."""
-        one_part = self.search.micro is None or (self.search.micro.n == 1 and not self.search.micro.adaptive)
-        return one_part and (self.search.window is None or self.search.window.holds_one_batch)
+        micro = self.search.micro
+        is_whole = micro is None or not (micro.n > 1 or micro.adaptive or micro.trimming.is_asked_for)
+        return is_whole and (self.search.window is None or self.search.window.holds_one_batch)
 
     def _run(
         self, kwargs: "OrderedDict[str, Any]", optimizer: Optimizer, zero_grad: Callable[[], None] | None
@@ -146,29 +148,29 @@ class BatchClosures:
         if self.search.window is not None:
             self.search.window.take_reference(self.trainer, self.search.size_of(batch))
         if self.search.micro is None:
-            return self._finish(self._run_parts(batch, [batch], rest, optimizer), optimizer)
+            return self._finish(self._run_parts(batch, WholeParts([batch]), rest, optimizer), optimizer)
         if self.search.micro.adaptive:
             return self._finish(self._run_until_it_fits(self.search.micro, batch, rest, optimizer), optimizer)
         return self._finish(self._run_in(self.search.micro, self.search.micro.n, batch, rest, optimizer), optimizer)
 
-    def _run_in(self, micro: Splitter, n: int, batch: Any, rest: list[Any], optimizer: Optimizer) -> "_Parts":
+    def _run_in(self, micro: Splitter, n: int, batch: Any, rest: list[Any], optimizer: Optimizer) -> "_Result":
         """Run a batch in ``n`` micro-batches: the whole step for each, or the trunk alone."""
         if self.search.trunk is None:
-            parts = micro.split(batch, n)
-            micro.parts = len(parts)
-            return self._run_parts(batch, parts, rest, optimizer)
+            cut = micro.trimming.cut(batch, n, micro.split)
+            micro.parts = len(cut.parts)
+            return self._run_parts(batch, cut, rest, optimizer)
         for forward in self.search.forwards:
             forward.n = n
         micro.parts = n
-        return self._run_parts(batch, [batch], rest, optimizer)
+        return self._run_parts(batch, WholeParts([batch]), rest, optimizer)
 
-    def _run_until_it_fits(self, micro: Splitter, batch: Any, rest: list[Any], optimizer: Optimizer) -> "_Parts":
+    def _run_until_it_fits(self, micro: Splitter, batch: Any, rest: list[Any], optimizer: Optimizer) -> "_Result":
         most = batch_size(batch) if micro.split is split_batch else _MANY
 
-        def attempt(n: int) -> _Parts:
+        def attempt(n: int) -> _Result:
             return self._run_in(micro, n, batch, rest, optimizer)
 
-        def run_one() -> _Parts:
+        def run_one() -> _Result:
             one = micro.split(batch, most)[0]
             return self._run_in(micro, 1, one, rest, optimizer)
 
@@ -181,8 +183,8 @@ class BatchClosures:
         together.join()
         return parts
 
-    def _run_parts(self, batch: Any, parts: list[Any], rest: list[Any], optimizer: Optimizer) -> "_Parts":
-        reference = None
+    def _run_parts(self, batch: Any, cut: Parts, rest: list[Any], optimizer: Optimizer) -> "_Result":
+        reference, parts = None, cut.parts
         if self.search.window is not None:
             # The window's total is not known yet: a constant stands in, and is divided out when the window is full.
             reference = self.search.window.reference
@@ -195,11 +197,11 @@ class BatchClosures:
         weighting = LogWeights(parts, dict(zip(weights.held, means, strict=True)), weights.split.log_rules)
         returned = _list_returned(outputs, weights.held)
         if len(parts) > 1:
-            weighting.rules = self.search.settle_logs(batch, rest, weighting, {**logs.calls, **returned})
-        output = _combine(outputs, weights, weighting, returned)
-        return _Parts(weights, output, functools.partial(logs.pass_on, weighting))
+            weighting.rules = self.search.settle_logs(batch, cut, rest, weighting, {**logs.calls, **returned})
+        output = _combine(outputs, cut, weights, weighting, returned)
+        return _Result(weights, output, functools.partial(logs.pass_on, weighting))
 
-    def _finish(self, parts: "_Parts", optimizer: Optimizer) -> ClosureResult:
+    def _finish(self, parts: "_Result", optimizer: Optimizer) -> ClosureResult:
         """Do the work that may wait for other ranks, once all micro-batches have fitted."""
         parts.pass_on_logs()
         if self.search.window is not None:
@@ -315,7 +317,11 @@ def _list_returned(outputs: list[Any], held: Sequence[int]) -> dict[str, list[Lo
 
 
 def _combine(
-    outputs: list[Any], weights: StepWeights, weighting: LogWeights, returned: Mapping[str, list[LogCall]]
+    outputs: list[Any],
+    cut: Parts,
+    weights: StepWeights,
+    weighting: LogWeights,
+    returned: Mapping[str, list[LogCall]],
 ) -> Any:
     """Return the unsplit step's output: the loss, tensors joined along their first axis, other values as if logged."""
     if not outputs:
@@ -330,7 +336,7 @@ def _combine(
         if key == "loss":
             continue
         if isinstance(first, Tensor) and first.ndim > 0:
-            extras[key] = torch.cat(values)
+            extras[key] = cut.join(values, weights.held)
         elif _is_number(first):
             extras[key] = weighting.combine(f"return {key}", returned[f"return {key}"])
         else:

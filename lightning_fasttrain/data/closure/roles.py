@@ -11,6 +11,7 @@ from lightning_fasttrain.data.normalizer.micro_batch_weights import Number
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit
 from lightning_fasttrain.data.out_of_memory.deferred_gradient_sync import Together
 from lightning_fasttrain.data.out_of_memory.fallbacks import FurtherSavings
+from lightning_fasttrain.data.padding.trim_search import TrimSearch
 from lightning_fasttrain.data.trunk.find_trunk import Through
 
 
@@ -21,11 +22,13 @@ class SharedSplit:
 
     Attributes:
         split: the split that one of them found.
+        trimming: what it found out about padding.
         seconds: the time that the search took.
     """
 
     def __init__(self) -> None:
         self.split: LossSplit | None = None
+        self.trimming: TrimSearch | None = None
         self.seconds = 0.0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SharedSplit":
@@ -52,6 +55,7 @@ class Splitter(Counting, Protocol):
     savings: FurtherSavings
     together: Together
     through: Through | None
+    trimming: TrimSearch
 
 
 class Window(Counting, Protocol):

@@ -12,9 +12,9 @@ import torch
 from lightning_fasttrain.core.distributed import is_sharded
 from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
+from lightning_fasttrain.data.closure.micro_batch_logging import LogCall, LogWeights
 from lightning_fasttrain.data.closure.roles import Counting, Splitter, Window
 from lightning_fasttrain.data.closure.scale_gradients import own_scaling
-from lightning_fasttrain.data.micro_batch_logging import LogCall, LogWeights
 from lightning_fasttrain.data.normalizer.count_targets import CountRule, count_targets
 from lightning_fasttrain.data.normalizer.find_split import CannotSplitError, find_split, settle_log_rules
 from lightning_fasttrain.data.normalizer.log_rules import FoundRule, merge_log_rules
@@ -24,6 +24,7 @@ from lightning_fasttrain.data.normalizer.step_weights import DeferredFlag
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample, first_micro_batch, sample_pairs, sample_rows
 from lightning_fasttrain.data.normalizer.trial.try_split import Stage
 from lightning_fasttrain.data.out_of_memory.deferred_gradient_sync import CollectivesWatch
+from lightning_fasttrain.data.padding.trim_search import Parts
 from lightning_fasttrain.data.split_batch import batch_size, split_batch
 from lightning_fasttrain.data.trunk.batch_search import BatchSearch, Looks, prefer_what_shows_something, say_trunk
 from lightning_fasttrain.data.trunk.find_trunk import Through, name_trunk, refuse_dependent_samples
@@ -54,6 +55,8 @@ class SplitSearch:
         self.forwards: list[MicroBatchedForward] = []
         self._undo_trunk: Undo = _do_nothing
         self._looks = Looks()
+        self._trim_looks = Looks()
+        self._has_looked_for_padding = False
         self._log_looks = 0
         self._differing: dict[str, DeferredFlag] = {}
 
@@ -62,10 +65,33 @@ class SplitSearch:
         # Such strategies count the collectives of a step, and detect a failed rank by a vote of their own.
         votes = self.micro is not None and self.micro.adaptive and self.trainer.world_size > 1
         is_due = not votes and self._looks.is_due(lambda: self._may_show_more(batch))
+        if self.micro is not None:
+            self.micro.n = self.micro.trimming.count_parts(batch, self.micro.n)
         if self.split is None and self._takes_shared():
             return
         if self.split is None or self.split.provisional or is_due:
             self._find_split(batch, rest)
+        if self._may_trim and (
+            not self._has_looked_for_padding or (not votes and self._trim_looks.is_due(lambda: True))
+        ):
+            self._look_for_padding(batch, rest)
+
+    @property
+    def _may_trim(self) -> bool:
+        """Whether padding may be cut off: not if the loss sees the whole batch, or the user's function splits it."""
+        if self.micro is None or self.trunk is not None or self.split is None or self.split.provisional:
+            return False
+        return self.micro.trimming.is_open and self.micro.split is split_batch
+
+    def _look_for_padding(self, batch: Any, rest: list[Any]) -> None:
+        assert self.micro is not None
+        assert self.split is not None
+        self._has_looked_for_padding = True
+        most_rows = -(-batch_size(batch) // self.micro.n)
+        with self._trim_looks.timed():
+            self.micro.trimming.look_at(self._stage(rest, CollectivesWatch()), batch, self.split, most_rows)
+        if self.micro.shared is not None:
+            self.micro.shared.trimming = self.micro.trimming
 
     def _may_show_more(self, batch: Any) -> bool:
         """Whether a later batch could change the result."""
@@ -81,6 +107,9 @@ class SplitSearch:
             return False
         self._looks.seconds = shared.seconds  # as if this copy had searched
         self._use(shared.split)
+        if self.micro is not None and shared.trimming is not None:
+            self.micro.trimming.take(shared.trimming)
+            self._has_looked_for_padding = True
         return True
 
     def size_of(self, batch: Any) -> Number:
@@ -140,7 +169,7 @@ class SplitSearch:
                 technique.shared.split, technique.shared.seconds = found, self._looks.seconds
 
     def settle_logs(
-        self, batch: Any, rest: list[Any], weighting: LogWeights, logged: Mapping[str, Sequence[LogCall]]
+        self, batch: Any, cut: Parts, rest: list[Any], weighting: LogWeights, logged: Mapping[str, Sequence[LogCall]]
     ) -> Mapping[str, FoundRule | None]:
         """Decide how logged values are weighted where the rules that matched so far differ in this batch.
 
@@ -152,7 +181,7 @@ class SplitSearch:
         differing = {name: seen for name, seen in logged.items() if self._rules_differ(name, seen, weighting)}
         if differing and self.micro is not None and self.micro.split is split_batch:
             self._log_looks += 1
-            first, second = _pick_rows(weighting.parts, next(iter(differing.values())))
+            first, second = _pick_rows(cut, next(iter(differing.values())))
             stage, pairs = self._stage(rest, CollectivesWatch()), sample_pairs(batch, first, second)
             with self._looks.timed():
                 settled = settle_log_rules(self.split, differing, stage, pairs)
@@ -264,15 +293,13 @@ class SplitSearch:
         return [technique for technique in (self.micro, self.window) if technique is not None]
 
 
-def _pick_rows(parts: Sequence[Any], seen: Sequence[LogCall]) -> tuple[list[int], list[int]]:
+def _pick_rows(cut: Parts, seen: Sequence[LogCall]) -> tuple[list[int], list[int]]:
     """Return rows of the micro-batches that logged the largest and the smallest value."""
-    starts = [0, *itertools.accumulate(map(batch_size, parts))]
     # A micro-batch without targets logs NaN, which is taken as the smallest value.
     values = torch.tensor([float(call.value) for call in seen]).abs().nan_to_num(-1.0).tolist()
     rows: list[list[int]] = []
     for value in (max(values), min(values)):
-        part = seen[values.index(value)].part
-        rows.append(list(range(starts[part], starts[part + 1])))
+        rows.append(cut.rows_of(seen[values.index(value)].part))
     first, second = rows
     return first[:_MOST_PAIRS], list(itertools.islice(itertools.cycle(second), _MOST_PAIRS))
 

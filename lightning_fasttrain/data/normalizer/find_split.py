@@ -87,7 +87,7 @@ def find_split(
     verdict = _judge(trial, count, preferred)
     if verdict.is_unsure:
         precise = try_split(stage, iter([trial.sample]), "float64")
-        if precise.precise and not precise.why_not and _is_the_same_step(trial, precise):
+        if precise.precise and not precise.why_not and is_the_same_step(trial, precise):
             trial, verdict = precise, _judge(precise, count, preferred)
     altered = _try_altered(verdict, trial, stage)
     verdict = replace(_judge_altered(verdict, altered), **facts)
@@ -104,7 +104,7 @@ def find_split(
     return replace(split, leaves=leaves, per_sample=per_sample, log_rules=log_rules)
 
 
-def _is_the_same_step(trial: Trial, precise: Trial) -> bool:
+def is_the_same_step(trial: Trial, precise: Trial) -> bool:
     """Whether float64 changed rounding alone: kernels of quantized layers, for instance, do not support it."""
     one, other = trial.splits[0].whole.everything, precise.splits[0].whole.everything
     return one.shape == other.shape and float((one - other).norm()) <= 0.1 * float(one.norm())
@@ -306,7 +306,7 @@ def settle_log_rules(
     """
     found = {name: split.log_rules[name] for name in names}
     for sample in samples:
-        runs = _list_logged(split, [try_split(stage, iter([sample]))])
+        runs = list_logged(split, [try_split(stage, iter([sample]))])
         for name, rule in found.items():
             found[name] = None if rule is None else settle_rivals(name, rule, runs)
         if all(rule is None or rule.is_sure for rule in found.values()):
@@ -316,10 +316,10 @@ def settle_log_rules(
 
 def _find_log_rules(split: LossSplit, trials: Sequence[Trial]) -> dict[str, FoundRule | None]:
     rules = [rule for rule in list_rules(trials[0], None) if not is_sum(rule)]
-    return find_log_rules(_list_logged(split, trials), rules)
+    return find_log_rules(list_logged(split, trials), rules)
 
 
-def _list_logged(split: LossSplit, trials: Sequence[Trial]) -> list[tuple[LoggedRun, list[LoggedRun]]]:
+def list_logged(split: LossSplit, trials: Sequence[Trial]) -> list[tuple[LoggedRun, list[LoggedRun]]]:
     """Return what each sample and its micro-batches logged."""
 
     def as_logged(batch: Any, run: Run) -> LoggedRun:

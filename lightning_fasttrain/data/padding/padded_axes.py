@@ -1,0 +1,210 @@
+"""Read how much of each row of a batch is padding, along the axes that hold sequences."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fasttrain.data.split_batch import walk_leaves
+
+Leaves = dict[str, Any]
+Lengths = Callable[[Any], Tensor]
+
+
+def list_leaves(batch: Any) -> Leaves:
+    """Return the leaves of a batch by their paths.
+
+    Example:
+        >>> list_leaves({"ids": torch.tensor([[1, 2]]), "names": ["a"]})
+        {"batch['ids']": tensor([[1, 2]]), "batch['names']": ['a']}
+    """
+    found: Leaves = {}
+
+    def note(leaf: Any, path: str) -> Any:
+        found[path] = leaf
+        return leaf
+
+    walk_leaves(batch, note, "batch")
+    return found
+
+
+@dataclass(frozen=True)
+class PaddedAxis:
+    """A sequence axis that several tensors of a batch share, and the tensor in which its padding is read.
+
+    Attributes:
+        members: path of each tensor with this axis, and the places of the axis in its shape.
+        source: path of the tensor that shows the padding, or a function that maps a batch to the lengths of its rows.
+        value: value of that tensor's padded entries; None where it holds the lengths of the rows.
+    """
+
+    members: tuple[tuple[str, tuple[int, ...]], ...]
+    source: str | Lengths
+    value: float | None
+
+    def __str__(self) -> str:
+        if not isinstance(self.source, str):
+            return "lengths="
+        name = self.source.removeprefix("batch")
+        return name if self.value is None else f"{name} = {self.value:g}"
+
+    def size_in(self, leaves: Leaves) -> int | None:
+        """Return the length of the axis; None where the batch does not have it, or in another place."""
+        sizes: set[int] = set()
+        for path, axes in self.members:
+            shape = getattr(leaves.get(path), "shape", ())
+            if len(shape) <= max(axes):
+                return None
+            sizes.update(shape[axis] for axis in axes)
+        is_there = not isinstance(self.source, str) or isinstance(leaves.get(self.source), Tensor)
+        return sizes.pop() if is_there and len(sizes) == 1 else None
+
+    def read(self, batch: Any, leaves: Leaves, size: int) -> Tensor:
+        """Return the first entry of each row, and the one after its last, along the axis: shape (rows, 2)."""
+        if not isinstance(self.source, str):
+            return _from_lengths(torch.as_tensor(self.source(batch)), size)
+        if self.value is None:
+            return _from_lengths(leaves[self.source], size)
+        axes = dict(self.members)[self.source]
+        return find_extents(leaves[self.source], axes[-1], self.value)
+
+
+def _from_lengths(lengths: Tensor, size: int) -> Tensor:
+    stops = lengths.detach().long().clamp(0, size)
+    return torch.stack([torch.zeros_like(stops), stops], 1)
+
+
+def find_extents(leaf: Tensor, axis: int, value: float) -> Tensor:
+    """Return where each row begins and ends along an axis, if padded entries have a given value: shape (rows, 2).
+
+    Padding is cut at the ends alone: entries with this value inside a row stay. A row without other values is empty.
+
+    Example:
+        >>> find_extents(torch.tensor([[0, 5, 0, 6, 0], [0, 0, 0, 0, 0]]), 1, 0).tolist()
+        [[1, 4], [0, 0]]
+    """
+    filled = (leaf.detach() != value).movedim(axis, 1).flatten(2) if leaf.ndim > 2 else leaf.detach() != value
+    filled = filled.any(2) if filled.ndim > 2 else filled
+    marks = filled.to(torch.uint8)
+    starts, stops = marks.argmax(1), marks.shape[1] - marks.flip(1).argmax(1)
+    return torch.stack([starts, stops], 1) * filled.any(1)[:, None]
+
+
+@dataclass(frozen=True)
+class Padding:
+    """The padded axes of a run's batches.
+
+    Attributes:
+        axes: one for each kind of sequence, such as those of an encoder and of a decoder.
+    """
+
+    axes: tuple[PaddedAxis, ...]
+
+    def __str__(self) -> str:
+        return " and ".join(map(str, self.axes))
+
+    def read(self, batch: Any) -> "Extents | None":
+        """Return where the rows of a batch begin and end; None where it does not have these axes.
+
+        The host waits for the batch, once, if it is on a device.
+        """
+        leaves = list_leaves(batch)
+        sizes = [axis.size_in(leaves) for axis in self.axes]
+        known = [size for size in sizes if size is not None]
+        if len(known) < len(sizes):
+            return None
+        read = [axis.read(batch, leaves, size) for axis, size in zip(self.axes, known, strict=True)]
+        return Extents(self, known, torch.stack(read, 1).tolist())
+
+    def as_state(self) -> list[dict[str, Any]]:
+        """Return the axes as plain values for a checkpoint; a function of the user's is not part of them."""
+        named = [axis for axis in self.axes if isinstance(axis.source, str)]
+        return [{"members": axis.members, "source": axis.source, "value": axis.value} for axis in named]
+
+
+def padding_in(state: Sequence[dict[str, Any]]) -> Padding | None:
+    """Return the padding that a checkpoint holds."""
+    axes: list[PaddedAxis] = []
+    for axis in state:
+        members = tuple((path, tuple(places)) for path, places in axis["members"])
+        axes.append(PaddedAxis(members, axis["source"], axis["value"]))
+    return Padding(tuple(axes)) if axes else None
+
+
+@dataclass(frozen=True)
+class Extents:
+    """Where the rows of one batch begin and end.
+
+    Attributes:
+        padding: the axes.
+        sizes: length of each axis.
+        rows: for each row, the first entry and the one after the last along each axis.
+    """
+
+    padding: Padding
+    sizes: list[int]
+    rows: list["Ends"]
+
+    @property
+    def padded(self) -> int:
+        """The number of entries with padding, in tokens."""
+        return len(self.rows) * sum(self.sizes)
+
+    @property
+    def filled(self) -> int:
+        """The number of entries without padding, in tokens."""
+        return sum(map(count_tokens, self.rows))
+
+    @property
+    def share(self) -> float:
+        """The share of padding."""
+        return 1 - self.filled / self.padded
+
+    def ends_of(self, rows: Iterable[int]) -> "Ends":
+        """Return where the earliest of some rows begins and the latest ends, along each axis."""
+        return merge_ends([self.rows[row] for row in rows])
+
+    def spans_of(self, rows: Iterable[int], multiple_of: int) -> "Ends":
+        """Return the part of each axis that some rows need, its length rounded up to a multiple.
+
+        Example:
+            >>> axis = PaddedAxis((("batch", (1,)),), "batch", 0)
+            >>> extents = Padding((axis,)).read(torch.tensor([[1, 1, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0]]))
+            >>> extents.spans_of([0, 1], 1), extents.spans_of([1], 4)
+            ([[0, 3]], [[0, 4]])
+        """
+        return self.round(self.ends_of(rows), multiple_of)
+
+    def round(self, ends: "Ends", multiple_of: int) -> "Ends":
+        spans: Ends = []
+        for (start, stop), size in zip(ends, self.sizes, strict=True):
+            # An empty row needs no entry, but most models cannot run on an axis of length 0.
+            length = min(size, max(1, -(-(stop - start) // multiple_of)) * multiple_of)
+            # Rows that end with the axis are padded on the left.
+            begin = size - length if stop == size else min(start, size - length)
+            spans.append([begin, begin + length])
+        return spans
+
+
+Ends = list[list[int]]  # the first entry, and the one after the last, along each axis
+
+
+def merge_ends(all_ends: Sequence[Ends]) -> Ends:
+    """Return where the earliest begins and the latest ends, along each axis; empty rows are left out.
+
+    Example:
+        >>> merge_ends([[[2, 5]], [[0, 3]], [[0, 0]]])
+        [[0, 5]]
+    """
+    merged: Ends = []
+    for along in zip(*all_ends, strict=True):
+        filled = [ends for ends in along if ends[1] > 0] or [[0, 0]]
+        merged.append([min(start for start, _ in filled), max(stop for _, stop in filled)])
+    return merged
+
+
+def count_tokens(spans: Ends) -> int:
+    """Return the total length over all axes."""
+    return sum(stop - start for start, stop in spans)

@@ -1,0 +1,209 @@
+"""Decide during a run whether padding is cut off, and cut the batches."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fasttrain.core.batch import count_batch
+from lightning_fasttrain.core.checks import positive_int
+from lightning_fasttrain.core.messages import explain, say, warn
+from lightning_fasttrain.data.normalizer.split_rule import LossSplit
+from lightning_fasttrain.data.normalizer.trial.try_split import Stage
+from lightning_fasttrain.data.padding.find_padding import propose_padding
+from lightning_fasttrain.data.padding.padded_axes import Extents, Lengths, Padding
+from lightning_fasttrain.data.padding.trim_batch import TrimmedParts, group_rows, group_rows_evenly, trim_batch
+from lightning_fasttrain.data.padding.try_trimming import Outcome, find_trimming
+from lightning_fasttrain.data.split_batch import batch_size, split_batch
+
+_LEAST = 0.05  # a smaller share of padding is not worth a trial
+LOOKED_FOR = (
+    "masks of zeros and ones, lengths of rows, integers that end or begin with one value, and labels of -100 were "
+    "looked for"
+)
+
+
+@dataclass(frozen=True)
+class TrimPadding:
+    """How padding is found and cut off.
+
+    Attributes:
+        lengths: the tensor that shows the padding, by its name in the batch (a mask, lengths, token ids or labels), or
+            a function that maps a batch to the lengths of its rows, for padding on the right. By default it is found.
+        multiple_of: lengths are rounded up to a multiple of this, so that compiled code sees few shapes.
+
+    Raises:
+        TypeError: ``lengths`` is neither a name nor a function.
+        ValueError: ``multiple_of`` is less than 1.
+
+    Example:
+        >>> TrimPadding(lengths="attention_mask")
+        TrimPadding(lengths='attention_mask', multiple_of=8)
+    """
+
+    lengths: str | Lengths | None = None
+    multiple_of: int = 8
+
+    def __post_init__(self) -> None:
+        positive_int("multiple_of", self.multiple_of)
+        if self.lengths is not None and not isinstance(self.lengths, str) and not callable(self.lengths):
+            way_out = "Use lengths='attention_mask', or a function of a batch"
+            raise TypeError(explain(f"lengths={self.lengths!r}", "expected a name or a function", way_out))
+
+
+@dataclass(frozen=True)
+class WholeParts:
+    """Micro-batches of neighbouring rows, with their padding."""
+
+    parts: list[Any]
+
+    def rows_of(self, part: int) -> list[int]:
+        """Return the rows of the batch that a micro-batch holds."""
+        start = sum(map(batch_size, self.parts[:part]))
+        return list(range(start, start + batch_size(self.parts[part])))
+
+    def join(self, values: Sequence[Tensor], held: Sequence[int]) -> Tensor:
+        """Join a tensor that each micro-batch returned."""
+        return torch.cat(list(values))
+
+
+Parts = WholeParts | TrimmedParts
+
+
+class TrimSearch:
+    """Finds out whether padding can be cut off in a run, and cuts its batches into micro-batches.
+
+    Args:
+        wanted: True refuses a run in which padding cannot be cut off; None cuts it off where that has been shown to be
+            exact; False never does.
+        max_tokens: largest number of tokens of a micro-batch, instead of a number of micro-batches.
+
+    Attributes:
+        padding: the padding that is cut off; None as long as none is known.
+        why_not: why none is cut off; empty as long as that is not known.
+        padded: number of tokens of the batches so far.
+        computed: number of tokens that ran.
+    """
+
+    def __init__(self, wanted: bool | TrimPadding | None, max_tokens: int | None = None) -> None:
+        self.how = wanted if isinstance(wanted, TrimPadding) else TrimPadding()
+        self.wanted = True if isinstance(wanted, TrimPadding) else wanted
+        self.max_tokens = max_tokens
+        self.padding: Padding | None = None
+        self.why_not = ""
+        self.padded = self.computed = 0
+        self._has_warned = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a batch may still decide."""
+        return self.wanted is not False and not self.why_not
+
+    @property
+    def is_asked_for(self) -> bool:
+        """Whether it was asked for, so that even a single micro-batch is cut."""
+        return self.wanted is True or self.max_tokens is not None
+
+    @property
+    def saved(self) -> float:
+        """The share of the tokens so far that did not run."""
+        return 1 - self.computed / self.padded if self.padded else 0.0
+
+    def take(self, other: "TrimSearch") -> None:
+        """Take over what another run of the same steps has found."""
+        self.padding, self.why_not = other.padding, other.why_not
+
+    def look_at(self, stage: Stage, batch: Any, split: LossSplit, most_rows: int) -> None:
+        """Find the padding of a batch, and try on a few of its rows whether it can be cut off; all ranks call this.
+
+        Raises:
+            ValueError: it must be cut off and cannot be.
+        """
+        zeros = self.wanted is True
+        proposals = propose_padding(batch, self.how.lengths, zeros=zeros) if batch_size(batch) > 1 else []
+        worthy = [axis for axis in proposals if zeros or axis[0].share >= _LEAST]
+        found, outcome = find_trimming(stage, batch, split, worthy, most_rows, self.how.multiple_of)
+        if found is not None:
+            self._say_found(found, outcome, batch)
+            self.padding = found
+        elif outcome.is_known:
+            self._refuse(outcome.why_not)
+
+    def _say_found(self, found: Padding, outcome: Outcome, batch: Any) -> None:
+        extents = found.read(batch)
+        if found != self.padding and extents is not None:
+            text = (
+                "MicroBatching: %.0f%% of this batch is padding, which is cut off (read from %s). Checked on a few "
+                "samples: the gradient matches the untrimmed one to %.0e"
+            )
+            say(text, 100 * extents.share, found, max(outcome.error, 1e-9))
+
+    def _refuse(self, why: str) -> None:
+        had, self.padding, self.why_not = self.padding, None, why
+        if self.wanted:
+            way_out = "Use trim_padding=False"
+            raise ValueError(explain("trim_padding=True cannot cut off the padding of this batch", why, way_out))
+        if had is not None:
+            warn(f"MicroBatching: the padding read from {had} is no longer cut off: {why}")
+        else:
+            say("MicroBatching: padding stays in the batches: %s", why)
+
+    def cut(self, batch: Any, n: int, split: Callable[[Any, int], list[Any]] = split_batch) -> Parts:
+        """Cut a batch into ``n`` micro-batches, or into as many as the budget of tokens needs."""
+        extents = None if self.padding is None else self.padding.read(batch)
+        if self.padding is not None and extents is None:
+            self._warn_of_other_batch(self.padding)
+        if extents is None or extents.filled == extents.padded:
+            self._note(batch, extents, None)
+            return WholeParts(split(batch, n))
+        if self.max_tokens is None:
+            rows = group_rows_evenly(extents, n, self.how.multiple_of)
+        else:
+            rows = group_rows(extents, self.max_tokens, self.how.multiple_of)
+        trimmed = trim_batch(batch, extents, rows, self.how.multiple_of)
+        self._note(batch, extents, trimmed)
+        return trimmed
+
+    def _note(self, batch: Any, extents: Extents | None, trimmed: TrimmedParts | None) -> None:
+        padded = extents.padded if extents is not None else count_batch(batch)[1]
+        self.padded += padded
+        self.computed += padded if trimmed is None else trimmed.tokens
+        if self.max_tokens is not None and not self._has_warned and trimmed is not None:
+            longest = max(trimmed.tokens_of(part) for part in range(len(trimmed.parts)))
+            if longest > self.max_tokens:
+                self._has_warned = True
+                say("MicroBatching: a row of %d tokens runs alone, above max_tokens=%d", longest, self.max_tokens)
+
+    def _warn_of_other_batch(self, padding: Padding) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            say("MicroBatching: a batch without %s runs with its padding", padding)
+
+    def count_parts(self, batch: Any, n: int) -> int:
+        """Return the number of micro-batches if rows keep their padding: ``n``, or those that the budget needs.
+
+        Raises:
+            ValueError: there is a budget, and the tokens of the batch cannot be counted.
+        """
+        if self.max_tokens is None:
+            return n
+        rows = batch_size(batch)
+        tokens = count_batch(batch)[1]
+        if tokens == 0:
+            what = f"max_tokens={self.max_tokens} with a batch whose tokens cannot be counted"
+            why = f"it has no padding that was found ({LOOKED_FOR}), and no integers with a sequence axis"
+            way_out = "Use trim_padding=TrimPadding(lengths=...), or a number of micro-batches"
+            raise ValueError(explain(what, why, way_out))
+        each = max(1, self.max_tokens * rows // tokens)
+        return -(-rows // each)
+
+
+def check_budget(max_tokens: int | None, n: int | str | None) -> int | None:
+    """Raises: ValueError: neither a number of micro-batches nor a budget is given, or both are."""
+    if (max_tokens is None) == (n is None):
+        what = "n and max_tokens= are both given" if n is not None else "neither n nor max_tokens= is given"
+        way_out = "Use MicroBatching(8), or MicroBatching(max_tokens=4096)"
+        raise ValueError(explain(what, "one of them decides the number of micro-batches", way_out))
+    return None if max_tokens is None else positive_int("max_tokens", max_tokens)

@@ -1,0 +1,175 @@
+"""Try on a few rows of the user's own batch whether padding can be cut off without changing the training."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_fasttrain.core.batch import find_labels
+from lightning_fasttrain.core.distributed import from_all_ranks
+from lightning_fasttrain.data.normalizer.classify_terms import error_of_read
+from lightning_fasttrain.data.normalizer.find_split import error_limit, is_the_same_step, list_logged
+from lightning_fasttrain.data.normalizer.log_rules import settle_rivals
+from lightning_fasttrain.data.normalizer.match_rules import error_of_rule
+from lightning_fasttrain.data.normalizer.split_rule import LossSplit
+from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample
+from lightning_fasttrain.data.normalizer.trial.try_split import Stage, Trial, try_split
+from lightning_fasttrain.data.padding.find_padding import Proposal, likeliest_padding
+from lightning_fasttrain.data.padding.padded_axes import Extents, PaddedAxis, Padding, count_tokens
+from lightning_fasttrain.data.padding.trim_batch import trim_batch
+from lightning_fasttrain.data.split_batch import pick_rows
+
+_ROWS = 3
+_PROPOSALS = 3  # proposals that are tried for one axis, if the likeliest of all axes do not hold together
+_SURE = 1e-5
+_UNSURE = 0.3
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What trying to cut off padding has shown on one rank.
+
+    Attributes:
+        why_not: why it changes the training, as a clause; empty if it does not.
+        is_known: whether the samples could show anything: False where a step had no gradient or ran out of memory.
+        error: relative difference of the gradients.
+    """
+
+    why_not: str = ""
+    is_known: bool = True
+    error: float = 0.0
+
+
+def find_trimming(
+    stage: Stage,
+    batch: Any,
+    split: LossSplit,
+    proposals: Sequence[list[Proposal]],
+    most_rows: int,
+    multiple_of: int,
+) -> tuple[Padding | None, Outcome]:
+    """Return the padding that can be cut off with the same gradient, and what was seen of the last one tried.
+
+    All ranks call this together and get the same result.
+
+    Args:
+        stage: the step, and the environment it runs in.
+        batch: the batch from which a few rows are taken.
+        split: how the loss is split.
+        proposals: for each axis what may show its padding, the likeliest first.
+        most_rows: number of rows that is known to fit in memory.
+        multiple_of: a length that the step may need multiples of.
+    """
+    outcome = Outcome(is_known=False)
+    accepted: list[PaddedAxis] = []
+    together, *alone = _agree(_list_candidates(proposals)) or [None]
+    if together is None:
+        return None, outcome
+    outcome = _try_together(stage, batch, split, together, most_rows, multiple_of)
+    if not outcome.why_not or not outcome.is_known:
+        return (together if not outcome.why_not else None), outcome
+    for candidate in alone:
+        if any(axis.members == candidate.axes[0].members for axis in accepted):
+            continue
+        other = _try_together(stage, batch, split, candidate, most_rows, multiple_of)
+        if not other.why_not:
+            accepted += candidate.axes
+            found = other
+    return (Padding(tuple(accepted)), found) if accepted else (None, outcome)
+
+
+def _list_candidates(proposals: Sequence[list[Proposal]]) -> list[Padding]:
+    """Return what is tried: all axes together, then further proposals for one axis at a time."""
+    if not proposals:
+        return []
+    together = likeliest_padding(list(proposals))
+    alone = [Padding((one.axis,)) for axis in proposals for one in axis[:_PROPOSALS]]
+    return [together, *(candidate for candidate in alone if candidate != together)]
+
+
+def _agree(candidates: list[Padding]) -> list[Padding]:
+    """Return the candidates of the first rank that has some; a function of the user's stays on its rank."""
+    if any(not isinstance(axis.source, str) for candidate in candidates for axis in candidate.axes):
+        return candidates
+    return next((told for told in from_all_ranks([candidates]) if told), [])
+
+
+def _try_together(
+    stage: Stage, batch: Any, split: LossSplit, padding: Padding, most_rows: int, multiple_of: int
+) -> Outcome:
+    """Try on this rank's samples, and return the worst outcome of all ranks."""
+    outcomes = from_all_ranks([_try(stage, batch, split, padding, most_rows, multiple_of)])
+    known = [outcome for outcome in outcomes if outcome.is_known] or outcomes
+    return max(known, key=lambda outcome: (bool(outcome.why_not), outcome.error))
+
+
+def _try(stage: Stage, batch: Any, split: LossSplit, padding: Padding, most_rows: int, multiple_of: int) -> Outcome:
+    extents = padding.read(batch)
+    if extents is None:
+        return Outcome(f"this batch has no {padding}", is_known=False)
+    outcome = Outcome(is_known=False)
+    # Models that need a multiple of some length are tried with that, all others with the exact lengths.
+    for multiple in dict.fromkeys((1, multiple_of)):
+        rows, sample = _choose_sample(batch, extents, most_rows, multiple)
+        trial = try_split(stage, iter([sample]))
+        outcome = _compare(stage, sample, trial, split)
+        if not trial.failed or not stage.gradients:
+            break
+    if outcome.why_not and outcome.is_known:
+        outcome = _explain_labels(outcome, batch, extents, rows)
+    return outcome
+
+
+def _choose_sample(batch: Any, extents: Extents, most_rows: int, multiple: int) -> tuple[list[int], Sample]:
+    """Return the longest, the shortest and a middle row, untrimmed and in trimmed micro-batches."""
+    order = sorted(range(len(extents.rows)), key=lambda row: -count_tokens(extents.rows[row]))
+    chosen = [order[0], order[-1], order[len(order) // 2]][: max(2, min(_ROWS, most_rows))]
+    trimmed = trim_batch(batch, extents, [chosen[:1], chosen[1:]], multiple)
+    cutting = list(zip(trimmed.parts, (slice(0, 1), slice(1, len(chosen))), strict=True))
+    return chosen, Sample(pick_rows(batch, chosen), len(chosen), [cutting])
+
+
+def _compare(stage: Stage, sample: Sample, trial: Trial, split: LossSplit) -> Outcome:
+    if trial.why_not:
+        is_known = trial.failed or not (trial.is_skipped or trial.shows_nothing)
+        return Outcome(trial.why_not, is_known)
+    error = _error_of(split, trial)
+    if _SURE < error <= _UNSURE and stage.gradients:
+        precise = try_split(stage, iter([sample]), "float64")
+        if precise.precise and not precise.why_not and is_the_same_step(trial, precise):
+            trial, error = precise, _error_of(split, precise)
+    if error > error_limit(trial):
+        why = f"the gradient then differs by {error:.1g}" if error < float("inf") else "the loss then has other terms"
+        return Outcome(f"{why}: padded entries take part in it, or the places of the others count", error=error)
+    runs = list_logged(split, [trial])
+    for name, rule in split.log_rules.items():
+        if rule is not None and settle_rivals(name, rule, runs) is None:
+            return Outcome(f"the logged value {name!r} depends on padding", error=error)
+    return Outcome(error=error)
+
+
+def _error_of(split: LossSplit, trial: Trial) -> float:
+    """Return the largest relative error of the gradient if micro-batches are trimmed."""
+    if split.read is None:
+        assert split.count is not None
+        return error_of_rule(split.count, trial)
+    runs = [run for one in trial.splits for run in (one.whole, *one.runs)]
+    if any(run.structure != split.read.structure for run in runs):
+        return float("inf")
+    return max(error_of_read(split.read, one, trial) for one in trial.splits)
+
+
+def _explain_labels(outcome: Outcome, batch: Any, extents: Extents, rows: Sequence[int]) -> Outcome:
+    """Name a sample whose labels count entries that are padding, where there is one."""
+    path, labels = find_labels(batch)
+    for place_of_axis, padded in enumerate(extents.padding.axes):
+        places = dict(padded.members).get(path)
+        if labels is None or places is None or padded.source == path:
+            continue
+        for row in rows:
+            counted = (labels[row] != -100).nonzero()[:, places[0] - 1].tolist()
+            start, stop = extents.rows[row][place_of_axis]
+            outside = [place for place in counted if not start <= place < stop]
+            if outside:
+                why = f"{path} counts entry {outside[0]} of sample {row}, which is padding by {padded}"
+                return Outcome(f"{outcome.why_not} ({why})", error=outcome.error)
+    return outcome
