@@ -177,6 +177,10 @@ class Extents:
         """
         return self.round(self.ends_of(rows), multiple_of)
 
+    def is_whole(self, rows: Iterable[int], multiple_of: int) -> bool:
+        """Whether nothing of these rows is cut off."""
+        return count_tokens(self.spans_of(rows, multiple_of)) == sum(self.sizes)
+
     def round(self, ends: "Ends", multiple_of: int) -> "Ends":
         spans: Ends = []
         for (start, stop), size in zip(ends, self.sizes, strict=True):

@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fasttrain.core.batch import count_batch
 from lightning_fasttrain.core.checks import positive_int
 from lightning_fasttrain.core.messages import explain, say, warn
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit
 from lightning_fasttrain.data.normalizer.trial.try_split import Stage
 from lightning_fasttrain.data.padding.find_padding import propose_padding
-from lightning_fasttrain.data.padding.padded_axes import Extents, Lengths, Padding
+from lightning_fasttrain.data.padding.padded_axes import Extents, Lengths, Padding, list_leaves
 from lightning_fasttrain.data.padding.trim_batch import TrimmedParts, group_rows, group_rows_evenly, trim_batch
 from lightning_fasttrain.data.padding.try_trimming import Outcome, find_trimming
 from lightning_fasttrain.data.split_batch import batch_size, split_batch
@@ -167,7 +166,7 @@ class TrimSearch:
         return trimmed
 
     def _note(self, batch: Any, extents: Extents | None, trimmed: TrimmedParts | None) -> None:
-        padded = extents.padded if extents is not None else count_batch(batch)[1]
+        padded = extents.padded if extents is not None else _count_padded(batch)
         self.padded += padded
         self.computed += padded if trimmed is None else trimmed.tokens
         if self.max_tokens is not None and not self._has_warned and trimmed is not None:
@@ -190,14 +189,24 @@ class TrimSearch:
         if self.max_tokens is None:
             return n
         rows = batch_size(batch)
-        tokens = count_batch(batch)[1]
+        tokens = _count_padded(batch)
         if tokens == 0:
             what = f"max_tokens={self.max_tokens} with a batch whose tokens cannot be counted"
-            why = f"it has no padding that was found ({LOOKED_FOR}), and no integers with a sequence axis"
+            why = f"it has no padding that was found ({LOOKED_FOR}), and neither integers nor features with a sequence axis"
             way_out = "Use trim_padding=TrimPadding(lengths=...), or a number of micro-batches"
             raise ValueError(explain(what, why, way_out))
         each = max(1, self.max_tokens * rows // tokens)
         return -(-rows // each)
+
+
+def _count_padded(batch: Any) -> int:
+    """Return the number of tokens of a batch with their padding; 0 where no tensor has a sequence axis."""
+    tensors = [leaf for leaf in list_leaves(batch).values() if isinstance(leaf, Tensor)]
+    flat = [tensor for tensor in tensors if tensor.ndim == 2]
+    # Token ids, masks, or features of shape (rows, length, features).
+    found = [tensor for tensor in flat if not tensor.is_floating_point()]
+    found = found or [tensor[..., 0] for tensor in tensors if tensor.ndim == 3] or flat
+    return max(tensor.numel() for tensor in found) if found else 0
 
 
 def check_budget(max_tokens: int | None, n: int | str | None) -> int | None:

@@ -106,10 +106,13 @@ def _try(stage: Stage, batch: Any, split: LossSplit, padding: Padding, most_rows
     extents = padding.read(batch)
     if extents is None:
         return Outcome(f"this batch has no {padding}", is_known=False)
-    outcome = Outcome(is_known=False)
+    outcome = Outcome("no row is short enough", is_known=False)
+    rows = _choose_rows(extents, most_rows)
     # Models that need a multiple of some length are tried with that, all others with the exact lengths.
     for multiple in dict.fromkeys((1, multiple_of)):
-        rows, sample = _choose_sample(batch, extents, most_rows, multiple)
+        if stage.gradients and extents.is_whole(rows[1:], multiple):
+            break  # nothing would be cut off
+        sample = _cut_sample(batch, extents, rows, multiple)
         trial = try_split(stage, iter([sample]))
         outcome = _compare(stage, sample, trial, split)
         if not trial.failed or not stage.gradients:
@@ -119,13 +122,20 @@ def _try(stage: Stage, batch: Any, split: LossSplit, padding: Padding, most_rows
     return outcome
 
 
-def _choose_sample(batch: Any, extents: Extents, most_rows: int, multiple: int) -> tuple[list[int], Sample]:
-    """Return the longest, the shortest and a middle row, untrimmed and in trimmed micro-batches."""
+def _choose_rows(extents: Extents, most_rows: int) -> list[int]:
+    """Return the longest row, and the two shortest ones that are not empty."""
     order = sorted(range(len(extents.rows)), key=lambda row: -count_tokens(extents.rows[row]))
-    chosen = [order[0], order[-1], order[len(order) // 2]][: max(2, min(_ROWS, most_rows))]
-    trimmed = trim_batch(batch, extents, [chosen[:1], chosen[1:]], multiple)
-    cutting = list(zip(trimmed.parts, (slice(0, 1), slice(1, len(chosen))), strict=True))
-    return chosen, Sample(pick_rows(batch, chosen), len(chosen), [cutting])
+    filled = [row for row in order if count_tokens(extents.rows[row])]
+    if len(filled) < _ROWS:
+        filled = order
+    return [filled[0], filled[-1], filled[-2]][: max(2, min(_ROWS, most_rows))]
+
+
+def _cut_sample(batch: Any, extents: Extents, rows: list[int], multiple: int) -> Sample:
+    """Return rows with their padding, and in two micro-batches without it: the longest, and the others."""
+    trimmed = trim_batch(batch, extents, [rows[:1], rows[1:]], multiple)
+    cutting = list(zip(trimmed.parts, (slice(0, 1), slice(1, len(rows))), strict=True))
+    return Sample(pick_rows(batch, rows), len(rows), [cutting])
 
 
 def _compare(stage: Stage, sample: Sample, trial: Trial, split: LossSplit) -> Outcome:
