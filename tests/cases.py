@@ -50,6 +50,7 @@ class Loop:
     fabric: Any = None
     wrapped: Any = None
     parts: int = 1
+    trim: Any = None
     window: int = 1
     windows: Iterable[list[Any]] | None = None
     around: list[tuple[int, Callable[[Any], Any]]] = field(default_factory=list)
@@ -79,9 +80,11 @@ class Loop:
             backward, no_sync = self.fabric.backward, lambda: self.fabric.no_backward_sync(self.wrapped)
         self.optimizer.zero_grad()
         if self.window > 1 or self.windows is not None:
-            ft.accumulate_window(self.step, held, self.parts, backward=backward, no_sync=no_sync)
+            how = {"backward": backward, "no_sync": no_sync, "trim_padding": self.trim}
+            ft.accumulate_window(self.step, held, self.parts, **how)
         elif self.parts > 1:
-            ft.accumulate_gradients(self.step, held[0], self.parts, backward=backward, no_sync=no_sync)
+            how = {"backward": backward, "no_sync": no_sync, "trim_padding": self.trim}
+            ft.accumulate_gradients(self.step, held[0], self.parts, **how)
         else:
             backward(self.step(held[0]))
         for act in self.after_backward:
@@ -97,7 +100,7 @@ def applied(technique: Any, loop: Loop) -> None:
 
 
 def splits(technique: Any, loop: Loop) -> None:
-    loop.parts = technique.n
+    loop.parts, loop.trim = technique.n, technique.trimming.how
 
 
 def takes_windows(technique: Any, loop: Loop) -> None:
@@ -271,7 +274,12 @@ def cut_by_hand(batches: Sequence[Any]) -> list[Any]:
 
 CASES = [
     # data
-    Case(lambda: ft.MicroBatching(3), splits, effects.runs_a_third_of_a_batch_at_a_time, tolerance=1e-5),
+    Case(
+        lambda: ft.MicroBatching(3, trim_padding=ft.data.TrimPadding(multiple_of=1)),
+        splits,
+        effects.runs_micro_batches_of_similar_rows,
+        tolerance=1e-5,
+    ),
     Case(
         lambda: ft.TokenWeightedAccumulation(2),
         takes_windows,

@@ -25,7 +25,7 @@ from lightning_fasttrain.data.normalizer.trial.sample_rows import sample_rows
 from lightning_fasttrain.data.normalizer.trial.step_function import key_of, loss_of
 from lightning_fasttrain.data.normalizer.trial.try_split import Stage
 from lightning_fasttrain.data.padding.trim_search import TrimPadding, TrimSearch, check_budget
-from lightning_fasttrain.data.split_batch import batch_size, split_batch
+from lightning_fasttrain.data.split_batch import batch_size
 from lightning_fasttrain.data.trunk.batch_search import (
     OUT_OF_TRIES,
     TRIES,
@@ -108,6 +108,7 @@ def accumulate_gradients(
         found.trimming = trimming
     for attempt in range(TRIES):
         if isinstance(found.split, Trunk):
+            trimming.refuse_trunk(found.split)
             return _run_through(found.split, step, batch, n, backward)
         if n > 1 or trimming.is_asked_for:
             found.look_for_padding(stage_of(step, no_sync), batch, n)
@@ -141,6 +142,7 @@ def accumulate_window(
     check: bool = True,
     backward: Backward = torch.Tensor.backward,
     no_sync: NoSync = nullcontext,
+    trim_padding: bool | TrimPadding | None = None,
 ) -> Tensor:
     """Add the gradient of several batches as if they were one, so that every target has the same weight.
 
@@ -148,7 +150,7 @@ def accumulate_window(
     initialized; there, ranks may hold different numbers of targets and of batches.
 
     Args:
-        step, count, check, backward: as for :func:`accumulate_gradients`.
+        step, count, check, backward, trim_padding: as for :func:`accumulate_gradients`.
         batches: the batches of one optimizer step.
         n: number of micro-batches that each batch is split into.
         no_sync: as for :func:`accumulate_gradients`; entered for all micro-batches of the window but the very last.
@@ -166,16 +168,22 @@ def accumulate_window(
         True
     """
     held = list(batches)
-    parts = [part for batch in held for part in split_batch(batch, n)]
-    if not parts:
+    if not held:
         raise ValueError(explain("no batches", "a window without batches has no gradient", "Skip the step"))
+    positive_int("n", n)
     ranks = rank_count()
     # With other ranks, a single micro-batch is one of several.
-    key = _key(step, named_count(count), is_window=True)
-    found = _find(key, step, held[0], n, count, check, no_sync, len(parts) * ranks, is_window=True).split
-    assert isinstance(found, LossSplit)
+    key = (*_key(step, named_count(count), is_window=True), trim_padding)
+    most = sum(min(n, batch_size(batch)) for batch in held) * ranks
+    found = _find(key, step, held[0], n, count, check, no_sync, most, is_window=True)
+    trimming = found.trimming = found.trimming or TrimSearch(trim_padding)
+    if n > 1 or trimming.is_asked_for:
+        found.look_for_padding(stage_of(step, no_sync), held[0], n)
+    parts = [part for batch in held for part in trimming.cut(batch, n).parts]
+    split = found.split
+    assert isinstance(split, LossSplit)
     try:
-        return _accumulate(step, parts, found, backward, no_sync, ranks, StepGradients(found.parameters))
+        return _accumulate(step, parts, split, backward, no_sync, ranks, StepGradients(split.parameters))
     except OtherSplitError as error:
         raise CannotSplitError(f"in a window of several batches {error}") from error
 

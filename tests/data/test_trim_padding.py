@@ -137,8 +137,13 @@ def two_lengths(net: Tagger) -> tuple[Any, Callable[[Any], Tensor]]:
 FORMS = [keep_mask, pad_mask, left_padding, lengths, pad_ids, nested, square_mask, features, two_lengths]
 
 
+HOW = [{"n": 3}, {"n": 3, "trim_padding": True}, {"max_tokens": 30}, {"n": 1, "trim_padding": True}]
+
+
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("how", [{"n": 3}, {"n": 3, "trim_padding": True}, {"max_tokens": 30}, {"n": 1, "trim_padding": True}])
+@pytest.mark.parametrize(
+    "how", [{"n": 3}, {"n": 3, "trim_padding": True}, {"max_tokens": 30}, {"n": 1, "trim_padding": True}]
+)
 def test_the_gradient_of_trimmed_micro_batches_is_that_of_the_padded_batch(form, how):
     torch.manual_seed(0)
     net = Tagger()
@@ -214,7 +219,8 @@ def test_padding_that_takes_part_stays_and_cutting_it_is_refused(form, why, capl
     net.zero_grad()
     with caplog.at_level("INFO"):
         ft.accumulate_gradients(step, batch, 3)
-    assert f"padding stays in the batches: " in caplog.text and why in caplog.text
+    assert "padding stays in the batches: " in caplog.text
+    assert why in caplog.text
     torch.testing.assert_close(flat_gradient(net), expected, rtol=1e-4, atol=1e-6)
     with pytest.raises(ValueError, match="trim_padding=True cannot cut off the padding of this batch") as refused:
         ft.accumulate_gradients(step, batch, 3, trim_padding=True)
@@ -230,8 +236,30 @@ def test_a_mask_that_disagrees_with_the_labels_is_refused_with_the_sample():
     def step(batch: Any) -> Tensor:
         return F.cross_entropy(net(batch["ids"], batch["mask"]).transpose(1, 2), batch["labels"])
 
-    with pytest.raises(ValueError, match=r"batch\['labels'\] counts entry 20 of sample 4, which is padding by \['mask'\]"):
+    with pytest.raises(
+        ValueError, match=r"batch\['labels'\] counts entry 20 of sample 4, which is padding by \['mask'\]"
+    ):
         ft.accumulate_gradients(step, {"ids": ids, "mask": tokens, "labels": labels}, 3, trim_padding=True)
+
+
+def test_a_loss_that_is_split_at_the_trunk_refuses_to_cut_padding():
+    torch.manual_seed(0)
+    net, (ids, tokens) = Tagger(), texts()
+
+    def contrast(batch: Any) -> Tensor:
+        pooled = (net(batch["ids"], batch["mask"]) * batch["mask"][..., None]).sum(1)
+        return F.cross_entropy(pooled @ pooled.T, torch.arange(len(pooled)))
+
+    batch = {"ids": ids, "mask": tokens}
+    contrast(batch).backward()
+    expected = flat_gradient(net)
+    net.zero_grad()
+    ft.accumulate_gradients(contrast, batch, 3)
+    torch.testing.assert_close(flat_gradient(net), expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(
+        ValueError, match="trim_padding=True with a loss that cannot be split: '.*' runs in micro-batches"
+    ):
+        ft.accumulate_gradients(contrast, batch, 3, trim_padding=True)
 
 
 def test_a_logged_value_that_depends_on_padding_keeps_it():
@@ -268,3 +296,199 @@ def run(module: L.LightningModule, batches: list[Any], *callbacks: L.Callback, *
     )
     trainer.fit(module, loader)
     return trainer
+
+
+# In a run of the Trainer.
+
+
+class TagTrainer(L.LightningModule):
+    """Logs the loss, and returns the logits of its batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = Tagger()
+        self.outputs: list[Any] = []
+        self.logged: list[float] = []
+
+    def training_step(self, batch):
+        logits = self.net(batch["ids"], batch["mask"])
+        loss = mean_of_tokens(logits, batch["ids"], batch["mask"])
+        self.log("loss", loss)
+        first = batch["ids"].gather(1, batch["mask"].long().argmax(1, keepdim=True))[:, 0]
+        return {"loss": loss, "logits": logits.detach(), "first": first}
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.outputs.append(outputs)
+        self.logged.append(float(self.trainer.callback_metrics["loss"]))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def shuffled_batches(count: int = 4) -> list[Any]:
+    ids, tokens = texts()
+    batches = []
+    for seed in range(count):
+        order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed))
+        batches.append({"ids": (ids * (seed + 1) % WORDS)[order] * tokens[order], "mask": tokens[order]})
+    return batches
+
+
+@pytest.mark.parametrize("how", [{"n": 3}, {"max_tokens": 40}, {"n": "auto"}, {"n": 1, "trim_padding": True}], ids=str)
+def test_results_of_a_step_keep_the_order_and_the_shape_of_the_batch(how):
+    plain, trimmed = TagTrainer(), TagTrainer()
+    run(plain, shuffled_batches())
+    run(trimmed, shuffled_batches(), ft.MicroBatching(**how))
+    for one, other, batch in zip(plain.outputs, trimmed.outputs, shuffled_batches(), strict=True):
+        assert one["first"].tolist() == other["first"].tolist()
+        kept = one["logits"] * batch["mask"][..., None]
+        torch.testing.assert_close(other["logits"] * batch["mask"][..., None], kept, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.tensor(trimmed.logged), torch.tensor(plain.logged), rtol=1e-5, atol=0)
+    for one, other in zip(plain.parameters(), trimmed.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_a_budget_of_tokens_bounds_every_micro_batch_and_a_longer_row_runs_alone(caplog):
+    shapes, module, micro = [], TagTrainer(), ft.MicroBatching(max_tokens=20)
+    module.net.embed.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))
+    with caplog.at_level("INFO"):
+        run(module, shuffled_batches(3), micro)
+    in_last_batch = shapes[-micro.parts :]
+    assert sum(rows for rows, _ in in_last_batch) == len(LENGTHS)
+    assert [shape for shape in in_last_batch if shape[0] * shape[1] > 20] == [(1, 24)]
+    assert caplog.text.count("a row of 24 tokens runs alone, above max_tokens=20") == 1
+    assert 0.3 < micro.trimming.saved < 0.8
+    assert micro.outcome(module) == f"{micro.trimming.saved:.0%} of the tokens were padding that did not run"
+
+
+def test_windows_of_several_batches_are_trimmed_too():
+    plain, trimmed = TagTrainer(), TagTrainer()
+    widths = []
+    trimmed.net.embed.register_forward_pre_hook(lambda _, args: widths.append(args[0].shape[1]))
+    run(plain, shuffled_batches(4), ft.TokenWeightedAccumulation(2))
+    run(trimmed, shuffled_batches(4), ft.TokenWeightedAccumulation(2), ft.MicroBatching(3))
+    assert min(widths[-3:]) < LONGEST
+    for one, other in zip(plain.parameters(), trimmed.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_the_padding_that_was_found_is_in_the_checkpoint(tmp_path):
+    micro = ft.MicroBatching(3)
+    trainer = run(TagTrainer(), shuffled_batches(1), micro)
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    other = ft.MicroBatching(3)
+    checkpoint = torch.load(tmp_path / "run.ckpt", weights_only=True)
+    other.on_load_checkpoint(trainer, trainer.lightning_module, checkpoint)
+    assert micro.trimming.padding is not None
+    assert other.trimming.padding == micro.trimming.padding
+
+
+def test_batches_without_padding_are_split_as_they_are():
+    module, micro = TagTrainer(), ft.MicroBatching(4)
+    seen = []
+    module.net.embed.register_forward_pre_hook(lambda _, args: seen.append(args[0][:, 0].tolist()))
+    ids = torch.randint(1, WORDS, (8, 16))
+    run(module, [{"ids": ids, "mask": torch.ones_like(ids).bool()}] * 2, micro)
+    assert seen[-4:] == [ids[i : i + 2, 0].tolist() for i in range(0, 8, 2)]
+    assert micro.trimming.saved == 0
+
+
+# What is cut.
+
+
+def padding_of(ids: Tensor) -> Padding:
+    return Padding((PaddedAxis((("batch", (1,)),), "batch", 0),))
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("multiple_of", [1, 4, 8])
+def test_groups_hold_every_row_once_within_the_budget(seed, multiple_of):
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 50, (17,), generator=generator)
+    ids = (torch.arange(50)[None] < lengths[:, None]).long()
+    extents = padding_of(ids).read(ids)
+    groups = group_rows(extents, 60, multiple_of)
+    assert sorted(row for rows in groups for row in rows) == list(range(17))
+    trimmed = trim_batch(ids, extents, groups, multiple_of)
+    for part, rows in zip(trimmed.parts, groups, strict=True):
+        assert part.numel() <= 60 or len(rows) == 1
+        assert part.sum() == lengths[rows].sum()
+        assert part.shape[1] < lengths[rows].max() + multiple_of
+    for n in (1, 4, 17, 30):
+        even = group_rows_evenly(extents, n, multiple_of)
+        assert len(even) <= n
+        equal = -(-17 // n) * int(lengths.max() + multiple_of)
+        assert max(part.numel() for part in trim_batch(ids, extents, even, multiple_of).parts) <= equal
+
+
+def test_two_sided_padding_is_cut_on_both_sides():
+    ids = torch.tensor([[0, 0, 1, 2, 0, 0, 0, 0], [0, 3, 4, 0, 0, 0, 0, 0]])
+    extents = padding_of(ids).read(ids)
+    assert trim_batch(ids, extents, [[0, 1]], 1).parts[0].tolist() == [[0, 1, 2], [3, 4, 0]]
+    assert trim_batch(ids, extents, [[0], [1]], 4).parts[0].tolist() == [[1, 2, 0, 0]]
+
+
+def test_empty_rows_and_batches_without_padding():
+    ids = torch.tensor([[0, 0, 0], [1, 0, 0]])
+    extents = padding_of(ids).read(ids)
+    assert [part.tolist() for part in trim_batch(ids, extents, [[1], [0]], 1).parts] == [[[1]], [[0]]]
+    assert extents.filled == 1
+    assert propose_padding(torch.ones(3, 4)) == []
+
+
+# Mistakes.
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ft.MicroBatching(), "neither n nor max_tokens= is given"),
+        (lambda: ft.MicroBatching(4, max_tokens=100), "n and max_tokens= are both given"),
+        (lambda: ft.MicroBatching(max_tokens=0), "max_tokens=0"),
+        (lambda: ft.data.TrimPadding(multiple_of=0), "multiple_of=0"),
+        (
+            lambda: ft.MicroBatching(4, split=lambda batch, n: [batch], trim_padding=True),
+            "split= with trim_padding=True",
+        ),
+    ],
+)
+def test_wrong_arguments_are_refused_at_once(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_lengths_that_do_not_exist_are_refused_with_the_names_that_do():
+    net = Tagger()
+    batch, step = keep_mask(net)
+    with pytest.raises(ValueError, match=r"lengths='attention_mask': the batch has no tensor .* \['ids'\], \['mask'\]"):
+        ft.accumulate_gradients(step, batch, 2, trim_padding=ft.data.TrimPadding(lengths="attention_mask"))
+    with pytest.raises(TypeError, match="lengths=3: expected a name or a function"):
+        ft.data.TrimPadding(lengths=3)
+
+
+def test_tokens_that_cannot_be_counted_are_refused():
+    net = nn.Linear(3, 1)
+    with pytest.raises(ValueError, match="max_tokens=10 with a batch whose tokens cannot be counted"):
+        ft.accumulate_gradients(lambda x: net(x.flatten(1)).mean(), torch.zeros(4, 1, 1, 3), max_tokens=10)
+
+
+@pytest.mark.parametrize("lengths", ["mask", lambda batch: batch["mask"].sum(1)])
+def test_what_shows_the_padding_can_be_given(lengths):
+    torch.manual_seed(0)
+    net = Tagger()
+    batch, step = keep_mask(net)
+    step(batch).backward()
+    expected = flat_gradient(net)
+    net.zero_grad()
+    ft.accumulate_gradients(step, batch, 3, trim_padding=ft.data.TrimPadding(lengths=lengths))
+    torch.testing.assert_close(flat_gradient(net), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_training_that_finds_no_padding_says_what_was_looked_for(recwarn):
+    module = TagTrainer()
+    ids = torch.randint(1, WORDS, (8, 16))
+    run(module, [{"ids": ids, "mask": torch.ones_like(ids).bool()}] * 2, ft.MicroBatching(4, trim_padding=True))
+    assert any(
+        "no padding was found in the first batch (masks of zeros and ones" in str(one.message) for one in recwarn
+    )

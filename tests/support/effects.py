@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_fasttrain.core.messages import say_once
+from lightning_fasttrain.data import TrimPadding
 from lightning_fasttrain.data.loaders.even_epochs import EvenLoader
 from tests.support.nets import TinyLM, as_loader, fit, heard, largest_difference, lm_batches, trainer, weights
 
@@ -49,11 +50,17 @@ def trained(module: Any) -> list[str]:
 # data
 
 
-def runs_a_third_of_a_batch_at_a_time(kind: Kind) -> None:
-    rows, net = [], TinyLM()
-    net.embed.register_forward_pre_hook(lambda module, inputs: rows.append(len(inputs[0])))
+def runs_micro_batches_of_similar_rows(kind: Kind) -> None:
+    shapes, net = [], TinyLM()
+    net.embed.register_forward_pre_hook(lambda module, inputs: shapes.append(inputs[0].shape))
     fit(net, BATCHES, [kind(3)])
-    assert max(rows) == len(BATCHES[0]["labels"]) // 3
+    rows, length = BATCHES[0]["labels"].shape
+    assert max(shape[0] for shape in shapes) == rows // 3
+    shapes.clear()
+    fit(net, BATCHES, [kind(3, trim_padding=TrimPadding(multiple_of=1))])
+    assert min(shape[1] for shape in shapes) < length
+    padded = rows * length * len(BATCHES)
+    assert sum(shape.numel() for shape in shapes[-3 * len(BATCHES) :]) < 0.9 * padded
 
 
 def steps_once_for_two_batches(kind: Kind) -> None:

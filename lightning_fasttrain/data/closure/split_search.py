@@ -158,6 +158,8 @@ class SplitSearch:
     def _use(self, found: LossSplit | Trunk | None) -> None:
         """Use this split from now on, and pass it to the techniques."""
         if isinstance(found, Trunk):
+            if self.micro is not None:
+                self.micro.trimming.refuse_trunk(found)
             if self.trunk is None:
                 self.forwards, self._undo_trunk = found.install(1)
             self.trunk = found

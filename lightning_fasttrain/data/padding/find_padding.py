@@ -151,7 +151,14 @@ def _list_values(leaf: Tensor, axis: int) -> Iterator[tuple[int, float]]:
     elif leaf.ndim == 2 and not leaf.is_complex():
         first, last = (float(column.mode().values) for column in (leaf[:, 0], leaf[:, -1]))
         for value in dict.fromkeys((last, first)):
-            yield (_LABELS if value == _IGNORED else _IDS), value
+            if value == _IGNORED or _is_no_chance(find_extents(leaf, axis, value), leaf.shape[1]):
+                yield (_LABELS if value == _IGNORED else _IDS), value
+
+
+def _is_no_chance(ends: Tensor, size: int) -> bool:
+    """Whether some row has two padded entries or more: one may be a token that happens to have this value."""
+    widths = ends[:, 1] - ends[:, 0]
+    return bool(((size - widths >= 2) & (widths > 0)).any())
 
 
 def _is_binary(leaf: Tensor) -> bool:

@@ -181,6 +181,10 @@ class Extents:
         """Whether nothing of these rows is cut off."""
         return count_tokens(self.spans_of(rows, multiple_of)) == sum(self.sizes)
 
+    def may_be_cut(self, multiple_of: int) -> bool:
+        """Whether some row is short enough for padding to be cut off."""
+        return any(not self.is_whole([row], multiple_of) for row in range(len(self.rows)))
+
     def round(self, ends: "Ends", multiple_of: int) -> "Ends":
         spans: Ends = []
         for (start, stop), size in zip(ends, self.sizes, strict=True):

@@ -18,6 +18,7 @@ from lightning_fasttrain.data.padding.try_trimming import Outcome, find_trimming
 from lightning_fasttrain.data.split_batch import batch_size, split_batch
 
 _LEAST = 0.05  # a smaller share of padding is not worth a trial
+_WAY_OUT = "Leave trim_padding out, which cuts padding off only where the gradient stays the same"
 LOOKED_FOR = (
     "masks of zeros and ones, lengths of rows, integers that end or begin with one value, and labels of -100 were "
     "looked for"
@@ -114,6 +115,12 @@ class TrimSearch:
         """Take over what another run of the same steps has found."""
         self.padding, self.why_not = other.padding, other.why_not
 
+    def refuse_trunk(self, trunk: object) -> None:
+        """Raises: ValueError: padding must be cut off, but the loss sees the whole batch."""
+        if self.wanted:
+            why = f"{trunk} runs in micro-batches, and the loss sees the whole batch with its padding"
+            raise ValueError(explain("trim_padding=True with a loss that cannot be split", why, _WAY_OUT))
+
     def look_at(self, stage: Stage, batch: Any, split: LossSplit, most_rows: int) -> None:
         """Find the padding of a batch, and try on a few of its rows whether it can be cut off; all ranks call this.
 
@@ -142,8 +149,7 @@ class TrimSearch:
     def _refuse(self, why: str) -> None:
         had, self.padding, self.why_not = self.padding, None, why
         if self.wanted:
-            way_out = "Use trim_padding=False"
-            raise ValueError(explain("trim_padding=True cannot cut off the padding of this batch", why, way_out))
+            raise ValueError(explain("trim_padding=True cannot cut off the padding of this batch", why, _WAY_OUT))
         if had is not None:
             warn(f"MicroBatching: the padding read from {had} is no longer cut off: {why}")
         else:
@@ -154,7 +160,7 @@ class TrimSearch:
         extents = None if self.padding is None else self.padding.read(batch)
         if self.padding is not None and extents is None:
             self._warn_of_other_batch(self.padding)
-        if extents is None or extents.filled == extents.padded:
+        if extents is None or not extents.may_be_cut(self.how.multiple_of):
             self._note(batch, extents, None)
             return WholeParts(split(batch, n))
         if self.max_tokens is None:
@@ -192,7 +198,7 @@ class TrimSearch:
         tokens = _count_padded(batch)
         if tokens == 0:
             what = f"max_tokens={self.max_tokens} with a batch whose tokens cannot be counted"
-            why = f"it has no padding that was found ({LOOKED_FOR}), and neither integers nor features with a sequence axis"
+            why = f"no padding was found ({LOOKED_FOR}), and neither integers nor features have a sequence axis"
             way_out = "Use trim_padding=TrimPadding(lengths=...), or a number of micro-batches"
             raise ValueError(explain(what, why, way_out))
         each = max(1, self.max_tokens * rows // tokens)
