@@ -27,6 +27,16 @@ def test_micro_batches_have_the_gradient_of_the_unsplit_step(found):
     assert largest(found, "micro agree") == 0
 
 
+@pytest.mark.parametrize("how", ["trimmed", "token budget"])
+def test_ranks_cut_off_their_own_padding(found, how):
+    for rank in found:
+        error, disagreement, reductions, saved = rank[how]
+        assert error < 2e-6
+        assert disagreement == 0
+        assert reductions == rank["reductions a step"][0]
+        assert saved > 0.1
+
+
 def test_gradients_are_synchronised_once_a_step(found):
     for rank in found:
         for key in ("reductions a step", "reductions a step, accumulating"):

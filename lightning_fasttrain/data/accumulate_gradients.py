@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -106,13 +106,14 @@ def accumulate_gradients(
     found = _find(key, step, batch, n, count, check, no_sync, most, is_window=False)
     if found.trimming is None:
         found.trimming = trimming
+    stage = stage_of(step, no_sync)
+    if (n > 1 or trimming.is_asked_for) and (check or trimming.wanted):
+        found.look_for_padding(stage, batch, n)
     for attempt in range(TRIES):
         if isinstance(found.split, Trunk):
             trimming.refuse_trunk(found.split)
             return _run_through(found.split, step, batch, n, backward)
-        if n > 1 or trimming.is_asked_for:
-            found.look_for_padding(stage_of(step, no_sync), batch, n)
-        parts = found.trimming.cut(batch, n).parts
+        parts = found.trimming.cut(batch, n, in_lockstep=rank_count() > 1 and not stage.may_scale).parts
         gradients = StepGradients(found.split.parameters)
         try:
             return _accumulate(step, parts, found.split, backward, no_sync, 1, gradients)
@@ -177,9 +178,11 @@ def accumulate_window(
     most = sum(min(n, batch_size(batch)) for batch in held) * ranks
     found = _find(key, step, held[0], n, count, check, no_sync, most, is_window=True)
     trimming = found.trimming = found.trimming or TrimSearch(trim_padding)
-    if n > 1 or trimming.is_asked_for:
-        found.look_for_padding(stage_of(step, no_sync), held[0], n)
-    parts = [part for batch in held for part in trimming.cut(batch, n).parts]
+    stage = stage_of(step, no_sync)
+    if (n > 1 or trimming.is_asked_for) and (check or trimming.wanted):
+        found.look_for_padding(stage, held[0], n)
+    in_lockstep = ranks > 1 and not stage.may_scale
+    parts = [part for batch in held for part in trimming.cut(batch, n, in_lockstep=in_lockstep).parts]
     split = found.split
     assert isinstance(split, LossSplit)
     try:
@@ -195,15 +198,15 @@ class _Found:
     split: LossSplit | Trunk
     looks: Looks
     trimming: TrimSearch | None = None
-    trim_looks: Looks | None = None
+    trim_looks: Looks = field(default_factory=lambda: Looks(from_first=True))
 
     def look_for_padding(self, stage: Stage, batch: Any, n: int) -> None:
         """Look for padding in the first batch, and in batches 2, 4, 8, ... while that takes little time."""
-        if self.trimming is None or not self.trimming.is_open or not isinstance(self.split, LossSplit):
+        if self.trimming is None or not self.trimming.is_open:
             return
-        is_due = self.trim_looks is None or self.trim_looks.is_due(lambda: True)
-        self.trim_looks = self.trim_looks or Looks()
-        if is_due and not self.split.provisional:
+        # All ranks are asked, though one of them may have found another split, or the trunk, by itself.
+        is_due = self.trim_looks.is_due(lambda: isinstance(self.split, LossSplit) and not self.split.provisional)
+        if is_due and isinstance(self.split, LossSplit):
             with self.trim_looks.timed():
                 self.trimming.look_at(stage, batch, self.split, -(-batch_size(batch) // n))
 
@@ -244,8 +247,7 @@ def _find(
             split = _search(step, batch, n, count, check, no_sync, is_window).find(together=True)
         split = prefer_what_shows_something(split, before)
         assert split is not None  # this stage refuses a step that returns None
-        trimming, trim_looks = (None, None) if known is None else (known.trimming, known.trim_looks)
-        known = _found[key] = _Found(split, looks, trimming, trim_looks)
+        known = _found[key] = _Found(split, looks) if known is None else replace(known, split=split)
         if len(_found) > _MOST_FOUND:
             _found.popitem(last=False)
     return known

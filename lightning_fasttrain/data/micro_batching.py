@@ -174,9 +174,12 @@ class MicroBatching(Technique):
         return Exactness.CHANGES_TRAINING if accepts_statistics else self.exactness
 
     def outcome(self, model: nn.Module) -> str:
-        fits = f"batches fit with {number_of(self.n, 'micro-batch', 'micro-batches')}" if self.adaptive else ""
-        saved = f"{self.trimming.saved:.0%} of the tokens were padding that did not run"
-        return "; ".join([part for part in (fits, saved if self.trimming.saved else "") if part])
+        found: list[str] = []
+        if self.adaptive:
+            found.append(f"batches fit with {number_of(self.n, 'micro-batch', 'micro-batches')}")
+        if self.trimming.saved:
+            found.append(f"{self.trimming.saved:.0%} of the tokens were padding that did not run")
+        return "; ".join(found)
 
     def why_idle(self, model: nn.Module) -> tuple[str, str] | None:
         if self.trimming.wanted and self.trimming.padding is None and self.trimming.is_open:

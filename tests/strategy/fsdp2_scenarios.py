@@ -344,6 +344,8 @@ def techniques(found, folder):
         lambda: [ft.ActivationCheckpointing(ft.model.SelectiveOps())],
         lambda: [ft.ActivationOffload(min_mib=0, folder=folder), ft.EagerGradientRelease(), ft.DevicePrefetch()],
         lambda: [ft.MicroBatching(3)],
+        lambda: [ft.MicroBatching(3, trim_padding=ft.data.TrimPadding(multiple_of=1))],
+        lambda: [ft.MicroBatching(max_tokens=9, trim_padding=ft.data.TrimPadding(multiple_of=1))],
     ):
         module, _ = fit(make())
         expected = ddp(callbacks=make())[0] if isinstance(make()[0], CHANGE_RESULTS) else plain

@@ -103,6 +103,11 @@ def main(path):
     split, seen, u, reductions = run([ft.MicroBatching(3)], mine)
     found["micro"] = worst(expected, seen)
     found["micro agree"] = agree(split)
+    trims = ft.data.TrimPadding(multiple_of=1)
+    for name, how in {"trimmed": {"n": 3}, "token budget": {"max_tokens": 9}}.items():
+        micro = ft.MicroBatching(**how, trim_padding=trims)
+        module, seen, t, reductions = run([micro], mine)
+        found[name] = [worst(expected, seen), agree(module), len(reductions), micro.trimming.saved]
     found["reductions a step"] = [len(plain_reductions), len(reductions)]
 
     plain, expected, t, plain_reductions = run([], mine, accumulate_grad_batches=2)

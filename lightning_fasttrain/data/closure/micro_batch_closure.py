@@ -156,7 +156,7 @@ class BatchClosures:
     def _run_in(self, micro: Splitter, n: int, batch: Any, rest: list[Any], optimizer: Optimizer) -> "_Result":
         """Run a batch in ``n`` micro-batches: the whole step for each, or the trunk alone."""
         if self.search.trunk is None:
-            cut = micro.trimming.cut(batch, n, micro.split)
+            cut = micro.trimming.cut(batch, n, micro.split, in_lockstep=self.search.runs_in_lockstep)
             micro.parts = len(cut.parts)
             return self._run_parts(batch, cut, rest, optimizer)
         for forward in self.search.forwards:

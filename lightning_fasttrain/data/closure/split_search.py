@@ -55,8 +55,7 @@ class SplitSearch:
         self.forwards: list[MicroBatchedForward] = []
         self._undo_trunk: Undo = _do_nothing
         self._looks = Looks()
-        self._trim_looks = Looks()
-        self._has_looked_for_padding = False
+        self._trim_looks = Looks(from_first=True)
         self._log_looks = 0
         self._differing: dict[str, DeferredFlag] = {}
 
@@ -71,22 +70,26 @@ class SplitSearch:
             return
         if self.split is None or self.split.provisional or is_due:
             self._find_split(batch, rest)
-        if self._may_trim and (
-            not self._has_looked_for_padding or (not votes and self._trim_looks.is_due(lambda: True))
-        ):
+        # All ranks are asked, though one of them may have found another split, or the trunk, by itself.
+        asks = self._asks_for_padding and not (votes and self._trim_looks.has_begun)
+        if asks and self._trim_looks.is_due(lambda: self._may_trim(batch)):
             self._look_for_padding(batch, rest)
 
     @property
-    def _may_trim(self) -> bool:
-        """Whether padding may be cut off: not if the loss sees the whole batch, or the user's function splits it."""
-        if self.micro is None or self.trunk is not None or self.split is None or self.split.provisional:
+    def _asks_for_padding(self) -> bool:
+        """Whether padding is looked for in this run, which all ranks answer identically."""
+        if self.micro is None or self.micro.split is not split_batch:
             return False
-        return self.micro.trimming.is_open and self.micro.split is split_batch
+        is_tried = self._counting.check or self.micro.trimming.wanted
+        return bool(is_tried) and self.micro.trimming.is_open
+
+    def _may_trim(self, batch: Any) -> bool:
+        is_split = self.trunk is None and self.split is not None and not self.split.provisional
+        return is_split and can_be_cut(batch)
 
     def _look_for_padding(self, batch: Any, rest: list[Any]) -> None:
         assert self.micro is not None
         assert self.split is not None
-        self._has_looked_for_padding = True
         most_rows = -(-batch_size(batch) // self.micro.n)
         with self._trim_looks.timed():
             self.micro.trimming.look_at(self._stage(rest, CollectivesWatch()), batch, self.split, most_rows)
@@ -109,8 +112,7 @@ class SplitSearch:
         self._use(shared.split)
         if self.micro is not None and shared.trimming is not None:
             self.micro.trimming.take(shared.trimming)
-            self._has_looked_for_padding = True
-        return True
+            return True
 
     def size_of(self, batch: Any) -> Number:
         """Return an estimate of what the loss of a batch is divided by."""
@@ -202,6 +204,13 @@ class SplitSearch:
             del self._differing[name]
             return earlier.read()
         return False
+
+    @property
+    def runs_in_lockstep(self) -> bool:
+        """Whether all ranks must run the same number of micro-batches, since each of them communicates."""
+        if self.trainer.world_size == 1:
+            return False
+        return is_sharded(self.trainer.lightning_module) or own_scaling(self.trainer.strategy)
 
     def leave_trunk(self) -> None:
         """Restore the trunk's forwards at the end of the run."""

@@ -112,7 +112,10 @@ def find_log_rules(
 
 
 def settle_rivals(
-    name: str, found: FoundRule, splits: Sequence[tuple[LoggedRun, Sequence[LoggedRun]]]
+    name: str,
+    found: FoundRule,
+    splits: Sequence[tuple[LoggedRun, Sequence[LoggedRun]]],
+    rounding: float = _ROUNDING,
 ) -> FoundRule | None:
     """Keep the rules of a name that also give the values of further runs; None where none does.
 
@@ -120,9 +123,10 @@ def settle_rivals(
         name: name of the value.
         found: the rules that matched so far.
         splits: as for :func:`find_log_rules`.
+        rounding: relative difference that counts as rounding.
     """
     telling = [(whole, micro_batches) for whole, micro_batches in splits if name in whole.values]
-    return _choose([rule for rule in (found.rule, *found.rivals) if _fits_all(name, rule, telling)])
+    return _choose([rule for rule in (found.rule, *found.rivals) if _fits_all(name, rule, telling, rounding)])
 
 
 def _choose(fitting: Sequence[LogRule]) -> FoundRule | None:
@@ -147,11 +151,16 @@ def merge_log_rules(
     return merged
 
 
-def _fits_all(name: str, rule: LogRule, splits: Sequence[tuple[LoggedRun, Sequence[LoggedRun]]]) -> bool:
-    return all(_fits(name, rule, whole, micro_batches) for whole, micro_batches in splits)
+def _fits_all(
+    name: str,
+    rule: LogRule,
+    splits: Sequence[tuple[LoggedRun, Sequence[LoggedRun]]],
+    rounding: float = _ROUNDING,
+) -> bool:
+    return all(_fits(name, rule, whole, micro_batches, rounding) for whole, micro_batches in splits)
 
 
-def _fits(name: str, rule: LogRule, whole: LoggedRun, micro_batches: Sequence[LoggedRun]) -> bool:
+def _fits(name: str, rule: LogRule, whole: LoggedRun, micro_batches: Sequence[LoggedRun], rounding: float) -> bool:
     weights = list(_weights(name, rule, micro_batches))
     values = [micro_batch.values[name].value for micro_batch in micro_batches]
     if None in weights:
@@ -161,7 +170,9 @@ def _fits(name: str, rule: LogRule, whole: LoggedRun, micro_batches: Sequence[Lo
     total = 1.0 if rule == SUM else sum(weights)
     size = max([abs(product) for product in products], default=0.0)
     expected = whole.values[name].value
-    return bool(total) and _is_near(sum(products) / total, expected, size / total)
+    # A small difference of large numbers, such as a divergence, has few exact digits.
+    size = max(size, rounding * abs(whole.loss * total))
+    return bool(total) and _is_near(sum(products) / total, expected, size / total, rounding)
 
 
 def _weights(name: str, rule: LogRule, micro_batches: Sequence[LoggedRun]) -> Iterator[Any]:
@@ -183,5 +194,5 @@ def _count(rule: LogRule, batch: Any) -> float | None:
         return None
 
 
-def _is_near(one: float, other: float, size: float) -> bool:
-    return abs(one - other) <= _ROUNDING * max(abs(size), abs(other), 1e-30)
+def _is_near(one: float, other: float, size: float, rounding: float = _ROUNDING) -> bool:
+    return abs(one - other) <= rounding * max(abs(size), abs(other), 1e-30)

@@ -156,9 +156,10 @@ def _list_values(leaf: Tensor, axis: int) -> Iterator[tuple[int, float]]:
 
 
 def _is_no_chance(ends: Tensor, size: int) -> bool:
-    """Whether some row has two padded entries or more: one may be a token that happens to have this value."""
+    """Whether several rows have two padded entries or more: one may be a token that happens to have this value."""
     widths = ends[:, 1] - ends[:, 0]
-    return bool(((size - widths >= 2) & (widths > 0)).any())
+    rows = int(((size - widths >= 2) & (widths > 0)).sum())
+    return rows >= max(1, min(2, len(ends) - 1))
 
 
 def _is_binary(leaf: Tensor) -> bool:

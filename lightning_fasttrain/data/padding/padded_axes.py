@@ -135,7 +135,7 @@ def padding_in(state: Sequence[dict[str, Any]]) -> Padding | None:
 
 @dataclass(frozen=True)
 class Extents:
-    """Where the rows of one batch begin and end.
+    """Places at which the rows of one batch begin and end.
 
     Attributes:
         padding: the axes.
@@ -209,7 +209,8 @@ def merge_ends(all_ends: Sequence[Ends]) -> Ends:
     merged: Ends = []
     for along in zip(*all_ends, strict=True):
         filled = [ends for ends in along if ends[1] > 0] or [[0, 0]]
-        merged.append([min(start for start, _ in filled), max(stop for _, stop in filled)])
+        starts, stops = zip(*filled, strict=True)
+        merged.append([min(starts), max(stops)])
     return merged
 
 

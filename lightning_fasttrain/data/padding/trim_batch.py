@@ -170,3 +170,21 @@ def group_rows_evenly(extents: Extents, n: int, multiple_of: int) -> list[list[i
         else:
             best, high = groups, middle
     return best
+
+
+def split_groups(groups: Sequence[Sequence[int]], n: int) -> list[list[int]]:
+    """Return ``n`` groups, by halving those with the most rows; fewer if there are not enough rows.
+
+    Example:
+        >>> split_groups([[0], [1, 2, 3], [4, 5]], 5)
+        [[0], [1, 2], [3], [4], [5]]
+    """
+    split = [list(group) for group in groups]
+    while len(split) < n:
+        largest = max(range(len(split)), key=lambda place: len(split[place]))
+        rows = split[largest]
+        if len(rows) == 1:
+            break
+        half = -(-len(rows) // 2)
+        split[largest : largest + 1] = [rows[:half], rows[half:]]
+    return split

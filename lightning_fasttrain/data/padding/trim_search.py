@@ -8,13 +8,20 @@ import torch
 from torch import Tensor
 
 from lightning_fasttrain.core.checks import positive_int
+from lightning_fasttrain.core.distributed import from_all_ranks
 from lightning_fasttrain.core.messages import explain, say, warn
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit
 from lightning_fasttrain.data.normalizer.trial.try_split import Stage
 from lightning_fasttrain.data.padding.find_padding import propose_padding
 from lightning_fasttrain.data.padding.padded_axes import Extents, Lengths, Padding, list_leaves
-from lightning_fasttrain.data.padding.trim_batch import TrimmedParts, group_rows, group_rows_evenly, trim_batch
-from lightning_fasttrain.data.padding.try_trimming import Outcome, find_trimming
+from lightning_fasttrain.data.padding.trim_batch import (
+    TrimmedParts,
+    group_rows,
+    group_rows_evenly,
+    split_groups,
+    trim_batch,
+)
+from lightning_fasttrain.data.padding.try_trimming import Outcome, find_trimming, list_candidates
 from lightning_fasttrain.data.split_batch import batch_size, split_batch
 
 _LEAST = 0.05  # a smaller share of padding is not worth a trial
@@ -27,7 +34,7 @@ LOOKED_FOR = (
 
 @dataclass(frozen=True)
 class TrimPadding:
-    """How padding is found and cut off.
+    """Settings for finding padding and cutting it off.
 
     Attributes:
         lengths: the tensor that shows the padding, by its name in the batch (a mask, lengths, token ids or labels), or
@@ -127,15 +134,19 @@ class TrimSearch:
         Raises:
             ValueError: it must be cut off and cannot be.
         """
-        zeros = self.wanted is True
-        proposals = propose_padding(batch, self.how.lengths, zeros=zeros) if batch_size(batch) > 1 else []
-        worthy = [axis for axis in proposals if zeros or axis[0].share >= _LEAST]
-        found, outcome = find_trimming(stage, batch, split, worthy, most_rows, self.how.multiple_of)
+        candidates = [self.padding] if self.padding is not None else self._list_candidates(batch)
+        found, outcome = find_trimming(stage, batch, split, candidates, most_rows, self.how.multiple_of)
         if found is not None:
             self._say_found(found, outcome, batch)
             self.padding = found
         elif outcome.is_known:
             self._refuse(outcome.why_not)
+
+    def _list_candidates(self, batch: Any) -> list[Padding]:
+        if batch_size(batch) == 1:
+            return []
+        proposals = propose_padding(batch, self.how.lengths, zeros=self.wanted is True)
+        return list_candidates([axis for axis in proposals if self.wanted or axis[0].share >= _LEAST])
 
     def _say_found(self, found: Padding, outcome: Outcome, batch: Any) -> None:
         extents = found.read(batch)
@@ -155,21 +166,41 @@ class TrimSearch:
         else:
             say("MicroBatching: padding stays in the batches: %s", why)
 
-    def cut(self, batch: Any, n: int, split: Callable[[Any, int], list[Any]] = split_batch) -> Parts:
-        """Cut a batch into ``n`` micro-batches, or into as many as the budget of tokens needs."""
+    def cut(
+        self,
+        batch: Any,
+        n: int,
+        split: Callable[[Any, int], list[Any]] = split_batch,
+        *,
+        in_lockstep: bool = False,
+    ) -> Parts:
+        """Cut a batch into ``n`` micro-batches, or into as many as the budget of tokens needs.
+
+        Args:
+            batch: the batch.
+            n: number of micro-batches if rows keep their padding.
+            split: how a batch is split that keeps its padding.
+            in_lockstep: whether all ranks must run the same number of micro-batches.
+        """
         extents = None if self.padding is None else self.padding.read(batch)
         if self.padding is not None and extents is None:
             self._warn_of_other_batch(self.padding)
-        if extents is None or not extents.may_be_cut(self.how.multiple_of):
+        is_cut = extents is not None and extents.may_be_cut(self.how.multiple_of)
+        rows = self._group(extents, n) if extents is not None and is_cut else []
+        if in_lockstep:
+            n = n if self.max_tokens is None else max(from_all_ranks([len(rows) or n]))
+            rows = split_groups(rows, n) if rows else rows
+        if extents is None or not rows:
             self._note(batch, extents, None)
             return WholeParts(split(batch, n))
-        if self.max_tokens is None:
-            rows = group_rows_evenly(extents, n, self.how.multiple_of)
-        else:
-            rows = group_rows(extents, self.max_tokens, self.how.multiple_of)
         trimmed = trim_batch(batch, extents, rows, self.how.multiple_of)
         self._note(batch, extents, trimmed)
         return trimmed
+
+    def _group(self, extents: Extents, n: int) -> list[list[int]]:
+        if self.max_tokens is None:
+            return group_rows_evenly(extents, n, self.how.multiple_of)
+        return group_rows(extents, self.max_tokens, self.how.multiple_of)
 
     def _note(self, batch: Any, extents: Extents | None, trimmed: TrimmedParts | None) -> None:
         padded = extents.padded if extents is not None else _count_padded(batch)
@@ -207,12 +238,14 @@ class TrimSearch:
 
 def _count_padded(batch: Any) -> int:
     """Return the number of tokens of a batch with their padding; 0 where no tensor has a sequence axis."""
-    tensors = [leaf for leaf in list_leaves(batch).values() if isinstance(leaf, Tensor)]
-    flat = [tensor for tensor in tensors if tensor.ndim == 2]
-    # Token ids, masks, or features of shape (rows, length, features).
-    found = [tensor for tensor in flat if not tensor.is_floating_point()]
-    found = found or [tensor[..., 0] for tensor in tensors if tensor.ndim == 3] or flat
-    return max(tensor.numel() for tensor in found) if found else 0
+    most = 0
+    for leaf in list_leaves(batch).values():
+        if not isinstance(leaf, Tensor):
+            continue
+        # Token ids or masks, and features of shape (rows, length, features).
+        if (leaf.ndim == 2 and not leaf.is_floating_point()) or leaf.ndim == 3:
+            most = max(most, leaf.shape[0] * leaf.shape[1])
+    return most
 
 
 def check_budget(max_tokens: int | None, n: int | str | None) -> int | None:

@@ -22,11 +22,12 @@ _ROWS = 3
 _PROPOSALS = 3  # proposals that are tried for one axis, if the likeliest of all axes do not hold together
 _SURE = 1e-5
 _UNSURE = 0.3
+_LOGGED = 1e-3  # products of other shapes round differently, and a logged value may be a small difference
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What trying to cut off padding has shown on one rank.
+    """Result of trying to cut off padding on one rank.
 
     Attributes:
         why_not: why it changes the training, as a clause; empty if it does not.
@@ -43,7 +44,7 @@ def find_trimming(
     stage: Stage,
     batch: Any,
     split: LossSplit,
-    proposals: Sequence[list[Proposal]],
+    candidates: list[Padding],
     most_rows: int,
     multiple_of: int,
 ) -> tuple[Padding | None, Outcome]:
@@ -55,13 +56,13 @@ def find_trimming(
         stage: the step, and the environment it runs in.
         batch: the batch from which a few rows are taken.
         split: how the loss is split.
-        proposals: for each axis what may show its padding, the likeliest first.
+        candidates: what is tried: all axes together, then one axis at a time.
         most_rows: number of rows that is known to fit in memory.
         multiple_of: a length that the step may need multiples of.
     """
     outcome = Outcome(is_known=False)
     accepted: list[PaddedAxis] = []
-    together, *alone = _agree(_list_candidates(proposals)) or [None]
+    together, *alone = _agree(candidates) or [None]
     if together is None:
         return None, outcome
     outcome = _try_together(stage, batch, split, together, most_rows, multiple_of)
@@ -77,8 +78,12 @@ def find_trimming(
     return (Padding(tuple(accepted)), found) if accepted else (None, outcome)
 
 
-def _list_candidates(proposals: Sequence[list[Proposal]]) -> list[Padding]:
-    """Return what is tried: all axes together, then further proposals for one axis at a time."""
+def list_candidates(proposals: Sequence[list[Proposal]]) -> list[Padding]:
+    """Return what is tried: all axes together, then further proposals for one axis at a time.
+
+    Args:
+        proposals: for each axis what may show its padding, the likeliest first.
+    """
     if not proposals:
         return []
     together = likeliest_padding(list(proposals))
@@ -128,7 +133,9 @@ def _choose_rows(extents: Extents, most_rows: int) -> list[int]:
     filled = [row for row in order if count_tokens(extents.rows[row])]
     if len(filled) < _ROWS:
         filled = order
-    return [filled[0], filled[-1], filled[-2]][: max(2, min(_ROWS, most_rows))]
+    rows = list(dict.fromkeys([filled[0], *reversed(filled[-2:])]))[: max(2, min(_ROWS, most_rows))]
+    # A rank with one row takes part, too.
+    return rows if len(rows) > 1 else rows * 2
 
 
 def _cut_sample(batch: Any, extents: Extents, rows: list[int], multiple: int) -> Sample:
@@ -152,7 +159,7 @@ def _compare(stage: Stage, sample: Sample, trial: Trial, split: LossSplit) -> Ou
         return Outcome(f"{why}: padded entries take part in it, or the places of the others count", error=error)
     runs = list_logged(split, [trial])
     for name, rule in split.log_rules.items():
-        if rule is not None and settle_rivals(name, rule, runs) is None:
+        if rule is not None and settle_rivals(name, rule, runs, _LOGGED) is None:
             return Outcome(f"the logged value {name!r} depends on padding", error=error)
     return Outcome(error=error)
 

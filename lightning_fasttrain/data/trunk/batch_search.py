@@ -20,7 +20,10 @@ OUT_OF_TRIES = "its micro-batches have other normalizers than those found from t
 
 
 class Looks:
-    """Decides which batches are examined: the first, and 2, 4, 8, ... while that takes under 1% of the time so far.
+    """Decides which batches are examined again: 2, 4, 8, ... while that takes under 1% of the time so far.
+
+    Args:
+        from_first: whether the first batch is one of them.
 
     Attributes:
         seconds: time spent on examining batches.
@@ -31,9 +34,10 @@ class Looks:
         [False, True, False, True, False, False, False, True]
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, from_first: bool = False) -> None:
         self.seconds = 0.0
         self._batches = 0
+        self._first = 1 if from_first else 2
         self._began = time.monotonic()
 
     def is_due(self, is_wanted: Callable[[], bool]) -> bool:
@@ -43,11 +47,16 @@ class Looks:
             is_wanted: whether examining could show anything. All ranks are asked, and all must want it.
         """
         self._batches += 1
-        if self._batches == 1 or self._batches & (self._batches - 1):
+        if self._batches < self._first or self._batches & (self._batches - 1):
             return False
         is_cheap = self.seconds < 0.01 * (time.monotonic() - self._began)
         told = from_all_ranks([(is_wanted(), is_cheap)])
         return all(each for each, _ in told) and told[0][1]  # decided by the first rank, as clocks differ
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a batch has been counted."""
+        return self._batches > 0
 
     @contextmanager
     def timed(self) -> Iterator[None]:
