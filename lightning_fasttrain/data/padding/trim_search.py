@@ -137,7 +137,7 @@ class TrimSearch:
         candidates = [self.padding] if self.padding is not None else self._list_candidates(batch)
         found, outcome = find_trimming(stage, batch, split, candidates, most_rows, self.how.multiple_of)
         if found is not None:
-            self._say_found(found, outcome, batch)
+            self._say_found(found, outcome, batch, "gradient" if stage.gradients else "loss")
             self.padding = found
         elif outcome.is_known:
             self._refuse(outcome.why_not)
@@ -148,14 +148,14 @@ class TrimSearch:
         proposals = propose_padding(batch, self.how.lengths, zeros=self.wanted is True)
         return list_candidates([axis for axis in proposals if self.wanted or axis[0].share >= _LEAST])
 
-    def _say_found(self, found: Padding, outcome: Outcome, batch: Any) -> None:
+    def _say_found(self, found: Padding, outcome: Outcome, batch: Any, what: str) -> None:
         extents = found.read(batch)
         if found != self.padding and extents is not None:
             text = (
                 "MicroBatching: %.0f%% of this batch is padding, which is cut off (read from %s). Checked on a few "
-                "samples: the gradient matches the untrimmed one to %.0e"
+                "samples: the %s matches the untrimmed one to %.0e"
             )
-            say(text, 100 * extents.share, found, max(outcome.error, 1e-9))
+            say(text, 100 * extents.share, found, what, max(outcome.error, 1e-9))
 
     def _refuse(self, why: str) -> None:
         had, self.padding, self.why_not = self.padding, None, why
@@ -186,16 +186,32 @@ class TrimSearch:
         if self.padding is not None and extents is None:
             self._warn_of_other_batch(self.padding)
         is_cut = extents is not None and extents.may_be_cut(self.how.multiple_of)
-        rows = self._group(extents, n) if extents is not None and is_cut else []
-        if in_lockstep:
-            n = n if self.max_tokens is None else max(from_all_ranks([len(rows) or n]))
-            rows = split_groups(rows, n) if rows else rows
+        rows: list[list[int]] = []
+        if extents is not None and is_cut:
+            rows = self._group(extents, n)
+        if in_lockstep and self.max_tokens is not None:
+            n = self._agree(len(rows) or n, batch_size(batch))
+        if in_lockstep and extents is not None and rows:
+            rows = group_rows_evenly(extents, n, self.how.multiple_of) if len(rows) > n else rows
+            rows = split_groups(rows, n)
         if extents is None or not rows:
             self._note(batch, extents, None)
             return WholeParts(split(batch, n))
         trimmed = trim_batch(batch, extents, rows, self.how.multiple_of)
         self._note(batch, extents, trimmed)
         return trimmed
+
+    def _agree(self, needed: int, rows: int) -> int:
+        """Return the number of micro-batches that all ranks run, each of at least one row."""
+        told = from_all_ranks([(needed, rows)])
+        most, fewest_rows = max(number for number, _ in told), min(rows for _, rows in told)
+        if most > fewest_rows and not self._has_warned:
+            self._has_warned = True
+            warn(
+                f"MicroBatching: max_tokens={self.max_tokens} needs {most} micro-batches on one rank, but another has "
+                f"{fewest_rows} rows, and each micro-batch communicates. So {fewest_rows} larger ones run."
+            )
+        return min(most, fewest_rows)
 
     def _group(self, extents: Extents, n: int) -> list[list[int]]:
         if self.max_tokens is None:
