@@ -87,8 +87,10 @@ class MicroBatching(Technique):
 
     keeps_draws: ClassVar[bool] = False
     capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.SPLITS_BATCHES})
-    effect: ClassVar[str] = "only the activations of one micro-batch are in memory at a time"
-    when: ClassVar[str] = "a batch does not fit; not with micro-batches so small that the GPU waits for work"
+    effect: ClassVar[str] = "only the activations of one micro-batch are in memory at a time, and padding does not run"
+    when: ClassVar[str] = (
+        "a batch does not fit, or much of it is padding; not with micro-batches so small that the GPU waits for work"
+    )
     in_a_loop: ClassVar[str] = "accumulate_gradients(step, batch, n)"
     predicted: ClassVar[bool] = True
 

@@ -14,6 +14,7 @@ import lightning_fasttrain as ft
 from lightning_fasttrain.data.padding.find_padding import propose_padding
 from lightning_fasttrain.data.padding.padded_axes import PaddedAxis, Padding
 from lightning_fasttrain.data.padding.trim_batch import group_rows, group_rows_evenly, trim_batch
+from tests.support.nets import TinyLM, fit
 
 LENGTHS = [3, 12, 5, 24, 2, 7, 9, 4]
 WORDS, LONGEST = 40, 24
@@ -392,6 +393,24 @@ def test_batches_without_padding_are_split_as_they_are():
     run(module, [{"ids": ids, "mask": torch.ones_like(ids).bool()}] * 2, micro)
     assert seen[-4:] == [ids[i : i + 2, 0].tolist() for i in range(0, 8, 2)]
     assert micro.trimming.saved == 0
+
+
+def test_compiled_blocks_see_few_shapes():
+    from torch._dynamo.utils import counters
+
+    generator = torch.Generator().manual_seed(0)
+    batches = []
+    for _ in range(12):
+        lengths = (3.5 + 0.6 * torch.randn(16, generator=generator)).exp().long().clamp(2, 128)
+        kept = torch.arange(int(lengths.max()))[None] < lengths[:, None]
+        ids = torch.randint(1, 12, kept.shape, generator=generator) * kept
+        batches.append({"input_ids": ids, "labels": ids.masked_fill(~kept, -100)})
+    torch._dynamo.reset()
+    counters.clear()
+    micro = ft.MicroBatching(4)
+    fit(TinyLM(), batches, [ft.CompileBlocks(backend="aot_eager"), micro])
+    assert micro.trimming.saved > 0.3
+    assert 1 <= counters["stats"]["unique_graphs"] < 6
 
 
 # What is cut.

@@ -203,8 +203,8 @@ class TrimSearch:
 
     def _agree(self, needed: int, rows: int) -> int:
         """Return the number of micro-batches that all ranks run, each of at least one row."""
-        told = from_all_ranks([(needed, rows)])
-        most, fewest_rows = max(number for number, _ in told), min(rows for _, rows in told)
+        numbers, sizes = zip(*from_all_ranks([(needed, rows)]), strict=True)
+        most, fewest_rows = max(numbers), min(sizes)
         if most > fewest_rows and not self._has_warned:
             self._has_warned = True
             warn(
