@@ -18,6 +18,8 @@ from lightning_fasttrain.data.normalizer.count_targets import count_next_tokens,
 from lightning_fasttrain.data.normalizer.find_count import find_count
 from lightning_fasttrain.data.normalizer.read_normalizers import Normalizers, read_normalizers
 from lightning_fasttrain.data.out_of_memory.retry_with_smaller_micro_batches import split_until_it_fits
+from lightning_fasttrain.data.padding.check_documents import check_documents
+from lightning_fasttrain.data.padding.pack import PackedDocuments, pack
 from lightning_fasttrain.data.padding.trim_search import TrimPadding
 from lightning_fasttrain.data.split_batch import split_batch
 from lightning_fasttrain.data.token_weighted_accumulation import TokenWeightedAccumulation
@@ -35,12 +37,14 @@ __all__ = [
     "Length",
     "MicroBatching",
     "Normalizers",
+    "PackedDocuments",
     "SampleGuard",
     "SequenceLengthWarmup",
     "TokenWeightedAccumulation",
     "TrimPadding",
     "accumulate_gradients",
     "accumulate_window",
+    "check_documents",
     "count_next_tokens",
     "count_targets",
     "cut_sequences",
@@ -50,6 +54,7 @@ __all__ = [
     "grow_windows",
     "guard_samples",
     "micro_batch_forward_",
+    "pack",
     "prefetch_to_device",
     "read_length",
     "read_normalizers",
