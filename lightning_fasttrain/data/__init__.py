@@ -4,9 +4,8 @@
 ``out_of_memory`` finds how many micro-batches fit, ``warmup`` grows the batch size and the sequence length, and
 ``loaders`` wraps the data loaders.
 
-From the bottom up: ``float32_gradient_sums``, ``split_batch``, ``out_of_memory``, ``loaders``, ``normalizer``,
-``padding``, ``trunk``, ``accumulate_gradients``, ``closure``, ``micro_batching``, ``token_weighted_accumulation``,
-``warmup``.
+From the bottom up: ``split_batch``, ``out_of_memory``, ``loaders``, ``normalizer``, ``padding``, ``step_gradients``,
+``trunk``, ``accumulate_gradients``, ``closure``, ``micro_batching``, ``token_weighted_accumulation``, ``warmup``.
 """
 
 from lightning_fasttrain.data.accumulate_gradients import accumulate_gradients, accumulate_window

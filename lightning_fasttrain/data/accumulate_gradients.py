@@ -13,19 +13,18 @@ from torch import Tensor
 from lightning_fasttrain.core.checks import positive_int
 from lightning_fasttrain.core.distributed import rank_count
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.data.float32_gradient_sums import sum_gradients_in_float32
 from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule, named_count
 from lightning_fasttrain.data.normalizer.find_count import find_split_of, stage_of
 from lightning_fasttrain.data.normalizer.find_split import CannotSplitError
 from lightning_fasttrain.data.normalizer.micro_batch_weights import MicroBatchWeights, Number
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit, OtherSplitError
-from lightning_fasttrain.data.normalizer.step_gradients import StepGradients
 from lightning_fasttrain.data.normalizer.step_weights import DeferredCheck, StepWeights
 from lightning_fasttrain.data.normalizer.trial.sample_rows import sample_rows
 from lightning_fasttrain.data.normalizer.trial.step_function import key_of, loss_of
 from lightning_fasttrain.data.normalizer.trial.try_split import Stage
 from lightning_fasttrain.data.padding.trim_search import TrimPadding, TrimSearch, check_budget
 from lightning_fasttrain.data.split_batch import batch_size
+from lightning_fasttrain.data.step_gradients import StepGradients, sum_gradients_in_float32
 from lightning_fasttrain.data.trunk.batch_search import (
     OUT_OF_TRIES,
     TRIES,

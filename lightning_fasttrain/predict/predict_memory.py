@@ -18,7 +18,7 @@ from lightning_fasttrain.core.checks import one_of
 from lightning_fasttrain.core.host.lightning import configured_optimizers
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.data.accumulate_gradients import loss_of
-from lightning_fasttrain.data.float32_gradient_sums import sum_gradients_in_float32
+from lightning_fasttrain.data.step_gradients import sum_gradients_in_float32
 from lightning_fasttrain.optim import release_gradients_
 from lightning_fasttrain.optim.named.build_optimizer import make_optimizer
 from lightning_fasttrain.optim.named.host_optimizer import HostOptimizer

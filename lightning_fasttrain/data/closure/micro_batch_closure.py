@@ -34,18 +34,17 @@ from lightning_fasttrain.data.closure.micro_batch_logging import LogCall, LogWei
 from lightning_fasttrain.data.closure.roles import Splitter, Window
 from lightning_fasttrain.data.closure.scale_gradients import list_parameters, ratio
 from lightning_fasttrain.data.closure.split_search import SplitSearch
-from lightning_fasttrain.data.float32_gradient_sums import Float32GradientSums, takes_float32_gradients
 from lightning_fasttrain.data.normalizer.count_targets import count_targets
 from lightning_fasttrain.data.normalizer.find_split import CannotSplitError
 from lightning_fasttrain.data.normalizer.log_rules import own_divisor
 from lightning_fasttrain.data.normalizer.micro_batch_weights import Number
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit, OtherSplitError
-from lightning_fasttrain.data.normalizer.step_gradients import StepGradients, scale_
 from lightning_fasttrain.data.normalizer.step_weights import DeferredCheck, StepWeights
 from lightning_fasttrain.data.normalizer.trial.step_function import loss_of
 from lightning_fasttrain.data.out_of_memory.retry_with_smaller_micro_batches import split_until_it_fits
 from lightning_fasttrain.data.padding.trim_search import Parts, WholeParts
 from lightning_fasttrain.data.split_batch import batch_size, split_batch
+from lightning_fasttrain.data.step_gradients import Float32GradientSums, StepGradients, scale_, takes_float32_gradients
 from lightning_fasttrain.data.trunk.batch_search import OUT_OF_TRIES, TRIES
 
 _MANY = 2**16  # upper limit where only the user's split function knows the number of samples

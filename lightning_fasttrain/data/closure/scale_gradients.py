@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fasttrain.data.normalizer.micro_batch_weights import Number
-from lightning_fasttrain.data.normalizer.step_gradients import scale_
+from lightning_fasttrain.data.step_gradients import scale_
 
 
 def scale_gradients_(

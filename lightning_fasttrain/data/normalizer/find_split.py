@@ -1,7 +1,7 @@
 """Find, from a few samples, how the micro-batches of a loss are weighted, and check that the loss can be split."""
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,19 +14,21 @@ from lightning_fasttrain.data.normalizer.classify_terms import (
     classify_alone,
     classify_terms,
     error_of_read,
+    error_of_rule,
+    list_rules,
     read_count,
+    rules_that_give,
+    scale_of,
 )
 from lightning_fasttrain.data.normalizer.count_targets import (
     Count,
     CountRule,
     CountTargets,
-    is_sum,
 )
-from lightning_fasttrain.data.normalizer.log_rules import FoundRule, LoggedRun, find_log_rules, settle_rivals
-from lightning_fasttrain.data.normalizer.match_rules import error_of_rule, list_rules, rules_that_give, scale_of
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample, list_altered
-from lightning_fasttrain.data.normalizer.trial.try_split import Run, Stage, Trial, try_split
+from lightning_fasttrain.data.normalizer.trial.try_split import Stage, Trial, try_split
+from lightning_fasttrain.data.normalizer.try_log_rules import find_log_rules_of
 
 _SURE = 1e-5  # float32 rounding is nearly always below; larger errors are checked in float64
 _FLOAT32 = 1e-3
@@ -100,7 +102,7 @@ def find_split(
     if split is None or trial.whole is None:
         return split
     leaves = tuple(map(weakref.ref, trial.splits[0].parameters)) if trial.splits else ()
-    per_sample, log_rules = _count_per_sample(split, trial), _find_log_rules(split, [trial, *altered])
+    per_sample, log_rules = _count_per_sample(split, trial), find_log_rules_of(split, [trial, *altered])
     return replace(split, leaves=leaves, per_sample=per_sample, log_rules=log_rules)
 
 
@@ -291,53 +293,6 @@ def error_limit(trial: Trial) -> float:
     if parameters and all(parameter.dtype is torch.float64 for parameter in parameters):
         return _ALL_FLOAT64
     return _ROUNDED if trial.rounding else _FLOAT32
-
-
-def settle_log_rules(
-    split: LossSplit, names: Iterable[str], stage: Stage, samples: Iterable[Sample]
-) -> dict[str, FoundRule | None]:
-    """Run further samples until they decide by which rule some logged values are combined.
-
-    Args:
-        split: the split, with the rules that matched these values so far.
-        names: names of the values.
-        stage: where the step runs.
-        samples: samples on which the step runs, unsplit and in micro-batches.
-    """
-    found = {name: split.log_rules[name] for name in names}
-    for sample in samples:
-        runs = list_logged(split, [try_split(stage, iter([sample]))])
-        for name, rule in found.items():
-            found[name] = None if rule is None else settle_rivals(name, rule, runs)
-        if all(rule is None or rule.is_sure for rule in found.values()):
-            break
-    return found
-
-
-def _find_log_rules(split: LossSplit, trials: Sequence[Trial]) -> dict[str, FoundRule | None]:
-    rules = [rule for rule in list_rules(trials[0], None) if not is_sum(rule)]
-    return find_log_rules(list_logged(split, trials), rules)
-
-
-def list_logged(split: LossSplit, trials: Sequence[Trial]) -> list[tuple[LoggedRun, list[LoggedRun]]]:
-    """Return what each sample and its micro-batches logged."""
-
-    def as_logged(batch: Any, run: Run) -> LoggedRun:
-        count: float | None = None
-        if split.read is not None and split.read.term is not None:
-            count = read_count(run, split.read.term, split.read.varying[split.read.term])
-        elif callable(split.count) and not is_sum(split.count):
-            count = float(split.count(batch))
-        return LoggedRun(batch, run.loss, count, run.logged)
-
-    splits: list[tuple[LoggedRun, list[LoggedRun]]] = []
-    for trial in trials:
-        for one in trial.splits:
-            micro_batches = [
-                as_logged(micro_batch, run) for micro_batch, run in zip(one.micro_batches, one.runs, strict=True)
-            ]
-            splits.append((as_logged(trial.sample.whole, one.whole), micro_batches))
-    return splits
 
 
 def _count_per_sample(split: LossSplit, trial: Trial) -> float:

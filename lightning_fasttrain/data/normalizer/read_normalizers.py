@@ -1,7 +1,5 @@
 """Read the normalizers of a loss, the divisors of its sums over samples, from its autograd graph."""
 
-import functools
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -11,26 +9,19 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from torch.nn import Parameter
 from torch.utils._python_dispatch import _disable_current_modes
+
+from lightning_fasttrain.data.normalizer.summed_values import PASSED_ON, is_of_one_parameter, name_operation, shape_of
 
 Number = Tensor | float
 Kind = Literal["mean", "sum", "quotient", "parameter", "nonlinear", "opaque"]
 
 _MOST_TERMS = 64  # bounds graphs that use one scalar many times
 _REDUCED = ("none", "mean", "sum")  # indexed by torch's value of the `reduction=` argument
-# Nodes that pass on their only element unchanged. `nan_to_num` and `where` pass on one branch of a finite loss.
-_PASSED_ON = frozenset(
-    """Alias Clone Expand NanToNum Permute ReshapeAlias Squeeze T ToCopy Transpose UnsafeView Unsqueeze View
-    Where""".split()  # noqa: SIM905
-)
 # Functions of DeepSpeed and DDP around each output of a module, which only signal that its backward begins.
 _AROUND_OUTPUTS = frozenset({"PreBackwardFunctionForModule", "_DDPSink"})
 _BY_REDUCTION = frozenset(
     {"MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits"}
-)
-_OF_ONE_PARAMETER = frozenset(
-    "Exp Log Log1P Neg Mul Div Add Sub Pow Sigmoid Softplus Select Clamp Reciprocal".split()  # noqa: SIM905
 )
 
 
@@ -75,7 +66,7 @@ class Term:
     @property
     def name(self) -> str:
         """The reduction's operation, as named by autograd."""
-        return _operation(self.node.name())
+        return name_operation(self.node.name())
 
 
 @dataclass(frozen=True)
@@ -143,9 +134,9 @@ class _Walk:
         """Add the terms below ``node``, whose output is a scalar."""
         if len(self.terms) >= _MOST_TERMS:
             return self._end("opaque", slots, node)
-        name = _operation(node.name())
+        name = name_operation(node.name())
         inputs = [edge for edge in node.next_functions if edge[0] is not None]
-        if name in _PASSED_ON and inputs and all(_count_elements(*edge) == 1 for edge in inputs):
+        if name in PASSED_ON and inputs and all(_count_elements(*edge) == 1 for edge in inputs):
             for following, place in inputs:
                 self.visit(following, place, slots)
         elif name in _AROUND_OUTPUTS:
@@ -181,7 +172,7 @@ class _Walk:
         held = [place for place, (following, _) in enumerate(edges) if following is not None]
         if len(held) == 2:
             # A learned factor, such as exp(-s) in front of a task's loss, is the same for all micro-batches.
-            held = [place for place in held if not _is_of_one_parameter(edges[place][0])]
+            held = [place for place in held if not is_of_one_parameter(edges[place][0])]
             learned = True
         else:
             learned = False
@@ -197,7 +188,7 @@ class _Walk:
     def _visit_quotient(self, node: Any, slots: tuple[Slot, ...]) -> None:
         self.structure.append("Div")
         above, below = (*node.next_functions, (None, 0))[:2]  # a division by a Python number has only one edge
-        learned = below[0] is not None and _is_of_one_parameter(below[0])
+        learned = below[0] is not None and is_of_one_parameter(below[0])
         if above[0] is None or (below[0] is not None and not learned):
             return self._end("nonlinear", slots, node)
         divisor = node._saved_other
@@ -212,7 +203,7 @@ class _Walk:
         if _is_scalar(following, output):
             self.structure.append(name)
             self.visit(following, output, slots)
-        elif _operation(following.name()) in ("Stack", "Cat") and _joins_scalars(following):
+        elif name_operation(following.name()) in ("Stack", "Cat") and _joins_scalars(following):
             self.structure.append(f"{name} of {len(following.next_functions)}")
             for one, place in following.next_functions:
                 if one is not None:
@@ -232,7 +223,7 @@ class _Walk:
         if published is not None:
             kind, value = published
             return self._end(kind, (*slots, Slot(value, divides=True)) if kind == "mean" else slots, node)
-        if _is_of_one_parameter(node):
+        if is_of_one_parameter(node):
             return self._end("parameter", slots, node)
         is_known = type(node).__module__ == "torch.autograd" or not hasattr(node, "saved_tensors")
         return self._end("nonlinear" if is_known and "Compiled" not in name else "opaque", slots, node)
@@ -245,37 +236,20 @@ class _Walk:
     def _end(self, kind: Kind, slots: tuple[Slot, ...], node: Any) -> None:
         if kind == "sum" and any(slot.divides for slot in slots):
             kind = "quotient"
-        self.structure.append(f"{kind} {_operation(node.name())}")
+        self.structure.append(f"{kind} {name_operation(node.name())}")
         self.terms.append(Term(kind, slots, node))
 
 
-@functools.cache
-def _operation(name: str) -> str:
-    """Return the operation in a node's name: "Mul" of "MulBackward1".
-
-    Example:
-        >>> _operation("NllLoss2DBackward0"), _operation("torch::autograd::AccumulateGrad")
-        ('NllLoss2D', 'AccumulateGrad')
-    """
-    return re.sub(r"Backward\d*$", "", name.rpartition("::")[2])
-
-
-def _shape(node: Any, output: int) -> torch.Size:
-    """Return the shape of an output of a node's operation; outputs are the inputs of its backward."""
-    metadata = node._input_metadata
-    return torch.Size(metadata[output].shape) if output < len(metadata) else torch.Size([0])
-
-
 def _count_elements(node: Any, output: int) -> int:
-    return _shape(node, output).numel()
+    return shape_of(node, output).numel()
 
 
 def _is_scalar(node: Any, output: int) -> bool:
     """Whether this is a scalar for any number of samples: not the vector (B,) of a batch of one sample."""
-    shape = _shape(node, output)
+    shape = shape_of(node, output)
     if len(shape) == 0 or shape.numel() != 1:
         return len(shape) == 0
-    only_moved = _operation(node.name()) in _PASSED_ON
+    only_moved = name_operation(node.name()) in PASSED_ON
     return only_moved and _joins_scalars(node)
 
 
@@ -295,102 +269,6 @@ def _signed(dims: Sequence[int], axes: int) -> Iterator[int]:
     """Yield axes with their sign restored: autograd stores negative ones modulo 2**64."""
     for dim in dims:
         yield dim if dim < axes else dim - 2**64
-
-
-_LOOKED_THROUGH = frozenset("Neg Sum View UnsafeView ReshapeAlias ToCopy Unsqueeze Squeeze Expand".split())  # noqa: SIM905
-
-
-def count_summed(node: Any) -> Number | None:
-    """Return the number of elements that a sum is over, or the sum of their weights, if its graph shows a mask.
-
-    Args:
-        node: the node of the reduction.
-
-    Returns:
-        The sum of the mask or weights that multiplied the elements; the number of elements that were selected, or that
-        were not filled or ignored; None where the graph shows none of these.
-
-    Example:
-        >>> mask = torch.tensor([1.0, 0.0, 1.0])
-        >>> count_summed((torch.ones(3, requires_grad=True) * mask).sum().grad_fn)
-        tensor(2.)
-    """
-    for _ in range(8):
-        operation = _operation(node.name())
-        if operation in ("Index", "MaskedSelect"):
-            return _shape(node, 0).numel()
-        if operation == "Mul":
-            mask = node._saved_self if node._saved_other is None else node._saved_other
-            if isinstance(mask, Tensor) and mask.numel() > 1 and not mask.requires_grad:
-                return mask.sum()
-        if operation == "MaskedFill":
-            return (~node._saved_mask).sum()
-        if operation == "Where":
-            return node._saved_condition.sum()
-        if operation in ("NllLoss", "NllLoss2D"):
-            ignored = node._saved_ignore_index
-            return (node._saved_target != (ignored if ignored < 2**63 else ignored - 2**64)).sum()
-        following = [edge for edge, _ in node.next_functions if edge is not None]
-        if len(following) != 1 or operation not in _LOOKED_THROUGH | {"Mul", "Mean"}:
-            return None
-        node = following[0]
-    return None
-
-
-def _is_of_one_parameter(node: Any) -> bool:
-    """Whether a scalar is computed from parameters alone, element by element, independently of the samples."""
-    waiting, seen = [node], 0
-    while waiting:
-        node = waiting.pop()
-        seen += 1
-        is_parameter = getattr(node, "variable", None) is not None
-        if seen > 16 or not (is_parameter or _operation(node.name()) in _OF_ONE_PARAMETER | _PASSED_ON):
-            return False
-        waiting += [following for following, _ in node.next_functions if following is not None]
-    return True
-
-
-# Operations that select entries by indices that come with the samples.
-_BY_INDEX = frozenset("Embedding EmbeddingBag Index IndexSelect Gather Take TakeAlongDim MaskedSelect".split())  # noqa: SIM905
-_WITH_CONSTANTS = frozenset("Add Sub Rsub Div Pow Clamp".split())  # noqa: SIM905
-
-
-def is_of_parameters(node: Any) -> bool:
-    """Whether a term is computed from parameters and constants alone, such as a penalty on weights.
-
-    Args:
-        node: the node of the reduction. Anything that may depend on samples counts as a sample.
-
-    Example:
-        >>> weight = torch.nn.Parameter(torch.ones(2, 2))
-        >>> penalty, product = (weight - 1).square().sum(), (torch.ones(3, 2) @ weight).sum()
-        >>> is_of_parameters(penalty.grad_fn), is_of_parameters(product.grad_fn)
-        (True, False)
-    """
-    waiting, seen = [node], {node}
-    while waiting:
-        node = waiting.pop()
-        name, edges = _operation(node.name()), node.next_functions
-        leaf = getattr(node, "variable", None)
-        if name in _BY_INDEX or not (leaf is None or isinstance(leaf, Parameter)):
-            return False
-        # Scalars, constants and the loader's tensors have no graph.
-        if any(following is None for following, _ in edges) and not _is_with_constants(name, node):
-            return False
-        for following, _ in edges:
-            if following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)
-    return True
-
-
-def _is_with_constants(name: str, node: Any) -> bool:
-    if name != "Mul":
-        return name in _WITH_CONSTANTS
-    (first, place), (second, other_place) = node.next_functions
-    constant = node._saved_self if first is None else node._saved_other
-    held = _shape(second, other_place) if first is None else _shape(first, place)
-    return not isinstance(constant, Tensor) or constant.ndim == 0 or constant.shape == held
 
 
 def _without_graph(value: Any) -> Any:

@@ -13,7 +13,8 @@ from lightning_fasttrain.data.normalizer.log_rules import FoundRule
 from lightning_fasttrain.data.normalizer.micro_batch_weights import (
     Number,
 )
-from lightning_fasttrain.data.normalizer.read_normalizers import Slot, Term, count_summed, read_normalizers
+from lightning_fasttrain.data.normalizer.read_normalizers import Slot, Term, read_normalizers
+from lightning_fasttrain.data.normalizer.summed_values import count_summed
 
 ROUNDING = 1e-4  # readings of one normalizer differ by less, distinct normalizers eventually by more
 

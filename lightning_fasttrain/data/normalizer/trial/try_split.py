@@ -17,7 +17,8 @@ from torch.autograd.graph import _engine_run_backward
 from lightning_fasttrain.core.modules.wrapped_forward import patch, without_rounding
 from lightning_fasttrain.core.state.restore import remember
 from lightning_fasttrain.data.normalizer.log_rules import LoggedValue, own_divisor
-from lightning_fasttrain.data.normalizer.read_normalizers import Term, count_summed, is_of_parameters, read_normalizers
+from lightning_fasttrain.data.normalizer.read_normalizers import Term, read_normalizers
+from lightning_fasttrain.data.normalizer.summed_values import count_summed, is_of_parameters
 from lightning_fasttrain.data.normalizer.trial.deterministic_step import DeterministicStep, autocast_device
 from lightning_fasttrain.data.normalizer.trial.runs import LOW, ReadTerm, Run, Split, entries_of
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample

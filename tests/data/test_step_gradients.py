@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_fasttrain.data import float32_gradient_sums
-from lightning_fasttrain.data.float32_gradient_sums import (
+from lightning_fasttrain.data import step_gradients
+from lightning_fasttrain.data.step_gradients import (
     Float32GradientSums,
     sum_gradients_in_float32,
     takes_float32_gradients,
@@ -64,7 +64,7 @@ def test_float32_sums_are_as_accurate_as_the_whole_batch(dtype):
 
 
 def test_negative_control_low_precision_sums_are_less_accurate(monkeypatch):
-    monkeypatch.setattr(float32_gradient_sums, "_can_be_switched", lambda parameter: False)
+    monkeypatch.setattr(step_gradients, "_can_be_switched", lambda parameter: False)
     whole, summed, rounded = errors(torch.bfloat16)
     assert summed == rounded > 1.15 * whole
 
