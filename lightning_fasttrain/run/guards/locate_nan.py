@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_iter
 
 from lightning_fasttrain.core.modules.wrapped_forward import first_line, patch
 from lightning_fasttrain.core.state.restore import remember
-from lightning_fasttrain.run.guards.skip_step import local_values
+from lightning_fasttrain.run.guards.step_guard import local_values
 
 
 def is_unfinite(values: Any) -> bool:
