@@ -4,7 +4,7 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +12,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, wrapper_on
-from lightning_fasttrain.loss._chunks import autocast_dtype
 from lightning_fasttrain.loss._teacher import Teacher
+from lightning_fasttrain.loss.chunked import autocast_dtype
 from lightning_fasttrain.loss.fused_loss_head import FusedHead
 from lightning_fasttrain.loss.linear_kl_divergence import LogitsOf, divergence
 from lightning_fasttrain.loss.loss_inputs import (
+    HEAD,
     PROJECTIONS,
     Seen,
     Tap,
@@ -31,33 +32,32 @@ from lightning_fasttrain.loss.loss_inputs import (
 
 Features = Mapping[str, str | tuple[str, nn.Module]]
 Mask = Callable[[Any], Tensor]
-_HEAD = "the head"
+
+
+class Settings(Protocol):
+    """Settings of a distillation; see :func:`~lightning_fasttrain.loss.distil_into`."""
+
+    temperature: float
+    alpha: float
+    head: str | None
+    teacher_head: str | None
+    features: dict[str, str | tuple[str, nn.Module]]
+    feature_weight: float
+    mask: Mask | None
 
 
 class Distiller:
-    """Wraps steps: ``step = distil(step)``. For its arguments see :func:`~lightning_fasttrain.loss.distil_into`.
+    """Wraps steps: ``step = distil(step)``.
 
     Attributes:
         parts: the last step's ``own`` loss, ``kl`` (with T²) and ``features``, detached, as far as they were computed.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        student: nn.Module,
-        teacher: nn.Module,
-        *,
-        temperature: float,
-        alpha: float,
-        head: str | None,
-        teacher_head: str | None,
-        features: Features,
-        feature_weight: float,
-        mask: Mask | None,
-    ) -> None:
+    def __init__(self, model: nn.Module, student: nn.Module, teacher: nn.Module, settings: Settings) -> None:
         _refuse_a_trained_teacher(model, teacher)
-        self.model, self.student, self.mask = model, student, mask
-        self.temperature, self.alpha, self.feature_weight = temperature, alpha, feature_weight
+        head, teacher_head, features = settings.head, settings.teacher_head, settings.features
+        self.model, self.student, self.mask, self.alpha = model, student, settings.mask, settings.alpha
+        self.temperature, self.feature_weight = settings.temperature, settings.feature_weight
         self.projected = {name for name, to in features.items() if not isinstance(to, str)}
         self.pairs: dict[str, str] = {}  # name in the student → name in the teacher
         for name, to in features.items():
@@ -74,7 +74,7 @@ class Distiller:
         with ExitStack() as undo:
             self.teacher = Teacher(teacher, teacher_head, self.pairs.values())
             undo.callback(self.teacher.undo)
-            if alpha > 0:
+            if self.alpha > 0:
                 _refuse_other_classes(self.head, self.teacher.head)
             for name, module in modules.items():
                 undo.callback(Tap(module, name, self.seen).install())
@@ -96,7 +96,7 @@ class Distiller:
         device = next((p.device for p in self.student.parameters()), torch.device("cpu"))
         call = _Call({**dict(zip(self.names, args, strict=False)), **kwargs}, autocast_dtype(device))
         call.logits, call.features = self.teacher.run(args, kwargs, device)
-        with self.seen.watch(), self.seen.hook(self.head, _HEAD):
+        with self.seen.watch(), self.seen.hook(self.head, HEAD):
             call.output = forward(*args, **kwargs)
         self.calls.append(call)
         return call.output
@@ -124,7 +124,7 @@ class Distiller:
         return loss
 
     def _divergence(self, call: "_Call", masks: list[Tensor]) -> Tensor:
-        student = logits_of(call.output, self._linear_head(), self.seen.at.get(_HEAD), call.autocast)
+        student = logits_of(call.output, self._linear_head(), self.seen.at.get(HEAD), call.autocast)
         teacher = call.logits
         if student is None or teacher is None:
             whose, module = ("student", self.student) if student is None else ("teacher", self.teacher.module)

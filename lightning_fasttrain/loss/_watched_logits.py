@@ -12,7 +12,15 @@ from lightning_fasttrain.loss.deferred_logits import DeferredLogits
 
 # Strategies and precision plugins query these on each tensor of an output. Deferred logits, which are not tensors, are
 # skipped.
-_ASKED_OF_TENSORS = {"requires_grad", "grad_fn", "is_leaf", "register_hook", "is_floating_point", "is_nested", "layout"}
+_ASKED_OF_TENSORS = {
+    Tensor.requires_grad.__get__,
+    Tensor.grad_fn.__get__,
+    Tensor.is_leaf.__get__,
+    Tensor.register_hook,
+    Tensor.is_floating_point,
+    Tensor.is_nested.__get__,
+    Tensor.layout.__get__,
+}
 
 
 @dataclass
@@ -57,7 +65,7 @@ class WatchedLogits(Tensor):
         if torch.compiler.is_compiling():  # records made while tracing would be missing at run time
             return result
         watched = [one for one in tree_leaves((args, kwargs)) if _is_watched(one)]
-        if not watched or _name_of(func) in _ASKED_OF_TENSORS:
+        if not watched or func in _ASKED_OF_TENSORS:
             return result
         try:
             deferred = _do_likewise(func, tree_map(_deferred_of, tuple(args)), tree_map(_deferred_of, kwargs))
@@ -102,16 +110,11 @@ def _mark(result: Any, deferred: Any, evidence: HeadEvidence) -> Any:
     return result
 
 
-def _name_of(func: Any) -> str:
-    # For a property, torch passes the getter of its descriptor.
-    return func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
-
-
 def _do_likewise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Call ``func`` on deferred logits, whose methods have the names of torch's."""
     if isinstance(args[0], DeferredLogits):
         if func.__name__ == "__get__":
-            return getattr(args[0], _name_of(func))
+            return getattr(args[0], func.__self__.__name__)  # for a property torch passes its descriptor's getter
         if getattr(Tensor, func.__name__, None) is func:
             return getattr(args[0], func.__name__)(*args[1:], **kwargs)
     return func(*args, **kwargs)

@@ -216,18 +216,7 @@ class Distillation(Technique):
         if isinstance(teacher, L.LightningModule):
             same = self.student if self.student in dict(teacher.named_modules()) else None
             teacher = student_of(teacher, same)
-        return Distiller(
-            model,
-            student,
-            teacher,
-            temperature=self.temperature,
-            alpha=self.alpha,
-            head=self.head,
-            teacher_head=self.teacher_head,
-            features=self.features,
-            feature_weight=self.feature_weight,
-            mask=self.mask,
-        )
+        return Distiller(model, student, teacher, self)
 
     def distil(self, step: Callable[..., Any]) -> DistilledStep:
         """Wrap a step so that its loss is mixed, after ``apply`` has connected model and teacher."""

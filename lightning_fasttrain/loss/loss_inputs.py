@@ -18,6 +18,7 @@ from lightning_fasttrain.loss.deferred_logits import DeferredLogits
 from lightning_fasttrain.loss.linear_kl_divergence import LogitsOf
 
 IGNORED = -100
+HEAD = "the head"  # key of its records, which no qualified name can be
 
 
 def masks_in(batch: Any, arguments: Mapping[str, Any], model: nn.Module) -> Iterator[Tensor]:
