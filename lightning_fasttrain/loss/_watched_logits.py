@@ -10,16 +10,17 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_fasttrain.loss.deferred_logits import DeferredLogits
 
+_Tensor: Any = Tensor  # to type checkers its properties are values
 # Strategies and precision plugins query these on each tensor of an output. Deferred logits, which are not tensors, are
 # skipped.
 _ASKED_OF_TENSORS = {
-    Tensor.requires_grad.__get__,
-    Tensor.grad_fn.__get__,
-    Tensor.is_leaf.__get__,
-    Tensor.register_hook,
+    _Tensor.requires_grad.__get__,
+    _Tensor.grad_fn.__get__,
+    _Tensor.is_leaf.__get__,
+    _Tensor.is_nested.__get__,
+    _Tensor.layout.__get__,
     Tensor.is_floating_point,
-    Tensor.is_nested.__get__,
-    Tensor.layout.__get__,
+    Tensor.register_hook,
 }
 
 

@@ -209,9 +209,12 @@ def _prepare(
     weight: Tensor | None,
     bias: Tensor | None,
     counted: Tensor | None,
-    *theirs: Tensor | None,
+    their_hidden: Tensor,
+    their_weight: Tensor | None,
+    their_bias: Tensor | None,
 ) -> OfChunk:
-    student, teacher = LogitsOf(hidden, weight, bias, softcap), LogitsOf(*theirs, teacher_softcap)
+    student = LogitsOf(hidden, weight, bias, softcap)
+    teacher = LogitsOf(their_hidden, their_weight, their_bias, teacher_softcap)
 
     def of_chunk(part: slice, share: Tensor | None, with_gradient: bool) -> tuple[Tensor, Tensor]:
         losses, d_logits = _loss_of(student, teacher, part, temperature, with_gradient)
