@@ -51,6 +51,11 @@ def gather(mine: Tensor, device: torch.device) -> list[Tensor]:
     return [data[:count].cpu().clone() for data, count in zip(everyone, counts, strict=True)]
 
 
+def gather_values(mine: Any, device: torch.device) -> list[Any]:
+    """All-gather tensors and plain values of all processes, in the order of ranks. All processes must call it."""
+    return [unpack(state) for state in gather(pack(mine), device)]
+
+
 def gather_gradients(named: Iterable[tuple[str, Tensor]], device: torch.device) -> list[dict[str, Tensor]]:
     """Gather the gradients of all processes on rank 0's CPU; return [] elsewhere. All processes must call it.
 

@@ -28,7 +28,7 @@ from lightning_fasttrain.run.checkpoint._loop_progress import (
 )
 from lightning_fasttrain.run.checkpoint._running_metrics import metrics_state, restore_metrics
 from lightning_fasttrain.run.checkpoint.extra_state import forgotten_state, restore_forgotten
-from lightning_fasttrain.run.checkpoint.loader_rng import generator_state, generators_of, set_generator_state
+from lightning_fasttrain.run.checkpoint.loader_rng import generator_states, generators_of, set_generator_state
 from lightning_fasttrain.run.checkpoint.resumable_loader import ResumableLoader
 from lightning_fasttrain.run.checkpoint.run_fingerprint import (
     about_loader,
@@ -174,9 +174,7 @@ class ExactResume(Technique):
             return  # waiting for processes that may have failed would hide the error
         point, device = save_point(trainer), trainer.strategy.root_device
         random, positions = random_state(), self._positions(trainer, point)
-        validation = []
-        for loader in validation_loaders(trainer):
-            validation.append([generator_state(generator) for generator in generators_of(loader)])
+        validation = [generator_states(loader) for loader in validation_loaders(trainer)]
         metrics = metrics_state(trainer, pl_module, point)
         mine = {"random": random, "loaders": positions, "validation": validation, **metrics}
         checkpoint[KEY] = {

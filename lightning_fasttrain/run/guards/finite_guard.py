@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_fasttrain.core.distributed import is_sharded
 from lightning_fasttrain.core.messages import explain, list_some
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
-from lightning_fasttrain.run.checkpoint._gathered_states import gather
+from lightning_fasttrain.run.checkpoint._gathered_states import gather_values
 from lightning_fasttrain.run.guards.locate_nan import first_layer_in_forward, is_unfinite, last_bad_gradient
 from lightning_fasttrain.run.guards.step_guard import (
     JudgedSteps,
@@ -245,16 +245,16 @@ class FiniteGuard(StepGuard):
 
     def _locate(self, trainer: L.Trainer, module: L.LightningModule) -> str:
         """Describe the cause after a bad step. Called on all ranks, which exchange their findings."""
-        batch, batch_idx = self._batch, self._batch_idx
+        batch, batch_idx, device = self._batch, self._batch_idx, trainer.strategy.root_device
         # Read on the host: the step was bad, so time does not matter any more.
         bad = [number for number, flag in self.steps.losses if float(flag) != 0]
-        everyone = _share(f"{bad[0]}" if bad else "", trainer)
+        everyone = gather_values(f"{bad[0]}" if bad else "", device)
         layer = ""
         # The same on all ranks: a forward may contain collectives. Earlier batches of a window are not kept, so only a
         # bad loss of the last one can be located.
         if not is_sharded(module) and f"{batch_idx}" in everyone:
             layer = first_layer_in_forward(module, lambda: _forward(trainer, module, batch, batch_idx))
-        layers = _share(layer or last_bad_gradient(module.named_parameters()), trainer)
+        layers = gather_values(layer or last_bad_gradient(module.named_parameters()), device)
         ranks = [rank for rank, number in enumerate(everyone) if number]
         if not ranks:
             return f": epoch {trainer.current_epoch}, batch {batch_idx}, in the backward of a rank, {layers[0]}"
@@ -269,12 +269,6 @@ def _forward(trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_id
         arguments.append(batch_idx)
     with trainer.precision_plugin.train_step_context():
         module.training_step(*arguments)
-
-
-def _share(text: str, trainer: L.Trainer) -> list[str]:
-    """Return the text of each rank, in their order."""
-    mine = torch.tensor(list(text.encode()), dtype=torch.uint8)  # as bytes, as gather() expects; lengths may differ
-    return [bytes(said.tolist()).decode() for said in gather(mine, trainer.strategy.root_device)]
 
 
 def _statistics_of(model: nn.Module) -> list[Tensor]:
