@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.named_module import module_named
 from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, wrapper_on
 from lightning_fasttrain.loss._teacher import Teacher
 from lightning_fasttrain.loss.chunked import autocast_dtype
@@ -25,7 +26,6 @@ from lightning_fasttrain.loss.loss_inputs import (
     head_of,
     logits_of,
     masks_in,
-    module_named,
     of_feature,
     of_logits,
 )

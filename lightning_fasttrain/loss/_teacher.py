@@ -13,11 +13,12 @@ from torch.utils._pytree import tree_map
 
 from lightning_fasttrain.core.checks import require
 from lightning_fasttrain.core.messages import explain, note_once
+from lightning_fasttrain.core.modules.named_module import module_named
 from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, patch
 from lightning_fasttrain.loss.chunked import autocast_dtype
 from lightning_fasttrain.loss.deferred_logits import DeferredLogits
 from lightning_fasttrain.loss.linear_kl_divergence import LogitsOf
-from lightning_fasttrain.loss.loss_inputs import HEAD, Seen, Tap, feature_in, head_of, logits_of, module_named
+from lightning_fasttrain.loss.loss_inputs import HEAD, Seen, Tap, feature_in, head_of, logits_of
 
 AnyTeacher = nn.Module | str | os.PathLike[str] | Callable[[], nn.Module]
 

@@ -1,6 +1,5 @@
 """Find where a model has its head, and which positions of a batch count in its loss."""
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +12,7 @@ from torch.nn import functional as F
 from lightning_fasttrain.core.batch import LABELS, find_labels, is_integer
 from lightning_fasttrain.core.messages import explain, note_once
 from lightning_fasttrain.core.modules.blocks import has_parameters, keep_outermost
+from lightning_fasttrain.core.modules.named_module import module_named
 from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, told_heads
 from lightning_fasttrain.loss.deferred_logits import DeferredLogits
 from lightning_fasttrain.loss.linear_kl_divergence import LogitsOf
@@ -125,20 +125,6 @@ class Tap(WrappedForward):
         if self.seen.open:
             self.seen.at[self.name] = (next(iter(args), None), output)
         return output
-
-
-def module_named(model: nn.Module, name: str, argument: str) -> nn.Module:
-    """Return the module of this name; ``argument`` is the argument that an error names.
-
-    Raises:
-        ValueError: there is no such module; the message lists similar names.
-    """
-    modules = dict(model.named_modules())
-    if name not in modules:
-        near = difflib.get_close_matches(name, modules, n=4, cutoff=0.3) or [key for key in modules if key][:4]
-        way_out = f"Similar names are {', '.join(map(repr, near)) or 'none'}"
-        raise ValueError(explain(f"{argument}={name!r} in {type(model).__name__}", "no such module", way_out))
-    return modules[name]
 
 
 def student_of(model: nn.Module, name: str | None) -> nn.Module:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.named_module import module_named
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.optim.optimizer_in_backward import OptimizerInBackward
 from lightning_fasttrain.technique import Conflict, Exactness, Technique
@@ -146,14 +147,7 @@ class AdaptiveClipping(Technique):
 
 
 def _parameters_of(model: nn.Module, leave_out: Iterable[str]) -> list[Tensor]:
-    modules = dict(model.named_modules())
-    for name in leave_out:
-        if name not in modules:
-            known = ", ".join(child for child, _ in model.named_children())
-            way_out = f"Use one of its modules, such as {known}"
-            raise ValueError(explain(f"leave_out={name!r}", f"{type(model).__name__} has no such module", way_out))
-    left_out: set[Tensor] = set()
-    for name, module in modules.items():
-        if name in leave_out or isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            left_out.update(module.parameters())
+    listed = [module_named(model, name, "leave_out") for name in leave_out]
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
+    left_out = {parameter for module in (*listed, *embeddings) for parameter in module.parameters()}
     return [parameter for parameter in model.parameters() if parameter not in left_out]

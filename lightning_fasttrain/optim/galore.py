@@ -1,22 +1,21 @@
 """GaLore: AdamW that keeps the state of matrices in a low-rank subspace of their gradients."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_fasttrain.core.checks import one_of, positive_int
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.optim.closure_optimizer import ClosureOptimizer
 
 SUBSPACES = ("exact", "sketched")
 
 
-class GaLoreAdamW(Optimizer):
+class GaLoreAdamW(ClosureOptimizer):
     r"""AdamW that keeps the two moments of a matrix in a subspace of ``rank`` dimensions; all weights are trained.
 
     For a matrix with m ≤ n (a tall one is transposed) and its gradient G, with P the m × r leading left singular
@@ -99,12 +98,7 @@ class GaLoreAdamW(Optimizer):
             raise ValueError(explain("a state without ranks for GaLoreAdamW", why, way_out))
         super().load_state_dict(state_dict)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def update_parameters(self) -> None:
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             if not parameters:
@@ -117,7 +111,6 @@ class GaLoreAdamW(Optimizer):
                 update = self._step_plain if group["rank"] is None else self._step_projected
                 for part in parts:
                     update(part, group)
-        return loss
 
     def _step_plain(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         gradients = [p.grad for p in parameters if p.grad is not None]

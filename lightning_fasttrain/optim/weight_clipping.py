@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_fasttrain.core.host.lightning import accumulation_continues
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.named_module import module_named
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.technique import Conflict, Exactness, Technique
 
@@ -91,12 +92,7 @@ class WeightClipping(Technique):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: called when the model is complete."""
-        modules = dict(pl_module.named_modules())
-        if self.of not in modules:
-            known = ", ".join(name for name, _ in pl_module.named_children())
-            why = f"{type(pl_module).__name__} has no such module"
-            raise ValueError(explain(f"of={self.of!r}", why, f"Use one of its modules, such as {known}"))
-        self._parameters = list(modules[self.of].parameters())
+        self._parameters = list(module_named(pl_module, self.of, "of").parameters())
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int

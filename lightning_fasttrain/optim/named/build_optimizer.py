@@ -11,11 +11,10 @@ from torch.optim import Optimizer
 from lightning_fasttrain.core.checks import one_of, require
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.optim.galore_groups import block_matrices, galore_groups
-from lightning_fasttrain.optim.named.decay_groups import decay_groups
 from lightning_fasttrain.optim.named.host_optimizer import HostOptimizer
 from lightning_fasttrain.optim.named.low_precision_updates import LowPrecisionUpdates
 from lightning_fasttrain.optim.named.plain_state import page_again_after_loading_, save_as_plain_tensors_
-from lightning_fasttrain.optim.parameter_groups import layer_decay_groups, lora_plus_groups
+from lightning_fasttrain.optim.parameter_groups import decay_groups, layer_decay_groups, lora_plus_groups
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """An optimizer whose state and step are in host memory, while the weights stay on the device."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -10,9 +10,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.optim.closure_optimizer import ClosureOptimizer
 
 
-class HostOptimizer(Optimizer):
+class HostOptimizer(ClosureOptimizer):
     """Keeps an optimizer, and a copy of the weights that it updates, in host memory: the device holds no state.
 
     A step copies the gradients to the host, updates there, and copies the weights back, so its duration depends on the
@@ -41,6 +42,8 @@ class HostOptimizer(Optimizer):
         Ren et al. 2021, "ZeRO-Offload", https://arxiv.org/abs/2101.06840, without its overlap of copies and updates.
     """
 
+    copied: ClassVar[tuple[str, ...]] = ("inner", "_hosted", "_versions")
+
     def __init__(self, params: ParamsT, make: Callable[[list[dict[str, Any]]], Optimizer]) -> None:
         super().__init__(params, {})  # the defaults are the inner optimizer's, created below
         self._hosted: dict[Tensor, nn.Parameter] = {}
@@ -50,15 +53,7 @@ class HostOptimizer(Optimizer):
             group.update({**inner, "params": group["params"]})
         self.defaults = self.inner.defaults
 
-    def __getstate__(self) -> dict[str, Any]:  # for copies: torch's copies only groups and state
-        return {**super().__getstate__(), "inner": self.inner, "_hosted": self._hosted, "_versions": self._versions}
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def update_parameters(self) -> None:
         groups = self._host_groups()
         moved = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         for parameter in moved:
@@ -74,7 +69,6 @@ class HostOptimizer(Optimizer):
             self._hosted[parameter].grad = None  # returns pinned memory to torch's cache, for the next step
             parameter.copy_(self._hosted[parameter], non_blocking=True)
             self._versions[parameter] = parameter._version
-        return loss
 
     def on_host(self) -> Optimizer:
         """The inner optimizer, with the current settings of the groups."""

@@ -1,6 +1,7 @@
 """Save quantized optimizer state as plain tensors, and transfer state between optimizers of different precision."""
 
 import importlib
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lightning_fasttrain.core.checks import require
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.optim.named.host_optimizer import HostOptimizer
+from lightning_fasttrain.optim.named.state_bytes import make_twin
 
 _BLOCK = 256  # elements that share a scale in bitsandbytes' states
 _OF_BITSANDBYTES = {"exp_avg": "1", "exp_avg_sq": "2"}
@@ -169,14 +171,10 @@ def _write(optimizer: Optimizer, parameter: Tensor, values: dict[str, Any]) -> N
 def _fresh_state(optimizer: Any, parameter: Tensor) -> dict[str, Any]:
     """Return the state that the optimizer creates in its first step, without a step."""
     group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
-    kind: Any = type(optimizer)
-    twin = kind.__new__(kind)
-    vars(twin).update(vars(optimizer))
     stand_in = torch.nn.Parameter(parameter.detach().clone())
     stand_in.grad = torch.zeros_like(stand_in)  # zero gradients give zero moments
-    # A new one, as the copy shares everything else with the original.
-    state: Any = type(optimizer.state)(dict)
-    twin.param_groups, twin.state = [{**group_of[parameter], "params": [stand_in]}], state
+    twin = make_twin(optimizer)
+    twin.param_groups, twin.state = [{**group_of[parameter], "params": [stand_in]}], defaultdict(dict)
     with torch.compiler.set_stance("force_eager"):  # compiling it for one step would take minutes
-        kind.step(twin)
-    return state[stand_in]
+        twin.step()
+    return twin.state[stand_in]

@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -15,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightning_fasttrain.core.batch import count_batch
 from lightning_fasttrain.core.distributed import sum_over_ranks
 from lightning_fasttrain.core.host.lightning import (
-    FabricOptimizer,
+    plain_optimizer,
     see_training_batches,
     trainer_of,
     when_loaders_are_made,
@@ -88,11 +87,7 @@ def build_schedule(
         (one cycle, here without that of momentum); Hu et al. 2024, https://arxiv.org/abs/2404.06395 (wsd). Equal to
         torch's own schedulers where these exist, joined by ``SequentialLR`` for the warmup.
     """
-    if isinstance(optimizer, FabricOptimizer | LightningOptimizer):
-        optimizer = optimizer.optimizer
-    if not isinstance(optimizer, Optimizer):
-        why = "expected a torch.optim.Optimizer"
-        raise TypeError(explain(f"optimizer={type(optimizer).__name__}", why, "Pass the optimizer itself"))
+    optimizer = plain_optimizer(optimizer)
     request = read_request(shape, warmup, total, final, at, by, decay)
     if request.needs_run and module is None:
         why = "the length of the run is unknown"

@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.types import LRSchedulerTypeUnion
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_fasttrain.core.checks import positive_int
 from lightning_fasttrain.core.distributed import rank_count
-from lightning_fasttrain.core.host.lightning import FabricOptimizer
+from lightning_fasttrain.core.host.lightning import plain_optimizer
 from lightning_fasttrain.core.messages import explain, number_of, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.technique import Capability, Conflict, Technique
@@ -64,12 +63,10 @@ def hold_steps_(optimizer: Optimizer, look: Look, tell: Tell, scaler: GradScaler
     Raises:
         TypeError: not a torch optimizer, or one that runs the backward several times per step.
     """
-    if isinstance(optimizer, FabricOptimizer | LightningOptimizer):
-        optimizer = optimizer.optimizer
-    if not isinstance(optimizer, Optimizer) or isinstance(optimizer, LBFGS):
-        # LBFGS calls its closure several times per step.
-        why = "a guard supports a torch.optim.Optimizer with one update per step"
-        raise TypeError(explain(f"optimizer={type(optimizer).__name__}", why, "Use, for example, AdamW"))
+    optimizer = plain_optimizer(optimizer)
+    if isinstance(optimizer, LBFGS):
+        why = "it calls its closure several times per step, and a guard supports one update per step"
+        raise TypeError(explain("optimizer=LBFGS", why, "Use, for example, AdamW"))
     return _Gate(optimizer, look, tell).install(scaler)
 
 
