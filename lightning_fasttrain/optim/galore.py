@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_fasttrain.core.checks import one_of, positive_int
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.optim.closure_optimizer import ClosureOptimizer
+from lightning_fasttrain.optim.closure_optimizer import ClosureOptimizer, refuse_out_of_range
 
 SUBSPACES = ("exact", "sketched")
 
@@ -234,14 +234,7 @@ def check_settings(group: dict[str, Any]) -> None:
 
 
 def _check_group(group: dict[str, Any]) -> None:
-    for name, fits, allowed in (
-        ("lr", group["lr"] >= 0, "at least 0"),
-        ("betas", all(0 <= beta < 1 for beta in group["betas"]), "from 0 to below 1"),
-        ("eps", group["eps"] >= 0, "at least 0"),
-        ("weight_decay", group["weight_decay"] >= 0, "at least 0"),
-    ):
-        if not fits:
-            raise ValueError(explain(f"{name}={group[name]}", f"it must be {allowed}", "Start from the default"))
+    refuse_out_of_range(group)
     if group["rank"] is None:
         return
     check_settings(group)

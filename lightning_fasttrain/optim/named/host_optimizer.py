@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.optim.closure_optimizer import ClosureOptimizer
+from lightning_fasttrain.optim.closure_optimizer import ClosureOptimizer, groups_over, take_settings
 
 
 class HostOptimizer(ClosureOptimizer):
@@ -49,8 +49,7 @@ class HostOptimizer(ClosureOptimizer):
         self._hosted: dict[Tensor, nn.Parameter] = {}
         self._versions: dict[Tensor, int] = {}
         self.inner = make(self._host_groups())
-        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            group.update({**inner, "params": group["params"]})
+        take_settings(self.param_groups, self.inner.param_groups)
         self.defaults = self.inner.defaults
 
     def update_parameters(self) -> None:
@@ -80,15 +79,11 @@ class HostOptimizer(ClosureOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.on_host().load_state_dict(state_dict)
-        for group, loaded in zip(self.param_groups, self.inner.param_groups, strict=True):
-            group.update({**loaded, "params": group["params"]})
+        take_settings(self.param_groups, self.inner.param_groups)
 
     def _host_groups(self) -> list[dict[str, Any]]:
         """Return the current groups, which schedulers may have changed, over the parameters in host memory."""
-        groups = []
-        for group in self.param_groups:
-            groups.append({**group, "params": [self._host(parameter) for parameter in group["params"]]})
-        return groups
+        return groups_over(self.param_groups, self._host)
 
     def _host(self, parameter: Tensor) -> nn.Parameter:
         if parameter not in self._hosted:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.optim.closure_optimizer import ClosureOptimizer
+from lightning_fasttrain.optim.closure_optimizer import ClosureOptimizer, refuse_out_of_range
 
 
 class Lion(ClosureOptimizer):
@@ -48,14 +48,9 @@ class Lion(ClosureOptimizer):
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
     ) -> None:
-        for name, value, fits in (
-            ("lr", lr, lr >= 0),
-            ("betas", betas, all(0 <= beta < 1 for beta in betas)),
-            ("weight_decay", weight_decay, weight_decay >= 0),
-        ):
-            if not fits:
-                raise ValueError(explain(f"{name}={value}", "out of range", "Start from the default"))
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+        settings = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        refuse_out_of_range(settings)
+        super().__init__(params, settings)
 
     def update_parameters(self) -> None:
         for group in self.param_groups:

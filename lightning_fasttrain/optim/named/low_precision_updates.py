@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import one_of
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.optim.closure_optimizer import ClosureOptimizer
+from lightning_fasttrain.optim.closure_optimizer import ClosureOptimizer, groups_over, take_settings
 from lightning_fasttrain.optim.optimizer_in_backward import refuse_changed_group
 
 UPDATES = ("kahan", "stochastic")
@@ -118,13 +118,10 @@ class LowPrecisionUpdates(ClosureOptimizer):
         # Loaded state gets the dtype of its parameter, so empty float32 parameters stand in meanwhile.
         held = [parameter for group in self.param_groups for parameter in group["params"]]
         stand_ins = {parameter: _stand_in(parameter) for parameter in held}
-        groups = []
-        for group in self.param_groups:
-            groups.append({**group, "params": [stand_ins[parameter] for parameter in group["params"]]})
+        groups = groups_over(self.param_groups, stand_ins.__getitem__)
         self.inner.param_groups, self.inner.state = groups, defaultdict(dict)
         self.inner.load_state_dict(state_dict)
-        for group, loaded in zip(self.param_groups, self.inner.param_groups, strict=True):
-            group.update({**loaded, "params": group["params"]})
+        take_settings(self.param_groups, self.inner.param_groups)
         self.state.clear()
         for parameter, stand_in in stand_ins.items():
             if stand_in in self.inner.state:

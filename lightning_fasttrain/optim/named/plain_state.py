@@ -2,6 +2,7 @@
 
 import importlib
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,15 +26,15 @@ _TORCHAOS = {
 def save_as_plain_tensors_(optimizer: Optimizer) -> None:
     """Make the ``state_dict`` of torchao's optimizers hold plain tensors: Lightning's loader refuses tensor
     subclasses."""
-    optimizer.register_state_dict_post_hook(_take_apart)
-    optimizer.register_load_state_dict_pre_hook(_put_together)
+    optimizer.register_state_dict_post_hook(lambda _, saved: _map_values(saved, _parts))
+    optimizer.register_load_state_dict_pre_hook(lambda _, loaded: _map_values(loaded, _rebuild))
 
 
-def _take_apart(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    apart = {}
+def _map_values(state_dict: dict[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
+    converted = {}
     for number, state in state_dict["state"].items():
-        apart[number] = {key: _parts(value) for key, value in state.items()}
-    return {**state_dict, "state": apart}
+        converted[number] = {key: convert(value) for key, value in state.items()}
+    return {**state_dict, "state": converted}
 
 
 def _parts(value: Any) -> Any:
@@ -43,13 +44,6 @@ def _parts(value: Any) -> Any:
     parts = {name: getattr(value, name) for name in names}
     made_of = {"class": type(value).__name__, "signed": signed, "shape": list(shape), "dtype": str(dtype)}
     return {**parts, **made_of}
-
-
-def _put_together(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    whole = {}
-    for number, state in state_dict["state"].items():
-        whole[number] = {key: _rebuild(value) for key, value in state.items()}
-    return {**state_dict, "state": whole}
 
 
 def _rebuild(value: Any) -> Any:

@@ -20,10 +20,10 @@ from lightning_fasttrain.run.guards.step_guard import (
     StepGuard,
     agree,
     device_of,
+    gradients_of,
     has_room_for_nan,
     has_unfinite,
     hold_steps_,
-    parameters_with_gradient,
 )
 
 
@@ -124,9 +124,7 @@ class FiniteSteps(JudgedSteps):
 
     def judge(self, optimizer: Optimizer) -> Tensor:
         """Return [2]: whether the step is bad, and whether a loss is."""
-        parameters = parameters_with_gradient(optimizer)
-        gradients: list[Any] = [parameter.grad for parameter in parameters]
-        bad = has_unfinite(gradients).to(device_of(optimizer))
+        bad = has_unfinite(gradients_of(optimizer)).to(device_of(optimizer))
         losses = [flag.to(bad.device) for _, flag in self.losses]
         bad_loss = torch.stack([*losses, torch.zeros_like(bad)]).amax()  # a step may have no noted losses
         return agree(torch.stack([torch.maximum(bad, bad_loss), bad_loss]))  # one all-reduce for both

@@ -22,8 +22,9 @@ from lightning_fasttrain.run.guards.step_guard import (
     JudgedSteps,
     StepGuard,
     device_of,
+    gradients_of,
     hold_steps_,
-    parameters_with_gradient,
+    values_of,
 )
 from lightning_fasttrain.technique import Exactness
 
@@ -137,7 +138,7 @@ class SteadySteps(JudgedSteps):
 
     def look(self, optimizer: Optimizer) -> None:
         """Check the gradients as they are now: call it before they are clipped. Otherwise ``step`` does it itself."""
-        gradients = [_entries_of(parameter.grad) for parameter in parameters_with_gradient(optimizer)]
+        gradients = [values_of(gradient) for gradient in gradients_of(optimizer)]
         norm = torch.nn.utils.get_total_norm(gradients)
         # A collective: the ranks hold shards of the gradients.
         norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).float().to(device_of(optimizer))
@@ -178,11 +179,6 @@ class SteadySteps(JudgedSteps):
         found = zip(("loss", "gradient norm"), numbers, self.limits, strict=True)
         above = " and ".join(f"{name} {n:.4g} exceeds {limit.value:.4g}" for name, n, limit in found if n > limit.value)
         self.count_skip(f": {above}, the limit of the last {len(self.limits[0].values)} steps{self.where()}")
-
-
-def _entries_of(gradient: Any) -> Tensor:
-    """Return the values of a sparse gradient, as of an embedding, since torch has no norm for sparse tensors."""
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def _mean_over_ranks(loss: Tensor) -> Tensor:

@@ -167,6 +167,11 @@ def parameters_with_gradient(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
+def gradients_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the gradients of the coming step."""
+    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
 def device_of(optimizer: Optimizer) -> torch.device:
     """Return the device of its parameters, also on a rank without gradients, which still takes part in collectives."""
     return next(parameter for group in optimizer.param_groups for parameter in group["params"]).device
@@ -192,8 +197,11 @@ def has_room_for_nan(tensor: Tensor) -> bool:
 def local_values(tensor: Tensor) -> Tensor:
     """Return the local shard of a sharded tensor, the values of a sparse one, and others unchanged."""
     tensor = tensor.detach()
-    if isinstance(tensor, DTensor):
-        return tensor.to_local()
+    return tensor.to_local() if isinstance(tensor, DTensor) else values_of(tensor)
+
+
+def values_of(tensor: Tensor) -> Tensor:
+    """Return the values of a sparse tensor, as of an embedding's gradient, since torch has no norm for these."""
     return tensor.coalesce().values() if tensor.is_sparse else tensor
 
 
