@@ -228,7 +228,7 @@ class DistilledStep:
         return _with_loss(output, loss)
 
 
-def _loss_in(output: Any) -> Tensor:
+def _loss_in(output: object) -> Tensor:
     if isinstance(output, Mapping):
         loss = output.get("loss")
     else:

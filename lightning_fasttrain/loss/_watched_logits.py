@@ -83,7 +83,7 @@ def watch_logits(output: Tensor, hidden: Tensor, total: HeadEvidence) -> Tensor:
         return output
     evidence = HeadEvidence(ended=True)
 
-    def loss_of(hidden: Tensor, targets: Tensor, *_: Any, **__: Any) -> Tensor:
+    def loss_of(hidden: Tensor, targets: Tensor, *_: object, **__: object) -> Tensor:
         evidence.reached = True
         return torch.zeros_like(targets)
 
@@ -92,15 +92,15 @@ def watch_logits(output: Tensor, hidden: Tensor, total: HeadEvidence) -> Tensor:
     return _mark(output, DeferredLogits(hidden.detach(), output.shape[-1], output.dtype, loss_of), evidence)
 
 
-def _is_watched(value: Any) -> bool:
+def _is_watched(value: object) -> bool:
     return isinstance(value, WatchedLogits) and "deferred" in vars(value)
 
 
-def _deferred_of(value: Any) -> Any:
+def _deferred_of(value: object) -> Any:
     return value.deferred if _is_watched(value) else value
 
 
-def _mark(result: Any, deferred: Any, evidence: HeadEvidence) -> Any:
+def _mark(result: object, deferred: object, evidence: HeadEvidence) -> Any:
     if isinstance(result, Tensor) and isinstance(deferred, DeferredLogits):
         with torch._C.DisableTorchFunctionSubclass():
             marked = result.as_subclass(WatchedLogits)

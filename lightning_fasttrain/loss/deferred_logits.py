@@ -233,7 +233,7 @@ class DeferredLogits:
             raise _refusal("tanh of the tanh")
         return self._copy_with(cap=1.0)
 
-    def log_softmax(self, dim: int, dtype: torch.dtype | None = None, **_: Any) -> "DeferredLogits":
+    def log_softmax(self, dim: int, dtype: torch.dtype | None = None, **_: object) -> "DeferredLogits":
         # `_` is the stack level that F.log_softmax passes for its warnings.
         if dim not in ((1, 1 - self.ndim) if self.classes_second else (-1, self.ndim - 1)):
             raise _refusal(f"log_softmax over dimension {dim}")

@@ -294,7 +294,7 @@ def _check_features(features: Features) -> dict[str, str | tuple[str, nn.Module]
     return checked
 
 
-def _is_pair(to: Any) -> bool:
+def _is_pair(to: object) -> bool:
     """Whether ``to`` is a pair of a name and a projection."""
     return isinstance(to, tuple | list) and len(to) == 2 and isinstance(to[0], str) and isinstance(to[1], nn.Module)
 

@@ -152,7 +152,7 @@ def head_of(model: nn.Module, name: str | None, argument: str) -> nn.Module | No
     return next(iter(told_heads(model)), None)
 
 
-def logits_in(output: Any) -> Any:
+def logits_in(output: object) -> Any:
     """Return the logits in a model's output: itself, its ``logits``, or a tuple's first tensor with axes; or None."""
     if isinstance(output, Mapping):
         return output.get("logits")
@@ -163,7 +163,7 @@ def logits_in(output: Any) -> Any:
     return getattr(output, "logits", None)
 
 
-def feature_in(output: Any) -> Tensor | None:
+def feature_in(output: object) -> Tensor | None:
     """Return the hidden states in a layer's output: itself, or the first tensor of a tuple or mapping."""
     if isinstance(output, Tensor):
         return output
@@ -174,7 +174,7 @@ def feature_in(output: Any) -> Tensor | None:
 
 
 def logits_of(
-    output: Any, head: nn.Module | None, tapped: tuple[Any, Any] | None, autocast: torch.dtype | None
+    output: object, head: nn.Module | None, tapped: tuple[Any, Any] | None, autocast: torch.dtype | None
 ) -> LogitsOf | None:
     """Return the logits of a model's output, expressed by the inputs of its head where that is known to be equal.
 

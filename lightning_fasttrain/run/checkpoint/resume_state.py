@@ -1,6 +1,6 @@
 """State of a checkpoint that a run resumes from, restored at two moments: loaders are made, and training continues."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import lightning as L
@@ -119,7 +119,7 @@ def keeps_its_state(loader: object) -> bool:
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
-def hold_loader(loader: Any) -> ResumableLoader | None:
+def hold_loader(loader: Iterable[Any]) -> ResumableLoader | None:
     """Wrap a training loader so that its position is known; return None if it is not ours to save."""
     if keeps_its_state(loader):
         return None

@@ -58,9 +58,9 @@ def _sums_batches(technique: Technique) -> bool:
     return technique.does(Capability.SUMS_BATCHES)
 
 
-def about_loader(loader: Any) -> dict[str, Any]:
+def about_loader(loader: object) -> dict[str, Any]:
     """Return the same facts about one training loader, before it is read from."""
-    dataset = getattr(loader, "dataset", loader)
+    dataset: Any = getattr(loader, "dataset", loader)
     try:
         samples = len(dataset)
     except (TypeError, NotImplementedError):
@@ -88,7 +88,7 @@ def _shuffles(sampler: object) -> bool | str | None:
     return type(sampler).__qualname__  # for other samplers the name is compared
 
 
-def _hash_data(dataset: Any, where: str) -> dict[str, str]:
+def _hash_data(dataset: object, where: str) -> dict[str, str]:
     """Hash a few entries of each table, list or tensor of a dataset, by name. None of the dataset's code is run.
 
     Its ``__getitem__`` may draw random numbers or open files, so no samples are requested. Columns of strings are
@@ -117,7 +117,7 @@ def _hash_values(values: Any, where: str) -> dict[str, str]:
     return {} if data is None else {where: hashlib.sha256(data).hexdigest()[:12]}
 
 
-def _is_array(value: Any) -> bool:
+def _is_array(value: object) -> bool:
     return type(value) in (Tensor, np.ndarray) and value.ndim > 0
 
 

@@ -169,7 +169,7 @@ class MemoryRecording:
     def _see_sum(self, name: str, parameter: nn.Parameter) -> None:
         self._see("gradients", name, parameter.grad)
 
-    def _see(self, category: str, name: str, held: Any, watch: bool = False) -> None:
+    def _see(self, category: str, name: str, held: object, watch: bool = False) -> None:
         now = time.time_ns()  # the clock of the profiler's events
         for storage in find_storages(held):
             if storage.device == self.device and storage.nbytes():
