@@ -16,7 +16,7 @@ from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, wra
 from lightning_fasttrain.loss._teacher import Teacher
 from lightning_fasttrain.loss.chunked import autocast_dtype
 from lightning_fasttrain.loss.fused_loss_head import FusedHead
-from lightning_fasttrain.loss.linear_kl_divergence import LogitsOf, divergence
+from lightning_fasttrain.loss.linear_kl_divergence import LogitsOf, divergence, refuse_other_classes
 from lightning_fasttrain.loss.loss_inputs import (
     HEAD,
     PROJECTIONS,
@@ -74,8 +74,9 @@ class Distiller:
         with ExitStack() as undo:
             self.teacher = Teacher(teacher, teacher_head, self.pairs.values())
             undo.callback(self.teacher.undo)
-            if self.alpha > 0:
-                _refuse_other_classes(self.head, self.teacher.head)
+            heads = self.head, self.teacher.head
+            if self.alpha > 0 and isinstance(heads[0], nn.Linear) and isinstance(heads[1], nn.Linear):
+                refuse_other_classes(heads[0].out_features, heads[1].out_features)
             for name, module in modules.items():
                 undo.callback(Tap(module, name, self.seen).install())
             # Last, so outside of a tap on the student itself, which only records while this wrapper runs it.
@@ -268,12 +269,3 @@ def _refuse_a_trained_teacher(model: nn.Module, teacher: nn.Module) -> None:
                 "Pass it to Distillation only, not to the module; for self-distillation, use copy.deepcopy(model)",
             )
         )
-
-
-def _refuse_other_classes(head: nn.Module | None, teacher_head: nn.Module | None) -> None:
-    if isinstance(head, nn.Linear) and isinstance(teacher_head, nn.Linear):
-        ours, theirs = head.out_features, teacher_head.out_features
-        if ours != theirs:
-            why = "their probabilities are compared class by class"
-            way_out = "Use the same vocabulary; if only its padding differs, call resize_token_embeddings"
-            raise ValueError(explain(f"the student has {ours} classes, the teacher {theirs}", why, way_out))

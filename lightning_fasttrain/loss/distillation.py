@@ -22,6 +22,7 @@ from lightning_fasttrain.loss._distiller import (
     projection_key,
 )
 from lightning_fasttrain.loss._teacher import AnyTeacher, load_teacher
+from lightning_fasttrain.loss.linear_kl_divergence import refuse_temperature
 from lightning_fasttrain.loss.loss_inputs import PROJECTIONS, student_of
 from lightning_fasttrain.technique import Conflict, Exactness, Surgery, Technique
 from lightning_fasttrain.technique.predicted_step import PredictedStep
@@ -192,8 +193,7 @@ class Distillation(Technique):
             raise TypeError(explain(f"teacher={teacher!r}", "expected a model", "Give a module, directory or function"))
         if not 0 <= alpha <= 1:
             raise ValueError(explain(f"alpha={alpha}", "expected the teacher's share of the loss", "Use 0 to 1"))
-        if not temperature > 0:
-            raise ValueError(explain(f"temperature={temperature}", "logits are divided by it", "Use a positive number"))
+        refuse_temperature(temperature)
         if not feature_weight >= 0:
             why = "a negative weight would push features apart"
             raise ValueError(explain(f"feature_weight={feature_weight}", why, "Use 0 or more"))

@@ -174,9 +174,22 @@ def divergence(
     return loss.reshape(shape) if reduction == "none" else loss
 
 
-def _check(student: LogitsOf, teacher: LogitsOf, temperature: float, mask: Tensor | None) -> None:
+def refuse_temperature(temperature: float) -> None:
+    """Refuse a temperature out of range."""
     if not 0 < temperature < math.inf:
         raise ValueError(explain(f"temperature={temperature}", "logits are divided by it", "Use a positive number"))
+
+
+def refuse_other_classes(student: int, teacher: int) -> None:
+    """Refuse a student and a teacher with different numbers of classes."""
+    if student != teacher:
+        what = f"the student has {student} classes, the teacher {teacher}"
+        way_out = "Use the same vocabulary; if only its padding differs, call resize_token_embeddings"
+        raise ValueError(explain(what, "their probabilities are compared class by class", way_out))
+
+
+def _check(student: LogitsOf, teacher: LogitsOf, temperature: float, mask: Tensor | None) -> None:
+    refuse_temperature(temperature)
     for whose, one in (("student", student), ("teacher", teacher)):
         if one.weight is not None and (one.weight.ndim != 2 or one.hidden.shape[-1] != one.weight.shape[1]):
             what = f"{whose}: hidden {tuple(one.hidden.shape)}, weight {tuple(one.weight.shape)}"
@@ -187,10 +200,7 @@ def _check(student: LogitsOf, teacher: LogitsOf, temperature: float, mask: Tenso
         if one.softcap is not None and not 0 < one.softcap < math.inf:
             why = "it bounds the magnitude of logits"
             raise ValueError(explain(f"{whose}: softcap={one.softcap}", why, "Use a positive number"))
-    if student.classes != teacher.classes:
-        what = f"the student has {student.classes} classes, the teacher {teacher.classes}"
-        way_out = "Use the same vocabulary; if only its padding differs, call resize_token_embeddings"
-        raise ValueError(explain(what, "their probabilities are compared class by class", way_out))
+    refuse_other_classes(student.classes, teacher.classes)
     shape = student.hidden.shape[:-1]
     if teacher.hidden.shape[:-1] != shape:
         what = f"{tuple(shape)} tokens of the student, {tuple(teacher.hidden.shape[:-1])} of the teacher"
