@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MethodWrapperType
 from typing import Any
 
 import torch
@@ -114,8 +115,8 @@ def _mark(result: object, deferred: object, evidence: HeadEvidence) -> Any:
 def _do_likewise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Call ``func`` on deferred logits, whose methods have the names of torch's."""
     if isinstance(args[0], DeferredLogits):
-        if func.__name__ == "__get__":
-            return getattr(args[0], func.__self__.__name__)  # for a property torch passes its descriptor's getter
+        if isinstance(func, MethodWrapperType):  # the getter of a property's descriptor
+            return getattr(args[0], func.__self__.__name__)  # type: ignore[attr-defined]
         if getattr(Tensor, func.__name__, None) is func:
             return getattr(args[0], func.__name__)(*args[1:], **kwargs)
     return func(*args, **kwargs)

@@ -78,6 +78,7 @@ def _rows_of(parameter: Tensor, gradient: Tensor) -> Tensor:
 def _unit_norms(tensor: Tensor) -> Tensor:
     """Return the norms with shape [units, 1, ...]; [1] for a vector or a scalar."""
     axes = list(range(1, tensor.ndim)) if tensor.ndim > 1 else None  # None reduces all axes
+    # In float32, since a sum of squares in float16 overflows from a norm of 256 on.
     return torch.linalg.vector_norm(tensor, dim=axes, keepdim=True, dtype=torch.float32)
 
 

@@ -25,6 +25,7 @@ class ClosureOptimizer(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         loss = None
+        # It runs forward and backward, which record a graph even where step() is called under no_grad.
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()

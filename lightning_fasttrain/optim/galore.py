@@ -107,6 +107,7 @@ class GaLoreAdamW(ClosureOptimizer):
             parts = [parameters]
             if not _in_lists(parameters, group):  # one by one, so that only one projected gradient is in memory
                 parts = [[parameter] for parameter in parameters]
+            # A step may be called inside autocast, which would round the projections' products to its dtype.
             with torch.autocast(parameters[0].device.type, enabled=False):
                 update = self._step_plain if group["rank"] is None else self._step_projected
                 for part in parts:

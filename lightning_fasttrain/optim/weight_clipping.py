@@ -41,6 +41,7 @@ def clip_weights_(parameters: Iterable[Tensor], limit: float) -> int:
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not trained:
         raise ValueError(explain("clip_weights_", "none of the parameters is trainable", "Pass trainable parameters"))
+    # For all at once: a kernel for each small parameter would take longer to launch than to run.
     torch._foreach_clamp_min_(trained, -limit)
     torch._foreach_clamp_max_(trained, limit)
     return len(trained)

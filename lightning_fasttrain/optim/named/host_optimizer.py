@@ -55,6 +55,7 @@ class HostOptimizer(ClosureOptimizer):
     def update_parameters(self) -> None:
         groups = self._host_groups()
         moved = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        # All copies are started before any is waited for, so that they follow each other without gaps.
         for parameter in moved:
             hosted = self._hosted[parameter]
             # Each in-place write increments it; ours below is recorded.

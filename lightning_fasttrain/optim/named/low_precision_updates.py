@@ -73,6 +73,7 @@ class LowPrecisionUpdates(ClosureOptimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
 
     def update_parameters(self) -> None:
+        # One by one, so that a single parameter and its gradient exist in float32 at a time.
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

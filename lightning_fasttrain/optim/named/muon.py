@@ -66,9 +66,8 @@ class MuonAdamW(ClosureOptimizer):
         eps: float = 1e-8,
         fused: bool | None = None,
     ) -> None:
-        spare = [
-            nn.Parameter(torch.zeros(1, 1))
-        ]  # both need a parameter in __init__; the groups are set before each step
+        # Both need a parameter when they are created; their groups are set before each step.
+        spare = [nn.Parameter(torch.zeros(1, 1))]
         self._muon = Muon(spare, lr, weight_decay, momentum, nesterov, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn)
         self._adamw = AdamW(spare, lr, betas, eps, weight_decay, fused=fused)
         super().__init__(params, {**self._muon.defaults, **self._adamw.defaults, "muon": False})

@@ -1,6 +1,5 @@
 """Save quantized optimizer state as plain tensors, and transfer state between optimizers of different precision."""
 
-import importlib
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -17,10 +16,6 @@ from lightning_fasttrain.optim.named.state_bytes import make_twin
 
 _BLOCK = 256  # elements that share a scale in bitsandbytes' states
 _OF_BITSANDBYTES = {"exp_avg": "1", "exp_avg_sq": "2"}
-_TORCHAOS = {
-    "OptimState4bit": "torchao.optim.subclass_4bit",
-    "OptimState8bit": "torchao.optim.subclass_8bit",
-}
 
 
 def save_as_plain_tensors_(optimizer: Optimizer) -> None:
@@ -28,6 +23,14 @@ def save_as_plain_tensors_(optimizer: Optimizer) -> None:
     subclasses."""
     optimizer.register_state_dict_post_hook(lambda _, saved: _map_values(saved, _parts))
     optimizer.register_load_state_dict_pre_hook(lambda _, loaded: _map_values(loaded, _rebuild))
+
+
+def _quantized_states() -> dict[str, Any]:
+    """Return the classes of torchao's quantized state, by name."""
+    from torchao.optim.subclass_4bit import OptimState4bit
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    return {kind.__name__: kind for kind in (OptimState4bit, OptimState8bit)}
 
 
 def _map_values(state_dict: dict[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
@@ -38,7 +41,7 @@ def _map_values(state_dict: dict[str, Any], convert: Callable[[Any], Any]) -> di
 
 
 def _parts(value: Any) -> Any:
-    if not is_traceable_wrapper_subclass(value) or type(value).__name__ not in _TORCHAOS:
+    if not isinstance(value, tuple(_quantized_states().values())):
         return value
     names, (signed, shape, dtype) = value.__tensor_flatten__()  # type: ignore[misc]
     parts = {name: getattr(value, name) for name in names}
@@ -47,10 +50,9 @@ def _parts(value: Any) -> Any:
 
 
 def _rebuild(value: Any) -> Any:
-    if not isinstance(value, dict) or value.get("class") not in _TORCHAOS:
+    kind = _quantized_states().get(value.get("class", "")) if isinstance(value, dict) else None
+    if kind is None:
         return value
-    name = value["class"]
-    kind = getattr(importlib.import_module(_TORCHAOS[name]), name)
     attributes = [value["signed"], tuple(value["shape"]), getattr(torch, value["dtype"].removeprefix("torch."))]
     return kind(*(value[part] for part in kind.tensor_attrs), *attributes)
 

@@ -121,8 +121,10 @@ class Schedule(LRScheduler):
         self.updates = self.seen = self.coming = 0
         self.is_told = False  # whether an engine reports updates
         self._loaded_plan: dict[str, Any] | None = None
+        # An earlier schedule has changed the learning rates, and has left those from before it under this name.
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", _copy(group["lr"]))
+        # Before each step, too: a loaded state or an added group has other learning rates.
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
         trainer = trainer_of(module) if module is not None else None
