@@ -1,24 +1,19 @@
 """MuonAdamW against Muon and AdamW separately, and Lion against its formula."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.optim import Lion, MuonAdamW
-from tests.support.nets import TinyLM, largest_difference, lm_batches, weights
+from tests.support.nets import TinyLM, largest_difference, lm_batches, take_steps, weights
 
 BATCHES = lm_batches(4)
 
 
-def loop(net, *optimizers, batches=BATCHES):
-    for batch in batches:
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        net.loss(batch).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-    return net
+loop = functools.partial(take_steps, batches=BATCHES)
 
 
 def matrices(net):
