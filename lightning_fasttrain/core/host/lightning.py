@@ -72,9 +72,10 @@ def is_time_to_log(trainer: L.Trainer) -> bool:
     return trainer._logger_connector.should_update_logs
 
 
-def step_for_loggers(trainer: L.Trainer) -> int:
-    """The number of the step, as Lightning gives it to loggers."""
-    return trainer.fit_loop.epoch_loop._batches_that_stepped
+def log_to_all(trainer: L.Trainer, metrics: dict[str, float]) -> None:
+    """Log values at the number of the step that Lightning gives to loggers."""
+    for logger in trainer.loggers:
+        logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
 def trainer_of(module: nn.Module) -> L.Trainer | None:

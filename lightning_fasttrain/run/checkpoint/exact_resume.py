@@ -8,8 +8,8 @@ from typing import Any, ClassVar, NamedTuple
 import lightning as L
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch.distributed.tensor import DTensor
 
+from lightning_fasttrain.core.distributed import is_sharded
 from lightning_fasttrain.core.files.guarded_loading import guard_loading
 from lightning_fasttrain.core.host.lightning import accumulation_continues, is_last_batch_taken, validation_loaders
 from lightning_fasttrain.core.messages import explain, warn
@@ -182,7 +182,7 @@ class ExactResume(Technique):
         }
         if not _in_window(trainer, point):
             return
-        if not _is_sharded(trainer, pl_module):
+        if not (isinstance(trainer.strategy, DeepSpeedStrategy | FSDPStrategy) or is_sharded(pl_module)):
             checkpoint[KEY]["gradients"] = gather_gradients(pl_module.named_parameters(), device)
         elif not hasattr(trainer.strategy, "scale_gradients_"):  # the suite's own strategies warn themselves
             what = f"a checkpoint inside an accumulation window under {type(trainer.strategy).__name__}"
@@ -272,9 +272,3 @@ def _in_window(trainer: L.Trainer, point: SavePoint) -> bool:
     """Whether gradients are carried to the next batch without being saved by anything else."""
     saved = any(technique.does(Capability.SUMS_BATCHES) for technique in techniques_of(trainer))
     return not saved and point not in (SavePoint.EPOCH, SavePoint.WITHIN) and accumulation_continues(trainer)
-
-
-def _is_sharded(trainer: L.Trainer, pl_module: L.LightningModule) -> bool:
-    if isinstance(trainer.strategy, DeepSpeedStrategy | FSDPStrategy):
-        return True
-    return any(isinstance(parameter, DTensor) for parameter in pl_module.parameters())

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.profilers import PyTorchProfiler
 
 from lightning_fasttrain.core.checks import positive_int
-from lightning_fasttrain.core.host.lightning import accumulation_continues, is_time_to_log, step_for_loggers
+from lightning_fasttrain.core.host.lightning import accumulation_continues, is_time_to_log, log_to_all
 from lightning_fasttrain.core.messages import explain, note_once, say, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.core.peak_memory import PeakMemory
@@ -140,9 +140,7 @@ class MemoryMeter(MemoryWindow):
         if on_cpu:
             self._due = self._step + self.every_n_steps if self.every_n_steps else math.inf
         if on_cpu or is_time_to_log(trainer):
-            for logger in trainer.loggers:
-                peak_mib = {"memory_meter/peak_mib": self.peak_bytes / 2**20}
-                logger.log_metrics(peak_mib, step=step_for_loggers(trainer))
+            log_to_all(trainer, {"memory_meter/peak_mib": self.peak_bytes / 2**20})
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: validation during accumulation does not belong to the step; the next complete step is measured."""
