@@ -2,12 +2,11 @@
 
 Parameter groups are created here, too; optimizers selected by name are in ``named``.
 
-From the bottom up: ``optimizer_in_backward``, ``closure_optimizer``, ``eager_gradient_release``, ``fused_clipping``,
-``parameter_groups``, ``schedule``, ``weight_clipping``, ``adaptive_clipping``, ``galore``, ``galore_groups``,
-``named``.
+From the bottom up: ``clipping``, ``closure_optimizer``, ``eager_gradient_release``, ``fused_clipping``,
+``optimizer_in_backward``, ``parameter_groups``, ``schedule``, ``galore``, ``galore_groups``, ``named``.
 """
 
-from lightning_fasttrain.optim.adaptive_clipping import AdaptiveClipping, clip_adaptively_
+from lightning_fasttrain.optim.clipping import AdaptiveClipping, WeightClipping, clip_adaptively_, clip_weights_
 from lightning_fasttrain.optim.eager_gradient_release import EagerGradientRelease, release_gradients_
 from lightning_fasttrain.optim.fused_clipping import FusedClipping, allow_fused_clipping_
 from lightning_fasttrain.optim.galore import GaLoreAdamW
@@ -23,7 +22,6 @@ from lightning_fasttrain.optim.named.state_bytes import optimizer_state_bytes
 from lightning_fasttrain.optim.optimizer_in_backward import OptimizerInBackward, optimize_in_backward_
 from lightning_fasttrain.optim.parameter_groups import decay_groups, layer_decay_groups, lora_plus_groups
 from lightning_fasttrain.optim.schedule.build_schedule import Schedule, build_schedule
-from lightning_fasttrain.optim.weight_clipping import WeightClipping, clip_weights_
 
 __all__ = [
     "AdaptiveClipping",
