@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lightning_fasttrain.core.batch import loss_in
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.named_module import module_named
 from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, wrapper_on
@@ -221,24 +222,13 @@ class DistilledStep:
             distiller.listening = False  # a call of the student by mask= does not count
             if output is None:  # the step is skipped
                 return None
-            loss = distiller.mix(_loss_in(output), next(iter((*args, *kwargs.values())), None))
+            own = loss_in(output, "its loss is mixed with the teacher's, but it holds no loss tensor")
+            loss = distiller.mix(own, next(iter((*args, *kwargs.values())), None))
         finally:
             distiller.listening = False
             distiller.calls.clear()
             distiller.seen.clear()  # releases the graph
         return _with_loss(output, loss)
-
-
-def _loss_in(output: object) -> Tensor:
-    if isinstance(output, Mapping):
-        loss = output.get("loss")
-    else:
-        loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
-    if not isinstance(loss, Tensor):
-        why = "its loss is mixed with the teacher's, but it holds no loss tensor"
-        way_out = "Return the loss, or a dict with a 'loss'"
-        raise TypeError(explain(f"the step returned {type(output).__name__}", why, way_out))
-    return loss
 
 
 def _with_loss(output: Any, loss: Tensor) -> Any:
