@@ -32,6 +32,7 @@ from lightning_fasttrain.loss.loss_inputs import (
 )
 
 Features = Mapping[str, str | tuple[str, nn.Module]]
+Pairs = dict[str, tuple[str, nn.Module | None]]  # name in the student → name in the teacher, and the projection
 Mask = Callable[[Any], Tensor]
 
 
@@ -42,7 +43,7 @@ class Settings(Protocol):
     alpha: float
     head: str | None
     teacher_head: str | None
-    features: dict[str, str | tuple[str, nn.Module]]
+    features: Pairs
     feature_weight: float
     mask: Mask | None
 
@@ -56,13 +57,11 @@ class Distiller:
 
     def __init__(self, model: nn.Module, student: nn.Module, teacher: nn.Module, settings: Settings) -> None:
         _refuse_a_trained_teacher(model, teacher)
-        head, teacher_head, features = settings.head, settings.teacher_head, settings.features
+        head, teacher_head = settings.head, settings.teacher_head
         self.model, self.student, self.mask, self.alpha = model, student, settings.mask, settings.alpha
         self.temperature, self.feature_weight = settings.temperature, settings.feature_weight
-        self.projected = {name for name, to in features.items() if not isinstance(to, str)}
-        self.pairs: dict[str, str] = {}  # name in the student → name in the teacher
-        for name, to in features.items():
-            self.pairs[name] = to if isinstance(to, str) else to[0]
+        # name in the student → name in the teacher, and whether the model has a projection, its own copy
+        self.pairs = {name: (to, module is not None) for name, (to, module) in settings.features.items()}
         self.head = head_of(student, head, "head")
         if teacher_head is None and head in dict(teacher.named_modules()):
             teacher_head = head
@@ -73,7 +72,7 @@ class Distiller:
         self.calls: list[_Call] = []
         self.parts: dict[str, Tensor] = {}
         with ExitStack() as undo:
-            self.teacher = Teacher(teacher, teacher_head, self.pairs.values())
+            self.teacher = Teacher(teacher, teacher_head, [name for name, _ in self.pairs.values()])
             undo.callback(self.teacher.undo)
             heads = self.head, self.teacher.head
             if self.alpha > 0 and isinstance(heads[0], nn.Linear) and isinstance(heads[1], nn.Linear):
@@ -152,14 +151,14 @@ class Distiller:
         return head if plain else None
 
     def _distance(self, name: str, call: "_Call", masks: list[Tensor]) -> Tensor:
-        to = self.pairs[name]
+        to, is_projected = self.pairs[name]
         ours, theirs = feature_in(self.seen.at.get(name, (None, None))[1]), call.features.get(to)
         if ours is None or theirs is None:
             why = "it was not called by its model, or its first output is not a tensor"
             way_out = "Name a layer that returns its hidden states"
             raise TypeError(explain(f"features: '{name if ours is None else to}' gave no tensor", why, way_out))
         mask = of_feature(masks, ours.shape)
-        if name in self.projected:
+        if is_projected:
             # The model's copy, which its optimizer trains; the module in `features` stays unchanged.
             projection = self.model.get_submodule(f"{PROJECTIONS}.{projection_key(name)}")
             dtype = next((p.dtype for p in projection.parameters()), ours.dtype)

@@ -18,6 +18,7 @@ from lightning_fasttrain.loss._distiller import (
     Distiller,
     Features,
     Mask,
+    Pairs,
     Student,
     projection_key,
 )
@@ -282,15 +283,15 @@ class _LoggedStep(DistilledStep):
         return output
 
 
-def _check_features(features: Features) -> dict[str, str | tuple[str, nn.Module]]:
+def _check_features(features: Features) -> Pairs:
     wanted = "Use {'name in the student': 'name in the teacher'}, or a pair of that name and a module as value"
     if not isinstance(features, Mapping):
         raise TypeError(explain(f"features={features!r}", "expected a mapping of names to names", wanted))
-    checked: dict[str, str | tuple[str, nn.Module]] = {}
+    checked: Pairs = {}
     for name, to in features.items():
         if not isinstance(name, str) or not (isinstance(to, str) or _is_pair(to)):
             raise TypeError(explain(f"features={{{name!r}: {to!r}}}", "expected a mapping of names to names", wanted))
-        checked[name] = to if isinstance(to, str) else (to[0], to[1])
+        checked[name] = (to, None) if isinstance(to, str) else (to[0], to[1])
     return checked
 
 
@@ -305,8 +306,8 @@ def distiller_on(student: nn.Module) -> Distiller | None:
     return None if held is None else held.distiller
 
 
-def _add_projections_(model: nn.Module, features: Features) -> None:
-    given = {projection_key(name): to[1] for name, to in features.items() if not isinstance(to, str)}
+def _add_projections_(model: nn.Module, features: Pairs) -> None:
+    given = {projection_key(name): module for name, (_, module) in features.items() if module is not None}
     if not given:
         return
     if isinstance(model, nn.Sequential | nn.ModuleList | nn.ModuleDict):
