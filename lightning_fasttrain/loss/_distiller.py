@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_fasttrain.core.batch import loss_in
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.named_module import module_named
+from lightning_fasttrain.core.modules.find_module import find_module
 from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, wrapper_on
 from lightning_fasttrain.loss._teacher import Teacher
 from lightning_fasttrain.loss.chunked import autocast_dtype
@@ -65,7 +65,7 @@ class Distiller:
         self.head = head_of(student, head, "head")
         if teacher_head is None and head in dict(teacher.named_modules()):
             teacher_head = head
-        modules = {name: module_named(student, name, "features") for name in self.pairs}
+        modules = {name: find_module(student, name, "features") for name in self.pairs}
         # From the class, since a wrapper on the instance has no argument names.
         self.names = list(inspect.signature(type(student).forward).parameters)[1:]
         self.listening, self.seen = False, Seen()

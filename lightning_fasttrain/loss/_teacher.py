@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_fasttrain.core.checks import require
 from lightning_fasttrain.core.messages import explain, note_once
-from lightning_fasttrain.core.modules.named_module import module_named
+from lightning_fasttrain.core.modules.find_module import find_module
 from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, patch
 from lightning_fasttrain.loss.chunked import autocast_dtype
 from lightning_fasttrain.loss.deferred_logits import DeferredLogits
@@ -100,7 +100,7 @@ class Teacher:
     def __init__(self, module: nn.Module, head: str | None, features: Iterable[str]) -> None:
         self.module, self.seen, self.undo_all = module, Seen(), ExitStack()
         self.head = head_of(module, head, "teacher_head")
-        taps = [Tap(module_named(module, name, "features"), name, self.seen) for name in features]
+        taps = [Tap(find_module(module, name, "features"), name, self.seen) for name in features]
         wants_logits = any(tap.module in (self.head, module) for tap in taps)  # a feature must be a tensor
         self.deferring: _Deferring | None = None
         if type(self.head) is nn.Linear and not wants_logits:

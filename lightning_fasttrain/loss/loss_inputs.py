@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from lightning_fasttrain.core.batch import LABELS, find_labels, is_integer
 from lightning_fasttrain.core.messages import explain, note_once
 from lightning_fasttrain.core.modules.blocks import has_parameters, keep_outermost
-from lightning_fasttrain.core.modules.named_module import module_named
+from lightning_fasttrain.core.modules.find_module import find_module
 from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, told_heads
 from lightning_fasttrain.loss.deferred_logits import DeferredLogits
 from lightning_fasttrain.loss.linear_kl_divergence import LogitsOf
@@ -130,7 +130,7 @@ class Tap(WrappedForward):
 def student_of(model: nn.Module, name: str | None) -> nn.Module:
     """Return the module of ``model`` whose output is compared with the teacher's."""
     if name is not None:
-        return module_named(model, name, "student")
+        return find_module(model, name, "student")
     told = keep_outermost({key: m for key, m in model.named_modules() if hasattr(type(m), "get_output_embeddings")})
     if len(told) > 1:
         what = f"{type(model).__name__} holds several models: {', '.join(map(repr, told))}"
@@ -148,7 +148,7 @@ def student_of(model: nn.Module, name: str | None) -> nn.Module:
 def head_of(model: nn.Module, name: str | None, argument: str) -> nn.Module | None:
     """Return the layer that computes the logits: by name, or as Hugging Face's models define it; None if unknown."""
     if name is not None:
-        return module_named(model, name, argument)
+        return find_module(model, name, argument)
     return next(iter(told_heads(model)), None)
 
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_fasttrain.core.host.lightning import accumulation_continues
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.named_module import module_named
+from lightning_fasttrain.core.modules.find_module import find_module
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.technique import Capability, Conflict, Exactness, Technique
 
@@ -147,7 +147,7 @@ class AdaptiveClipping(Technique):
 
 
 def _parameters_of(model: nn.Module, leave_out: Iterable[str]) -> list[Tensor]:
-    listed = [module_named(model, name, "leave_out") for name in leave_out]
+    listed = [find_module(model, name, "leave_out") for name in leave_out]
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
     left_out = {parameter for module in (*listed, *embeddings) for parameter in module.parameters()}
     return [parameter for parameter in model.parameters() if parameter not in left_out]
@@ -226,7 +226,7 @@ class WeightClipping(Technique):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: called when the model is complete."""
-        self._parameters = list(module_named(pl_module, self.of, "of").parameters())
+        self._parameters = list(find_module(pl_module, self.of, "of").parameters())
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from lightning_fasttrain.core.messages import explain, list_some, note_once, number_of
 from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
+from lightning_fasttrain.core.modules.find_module import find_module
 from lightning_fasttrain.core.modules.heads import heads_beside, is_inside, warn_of_blocks_beyond
-from lightning_fasttrain.core.modules.named_module import module_named
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm)  # other norms have one-dimensional parameters anyway
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
@@ -248,7 +248,7 @@ def lora_plus_groups(
 def _with_layers(model: nn.Module, layers: list[str], head: list[str]) -> Iterable[tuple[str, Tensor, int]]:
     """Yield every parameter with its name and the index in ``layers`` of its layer."""
     for name in head:
-        module_named(model, name, "head")
+        find_module(model, name, "head")
     named = list(model.named_parameters())
     # A head that shares the embedding belongs to it, which is listed first.
     tied = _shared_with_tables(model)

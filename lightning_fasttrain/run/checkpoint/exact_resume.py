@@ -20,22 +20,22 @@ from lightning_fasttrain.run.checkpoint._loop_progress import (
     SavePoint,
     complete_batch_,
     count_as_ended,
+    find_save_point,
     iterate_again,
     resume_after_batch,
     resume_after_epoch,
-    save_point,
     step_takes_batches,
 )
 from lightning_fasttrain.run.checkpoint.loader_rng import generator_states
 from lightning_fasttrain.run.checkpoint.resumable_loader import ResumableLoader
 from lightning_fasttrain.run.checkpoint.resume_state import ResumeState, hold_loader, keeps_its_state, set_generators
 from lightning_fasttrain.run.checkpoint.run_fingerprint import (
-    about_loader,
-    doubts,
+    describe_loader,
+    list_doubts,
     read_settings,
     refuse_other_optimizers,
 )
-from lightning_fasttrain.run.checkpoint.unsaved_state import forgotten_state, metrics_state
+from lightning_fasttrain.run.checkpoint.unsaved_state import read_forgotten, read_metrics
 from lightning_fasttrain.technique import Capability, Technique
 from lightning_fasttrain.technique.technique import techniques_of
 
@@ -154,7 +154,7 @@ class ExactResume(Technique):
             return loader
         i, held, resume = len(self._being_made), hold_loader(loader), self._resume
         about = {} if keeps_its_state(loader) else None
-        self._being_made.append(_TrainingLoader(held, about if held is None else about_loader(loader)))
+        self._being_made.append(_TrainingLoader(held, about if held is None else describe_loader(loader)))
         # Here, not later: setup_data iterates as soon as it has wrapped the loaders, and may fetch ahead.
         if resume is not None and not resume.positioned:
             resume.check_loader(loader, i)
@@ -169,16 +169,16 @@ class ExactResume(Technique):
             loops["combined_loader"] = theirs  # without our own states, which are empty
         if trainer.interrupted and trainer.world_size > 1:
             return  # waiting for processes that may have failed would hide the error
-        point, device = save_point(trainer), trainer.strategy.root_device
+        point, device = find_save_point(trainer), trainer.strategy.root_device
         random, positions = random_state(), self._positions(trainer, point)
         validation = [generator_states(loader) for loader in validation_loaders(trainer)]
-        metrics = metrics_state(trainer, pl_module, point)
+        metrics = read_metrics(trainer, pl_module, point)
         mine = {"random": random, "loaders": positions, "validation": validation, **metrics}
         checkpoint[KEY] = {
             "point": str(point),
             "ranks": gather(pack(mine), device),
             "settings": {**read_settings(trainer), "loaders": [loader.about for loader in self._loaders]},
-            "forgotten": forgotten_state(trainer),
+            "forgotten": read_forgotten(trainer),
         }
         if not _in_window(trainer, point):
             return
@@ -220,7 +220,7 @@ class ExactResume(Technique):
             complete_batch_(checkpoint)
         now = read_settings(trainer)
         resume.check(now)
-        for doubt in doubts(checkpoint, pl_module, resume.settings, now):
+        for doubt in list_doubts(checkpoint, pl_module, resume.settings, now):
             warn(f"ExactResume: {doubt}")
         if resume.mine is None:
             return

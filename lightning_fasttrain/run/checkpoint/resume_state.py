@@ -12,7 +12,7 @@ from lightning_fasttrain.run.checkpoint._gathered_states import unpack
 from lightning_fasttrain.run.checkpoint._loop_progress import SavePoint, end_epoch_of_plateau_schedules
 from lightning_fasttrain.run.checkpoint.loader_rng import generators_of, set_generator_state
 from lightning_fasttrain.run.checkpoint.resumable_loader import ResumableLoader
-from lightning_fasttrain.run.checkpoint.run_fingerprint import about_loader, disagreements
+from lightning_fasttrain.run.checkpoint.run_fingerprint import describe_loader, list_disagreements
 from lightning_fasttrain.run.checkpoint.unsaved_state import restore_forgotten, restore_metrics
 
 
@@ -49,7 +49,7 @@ class ResumeState:
 
     def check(self, now: dict[str, Any], then: dict[str, Any] | None = None) -> None:
         """Refuse other settings than the saved ones, or warn of each once if not ``strict``."""
-        for message in disagreements(self.settings if then is None else then, now):
+        for message in list_disagreements(self.settings if then is None else then, now):
             if message in self._said:
                 continue
             self._said.add(message)
@@ -60,7 +60,7 @@ class ResumeState:
     def check_loader(self, loader: object, i: int) -> None:
         """Refuse another training loader than the one that was saved at this place."""
         saved = self.settings["loaders"]
-        self.check(about_loader(loader), (saved[i] if i < len(saved) else None) or {})
+        self.check(describe_loader(loader), (saved[i] if i < len(saved) else None) or {})
 
     def set_position(self, held: ResumableLoader | None, i: int) -> None:
         """First moment: a training loader is made, and resumes at its position."""

@@ -58,7 +58,7 @@ def _sums_batches(technique: Technique) -> bool:
     return technique.does(Capability.SUMS_BATCHES)
 
 
-def about_loader(loader: object) -> dict[str, Any]:
+def describe_loader(loader: object) -> dict[str, Any]:
     """Return the same facts about one training loader, before it is read from."""
     dataset: Any = getattr(loader, "dataset", loader)
     try:
@@ -150,7 +150,7 @@ def _bytes_of(entry: Any) -> bytes | None:
     return None
 
 
-def disagreements(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
+def list_disagreements(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
     """Yield a message for each setting whose value is known on both sides and differs."""
     # Loaders are compared one by one, when this run makes them.
     for name in sorted((then.keys() & now.keys()) - {"loaders", _TECHNIQUES}):
@@ -166,7 +166,7 @@ def disagreements(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
 _AS_IT_WAS = "Use the saved settings, or accept a different run with ExactResume(strict=False)"
 
 
-def doubts(
+def list_doubts(
     checkpoint: Mapping[str, Any], module: L.LightningModule, then: dict[str, Any], now: dict[str, Any]
 ) -> Iterator[str]:
     """Yield warnings about differences that are no reason to stop: hyper-parameters, and rounding."""

@@ -30,7 +30,7 @@ _META = (
 _SUMS = ("value", "cumulated_batch_size")
 
 
-def metrics_state(trainer: L.Trainer, module: L.LightningModule, point: SavePoint) -> dict[str, Any]:
+def read_metrics(trainer: L.Trainer, module: L.LightningModule, point: SavePoint) -> dict[str, Any]:
     """Return this process's sums behind ``self.log``, states of the metrics in ``module``, and callback values."""
     training, validation = trainer.fit_loop.epoch_loop._results, trainer.fit_loop.epoch_loop.val_loop._results
     # The saving hook runs before Lightning resets these, so their sums must not be restored.
@@ -70,7 +70,7 @@ def _has_sum(result: _ResultMetric, name: str) -> bool:
 
 
 def restore_metrics(trainer: L.Trainer, module: L.LightningModule, state: dict[str, Any]) -> None:
-    """Restore the state that :func:`metrics_state` returned."""
+    """Restore the state that :func:`read_metrics` returned."""
     device = trainer.strategy.root_device
     trainer._logger_connector._callback_metrics.update(_copy_value(state["callback_metrics"], device))
     metrics = {name: metric for name, metric in module.named_modules() if isinstance(metric, Metric)}
@@ -103,7 +103,7 @@ def _copy_value(value: Any, device: torch.device | str = "cpu") -> Any:
     return value
 
 
-def forgotten_state(trainer: L.Trainer) -> dict[str, Any]:
+def read_forgotten(trainer: L.Trainer) -> dict[str, Any]:
     """Return this state as plain values; it is the same on all processes."""
     saves = {}
     for callback in trainer.callbacks:
@@ -115,7 +115,7 @@ def forgotten_state(trainer: L.Trainer) -> dict[str, Any]:
 
 
 def restore_forgotten(trainer: L.Trainer, state: dict[str, Any]) -> None:
-    """Restore the state that :func:`forgotten_state` returned."""
+    """Restore the state that :func:`read_forgotten` returned."""
     trainer.should_stop = trainer.should_stop or state["should_stop"]  # a stop may have been requested since
     for loop, epoch in zip(_reloading_loops(trainer), state["reloaded"], strict=True):
         setattr(*loop, epoch)

@@ -7,14 +7,14 @@ from torch import nn
 from lightning_fasttrain.core.messages import explain
 
 
-def module_named(model: nn.Module, name: str, argument: str) -> nn.Module:
+def find_module(model: nn.Module, name: str, argument: str) -> nn.Module:
     """Return the module of this name; ``argument`` is the argument that an error names.
 
     Raises:
         ValueError: there is no such module; the message lists similar names, and the model's children.
 
     Example:
-        >>> module_named(nn.Sequential(nn.Linear(2, 1)), "1", argument="head")
+        >>> find_module(nn.Sequential(nn.Linear(2, 1)), "1", argument="head")
         Traceback (most recent call last):
         ...
         ValueError: head='1' in Sequential: no such module. Similar names are none; its children are 0.
