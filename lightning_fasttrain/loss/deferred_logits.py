@@ -243,6 +243,7 @@ class DeferredLogits:
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # torch calls this on every argument that has this method, Tensor or not.
         first = args[0] if args else None
+        # A bias may stand on either side.
         if function in (torch.add, Tensor.add, Tensor.__radd__) and len(args) == 2 and not kwargs:
             return first + args[1] if isinstance(first, DeferredLogits) else args[1] + first
         if function not in _METHODS or not isinstance(first, DeferredLogits):

@@ -67,6 +67,7 @@ class HangWatch(Technique):
         watch = ProgressWatch(self.timeout_s, self.first_timeout_s, self.folder, children or (), parent, parent_rank)
         self._watch = watch.__enter__()
         if watch.parent is not None:
+            # A process that is stopped, or holds Python's lock, would not handle another signal.
             _die_with_parent(signal.SIGKILL)
 
         def leave() -> None:
