@@ -112,7 +112,7 @@ def _hash_values(values: Any, where: str) -> dict[str, str]:
         return {name: h for i, part in enumerate(values) for name, h in _hash_values(part, f"{where}[{i}]").items()}
     if not (_is_array(values) or type(values) in (list, tuple, range)) or not len(values):
         return {}
-    # Both ends and the middle: another split or order of the same data differs in one of them.
+    # Both ends and the middle: another split or order of the same data usually differs in one of them.
     ends = np.linspace(0, len(values) - 1, _SAMPLES).astype(int)
     data = _join([values[int(i)] for i in ends], b"|")
     return {} if data is None else {where: hashlib.sha256(data).hexdigest()[:12]}
