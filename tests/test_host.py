@@ -43,7 +43,7 @@ NAMES = {
     "_trainer": (f"{PYTORCH}.core.module", ["core/host/lightning"]),
     "_logger_connector": (
         f"{PYTORCH}.trainer.trainer",
-        ["core/host/lightning", "run/checkpoint/_loop_progress", "run/checkpoint/_running_metrics"],
+        ["core/host/lightning", "run/checkpoint/_loop_progress", "run/checkpoint/unsaved_state"],
     ),
     # positions in loops
     "_first_loop_iter": (f"{CONNECTORS}.logger_connector.logger_connector", ["run/checkpoint/_loop_progress"]),
@@ -67,16 +67,16 @@ NAMES = {
         ],
     ),  # torch's too
     # metrics that were logged
-    "_Metadata": (f"{CONNECTORS}.logger_connector.result", ["run/checkpoint/_running_metrics"]),
-    "_ResultMetric": (f"{CONNECTORS}.logger_connector.result", ["run/checkpoint/_running_metrics"]),
-    "_Sync": (f"{CONNECTORS}.logger_connector.result", ["run/checkpoint/_running_metrics"]),
-    "_callback_metrics": (f"{CONNECTORS}.logger_connector.logger_connector", ["run/checkpoint/_running_metrics"]),
-    "_results": (f"{LOOPS}.training_epoch_loop", ["run/checkpoint/_running_metrics"]),
+    "_Metadata": (f"{CONNECTORS}.logger_connector.result", ["run/checkpoint/unsaved_state"]),
+    "_ResultMetric": (f"{CONNECTORS}.logger_connector.result", ["run/checkpoint/unsaved_state"]),
+    "_Sync": (f"{CONNECTORS}.logger_connector.result", ["run/checkpoint/unsaved_state"]),
+    "_callback_metrics": (f"{CONNECTORS}.logger_connector.logger_connector", ["run/checkpoint/unsaved_state"]),
+    "_results": (f"{LOOPS}.training_epoch_loop", ["run/checkpoint/unsaved_state"]),
     "_computed": ("torchmetrics.metric", ["core/state/metrics"]),
     "_copy_state_dict": ("torchmetrics.metric", ["core/state/metrics"]),
     "_forward_cache": ("torchmetrics.metric", ["core/state/metrics"]),
     "_reduce_states": ("torchmetrics.metric", ["core/state/metrics"]),
-    "_update_count": ("torchmetrics.metric", ["core/state/metrics", "run/checkpoint/_running_metrics"]),
+    "_update_count": ("torchmetrics.metric", ["core/state/metrics", "run/checkpoint/unsaved_state"]),
     # what checkpoints forget
     "_last_checkpoint_saved": (f"{PYTORCH}.callbacks.model_checkpoint", ["core/host/lightning"]),
     "_every_n_train_steps": (f"{PYTORCH}.callbacks.model_checkpoint", ["core/host/lightning"]),

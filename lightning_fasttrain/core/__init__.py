@@ -3,6 +3,6 @@
 ``modules`` finds and wraps parts of a model, ``state`` saves and restores what a step changes, ``files`` writes and
 reads without trust, ``host`` is the door to what Lightning keeps to itself.
 
-From the bottom up: ``batch``, ``checks``, ``device``, ``distributed``, ``messages``, ``package``, ``state``,
-``machine``, ``modules``, ``files``, ``host``, ``peak_memory``.
+From the bottom up: ``messages``, ``checks``, ``device``, ``distributed``, ``package``, ``state``, ``batch``,
+``modules``, ``machine``, ``files``, ``host``, ``peak_memory``.
 """

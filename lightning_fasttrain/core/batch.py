@@ -1,4 +1,4 @@
-"""Count samples, tokens and bytes of a batch, and find the labels that its loss averages over."""
+"""Count samples, tokens and bytes of a batch, and find its labels, and the loss in what a step returns."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor
+
+from lightning_fasttrain.core.messages import explain
 
 LABELS = ("labels", "targets")
 
@@ -85,3 +87,28 @@ def is_integer(value: object) -> bool:
         and value.ndim > 0
         and not (value.is_floating_point() or value.is_complex() or value.dtype is torch.bool)
     )
+
+
+def loss_in(output: object, why: str) -> Tensor:
+    """Return the loss in a step's output: a tensor, or the ``loss`` of a mapping or object.
+
+    Args:
+        output: what the step returned.
+        why: why there must be a loss, for the message.
+
+    Raises:
+        TypeError: there is no loss tensor.
+
+    Example:
+        >>> loss_in({"loss": torch.ones(())}, why="it is trained on")
+        tensor(1.)
+    """
+    loss = output
+    if isinstance(output, Mapping):
+        loss = output.get("loss")
+    elif not isinstance(output, Tensor):
+        loss = getattr(output, "loss", None)
+    if not isinstance(loss, Tensor):
+        way_out = "Return the loss, or a dict with a 'loss'"
+        raise TypeError(explain(f"the step returned {type(output).__name__}", why, way_out))
+    return loss

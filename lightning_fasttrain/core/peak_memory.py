@@ -84,10 +84,7 @@ class PeakMemory:
             self._peak_so_far = 0
             _OPEN_ON_CUDA.append(self)
             return self
-        if torch.autograd._profiler_enabled():
-            why = "another torch profiler is active, and torch runs one at a time"
-            way_out = "Measure outside of it, or give it profile_memory=True"
-            raise RuntimeError(explain("PeakMemory('cpu')", why, way_out))
+        refuse_second_profiler("PeakMemory('cpu')")
         self._freed: list[_Change] = []
         self._late: list[dict[int, int]] = []
         self._watches: list[weakref.finalize] = []
@@ -100,9 +97,7 @@ class PeakMemory:
                 self._at_entry += storage.nbytes()
                 # torch keeps a storage's Python object as long as the memory lives, so this fires when that is freed.
                 self._watches.append(weakref.finalize(storage, self._note_free, storage.nbytes()))
-        started = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False)
-        started.start()
-        self._profile = started
+        self._profile = start_profile()
         return self
 
     def hold(self, batch: Any) -> None:
@@ -167,10 +162,36 @@ def _allocator_bytes(device: torch.device, which: str) -> int:
     return torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"][which]
 
 
-def _allocations(finished: profile) -> Iterator[_Change]:
+def refuse_second_profiler(what: str) -> None:
+    """Refuse to record memory while another torch profiler is active.
+
+    Args:
+        what: what would record it, for the message.
+
+    Raises:
+        RuntimeError: another one is active.
+    """
+    if torch.autograd._profiler_enabled():
+        why = "another torch profiler is active, and torch runs one at a time"
+        raise RuntimeError(explain(what, why, "Measure outside of it, or give it profile_memory=True"))
+
+
+def start_profile() -> profile:
+    """Start torch's profiler of memory: of the host's activities alone, among which are CUDA's allocations."""
+    started = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False)
+    started.start()
+    return started
+
+
+def event_tree(finished: profile) -> list[Any]:
+    """Return the outermost events of a profiler, with those inside them as their ``children``."""
     assert finished.profiler is not None
     assert finished.profiler.kineto_results is not None
-    events = list(finished.profiler.kineto_results.experimental_event_tree())
+    return list(finished.profiler.kineto_results.experimental_event_tree())
+
+
+def _allocations(finished: profile) -> Iterator[_Change]:
+    events = event_tree(finished)
     while events:
         event = events.pop()
         events.extend(event.children)

@@ -1,6 +1,6 @@
 """Loss functions and techniques that compute the logits of a few tokens at a time.
 
-From the bottom up: ``_chunks``, ``deferred_logits``, ``linear_cross_entropy``, ``linear_kl_divergence``,
+From the bottom up: ``chunked``, ``deferred_logits``, ``linear_cross_entropy``, ``linear_kl_divergence``,
 ``_watched_logits``, ``loss_inputs``, ``fused_loss_head``, ``_teacher``, ``_distiller``, ``distillation``.
 """
 

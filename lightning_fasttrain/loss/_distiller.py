@@ -4,19 +4,22 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lightning_fasttrain.core.batch import loss_in
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.find_module import find_module
 from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, wrapper_on
-from lightning_fasttrain.loss._chunks import autocast_dtype
 from lightning_fasttrain.loss._teacher import Teacher
+from lightning_fasttrain.loss.chunked import autocast_dtype
 from lightning_fasttrain.loss.fused_loss_head import FusedHead
-from lightning_fasttrain.loss.linear_kl_divergence import LogitsOf, divergence
+from lightning_fasttrain.loss.linear_kl_divergence import LogitsOf, divergence, refuse_other_classes
 from lightning_fasttrain.loss.loss_inputs import (
+    HEAD,
     PROJECTIONS,
     Seen,
     Tap,
@@ -24,58 +27,56 @@ from lightning_fasttrain.loss.loss_inputs import (
     head_of,
     logits_of,
     masks_in,
-    module_named,
     of_feature,
     of_logits,
 )
 
 Features = Mapping[str, str | tuple[str, nn.Module]]
+Pairs = dict[str, tuple[str, nn.Module | None]]  # name in the student → name in the teacher, and the projection
 Mask = Callable[[Any], Tensor]
-_HEAD = "the head"
+
+
+class Settings(Protocol):
+    """Settings of a distillation; see :func:`~lightning_fasttrain.loss.distil_into`."""
+
+    temperature: float
+    alpha: float
+    head: str | None
+    teacher_head: str | None
+    features: Pairs
+    feature_weight: float
+    mask: Mask | None
 
 
 class Distiller:
-    """Wraps steps: ``step = distil(step)``. For its arguments see :func:`~lightning_fasttrain.loss.distil_into`.
+    """Wraps steps: ``step = distil(step)``.
 
     Attributes:
         parts: the last step's ``own`` loss, ``kl`` (with T²) and ``features``, detached, as far as they were computed.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        student: nn.Module,
-        teacher: nn.Module,
-        *,
-        temperature: float,
-        alpha: float,
-        head: str | None,
-        teacher_head: str | None,
-        features: Features,
-        feature_weight: float,
-        mask: Mask | None,
-    ) -> None:
+    def __init__(self, model: nn.Module, student: nn.Module, teacher: nn.Module, settings: Settings) -> None:
         _refuse_a_trained_teacher(model, teacher)
-        self.model, self.student, self.mask = model, student, mask
-        self.temperature, self.alpha, self.feature_weight = temperature, alpha, feature_weight
-        self.projected = {name for name, to in features.items() if not isinstance(to, str)}
-        self.pairs: dict[str, str] = {}  # name in the student → name in the teacher
-        for name, to in features.items():
-            self.pairs[name] = to if isinstance(to, str) else to[0]
+        head, teacher_head = settings.head, settings.teacher_head
+        self.model, self.student, self.mask, self.alpha = model, student, settings.mask, settings.alpha
+        self.temperature, self.feature_weight = settings.temperature, settings.feature_weight
+        # name in the student → name in the teacher, and whether the model has a projection, its own copy
+        self.pairs = {name: (to, module is not None) for name, (to, module) in settings.features.items()}
         self.head = head_of(student, head, "head")
         if teacher_head is None and head in dict(teacher.named_modules()):
             teacher_head = head
-        modules = {name: module_named(student, name, "features") for name in self.pairs}
+        modules = {name: find_module(student, name, "features") for name in self.pairs}
         # From the class, since a wrapper on the instance has no argument names.
         self.names = list(inspect.signature(type(student).forward).parameters)[1:]
         self.listening, self.seen = False, Seen()
         self.calls: list[_Call] = []
         self.parts: dict[str, Tensor] = {}
         with ExitStack() as undo:
-            self.teacher = Teacher(teacher, teacher_head, self.pairs.values())
+            self.teacher = Teacher(teacher, teacher_head, [name for name, _ in self.pairs.values()])
             undo.callback(self.teacher.undo)
-            if alpha > 0:
-                _refuse_other_classes(self.head, self.teacher.head)
+            heads = self.head, self.teacher.head
+            if self.alpha > 0 and isinstance(heads[0], nn.Linear) and isinstance(heads[1], nn.Linear):
+                refuse_other_classes(heads[0].out_features, heads[1].out_features)
             for name, module in modules.items():
                 undo.callback(Tap(module, name, self.seen).install())
             # Last, so outside of a tap on the student itself, which only records while this wrapper runs it.
@@ -96,7 +97,7 @@ class Distiller:
         device = next((p.device for p in self.student.parameters()), torch.device("cpu"))
         call = _Call({**dict(zip(self.names, args, strict=False)), **kwargs}, autocast_dtype(device))
         call.logits, call.features = self.teacher.run(args, kwargs, device)
-        with self.seen.watch(), self.seen.hook(self.head, _HEAD):
+        with self.seen.watch(), self.seen.hook(self.head, HEAD):
             call.output = forward(*args, **kwargs)
         self.calls.append(call)
         return call.output
@@ -124,7 +125,7 @@ class Distiller:
         return loss
 
     def _divergence(self, call: "_Call", masks: list[Tensor]) -> Tensor:
-        student = logits_of(call.output, self._linear_head(), self.seen.at.get(_HEAD), call.autocast)
+        student = logits_of(call.output, self._linear_head(), self.seen.at.get(HEAD), call.autocast)
         teacher = call.logits
         if student is None or teacher is None:
             whose, module = ("student", self.student) if student is None else ("teacher", self.teacher.module)
@@ -150,14 +151,14 @@ class Distiller:
         return head if plain else None
 
     def _distance(self, name: str, call: "_Call", masks: list[Tensor]) -> Tensor:
-        to = self.pairs[name]
+        to, is_projected = self.pairs[name]
         ours, theirs = feature_in(self.seen.at.get(name, (None, None))[1]), call.features.get(to)
         if ours is None or theirs is None:
             why = "it was not called by its model, or its first output is not a tensor"
             way_out = "Name a layer that returns its hidden states"
             raise TypeError(explain(f"features: '{name if ours is None else to}' gave no tensor", why, way_out))
         mask = of_feature(masks, ours.shape)
-        if name in self.projected:
+        if is_projected:
             # The model's copy, which its optimizer trains; the module in `features` stays unchanged.
             projection = self.model.get_submodule(f"{PROJECTIONS}.{projection_key(name)}")
             dtype = next((p.dtype for p in projection.parameters()), ours.dtype)
@@ -220,24 +221,13 @@ class DistilledStep:
             distiller.listening = False  # a call of the student by mask= does not count
             if output is None:  # the step is skipped
                 return None
-            loss = distiller.mix(_loss_in(output), next(iter((*args, *kwargs.values())), None))
+            own = loss_in(output, "its loss is mixed with the teacher's, but it holds no loss tensor")
+            loss = distiller.mix(own, next(iter((*args, *kwargs.values())), None))
         finally:
             distiller.listening = False
             distiller.calls.clear()
             distiller.seen.clear()  # releases the graph
         return _with_loss(output, loss)
-
-
-def _loss_in(output: Any) -> Tensor:
-    if isinstance(output, Mapping):
-        loss = output.get("loss")
-    else:
-        loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
-    if not isinstance(loss, Tensor):
-        why = "its loss is mixed with the teacher's, but it holds no loss tensor"
-        way_out = "Return the loss, or a dict with a 'loss'"
-        raise TypeError(explain(f"the step returned {type(output).__name__}", why, way_out))
-    return loss
 
 
 def _with_loss(output: Any, loss: Tensor) -> Any:
@@ -268,12 +258,3 @@ def _refuse_a_trained_teacher(model: nn.Module, teacher: nn.Module) -> None:
                 "Pass it to Distillation only, not to the module; for self-distillation, use copy.deepcopy(model)",
             )
         )
-
-
-def _refuse_other_classes(head: nn.Module | None, teacher_head: nn.Module | None) -> None:
-    if isinstance(head, nn.Linear) and isinstance(teacher_head, nn.Linear):
-        ours, theirs = head.out_features, teacher_head.out_features
-        if ours != theirs:
-            why = "their probabilities are compared class by class"
-            way_out = "Use the same vocabulary; if only its padding differs, call resize_token_embeddings"
-            raise ValueError(explain(f"the student has {ours} classes, the teacher {theirs}", why, way_out))

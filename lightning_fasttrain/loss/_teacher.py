@@ -13,14 +13,14 @@ from torch.utils._pytree import tree_map
 
 from lightning_fasttrain.core.checks import require
 from lightning_fasttrain.core.messages import explain, note_once
+from lightning_fasttrain.core.modules.find_module import find_module
 from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, patch
-from lightning_fasttrain.loss._chunks import autocast_dtype
+from lightning_fasttrain.loss.chunked import autocast_dtype
 from lightning_fasttrain.loss.deferred_logits import DeferredLogits
 from lightning_fasttrain.loss.linear_kl_divergence import LogitsOf
-from lightning_fasttrain.loss.loss_inputs import Seen, Tap, feature_in, head_of, logits_of, module_named
+from lightning_fasttrain.loss.loss_inputs import HEAD, Seen, Tap, feature_in, head_of, logits_of
 
 AnyTeacher = nn.Module | str | os.PathLike[str] | Callable[[], nn.Module]
-_HEAD = "the head"
 
 
 def load_teacher(teacher: AnyTeacher, student: nn.Module) -> nn.Module:
@@ -100,7 +100,7 @@ class Teacher:
     def __init__(self, module: nn.Module, head: str | None, features: Iterable[str]) -> None:
         self.module, self.seen, self.undo_all = module, Seen(), ExitStack()
         self.head = head_of(module, head, "teacher_head")
-        taps = [Tap(module_named(module, name, "features"), name, self.seen) for name in features]
+        taps = [Tap(find_module(module, name, "features"), name, self.seen) for name in features]
         wants_logits = any(tap.module in (self.head, module) for tap in taps)  # a feature must be a tensor
         self.deferring: _Deferring | None = None
         if type(self.head) is nn.Linear and not wants_logits:
@@ -108,7 +108,7 @@ class Teacher:
         if self.deferring is not None:
             self.undo_all.callback(self.deferring.install())
             # Created after the line above, so that it is outermost and records the deferred logits.
-            taps.append(Tap(self.deferring.module, _HEAD, self.seen))
+            taps.append(Tap(self.deferring.module, HEAD, self.seen))
         for tap in taps:
             self.undo_all.callback(tap.install())
         for one in module.modules():
@@ -151,7 +151,7 @@ class Teacher:
             output = self._output(args, kwargs)
             head = self.head if self.deferring is not None else None
             # Remove the logits, so that only features remain.
-            logits = logits_of(output, head, self.seen.at.pop(_HEAD, None), autocast_dtype(device))
+            logits = logits_of(output, head, self.seen.at.pop(HEAD, None), autocast_dtype(device))
         features = {name: feature_in(out) for name, (_, out) in self.seen.at.items()}
         self.seen.clear()
         return None if logits is None else logits.detach(), features

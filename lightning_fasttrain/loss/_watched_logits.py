@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MethodWrapperType
 from typing import Any
 
 import torch
@@ -10,9 +11,18 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_fasttrain.loss.deferred_logits import DeferredLogits
 
+_Tensor: Any = Tensor  # to type checkers its properties are values
 # Strategies and precision plugins query these on each tensor of an output. Deferred logits, which are not tensors, are
 # skipped.
-_ASKED_OF_TENSORS = {"requires_grad", "grad_fn", "is_leaf", "register_hook", "is_floating_point", "is_nested", "layout"}
+_ASKED_OF_TENSORS = {
+    _Tensor.requires_grad.__get__,
+    _Tensor.grad_fn.__get__,
+    _Tensor.is_leaf.__get__,
+    _Tensor.is_nested.__get__,
+    _Tensor.layout.__get__,
+    Tensor.is_floating_point,
+    Tensor.register_hook,
+}
 
 
 @dataclass
@@ -57,7 +67,7 @@ class WatchedLogits(Tensor):
         if torch.compiler.is_compiling():  # records made while tracing would be missing at run time
             return result
         watched = [one for one in tree_leaves((args, kwargs)) if _is_watched(one)]
-        if not watched or _name_of(func) in _ASKED_OF_TENSORS:
+        if not watched or func in _ASKED_OF_TENSORS:
             return result
         try:
             deferred = _do_likewise(func, tree_map(_deferred_of, tuple(args)), tree_map(_deferred_of, kwargs))
@@ -74,7 +84,7 @@ def watch_logits(output: Tensor, hidden: Tensor, total: HeadEvidence) -> Tensor:
         return output
     evidence = HeadEvidence(ended=True)
 
-    def loss_of(hidden: Tensor, targets: Tensor, *_: Any, **__: Any) -> Tensor:
+    def loss_of(hidden: Tensor, targets: Tensor, *_: object, **__: object) -> Tensor:
         evidence.reached = True
         return torch.zeros_like(targets)
 
@@ -83,15 +93,15 @@ def watch_logits(output: Tensor, hidden: Tensor, total: HeadEvidence) -> Tensor:
     return _mark(output, DeferredLogits(hidden.detach(), output.shape[-1], output.dtype, loss_of), evidence)
 
 
-def _is_watched(value: Any) -> bool:
+def _is_watched(value: object) -> bool:
     return isinstance(value, WatchedLogits) and "deferred" in vars(value)
 
 
-def _deferred_of(value: Any) -> Any:
+def _deferred_of(value: object) -> Any:
     return value.deferred if _is_watched(value) else value
 
 
-def _mark(result: Any, deferred: Any, evidence: HeadEvidence) -> Any:
+def _mark(result: object, deferred: object, evidence: HeadEvidence) -> Any:
     if isinstance(result, Tensor) and isinstance(deferred, DeferredLogits):
         with torch._C.DisableTorchFunctionSubclass():
             marked = result.as_subclass(WatchedLogits)
@@ -102,16 +112,11 @@ def _mark(result: Any, deferred: Any, evidence: HeadEvidence) -> Any:
     return result
 
 
-def _name_of(func: Any) -> str:
-    # For a property, torch passes the getter of its descriptor.
-    return func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
-
-
 def _do_likewise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Call ``func`` on deferred logits, whose methods have the names of torch's."""
     if isinstance(args[0], DeferredLogits):
-        if func.__name__ == "__get__":
-            return getattr(args[0], _name_of(func))
+        if isinstance(func, MethodWrapperType):  # the getter of a property's descriptor
+            return getattr(args[0], func.__self__.__name__)  # type: ignore[attr-defined]
         if getattr(Tensor, func.__name__, None) is func:
             return getattr(args[0], func.__name__)(*args[1:], **kwargs)
     return func(*args, **kwargs)

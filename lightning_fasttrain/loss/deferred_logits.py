@@ -12,8 +12,6 @@ from torch.nn import functional as F
 
 from lightning_fasttrain.core.messages import explain
 
-_METHODS_TOO = (torch.reshape, torch.flatten, torch.permute, torch.transpose, torch.movedim, torch.split)
-
 
 class DeferredLogits:
     r"""Stands for the logits :math:`z = f · \mathrm{head}(h) + b`, or :math:`z = c \tanh(f · \mathrm{head}(h) + b)`.
@@ -88,7 +86,7 @@ class DeferredLogits:
         done = {"factor": self.factor, "cap": self.cap, "bias": self.bias, "normalised": self.normalised}
         return DeferredLogits(**{**same, **done, "classes_second": self.classes_second, **changes})
 
-    def _cross_entropy(
+    def cross_entropy(
         self,
         target: Tensor,
         weight: Tensor | None = None,
@@ -117,6 +115,11 @@ class DeferredLogits:
             label_smoothing=label_smoothing,
             **more,
         )
+
+    def nll_loss(self, *args: Any, **kwargs: Any) -> Tensor:
+        if not self.normalised:
+            raise _refusal("nll_loss")
+        return self.cross_entropy(*args, **kwargs)
 
     def contiguous(self) -> "DeferredLogits":
         return self
@@ -230,7 +233,7 @@ class DeferredLogits:
             raise _refusal("tanh of the tanh")
         return self._copy_with(cap=1.0)
 
-    def log_softmax(self, dim: int, dtype: torch.dtype | None = None, **_: Any) -> "DeferredLogits":
+    def log_softmax(self, dim: int, dtype: torch.dtype | None = None, **_: object) -> "DeferredLogits":
         # `_` is the stack level that F.log_softmax passes for its warnings.
         if dim not in ((1, 1 - self.ndim) if self.classes_second else (-1, self.ndim - 1)):
             raise _refusal(f"log_softmax over dimension {dim}")
@@ -239,23 +242,24 @@ class DeferredLogits:
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # torch calls this on every argument that has this method, Tensor or not.
-        if function is F.cross_entropy and isinstance(args[0], DeferredLogits):
-            return args[0]._cross_entropy(*args[1:], **(kwargs or {}))
-        if function is F.nll_loss and isinstance(args[0], DeferredLogits) and args[0].normalised:
-            return args[0]._cross_entropy(*args[1:], **(kwargs or {}))
-        if function in (F.log_softmax, torch.log_softmax) and args:
-            return args[0].log_softmax(*args[1:], **(kwargs or {}))
-        if function is torch.tanh and args:
-            return args[0].tanh()
-        if function in _METHODS_TOO and args:
-            return getattr(args[0], function.__name__)(*args[1:], **(kwargs or {}))
+        first = args[0] if args else None
+        # A bias may stand on either side.
         if function in (torch.add, Tensor.add, Tensor.__radd__) and len(args) == 2 and not kwargs:
-            return args[0] + args[1] if isinstance(args[0], DeferredLogits) else args[1] + args[0]
-        raise _refusal(function.__name__)
+            return first + args[1] if isinstance(first, DeferredLogits) else args[1] + first
+        if function not in _METHODS or not isinstance(first, DeferredLogits):
+            raise _refusal(function.__name__)
+        return getattr(first, function.__name__)(*args[1:], **(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
         # Not a RuntimeError, so that hasattr() and similar checks work.
         raise AttributeError(str(_refusal(f".{name}")))
+
+
+# Functions of torch that call the method of their name.
+_METHODS = {
+    *(F.cross_entropy, F.nll_loss, F.log_softmax, torch.log_softmax, torch.tanh),
+    *(torch.reshape, torch.flatten, torch.permute, torch.transpose, torch.movedim, torch.split),
+}
 
 
 def _refusal(what: str) -> RuntimeError:

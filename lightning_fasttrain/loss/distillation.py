@@ -18,10 +18,12 @@ from lightning_fasttrain.loss._distiller import (
     Distiller,
     Features,
     Mask,
+    Pairs,
     Student,
     projection_key,
 )
 from lightning_fasttrain.loss._teacher import AnyTeacher, load_teacher
+from lightning_fasttrain.loss.linear_kl_divergence import refuse_temperature
 from lightning_fasttrain.loss.loss_inputs import PROJECTIONS, student_of
 from lightning_fasttrain.technique import Conflict, Exactness, Surgery, Technique
 from lightning_fasttrain.technique.predicted_step import PredictedStep
@@ -192,8 +194,7 @@ class Distillation(Technique):
             raise TypeError(explain(f"teacher={teacher!r}", "expected a model", "Give a module, directory or function"))
         if not 0 <= alpha <= 1:
             raise ValueError(explain(f"alpha={alpha}", "expected the teacher's share of the loss", "Use 0 to 1"))
-        if not temperature > 0:
-            raise ValueError(explain(f"temperature={temperature}", "logits are divided by it", "Use a positive number"))
+        refuse_temperature(temperature)
         if not feature_weight >= 0:
             why = "a negative weight would push features apart"
             raise ValueError(explain(f"feature_weight={feature_weight}", why, "Use 0 or more"))
@@ -216,18 +217,7 @@ class Distillation(Technique):
         if isinstance(teacher, L.LightningModule):
             same = self.student if self.student in dict(teacher.named_modules()) else None
             teacher = student_of(teacher, same)
-        return Distiller(
-            model,
-            student,
-            teacher,
-            temperature=self.temperature,
-            alpha=self.alpha,
-            head=self.head,
-            teacher_head=self.teacher_head,
-            features=self.features,
-            feature_weight=self.feature_weight,
-            mask=self.mask,
-        )
+        return Distiller(model, student, teacher, self)
 
     def distil(self, step: Callable[..., Any]) -> DistilledStep:
         """Wrap a step so that its loss is mixed, after ``apply`` has connected model and teacher."""
@@ -293,19 +283,19 @@ class _LoggedStep(DistilledStep):
         return output
 
 
-def _check_features(features: Features) -> dict[str, str | tuple[str, nn.Module]]:
+def _check_features(features: Features) -> Pairs:
     wanted = "Use {'name in the student': 'name in the teacher'}, or a pair of that name and a module as value"
     if not isinstance(features, Mapping):
         raise TypeError(explain(f"features={features!r}", "expected a mapping of names to names", wanted))
-    checked: dict[str, str | tuple[str, nn.Module]] = {}
+    checked: Pairs = {}
     for name, to in features.items():
         if not isinstance(name, str) or not (isinstance(to, str) or _is_pair(to)):
             raise TypeError(explain(f"features={{{name!r}: {to!r}}}", "expected a mapping of names to names", wanted))
-        checked[name] = to if isinstance(to, str) else (to[0], to[1])
+        checked[name] = (to, None) if isinstance(to, str) else (to[0], to[1])
     return checked
 
 
-def _is_pair(to: Any) -> bool:
+def _is_pair(to: object) -> bool:
     """Whether ``to`` is a pair of a name and a projection."""
     return isinstance(to, tuple | list) and len(to) == 2 and isinstance(to[0], str) and isinstance(to[1], nn.Module)
 
@@ -316,8 +306,8 @@ def distiller_on(student: nn.Module) -> Distiller | None:
     return None if held is None else held.distiller
 
 
-def _add_projections_(model: nn.Module, features: Features) -> None:
-    given = {projection_key(name): to[1] for name, to in features.items() if not isinstance(to, str)}
+def _add_projections_(model: nn.Module, features: Pairs) -> None:
+    given = {projection_key(name): module for name, (_, module) in features.items() if module is not None}
     if not given:
         return
     if isinstance(model, nn.Sequential | nn.ModuleList | nn.ModuleDict):

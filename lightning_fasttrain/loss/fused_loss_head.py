@@ -21,8 +21,8 @@ from lightning_fasttrain.core.modules.wrapped_forward import (
     wrapper_on,
     wrappers_on,
 )
-from lightning_fasttrain.loss._chunks import autocast_dtype
 from lightning_fasttrain.loss._watched_logits import HeadEvidence, watch_logits
+from lightning_fasttrain.loss.chunked import autocast_dtype
 from lightning_fasttrain.loss.deferred_logits import DeferredLogits
 from lightning_fasttrain.loss.linear_cross_entropy import BACKENDS, linear_cross_entropy
 from lightning_fasttrain.technique import Setting, Surgery, Technique

@@ -4,7 +4,6 @@ import functools
 import math
 import os
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,19 +12,11 @@ from torch.nn import functional as F
 from lightning_fasttrain.core.checks import one_of, positive_int, require
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.first_derivatives import refuse_second_derivative, refuse_transforms
-from lightning_fasttrain.loss._chunks import (
-    GradientSums,
-    at_least_float32,
-    autocast_dtype,
-    cast,
-    chunk_size,
-    dtype_of,
-    logits_into,
-    times,
-)
+from lightning_fasttrain.loss.chunked import ChunkedLoss, OfChunk, at_least_float32, autocast_dtype, cast, chunk_size
 
 BACKENDS = ("auto", "chunked", "compiled", "liger", "torch")
 _IN_CACHE = 2**18  # elements; in float32 they fit in the caches of a CPU
+_NAME = "linear_cross_entropy"
 _WAY_OUT = "Use F.cross_entropy of the logits, hidden @ weight.T, instead, and remove FusedLossHead"
 
 
@@ -96,7 +87,7 @@ def linear_cross_entropy(
     """
     _check(hidden, weight, targets, bias)
     _check_options(label_smoothing, z_loss, softcap)
-    refuse_transforms("linear_cross_entropy", _WAY_OUT, hidden, weight, bias)
+    refuse_transforms(_NAME, _WAY_OUT, hidden, weight, bias)
     one_of("reduction", reduction, ("mean", "sum", "none"))
     one_of("backend", backend, BACKENDS)
     shape, low = targets.shape, autocast_dtype(hidden.device)
@@ -109,18 +100,24 @@ def linear_cross_entropy(
         hidden, targets = hidden[kept], targets[kept]
     size = chunk_size(len(hidden), len(weight) * (low or hidden.dtype).itemsize)
     size = size if chunk is None else positive_int("chunk", chunk)
-    arguments = (targets, ignore_index, label_smoothing, reduction, z_loss, softcap)
+    options = (label_smoothing, z_loss, softcap)
     if backend in ("auto", "chunked", "compiled"):
-        loss = _Chunked.apply(hidden, weight, bias, *arguments, size, low, backend == "compiled")
+        prepare = functools.partial(_prepare, size, options, backend == "compiled")
+        counted = targets != ignore_index
+        # gather expects valid classes; the losses of these targets are set to 0 in the end
+        targets = torch.where(counted, targets, 0)
+        loss = ChunkedLoss(_NAME, _WAY_OUT, prepare, reduction, size, low)(hidden, weight, bias, counted, targets)
     elif chunk is not None:
         why = "this backend chooses its own chunk size"
         raise ValueError(explain(f"{chunk=} with {backend=}", why, "Use backend='chunked'"))
     else:
         if low is not None:
             hidden, weight, bias = hidden.to(low), weight.to(low), cast(bias, low)
-        loss = (_run_liger if backend == "liger" else _run_torch)(hidden, weight, bias, *arguments)
+        run = _run_liger if backend == "liger" else _run_torch
+        loss = run(hidden, weight, bias, targets, ignore_index, reduction, *options)
         if loss.requires_grad and not torch.compiler.is_compiling():
-            loss.register_hook(_refuse_second_derivative)  # both would silently omit it, as a custom function does
+            # Both would silently omit it, as a custom function does.
+            loss.register_hook(lambda gradient: refuse_second_derivative(_NAME, _WAY_OUT))
     if reduction != "none":
         return loss
     return loss.reshape(shape) if kept is None else loss.new_zeros(shape.numel()).index_copy(0, kept, loss).view(shape)
@@ -157,87 +154,39 @@ def _check_options(smoothing: float, z_loss: float, softcap: float | None) -> No
         raise ValueError(explain(f"softcap={softcap}", why, "Use a positive number, or None"))
 
 
-def _refuse_second_derivative(gradient: Tensor) -> None:
-    refuse_second_derivative("linear_cross_entropy", _WAY_OUT)
+Options = tuple[float, float, float | None]  # label smoothing, z-loss, softcap
 
 
-class _Chunked(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        ignore_index: int,
-        smoothing: float,
-        reduction: str,
-        z_loss: float,
-        softcap: float | None,
-        size: int,
-        low: torch.dtype | None,
-        compiled: bool,
-    ) -> Tensor:
-        ctx.dtypes = hidden.dtype, weight.dtype, dtype_of(bias)
-        if low is not None:  # as F.linear; here, so that gradients of float32 weights are not rounded
-            hidden, weight, bias = hidden.to(low), weight.to(low), cast(bias, low)
-        counted = targets != ignore_index
-        targets = torch.where(counted, targets, 0)  # gather expects valid classes; these losses are set to 0 below
-        options = (smoothing, z_loss, softcap)
-        needs = ctx.needs_input_grad[:3]
-        ctx.options, ctx.size, ctx.reduction, ctx.compiled = options, size, reduction, compiled
-        sums = None
-        if reduction != "none" and any(needs):
-            sums = GradientSums(hidden, weight, bias, needs, rounded=ctx.dtypes[1] == hidden.dtype)
-        loss = torch.empty(len(targets), dtype=at_least_float32(hidden), device=hidden.device)
-        buffer = hidden.new_empty(min(size, len(targets)), len(weight))
-        for start in range(0, len(targets), size):
-            part = slice(start, start + size)
-            chunk = hidden[part]
-            d_logits = logits_into(buffer, chunk, weight, bias)
-            loss[part] = _use_logits(d_logits, targets[part], options, compiled, with_gradient=sums is not None)
-            if sums is not None:
-                sums.add(part, d_logits, chunk, weight, counted[part])
-        loss = torch.where(counted, loss, 0.0)
-        if reduction == "none":
-            ctx.save_for_backward(hidden, weight, bias, targets, counted)
-            return loss
-        # The saved gradients are those of the sum, in float32 where they add up over tokens. The mean's factor is
-        # applied in the backward, together with a loss scaler's, so that they neither overflow nor vanish in float16.
-        # The mean of nothing is NaN, as in torch, and its gradient 0.
-        number = counted.sum().to(loss.dtype) if reduction == "mean" else loss.new_ones(())
-        factor = number.clamp(min=1).reciprocal()
-        if not torch.compiler.is_compiling():
-            ctx.normalizer = reduction, number  # for data.read_normalizers, which cannot see into a custom function
-        if sums is not None:
-            ctx.save_for_backward(factor, sums.hidden, sums.weight, sums.bias)
-        return loss.sum() * number.reciprocal()
+def _prepare(
+    size: int,
+    options: Options,
+    compiled: bool,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    counted: Tensor,
+    targets: Tensor,
+) -> OfChunk:
+    # All chunks share it: on a CPU, allocating new memory for each takes a third of the product's time.
+    buffer = hidden.new_empty(min(size, len(targets)), len(weight))
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        _refuse_second_derivative(grad)
-        # Nine of forward's arguments, those after the bias, have no gradient.
-        if ctx.reduction != "none":
-            factor, *grads = ctx.saved_tensors
-            share = grad * factor
-            return *(times(g, share, dtype) for g, dtype in zip(grads, ctx.dtypes, strict=True)), *[None] * 9
-        hidden, weight, bias, targets, counted = ctx.saved_tensors
-        sums = GradientSums(hidden, weight, bias, ctx.needs_input_grad[:3], rounded=ctx.dtypes[1] == hidden.dtype)
-        share = torch.where(counted, grad, 0.0)
-        buffer = hidden.new_empty(min(ctx.size, len(targets)), len(weight))
-        for start in range(0, len(targets), ctx.size):
-            part = slice(start, start + ctx.size)
-            chunk = hidden[part]
-            d_logits = logits_into(buffer, chunk, weight, bias)
-            _use_logits(d_logits, targets[part], ctx.options, ctx.compiled, share[part])
-            sums.add(part, d_logits, chunk, weight)
-        return *sums.cast_to(ctx.dtypes), *[None] * 9
+    def of_chunk(part: slice, share: Tensor | None, with_gradient: bool) -> tuple[Tensor, Tensor]:
+        rows = hidden[part]
+        logits = buffer[: len(rows)]  # out= works without gradients only, as in custom functions
+        if bias is None:
+            torch.mm(rows, weight.T, out=logits)
+        else:
+            torch.addmm(bias, rows, weight.T, out=logits)
+        losses = _use_logits(logits, targets[part], options, compiled, share, with_gradient)
+        return losses, logits  # whose memory now holds their gradient
+
+    return of_chunk
 
 
 def _use_logits(
     logits: Tensor,
     targets: Tensor,
-    options: tuple[float, float, float | None],
+    options: Options,
     compiled: bool,
     share: Tensor | None = None,
     with_gradient: bool = True,
@@ -265,9 +214,7 @@ def _compiled_use() -> Callable[..., Tensor]:
     return torch.compile(_use_logits_in_two_passes)
 
 
-def _use_logits_in_two_passes(
-    logits: Tensor, targets: Tensor, options: tuple[float, float, float | None], share: Tensor | None
-) -> Tensor:
+def _use_logits_in_two_passes(logits: Tensor, targets: Tensor, options: Options, share: Tensor | None) -> Tensor:
     """Compute :func:`_use_logits` in operations that a compiler fuses.
 
     One pass over the logits sums their exponentials, one replaces them with the gradient. Uncompiled, it would allocate
@@ -289,7 +236,7 @@ def _use_logits_in_two_passes(
     return losses[:, 0]
 
 
-def _loss_of_rows(logits: Tensor, targets: Tensor, options: tuple[float, float, float | None]) -> tuple[Tensor, Tensor]:
+def _loss_of_rows(logits: Tensor, targets: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """Return the losses of a few tokens (T,), and their gradient (T, V), in at least float32."""
     smoothing, z_loss, softcap = options
     dtype = at_least_float32(logits)
@@ -320,8 +267,8 @@ def _run_liger(
     bias: Tensor | None,
     targets: Tensor,
     ignore_index: int,
-    smoothing: float,
     reduction: str,
+    smoothing: float,
     z_loss: float,
     softcap: float | None,
 ) -> Tensor:
@@ -351,8 +298,8 @@ def _run_torch(
     bias: Tensor | None,
     targets: Tensor,
     ignore_index: int,
-    smoothing: float,
     reduction: str,
+    smoothing: float,
     z_loss: float,
     softcap: float | None,
 ) -> Tensor:

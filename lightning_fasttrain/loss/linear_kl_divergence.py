@@ -1,7 +1,8 @@
 """KL divergence between a student's and a teacher's predictions, with the logits of a few tokens at a time."""
 
+import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,16 +10,8 @@ from torch.nn import functional as F
 
 from lightning_fasttrain.core.checks import one_of, positive_int
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.first_derivatives import refuse_second_derivative, refuse_transforms
-from lightning_fasttrain.loss._chunks import (
-    GradientSums,
-    at_least_float32,
-    autocast_dtype,
-    cast,
-    chunk_size,
-    dtype_of,
-    times,
-)
+from lightning_fasttrain.core.modules.first_derivatives import refuse_transforms
+from lightning_fasttrain.loss.chunked import ChunkedLoss, OfChunk, at_least_float32, autocast_dtype, cast, chunk_size
 
 _NAME = "linear_kl_divergence or kl_divergence"
 _WAY_OUT = "Use F.kl_div of both models' log-softmax instead, which has all derivatives"
@@ -176,14 +169,27 @@ def divergence(
     size = chunk_size(len(student.hidden), row_bytes, share=32, enough=128)
     size = size if chunk is None else positive_int("chunk", chunk)
     counted = None if mask is None else mask.reshape(-1) != 0
-    tensors = (*student[:3], *teacher[:3], counted)
-    loss: Tensor = _Chunked.apply(*tensors, student.softcap, teacher.softcap, float(temperature), reduction, size)
+    prepare = functools.partial(_prepare, student.softcap, teacher.softcap, float(temperature))
+    loss = ChunkedLoss(_NAME, _WAY_OUT, prepare, reduction, size)(*student[:3], counted, *teacher[:3])
     return loss.reshape(shape) if reduction == "none" else loss
 
 
-def _check(student: LogitsOf, teacher: LogitsOf, temperature: float, mask: Tensor | None) -> None:
+def refuse_temperature(temperature: float) -> None:
+    """Refuse a temperature out of range."""
     if not 0 < temperature < math.inf:
         raise ValueError(explain(f"temperature={temperature}", "logits are divided by it", "Use a positive number"))
+
+
+def refuse_other_classes(student: int, teacher: int) -> None:
+    """Refuse a student and a teacher with different numbers of classes."""
+    if student != teacher:
+        what = f"the student has {student} classes, the teacher {teacher}"
+        way_out = "Use the same vocabulary; if only its padding differs, call resize_token_embeddings"
+        raise ValueError(explain(what, "their probabilities are compared class by class", way_out))
+
+
+def _check(student: LogitsOf, teacher: LogitsOf, temperature: float, mask: Tensor | None) -> None:
+    refuse_temperature(temperature)
     for whose, one in (("student", student), ("teacher", teacher)):
         if one.weight is not None and (one.weight.ndim != 2 or one.hidden.shape[-1] != one.weight.shape[1]):
             what = f"{whose}: hidden {tuple(one.hidden.shape)}, weight {tuple(one.weight.shape)}"
@@ -194,10 +200,7 @@ def _check(student: LogitsOf, teacher: LogitsOf, temperature: float, mask: Tenso
         if one.softcap is not None and not 0 < one.softcap < math.inf:
             why = "it bounds the magnitude of logits"
             raise ValueError(explain(f"{whose}: softcap={one.softcap}", why, "Use a positive number"))
-    if student.classes != teacher.classes:
-        what = f"the student has {student.classes} classes, the teacher {teacher.classes}"
-        way_out = "Use the same vocabulary; if only its padding differs, call resize_token_embeddings"
-        raise ValueError(explain(what, "their probabilities are compared class by class", way_out))
+    refuse_other_classes(student.classes, teacher.classes)
     shape = student.hidden.shape[:-1]
     if teacher.hidden.shape[:-1] != shape:
         what = f"{tuple(shape)} tokens of the student, {tuple(teacher.hidden.shape[:-1])} of the teacher"
@@ -208,84 +211,37 @@ def _check(student: LogitsOf, teacher: LogitsOf, temperature: float, mask: Tenso
         raise ValueError(explain(f"mask {tuple(mask.shape)} of {mask.dtype} for {tuple(shape)} tokens", why, way_out))
 
 
-class _Chunked(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        teacher_hidden: Tensor,
-        teacher_weight: Tensor | None,
-        teacher_bias: Tensor | None,
-        counted: Tensor | None,
-        softcap: float | None,
-        teacher_softcap: float | None,
-        temperature: float,
-        reduction: str,
-        size: int,
-    ) -> Tensor:
-        student = LogitsOf(hidden, weight, bias, softcap)
-        teacher = LogitsOf(teacher_hidden, teacher_weight, teacher_bias, teacher_softcap)
-        ctx.softcaps = softcap, teacher_softcap
-        ctx.temperature, ctx.size = temperature, size
-        # The gradient of existing logits is as large as they are, so it is computed in the backward.
-        ctx.again = reduction == "none" or weight is None
-        needs = ctx.needs_input_grad[:3]
-        sums = None
-        if weight is not None and not ctx.again and any(needs):
-            sums = GradientSums(hidden, weight, bias, needs)
-        loss = torch.empty(len(hidden), dtype=at_least_float32(hidden), device=hidden.device)
-        for start in range(0, len(loss), size):
-            part = slice(start, start + size)
-            loss[part], d_logits = _loss_of(student, teacher, part, counted, temperature, sums is not None)
-            if sums is not None:
-                assert weight is not None
-                sums.add(part, d_logits, hidden[part], weight)
-        if reduction == "mean" and counted is not None:
-            number = counted.sum().to(loss.dtype)
-        else:
-            number = loss.new_full((), len(loss) if reduction == "mean" else 1)
-        if not torch.compiler.is_compiling():
-            ctx.normalizer = reduction, number  # for data.read_normalizers, which cannot see into a custom function
-        factor = number.clamp(min=1).reciprocal()  # the mean of nothing is NaN, as in torch, and its gradient 0
-        if ctx.again:
-            tensors = (hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, counted, factor)
-            ctx.save_for_backward(*tensors)
-        elif sums is not None:  # gradients of the sum, in float32; the backward applies the mean's factor
-            ctx.dtypes = hidden.dtype, dtype_of(weight), dtype_of(bias)
-            ctx.save_for_backward(factor, sums.hidden, sums.weight, sums.bias)
-        return loss if reduction == "none" else loss.sum() * number.reciprocal()
+def _prepare(
+    softcap: float | None,
+    teacher_softcap: float | None,
+    temperature: float,
+    hidden: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    counted: Tensor | None,
+    their_hidden: Tensor,
+    their_weight: Tensor | None,
+    their_bias: Tensor | None,
+) -> OfChunk:
+    student = LogitsOf(hidden, weight, bias, softcap)
+    teacher = LogitsOf(their_hidden, their_weight, their_bias, teacher_softcap)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative(_NAME, _WAY_OUT)
-        # Nine of forward's arguments, those after the bias, have no gradient.
-        if not ctx.again:
-            factor, *grads = ctx.saved_tensors
-            share = grad * factor
-            return *(times(g, share, dtype) for g, dtype in zip(grads, ctx.dtypes, strict=True)), *[None] * 9
-        hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, counted, factor = ctx.saved_tensors
-        student = LogitsOf(hidden, weight, bias, ctx.softcaps[0])
-        teacher = LogitsOf(teacher_hidden, teacher_weight, teacher_bias, ctx.softcaps[1])
-        share = (grad * factor).expand(len(hidden))
-        sums = GradientSums(hidden, weight, bias, ctx.needs_input_grad[:3])
-        for start in range(0, len(hidden), ctx.size):
-            part = slice(start, start + ctx.size)
-            _, d_logits = _loss_of(student, teacher, part, counted, ctx.temperature, True)
-            d_logits.mul_(share[part, None])
-            if weight is None:
-                sums.hidden[part] = d_logits  # type: ignore[index]
-            else:
-                sums.add(part, d_logits, hidden[part], weight)
-        return *sums.cast_to((hidden.dtype, dtype_of(weight), dtype_of(bias))), *[None] * 9
+    def of_chunk(part: slice, share: Tensor | None, with_gradient: bool) -> tuple[Tensor, Tensor]:
+        losses, d_logits = _loss_of(student, teacher, part, temperature, with_gradient)
+        if share is not None:
+            d_logits.mul_(share[:, None])
+        if counted is not None and with_gradient:
+            # Not left to a factor of 0: such tokens may hold NaN.
+            d_logits.masked_fill_(~counted[part, None], 0)
+        return losses, d_logits
+
+    return of_chunk
 
 
 def _loss_of(
     student: LogitsOf,
     teacher: LogitsOf,
     part: slice,
-    counted: Tensor | None,
     temperature: float,
     with_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -304,9 +260,4 @@ def _loss_of(
     gradient = log_q.exp_().sub_(p).mul_(temperature) if with_gradient else losses
     if slope is not None:
         gradient.mul_(slope)
-    if counted is not None:
-        left_out = ~counted[part]
-        losses.masked_fill_(left_out, 0)
-        if with_gradient:
-            gradient.masked_fill_(left_out[:, None], 0)
     return losses, gradient

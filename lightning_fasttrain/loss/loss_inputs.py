@@ -1,6 +1,5 @@
 """Find where a model has its head, and which positions of a batch count in its loss."""
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -13,11 +12,13 @@ from torch.nn import functional as F
 from lightning_fasttrain.core.batch import LABELS, find_labels, is_integer
 from lightning_fasttrain.core.messages import explain, note_once
 from lightning_fasttrain.core.modules.blocks import has_parameters, keep_outermost
+from lightning_fasttrain.core.modules.find_module import find_module
 from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, told_heads
 from lightning_fasttrain.loss.deferred_logits import DeferredLogits
 from lightning_fasttrain.loss.linear_kl_divergence import LogitsOf
 
 IGNORED = -100
+HEAD = "the head"  # key of its records, which no qualified name can be
 
 
 def masks_in(batch: Any, arguments: Mapping[str, Any], model: nn.Module) -> Iterator[Tensor]:
@@ -126,24 +127,10 @@ class Tap(WrappedForward):
         return output
 
 
-def module_named(model: nn.Module, name: str, argument: str) -> nn.Module:
-    """Return the module of this name; ``argument`` is the argument that an error names.
-
-    Raises:
-        ValueError: there is no such module; the message lists similar names.
-    """
-    modules = dict(model.named_modules())
-    if name not in modules:
-        near = difflib.get_close_matches(name, modules, n=4, cutoff=0.3) or [key for key in modules if key][:4]
-        way_out = f"Similar names are {', '.join(map(repr, near)) or 'none'}"
-        raise ValueError(explain(f"{argument}={name!r} in {type(model).__name__}", "no such module", way_out))
-    return modules[name]
-
-
 def student_of(model: nn.Module, name: str | None) -> nn.Module:
     """Return the module of ``model`` whose output is compared with the teacher's."""
     if name is not None:
-        return module_named(model, name, "student")
+        return find_module(model, name, "student")
     told = keep_outermost({key: m for key, m in model.named_modules() if hasattr(type(m), "get_output_embeddings")})
     if len(told) > 1:
         what = f"{type(model).__name__} holds several models: {', '.join(map(repr, told))}"
@@ -161,11 +148,11 @@ def student_of(model: nn.Module, name: str | None) -> nn.Module:
 def head_of(model: nn.Module, name: str | None, argument: str) -> nn.Module | None:
     """Return the layer that computes the logits: by name, or as Hugging Face's models define it; None if unknown."""
     if name is not None:
-        return module_named(model, name, argument)
+        return find_module(model, name, argument)
     return next(iter(told_heads(model)), None)
 
 
-def logits_in(output: Any) -> Any:
+def logits_in(output: object) -> Any:
     """Return the logits in a model's output: itself, its ``logits``, or a tuple's first tensor with axes; or None."""
     if isinstance(output, Mapping):
         return output.get("logits")
@@ -176,7 +163,7 @@ def logits_in(output: Any) -> Any:
     return getattr(output, "logits", None)
 
 
-def feature_in(output: Any) -> Tensor | None:
+def feature_in(output: object) -> Tensor | None:
     """Return the hidden states in a layer's output: itself, or the first tensor of a tuple or mapping."""
     if isinstance(output, Tensor):
         return output
@@ -187,7 +174,7 @@ def feature_in(output: Any) -> Tensor | None:
 
 
 def logits_of(
-    output: Any, head: nn.Module | None, tapped: tuple[Any, Any] | None, autocast: torch.dtype | None
+    output: object, head: nn.Module | None, tapped: tuple[Any, Any] | None, autocast: torch.dtype | None
 ) -> LogitsOf | None:
     """Return the logits of a model's output, expressed by the inputs of its head where that is known to be equal.
 

@@ -2,17 +2,16 @@
 
 Parameter groups are created here, too; optimizers selected by name are in ``named``.
 
-From the bottom up: ``eager_gradient_release``, ``fused_clipping``, ``galore``, ``optimizer_in_backward``,
-``adaptive_clipping``, ``weight_clipping``, ``parameter_groups``, ``galore_groups``, ``named``, ``schedule``.
+From the bottom up: ``clipping``, ``closure_optimizer``, ``eager_gradient_release``, ``fused_clipping``,
+``optimizer_in_backward``, ``parameter_groups``, ``schedule``, ``galore``, ``galore_groups``, ``named``.
 """
 
-from lightning_fasttrain.optim.adaptive_clipping import AdaptiveClipping, clip_adaptively_
+from lightning_fasttrain.optim.clipping import AdaptiveClipping, WeightClipping, clip_adaptively_, clip_weights_
 from lightning_fasttrain.optim.eager_gradient_release import EagerGradientRelease, release_gradients_
 from lightning_fasttrain.optim.fused_clipping import FusedClipping, allow_fused_clipping_
 from lightning_fasttrain.optim.galore import GaLoreAdamW
 from lightning_fasttrain.optim.galore_groups import galore_groups, galore_state_bytes
 from lightning_fasttrain.optim.named.build_optimizer import NamedOptimizer, build_optimizer
-from lightning_fasttrain.optim.named.decay_groups import decay_groups
 from lightning_fasttrain.optim.named.host_optimizer import HostOptimizer
 from lightning_fasttrain.optim.named.lion import Lion
 from lightning_fasttrain.optim.named.low_precision_updates import LowPrecisionUpdates
@@ -21,9 +20,8 @@ from lightning_fasttrain.optim.named.plain_state import hand_over_state_
 from lightning_fasttrain.optim.named.schedule_free_evaluation import ScheduleFreeEvaluation
 from lightning_fasttrain.optim.named.state_bytes import optimizer_state_bytes
 from lightning_fasttrain.optim.optimizer_in_backward import OptimizerInBackward, optimize_in_backward_
-from lightning_fasttrain.optim.parameter_groups import layer_decay_groups, lora_plus_groups
+from lightning_fasttrain.optim.parameter_groups import decay_groups, layer_decay_groups, lora_plus_groups
 from lightning_fasttrain.optim.schedule.build_schedule import Schedule, build_schedule
-from lightning_fasttrain.optim.weight_clipping import WeightClipping, clip_weights_
 
 __all__ = [
     "AdaptiveClipping",

@@ -1,22 +1,21 @@
 """GaLore: AdamW that keeps the state of matrices in a low-rank subspace of their gradients."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_fasttrain.core.checks import one_of, positive_int
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.optim.closure_optimizer import ClosureOptimizer, refuse_out_of_range
 
 SUBSPACES = ("exact", "sketched")
 
 
-class GaLoreAdamW(Optimizer):
+class GaLoreAdamW(ClosureOptimizer):
     r"""AdamW that keeps the two moments of a matrix in a subspace of ``rank`` dimensions; all weights are trained.
 
     For a matrix with m ≤ n (a tall one is transposed) and its gradient G, with P the m × r leading left singular
@@ -99,12 +98,7 @@ class GaLoreAdamW(Optimizer):
             raise ValueError(explain("a state without ranks for GaLoreAdamW", why, way_out))
         super().load_state_dict(state_dict)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def update_parameters(self) -> None:
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             if not parameters:
@@ -113,11 +107,11 @@ class GaLoreAdamW(Optimizer):
             parts = [parameters]
             if not _in_lists(parameters, group):  # one by one, so that only one projected gradient is in memory
                 parts = [[parameter] for parameter in parameters]
+            # A step may be called inside autocast, which would round the projections' products to its dtype.
             with torch.autocast(parameters[0].device.type, enabled=False):
                 update = self._step_plain if group["rank"] is None else self._step_projected
                 for part in parts:
                     update(part, group)
-        return loss
 
     def _step_plain(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         gradients = [p.grad for p in parameters if p.grad is not None]
@@ -241,14 +235,7 @@ def check_settings(group: dict[str, Any]) -> None:
 
 
 def _check_group(group: dict[str, Any]) -> None:
-    for name, fits, allowed in (
-        ("lr", group["lr"] >= 0, "at least 0"),
-        ("betas", all(0 <= beta < 1 for beta in group["betas"]), "from 0 to below 1"),
-        ("eps", group["eps"] >= 0, "at least 0"),
-        ("weight_decay", group["weight_decay"] >= 0, "at least 0"),
-    ):
-        if not fits:
-            raise ValueError(explain(f"{name}={group[name]}", f"it must be {allowed}", "Start from the default"))
+    refuse_out_of_range(group)
     if group["rank"] is None:
         return
     check_settings(group)

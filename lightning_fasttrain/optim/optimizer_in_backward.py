@@ -3,10 +3,9 @@
 import inspect
 import threading
 from contextlib import ExitStack
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import lightning as L
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fasttrain.core.distributed import rank_count
-from lightning_fasttrain.core.host.lightning import FabricOptimizer
+from lightning_fasttrain.core.host.lightning import plain_optimizer
 from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.technique import Capability, Conflict, Exactness, Setting, Technique
@@ -67,8 +66,7 @@ def optimize_in_backward_(
         https://arxiv.org/abs/2306.09782. PyTorch's tutorial creates one optimizer per parameter; here there is one
         optimizer as before, so that its checkpoints and schedulers stay compatible.
     """
-    if isinstance(optimizer, FabricOptimizer | LightningOptimizer):
-        optimizer = optimizer.optimizer  # hooks and groups belong to the plain optimizer
+    optimizer = plain_optimizer(optimizer)  # hooks and groups belong to it
     _refuse_unfit(optimizer)
     for name, limit in (("clip_norm", clip_norm), ("clip_value", clip_value)):
         _refuse_not_positive(name, limit)
@@ -133,12 +131,20 @@ class _InBackward:
             self.plain_step(optimizer)
         finally:
             optimizer.param_groups, group["params"] = groups, before["params"]
-        changed = [key for key in group if group[key] is not before.get(key)]
-        if changed:
-            what = f"{type(optimizer).__name__} changed its group's {', '.join(changed)} in a step"
-            why = "it updates per-group state once per parameter, but the group shares one value"
-            way_out = "Use an optimizer without per-group state, such as AdamW"
-            raise RuntimeError(explain(what, why, way_out))
+        refuse_changed_group(optimizer, before, group)
+
+
+def refuse_changed_group(optimizer: Optimizer, before: dict[str, Any], after: dict[str, Any]) -> None:
+    """Refuse an optimizer that has changed settings of a group in a step over one of its parameters.
+
+    Raises:
+        RuntimeError: names the settings.
+    """
+    changed = [key for key in after if key != "params" and after[key] is not before.get(key)]
+    if changed:
+        what = f"{type(optimizer).__name__} changed its group's {', '.join(changed)} in a step"
+        why = "it updates per-group state once per parameter, but the group shares one value"
+        raise RuntimeError(explain(what, why, "Use an optimizer without per-group state, such as AdamW"))
 
 
 def _clip_norm_(parameter: Tensor, limit: float) -> None:
@@ -151,10 +157,7 @@ def _clip_norm_(parameter: Tensor, limit: float) -> None:
     entries.mul_((limit / (entries.norm() + 1e-6)).clamp(max=1.0))
 
 
-def _refuse_unfit(optimizer: object) -> None:
-    if not isinstance(optimizer, Optimizer):
-        why = "expected a torch.optim.Optimizer"
-        raise TypeError(explain(f"optimizer={type(optimizer).__name__}", why, "Pass the optimizer itself"))
+def _refuse_unfit(optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
     try:
         # A step that can be called without a closure.

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_fasttrain.loss import linear_cross_entropy
-from lightning_fasttrain.loss._chunks import chunk_size
+from lightning_fasttrain.loss.chunked import chunk_size
 from lightning_fasttrain.run import PeakMemory
 
 module = sys.modules[linear_cross_entropy.__module__]  # a function of the subpackage shadows its name
@@ -350,7 +350,7 @@ def test_mismatched_arguments_are_refused(change, message):
 LIGER = """
 import itertools, torch
 from lightning_fasttrain.loss import linear_cross_entropy
-from lightning_fasttrain.loss._chunks import chunk_size
+from lightning_fasttrain.loss.chunked import chunk_size
 from tests.loss.test_linear_cross_entropy import inputs, plain, value_and_gradients
 
 def check(*tensors, **options):

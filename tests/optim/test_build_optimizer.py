@@ -17,7 +17,7 @@ from lightning_fasttrain.optim.named.build_optimizer import KNOWN
 from lightning_fasttrain.optim.named.state_bytes import tensors_in
 from lightning_fasttrain.strategy import predict_model_states
 from lightning_fasttrain.strategy.choose._optimizer_state import optimizer_named, refuse_unshardable
-from tests.support.nets import TinyLM, as_loader, fit, largest_difference, trainer, weights
+from tests.support.nets import TinyLM, as_loader, fit, largest_difference, take_steps, trainer, weights
 
 pytest.importorskip("bitsandbytes")
 pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
@@ -47,14 +47,6 @@ def tokens(count):
     return [(ids[:, :-1], ids[:, 1:]) for ids in drawn]
 
 
-def loop(net, optimizer, batches):
-    for batch in batches:
-        optimizer.zero_grad()
-        net.loss(batch).backward()
-        optimizer.step()
-    return net
-
-
 BATCHES = tokens(3)
 
 
@@ -78,15 +70,15 @@ def test_trainer_mixin_and_loop_train_identically_and_resume_bit_for_bit(name, t
     bare = NamedLM(name)
     optimizer = bare.optimizer(bare)
     before = weights(bare)
-    loop(bare, optimizer, BATCHES)
+    take_steps(bare, optimizer, batches=BATCHES)
     state = saved(optimizer), weights(bare)
-    loop(bare, optimizer, BATCHES)
+    take_steps(bare, optimizer, batches=BATCHES)
     assert largest_difference(before, weights(bare)) > 1e-3
     resumed = NamedLM(name)
     resumed.load_state_dict(state[1])
     optimizer = resumed.optimizer(resumed)
     optimizer.load_state_dict(state[0])
-    loop(resumed, optimizer, BATCHES)
+    take_steps(resumed, optimizer, batches=BATCHES)
     assert largest_difference(weights(bare), weights(resumed)) == 0
 
     class Save(L.Callback):
@@ -107,7 +99,7 @@ def test_its_state_has_the_predicted_size(name):
     optimizer = net.optimizer(net)
     predicted = optimizer_state_bytes(optimizer)
     assert not held_bytes(optimizer) or name in ("adagrad", "galore")
-    loop(net, optimizer, BATCHES[:1])
+    take_steps(net, optimizer, batches=BATCHES[:1])
     assert held_bytes(optimizer) == predicted > 0 or name == "sgd"
     report = ft.predict_memory(NamedLM(name), BATCHES[0], device="cpu")
     assert report.at_peak.get("optimizer state", 0) == predicted
@@ -124,7 +116,7 @@ def test_state_transfers_to_the_plain_optimizer_and_back(name):
     plain = "lion" if "lion" in name else "adamw"
     net = NamedLM(name)
     optimizer = net.optimizer(net)
-    loop(net, optimizer, BATCHES)
+    take_steps(net, optimizer, batches=BATCHES)
     full = ft.build_optimizer(net, plain)
     count = len(list(net.parameters()))
     assert hand_over_state_(optimizer, full) == count
@@ -138,14 +130,14 @@ def test_state_transfers_to_the_plain_optimizer_and_back(name):
         assert full.state[parameter]["exp_avg"].count_nonzero() > 0
         one, other = ({"": each.state[parameter]["exp_avg"]} for each in (full, third))
         assert largest_difference(one, other) <= ROUNDED[name]
-    loop(net, again, BATCHES)  # the loaded optimizer continues
+    take_steps(net, again, batches=BATCHES)  # the loaded optimizer continues
 
 
 def test_eight_bit_moments_follow_those_of_the_plain_optimizer():
     nets = NamedLM("adamw"), NamedLM("adamw8bit")
     full, low = (net.optimizer(net) for net in nets)
     for net, optimizer in zip(nets, (full, low), strict=True):
-        loop(net, optimizer, BATCHES)
+        take_steps(net, optimizer, batches=BATCHES)
     read = ft.build_optimizer(nets[1], "adamw")
     hand_over_state_(low, read)
     for one, other in zip(*(net.parameters() for net in nets), strict=True):
@@ -158,14 +150,14 @@ def test_a_state_of_another_family_is_refused():
     adamw, lion, sgd = (ft.build_optimizer(net, name) for name in ("adamw", "lion", "sgd"))
     with pytest.raises(ValueError, match="AdamW → Lion.*taken no step"):
         hand_over_state_(adamw, lion)
-    loop(net, adamw, BATCHES[:1])
+    take_steps(net, adamw, batches=BATCHES[:1])
     with pytest.raises(ValueError, match="one keeps a mean of squares, the other does not"):
         hand_over_state_(adamw, lion)
     other = NamedLM()
     with pytest.raises(ValueError, match="28 parameters of the first are unknown"):
         hand_over_state_(adamw, ft.build_optimizer(other))
     momentum = ft.build_optimizer(net, "sgd", momentum=0.9)
-    loop(net, momentum, BATCHES[:1])
+    take_steps(net, momentum, batches=BATCHES[:1])
     with pytest.raises(ValueError, match="it holds momentum_buffer, which the other does not support"):
         hand_over_state_(momentum, adamw)
 
@@ -257,7 +249,7 @@ def test_a_recipe_refuses_an_unknown_name_without_a_model():
 @pytest.mark.parametrize("name", ["sgd", "adafactor", "lion", "muon", "adamw8bit"])
 def test_optimizing_in_backward_is_the_same_bit_for_bit(name):
     plain, net = NamedLM(name), NamedLM(name)
-    loop(plain, plain.optimizer(plain), BATCHES)
+    take_steps(plain, plain.optimizer(plain), batches=BATCHES)
     fit(net, BATCHES, [ft.OptimizerInBackward()])
     assert largest_difference(weights(plain), weights(net)) == 0
 
@@ -266,19 +258,19 @@ def test_optimizing_in_backward_is_the_same_bit_for_bit(name):
 def test_a_copy_of_model_and_optimizer_trains_independently(more):
     net = NamedLM(**more).to(torch.bfloat16 if "updates" in more else torch.float32)
     optimizer = net.optimizer(net)
-    loop(net, optimizer, BATCHES)
+    take_steps(net, optimizer, batches=BATCHES)
     other, copied = copy.deepcopy((net, optimizer))
     before = weights(net)
-    loop(other, copied, BATCHES)
+    take_steps(other, copied, batches=BATCHES)
     assert largest_difference(before, weights(net)) == 0
-    loop(net, optimizer, BATCHES)
+    take_steps(net, optimizer, batches=BATCHES)
     assert largest_difference(weights(net), weights(other)) == 0
 
 
 def test_paged_state_is_recreated_after_loading_with_the_same_values():
     net = NamedLM("paged-adamw8bit")
     optimizer = net.optimizer(net)
-    loop(net, optimizer, BATCHES[:1])
+    take_steps(net, optimizer, batches=BATCHES[:1])
     optimizer.load_state_dict(optimizer.state_dict())
     loaded = optimizer.state[net.gpt.tokens.weight]["state1"]
     values = loaded.clone()
@@ -312,7 +304,7 @@ def test_schedules_and_clipping_reach_every_group_of_muon():
     optimizer = net.optimizer(net)
     schedule = LambdaLR(optimizer, lambda step: 0.0)
     before = weights(net)
-    loop(net, optimizer, BATCHES[:1])
+    take_steps(net, optimizer, batches=BATCHES[:1])
     assert largest_difference(before, weights(net)) == 0
     schedule.step()
     clipped = fit(NamedLM("muon"), BATCHES, gradient_clip_val=1e-3)

@@ -6,12 +6,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import lightning_fasttrain as ft
-from tests.support.nets import HeadFirst, TinyLM, heard
-
-
-def names_in(model, groups):
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    return {group["name"]: [names[parameter] for parameter in group["params"]] for group in groups}
+from tests.support.nets import HeadFirst, TinyLM, heard, names_in
 
 
 class Vision(nn.Module):

@@ -1,6 +1,7 @@
 """GaLore against the paper's algorithm, PyTorch's AdamW, and its predicted memory."""
 
 import copy
+import functools
 import io
 import logging
 
@@ -15,7 +16,18 @@ from torch.optim.lr_scheduler import LambdaLR
 import lightning_fasttrain as ft
 from lightning_fasttrain.optim import GaLoreAdamW, galore_groups, galore_state_bytes
 from lightning_fasttrain.optim.galore import _leading_subspace
-from tests.support.nets import TinyLM, as_loader, fit, gradients, largest_difference, lm_batches, trainer, weights
+from tests.support.nets import (
+    TinyLM,
+    as_loader,
+    fit,
+    gradients,
+    largest_difference,
+    lm_batches,
+    names_in,
+    take_steps,
+    trainer,
+    weights,
+)
 from tests.support.ranks import run_ranks
 
 BATCHES = lm_batches(5)
@@ -48,12 +60,7 @@ def run(parameter, steps, groups=None, optimizer=None, **settings):
     return optimizer
 
 
-def loop(net, optimizer, batches=BATCHES):
-    for batch in batches:
-        optimizer.zero_grad()
-        net.loss(batch).backward()
-        optimizer.step()
-    return net
+loop = functools.partial(take_steps, batches=BATCHES)
 
 
 def state_bytes(optimizer):
@@ -252,9 +259,9 @@ def test_state_bytes_of_a_meta_model_are_predicted():
 @pytest.mark.parametrize("kind", [GaLoreLM, SketchedLM])
 def test_saved_and_loaded_it_continues_bit_for_bit(kind):
     whole, half = kind(), kind()
-    loop(whole, whole.configure_optimizers(), BATCHES * 2)
+    loop(whole, whole.configure_optimizers(), batches=BATCHES * 2)
     optimizer = half.configure_optimizers()
-    loop(half, optimizer, BATCHES)  # an odd number of steps: between two refreshes
+    loop(half, optimizer, batches=BATCHES)  # an odd number of steps: between two refreshes
     file = io.BytesIO()
     torch.save({"net": half.state_dict(), "optimizer": optimizer.state_dict()}, file)
     saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
@@ -262,7 +269,7 @@ def test_saved_and_loaded_it_continues_bit_for_bit(kind):
     fresh.load_state_dict(saved["net"])
     optimizer = fresh.configure_optimizers()
     optimizer.load_state_dict(saved["optimizer"])
-    loop(fresh, optimizer, BATCHES)
+    loop(fresh, optimizer, batches=BATCHES)
     assert largest_difference(weights(whole), weights(fresh)) == 0
 
 
@@ -367,7 +374,7 @@ def test_schedulers_drive_each_group_independently():
     optimizer = net.configure_optimizers()
     scheduler = LambdaLR(optimizer, [lambda step: 0.0, lambda step: 0.5**step])
     before = weights(net)
-    loop(net, optimizer, BATCHES[:1])
+    loop(net, optimizer, batches=BATCHES[:1])
     scheduler.step()
     assert [group["lr"] for group in optimizer.param_groups] == [0.0, 0.005]
     assert torch.equal(before["blocks.0.up.weight"], net.blocks[0].up.weight)
@@ -391,11 +398,11 @@ def test_parameters_unfrozen_later_start_with_their_own_subspace():
     frozen = net.blocks[0].up.weight.requires_grad_(False)
     groups = galore_groups(net, **net.groups)
     optimizer = GaLoreAdamW(groups, lr=0.01)
-    loop(net, optimizer, BATCHES[:3])
+    loop(net, optimizer, batches=BATCHES[:3])
     assert frozen not in optimizer.state
     assert state_bytes(optimizer) == galore_state_bytes(groups)
     frozen.requires_grad_(True)
-    loop(net, optimizer, BATCHES[:1])
+    loop(net, optimizer, batches=BATCHES[:1])
     assert optimizer.state[frozen]["step"] == 1
     assert state_bytes(optimizer) == galore_state_bytes(groups)
 
@@ -443,11 +450,6 @@ def test_two_processes_keep_the_same_weights(tmp_path):
 
 
 # Which parameters
-
-
-def names_in(net, groups):
-    of = {parameter: name for name, parameter in net.named_parameters()}
-    return {group["name"]: [of[parameter] for parameter in group["params"]] for group in groups}
 
 
 def test_matrices_of_blocks_are_projected_and_parameters_listed_once():

@@ -11,18 +11,13 @@ from torch import nn
 from lightning_fasttrain.core.messages import say_once
 from lightning_fasttrain.optim import layer_decay_groups, lora_plus_groups
 from tests.support.families import built
-from tests.support.nets import HeadFirst, TinyLM, fit, largest_difference, lm_batches, weights
+from tests.support.nets import HeadFirst, TinyLM, fit, largest_difference, lm_batches, names_in, weights
 
 # PEFT uses a deprecated name of transformers.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 
 DECODERS = ["BartForConditionalGeneration", "T5ForConditionalGeneration", "Whisper", "FromTorch"]
-
-
-def names_in(net, groups):
-    of = {parameter: name for name, parameter in net.named_parameters()}
-    return {group["name"]: [of[parameter] for parameter in group["params"]] for group in groups}
 
 
 def rates(groups, key="lr"):
@@ -232,7 +227,7 @@ def test_names_with_a_common_prefix_are_distinguished():
         ({"decay": float("nan")}, "decay=nan"),
         ({"lr": 0}, "lr=0: expected the head's learning rate"),
         ({"weight_decay": -0.1}, "weight_decay=-0.1: weights would grow"),
-        ({"head": "classifier"}, "head='classifier': TinyLM has no such module. Its children are embed, blocks, head"),
+        ({"head": "classifier"}, "head='classifier' in TinyLM: no such module.*its children are embed, blocks, head"),
         ({"blocks": "Conv2d"}, "matches nothing"),
     ],
 )

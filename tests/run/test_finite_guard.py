@@ -272,4 +272,4 @@ def test_a_rank_without_gradients_uses_the_device_of_its_parameters():
     optimizer = torch.optim.SGD(groups, lr=0.1)
     finite, steady = ft.run.FiniteSteps(), ft.run.SteadySteps()
     steady.look(optimizer)
-    assert [finite._look(optimizer).device.type, steady._seen.device.type] == ["meta", "meta"]
+    assert [finite.judge(optimizer).device.type, steady._seen.device.type] == ["meta", "meta"]

@@ -225,3 +225,20 @@ class Gradients(L.Callback):
 
 def sgd(parameters: Any, **settings: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, **settings)
+
+
+def names_in(module: nn.Module, groups: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
+    """The parameters of each group, by name."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    return {group["name"]: [names[parameter] for parameter in group["params"]] for group in groups}
+
+
+def take_steps(module: Any, *optimizers: torch.optim.Optimizer, batches: Sequence[Any]) -> Any:
+    """Train in a bare loop, with one or several optimizers."""
+    for batch in batches:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        module.loss(batch).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    return module

@@ -1,7 +1,7 @@
 """The door to what Lightning keeps to itself, so that upgrading Lightning means reading one file.
 
 Resuming has its own: positions in loops in ``run/checkpoint/_loop_progress.py``, logged metrics in
-``run/checkpoint/_running_metrics.py``. What subclasses of its strategies override is in ``strategy/``, and what
+``run/checkpoint/unsaved_state.py``. What subclasses of its strategies override is in ``strategy/``, and what
 is read of torchmetrics in ``core/state/metrics.py``. All private names are listed in ``tests/test_host.py``, which
 fails when Lightning lacks one, or when another file uses one.
 """
@@ -22,7 +22,7 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.types import _Stateful
 from lightning.fabric.wrappers import _FabricDataLoader, _FabricModule, _FabricOptimizer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.core.optimizer import _configure_optimizers
+from lightning.pytorch.core.optimizer import LightningOptimizer, _configure_optimizers
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy, XLAStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
@@ -31,12 +31,27 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 
 FabricModule, FabricOptimizer = _FabricModule, _FabricOptimizer
 BackwardSyncControl, Stateful = _BackwardSyncControl, _Stateful
 move_optimizers, note_device = _optimizers_to_device, _update_properties
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+def plain_optimizer(optimizer: object) -> Optimizer:
+    """Return torch's optimizer inside of Lightning's or Fabric's wrapper, if it is in one.
+
+    Raises:
+        TypeError: not an optimizer.
+    """
+    if isinstance(optimizer, FabricOptimizer | LightningOptimizer):
+        optimizer = optimizer.optimizer
+    if not isinstance(optimizer, Optimizer):
+        why = "expected a torch.optim.Optimizer"
+        raise TypeError(explain(f"optimizer={type(optimizer).__name__}", why, "Pass the optimizer itself"))
+    return optimizer
 
 
 # State of a run
@@ -57,9 +72,10 @@ def is_time_to_log(trainer: L.Trainer) -> bool:
     return trainer._logger_connector.should_update_logs
 
 
-def step_for_loggers(trainer: L.Trainer) -> int:
-    """The number of the step, as Lightning gives it to loggers."""
-    return trainer.fit_loop.epoch_loop._batches_that_stepped
+def log_to_all(trainer: L.Trainer, metrics: dict[str, float]) -> None:
+    """Log values at the number of the step that Lightning gives to loggers."""
+    for logger in trainer.loggers:
+        logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
 def trainer_of(module: nn.Module) -> L.Trainer | None:

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
 from lightning_fasttrain.core.distributed import rank_count
+from lightning_fasttrain.core.host.loader_wrapper import WrappedLoader, find_innermost, wrap_training_loaders
 from lightning_fasttrain.core.messages import number_of, say
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
-from lightning_fasttrain.data.loaders.loader_wrapper import WrappedLoader, find_innermost, wrap_training_loaders
 from lightning_fasttrain.technique import Technique
 from lightning_fasttrain.technique.facts import Facts
 

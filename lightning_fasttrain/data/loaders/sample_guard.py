@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from lightning_fasttrain.core.host.loader_wrapper import WrappedLoader, find_innermost, wrap_training_loaders
 from lightning_fasttrain.core.messages import explain, number_of, warn_on_any_rank
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
-from lightning_fasttrain.data.loaders.loader_wrapper import WrappedLoader, find_innermost, wrap_training_loaders
 from lightning_fasttrain.technique import Technique
 
 

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,12 +10,12 @@ from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import one_of, require
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.optim.closure_optimizer import Groups
 from lightning_fasttrain.optim.galore_groups import block_matrices, galore_groups
-from lightning_fasttrain.optim.named.decay_groups import decay_groups
 from lightning_fasttrain.optim.named.host_optimizer import HostOptimizer
 from lightning_fasttrain.optim.named.low_precision_updates import LowPrecisionUpdates
 from lightning_fasttrain.optim.named.plain_state import page_again_after_loading_, save_as_plain_tensors_
-from lightning_fasttrain.optim.parameter_groups import layer_decay_groups, lora_plus_groups
+from lightning_fasttrain.optim.parameter_groups import decay_groups, layer_decay_groups, lora_plus_groups
 
 
 @dataclass(frozen=True)
@@ -93,20 +93,22 @@ def find_known(name: str) -> Known:
         >>> find_known("AdamW_8bit").places[0]
         'bitsandbytes.optim.AdamW8bit'
     """
-    for known, row in KNOWN.items():
-        if _normalize(known) == _normalize(name):
-            return row
-    why = "unknown optimizer name"
-    raise ValueError(explain(f"optimizer {name!r}", why, f"Use one of {', '.join(KNOWN)}"))
+    if not is_known(name):
+        why = "unknown optimizer name"
+        raise ValueError(explain(f"optimizer {name!r}", why, f"Use one of {', '.join(KNOWN)}"))
+    return _NORMALIZED[_normalize(name)]
 
 
 def is_known(name: str) -> bool:
     """Whether :func:`find_known` knows the name."""
-    return _normalize(name) in map(_normalize, KNOWN)
+    return _normalize(name) in _NORMALIZED
 
 
 def _normalize(name: str) -> str:
     return name.lower().replace("-", "").replace("_", "")
+
+
+_NORMALIZED = {_normalize(name): known for name, known in KNOWN.items()}
 
 
 def refuse_settings(name: str, kind: type[Optimizer], settings: Mapping[str, Any]) -> None:
@@ -122,7 +124,6 @@ def refuse_settings(name: str, kind: type[Optimizer], settings: Mapping[str, Any
         raise TypeError(explain(what, f"{kind.__name__} has no such setting", f"It has {', '.join(allowed)}"))
 
 
-Groups = list[dict[str, Any]]
 _OF_GALORE = ("rank", "update_every", "scale", "subspace", "blocks")
 
 
@@ -261,17 +262,9 @@ class NamedOptimizer:
 
     def __call__(self, model: nn.Module) -> Optimizer:
         """Build the optimizer for ``model``."""
-        return build_optimizer(
-            model,
-            self.name,
-            lr=self.lr,
-            weight_decay=self.weight_decay,
-            layer_decay=self.layer_decay,
-            lora_plus=self.lora_plus,
-            offload=self.offload,
-            updates=self.updates,
-            **self.settings,
-        )
+        own = {one.name: getattr(self, one.name) for one in fields(self)}
+        name, settings = own.pop("name"), own.pop("settings")
+        return build_optimizer(model, name, **own, **settings)
 
 
 def make_optimizer(make: Callable[[Any], Optimizer], model: nn.Module) -> Optimizer:
@@ -318,6 +311,4 @@ def _mark(groups: Groups, chosen: set[Tensor], marks: Mapping[str, Any], label: 
 
 def _is_on_cuda(groups: Groups) -> bool:
     parameters = [parameter for group in groups for parameter in group["params"]]
-    return all(
-        parameter.is_cuda and parameter.is_floating_point() for parameter in parameters
-    )  # otherwise ``fused`` fails
+    return all(p.is_cuda and p.is_floating_point() for p in parameters)  # otherwise ``fused`` fails

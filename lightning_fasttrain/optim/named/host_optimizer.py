@@ -1,7 +1,7 @@
 """An optimizer whose state and step are in host memory, while the weights stay on the device."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -10,9 +10,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.optim.closure_optimizer import ClosureOptimizer, groups_over, take_settings
 
 
-class HostOptimizer(Optimizer):
+class HostOptimizer(ClosureOptimizer):
     """Keeps an optimizer, and a copy of the weights that it updates, in host memory: the device holds no state.
 
     A step copies the gradients to the host, updates there, and copies the weights back, so its duration depends on the
@@ -41,26 +42,20 @@ class HostOptimizer(Optimizer):
         Ren et al. 2021, "ZeRO-Offload", https://arxiv.org/abs/2101.06840, without its overlap of copies and updates.
     """
 
+    copied: ClassVar[tuple[str, ...]] = ("inner", "_hosted", "_versions")
+
     def __init__(self, params: ParamsT, make: Callable[[list[dict[str, Any]]], Optimizer]) -> None:
         super().__init__(params, {})  # the defaults are the inner optimizer's, created below
         self._hosted: dict[Tensor, nn.Parameter] = {}
         self._versions: dict[Tensor, int] = {}
         self.inner = make(self._host_groups())
-        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            group.update({**inner, "params": group["params"]})
+        take_settings(self.param_groups, self.inner.param_groups)
         self.defaults = self.inner.defaults
 
-    def __getstate__(self) -> dict[str, Any]:  # for copies: torch's copies only groups and state
-        return {**super().__getstate__(), "inner": self.inner, "_hosted": self._hosted, "_versions": self._versions}
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def update_parameters(self) -> None:
         groups = self._host_groups()
         moved = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        # All copies are started before any is waited for, so that they follow each other without gaps.
         for parameter in moved:
             hosted = self._hosted[parameter]
             # Each in-place write increments it; ours below is recorded.
@@ -74,7 +69,6 @@ class HostOptimizer(Optimizer):
             self._hosted[parameter].grad = None  # returns pinned memory to torch's cache, for the next step
             parameter.copy_(self._hosted[parameter], non_blocking=True)
             self._versions[parameter] = parameter._version
-        return loss
 
     def on_host(self) -> Optimizer:
         """The inner optimizer, with the current settings of the groups."""
@@ -86,15 +80,11 @@ class HostOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.on_host().load_state_dict(state_dict)
-        for group, loaded in zip(self.param_groups, self.inner.param_groups, strict=True):
-            group.update({**loaded, "params": group["params"]})
+        take_settings(self.param_groups, self.inner.param_groups)
 
     def _host_groups(self) -> list[dict[str, Any]]:
         """Return the current groups, which schedulers may have changed, over the parameters in host memory."""
-        groups = []
-        for group in self.param_groups:
-            groups.append({**group, "params": [self._host(parameter) for parameter in group["params"]]})
-        return groups
+        return groups_over(self.param_groups, self._host)
 
     def _host(self, parameter: Tensor) -> nn.Parameter:
         if parameter not in self._hosted:

@@ -1,17 +1,16 @@
 """Lion: updates by the sign of a momentum, with one state element per parameter where Adam has two."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.optim.closure_optimizer import ClosureOptimizer, refuse_out_of_range
 
 
-class Lion(Optimizer):
+class Lion(ClosureOptimizer):
     r"""Lion, whose update is the sign of an average of gradients.
 
         U = sign(β₁·M + (1 − β₁)·G),   W ← (1 − lr·weight_decay) W − lr·U,   M ← β₂·M + (1 − β₂)·G
@@ -49,26 +48,15 @@ class Lion(Optimizer):
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
     ) -> None:
-        for name, value, fits in (
-            ("lr", lr, lr >= 0),
-            ("betas", betas, all(0 <= beta < 1 for beta in betas)),
-            ("weight_decay", weight_decay, weight_decay >= 0),
-        ):
-            if not fits:
-                raise ValueError(explain(f"{name}={value}", "out of range", "Start from the default"))
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+        settings = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        refuse_out_of_range(settings)
+        super().__init__(params, settings)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def update_parameters(self) -> None:
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             if parameters:
                 self._update(parameters, group)
-        return loss
 
     def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         gradients = [p.grad for p in parameters if p.grad is not None]

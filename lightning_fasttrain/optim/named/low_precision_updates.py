@@ -1,7 +1,6 @@
 """Train in pure bfloat16 without losing small updates, by compensated (Kahan) or stochastic rounding."""
 
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -11,6 +10,8 @@ from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import one_of
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.optim.closure_optimizer import ClosureOptimizer, groups_over, take_settings
+from lightning_fasttrain.optim.optimizer_in_backward import refuse_changed_group
 
 UPDATES = ("kahan", "stochastic")
 _NAN = 0x7FC00000  # the usual float32 NaN, as bits
@@ -18,7 +19,7 @@ _LOW, _DRAW = "low_bits", "draw"  # our keys in a parameter's state
 _APART = 15_485_863  # distance of the parameters' seeds: a prime, as a CPU's seeds end at 2³²
 
 
-class LowPrecisionUpdates(Optimizer):
+class LowPrecisionUpdates(ClosureOptimizer):
     """Steps another optimizer over bfloat16 parameters as if they were float32, one parameter at a time.
 
     A bfloat16 value has 8 significant bits, so an update below 1/512 of a weight is rounded away, and training stalls
@@ -62,6 +63,8 @@ class LowPrecisionUpdates(Optimizer):
 
     float32_gradients_for: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16,)  # converted to float32 for each update
 
+    copied: ClassVar[tuple[str, ...]] = ("inner", "updates")
+
     def __init__(self, optimizer: Optimizer, updates: str) -> None:
         self.updates = one_of("updates", updates, UPDATES)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -69,20 +72,12 @@ class LowPrecisionUpdates(Optimizer):
         self.inner = optimizer
         super().__init__(optimizer.param_groups, optimizer.defaults)
 
-    def __getstate__(self) -> dict[str, Any]:  # for copies: torch's copies only groups and state
-        return {**super().__getstate__(), "inner": self.inner, "updates": self.updates}
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def update_parameters(self) -> None:
+        # One by one, so that a single parameter and its gradient exist in float32 at a time.
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._update(parameter, group)
-        return loss
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state = dict(self.state[parameter])
@@ -99,7 +94,7 @@ class LowPrecisionUpdates(Optimizer):
         self.inner.step()
         self.state[parameter] = self.inner.state[whole]
         self.inner.param_groups, self.inner.state = [], defaultdict(dict)  # otherwise it would keep the float32 copies
-        _refuse_changes(self.inner, group, lent)
+        refuse_changed_group(self.inner, group, lent)
         if not is_low:
             return
         bits = whole.detach().view(torch.int32)
@@ -124,13 +119,10 @@ class LowPrecisionUpdates(Optimizer):
         # Loaded state gets the dtype of its parameter, so empty float32 parameters stand in meanwhile.
         held = [parameter for group in self.param_groups for parameter in group["params"]]
         stand_ins = {parameter: _stand_in(parameter) for parameter in held}
-        groups = []
-        for group in self.param_groups:
-            groups.append({**group, "params": [stand_ins[parameter] for parameter in group["params"]]})
+        groups = groups_over(self.param_groups, stand_ins.__getitem__)
         self.inner.param_groups, self.inner.state = groups, defaultdict(dict)
         self.inner.load_state_dict(state_dict)
-        for group, loaded in zip(self.param_groups, self.inner.param_groups, strict=True):
-            group.update({**loaded, "params": group["params"]})
+        take_settings(self.param_groups, self.inner.param_groups)
         self.state.clear()
         for parameter, stand_in in stand_ins.items():
             if stand_in in self.inner.state:
@@ -162,11 +154,3 @@ def _refuse_parameters(parameters: list[Tensor], updates: str) -> None:
         why = "they are shards of tensors, whose bits are on several devices"
         way_out = "Keep float32 shards, with precision='bf16-mixed'"
         raise ValueError(explain(f"updates={updates!r} with parameters that FSDP2 has sharded", why, way_out))
-
-
-def _refuse_changes(optimizer: Optimizer, group: dict[str, Any], lent: dict[str, Any]) -> None:
-    changed = [key for key in lent if key != "params" and lent[key] is not group.get(key)]
-    if changed:
-        what = f"{type(optimizer).__name__} changed its group's {', '.join(changed)} in a step"
-        why = "it updates per-group state once per parameter, but the group shares one value"
-        raise RuntimeError(explain(what, why, "Use an optimizer without per-group state, such as AdamW"))

@@ -1,18 +1,18 @@
 """Muon for the matrices of blocks and AdamW for all other parameters, in one optimizer."""
 
 from collections import defaultdict
-from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.optim import AdamW, Muon, Optimizer
+from torch.optim import AdamW, Muon
 from torch.optim.optimizer import ParamsT
 
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.optim.closure_optimizer import ClosureOptimizer
 
 
-class MuonAdamW(Optimizer):
+class MuonAdamW(ClosureOptimizer):
     """PyTorch's Muon over groups that have ``"muon": True``, and its AdamW over the others.
 
     Each of the two computes the same updates as on its own, bit for bit. Together they are one ``Optimizer`` with one
@@ -50,6 +50,8 @@ class MuonAdamW(Optimizer):
         is Scalable for LLM Training", https://arxiv.org/abs/2502.16982; computed by ``torch.optim``.
     """
 
+    copied: ClassVar[tuple[str, ...]] = ("_muon", "_adamw")
+
     def __init__(
         self,
         params: ParamsT,
@@ -64,9 +66,8 @@ class MuonAdamW(Optimizer):
         eps: float = 1e-8,
         fused: bool | None = None,
     ) -> None:
-        spare = [
-            nn.Parameter(torch.zeros(1, 1))
-        ]  # both need a parameter in __init__; the groups are set before each step
+        # Both need a parameter when they are created; their groups are set before each step.
+        spare = [nn.Parameter(torch.zeros(1, 1))]
         self._muon = Muon(spare, lr, weight_decay, momentum, nesterov, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn)
         self._adamw = AdamW(spare, lr, betas, eps, weight_decay, fused=fused)
         super().__init__(params, {**self._muon.defaults, **self._adamw.defaults, "muon": False})
@@ -88,22 +89,13 @@ class MuonAdamW(Optimizer):
             raise ValueError(explain("a state for MuonAdamW", why, way_out))
         super().load_state_dict(state_dict)
 
-    def __getstate__(self) -> dict[str, Any]:  # for copies: torch's copies only groups and state
-        return {**super().__getstate__(), "_muon": self._muon, "_adamw": self._adamw}
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def update_parameters(self) -> None:
         for optimizer, is_muon in ((self._muon, True), (self._adamw, False)):
             optimizer.param_groups = [group for group in self.param_groups if group["muon"] is is_muon]
             optimizer.state = self.state
             optimizer.step()
             # Otherwise they would keep a state that loading has replaced.
             optimizer.param_groups, optimizer.state = [], defaultdict(dict)
-        return loss
 
 
 def _refuse_others_than_matrices(group: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """Save quantized optimizer state as plain tensors, and transfer state between optimizers of different precision."""
 
-import importlib
+from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,31 +12,36 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lightning_fasttrain.core.checks import require
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.optim.named.host_optimizer import HostOptimizer
+from lightning_fasttrain.optim.named.state_bytes import make_twin
 
 _BLOCK = 256  # elements that share a scale in bitsandbytes' states
 _OF_BITSANDBYTES = {"exp_avg": "1", "exp_avg_sq": "2"}
-_TORCHAOS = {
-    "OptimState4bit": "torchao.optim.subclass_4bit",
-    "OptimState8bit": "torchao.optim.subclass_8bit",
-}
 
 
 def save_as_plain_tensors_(optimizer: Optimizer) -> None:
     """Make the ``state_dict`` of torchao's optimizers hold plain tensors: Lightning's loader refuses tensor
     subclasses."""
-    optimizer.register_state_dict_post_hook(_take_apart)
-    optimizer.register_load_state_dict_pre_hook(_put_together)
+    optimizer.register_state_dict_post_hook(lambda _, saved: _map_values(saved, _parts))
+    optimizer.register_load_state_dict_pre_hook(lambda _, loaded: _map_values(loaded, _rebuild))
 
 
-def _take_apart(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    apart = {}
+def _quantized_states() -> dict[str, Any]:
+    """Return the classes of torchao's quantized state, by name."""
+    from torchao.optim.subclass_4bit import OptimState4bit
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    return {kind.__name__: kind for kind in (OptimState4bit, OptimState8bit)}
+
+
+def _map_values(state_dict: dict[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
+    converted = {}
     for number, state in state_dict["state"].items():
-        apart[number] = {key: _parts(value) for key, value in state.items()}
-    return {**state_dict, "state": apart}
+        converted[number] = {key: convert(value) for key, value in state.items()}
+    return {**state_dict, "state": converted}
 
 
 def _parts(value: Any) -> Any:
-    if not is_traceable_wrapper_subclass(value) or type(value).__name__ not in _TORCHAOS:
+    if not isinstance(value, tuple(_quantized_states().values())):
         return value
     names, (signed, shape, dtype) = value.__tensor_flatten__()  # type: ignore[misc]
     parts = {name: getattr(value, name) for name in names}
@@ -43,18 +49,10 @@ def _parts(value: Any) -> Any:
     return {**parts, **made_of}
 
 
-def _put_together(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    whole = {}
-    for number, state in state_dict["state"].items():
-        whole[number] = {key: _rebuild(value) for key, value in state.items()}
-    return {**state_dict, "state": whole}
-
-
 def _rebuild(value: Any) -> Any:
-    if not isinstance(value, dict) or value.get("class") not in _TORCHAOS:
+    kind = _quantized_states().get(value.get("class", "")) if isinstance(value, dict) else None
+    if kind is None:
         return value
-    name = value["class"]
-    kind = getattr(importlib.import_module(_TORCHAOS[name]), name)
     attributes = [value["signed"], tuple(value["shape"]), getattr(torch, value["dtype"].removeprefix("torch."))]
     return kind(*(value[part] for part in kind.tensor_attrs), *attributes)
 
@@ -169,14 +167,10 @@ def _write(optimizer: Optimizer, parameter: Tensor, values: dict[str, Any]) -> N
 def _fresh_state(optimizer: Any, parameter: Tensor) -> dict[str, Any]:
     """Return the state that the optimizer creates in its first step, without a step."""
     group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
-    kind: Any = type(optimizer)
-    twin = kind.__new__(kind)
-    vars(twin).update(vars(optimizer))
     stand_in = torch.nn.Parameter(parameter.detach().clone())
     stand_in.grad = torch.zeros_like(stand_in)  # zero gradients give zero moments
-    # A new one, as the copy shares everything else with the original.
-    state: Any = type(optimizer.state)(dict)
-    twin.param_groups, twin.state = [{**group_of[parameter], "params": [stand_in]}], state
+    twin = make_twin(optimizer)
+    twin.param_groups, twin.state = [{**group_of[parameter], "params": [stand_in]}], defaultdict(dict)
     with torch.compiler.set_stance("force_eager"):  # compiling it for one step would take minutes
-        kind.step(twin)
-    return state[stand_in]
+        twin.step()
+    return twin.state[stand_in]

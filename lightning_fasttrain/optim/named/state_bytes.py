@@ -132,12 +132,7 @@ def state_bytes(optimizer: Optimizer, group: Group, shapes: Sequence[Shape], dty
 
 def _state_after_a_step(optimizer: Optimizer, group: Group, parameters: list[nn.Parameter]) -> dict[Any, Any]:
     """Return the state that a copy of the optimizer holds for these parameters."""
-    kind, twin = type(optimizer), type(optimizer).__new__(type(optimizer))  # without ``__init__``, whose arguments vary
-    # Containers are copied, so that a step's changes in them do not reach the original.
-    for name, value in vars(optimizer).items():
-        vars(twin)[name] = copy.copy(value) if isinstance(value, dict | list | set) else value
-    vars(twin).pop("step", None)  # schedules replace it with one bound to the original
-    vars(twin).update(_optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())
+    kind, twin = type(optimizer), make_twin(optimizer)
     # These need a device, but keep the same state.
     switches = {name: False for name in ("fused", "foreach", "capturable") if name in group.settings}
     twin.state = _early_state(kind, parameters)
@@ -151,6 +146,17 @@ def _state_after_a_step(optimizer: Optimizer, group: Group, parameters: list[nn.
         why, way_out = f"its step fails on tensors without values ({error})", "Use AdamW, SGD, Lion or AdamW8bit"
         raise ValueError(explain(kind.__name__, why, way_out)) from error
     return twin.state
+
+
+def make_twin(optimizer: Optimizer) -> Any:
+    """Return an optimizer with the same attributes and no hooks, whose groups and state the caller replaces."""
+    twin: Any = type(optimizer).__new__(type(optimizer))  # without ``__init__``, whose arguments vary
+    # Containers are copied, so that a step's changes in them do not reach the original.
+    for name, value in vars(optimizer).items():
+        vars(twin)[name] = copy.copy(value) if isinstance(value, dict | list | set) else value
+    vars(twin).pop("step", None)  # schedules replace it with one bound to the original
+    vars(twin).update(_optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())
+    return twin
 
 
 def tensors_in(state: object) -> Iterator[Tensor]:

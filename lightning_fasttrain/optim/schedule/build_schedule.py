@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -15,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightning_fasttrain.core.batch import count_batch
 from lightning_fasttrain.core.distributed import sum_over_ranks
 from lightning_fasttrain.core.host.lightning import (
-    FabricOptimizer,
+    plain_optimizer,
     see_training_batches,
     trainer_of,
     when_loaders_are_made,
@@ -88,11 +87,7 @@ def build_schedule(
         (one cycle, here without that of momentum); Hu et al. 2024, https://arxiv.org/abs/2404.06395 (wsd). Equal to
         torch's own schedulers where these exist, joined by ``SequentialLR`` for the warmup.
     """
-    if isinstance(optimizer, FabricOptimizer | LightningOptimizer):
-        optimizer = optimizer.optimizer
-    if not isinstance(optimizer, Optimizer):
-        why = "expected a torch.optim.Optimizer"
-        raise TypeError(explain(f"optimizer={type(optimizer).__name__}", why, "Pass the optimizer itself"))
+    optimizer = plain_optimizer(optimizer)
     request = read_request(shape, warmup, total, final, at, by, decay)
     if request.needs_run and module is None:
         why = "the length of the run is unknown"
@@ -126,8 +121,10 @@ class Schedule(LRScheduler):
         self.updates = self.seen = self.coming = 0
         self.is_told = False  # whether an engine reports updates
         self._loaded_plan: dict[str, Any] | None = None
+        # An earlier schedule has changed the learning rates, and has left those from before it under this name.
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", _copy(group["lr"]))
+        # Before each step, too: a loaded state or an added group has other learning rates.
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
         trainer = trainer_of(module) if module is not None else None

@@ -58,6 +58,7 @@ Shape = Callable[[RatePlan, float, float], float]
 
 def _share(now: float, start: float, end: float) -> float:
     """Return the completed share of an interval, from 0 to 1."""
+    # A warmup as long as the run leaves an empty interval, which is over.
     return min(1.0, max(0.0, now - start) / (end - start)) if end > start else 1.0
 
 

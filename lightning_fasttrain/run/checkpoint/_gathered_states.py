@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_fasttrain.core.distributed import rank_count, rank_here
 
 
-def pack(state: Any) -> Tensor:
+def pack(state: object) -> Tensor:
     """Serialize tensors and plain values to a uint8 tensor.
 
     Example:
@@ -49,6 +49,11 @@ def gather(mine: Tensor, device: torch.device) -> list[Tensor]:
     dist.all_gather(everyone, padded)
     # clone: otherwise a slice is saved together with its padding.
     return [data[:count].cpu().clone() for data, count in zip(everyone, counts, strict=True)]
+
+
+def gather_values(mine: object, device: torch.device) -> list[Any]:
+    """All-gather tensors and plain values of all processes, in the order of ranks. All processes must call it."""
+    return [unpack(state) for state in gather(pack(mine), device)]
 
 
 def gather_gradients(named: Iterable[tuple[str, Tensor]], device: torch.device) -> list[dict[str, Tensor]]:

@@ -27,7 +27,7 @@ class SavePoint(StrEnum):
     WITHIN = "within"  # inside a batch, as after an exception: the batch is started again
 
 
-def save_point(trainer: L.Trainer) -> SavePoint:
+def find_save_point(trainer: L.Trainer) -> SavePoint:
     """Return the current position of ``trainer`` in its iteration."""
     epochs, batches = trainer.fit_loop.epoch_progress.current, trainer.fit_loop.epoch_loop.batch_progress.current
     validation = trainer.fit_loop.epoch_loop.val_loop.batch_progress

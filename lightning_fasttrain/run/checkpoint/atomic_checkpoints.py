@@ -63,6 +63,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             ValueError: ``checkpoint`` holds an object that could not be loaded again; the message names it.
             OSError: ``path`` could not be written; an older file at ``path`` is unchanged.
         """
+        # Now, rather than when a later run needs the file.
         refuse_unreadable(checkpoint)
         if is_remote(path):
             super().save_checkpoint(checkpoint, path, storage_options)

@@ -48,6 +48,7 @@ def why_unfit(folder: Path, nbytes: int) -> str | None:
     """
     there = next(one for one in (folder, *folder.absolute().parents) if one.exists())  # a file counts too
     probe = there / f"{TEMPORARY}probe-{os.getpid()}-{secrets.token_hex(4)}"
+    # Written to, since permissions do not show quotas, read-only mounts and the rules of network file systems.
     try:
         os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
         probe.unlink()

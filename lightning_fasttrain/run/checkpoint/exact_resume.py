@@ -1,46 +1,50 @@
 """Resume a killed run from its last checkpoint, bit for bit as if it had not been interrupted."""
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import lightning as L
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch.distributed.tensor import DTensor
 
+from lightning_fasttrain.core.distributed import is_sharded
 from lightning_fasttrain.core.files.guarded_loading import guard_loading
 from lightning_fasttrain.core.host.lightning import accumulation_continues, is_last_batch_taken, validation_loaders
 from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
-from lightning_fasttrain.core.state.rng import random_state, set_random_state
-from lightning_fasttrain.run.checkpoint._gathered_states import gather, gather_gradients, pack, unpack
+from lightning_fasttrain.core.state.rng import random_state
+from lightning_fasttrain.run.checkpoint._gathered_states import gather, gather_gradients, pack
 from lightning_fasttrain.run.checkpoint._loop_progress import (
     SavePoint,
     complete_batch_,
     count_as_ended,
-    end_epoch_of_plateau_schedules,
+    find_save_point,
     iterate_again,
     resume_after_batch,
     resume_after_epoch,
-    save_point,
     step_takes_batches,
 )
-from lightning_fasttrain.run.checkpoint._running_metrics import metrics_state, restore_metrics
-from lightning_fasttrain.run.checkpoint.extra_state import forgotten_state, restore_forgotten
-from lightning_fasttrain.run.checkpoint.loader_rng import generator_state, generators_of, set_generator_state
+from lightning_fasttrain.run.checkpoint.loader_rng import generator_states
 from lightning_fasttrain.run.checkpoint.resumable_loader import ResumableLoader
+from lightning_fasttrain.run.checkpoint.resume_state import ResumeState, hold_loader, keeps_its_state, set_generators
 from lightning_fasttrain.run.checkpoint.run_fingerprint import (
-    about_loader,
-    disagreements,
-    doubts,
+    describe_loader,
+    list_doubts,
     read_settings,
     refuse_other_optimizers,
 )
+from lightning_fasttrain.run.checkpoint.unsaved_state import read_forgotten, read_metrics
 from lightning_fasttrain.technique import Capability, Technique
 from lightning_fasttrain.technique.technique import techniques_of
 
 KEY = "ExactResume"
+
+
+class _TrainingLoader(NamedTuple):
+    held: ResumableLoader | None  # None if its position is not ours to save
+    about: dict[str, Any] | None  # facts before anything was read; {} if Lightning saves its state
 
 
 class ExactResume(Technique):
@@ -91,16 +95,11 @@ class ExactResume(Technique):
 
     def _begin(self) -> None:
         self._patches = ExitStack()
-        self._loaders: list[ResumableLoader | None] = []
-        self._about: list[dict[str, Any] | None] = []  # facts about the loaders, before anything was read
-        self._restored: dict[str, Any] | None = None  # state of all processes
-        self._mine: dict[str, Any] | None = None  # state of this process
-        self._used = 0
-        self._wrapping: list[ResumableLoader | None] | None = None  # loaders being wrapped right now
-        self._positioned = self._begins_epoch = False
-        self._between: list[tuple[ResumableLoader, dict[str, Any]]] = []  # for the next pass, if none was active
-        self._validation: list[list[Any]] = []
-        self._said: set[str] = set()
+        self._loaders: list[_TrainingLoader] = []
+        self._being_made: list[_TrainingLoader] | None = None  # while Lightning makes the training loaders
+        self._resume: ResumeState | None = None  # until training continues
+        self._begins_epoch = False
+        self._validation: list[list[Any]] = []  # generator states of validation loaders that are not made yet
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
         self._begin()
@@ -124,9 +123,9 @@ class ExactResume(Technique):
         def counting_run_start(data_fetcher: Any) -> None:
             # Lightning's own condition for iterating again.
             if trainer.current_epoch > 0 and not fit_loop.is_resuming and not fit_loop.epoch_loop.restarting:
-                for held in self._loaders:  # Lightning iterates again
-                    if held is not None:
-                        held.count_from(0)
+                for loader in self._loaders:  # Lightning iterates again
+                    if loader.held is not None:
+                        loader.held.count_from(0)
             run_start(data_fetcher)
 
         self._patches.callback(patch(fit_loop, "setup_data", restoring_setup_data))
@@ -135,33 +134,31 @@ class ExactResume(Technique):
 
     def _hold_loaders_of(self, setup_data: Callable[[], None]) -> None:
         """Run Lightning's ``setup_data``, and store the training loaders that it makes, if any."""
-        before, self._wrapping, self._about = (self._loaders, self._about), [], []
+        self._being_made = []
         try:
             setup_data()
         finally:
-            made, self._wrapping = self._wrapping, None
+            made, self._being_made = self._being_made, None
         if made:
             self._loaders = made
-            self._positioned = self._positioned or self._mine is not None
-        else:
-            self._loaders, self._about = before
+            if self._resume is not None and self._resume.mine is not None:
+                self._resume.positioned = True
 
     def _hold(self, loader: Any) -> Any:
         """Wrap a training loader of this run so that its position is known; return other loaders unchanged."""
         # Outside of setup_data only validation loaders arrive here, one after the other, in the order of the saved
         # states.
-        if self._wrapping is None:
+        if self._being_made is None:
             if self._validation:
-                _set_generators(loader, self._validation.pop(0))
+                set_generators(loader, self._validation.pop(0))
             return loader
-        held = _resumable_loader(loader)
-        self._wrapping.append(held)
-        about = None if held is None else about_loader(loader)
-        self._about.append({} if _keeps_its_state(loader) else about)
+        i, held, resume = len(self._being_made), hold_loader(loader), self._resume
+        about = {} if keeps_its_state(loader) else None
+        self._being_made.append(_TrainingLoader(held, about if held is None else describe_loader(loader)))
         # Here, not later: setup_data iterates as soon as it has wrapped the loaders, and may fetch ahead.
-        if self._restored is not None and not self._positioned:
-            self._check(about_loader(loader), len(self._wrapping) - 1)
-            self._set_position(held, len(self._wrapping) - 1)
+        if resume is not None and not resume.positioned:
+            resume.check_loader(loader, i)
+            resume.set_position(held, i)
         return loader if held is None else held
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -172,22 +169,20 @@ class ExactResume(Technique):
             loops["combined_loader"] = theirs  # without our own states, which are empty
         if trainer.interrupted and trainer.world_size > 1:
             return  # waiting for processes that may have failed would hide the error
-        point, device = save_point(trainer), trainer.strategy.root_device
+        point, device = find_save_point(trainer), trainer.strategy.root_device
         random, positions = random_state(), self._positions(trainer, point)
-        validation = []
-        for loader in validation_loaders(trainer):
-            validation.append([generator_state(generator) for generator in generators_of(loader)])
-        metrics = metrics_state(trainer, pl_module, point)
+        validation = [generator_states(loader) for loader in validation_loaders(trainer)]
+        metrics = read_metrics(trainer, pl_module, point)
         mine = {"random": random, "loaders": positions, "validation": validation, **metrics}
         checkpoint[KEY] = {
             "point": str(point),
             "ranks": gather(pack(mine), device),
-            "settings": {**read_settings(trainer), "loaders": self._about},
-            "forgotten": forgotten_state(trainer),
+            "settings": {**read_settings(trainer), "loaders": [loader.about for loader in self._loaders]},
+            "forgotten": read_forgotten(trainer),
         }
         if not _in_window(trainer, point):
             return
-        if not _is_sharded(trainer, pl_module):
+        if not (isinstance(trainer.strategy, DeepSpeedStrategy | FSDPStrategy) or is_sharded(pl_module)):
             checkpoint[KEY]["gradients"] = gather_gradients(pl_module.named_parameters(), device)
         elif not hasattr(trainer.strategy, "scale_gradients_"):  # the suite's own strategies warn themselves
             what = f"a checkpoint inside an accumulation window under {type(trainer.strategy).__name__}"
@@ -200,7 +195,7 @@ class ExactResume(Technique):
         ended = point is SavePoint.EPOCH or (point is not SavePoint.WITHIN and is_last_batch_taken(trainer))
         follows_user = step_takes_batches(trainer)
         positions: list[dict[str, Any] | None] = []
-        for held, about in zip(self._loaders, self._about, strict=True):
+        for held, about in self._loaders:
             if held is None:
                 positions.append({} if about is None else None)  # nothing is saved for an iterator
             elif ended:
@@ -219,25 +214,20 @@ class ExactResume(Technique):
             why = "it has no random states and no positions in the data, so the run resumes as Lightning does"
             warn(explain(what, why, "Save with ExactResume next time"))
             return
-        point, fit_loop = SavePoint(state["point"]), checkpoint["loops"]["fit_loop"]
-        epochs = fit_loop["epoch_progress"]["current"]
-        # Until `completed` is counted, Lightning has not stepped the plateau schedules of the epoch.
-        self._restored = {**state, "point": point, "plateaus": epochs["completed"] < epochs["processed"]}
-        self._used = fit_loop["epoch_loop.batch_progress"]["current"]["processed"]
-        if point in (SavePoint.BATCH, SavePoint.VALIDATION):
+        fit_loop = checkpoint["loops"]["fit_loop"]
+        self._resume = resume = ResumeState(state, fit_loop, trainer, self.strict)
+        if resume.point in (SavePoint.BATCH, SavePoint.VALIDATION):
             complete_batch_(checkpoint)
-        then, now = state["settings"], read_settings(trainer)
-        self._check(now)
-        for doubt in doubts(checkpoint, pl_module, then, now):
+        now = read_settings(trainer)
+        resume.check(now)
+        for doubt in list_doubts(checkpoint, pl_module, resume.settings, now):
             warn(f"ExactResume: {doubt}")
-        # Positions and random states belong to one process: they do not fit another number of processes.
-        if len(state["ranks"]) != trainer.world_size:
+        if resume.mine is None:
             return
-        self._mine = mine = unpack(state["ranks"][trainer.global_rank])
-        self._validation = list(mine["validation"])
+        self._validation = list(resume.mine["validation"])
         theirs = iter(fit_loop["state_dict"].get("combined_loader", []))
         states = []  # one per loader with a state_dict, including ours, since Lightning counts them; none for iterators
-        for position in mine["loaders"]:
+        for position in resume.mine["loaders"]:
             if position is None:
                 states.append(next(theirs, {}))
             elif position:
@@ -247,121 +237,38 @@ class ExactResume(Technique):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: the optimizers exist, and their state is not restored yet."""
-        if self._restored is not None:
-            refuse_other_optimizers(self._restored["settings"], read_settings(trainer))
-            self._check(read_settings(trainer))
+        if self._resume is not None:
+            now = read_settings(trainer)
+            refuse_other_optimizers(self._resume.settings, now)
+            self._resume.check(now)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: Lightning has restored its own state, and has not begun an epoch."""
-        if self._restored is None:
+        resume = self._resume
+        if resume is None:
             return
-        if not self._positioned and self._mine is not None:  # this strategy restores after making the loaders
-            for i, held in enumerate(self._loaders):
-                self._set_position(held, i)
+        if not resume.positioned and resume.mine is not None:  # this strategy restores after making the loaders
+            for i, loader in enumerate(self._loaders):
+                resume.set_position(loader.held, i)
             iterate_again(trainer)
-            self._positioned = True
-        count_as_ended(trainer, [held is not None and held.repeats > 0 for held in self._loaders])
-        point = self._restored["point"]
-        if point is SavePoint.EPOCH:
+            resume.positioned = True
+        count_as_ended(trainer, [held is not None and held.repeats > 0 for held, _ in self._loaders])
+        if resume.point is SavePoint.EPOCH:
             self._begins_epoch = True
             resume_after_epoch(trainer)
         else:
-            self._patches.callback(resume_after_batch(trainer, point, lambda: self._restore(trainer, pl_module)))
+            restore = functools.partial(self._restore, trainer, pl_module)
+            self._patches.callback(resume_after_batch(trainer, resume.point, restore))
 
     def _restore(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Restore this process's state, random states last, right before training continues."""
-        state, mine = self._restored, self._mine
-        assert state is not None
-        # Cleared first, so that this happens once: setup_data and the hooks read them.
-        self._restored = self._mine = None
-        restore_forgotten(trainer, state["forgotten"])
-        if mine is None:
-            return
-        parameters = dict(pl_module.named_parameters())
-        for name, grad in state["gradients"][trainer.global_rank].items() if "gradients" in state else ():
-            parameters[name].grad = grad.to(parameters[name])
-        restore_metrics(trainer, pl_module, mine)
-        if state["point"] is SavePoint.EPOCH and state["plateaus"]:
-            end_epoch_of_plateau_schedules(trainer)
-        for held, between in self._between:
-            _load(held, between)  # again: Lightning may have prefetched a batch
-        self._between.clear()
-        loaders = validation_loaders(trainer)
-        for loader, states in zip(loaders, mine["validation"], strict=False):
-            _set_generators(loader, states)
-        # Otherwise the loaders are made later, and get their states then.
-        self._validation = [] if loaders else list(mine["validation"])
-        set_random_state(mine["random"])  # last, since everything above may draw random numbers
-
-    def _set_position(self, held: ResumableLoader | None, i: int) -> None:
-        # None if the checkpoint has another number of processes.
-        states = [] if self._mine is None else self._mine["loaders"]
-        state = states[i] if i < len(states) else None
-        if held is None or not state:
-            return
-        _load(held, state)
-        if state["start"] is None:
-            self._between.append((held, state))
-        else:
-            held.count_from(self._used)
-
-    def _check(self, now: dict[str, Any], loader: int | None = None) -> None:
-        assert self._restored is not None
-        then = self._restored["settings"]
-        if loader is not None:
-            then = dict(enumerate(then["loaders"])).get(loader) or {}
-        for message in disagreements(then, now):
-            if message in self._said:
-                continue
-            self._said.add(message)
-            if self.strict:
-                raise ValueError(message)
-            warn(message)
-
-
-class _Held(ResumableLoader):
-    """A loader whose position is saved by the callback, for every process, instead of by Lightning for rank 0."""
-
-    # Lightning regards a loader with a state_dict as resumable, and does not warn.
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        assert not state
-
-
-# The attributes of the base class, since _Held returns an empty state to Lightning.
-_load = ResumableLoader.load_state_dict
-
-
-def _keeps_its_state(loader: Any) -> bool:
-    """Whether Lightning saves and restores this loader; the condition is Lightning's own."""
-    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-
-
-def _resumable_loader(loader: Any) -> ResumableLoader | None:
-    if _keeps_its_state(loader):
-        return None
-    if isinstance(loader, Iterator):
-        what = f"ExactResume with a {type(loader).__name__} as a training loader"
-        why = "an iterator cannot be read again from its beginning, so its position is not saved"
-        warn(explain(what, why, "Use a DataLoader, or an object whose __iter__ starts over"))
-        return None
-    return _Held(loader)
-
-
-def _set_generators(loader: object, states: list[Any]) -> None:
-    for generator, state in zip(generators_of(loader), states, strict=False):
-        set_generator_state(generator, state)
+        """Restore this process's state right before training continues."""
+        # Cleared first, so that this happens once: setup_data and the hooks read it.
+        resume, self._resume = self._resume, None
+        assert resume is not None
+        self._validation = resume.restore(trainer, pl_module)
 
 
 def _in_window(trainer: L.Trainer, point: SavePoint) -> bool:
     """Whether gradients are carried to the next batch without being saved by anything else."""
     saved = any(technique.does(Capability.SUMS_BATCHES) for technique in techniques_of(trainer))
     return not saved and point not in (SavePoint.EPOCH, SavePoint.WITHIN) and accumulation_continues(trainer)
-
-
-def _is_sharded(trainer: L.Trainer, pl_module: L.LightningModule) -> bool:
-    if isinstance(trainer.strategy, DeepSpeedStrategy | FSDPStrategy):
-        return True
-    return any(isinstance(parameter, DTensor) for parameter in pl_module.parameters())

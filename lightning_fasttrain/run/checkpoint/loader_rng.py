@@ -41,6 +41,11 @@ def _look(holder: object, found: dict[int, Generator], seen: set[int], depth: in
             _look(value, found, seen, depth - 1)
 
 
+def generator_states(*holders: object) -> list[Any]:
+    """Return the states of the generators of these objects, in the order of :func:`generators_of`."""
+    return [generator_state(generator) for generator in generators_of(*holders)]
+
+
 def generator_state(generator: Generator) -> Any:
     """Return the state of a generator as a tensor, or as plain numbers, lists and dicts."""
     if isinstance(generator, torch.Generator):

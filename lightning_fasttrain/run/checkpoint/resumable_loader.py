@@ -10,11 +10,13 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from lightning_fasttrain.core.host.lightning import passes_of, set_passes_of, without_fabric
+from lightning_fasttrain.core.host.loader_wrapper import WrappedLoader
 from lightning_fasttrain.core.messages import explain, note_once, say, warn
 from lightning_fasttrain.core.state.rng import random_state, set_random_state
 from lightning_fasttrain.run.checkpoint.loader_rng import (
     Generator,
     generator_state,
+    generator_states,
     generators_of,
     set_generator_state,
 )
@@ -78,7 +80,7 @@ def resumable(loader: Iterable[Any]) -> Any:
     return ResumableLoader(loader)
 
 
-class ResumableLoader:
+class ResumableLoader(WrappedLoader):
     """The wrapper that :func:`resumable` returns."""
 
     def __init__(self, inner: Iterable[Any]) -> None:
@@ -86,7 +88,7 @@ class ResumableLoader:
             why = "an iterator ends with its first pass, so a later process cannot skip to its position"
             way_out = "Pass a DataLoader, or an object whose __iter__ starts over"
             raise TypeError(explain(f"loader={type(inner).__name__}", why, way_out))
-        self.inner: Any = inner
+        super().__init__(inner)
         loader: Any = without_fabric(inner)
         torchs = isinstance(loader, DataLoader)
         if torchs and loader.persistent_workers and loader is not inner:
@@ -107,9 +109,6 @@ class ResumableLoader:
             a_pass.begin()
         return a_pass
 
-    def __len__(self) -> int:
-        return len(self.inner)
-
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch returned; in the body of a loop, that is the current batch."""
         # A finished pass cannot be resumed: the next pass starts from its beginning.
@@ -126,7 +125,7 @@ class ResumableLoader:
         if state["start"] is None:
             _set_generators(generators_of(self.inner), state["generators"])
             self._workers_seed, self._repeats = state["workers"], 0
-            self._set_calls(state["calls"])
+            set_passes_of(self.inner, state["calls"])
         else:
             self._to_resume, self._repeats = state, state["repeats"]
 
@@ -142,8 +141,8 @@ class ResumableLoader:
 
     def between_passes(self) -> dict[str, Any]:
         """Return the state from which the next pass starts at its beginning."""
-        states = [generator_state(generator) for generator in generators_of(self.inner)]
-        return {"start": None, "generators": states, "workers": self._workers_seed, "calls": self._calls()}
+        states = generator_states(self.inner)
+        return {"start": None, "generators": states, "workers": self._workers_seed, "calls": passes_of(self.inner)}
 
     def position(self, used: int) -> dict[str, Any]:
         """Return the state after ``used`` batches since :meth:`count_from`, regardless of prefetched batches."""
@@ -195,27 +194,6 @@ class ResumableLoader:
         for _ in islice(batches, count):
             pass
 
-    def _calls(self) -> int:
-        """Fabric's number of passes so far: the epoch, which decides the order of a DistributedSampler."""
-        return passes_of(self.inner)
-
-    def _set_calls(self, calls: int) -> None:
-        set_passes_of(self.inner, calls)
-
-    def _data_generators(self) -> list[Generator]:
-        return generators_of(getattr(self.inner, "dataset", self.inner))
-
-    def __getattr__(self, name: str) -> Any:
-        # A copy asks for attributes before `inner` exists, which would recurse without end. Protocols such as pickling
-        # must not see those of the loader inside.
-        if name == "inner" or (name.startswith("__") and name.endswith("__")):
-            raise AttributeError(name)
-        return getattr(self.inner, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        own = name == "inner" or (name.startswith("_") and name != "_iterator")
-        object.__setattr__(self if own else self.inner, name, value)  # Lightning sets worker_init_fn and _iterator
-
 
 class _Pass(Iterator[Any]):
     """One pass over the data of a :class:`ResumableLoader`."""
@@ -226,7 +204,7 @@ class _Pass(Iterator[Any]):
         self.start: dict[str, Any] = {}
         self.given = 0
         self.position: dict[str, Any] = {}
-        self.data: list[Generator] = loader._data_generators()
+        self.data = generators_of(getattr(loader.inner, "dataset", loader.inner))
         self.ahead: list[dict[str, Any]] = []  # random states of batches that were prefetched before the checkpoint
 
     def begin(self) -> None:
@@ -237,9 +215,9 @@ class _Pass(Iterator[Any]):
             return
         self.start = {
             "random": random_state(),
-            "generators": [generator_state(generator) for generator in generators_of(loader.inner)],
+            "generators": generator_states(loader.inner),
             "workers": loader._workers_seed,
-            "calls": loader._calls(),
+            "calls": passes_of(loader.inner),
             "first": None,
         }
         self.batches = loader._begin(loader._workers_seed)
@@ -252,7 +230,7 @@ class _Pass(Iterator[Any]):
         here = random_state()
         set_random_state(self.start["random"])
         _set_generators(generators_of(loader.inner), self.start["generators"])
-        loader._set_calls(self.start["calls"])
+        set_passes_of(loader.inner, self.start["calls"])
         self.batches = loader._begin(self.start["workers"])
         # Training draws between the start of a pass and its first fetch, which is when samplers draw.
         if self.start["first"] is not None:
@@ -301,14 +279,13 @@ class _Pass(Iterator[Any]):
         return before
 
     def _note(self) -> None:
-        data = [generator_state(generator) for generator in self.data]
         self.position = {
             "start": self.start,
             "given": self.given,
             "ended": False,
             "repeats": self.loader._repeats,
             "random": None,
-            "data": data,
+            "data": [generator_state(generator) for generator in self.data],
         }
         # By reference: `random` and `ended` are filled in when the next batch is requested.
         self.loader._positions.append((self.loader._handed_out, self.position))

@@ -58,9 +58,9 @@ def _sums_batches(technique: Technique) -> bool:
     return technique.does(Capability.SUMS_BATCHES)
 
 
-def about_loader(loader: Any) -> dict[str, Any]:
+def describe_loader(loader: object) -> dict[str, Any]:
     """Return the same facts about one training loader, before it is read from."""
-    dataset = getattr(loader, "dataset", loader)
+    dataset: Any = getattr(loader, "dataset", loader)
     try:
         samples = len(dataset)
     except (TypeError, NotImplementedError):
@@ -88,7 +88,7 @@ def _shuffles(sampler: object) -> bool | str | None:
     return type(sampler).__qualname__  # for other samplers the name is compared
 
 
-def _hash_data(dataset: Any, where: str) -> dict[str, str]:
+def _hash_data(dataset: object, where: str) -> dict[str, str]:
     """Hash a few entries of each table, list or tensor of a dataset, by name. None of the dataset's code is run.
 
     Its ``__getitem__`` may draw random numbers or open files, so no samples are requested. Columns of strings are
@@ -112,12 +112,13 @@ def _hash_values(values: Any, where: str) -> dict[str, str]:
         return {name: h for i, part in enumerate(values) for name, h in _hash_values(part, f"{where}[{i}]").items()}
     if not (_is_array(values) or type(values) in (list, tuple, range)) or not len(values):
         return {}
+    # Both ends and the middle: another split or order of the same data usually differs in one of them.
     ends = np.linspace(0, len(values) - 1, _SAMPLES).astype(int)
     data = _join([values[int(i)] for i in ends], b"|")
     return {} if data is None else {where: hashlib.sha256(data).hexdigest()[:12]}
 
 
-def _is_array(value: Any) -> bool:
+def _is_array(value: object) -> bool:
     return type(value) in (Tensor, np.ndarray) and value.ndim > 0
 
 
@@ -150,7 +151,7 @@ def _bytes_of(entry: Any) -> bytes | None:
     return None
 
 
-def disagreements(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
+def list_disagreements(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
     """Yield a message for each setting whose value is known on both sides and differs."""
     # Loaders are compared one by one, when this run makes them.
     for name in sorted((then.keys() & now.keys()) - {"loaders", _TECHNIQUES}):
@@ -166,7 +167,7 @@ def disagreements(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
 _AS_IT_WAS = "Use the saved settings, or accept a different run with ExactResume(strict=False)"
 
 
-def doubts(
+def list_doubts(
     checkpoint: Mapping[str, Any], module: L.LightningModule, then: dict[str, Any], now: dict[str, Any]
 ) -> Iterator[str]:
     """Yield warnings about differences that are no reason to stop: hyper-parameters, and rounding."""

@@ -1,37 +1,33 @@
 """Skip steps with a loss or gradient that is not finite, on all ranks, and name the cause."""
 
-from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
 
 import lightning as L
 import torch
-from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from lightning_fasttrain.core.checks import positive_int
 from lightning_fasttrain.core.distributed import is_sharded
-from lightning_fasttrain.core.messages import explain, list_some, number_of, warn
+from lightning_fasttrain.core.messages import explain, list_some
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
-from lightning_fasttrain.run.checkpoint._gathered_states import gather
+from lightning_fasttrain.run.checkpoint._gathered_states import gather_values
 from lightning_fasttrain.run.guards.locate_nan import first_layer_in_forward, is_unfinite, last_bad_gradient
-from lightning_fasttrain.run.guards.skip_step import (
+from lightning_fasttrain.run.guards.step_guard import (
+    JudgedSteps,
+    StepGuard,
     agree,
     device_of,
+    gradients_of,
     has_room_for_nan,
     has_unfinite,
-    hold_schedules_,
     hold_steps_,
-    parameters_with_gradient,
 )
-from lightning_fasttrain.technique import Capability, Conflict, Technique
 
 
-class FiniteSteps:
+class FiniteSteps(JudgedSteps):
     """Skips steps whose gradients or losses are not finite, on all ranks; counts them, and stops after several.
 
     The check computes one infinity norm of the gradients on the device and, with several processes, all-reduces one
@@ -76,11 +72,12 @@ class FiniteSteps:
         The rule of loss scaling (Micikevicius et al. 2018, "Mixed Precision Training"), for every precision.
     """
 
+    failure: ClassVar[type[Exception]] = FloatingPointError
+    persists: ClassVar[str] = "the cause is unlikely to disappear by itself"
+    way_out: ClassVar[str] = "Check that batch and layer, lower the learning rate, or resume from an older checkpoint"
+
     def __init__(self, stop_after: int = 3) -> None:
-        self.stop_after = positive_int("stop_after", stop_after)
-        self.skipped = self.in_a_row = 0
-        self.name_cause: Callable[[], str] = lambda: ""
-        self.after_skip: Callable[[], None] = lambda: None
+        super().__init__(stop_after)
         self.losses: list[tuple[int, Tensor]] = []
         self._statistics: list[tuple[Tensor, Tensor]] = []  # of BatchNorm, and their values after the last good step
 
@@ -107,12 +104,14 @@ class FiniteSteps:
                 self.keep_statistics()
             # Below a scale of 1 the loss is not scaled up, so the scaler does not cause an overflow.
             elif bad_loss or scaler is None or scaler.get_scale() < 1:
-                self._count()
+                cause = self.where()  # repeats the forward, so before the statistics are restored
+                self._restore_statistics()
+                self.count_skip(f" because its loss or gradient is not finite{cause}")
             else:
                 self._restore_statistics()  # an overflow, which the scaler has handled
             self.losses = []
 
-        return hold_steps_(optimizer, self._look, tell, scaler)
+        return hold_steps_(optimizer, self.judge, tell, scaler)
 
     def note_loss(self, loss: Tensor, batch: int = 0) -> None:
         """Include a loss in the check of the coming step; call it once per backward, with the index of the batch."""
@@ -123,17 +122,9 @@ class FiniteSteps:
         for buffer, kept in self._statistics:
             kept.copy_(buffer)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"skipped": self.skipped, "in_a_row": self.in_a_row}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.skipped, self.in_a_row = state["skipped"], state["in_a_row"]
-
-    def _look(self, optimizer: Optimizer) -> Tensor:
+    def judge(self, optimizer: Optimizer) -> Tensor:
         """Return [2]: whether the step is bad, and whether a loss is."""
-        parameters = parameters_with_gradient(optimizer)
-        gradients: list[Any] = [parameter.grad for parameter in parameters]
-        bad = has_unfinite(gradients).to(device_of(optimizer))
+        bad = has_unfinite(gradients_of(optimizer)).to(device_of(optimizer))
         losses = [flag.to(bad.device) for _, flag in self.losses]
         bad_loss = torch.stack([*losses, torch.zeros_like(bad)]).amax()  # a step may have no noted losses
         return agree(torch.stack([torch.maximum(bad, bad_loss), bad_loss]))  # one all-reduce for both
@@ -141,20 +132,6 @@ class FiniteSteps:
     def _restore_statistics(self) -> None:
         for buffer, kept in self._statistics:
             buffer.copy_(kept)
-
-    def _count(self) -> None:
-        self.skipped += 1
-        self.in_a_row += 1
-        cause = self.name_cause()
-        self._restore_statistics()
-        self.after_skip()
-        what = f"a step was skipped because its loss or gradient is not finite{cause}"
-        if self.in_a_row < self.stop_after:
-            warn(f"{what} (skipped so far: {self.skipped}).")
-            return
-        why = f"that is {number_of(self.in_a_row, 'step')} in a row, so the cause is unlikely to disappear by itself"
-        way_out = "Check that batch and layer, lower the learning rate, or resume from an older checkpoint"
-        raise FloatingPointError(explain(what, why, way_out))
 
 
 def refuse_unfinite(model: nn.Module, where: str = "a checkpoint", alone: bool = False) -> None:
@@ -186,7 +163,7 @@ def refuse_unfinite(model: nn.Module, where: str = "a checkpoint", alone: bool =
     raise FloatingPointError(explain(f"{where} was not written", why, way_out))
 
 
-class FiniteGuard(Technique):
+class FiniteGuard(StepGuard):
     """Skip steps whose loss or gradient is not finite, name the cause, and save no checkpoint with NaN.
 
     A skipped step changes neither weights, optimizer state, BatchNorm statistics nor per-step schedules, on any rank.
@@ -217,59 +194,27 @@ class FiniteGuard(Technique):
     effect: ClassVar[str] = "a step with NaN or infinity is skipped on all ranks; batch, rank and layer are named"
     when: ClassVar[str] = "a long run in low precision or on unclean data; with ZeRO use DeepSpeed's own check"
     in_a_loop: ClassVar[str] = "run.FiniteSteps().guard_(optimizer, model)"
-    predicted: ClassVar[bool] = True
-
-    @classmethod
-    def conflicts(cls) -> tuple[Conflict, ...]:
-        return (
-            Conflict(
-                Capability.UPDATES_IN_BACKWARD,
-                "weights are updated during the backward, before all gradients are known",
-                "Use only one of them",
-            ),
-            Conflict(
-                DeepSpeedStrategy,
-                "DeepSpeed's engine holds the gradients and steps by itself",
-                "Use FSDP2 or DDP, or DeepSpeed's check in float16",
-            ),
-        )
+    engine_way_out: ClassVar[str] = "Use FSDP2 or DDP, or DeepSpeed's check in float16"
+    steps: FiniteSteps
 
     def __init__(self, stop_after: int = 3) -> None:
-        self.steps = FiniteSteps(stop_after)
+        super().__init__(FiniteSteps(stop_after))
         self.stop_after = self.steps.stop_after
-        self._batch: tuple[Any, int] = (None, 0)
-        self._skipped_now = False
-        self._run = ExitStack()
+        self._batch: Any = None
 
-    @property
-    def skipped(self) -> int:
-        """Number of skipped steps so far."""
-        return self.steps.skipped
-
-    def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
-        if trainer.state.fn != "fit":
-            return None
-        self._run = undo = ExitStack()
+    def _watch_saves(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         strategy = trainer.strategy
         save = strategy.save_checkpoint
 
         def save_checkpoint(checkpoint: dict[str, Any], filepath: str | Path, *args: Any, **kwargs: Any) -> None:
             # After an error the other ranks may not answer.
-            refuse_unfinite(pl_module, f"checkpoint {filepath}", alone=trainer.interrupted)
+            refuse_unfinite(module, f"checkpoint {filepath}", alone=trainer.interrupted)
             save(checkpoint, filepath, *args, **kwargs)
 
-        undo.callback(patch(strategy, "save_checkpoint", save_checkpoint))
-        return undo.close
+        self._run.callback(patch(strategy, "save_checkpoint", save_checkpoint))
 
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook: the first at which an optimizer exists."""
-        self.steps.name_cause = lambda: self._name_cause(trainer, pl_module)
-        self.steps.after_skip = self._note_skip
-        self._run.callback(self._forget)
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        for optimizer in trainer.optimizers:
-            self._run.callback(self.steps.guard_(optimizer, pl_module, scaler))
-        self._run.callback(hold_schedules_(trainer, pl_module, lambda: self._skipped_now))
+    def _guard(self, trainer: L.Trainer, module: L.LightningModule, optimizer: Optimizer) -> Undo:
+        return self.steps.guard_(optimizer, module, getattr(trainer.precision_plugin, "scaler", None))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: the checkpoint is completely loaded."""
@@ -279,47 +224,35 @@ class FiniteGuard(Technique):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Hook: keep the batch, which may have to be named."""
-        self._batch = batch, batch_idx
-        self._skipped_now = False
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        self._batch = batch
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
         """Hook: each loss, including those of micro-batches."""
-        self.steps.note_loss(loss, self._batch[1])
+        self.steps.note_loss(loss, self._batch_idx)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Hook: release the batch."""
-        self._batch = None, batch_idx  # otherwise it stays in memory until the next one arrives
-
-    def outcome(self, model: nn.Module) -> str:
-        return f"skipped {number_of(self.skipped, 'step')}" if self.skipped else ""
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.steps.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.steps.load_state_dict(state_dict)
-
-    def _note_skip(self) -> None:
-        self._skipped_now = True
+        self._batch = None  # otherwise it stays in memory until the next one arrives
 
     def _forget(self) -> None:
-        self.steps.name_cause, self.steps.after_skip = lambda: "", lambda: None
-        self.steps.losses, self._batch = [], (None, 0)
+        super()._forget()
+        self.steps.losses, self._batch = [], None
 
-    def _name_cause(self, trainer: L.Trainer, module: L.LightningModule) -> str:
+    def _locate(self, trainer: L.Trainer, module: L.LightningModule) -> str:
         """Describe the cause after a bad step. Called on all ranks, which exchange their findings."""
-        batch, batch_idx = self._batch
+        batch, batch_idx, device = self._batch, self._batch_idx, trainer.strategy.root_device
         # Read on the host: the step was bad, so time does not matter any more.
         bad = [number for number, flag in self.steps.losses if float(flag) != 0]
-        everyone = _share(f"{bad[0]}" if bad else "", trainer)
+        everyone = gather_values(f"{bad[0]}" if bad else "", device)
         layer = ""
         # The same on all ranks: a forward may contain collectives. Earlier batches of a window are not kept, so only a
         # bad loss of the last one can be located.
         if not is_sharded(module) and f"{batch_idx}" in everyone:
             layer = first_layer_in_forward(module, lambda: _forward(trainer, module, batch, batch_idx))
-        layers = _share(layer or last_bad_gradient(module.named_parameters()), trainer)
+        layers = gather_values(layer or last_bad_gradient(module.named_parameters()), device)
         ranks = [rank for rank, number in enumerate(everyone) if number]
         if not ranks:
             return f": epoch {trainer.current_epoch}, batch {batch_idx}, in the backward of a rank, {layers[0]}"
@@ -334,12 +267,6 @@ def _forward(trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_id
         arguments.append(batch_idx)
     with trainer.precision_plugin.train_step_context():
         module.training_step(*arguments)
-
-
-def _share(text: str, trainer: L.Trainer) -> list[str]:
-    """Return the text of each rank, in their order."""
-    mine = torch.tensor(list(text.encode()), dtype=torch.uint8)  # as bytes, as gather() expects; lengths may differ
-    return [bytes(said.tolist()).decode() for said in gather(mine, trainer.strategy.root_device)]
 
 
 def _statistics_of(model: nn.Module) -> list[Tensor]:

@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 
 from lightning_fasttrain.core.host.lightning import started_processes, surround_teardown
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
-from lightning_fasttrain.run.guards.watchdog import ProgressWatch, positive_times, write_to_stderr
+from lightning_fasttrain.run.guards.watchdog import ProgressWatch, check_times, write_to_stderr
 from lightning_fasttrain.technique import Technique
 
 
@@ -54,7 +54,7 @@ class HangWatch(Technique):
         first_timeout_s: float | None = None,
         folder: str | os.PathLike[str] | None = None,
     ) -> None:
-        self.timeout_s, self.first_timeout_s = positive_times(timeout_s, first_timeout_s)
+        self.timeout_s, self.first_timeout_s = check_times(timeout_s, first_timeout_s)
         self.folder = folder
         self._watch: ProgressWatch | None = None
 
@@ -67,6 +67,7 @@ class HangWatch(Technique):
         watch = ProgressWatch(self.timeout_s, self.first_timeout_s, self.folder, children or (), parent, parent_rank)
         self._watch = watch.__enter__()
         if watch.parent is not None:
+            # A process that is stopped, or holds Python's lock, would not handle another signal.
             _die_with_parent(signal.SIGKILL)
 
         def leave() -> None:

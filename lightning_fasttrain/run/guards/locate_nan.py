@@ -11,10 +11,10 @@ from torch.utils._pytree import tree_iter
 
 from lightning_fasttrain.core.modules.wrapped_forward import first_line, patch
 from lightning_fasttrain.core.state.restore import remember
-from lightning_fasttrain.run.guards.skip_step import local_values
+from lightning_fasttrain.run.guards.step_guard import local_values
 
 
-def is_unfinite(values: Any) -> bool:
+def is_unfinite(values: object) -> bool:
     """Whether a tensor among ``values`` contains NaN or infinity. Waits for the device."""
     tensors = [value for value in tree_iter(values) if isinstance(value, Tensor) and value.is_floating_point()]
     return any(not bool(local_values(tensor).isfinite().all()) for tensor in tensors)
@@ -52,7 +52,7 @@ def first_layer_in_forward(model: nn.Module, repeat: Callable[[], Any]) -> str:
 
 
 def _note(name: str, found: list[str]) -> Callable[..., None]:
-    def look(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def look(module: nn.Module, args: object, kwargs: object, output: object) -> None:
         if found or not is_unfinite(output):
             return
         where = f"{name or 'the model itself'} ({type(module).__name__})"

@@ -20,7 +20,7 @@ from lightning_fasttrain.core.host.lightning import (
 )
 from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
-from lightning_fasttrain.run.guards.preemption_flag import PreemptionFlag, a_code, check_signals, name_of
+from lightning_fasttrain.run.guards.preemption_flag import PreemptionFlag, check_exit_code, check_signals, name_of
 from lightning_fasttrain.technique import Technique
 
 
@@ -70,7 +70,7 @@ class Preemption(Technique):
     ) -> None:
         self.folder = folder
         self.signals = check_signals(signals)
-        self.exit_code = a_code(exit_code)
+        self.exit_code = check_exit_code(exit_code)
         self.every = positive_int("every", every)
         self._flag: PreemptionFlag | None = None
         self._going = False

@@ -62,7 +62,7 @@ class PreemptionFlag:
     def __init__(self, signals: Iterable[int] = (signal.SIGTERM,), every: int = 1, exit_code: int = 143) -> None:
         self.signals = check_signals(signals)
         self.every = positive_int("every", every)
-        self.exit_code = a_code(exit_code)
+        self.exit_code = check_exit_code(exit_code)
         self.raised = False  # an attribute, not an Event: a handler must not acquire a lock
         self._previous: dict[int, Any] = {}
         self._boundaries = 0
@@ -172,7 +172,7 @@ def _timeout_of_the_ranks() -> timedelta | None:
     return None
 
 
-def a_code(value: int) -> int:
+def check_exit_code(value: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= 255:
         raise ValueError(explain(f"exit_code={value!r}", "a process exits with 0 to 255", "Use exit_code=143"))
     return value

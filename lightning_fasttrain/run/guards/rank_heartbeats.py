@@ -108,14 +108,14 @@ class RankBoard:
         return found[0] if found else None
 
 
-def silent_ranks(
+def find_silent_ranks(
     first: dict[int, tuple[float, int]], now: float, seen: dict[int, Position], limit_s: float
 ) -> set[int]:
     """Return ranks whose ``seq`` has not changed for ``limit_s``; ``first`` records when each value was first seen.
 
     Example:
         >>> first, seen = {}, {1: Position(1, seq=7)}
-        >>> [silent_ranks(first, now, seen, limit_s=2.0) for now in (0.0, 3.0)]
+        >>> [find_silent_ranks(first, now, seen, limit_s=2.0) for now in (0.0, 3.0)]
         [set(), {1}]
     """
     for rank, position in seen.items():

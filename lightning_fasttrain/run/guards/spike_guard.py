@@ -1,14 +1,13 @@
 """Skip steps whose loss or gradient norm is far above its recent values, or restore an earlier checkpoint."""
 
 import math
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections import deque
 from typing import Any, ClassVar, Literal
 
 import lightning as L
+import numpy as np
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -19,12 +18,55 @@ from lightning_fasttrain.core.host.lightning import replicates
 from lightning_fasttrain.core.messages import explain, number_of, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.run.guards._last_checkpoint import LastCheckpoint
-from lightning_fasttrain.run.guards.rolling_quantile import RunningLimit
-from lightning_fasttrain.run.guards.skip_step import device_of, hold_schedules_, hold_steps_, parameters_with_gradient
-from lightning_fasttrain.technique import Capability, Conflict, Exactness, Technique
+from lightning_fasttrain.run.guards.step_guard import (
+    JudgedSteps,
+    StepGuard,
+    device_of,
+    gradients_of,
+    hold_steps_,
+    values_of,
+)
+from lightning_fasttrain.technique import Exactness
 
 
-class SteadySteps:
+class RunningLimit:
+    """A limit above the running quantiles: median + far · (9th decile − 1st decile), over the latest good steps.
+
+    A band close to zero, as for a constant loss, is replaced by 1% of the median.
+
+    Args:
+        far: number of bands above the median.
+        window: number of steps that are kept.
+        after: number of steps before there is a limit.
+
+    Example:
+        >>> limit = RunningLimit(far=4, window=10, after=5)
+        >>> for value in [1.0, 1.1, 0.9, 1.0]:
+        ...     limit.add(value)
+        >>> limit.value
+        inf
+        >>> limit.add(1.0)
+        >>> round(limit.value, 6)
+        1.48
+    """
+
+    def __init__(self, far: float, window: int, after: int) -> None:
+        self.far, self.after = far, after
+        self.values: deque[float] = deque(maxlen=window)
+
+    def add(self, value: float) -> None:
+        if math.isfinite(value):  # otherwise infinity would be the limit from then on
+            self.values.append(value)
+
+    @property
+    def value(self) -> float:
+        if len(self.values) < self.after:
+            return math.inf
+        low, middle, high = np.quantile(self.values, (0.1, 0.5, 0.9)).tolist()
+        return middle + self.far * max(high - low, 0.01 * abs(middle))
+
+
+class SteadySteps(JudgedSteps):
     """Skips steps whose loss or gradient norm is far above its running quantiles, on all ranks.
 
     The limit of each is median + far · (9th decile − 1st decile) of the latest good steps. Loss and norm are compared
@@ -70,24 +112,25 @@ class SteadySteps:
         Lightning's ``SpikeDetection`` for Fabric compares with a running mean, and raises.
     """
 
+    failure: ClassVar[type[Exception]] = RuntimeError
+    persists: ClassVar[str] = "this is not a spike but the current level"
+    way_out: ClassVar[str] = "Lower the learning rate, check the data, or increase far"
+
     def __init__(self, far: float = 6.0, window: int = 100, after: int = 20, stop_after: int = 10) -> None:
+        super().__init__(stop_after)
         if not far > 0:
             raise ValueError(explain(f"far={far}", "a limit below the median skips good steps", "Use far=6"))
-        self.far, self.window = far, positive_int("window", window)
-        self.after, self.stop_after = positive_int("after", after), positive_int("stop_after", stop_after)
+        self.far, self.window, self.after = far, positive_int("window", window), positive_int("after", after)
         if after > window:
             why = f"only {window} steps are kept"
             raise ValueError(explain(f"after={after} with window={window}", why, "Use a larger window"))
         self.limits = tuple(RunningLimit(far, window, after) for _ in ("loss", "norm"))
-        self.skipped = self.in_a_row = 0
-        self.where: Callable[[], str] = lambda: ""
-        self.after_skip: Callable[[], None] = lambda: None
         self._losses: list[Tensor] = []
         self._seen: Tensor | None = None
 
     def guard_(self, optimizer: Optimizer) -> Undo:
         """Guard the steps of ``optimizer``; return how to undo it."""
-        return hold_steps_(optimizer, self._look, self._tell)
+        return hold_steps_(optimizer, self.judge, self._tell)
 
     def note_loss(self, loss: Tensor) -> None:
         """Include a loss in the decision on the coming step; several losses of one step are added up."""
@@ -95,7 +138,7 @@ class SteadySteps:
 
     def look(self, optimizer: Optimizer) -> None:
         """Check the gradients as they are now: call it before they are clipped. Otherwise ``step`` does it itself."""
-        gradients = [_entries_of(parameter.grad) for parameter in parameters_with_gradient(optimizer)]
+        gradients = [values_of(gradient) for gradient in gradients_of(optimizer)]
         norm = torch.nn.utils.get_total_norm(gradients)
         # A collective: the ranks hold shards of the gradients.
         norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).float().to(device_of(optimizer))
@@ -110,15 +153,15 @@ class SteadySteps:
 
     def state_dict(self) -> dict[str, Any]:
         values = [list(limit.values) for limit in self.limits]
-        return {"skipped": self.skipped, "in_a_row": self.in_a_row, "values": values}
+        return {**super().state_dict(), "values": values}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.skipped, self.in_a_row = state["skipped"], state["in_a_row"]
+        super().load_state_dict(state)
         for limit, values in zip(self.limits, state["values"], strict=True):
             limit.values.clear()
             limit.values.extend(values)  # the deque keeps its maximum length
 
-    def _look(self, optimizer: Optimizer) -> Tensor:
+    def judge(self, optimizer: Optimizer) -> Tensor:
         if self._seen is None:
             self.look(optimizer)
         assert self._seen is not None
@@ -133,22 +176,9 @@ class SteadySteps:
             for limit, number in zip(self.limits, numbers, strict=True):
                 limit.add(number)
             return
-        self.skipped += 1
-        self.in_a_row += 1
-        self.after_skip()
         found = zip(("loss", "gradient norm"), numbers, self.limits, strict=True)
         above = " and ".join(f"{name} {n:.4g} exceeds {limit.value:.4g}" for name, n, limit in found if n > limit.value)
-        what = f"a step was skipped: {above}, the limit of the last {len(self.limits[0].values)} steps{self.where()}"
-        if self.in_a_row < self.stop_after:
-            warn(f"{what} (skipped so far: {self.skipped}).")
-            return
-        why = f"that is {number_of(self.in_a_row, 'step')} in a row, so this is not a spike but the current level"
-        raise RuntimeError(explain(what, why, "Lower the learning rate, check the data, or increase far"))
-
-
-def _entries_of(gradient: Any) -> Tensor:
-    """Return the values of a sparse gradient, as of an embedding, since torch has no norm for sparse tensors."""
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
+        self.count_skip(f": {above}, the limit of the last {len(self.limits[0].values)} steps{self.where()}")
 
 
 def _mean_over_ranks(loss: Tensor) -> Tensor:
@@ -158,7 +188,7 @@ def _mean_over_ranks(loss: Tensor) -> Tensor:
     return loss
 
 
-class SpikeGuard(Technique):
+class SpikeGuard(StepGuard):
     """Skip steps whose loss or gradient norm is far above its running quantiles, or rewind to a checkpoint.
 
     With ``then="rewind"`` the step is skipped too, and weights, optimizer and schedules are restored from the last
@@ -195,16 +225,7 @@ class SpikeGuard(Technique):
     effect: ClassVar[str] = "a step with a spike of loss or gradient is skipped, or the run rewinds to a checkpoint"
     when: ClassVar[str] = "a long run that diverges now and then; not where losses differ widely from batch to batch"
     in_a_loop: ClassVar[str] = "run.SteadySteps().guard_(optimizer)"
-    predicted: ClassVar[bool] = True
-
-    @classmethod
-    def conflicts(cls) -> tuple[Conflict, ...]:
-        early = "weights are updated during the backward, before all gradients are known"
-        engine = "DeepSpeed's engine holds the gradients and steps by itself"
-        return (
-            Conflict(Capability.UPDATES_IN_BACKWARD, early, "Use only one of them"),
-            Conflict(DeepSpeedStrategy, engine, "Use FSDP2 or DDP"),
-        )
+    steps: SteadySteps
 
     def __init__(
         self,
@@ -215,47 +236,23 @@ class SpikeGuard(Technique):
         stop_after: int = 10,
         most_rewinds: int = 3,
     ) -> None:
+        super().__init__(SteadySteps(far, window, after, stop_after))
         self.then = one_of("then", then, ("skip", "rewind"))
-        self.steps = SteadySteps(far, window, after, stop_after)
         self.most_rewinds = positive_int("most_rewinds", most_rewinds)
         self.rewinds = 0
         self._last = LastCheckpoint()
-        self._batch_idx = 0
-        self._skipped_now = False
-        self._run = ExitStack()
 
-    @property
-    def skipped(self) -> int:
-        """Number of skipped steps so far."""
-        return self.steps.skipped
-
-    def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
-        if trainer.state.fn != "fit":
-            return None
-        _refuse_settings(self.then, trainer, pl_module)
-        self._run = undo = ExitStack()
+    def _watch_saves(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        _refuse_settings(self.then, trainer, module)
         self._last = LastCheckpoint()
-        undo.callback(self._last.watch(trainer))
-        return undo.close
+        self._run.callback(self._last.watch(trainer))
 
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook: the first at which an optimizer exists."""
-        self.steps.where = lambda: f"; epoch {trainer.current_epoch}, batch {self._batch_idx}"
-        self.steps.after_skip = self._note_skip
-        self._run.callback(self._forget)
-        self._run.callback(self.steps.guard_(trainer.optimizers[0]))
-        self._run.callback(hold_schedules_(trainer, pl_module, lambda: self._skipped_now))
+    def _guard(self, trainer: L.Trainer, module: L.LightningModule, optimizer: Optimizer) -> Undo:
+        return self.steps.guard_(optimizer)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: the checkpoint is completely loaded."""
         self._last.begin(trainer)
-
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Hook: record the index of the batch for messages."""
-        self._batch_idx = batch_idx
-        self._skipped_now = False
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
         """Hook: each loss, including those of micro-batches."""
@@ -269,7 +266,7 @@ class SpikeGuard(Technique):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Hook: the step is over, so the state may be replaced."""
-        if not (self._skipped_now and self.then == "rewind"):
+        if not (self.steps.skipped_now and self.then == "rewind"):
             return
         if not self._last.path:
             warn(
@@ -285,23 +282,15 @@ class SpikeGuard(Technique):
         warn(f"SpikeGuard: {what}; batches up to {batch_idx} are skipped (rewinds so far: {self.rewinds}).")
 
     def outcome(self, model: torch.nn.Module) -> str:
-        if not self.skipped:
-            return ""
         back = f", rewound {number_of(self.rewinds, 'time')}" if self.rewinds else ""
-        return f"skipped {number_of(self.skipped, 'step')}{back}"
+        return super().outcome(model) + back
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self.steps.state_dict(), "rewinds": self.rewinds}
+        return {**super().state_dict(), "rewinds": self.rewinds}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.steps.load_state_dict(state_dict)
+        super().load_state_dict(state_dict)
         self.rewinds = state_dict["rewinds"]
-
-    def _note_skip(self) -> None:
-        self._skipped_now = True
-
-    def _forget(self) -> None:
-        self.steps.where, self.steps.after_skip = lambda: "", lambda: None
 
 
 def _refuse_settings(then: str, trainer: L.Trainer, module: L.LightningModule) -> None:

@@ -17,7 +17,7 @@ from subprocess import Popen
 
 from lightning_fasttrain.core.distributed import rank_count, rank_here
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.run.guards.rank_heartbeats import Position, RankBoard, describe, silent_ranks
+from lightning_fasttrain.run.guards.rank_heartbeats import Position, RankBoard, describe, find_silent_ranks
 
 _RUNS = itertools.count()  # runs of this process; a rank in an earlier one is behind
 
@@ -67,7 +67,7 @@ class ProgressWatch:
         parent: int | None = None,
         parent_rank: int | None = None,
     ) -> None:
-        self.timeout_s, self.first_timeout_s = positive_times(timeout_s, first_timeout_s)
+        self.timeout_s, self.first_timeout_s = check_times(timeout_s, first_timeout_s)
         self.folder = None if folder is None else Path(folder)
         self.children, self.parent, self.parent_rank = children, parent, parent_rank
         self.rank = rank_here()
@@ -170,7 +170,7 @@ class ProgressWatch:
                 if unanswered_s >= self._silent_s:
                     self._end(None, set())
                 continue
-            silent = silent_ranks(first, now, others, self._silent_s)
+            silent = find_silent_ranks(first, now, others, self._silent_s)
             # All must be over the limit or silent. A rank that makes progress will reach the waiting ones.
             if board.has_ended() or all(rank in silent or position.over for rank, position in others.items()):
                 self._end(others, silent)
@@ -262,7 +262,7 @@ def write_to_stderr(text: str) -> None:
             data = data[os.write(2, data) :]
 
 
-def positive_times(timeout_s: float, first_timeout_s: float | None) -> tuple[float, float]:
+def check_times(timeout_s: float, first_timeout_s: float | None) -> tuple[float, float]:
     first = 3 * timeout_s if first_timeout_s is None else first_timeout_s  # the first time may include compilation
     for name, value in (("timeout_s", timeout_s), ("first_timeout_s", first)):
         if isinstance(value, bool) or not value > 0:

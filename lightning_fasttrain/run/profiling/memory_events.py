@@ -11,6 +11,7 @@ from torch.autograd.profiler import record_function
 from torch.profiler import profile
 
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, WrappedForward, patch, wrappers_on
+from lightning_fasttrain.core.peak_memory import event_tree
 
 _MODULE = "lightning_fasttrain module "  # prefix of a module's range
 _NODE = "autograd::engine::evaluate_function: "  # torch's own prefix
@@ -54,10 +55,8 @@ def read_events(finished: profile, device: torch.device) -> Events:
 
     A node of the backward has the sequence number of its forward operator, which ran in a module.
     """
-    assert finished.profiler is not None
-    assert finished.profiler.kineto_results is not None
     events, module_of = Events(), dict[int, str]()
-    roots = sorted(finished.profiler.kineto_results.experimental_event_tree(), key=lambda event: event.start_time_ns)
+    roots = sorted(event_tree(finished), key=lambda event: event.start_time_ns)
     # Reversed, since the last item of a stack comes first.
     stack: list[tuple[Any, Place]] = [(event, Place()) for event in reversed(roots)]
     while stack:

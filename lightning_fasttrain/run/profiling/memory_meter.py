@@ -8,14 +8,82 @@ import torch
 from lightning.pytorch.profilers import PyTorchProfiler
 
 from lightning_fasttrain.core.checks import positive_int
-from lightning_fasttrain.core.host.lightning import accumulation_continues, is_time_to_log, step_for_loggers
-from lightning_fasttrain.core.messages import explain, say, warn
+from lightning_fasttrain.core.host.lightning import accumulation_continues, is_time_to_log, log_to_all
+from lightning_fasttrain.core.messages import explain, note_once, say, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.core.peak_memory import PeakMemory
 from lightning_fasttrain.technique import Technique
 
 
-class MemoryMeter(Technique):
+class MemoryWindow(Technique):
+    """Base class of techniques that look at memory in complete optimizer steps; opens a window before a step.
+
+    Attributes:
+        profiled: kinds of devices on which the window needs torch's only profiler.
+        first_step: number of steps before the window.
+    """
+
+    bitwise: ClassVar[bool] = True
+    predicted: ClassVar[bool] = True
+    profiled: ClassVar[tuple[str, ...]] = ("cpu",)
+    first_step: int
+    _open: object = None
+
+    def _open_window(self, trainer: L.Trainer, module: L.LightningModule, batch: Any) -> None:
+        """Begin to measure; the batch is on the device, and the forward comes next."""
+        raise NotImplementedError
+
+    def _end_step(self, trainer: L.Trainer) -> None:
+        """End a step; there may be no window."""
+        raise NotImplementedError
+
+    def _leave(self) -> None:
+        """End with the run, which may have failed."""
+        raise NotImplementedError
+
+    def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
+        if trainer.state.fn != "fit":
+            return None
+        self._step, self._in_step = -1, False
+        self._due: float = self.first_step
+        device = trainer.strategy.root_device.type
+        profiler = getattr(trainer.profiler, "inner", trainer.profiler)  # StepMeter may wrap it
+        if device not in ("cpu", "cuda"):
+            self._give_up(f"memory cannot be measured on {device}", "Train on the CPU or on CUDA")
+        elif device in self.profiled and isinstance(profiler, PyTorchProfiler):
+            self._give_up("torch runs one profiler at a time", "Remove Trainer(profiler=PyTorchProfiler())")
+        return self._leave
+
+    def _give_up(self, why: str, way_out: str) -> None:
+        self._due = math.inf
+        warn(explain(f"{type(self).__name__} measures nothing", why, way_out))
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Hook: the batch is on the device, and the forward comes next."""
+        if self._in_step:
+            return
+        self._in_step, self._step = True, self._step + 1
+        if self._step < self._due or self._open is not None:
+            return
+        # Two meters of this package may need the only profiler in the same step.
+        if trainer.strategy.root_device.type in self.profiled and torch.autograd._profiler_enabled():
+            name = type(self).__name__
+            note_once(f"{name}: another torch profiler is active, and torch runs one at a time; waiting")
+            return
+        self._open_window(trainer, pl_module, batch)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Hook: the optimizer has stepped, or the step continues with another batch."""
+        if not accumulation_continues(trainer):
+            self._in_step = False
+            self._end_step(trainer)
+
+
+class MemoryMeter(MemoryWindow):
     """Measures the peak memory of training steps; see :class:`PeakMemory`.
 
     Acts between ``on_train_batch_start`` of a step's first batch and ``on_train_batch_end`` of its last, so that the
@@ -42,70 +110,41 @@ class MemoryMeter(Technique):
         Ours; Lightning's ``DeviceStatsMonitor`` logs CUDA's counters, and on the CPU those of the whole machine.
     """
 
-    bitwise: ClassVar[bool] = True
     effect: ClassVar[str] = "peak memory of a step"
     when: ClassVar[str] = "you want to know what fits"
     in_a_loop: ClassVar[str] = "run.PeakMemory(device, model, optimizer)"
-    predicted: ClassVar[bool] = True
 
     def __init__(self, every_n_steps: int = 0, warmup: int = 2) -> None:
         self.every_n_steps = positive_int("every_n_steps", every_n_steps) if every_n_steps != 0 else 0
-        self.warmup = positive_int("warmup", warmup) if warmup != 0 else 0
+        self.warmup = self.first_step = positive_int("warmup", warmup) if warmup != 0 else 0
         self.peak_bytes: int | None = None
         self._open: PeakMemory | None = None
 
     def measurements(self) -> dict[str, float]:
         return {} if self.peak_bytes is None else {"peak_bytes": self.peak_bytes}
 
-    def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
-        if trainer.state.fn != "fit":
-            return None
-        self.peak_bytes, self._step, self._in_step = None, -1, False
-        self._due: float = self.warmup
-        device = trainer.strategy.root_device.type
-        profiler = getattr(trainer.profiler, "inner", trainer.profiler)  # StepMeter may wrap it
-        if device not in ("cpu", "cuda"):
-            self._give_up(f"memory cannot be measured on {device}", "Train on the CPU or on CUDA")
-        elif device == "cpu" and isinstance(profiler, PyTorchProfiler):
-            self._give_up("torch runs one profiler at a time", "Remove Trainer(profiler=PyTorchProfiler())")
-        return self._abandon
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Hook: nothing of this run has been measured."""
+        self.peak_bytes = None
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Hook: the batch is on the device, and the forward comes next."""
-        if self._in_step:
-            return
-        self._in_step, self._step = True, self._step + 1
-        device = trainer.strategy.root_device
-        busy = device.type != "cuda" and torch.autograd._profiler_enabled()  # maybe another meter of this package: wait
-        if self._step >= self._due and not busy:
-            # Held until on_train_batch_end, so `with` cannot be used.
-            self._open = PeakMemory(device, pl_module, trainer.optimizers, batch).__enter__()
+    def _open_window(self, trainer: L.Trainer, module: L.LightningModule, batch: Any) -> None:
+        # Held until on_train_batch_end, so `with` cannot be used.
+        self._open = PeakMemory(trainer.strategy.root_device, module, trainer.optimizers, batch).__enter__()
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Hook: the optimizer has stepped, or the step continues with another batch."""
-        if accumulation_continues(trainer):
+    def _end_step(self, trainer: L.Trainer) -> None:
+        peak = self._leave()
+        if peak is None:
             return
-        self._in_step = False
-        if self._open is None:
-            return
-        peak, self._open = self._open, None
-        peak.__exit__()
         self.peak_bytes = max(self.peak_bytes or 0, peak.peak_bytes)
         on_cpu = peak.device.type == "cpu"
         if on_cpu:
             self._due = self._step + self.every_n_steps if self.every_n_steps else math.inf
         if on_cpu or is_time_to_log(trainer):
-            for logger in trainer.loggers:
-                peak_mib = {"memory_meter/peak_mib": self.peak_bytes / 2**20}
-                logger.log_metrics(peak_mib, step=step_for_loggers(trainer))
+            log_to_all(trainer, {"memory_meter/peak_mib": self.peak_bytes / 2**20})
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: validation during accumulation does not belong to the step; the next complete step is measured."""
-        self._abandon()
+        self._leave()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: report if the fit was too short."""
@@ -113,11 +152,9 @@ class MemoryMeter(Technique):
             why = "the fit ended within the first %d steps, or another torch profiler was active all the time"
             say(f"MemoryMeter: nothing was measured: {why}", self.warmup)
 
-    def _abandon(self) -> None:
+    def _leave(self) -> PeakMemory | None:
+        """End the measurement, if there is one, and return it."""
         peak, self._open = self._open, None
         if peak is not None:
             peak.__exit__()
-
-    def _give_up(self, why: str, way_out: str) -> None:
-        self._due = math.inf
-        warn(explain("MemoryMeter measures nothing", why, way_out))
+        return peak

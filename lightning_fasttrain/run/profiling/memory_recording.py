@@ -15,12 +15,12 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 from lightning_fasttrain.core.host.lightning import FabricModule
 from lightning_fasttrain.core.messages import explain, format_bytes, warn
 from lightning_fasttrain.core.modules.parameters import quantized_tensors
-from lightning_fasttrain.core.peak_memory import find_storages
+from lightning_fasttrain.core.peak_memory import find_storages, refuse_second_profiler, start_profile
 from lightning_fasttrain.run.profiling.memory_events import Change, Events, Place, name_forwards, read_events
 from lightning_fasttrain.run.profiling.memory_files import check_kinds, save_memory_record
 from lightning_fasttrain.run.profiling.memory_record import Allocation, MemoryRecord
@@ -96,9 +96,7 @@ class MemoryRecording:
         self._optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
 
     def __enter__(self) -> "MemoryRecording":
-        if torch.autograd._profiler_enabled():
-            why = "another torch profiler is active, and torch runs one at a time"
-            raise RuntimeError(explain("MemoryRecording", why, "Record outside of it, or set its profile_memory=True"))
+        refuse_second_profiler("MemoryRecording")
         self._notes: list[_Seen | _Gone] = []
         self._watches: list[weakref.finalize] = []
         self._steps_ns: list[int] = []
@@ -117,10 +115,7 @@ class MemoryRecording:
             self._see_model(watch=True)
             batch, self._batch = self._batch, None  # keep no reference to memory that the block may free
             self.next_step(batch)
-            # CPU activities only: CUDA's allocations are recorded on the host as well.
-            started = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False)
-            started.start()
-            self._profile, self._entry_ns = started, time.time_ns()
+            self._profile, self._entry_ns = start_profile(), time.time_ns()
             self._undo = undo.pop_all()  # until here, an error undoes everything above
         return self
 
@@ -174,7 +169,7 @@ class MemoryRecording:
     def _see_sum(self, name: str, parameter: nn.Parameter) -> None:
         self._see("gradients", name, parameter.grad)
 
-    def _see(self, category: str, name: str, held: Any, watch: bool = False) -> None:
+    def _see(self, category: str, name: str, held: object, watch: bool = False) -> None:
         now = time.time_ns()  # the clock of the profiler's events
         for storage in find_storages(held):
             if storage.device == self.device and storage.nbytes():

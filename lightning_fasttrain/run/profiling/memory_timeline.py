@@ -8,20 +8,16 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import lightning as L
-import torch
-from lightning.pytorch.profilers import PyTorchProfiler
 
 from lightning_fasttrain.core.checks import positive_int
-from lightning_fasttrain.core.host.lightning import accumulation_continues
-from lightning_fasttrain.core.messages import explain, format_bytes, note_once, say, warn
-from lightning_fasttrain.core.modules.wrapped_forward import Undo
+from lightning_fasttrain.core.messages import format_bytes, say
 from lightning_fasttrain.run.profiling.memory_files import check_kinds
+from lightning_fasttrain.run.profiling.memory_meter import MemoryWindow
 from lightning_fasttrain.run.profiling.memory_record import MemoryRecord
 from lightning_fasttrain.run.profiling.memory_recording import MemoryRecording
-from lightning_fasttrain.technique import Technique
 
 
-class MemoryTimeline(Technique):
+class MemoryTimeline(MemoryWindow):
     """Records a few steps, and writes what their memory was used for; see :class:`MemoryRecording`.
 
     Acts between ``on_train_batch_start`` of the first recorded step and ``on_train_batch_end`` of the last; before
@@ -53,11 +49,10 @@ class MemoryTimeline(Technique):
         See :class:`~lightning_fasttrain.run.MemoryRecording`.
     """
 
-    bitwise: ClassVar[bool] = True
     effect: ClassVar[str] = "a picture of memory over time by category, with the op and module at the peak"
     when: ClassVar[str] = "you want to know what memory is used for, and when"
     in_a_loop: ClassVar[str] = "run.MemoryRecording(model, optimizer, batch)"
-    predicted: ClassVar[bool] = True
+    profiled: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
 
     def __init__(
         self,
@@ -73,43 +68,24 @@ class MemoryTimeline(Technique):
         self.record: MemoryRecord | None = None
         self._open: MemoryRecording | None = None
 
-    def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
-        if trainer.state.fn != "fit":
-            return None
-        self.record, self._step, self._in_step, self._whole_steps = None, -1, False, 0
-        self._due: float = self.first_step
-        device = trainer.strategy.root_device.type
-        if device not in ("cpu", "cuda"):
-            self._give_up(f"memory cannot be recorded on {device}", "Train on the CPU or on CUDA")
-        # StepMeter may wrap it.
-        elif isinstance(getattr(trainer.profiler, "inner", trainer.profiler), PyTorchProfiler):
-            self._give_up("torch runs one profiler at a time", "Remove Trainer(profiler=PyTorchProfiler())")
-        return self._end_with_the_run
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Hook: nothing of this run has been recorded."""
+        self.record, self._whole_steps = None, 0
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Hook: the batch is on the device, and the forward comes next."""
-        begins, self._in_step = not self._in_step, True
-        self._step += begins
         if self._open is not None:
-            (self._open.next_step if begins else self._open.see_batch)(batch)
-        elif begins and self._step >= self._due:
-            # Two meters of this package may need the only profiler in the same step.
-            if torch.autograd._profiler_enabled():
-                note_once("MemoryTimeline: another torch profiler is active, and torch runs one at a time; waiting")
-                return
-            folder = self.folder if trainer.world_size == 1 else self.folder / f"rank{trainer.global_rank}"
-            recording = MemoryRecording(pl_module, trainer.optimizers, batch, save_to=folder, kinds=self.kinds)
-            self._open = recording.__enter__()
+            (self._open.see_batch if self._in_step else self._open.next_step)(batch)
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Hook: the optimizer has stepped, or the step continues with another batch."""
-        if accumulation_continues(trainer):
-            return
-        self._in_step = False
+    def _open_window(self, trainer: L.Trainer, module: L.LightningModule, batch: Any) -> None:
+        folder = self.folder if trainer.world_size == 1 else self.folder / f"rank{trainer.global_rank}"
+        recording = MemoryRecording(module, trainer.optimizers, batch, save_to=folder, kinds=self.kinds)
+        self._open = recording.__enter__()
+
+    def _end_step(self, trainer: L.Trainer) -> None:
         if self._open is not None:
             self._whole_steps += 1
             if self._whole_steps == self.steps:
@@ -143,7 +119,7 @@ class MemoryTimeline(Technique):
             recording.stop()
             self._whole_steps = 0
 
-    def _end_with_the_run(self) -> None:
+    def _leave(self) -> None:
         error = sys.exception()  # Lightning undoes a failed run while it handles the error
         recording = self._open
         if recording is None or error is None:
@@ -152,7 +128,3 @@ class MemoryTimeline(Technique):
             self._open = None
             recording.__exit__(type(error), error, error.__traceback__)
             self.record = recording.record
-
-    def _give_up(self, why: str, way_out: str) -> None:
-        self._due = math.inf
-        warn(explain("MemoryTimeline records nothing", why, way_out))

@@ -16,10 +16,10 @@ from lightning_fasttrain.core.batch import count_batch
 from lightning_fasttrain.core.checks import positive_int
 from lightning_fasttrain.core.device import dtype_of, peak_flops
 from lightning_fasttrain.core.distributed import is_sharded
-from lightning_fasttrain.core.host.lightning import is_time_to_log, step_for_loggers
+from lightning_fasttrain.core.host.lightning import is_time_to_log, log_to_all
 from lightning_fasttrain.core.messages import explain, say, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
-from lightning_fasttrain.run.checkpoint._gathered_states import gather, pack, unpack
+from lightning_fasttrain.run.checkpoint._gathered_states import gather_values
 from lightning_fasttrain.run.profiling.step_timer import StepTimer, TimedPhase
 from lightning_fasttrain.technique import Technique
 
@@ -55,7 +55,7 @@ def compare_ranks(
         Ours.
     """
     mine = {"host": socket.gethostname(), **{name: summary.get(f"{name}_ms", 0.0) for name in (*phases, "step")}}
-    everyone = [unpack(state) for state in gather(pack(mine), torch.device(device))]
+    everyone = gather_values(mine, torch.device(device))
     # A rank without measurements has a step of 0 ms.
     if len(everyone) < 2 or not all(row["step"] for row in everyone):
         return ""
@@ -191,8 +191,8 @@ class StepMeter(Technique):
         if profiler.stepped and trainer.loggers and is_time_to_log(trainer):
             summary = profiler.timer.summary(last=int(trainer.log_every_n_steps), wait=False)
             metrics = {f"step_meter/{name}": value for name, value in summary.items()}
-            for logger in trainer.loggers if metrics else ():
-                logger.log_metrics(metrics, step=step_for_loggers(trainer))
+            if metrics:
+                log_to_all(trainer, metrics)
 
     def _compare_ranks(self, timer: StepTimer, module: L.LightningModule) -> None:
         since = timer.summary(last=self.compare_ranks_every, wait=False)

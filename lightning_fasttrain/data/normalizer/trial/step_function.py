@@ -3,11 +3,12 @@
 import functools
 import types
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_fasttrain.core.batch import loss_in
 from lightning_fasttrain.core.messages import explain
 
 _LIBRARIES = ("torch.", "lightning.")  # their functions are the same in every run
@@ -20,15 +21,7 @@ def loss_of(output: Any) -> Tensor:
         TypeError: there is no loss tensor.
         ValueError: the loss is not a scalar.
     """
-    loss = output
-    if isinstance(output, Mapping):
-        loss = output.get("loss")
-    elif not isinstance(output, Tensor):
-        loss = getattr(output, "loss", None)
-    if not isinstance(loss, Tensor):
-        why = "micro-batches are summed by their mean loss, and the output holds no loss tensor"
-        way_out = "Return the loss, or a dict with a 'loss'"
-        raise TypeError(explain(f"the step returned {type(output).__name__}", why, way_out))
+    loss = loss_in(output, "micro-batches are summed by their mean loss, and the output holds no loss tensor")
     if loss.numel() != 1:
         why = "micro-batches are weighted by their mean loss, which must be a scalar"
         raise ValueError(explain(f"the step returned a loss of shape {tuple(loss.shape)}", why, "Return loss.mean()"))

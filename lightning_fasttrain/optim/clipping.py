@@ -1,7 +1,7 @@
-"""Adaptive gradient clipping: limit each unit's gradient relative to the unit's weights."""
+"""Clip each unit's gradient relative to the unit's weights, or the weights themselves."""
 
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import lightning as L
 import torch
@@ -9,10 +9,11 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_fasttrain.core.host.lightning import accumulation_continues
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.find_module import find_module
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
-from lightning_fasttrain.optim.optimizer_in_backward import OptimizerInBackward
-from lightning_fasttrain.technique import Conflict, Exactness, Technique
+from lightning_fasttrain.technique import Capability, Conflict, Exactness, Technique
 
 
 @torch.no_grad()
@@ -47,7 +48,7 @@ def clip_adaptively_(parameters: Iterable[Tensor], factor: float = 0.01, eps: fl
     Source:
         Brock et al. 2021, "High-Performance Large-Scale Image Recognition Without Normalization", equation 3.
     """
-    _refuse_not_positive(factor=factor, eps=eps)
+    _refuse_not_positive("gradients", factor=factor, eps=eps)
     count = 0
     for parameter in parameters:
         gradient = parameter.grad
@@ -77,14 +78,14 @@ def _rows_of(parameter: Tensor, gradient: Tensor) -> Tensor:
 def _unit_norms(tensor: Tensor) -> Tensor:
     """Return the norms with shape [units, 1, ...]; [1] for a vector or a scalar."""
     axes = list(range(1, tensor.ndim)) if tensor.ndim > 1 else None  # None reduces all axes
+    # In float32, since a sum of squares in float16 overflows from a norm of 256 on.
     return torch.linalg.vector_norm(tensor, dim=axes, keepdim=True, dtype=torch.float32)
 
 
-def _refuse_not_positive(**numbers: float) -> None:
+def _refuse_not_positive(what: str, **numbers: float) -> None:
     for name, number in numbers.items():
         if not number > 0:
-            way_out = f"Use {name}=0.01" if name == "factor" else f"Use {name}=1e-3"
-            raise ValueError(explain(f"{name}={number}", "all gradients would become zero", way_out))
+            raise ValueError(explain(f"{name}={number}", f"all {what} would become zero", f"Use {name}=0.01"))
 
 
 class AdaptiveClipping(Technique):
@@ -119,12 +120,12 @@ class AdaptiveClipping(Technique):
         gone = "gradients are used and freed during the backward"
         engine = "DeepSpeed's engine holds the gradients"
         return (
-            Conflict(OptimizerInBackward, gone, "Use OptimizerInBackward(clip_norm=...)"),
+            Conflict(Capability.UPDATES_IN_BACKWARD, gone, "Use OptimizerInBackward(clip_norm=...)"),
             Conflict(DeepSpeedStrategy, engine, "Use FSDP2 or DDP"),
         )
 
     def __init__(self, factor: float = 0.01, eps: float = 1e-3, leave_out: Iterable[str] = ()) -> None:
-        _refuse_not_positive(factor=factor, eps=eps)
+        _refuse_not_positive("gradients", factor=factor, eps=eps)
         self.factor, self.eps = factor, eps
         self.leave_out = [leave_out] if isinstance(leave_out, str) else list(leave_out)
         self._parameters: list[Tensor] = []
@@ -146,14 +147,90 @@ class AdaptiveClipping(Technique):
 
 
 def _parameters_of(model: nn.Module, leave_out: Iterable[str]) -> list[Tensor]:
-    modules = dict(model.named_modules())
-    for name in leave_out:
-        if name not in modules:
-            known = ", ".join(child for child, _ in model.named_children())
-            way_out = f"Use one of its modules, such as {known}"
-            raise ValueError(explain(f"leave_out={name!r}", f"{type(model).__name__} has no such module", way_out))
-    left_out: set[Tensor] = set()
-    for name, module in modules.items():
-        if name in leave_out or isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            left_out.update(module.parameters())
+    listed = [find_module(model, name, "leave_out") for name in leave_out]
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
+    left_out = {parameter for module in (*listed, *embeddings) for parameter in module.parameters()}
     return [parameter for parameter in model.parameters() if parameter not in left_out]
+
+
+@torch.no_grad()
+def clip_weights_(parameters: Iterable[Tensor], limit: float) -> int:
+    """Clamp every entry of the trainable parameters to [−limit, limit]; call it after ``optimizer.step()``.
+
+    Args:
+        parameters: parameters of a model or submodule; frozen ones are skipped.
+        limit: largest absolute value, positive.
+
+    Returns:
+        The number of parameters that were processed.
+
+    Raises:
+        ValueError: ``limit`` is not positive, or no parameter is trainable.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.tensor([0.5, -2.0]))
+        >>> clip_weights_([weight], limit=1.0), weight.tolist()
+        (1, [0.5, -1.0])
+
+    Source:
+        Arjovsky et al. 2017, "Wasserstein GAN", algorithm 1.
+    """
+    _refuse_not_positive("weights", limit=limit)
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if not trained:
+        raise ValueError(explain("clip_weights_", "none of the parameters is trainable", "Pass trainable parameters"))
+    # For all at once: a kernel for each small parameter would take longer to launch than to run.
+    torch._foreach_clamp_min_(trained, -limit)
+    torch._foreach_clamp_max_(trained, limit)
+    return len(trained)
+
+
+class WeightClipping(Technique):
+    """Clamp weights to [−limit, limit] after each optimizer step.
+
+    Acts in ``on_train_batch_end``, the first hook after the step, unless gradients are being accumulated.
+
+    Args:
+        limit: largest absolute value, positive.
+        of: name of the module whose parameters are clipped: ``"critic"``; by default the whole model.
+
+    Raises:
+        ValueError: ``limit`` is not positive; in ``fit``: the model has no such module, or none of its parameters is
+            trainable.
+
+    Example:
+        >>> clipping = WeightClipping(0.01, of="critic")
+
+    Source:
+        See :func:`~lightning_fasttrain.optim.clip_weights_`.
+    """
+
+    exactness: ClassVar[Exactness] = Exactness.CHANGES_TRAINING
+    effect: ClassVar[str] = "weights stay within a limit"
+    when: ClassVar[str] = "critics of Wasserstein GANs; otherwise prefer weight decay"
+    in_a_loop: ClassVar[str] = "optim.clip_weights_(parameters, limit)"
+    predicted: ClassVar[bool] = True
+
+    @classmethod
+    def conflicts(cls) -> tuple[Conflict, ...]:
+        why = "DeepSpeed keeps the weights that it updates separate from those of the model"
+        return (Conflict(DeepSpeedStrategy, why, "Use FSDP2 or DDP"),)
+
+    def __init__(self, limit: float, of: str = "") -> None:
+        _refuse_not_positive("weights", limit=limit)
+        self.limit, self.of = limit, of
+        self._parameters: list[Tensor] = []
+
+    def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
+        return self._parameters.clear  # releases the model after the run
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Hook: called when the model is complete."""
+        self._parameters = list(find_module(pl_module, self.of, "of").parameters())
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Hook: called after the optimizer step."""
+        if not accumulation_continues(trainer):
+            clip_weights_(self._parameters, self.limit)

@@ -9,22 +9,24 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import MethodType
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.types import LRSchedulerTypeUnion
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
+from lightning_fasttrain.core.checks import positive_int
 from lightning_fasttrain.core.distributed import rank_count
-from lightning_fasttrain.core.host.lightning import FabricOptimizer
-from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.host.lightning import plain_optimizer
+from lightning_fasttrain.core.messages import explain, number_of, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
+from lightning_fasttrain.technique import Capability, Conflict, Technique
 
 
 def hold_schedules_(trainer: L.Trainer, module: L.LightningModule, was_skipped: Callable[[], bool]) -> Undo:
@@ -61,12 +63,10 @@ def hold_steps_(optimizer: Optimizer, look: Look, tell: Tell, scaler: GradScaler
     Raises:
         TypeError: not a torch optimizer, or one that runs the backward several times per step.
     """
-    if isinstance(optimizer, FabricOptimizer | LightningOptimizer):
-        optimizer = optimizer.optimizer
-    if not isinstance(optimizer, Optimizer) or isinstance(optimizer, LBFGS):
-        # LBFGS calls its closure several times per step.
-        why = "a guard supports a torch.optim.Optimizer with one update per step"
-        raise TypeError(explain(f"optimizer={type(optimizer).__name__}", why, "Use, for example, AdamW"))
+    optimizer = plain_optimizer(optimizer)
+    if isinstance(optimizer, LBFGS):
+        why = "it calls its closure several times per step, and a guard supports one update per step"
+        raise TypeError(explain("optimizer=LBFGS", why, "Use, for example, AdamW"))
     return _Gate(optimizer, look, tell).install(scaler)
 
 
@@ -167,6 +167,11 @@ def parameters_with_gradient(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
+def gradients_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the gradients of the coming step."""
+    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
 def device_of(optimizer: Optimizer) -> torch.device:
     """Return the device of its parameters, also on a rank without gradients, which still takes part in collectives."""
     return next(parameter for group in optimizer.param_groups for parameter in group["params"]).device
@@ -192,8 +197,11 @@ def has_room_for_nan(tensor: Tensor) -> bool:
 def local_values(tensor: Tensor) -> Tensor:
     """Return the local shard of a sharded tensor, the values of a sparse one, and others unchanged."""
     tensor = tensor.detach()
-    if isinstance(tensor, DTensor):
-        return tensor.to_local()
+    return tensor.to_local() if isinstance(tensor, DTensor) else values_of(tensor)
+
+
+def values_of(tensor: Tensor) -> Tensor:
+    """Return the values of a sparse tensor, as of an embedding's gradient, since torch has no norm for these."""
     return tensor.coalesce().values() if tensor.is_sparse else tensor
 
 
@@ -203,3 +211,117 @@ def agree(number: Tensor) -> Tensor:
         # In place and in the order of the step: all ranks reach it, since each of them steps.
         dist.all_reduce(number, dist.ReduceOp.MAX)
     return number
+
+
+class JudgedSteps:
+    """Counts the steps that a subclass judges to be bad, warns of each, and raises after several in a row.
+
+    Attributes:
+        skipped: number of skipped steps so far.
+        in_a_row: number of skipped steps since the last good one.
+        skipped_now: whether a step was skipped since this was last set to False.
+        where: describes the place of a bad step for the message; set by whoever knows it.
+    """
+
+    failure: ClassVar[type[Exception]]
+    persists: ClassVar[str]  # why several bad steps in a row are an error
+    way_out: ClassVar[str]
+
+    def __init__(self, stop_after: int) -> None:
+        self.stop_after = positive_int("stop_after", stop_after)
+        self.skipped = self.in_a_row = 0
+        self.skipped_now = False
+        self.where: Callable[[], str] = lambda: ""
+
+    def count_skip(self, what: str) -> None:
+        """Count a bad step.
+
+        Args:
+            what: description of the bad step, for the message.
+        """
+        self.skipped += 1
+        self.in_a_row += 1
+        self.skipped_now = True
+        what = f"a step was skipped{what}"
+        if self.in_a_row < self.stop_after:
+            warn(f"{what} (skipped so far: {self.skipped}).")
+            return
+        why = f"that is {number_of(self.in_a_row, 'step')} in a row, so {self.persists}"
+        raise self.failure(explain(what, why, self.way_out))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"skipped": self.skipped, "in_a_row": self.in_a_row}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.skipped, self.in_a_row = state["skipped"], state["in_a_row"]
+
+
+class StepGuard(Technique):
+    """Skips steps that its :class:`JudgedSteps` find bad, and the per-step schedules with them."""
+
+    predicted: ClassVar[bool] = True
+    engine_way_out: ClassVar[str] = "Use FSDP2 or DDP"
+
+    @classmethod
+    def conflicts(cls) -> tuple[Conflict, ...]:
+        early = "weights are updated during the backward, before all gradients are known"
+        engine = "DeepSpeed's engine holds the gradients and steps by itself"
+        return (
+            Conflict(Capability.UPDATES_IN_BACKWARD, early, "Use only one of them"),
+            Conflict(DeepSpeedStrategy, engine, cls.engine_way_out),
+        )
+
+    def __init__(self, steps: JudgedSteps) -> None:
+        self.steps = steps
+        self._batch_idx = 0
+        self._run = ExitStack()
+
+    @property
+    def skipped(self) -> int:
+        """Number of skipped steps so far."""
+        return self.steps.skipped
+
+    def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
+        self._run = ExitStack()
+        if trainer.state.fn == "fit":
+            self._watch_saves(trainer, pl_module)
+        return self._run.close
+
+    def _watch_saves(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Patch how this run's checkpoints are saved."""
+
+    def _guard(self, trainer: L.Trainer, module: L.LightningModule, optimizer: Optimizer) -> Undo:
+        """Guard one optimizer."""
+        raise NotImplementedError
+
+    def _locate(self, trainer: L.Trainer, module: L.LightningModule) -> str:
+        """Describe where a bad step was, for the message."""
+        return f"; epoch {trainer.current_epoch}, batch {self._batch_idx}"
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Hook: the first at which an optimizer exists."""
+        self.steps.where = lambda: self._locate(trainer, pl_module)
+        self._run.callback(self._forget)
+        for optimizer in trainer.optimizers:
+            self._run.callback(self._guard(trainer, pl_module, optimizer))
+        self._run.callback(hold_schedules_(trainer, pl_module, lambda: self.steps.skipped_now))
+
+    def _forget(self) -> None:
+        """Release what the steps hold of the run."""
+        self.steps.where = lambda: ""
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Hook: record the index of the batch for messages."""
+        self._batch_idx = batch_idx
+        self.steps.skipped_now = False
+
+    def outcome(self, model: nn.Module) -> str:
+        return f"skipped {number_of(self.skipped, 'step')}" if self.skipped else ""
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.steps.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.steps.load_state_dict(state_dict)

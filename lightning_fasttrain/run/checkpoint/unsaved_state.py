@@ -1,13 +1,16 @@
-"""State of metrics in the middle of an epoch, which Lightning and torchmetrics leave out of checkpoints."""
+"""State that Lightning and torchmetrics leave out of checkpoints: metrics amid an epoch, stops, reloads and saves."""
 
+import os
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_fasttrain.core.host.lightning import last_save, set_last_save
 from lightning_fasttrain.core.state.metrics import MetricState, read_metric, write_metric_
 from lightning_fasttrain.run.checkpoint._loop_progress import SavePoint
 
@@ -27,7 +30,7 @@ _META = (
 _SUMS = ("value", "cumulated_batch_size")
 
 
-def metrics_state(trainer: L.Trainer, module: L.LightningModule, point: SavePoint) -> dict[str, Any]:
+def read_metrics(trainer: L.Trainer, module: L.LightningModule, point: SavePoint) -> dict[str, Any]:
     """Return this process's sums behind ``self.log``, states of the metrics in ``module``, and callback values."""
     training, validation = trainer.fit_loop.epoch_loop._results, trainer.fit_loop.epoch_loop.val_loop._results
     # The saving hook runs before Lightning resets these, so their sums must not be restored.
@@ -67,7 +70,7 @@ def _has_sum(result: _ResultMetric, name: str) -> bool:
 
 
 def restore_metrics(trainer: L.Trainer, module: L.LightningModule, state: dict[str, Any]) -> None:
-    """Restore the state that :func:`metrics_state` returned."""
+    """Restore the state that :func:`read_metrics` returned."""
     device = trainer.strategy.root_device
     trainer._logger_connector._callback_metrics.update(_copy_value(state["callback_metrics"], device))
     metrics = {name: metric for name, metric in module.named_modules() if isinstance(metric, Metric)}
@@ -98,3 +101,36 @@ def _copy_value(value: Any, device: torch.device | str = "cpu") -> Any:
     if isinstance(value, list | tuple):
         return [_copy_value(item, device) for item in value]
     return value
+
+
+def read_forgotten(trainer: L.Trainer) -> dict[str, Any]:
+    """Return this state as plain values; it is the same on all processes."""
+    saves = {}
+    for callback in trainer.callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            # The score is copied to the CPU: the resumed run may not have the saving rank's device.
+            saves[callback.state_key] = [*last_save(callback), _copy_value(callback.current_score)]
+    reloaded = [getattr(*loop) for loop in _reloading_loops(trainer)]
+    return {"should_stop": trainer.should_stop, "reloaded": reloaded, "saves": saves}
+
+
+def restore_forgotten(trainer: L.Trainer, state: dict[str, Any]) -> None:
+    """Restore the state that :func:`read_forgotten` returned."""
+    trainer.should_stop = trainer.should_stop or state["should_stop"]  # a stop may have been requested since
+    for loop, epoch in zip(_reloading_loops(trainer), state["reloaded"], strict=True):
+        setattr(*loop, epoch)
+    path = os.path.abspath(str(trainer.ckpt_path))
+    for callback in trainer.callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback.state_key in state["saves"]:
+            step, last, callback.current_score = state["saves"][callback.state_key]
+            # `last_model_path` and the like are set before the file is written, the two below after it.
+            made = {callback.last_model_path, callback.best_model_path, *callback.best_k_models} - {""}
+            if path in {os.path.abspath(name) for name in made}:  # saved during this very save, which succeeded
+                step, last = trainer.global_step, path
+            set_last_save(callback, step, last)
+
+
+def _reloading_loops(trainer: L.Trainer) -> list[tuple[object, str]]:
+    """With ``reload_dataloaders_every_n_epochs``: the loops and attributes that hold the epoch of the last reload."""
+    fit_loop = trainer.fit_loop
+    return [(fit_loop, "_last_train_dl_reload_epoch"), (fit_loop.epoch_loop.val_loop, "_last_val_dl_reload_epoch")]

@@ -29,8 +29,8 @@ class WrappedLoader:
         return getattr(self.inner, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        own = name == "inner" or name.startswith("_")
-        object.__setattr__(self if own else self.inner, name, value)  # Lightning sets the loader's worker_init_fn
+        own = name == "inner" or (name.startswith("_") and name != "_iterator")
+        object.__setattr__(self if own else self.inner, name, value)  # Lightning sets worker_init_fn and _iterator
 
 
 def find_innermost(loader: Any) -> Any:
