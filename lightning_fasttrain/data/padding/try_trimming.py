@@ -1,8 +1,13 @@
 """Try on a few rows of the user's own batch whether padding can be cut off without changing the training."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_fasttrain.core.batch import find_labels
 from lightning_fasttrain.core.distributed import from_all_ranks
@@ -11,7 +16,7 @@ from lightning_fasttrain.data.normalizer.find_split import error_limit, is_the_s
 from lightning_fasttrain.data.normalizer.log_rules import settle_rivals
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample
-from lightning_fasttrain.data.normalizer.trial.try_split import Stage, Trial, try_split
+from lightning_fasttrain.data.normalizer.trial.try_split import Stage, Trial, run_again, try_split
 from lightning_fasttrain.data.normalizer.try_log_rules import list_logged
 from lightning_fasttrain.data.padding.find_padding import Proposal, likeliest_padding
 from lightning_fasttrain.data.padding.padded_axes import Extents, PaddedAxis, Padding, count_tokens
@@ -122,8 +127,9 @@ def _try(stage: Stage, batch: Any, split: LossSplit, padding: Padding, most_rows
         outcome = _compare(stage, sample, trial, split)
         if not trial.failed or not stage.gradients:
             break
-    if outcome.why_not and outcome.is_known:
+    if outcome.error > _SURE and outcome.why_not:
         outcome = _explain_labels(outcome, batch, extents, rows)
+        outcome = _name_module(outcome, stage, batch, extents, rows[-1])
     return outcome
 
 
@@ -173,6 +179,52 @@ def _error_of(split: LossSplit, trial: Trial) -> float:
     if any(run.structure != split.read.structure for run in runs):
         return float("inf")
     return max(error_of_read(split.read, one, trial) for one in trial.splits)
+
+
+def _name_module(outcome: Outcome, stage: Stage, batch: Any, extents: Extents, row: int) -> Outcome:
+    """Name the first module whose output for the same entries of a row depends on the padding beside them."""
+    if not stage.gradients:
+        return outcome  # ranks with sharded parameters must run the same number of forwards
+    trimmed = trim_batch(batch, extents, [[row]], 1)
+    whole = _list_outputs(stage, pick_rows(batch, [row]))
+    short = _list_outputs(stage, trimmed.parts[0])
+    is_padded_left = trimmed.spans[0][0][0] > 0
+    for (name, one), (other_name, other) in zip(whole, short, strict=False):
+        if name != other_name or one.ndim != other.ndim:
+            break
+        for place, length in enumerate(other.shape):
+            beyond = one.shape[place] - length
+            if beyond > 0:  # convolutions may have shortened both
+                one = one.narrow(place, beyond if is_padded_left else 0, length)
+        if one.shape == other.shape and not torch.allclose(one, other, rtol=1e-3, atol=1e-5):
+            return replace(outcome, why_not=f"{outcome.why_not}; {name!r} is the first module that differs")
+    return outcome
+
+
+def _list_outputs(stage: Stage, rows: Any) -> list[tuple[str, Tensor]]:
+    """Return the outputs of all innermost modules in a run of the step, in their order."""
+    outputs: list[tuple[str, Tensor]] = []
+    handles: list[RemovableHandle] = []
+
+    def note(name: str, output: Any) -> None:
+        if isinstance(output, Tensor) and output.is_floating_point():
+            outputs.append((name, output.detach().float()))
+
+    try:
+        for model in stage.models:
+            for name, module in model.named_modules():
+                if next(module.children(), None) is None:
+                    hook = functools.partial(_pass_output, functools.partial(note, name))
+                    handles.append(module.register_forward_hook(hook))
+        run_again(stage, Trial(Sample(rows, 1, []), precision="float32"))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return outputs
+
+
+def _pass_output(note: Callable[[Any], None], module: nn.Module, args: Any, output: Any) -> None:
+    note(output)
 
 
 def _explain_labels(outcome: Outcome, batch: Any, extents: Extents, rows: Sequence[int]) -> Outcome:
