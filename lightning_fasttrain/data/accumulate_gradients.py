@@ -101,7 +101,7 @@ def accumulate_gradients(
     # A rank with a single sample takes part, too.
     most = n if rank_count() > 1 else min(n, batch_size(batch))
     most = max(most, 2) if trimming.is_asked_for else most  # a single micro-batch is trimmed, too
-    key = (*_key(step, named_count(count), is_window=False), trimming.how, trimming.wanted, max_tokens)
+    key = (*_key(step, named_count(count), is_window=False), *_key_of_trimming(trimming))
     found = _find(key, step, batch, n, count, check, no_sync, most, is_window=False)
     if found.trimming is None:
         found.trimming = trimming
@@ -173,10 +173,11 @@ def accumulate_window(
     positive_int("n", n)
     ranks = rank_count()
     # With other ranks, a single micro-batch is one of several.
-    key = (*_key(step, named_count(count), is_window=True), trim_padding)
+    trimming = TrimSearch(trim_padding)
+    key = (*_key(step, named_count(count), is_window=True), *_key_of_trimming(trimming))
     most = sum(min(n, batch_size(batch)) for batch in held) * ranks
     found = _find(key, step, held[0], n, count, check, no_sync, most, is_window=True)
-    trimming = found.trimming = found.trimming or TrimSearch(trim_padding)
+    trimming = found.trimming = found.trimming or trimming
     stage = stage_of(step, no_sync)
     if (n > 1 or trimming.is_asked_for) and (check or trimming.wanted):
         found.look_for_padding(stage, held[0], n)
@@ -278,6 +279,12 @@ def _search(step: Step, batch: Any, n: int, count: Count, check: bool, no_sync: 
 
 def _key(step: Step, count: Count, is_window: bool) -> tuple[Any, ...]:
     return key_of(step), count if count == "auto" or isinstance(count, CountRule) else key_of(count), is_window
+
+
+def _key_of_trimming(trimming: TrimSearch) -> tuple[Any, ...]:
+    lengths = trimming.how.lengths
+    source = key_of(lengths) if callable(lengths) else lengths
+    return source, trimming.how.multiple_of, trimming.wanted, trimming.max_tokens
 
 
 def _accumulate(

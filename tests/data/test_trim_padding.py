@@ -524,6 +524,16 @@ def test_what_shows_the_padding_can_be_given(lengths):
     torch.testing.assert_close(flat_gradient(net), expected, rtol=1e-4, atol=1e-6)
 
 
+def test_a_function_defined_in_the_loop_is_tried_once(caplog):
+    net = Tagger()
+    batch, step = keep_mask(net)
+    with caplog.at_level("INFO"):
+        for _ in range(3):
+            how = ft.data.TrimPadding(lengths=lambda batch: batch["mask"].sum(1))
+            ft.accumulate_gradients(step, batch, 3, trim_padding=how)
+    assert caplog.text.count("of this batch is padding, which is cut off (read from lengths=)") == 1
+
+
 def test_training_that_finds_no_padding_says_what_was_looked_for(recwarn):
     module = TagTrainer()
     ids = torch.randint(1, WORDS, (8, 16))
