@@ -9,9 +9,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.files.atomic_write import (
     TEMPORARY,
@@ -33,16 +30,6 @@ _MARK = b"A folder that lightning_fasttrain has made and will remove. Do not put
 _LARGEST_MANIFEST = 100 * 2**20
 
 
-def agree_on_all_ranks(ok: bool, group: dist.ProcessGroup | None = None) -> bool:
-    """Whether every process says yes; each waits for all. Alone, it is the caller's own answer."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return ok
-    on_gpu = dist.get_backend(group) == "nccl"  # which has no way to reduce a tensor on the CPU
-    answer = torch.tensor(int(ok), device=torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu")
-    dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=group)  # of ones and zeros: "and"
-    return bool(answer)
-
-
 @contextmanager
 def checkpoint_folder(
     target: str | os.PathLike[str],
@@ -61,7 +48,7 @@ def checkpoint_folder(
     Args:
         target: the checkpoint's name; a folder of that name is replaced.
         rank, world_size: of the caller, among those that enter.
-        agree: says whether all ranks were fine, and waits for them: :func:`agree_on_all_ranks`.
+        agree: says whether all ranks were fine, and waits for them, as :func:`~core.distributed.agree_on_all_ranks`.
         about: plain values for the manifest, such as the step.
 
     Yields:

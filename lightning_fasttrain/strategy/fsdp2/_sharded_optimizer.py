@@ -117,10 +117,6 @@ def join(plain: dict[str, Any], tensors: dict[str, Tensor], model: nn.Module, op
         way_out = "Use the same optimizer, or load only the weights, with full_state_dict(folder)"
         raise ValueError(explain(what, why, way_out))
     numbers = {name: number for number, name in enumerate(held)}
-    state: dict[int, dict[str, Any]] = {}
-    for path, value in {**plain["values"], **tensors}.items():
-        name, _, key = path.rpartition("/")
-        state.setdefault(numbers[name], {})[key] = value
     now = optimizer.state_dict()["param_groups"]
     names_now = []
     for group in now:
@@ -132,4 +128,15 @@ def join(plain: dict[str, Any], tensors: dict[str, Tensor], model: nn.Module, op
         why = f"this one has {len(now)}, or groups the parameters differently"
         raise ValueError(explain(what, why, "Use the same parameter groups"))
     groups = [{**old, "params": group["params"]} for old, group in zip(plain["param_groups"], now, strict=True)]
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    optimizer.load_state_dict({"state": by_number(plain, tensors, numbers), "param_groups": groups})
+
+
+def by_number(
+    plain: Mapping[str, Any], tensors: Mapping[str, Tensor], numbers: Mapping[str, int]
+) -> dict[int, dict[str, Any]]:
+    """Return the state of each parameter by its number, which ``numbers`` gives for its name."""
+    state: dict[int, dict[str, Any]] = {}
+    for path, value in {**plain["values"], **tensors}.items():
+        name, _, key = path.rpartition("/")
+        state.setdefault(numbers[name], {})[key] = value
+    return state

@@ -32,7 +32,7 @@ from lightning_fasttrain.strategy.fsdp2.oom_safe_gathers import FSDP2Together
 from lightning_fasttrain.strategy.fsdp2.shard_blocks import check_sharded, reshard_, without_gradient_reduction
 from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import load_full_, load_sharded_, save_sharded
 from lightning_fasttrain.strategy.fsdp2.sharding import Sharding
-from lightning_fasttrain.strategy.fsdp2.shared_buffers import leave_to_rank_zero, share_buffers_
+from lightning_fasttrain.strategy.fsdp2.broadcast_weights import leave_to_rank_zero, share_buffers_
 from lightning_fasttrain.strategy.rank_health import RollCall, own_group
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")

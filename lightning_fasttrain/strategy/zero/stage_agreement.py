@@ -8,7 +8,6 @@ from typing import Any
 
 import lightning as L
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from rich.console import Console
@@ -18,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_fasttrain.core.checks import require
 from lightning_fasttrain.core.device import GIB
-from lightning_fasttrain.core.distributed import rank_count
+from lightning_fasttrain.core.distributed import rank_count, smallest_over_ranks
 from lightning_fasttrain.core.host.lightning import training_loader
 from lightning_fasttrain.core.messages import explain, say, wide_enough
 from lightning_fasttrain.core.state.rng import random_state, set_random_state
@@ -173,7 +172,7 @@ def choose_together(
     elif device.type == "cpu":
         host = 0  # host memory is the device's memory, so offload has no effect
     # Negated, so that the minimum yields the maximum.
-    free, host, activations = _find_smallest([free, host, -activation_bytes], device)
+    free, host, activations = smallest_over_ranks([free, host, -activation_bytes])
     bucket = question.settings.get("reduce_bucket_size")
     sizes = ZeROSizes(reduce_bucket=bucket) if bucket is not None else None
     world_size = rank_count()
@@ -198,14 +197,6 @@ def choose_together(
         key: question.settings[key] for key in ("reduce_bucket_size", "sub_group_size") if key in question.settings
     }
     return {**made["zero_optimization"], **choice.sizes.as_config(), **given}  # the sizes assumed in the prediction
-
-
-def _find_smallest(values: list[int], device: torch.device) -> list[int]:
-    if not dist.is_initialized():
-        return values
-    tensor = torch.tensor(values, dtype=torch.int64, device=device)
-    dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
-    return tensor.tolist()
 
 
 @rank_zero_only
