@@ -179,7 +179,7 @@ def change_index(folder, change):
     [
         (
             lambda entry: entry["shards"][0].__setitem__(2, "../elsewhere"),
-            "points out of its folder, to '../elsewhere'",
+            "points out of its folder, to",
         ),
         (lambda entry: entry["shards"][0].__setitem__(2, "elsewhere"), "names elsewhere: that file is missing"),
         (lambda entry: entry["shards"][0].__setitem__(3, -1), "not a list of natural numbers"),

@@ -5,7 +5,7 @@ from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import lightning as L
 import torch
@@ -19,27 +19,20 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.optim import Optimizer
 
-from lightning_fasttrain.core.files.run_mark import KEY, mark_of, step_in
-from lightning_fasttrain.core.files.safe_load import local_path
 from lightning_fasttrain.core.host.lightning import accumulation_continues, move_optimizers, note_device
 from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.modules.blocks import Blocks
 from lightning_fasttrain.run.checkpoint.atomic_checkpoints import probe_folders
-from lightning_fasttrain.strategy.async_save import BackgroundSave
-from lightning_fasttrain.strategy.choose_checkpoint import choose_checkpoint
 from lightning_fasttrain.strategy.fsdp2._sharded_optimizer import named_state
+from lightning_fasttrain.strategy.fsdp2.broadcast_weights import share_buffers_
 from lightning_fasttrain.strategy.fsdp2.oom_safe_gathers import FSDP2Together
 from lightning_fasttrain.strategy.fsdp2.shard_blocks import check_sharded, reshard_, without_gradient_reduction
-from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import load_full_, load_sharded_, save_sharded
-from lightning_fasttrain.strategy.fsdp2.sharding import Sharding
-from lightning_fasttrain.strategy.fsdp2.broadcast_weights import leave_to_rank_zero, share_buffers_
-from lightning_fasttrain.strategy.rank_health import RollCall, own_group
+from lightning_fasttrain.strategy.fsdp2.sharding import STEPS, FSDP2Host, Sharding
 
-_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _PATIENCE_S = 60.0  # to wait for a checkpoint in flight when a run fails
 
 
-class FSDP2Strategy(ModelParallelStrategy):
+class FSDP2Strategy(FSDP2Host, ModelParallelStrategy):
     """Shard the model, its gradients and its optimizer over all processes; the LightningModule needs no changes.
 
     Sharding happens in ``Strategy.setup``: after ``configure_model`` and all techniques of the suite, before
@@ -83,8 +76,6 @@ class FSDP2Strategy(ModelParallelStrategy):
         ``torch.distributed.fsdp.fully_shard``, on Lightning's ``ModelParallelStrategy``.
     """
 
-    strategy_name: ClassVar[str] = "fasttrain_fsdp2"
-
     def __init__(
         self,
         reshard_after_forward: bool | int = True,
@@ -101,32 +92,10 @@ class FSDP2Strategy(ModelParallelStrategy):
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
-        self.sharding = Sharding(reshard_after_forward, offload, replicas, blocks, reduce_dtype, float32_residual)
-        self.broadcast_buffers = broadcast_buffers
+        sharding = Sharding(reshard_after_forward, offload, replicas, blocks, reduce_dtype, float32_residual)
+        self._set_options(sharding, broadcast_buffers, async_checkpoints)
         self.reduce_once = reduce_once
-        self.async_checkpoints = async_checkpoints
-        self.sharded_blocks: list[str] = []
-        self._background: BackgroundSave | None = None
-        self.roll_call, self._saving = RollCall(None), None
         self._steps = ExitStack()
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
-
-    def setup_environment(self) -> None:
-        assert self.parallel_devices is not None
-        self.sharding.shape(self.num_nodes * self.num_processes)  # refuses before any process waits for another
-        self._process_group_backend = self._process_group_backend or self.sharding.backend(self.parallel_devices[0])
-        self._setup_distributed()
-        self._device_mesh = self.sharding.mesh(self.root_device, self.world_size)
-        # Two groups: collectives of a background save must not mix with those of the training thread's health check.
-        self.roll_call, self._saving = RollCall(own_group(self._timeout)), own_group(self._timeout)
-        if self.async_checkpoints and self._background is None:
-            self._background = BackgroundSave(self._write)
-
-    def _write(self, path: Path, *states: Any) -> None:
-        save_sharded(path, *states, group=self._saving)
 
     def setup(self, trainer: L.Trainer) -> None:
         assert self.model is not None
@@ -142,7 +111,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         self.sharded_blocks = self.sharding.shard_(model, self.device_mesh, precision, self.root_device)
         self._rest_to_device(model)
         self._steps.close()  # remove the wrappers that an earlier run has put around the steps
-        for name in _STEPS:
+        for name in STEPS:
             if is_overridden(name, self.lightning_module):
                 self._run_gathered(model, name)
         self.barrier()
@@ -269,15 +238,9 @@ class FSDP2Strategy(ModelParallelStrategy):
                 "this checkpoint is saved inside an accumulation window and lacks its gradient: when resumed, the "
                 "earlier batches of the window do not count. Save after optimizer steps, or at the end of an epoch."
             )
-        path = local_path(self.broadcast(filepath))  # rank zero's path for all: one with a time in it may differ
-        checkpoint[KEY] = mark_of(self).facts(step_in(checkpoint))
         optimizers = {f"optimizer_{i}": s for i, s in enumerate(checkpoint.pop("optimizer_states", []))}
         assert self.model is not None
-        states = (leave_to_rank_zero(checkpoint.pop("state_dict"), self.model), optimizers, checkpoint)
-        if self._background is not None:
-            self._background.start(path, *states)
-        else:
-            self._write(path, *states)
+        self._save(filepath, self.model, checkpoint.pop("state_dict"), optimizers, checkpoint)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove an older checkpoint, only after the newer one is complete."""
@@ -290,15 +253,15 @@ class FSDP2Strategy(ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         assert self.lightning_module is not None
         assert self.model is not None
-        self.wait()  # the checkpoint to load may still be in flight
-        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        path = choose_checkpoint(checkpoint_path, substitute=fitting)
         optimizers = {f"optimizer_{i}": optimizer for i, optimizer in enumerate(self.optimizers)}
-        load = load_sharded_ if path.is_dir() else load_full_
-        strict = self.lightning_module.strict_loading
-        checkpoint = load(path, self.model, optimizers, strict=strict, names=self.names_to_load)
-        mark_of(self).continue_from(checkpoint.pop(KEY, None))
-        return checkpoint
+        return self._load(
+            checkpoint_path,
+            self.model,
+            optimizers,
+            substitute=self.lightning_module.trainer.state.fn == TrainerFn.FITTING,
+            strict=self.lightning_module.strict_loading,
+            names=self.names_to_load,
+        )
 
     def names_to_load(self, checkpoint: Mapping[str, Any], saved: set[str], strict: bool) -> set[str]:
         """Return the keys of the model's ``state_dict`` that a checkpoint should contain; a technique may save fewer.
@@ -324,11 +287,6 @@ class FSDP2Strategy(ModelParallelStrategy):
             self.wait()
         finally:
             super().teardown()
-
-    def wait(self) -> None:
-        """Wait until no checkpoint is being written, and raise the error of the last save, if any."""
-        if self._background is not None:
-            self._background.wait()
 
 
 def refuse_averaging(callbacks: list[L.Callback], strategy: str) -> None:
