@@ -92,7 +92,7 @@ def _state_of(folder: Path) -> tuple[dict[str, Tensor], str]:
         way_out = "Give the folder that the run has saved, such as epoch=0-step=100.ckpt"
         raise ValueError(explain(f"{folder}", why, way_out))
     files = ZeROFiles.read(inner)
-    ranks = f", {len(files.pieces)} ranks" if files.pieces else ""
+    ranks = f", {len(files.shards)} ranks" if files.shards else ""
     with as_corrupt(folder):
         return _zero_state(files), f"ZeRO stage {files.stage}{ranks}"
 

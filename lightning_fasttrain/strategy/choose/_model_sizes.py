@@ -110,21 +110,21 @@ class Held:
         """Return the dtype that a parameter group computes in."""
         return torch.bfloat16 if self.low and group.dtype.is_floating_point else group.dtype
 
-    def flat_parts(self) -> list[int]:
+    def flat_shards(self) -> list[int]:
         """Return the elements of a rank's shard of each flat, padded group (stages 1 and 2)."""
         # DeepSpeed aligns each rank's shard to 2 elements (nccl_start_alignment_factor).
         return [ceil_div(group.numel, 2 * self.ranks) * 2 for group in self.groups]
 
-    def pieces(self) -> list[int]:
+    def parameter_shards(self) -> list[int]:
         """Return the elements of a rank's shard of each group, every parameter sharded and padded alone (stage 3)."""
-        pieces = []
+        shards = []
         for group in self.groups:
-            pieces.append(sum(ceil_div(math.prod(shape), self.ranks) for shape in group.shapes))
-        return pieces
+            shards.append(sum(ceil_div(math.prod(shape), self.ranks) for shape in group.shapes))
+        return shards
 
     def padding(self) -> int:
         """Return the bytes of padding in the flat parameters (stages 1 and 2)."""
-        each = zip(self.flat_parts(), self.groups, strict=True)
+        each = zip(self.flat_shards(), self.groups, strict=True)
         return self.size * sum(part * self.ranks - group.numel for part, group in each)
 
     def cut(self) -> int:
@@ -137,7 +137,7 @@ class Held:
         A rank keeps the complete gradient of every parameter that overlaps its shard.
         """
         most = [0] * self.ranks
-        for part, group in zip(self.flat_parts(), self.groups, strict=True):
+        for part, group in zip(self.flat_shards(), self.groups, strict=True):
             start = 0
             for shape in group.shapes:
                 end = start + math.prod(shape)

@@ -143,7 +143,7 @@ def _stage_0(held: Held, sizes: ZeROSizes) -> ModelStates:
 
 
 def _stage_1_or_2(held: Held, sizes: ZeROSizes, stage: str) -> ModelStates:
-    parts = held.flat_parts()
+    parts = held.flat_shards()
     return ModelStates(
         stage,
         parameters=held.whole + held.padding() + held.extras,
@@ -154,7 +154,7 @@ def _stage_1_or_2(held: Held, sizes: ZeROSizes, stage: str) -> ModelStates:
 
 
 def _stage_2_offload(held: Held, sizes: ZeROSizes) -> ModelStates:
-    parts = held.flat_parts()
+    parts = held.flat_shards()
     return ModelStates(
         "2+offload",
         parameters=held.whole + held.padding() + held.extras,
@@ -166,7 +166,7 @@ def _stage_2_offload(held: Held, sizes: ZeROSizes) -> ModelStates:
 
 
 def _stage_3(held: Held, sizes: ZeROSizes) -> ModelStates:
-    parts = held.pieces()
+    parts = held.parameter_shards()
     staying, passing = held.gathered_bytes(sizes, offloaded=False)
     return ModelStates(
         "3",
@@ -178,7 +178,7 @@ def _stage_3(held: Held, sizes: ZeROSizes) -> ModelStates:
 
 
 def _stage_3_away(held: Held, sizes: ZeROSizes, stage: str) -> ModelStates:
-    parts = held.pieces()
+    parts = held.parameter_shards()
     total = sum(parts)
     staying, passing = held.gathered_bytes(sizes, offloaded=True)
     updated = total * 2 * MASTER + held.state(parts)  # float32 master weights, their gradients, their state

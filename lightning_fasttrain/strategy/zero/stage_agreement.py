@@ -134,7 +134,7 @@ class StageQuestion:
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of Lightning's strategy; until a stage is chosen, those of stage 0."""
         if self.config is not None:
-            return {}
+            return {"config": self.config}
         return settings_of_stage("0" if self.open else str(self.stage), self.nvme_path)
 
 
