@@ -15,9 +15,9 @@ from lightning_fasttrain.core.checks import one_of, positive_int
 from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized, quantization_of
 from lightning_fasttrain.optim.named.state_bytes import Group, groups_of, state_bytes
 from lightning_fasttrain.predict.fake_model import fake_module
+from lightning_fasttrain.predict.predict_memory import PRECISIONS
 from lightning_fasttrain.strategy.choose._optimizer_state import MakeOptimizer, make_optimizer
 
-PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 MASTER = 4  # bytes per element of the float32 master weights that the optimizer updates
 
 
@@ -73,7 +73,7 @@ def held_by(
         ValueError: the world size is below one, the precision is unknown, or no parameter trains.
     """
     positive_int("world_size", world_size)
-    one_of("precision", precision, PRECISIONS)
+    one_of("precision", precision, tuple(PRECISIONS))
     # An existing optimizer holds the real parameters; one that is still to be made gets fake parameters.
     if isinstance(module, nn.Module) and isinstance(optimizer, Optimizer):
         net = module

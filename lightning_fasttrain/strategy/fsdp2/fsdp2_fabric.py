@@ -23,7 +23,7 @@ from lightning_fasttrain.strategy.fsdp2.broadcast_weights import share_buffers_
 from lightning_fasttrain.strategy.fsdp2.shard_blocks import (
     check_sharded,
     is_reducing,
-    refuse_unfit,
+    refuse_unfit_optimizer,
     without_gradient_reduction,
 )
 from lightning_fasttrain.strategy.fsdp2.sharding import STEPS, FSDP2Host, Sharding
@@ -103,7 +103,7 @@ class FabricFSDP2Strategy(FSDP2Host, ModelParallelStrategy):
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Replace an optimizer's parameters by the sharded ones."""
-        refuse_unfit(optimizer)
+        refuse_unfit_optimizer(optimizer)
         now = {id(old()): new for old, new in self._moved}
         stale = [p for group in optimizer.param_groups for p in group["params"] if id(p) in now]
         if any(p in optimizer.state for p in stale):

@@ -12,12 +12,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Adafactor, Optimizer, Rprop
 
 from lightning_fasttrain.core.checks import one_of
 from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.messages import explain, list_some, note_once
 from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
+from lightning_fasttrain.predict.predict_memory import PRECISIONS
+from lightning_fasttrain.strategy.choose._optimizer_state import has_own_kernels
 from lightning_fasttrain.strategy.fsdp2._packed_weights import (
     is_opaque,
     keep_packed_,
@@ -25,15 +27,13 @@ from lightning_fasttrain.strategy.fsdp2._packed_weights import (
     whole_parameters,
 )
 
-PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 REDUCE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 OFFLOADS = ("cpu",)
-# Optimizers that fail on shards at their first step (tested with torch 2.13): class or package, and the reason.
-_UNFIT = {
-    "Adafactor": "torch cannot square the norms of sharded rows in place",
-    "Rprop": "torch cannot assign to selected elements of shards",
-    "LBFGS": "torch cannot concatenate shards of unequal size",
-    "bitsandbytes": "its kernels do not support shards",
+# Optimizers that fail on shards at their first step (tested with torch 2.13), and the reason.
+_UNFIT: dict[type[Optimizer], str] = {
+    Adafactor: "torch cannot square the norms of sharded rows in place",
+    Rprop: "torch cannot assign to selected elements of shards",
+    LBFGS: "torch cannot concatenate shards of unequal size",
 }
 # Weak references, kept here instead of as attributes of the user's modules.
 _not_reducing: WeakSet[nn.Module] = WeakSet()
@@ -172,13 +172,15 @@ def shard_blocks_(
 
 
 def _shard_norms_(block: nn.Module, options: dict[str, Any]) -> None:
-    """Shard each norm separately, and gather it when the block starts, since fused layers use its weight directly."""
+    """Shard each norm separately, and gather it when the block starts, since fused layers use its weight directly.
+
+    A norm is a layer whose parameters have one dimension: it works by element, which autocast leaves in float32.
+    """
     norms: list[FSDPModule] = []
     for module in list(block.modules()):
-        own = list(module.parameters())
-        # By class name, since models define their own norms; one inside of another is sharded already.
-        is_norm = "norm" in type(module).__name__.lower() and all(p.ndim == 1 for p in own)
-        if is_norm and own and not isinstance(own[0], DTensor):
+        own = list(module.parameters(recurse=False))
+        # One inside of another is sharded already.
+        if own and all(p.ndim == 1 and not isinstance(p, DTensor) for p in module.parameters()):
             norms.append(fully_shard(module, reshard_after_forward=False, **options))
 
     def gather(*_: object) -> None:
@@ -269,7 +271,7 @@ def check_sharded(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer] 
         raise ValueError(explain(what, why, way_out))
     live = {id(parameter) for parameter in named.values()}
     for optimizer in [optimizers] if isinstance(optimizers, Optimizer) else optimizers:
-        refuse_unfit(optimizer)
+        refuse_unfit_optimizer(optimizer)
         held = [p for group in optimizer.param_groups for p in group["params"]]
         stale = sum(id(parameter) not in live for parameter in held)
         if stale:
@@ -278,14 +280,15 @@ def check_sharded(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer] 
             raise ValueError(explain(what, why, "Make the optimizer after the model is sharded"))
 
 
-def refuse_unfit(optimizer: Optimizer) -> None:
+def refuse_unfit_optimizer(optimizer: Optimizer) -> None:
     """Refuse an optimizer that cannot step on shards."""
-    # Base classes are checked too: a subclass steps as they do.
-    kinds = [key for base in type(optimizer).__mro__ for key in (base.__name__, base.__module__.partition(".")[0])]
-    for kind in kinds:
-        if kind in _UNFIT:
-            way_out = "Use AdamW, SGD or another elementwise optimizer of torch.optim: their state is sharded too"
-            raise ValueError(explain(f"{type(optimizer).__name__} with sharded parameters", _UNFIT[kind], way_out))
+    why = "its kernels do not support shards" if has_own_kernels(optimizer) else None
+    for kind, reason in _UNFIT.items():
+        if isinstance(optimizer, kind):
+            why = reason
+    if why is not None:
+        way_out = "Use AdamW, SGD or another elementwise optimizer of torch.optim: their state is sharded too"
+        raise ValueError(explain(f"{type(optimizer).__name__} with sharded parameters", why, way_out))
 
 
 def reshard_(model: nn.Module) -> None:

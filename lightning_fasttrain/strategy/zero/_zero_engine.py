@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import require
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.wrapped_forward import patch
+from lightning_fasttrain.core.modules.wrapped_forward import patch, patched
 from lightning_fasttrain.finetune.selection._float32_adapters import let_round_
 from lightning_fasttrain.optim.schedule.build_schedule import count_by_engine
 from lightning_fasttrain.strategy.zero.optimizer_fixes import leave_out_idle_groups, without_phantom_step
@@ -107,11 +107,8 @@ class Engine:
         if names >= set(state_dict()):
             yield False
             return
-        restore = patch(self.module, "state_dict", state_of_part)
-        try:
+        with patched(self.module, "state_dict", state_of_part):
             yield True
-        finally:
-            restore()
 
     @contextmanager
     def load_only(self, names_to_load: Callable[[Any, set[str], bool], set[str]]) -> Iterator[None]:
@@ -122,11 +119,8 @@ class Engine:
             names = names_to_load(checkpoint, set(checkpoint["module"]), strict)
             load(checkpoint=checkpoint, strict=strict and names >= set(self.module.state_dict()), **kwargs)
 
-        restore = patch(self.deepspeed, "load_module_state_dict", load_part)
-        try:
+        with patched(self.deepspeed, "load_module_state_dict", load_part):
             yield
-        finally:
-            restore()
 
     @contextmanager
     def save_alone(self) -> Iterator[None]:

@@ -6,18 +6,26 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import LBFGS, Optimizer
 
-from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.checks import require
+from lightning_fasttrain.core.device import GIB
+from lightning_fasttrain.core.distributed import rank_count, rank_here, smallest_over_ranks
+from lightning_fasttrain.core.messages import explain, wide_enough
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.strategy.choose._optimizer_state import refuse_unshardable
+from lightning_fasttrain.strategy.choose.choose_stage import choose_stage
+from lightning_fasttrain.strategy.choose.model_states import ZeROSizes
 from lightning_fasttrain.strategy.rank_health import RollCall, own_group
 from lightning_fasttrain.strategy.zero._zero_engine import Engine, import_deepspeed
 from lightning_fasttrain.strategy.zero.optimizer_fixes import refuse_replaced
-from lightning_fasttrain.strategy.zero.stage_agreement import StageQuestion, choose_together, without_defaults
+from lightning_fasttrain.strategy.zero.stage_question import StageQuestion, without_defaults
 
 
 class ZeROHost:
@@ -93,15 +101,51 @@ class ZeROHost:
     # Engine.
 
     def _choose_stage(self, module: nn.Module, optimizer: Optimizer, activation_bytes: int) -> None:
-        self._given_config["zero_optimization"] = choose_together(
-            self.question,
+        """Choose the stage by the least memory of all ranks, with the same result on all; rank zero prints the table.
+
+        Args:
+            module: the model, with adapters and quantised layers in place.
+            optimizer: the user's optimizer.
+            activation_bytes: bytes of activations that this rank expects; the maximum over all ranks is used.
+
+        Raises:
+            ValueError: no stage fits; raised on all ranks, with the shortfall.
+        """
+        question, device = self.question, self.root_device
+        host = require("psutil", extra="deepspeed").virtual_memory().available // (self.num_processes or 1)
+        free = host if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+        if question.memory_gib is not None:
+            free = int(question.memory_gib * GIB)
+        elif device.type == "cpu":
+            host = 0  # host memory is the device's memory, so offload has no effect
+        # Negated, so that the minimum yields the maximum.
+        free, host, activations = smallest_over_ranks([free, host, -activation_bytes])
+        bucket = question.settings.get("reduce_bucket_size")
+        precision = self._precision_name
+        choice = choose_stage(
             module,
             optimizer,
-            device=self.root_device,
-            local_ranks=self.num_processes or 1,
-            precision=self._precision_name,
-            activation_bytes=activation_bytes,
+            world_size=rank_count(),
+            free_bytes=free,
+            host_bytes=host,
+            nvme_path=question.nvme_path,
+            activation_bytes=-activations,
+            precision=f"bf{precision}" if precision.startswith("16-") else precision,  # float16 has the same size
+            headroom=question.headroom,
+            sizes=ZeROSizes(reduce_bucket=bucket) if bucket is not None else None,
         )
+        question.stage = choice.stage
+        if rank_here() == 0:
+            wide_enough(Console()).print(choice.as_table())
+        # Lightning builds the config, which has its own defaults.
+        made = DeepSpeedStrategy(**question.arguments(), **question.settings).config
+        assert made is not None
+        given = {}
+        for key in ("reduce_bucket_size", "sub_group_size"):
+            if key in question.settings:
+                given[key] = question.settings[key]
+        # The sizes assumed in the prediction, and the user's before them.
+        self._given_config["zero_optimization"] = {**made["zero_optimization"], **choice.sizes.as_config(), **given}
 
     def _make_engine(
         self, config: dict[str, Any], model: nn.Module, optimizer: Optimizer | None = None, scheduler: Any = None

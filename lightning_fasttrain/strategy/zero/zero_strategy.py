@@ -15,7 +15,7 @@ from torch import nn
 from lightning_fasttrain.core.messages import explain, note_once, warn
 from lightning_fasttrain.core.modules.wrapped_forward import patch
 from lightning_fasttrain.run.checkpoint.atomic_checkpoints import probe_folders
-from lightning_fasttrain.strategy.zero.stage_agreement import predicted_activations
+from lightning_fasttrain.strategy.zero.stage_question import predicted_activations
 from lightning_fasttrain.strategy.zero.zero_checkpoint import folder_to_load, save_whole
 from lightning_fasttrain.strategy.zero.zero_host import ZeROHost, fit_buckets, refuse_unfit_optimizer
 from lightning_fasttrain.technique import Conflict, Surgery, Technique, check_together
