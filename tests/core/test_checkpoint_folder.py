@@ -156,7 +156,7 @@ def test_a_flipped_bit_in_a_file_is_noticed_though_torch_loads_it(tmp_path):
 def test_what_is_no_checkpoint_is_said_in_one_way(tmp_path, content):
     path = tmp_path / "one.ckpt"
     path.write_bytes(content)
-    with pytest.raises(CorruptCheckpoint, match=f"{len(content)} bytes are no archive"):
+    with pytest.raises(CorruptCheckpoint, match=f"{len(content)} bytes are not an archive"):
         newest_checkpoint(tmp_path) if len(content) == 1 else verify_checkpoint(path)
     with pytest.warns(UserWarning, match="passed over"), pytest.raises(CorruptCheckpoint, match="all of them"):
         newest_checkpoint(tmp_path)

@@ -122,23 +122,20 @@ def _candidates(folder: Path) -> list[Path]:
 def _newest_first(paths: list[Path]) -> list[Path]:
     told = {path: facts_of(path) for path in paths}
     at = {path: _saved_at(path, facts) for path, facts in told.items()}
-    last: dict[str | None, float] = {None: 0.0}  # when each run saved last; files that name none count as one run
+    last: dict[str | None, float] = {}  # when each run saved last; files that name none count as one run
     for path, facts in told.items():
         if facts.step is not None:
             last[facts.run] = max(at[path], last.get(facts.run, 0.0))
-
-    with_step = [path for path, facts in told.items() if facts.step is not None]
-
-    def rank(path: Path) -> tuple[float, int, float]:
-        facts = told[path]
-        if facts.step is None:  # as far as the farthest of those that were written before it
-            # All of `with_step` have a step, so the recursion ends there.
-            before = [rank(one) for one in with_step if _written_at(one) <= at[path]]
-            run_saved_at, step, _ = max(before, default=(0.0, -1, 0.0))
-            return run_saved_at, step, at[path]
-        return last[facts.run], facts.step, at[path]
-
-    return sorted(paths, key=rank, reverse=True)
+    with_step: dict[Path, tuple[float, int, float]] = {}
+    for path, facts in told.items():
+        if facts.step is not None:
+            with_step[path] = (last[facts.run], facts.step, at[path])
+    ranks = dict(with_step)
+    for path in told.keys() - with_step.keys():  # as far as the farthest of those that were written before it
+        before = [rank for other, rank in with_step.items() if _written_at(other) <= at[path]]
+        run_saved_at, step, _ = max(before, default=(0.0, -1, 0.0))
+        ranks[path] = (run_saved_at, step, at[path])
+    return sorted(paths, key=lambda path: ranks[path], reverse=True)
 
 
 def _saved_at(path: Path, facts: Facts) -> float:

@@ -178,20 +178,26 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def damage_of_archive(path: Path) -> str | None:
-    """Read a complete file of ``torch.save``, and return what is wrong with it; None if it is whole."""
+def damage_of_archive(path: Path, *, contents: bool = True) -> str | None:
+    """Return what is wrong with a file of ``torch.save``; None if it is complete.
+
+    Args:
+        path: the file.
+        contents: whether to read all of it, and compare it with its checksums; otherwise only its list of entries.
+    """
     if not path.is_file():
         return "it is neither a file nor a folder"
     size = path.stat().st_size
     try:
         with zipfile.ZipFile(path) as archive:
             reason = _unfit_entries(archive, size)
-            broken = None if reason else archive.testzip()  # unpacks every entry, so not before they were found fit
-        if reason is None:
-            torch._C.PyTorchFileReader(os.fspath(path)).get_all_records()  # stricter about the archive's own structure
+            if reason is not None or not contents:
+                return reason
+            broken = archive.testzip()  # unpacks every entry, so not before they were found fit
+        torch._C.PyTorchFileReader(os.fspath(path)).get_all_records()  # stricter about the archive's own structure
     except _BROKEN_ZIP as error:  # RuntimeError: encrypted
-        return f"its {size} bytes are no archive of torch.save ({first_line(error)})"
-    return reason or (f"{broken} in it was changed: its checksum is another" if broken is not None else None)
+        return f"its {size} bytes are not an archive of torch.save ({first_line(error)})"
+    return f"{broken} in it was changed: its checksum is another" if broken is not None else None
 
 
 def _unfit_entries(archive: zipfile.ZipFile, size: int) -> str | None:
@@ -252,12 +258,8 @@ def read_archive(path: str | os.PathLike[str], *, map_location: MAP_LOCATION = "
 
 
 def refuse_unfit(path: Path) -> None:
-    """Refuse what is no archive of ``torch.save``, or one that would take more memory than it has bytes."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            reason = _unfit_entries(archive, path.stat().st_size)
-    except _BROKEN_ZIP as error:
-        reason = f"it is not an archive of torch.save ({first_line(error)})"
+    """Refuse what is not an archive of ``torch.save``, or one that would take more memory than it has bytes."""
+    reason = damage_of_archive(path, contents=False)
     if reason is not None:
         raise CorruptCheckpoint(explain(f"{path} cannot be read", reason, "Use an older one"))
 
@@ -281,50 +283,35 @@ def open_safetensors(path: Path) -> Any:
     safetensors: Any = require("safetensors", extra="finetune")
     if not path.is_file():
         raise FileNotFoundError(explain(f"{path}", "there is no such file", "Name a .safetensors file"))
-    _check_header(path)
     try:
+        _refuse_odd_header(path)
         return safetensors.safe_open(str(path), framework="pt")
     except Exception as error:
         why = f"it is cut short, or no safetensors file ({first_line(error)})"
         raise ValueError(explain(f"{path} cannot be read", why, "Fetch it again")) from error
 
 
-def _check_header(path: Path) -> None:
-    header = _header(path)
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        shape = entry.get("shape") if isinstance(entry, Mapping) else None
-        if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
-            why = f"it is cut short, or no safetensors file ({name[:120]!r} has no shape)"
-        elif len(shape) > MOST_AXES:
-            why = f"{name[:120]!r} has {len(shape)} axes"
-        elif len(name) > LONGEST_NAME or name.count(".") >= MOST_PARTS:
-            why = f"the name {name[:120]!r}… has {len(name)} characters and {name.count('.') + 1} parts"
-        elif math.prod(shape) > path.stat().st_size * 8:  # no number takes less than a bit
-            why = f"it is cut short: {name[:120]!r} would have {math.prod(shape)} numbers"
-        else:
-            continue
-        raise ValueError(explain(f"{path} cannot be read", why, "Fetch it again"))
-
-
-def _header(path: Path) -> dict[str, Any]:
+def _refuse_odd_header(path: Path) -> None:
+    largest = path.stat().st_size
     with open(path, "rb") as file:
         first = file.read(8)
         size = struct.unpack("<Q", first)[0] if len(first) == 8 else -1
         # The format: eight bytes say how long the header is, and nothing says that they are true.
-        data = file.read(size) if 0 <= size <= min(LARGEST_JSON, path.stat().st_size) else b""
-    if size < 0 or len(data) != size:
-        why = "it is cut short, or no safetensors file"
-        raise ValueError(explain(f"{path} cannot be read", why, "Fetch it again"))
-    try:
-        header = json.loads(data, object_pairs_hook=_without_duplicates)
-        if not isinstance(header, dict):
-            raise ValueError(f"its header is a {type(header).__name__}")
-    except (ValueError, RecursionError) as error:
-        why = f"it is cut short, or no safetensors file ({first_line(error)})"
-        raise ValueError(explain(f"{path} cannot be read", why, "Fetch it again")) from error
-    return header
+        data = file.read(size) if 0 <= size <= min(LARGEST_JSON, largest) else b""
+    if len(data) != size:
+        raise ValueError("it has no header")
+    for name, entry in parse_json(data, "its header").items():
+        if name == "__metadata__":
+            continue
+        shape = entry.get("shape") if isinstance(entry, Mapping) else None
+        if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+            raise ValueError(f"{name[:120]!r} has no shape")
+        if len(shape) > MOST_AXES:
+            raise ValueError(f"{name[:120]!r} has {len(shape)} axes")
+        if len(name) > LONGEST_NAME or name.count(".") >= MOST_PARTS:
+            raise ValueError(f"the name {name[:120]!r}… has {len(name)} characters and {name.count('.') + 1} parts")
+        if math.prod(shape) > largest * 8:  # no element takes less than a bit
+            raise ValueError(f"{name[:120]!r} would have {math.prod(shape)} elements")
 
 
 def first_line(error: BaseException) -> str:

@@ -34,6 +34,7 @@ def read_inert(path: Path) -> dict[str, Any]:
         with torch.serialization.safe_globals(stubs):
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # damaged or hostile files raise many kinds of errors
+        # All of the message: its first line says nothing of the class that is refused.
         why = f"{type(error).__name__}: {error}"
         raise CorruptCheckpoint(explain(f"{path} cannot be read", why, "Use another checkpoint")) from error
 
@@ -70,16 +71,13 @@ class ZeROFiles:
             raise ValueError(explain(f"{folder} holds {others[0]}", why, "Use DeepSpeed's tools"))
         if not whole.exists() and not by_rank:
             raise CorruptCheckpoint(explain(f"{folder}", "it contains no *_model_states.pt", "Check the path"))
+        of_models = [whole] if whole.exists() else by_rank
         with as_corrupt(folder):
-            return cls._read(folder, [whole] if whole.exists() else by_rank)
-
-    @classmethod
-    def _read(cls, folder: Path, of_models: list[Path]) -> "ZeROFiles":
-        models = [read_inert(path) for path in of_models]
-        paths = sorted(folder.glob("*zero_pp_rank_*_mp_rank_00_optim_states.pt"), key=_rank)
-        shards = [read_inert(path)["optimizer_state_dict"] for path in paths]
-        stage = _stage(shards)
-        counts = {_largest_count(shard["partition_count"]) for shard in shards}
+            models = [read_inert(path) for path in of_models]
+            paths = sorted(folder.glob("*zero_pp_rank_*_mp_rank_00_optim_states.pt"), key=_rank)
+            shards = [read_inert(path)["optimizer_state_dict"] for path in paths]
+            stage = _stage(shards)
+            counts = {_largest_count(shard["partition_count"]) for shard in shards}
         expected = counts.pop() if len(counts) == 1 else None
         if shards and (expected != len(shards) or (stage == 3 and len(models) != expected)):
             why = f"it was saved by {expected}, or in part by an earlier run"
