@@ -103,20 +103,11 @@ class StrategyChoice:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, in bytes, for JSON."""
-        return {
-            "chosen": self.name,
-            "why": self.why,
-            "devices": self.devices,
-            "nodes": self.nodes,
-            "precision": self.precision,
-            "usable_bytes": self.usable_bytes,
-            "activation_bytes": self.activation_bytes,
-            "sizes": asdict(self.sizes),
-            "notes": list(self.notes),
-            "candidates": [
-                {"name": candidate.name, "fits": candidate.fits, **asdict(candidate)} for candidate in self.candidates
-            ],
-        }
+        told = asdict(self)
+        told["chosen"] = told.pop("name")
+        for candidate, entry in zip(self.candidates, told["candidates"], strict=True):
+            entry.update(name=candidate.name, fits=candidate.fits)
+        return told
 
     def as_table(self) -> Table:
         """Return a ``rich`` table of each candidate's memory on one rank and traffic per step, in GiB."""

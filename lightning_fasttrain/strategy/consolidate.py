@@ -59,13 +59,15 @@ def consolidate(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> 
         ValueError: ``folder`` is not a sharded checkpoint.
 
     Example:
-
+        >>> from lightning_fasttrain.strategy import save_sharded
+        >>> folder = getfixture("tmp_path")
+        >>> save_sharded(folder / "step-1", {"weight": torch.ones(2, 3)})
+        >>> consolidate(folder / "step-1", folder / "weights.safetensors").numel
+        6
     """
     folder, out = local_path(folder), Path(out)
     if not folder.exists():
         raise FileNotFoundError(explain(f"{folder}", "there is no such checkpoint", f"Look into {folder.parent}"))
-    if (folder / MANIFEST).exists():  # checkpoints of Lightning's own DeepSpeed strategies have none
-        verify_checkpoint(folder)
     state, source = _state_of(folder)
     if not state:
         why = "it contains no model"
@@ -84,8 +86,10 @@ def _state_of(folder: Path) -> tuple[dict[str, Tensor], str]:
     if (folder / ".metadata").exists() or any(folder.glob("*/.metadata")):
         from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import full_state_dict
 
-        state = full_state_dict(folder)
+        state = full_state_dict(folder)  # which verifies the folder
         return {name: _as_float32(tensor) for name, tensor in state.items()}, "FSDP2"
+    if (folder / MANIFEST).exists():  # checkpoints of Lightning's own DeepSpeed strategies have none
+        verify_checkpoint(folder)
     inner = _deepspeed_files(folder)
     if inner is None:
         why = "not a sharded checkpoint: it contains neither DeepSpeed's files nor torch.distributed's .metadata"

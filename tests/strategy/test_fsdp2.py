@@ -179,7 +179,7 @@ def test_step_wrappers_are_removed_after_a_run(found):
     [
         ("OptimizerInBackward", "OptimizerInBackward with FSDP2Strategy: it owns the gradients"),
         ("GradualUnfreezing", "GradualUnfreezing with FSDP2Strategy: the strategy shards the parameters"),
-        ("WeightAveraging", "WeightAveraging with FSDP2Strategy: it averages a copy of the whole model"),
+        ("WeightAveraging", "FSDP2Strategy + WeightAveraging: it averages a copy of the whole model"),
         ("GaLoreAdamW", "a DTensor of shape (16, 8): it is quantized or sharded"),
     ],
 )

@@ -28,8 +28,19 @@ from lightning_fasttrain.strategy.fsdp2.broadcast_weights import share_buffers_
 from lightning_fasttrain.strategy.fsdp2.oom_safe_gathers import FSDP2Together
 from lightning_fasttrain.strategy.fsdp2.shard_blocks import check_sharded, reshard_, without_gradient_reduction
 from lightning_fasttrain.strategy.fsdp2.sharding import STEPS, FSDP2Host, Sharding
+from lightning_fasttrain.technique import Conflict
+from lightning_fasttrain.technique.technique import refuse_conflicts
 
 _PATIENCE_S = 60.0  # to wait for a checkpoint in flight when a run fails
+# Lightning's own callbacks that cannot be used here; techniques declare their conflicts themselves.
+_CONFLICTS = [
+    Conflict(
+        kind,
+        "it averages a copy of the whole model, and a sharded one cannot be copied",
+        "Average the checkpoints afterwards, with full_state_dict(folder)",
+    )
+    for kind in (WeightAveraging, StochasticWeightAveraging)
+]
 
 
 class FSDP2Strategy(FSDP2Host, ModelParallelStrategy):
@@ -101,7 +112,7 @@ class FSDP2Strategy(FSDP2Host, ModelParallelStrategy):
         assert self.model is not None
         assert self.accelerator is not None
         assert self.lightning_module is not None
-        refuse_averaging(trainer.callbacks, type(self).__name__)
+        refuse_conflicts(self, _CONFLICTS, trainer.callbacks)
         # Not before adapters are in place: PEFT takes a module with a mesh for a Hugging Face model.
         self.lightning_module._device_mesh = self.device_mesh
         self.accelerator.setup(trainer)
@@ -287,15 +298,6 @@ class FSDP2Strategy(FSDP2Host, ModelParallelStrategy):
             self.wait()
         finally:
             super().teardown()
-
-
-def refuse_averaging(callbacks: list[L.Callback], strategy: str) -> None:
-    """Refuse callbacks that copy the model; techniques that cannot work on shards refuse the strategy themselves."""
-    for callback in callbacks:
-        if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
-            why = "it averages a copy of the whole model, and a sharded one cannot be copied"
-            way_out = "Average the checkpoints afterwards, with full_state_dict(folder)"
-            raise ValueError(explain(f"{type(callback).__name__} with {strategy}", why, way_out))
 
 
 def forget_unfinished_(model: nn.Module) -> None:

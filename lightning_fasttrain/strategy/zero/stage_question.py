@@ -71,23 +71,6 @@ def check_stage(stage: int | str, config: str | Path | dict[str, Any] | None, se
     return name
 
 
-def settings_of_stage(stage: str, nvme_path: str | None) -> dict[str, Any]:
-    """Return the arguments of Lightning's DeepSpeed strategies for a stage."""
-    level, _, where = stage.partition("+")
-    device = "nvme" if where == "nvme" else "cpu"
-    settings: dict[str, Any] = {"stage": int(level), "offload_optimizer": bool(where)}
-    if where:
-        settings["offload_optimizer_device"] = device
-    if where and level == "3":
-        settings |= {"offload_parameters": True, "offload_params_device": device, "remote_device": device}
-    if where == "nvme":
-        if nvme_path is None:
-            why = "there is no folder to offload to"
-            raise ValueError(explain("stage='3+nvme' without nvme_path", why, "Give nvme_path="))
-        settings["nvme_path"] = nvme_path
-    return settings
-
-
 @dataclass
 class StageQuestion:
     """Requested stage, validated, with the corresponding DeepSpeed settings.
@@ -126,7 +109,20 @@ class StageQuestion:
         """Return the arguments of Lightning's strategy; until a stage is chosen, those of stage 0."""
         if self.config is not None:
             return {"config": self.config}
-        return settings_of_stage("0" if self.open else str(self.stage), self.nvme_path)
+        level, _, where = ("0" if self.open else str(self.stage)).partition("+")
+        settings: dict[str, Any] = {"stage": int(level), "offload_optimizer": bool(where)}
+        if not where:
+            return settings
+        device = "nvme" if where == "nvme" else "cpu"
+        settings["offload_optimizer_device"] = device
+        if level == "3":
+            settings |= {"offload_parameters": True, "offload_params_device": device, "remote_device": device}
+        if where == "nvme":
+            if self.nvme_path is None:
+                why = "there is no folder to offload to"
+                raise ValueError(explain("stage='3+nvme' without nvme_path", why, "Give nvme_path="))
+            settings["nvme_path"] = self.nvme_path
+        return settings
 
 
 def predicted_activations(trainer: L.Trainer, module: L.LightningModule, device: torch.device) -> int:
