@@ -144,7 +144,8 @@ def _meet(strategy: ParallelStrategy, name: str, devices: int) -> None:
         what = f"{name} was chosen for {devices} devices, and the Trainer has {processes}"
         why = "the memory of each rank depends on the number of devices"
         raise ValueError(explain(what, why, f"Choose again with devices={processes}, or give the Trainer {devices}"))
-    type(strategy).setup_environment(strategy)  # the class's method, since this function replaces the instance's
+    # The class's method is called, since this function replaces the instance's.
+    type(strategy).setup_environment(strategy)
 
 
 def choose_strategy(

@@ -88,7 +88,8 @@ def _state_of(folder: Path) -> tuple[dict[str, Tensor], str]:
 
         state = full_state_dict(folder)  # which verifies the folder
         return {name: _as_float32(tensor) for name, tensor in state.items()}, "FSDP2"
-    if (folder / MANIFEST).exists():  # checkpoints of Lightning's own DeepSpeed strategies have none
+    # Checkpoints of Lightning's own DeepSpeed strategies have none.
+    if (folder / MANIFEST).exists():
         verify_checkpoint(folder)
     inner = _deepspeed_files(folder)
     if inner is None:
@@ -105,7 +106,8 @@ def _deepspeed_files(folder: Path) -> Path | None:
     """Return the folder with DeepSpeed's files: the tag's folder named in ``latest``, or ``folder`` itself."""
     latest = folder / "latest"
     candidates = [folder / "checkpoint", folder]
-    if latest.is_file() and latest.stat().st_size < 1000:  # the file holds one name, so a longer one is something else
+    # The file holds one name, so a longer one is something else.
+    if latest.is_file() and latest.stat().st_size < 1000:
         tag = latest.read_text().strip()
         if tag == Path(tag).name:  # a name from a file must not lead elsewhere
             candidates.insert(0, folder / tag)

@@ -155,7 +155,8 @@ class Moved:
 
 
 def _ddp(held: Held) -> Traffic:
-    buffers = sum(buffer.nbytes for buffer in held.net.buffers())  # broadcast before each training forward
+    # Buffers are broadcast before each training forward.
+    buffers = sum(buffer.nbytes for buffer in held.net.buffers())
     gradients = all_reduce_bytes(held.trained * held.size, held.ranks)
     return Traffic("ddp", gradients + gather_bytes(buffers, held.ranks))
 

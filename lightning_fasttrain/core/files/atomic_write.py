@@ -10,7 +10,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-TEMPORARY = ".fasttrain-tmp-"  # what carries it may be removed, so it must be no name of a user's
+# What carries this prefix may be removed, so no user's file may have it.
+TEMPORARY = ".fasttrain-tmp-"
 
 
 def write_atomic(path: str | os.PathLike[str], data: bytes | str | Callable[[BinaryIO], object]) -> Path:
@@ -37,7 +38,8 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | str | Callable[[Bin
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     name = target.parent / f"{TEMPORARY}{target.name}-{os.getpid()}-{secrets.token_hex(4)}"
-    descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less what the user's umask takes away
+    # The user's umask is subtracted from this mode.
+    descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         with os.fdopen(descriptor, "wb") as file:
             with suppress(OSError):  # not every file system has locks
@@ -87,7 +89,8 @@ def sync_folder(folder: Path) -> None:
 @contextmanager
 def lock(path: Path) -> Iterator[None]:
     """Hold the file or folder ``path``, waiting for whoever does. It ends with the process, however that ends."""
-    descriptor = os.open(path, os.O_RDONLY)  # a folder can be opened in no other way, and a lock needs no more
+    # A folder can be opened in no other way, and a lock needs no more.
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         with suppress(OSError):  # not every file system has locks
             fcntl.flock(descriptor, fcntl.LOCK_EX)

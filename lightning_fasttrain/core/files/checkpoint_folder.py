@@ -66,13 +66,15 @@ def checkpoint_folder(
     """
     target = local_path(target)
     staging = staging_of(target)
-    with ExitStack() as held:  # keeps the mark's lock until the folder has its name, or is removed
+    # The mark stays locked until the folder has its name, or is removed.
+    with ExitStack() as held:
         # Outside of the `try` below: a folder that is not ours has the name then, and must not be removed.
         with _all_or_none(target, agree):
             if rank == 0:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 _refuse_to_replace(target)
-                with lock(target.parent):  # newest_checkpoint of another process sweeps under the same lock
+                # newest_checkpoint of another process sweeps under the same lock.
+                with lock(target.parent):
                     settle(target)
                     _refuse_foreign(staging)
                     staging.mkdir()
@@ -115,7 +117,8 @@ def _sums(folder: Path, rank: int, world_size: int) -> dict[str, dict[str, Any]]
 def _sum(path: Path, *, sync: bool = False) -> dict[str, Any]:
     with open(path, "rb") as file:
         if sync:
-            os.fsync(file.fileno())  # of the whole file, whoever wrote it and through whichever descriptor
+            # This syncs the whole file, whoever wrote it and through whichever descriptor.
+            os.fsync(file.fileno())
         return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
@@ -145,7 +148,8 @@ def _publish(staging: Path, target: Path, facts: dict[str, Any]) -> None:
 
 def _replace(staging: Path, target: Path) -> None:
     old = old_of(target)
-    if os.path.lexists(target):  # a folder cannot be renamed onto another: between the two renames both are complete
+    # A folder cannot be renamed onto another: between the two renames both are complete.
+    if os.path.lexists(target):
         _refuse_foreign(old)
         old.mkdir()
         write_atomic(old / _LOCK, _MARK)

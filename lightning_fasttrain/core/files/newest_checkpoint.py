@@ -31,7 +31,8 @@ def whole_or_older(path: str | os.PathLike[str], *, substitute: bool) -> Path:
     """
     path = local_path(path)
     if not path.exists():
-        sweep(path.parent)  # a save that was killed when it was complete takes its name only now
+        # A save that was killed when it was complete takes its name only now.
+        sweep(path.parent)
     try:
         verify_checkpoint(path)
         return path
@@ -122,7 +123,8 @@ def _candidates(folder: Path) -> list[Path]:
 def _newest_first(paths: list[Path]) -> list[Path]:
     told = {path: facts_of(path) for path in paths}
     at = {path: _saved_at(path, facts) for path, facts in told.items()}
-    last: dict[str | None, float] = {}  # when each run saved last; files that name none count as one run
+    # The time of each run's last save; files that name no run count as one.
+    last: dict[str | None, float] = {}
     for path, facts in told.items():
         if facts.step is not None:
             last[facts.run] = max(at[path], last.get(facts.run, 0.0))
@@ -131,7 +133,8 @@ def _newest_first(paths: list[Path]) -> list[Path]:
         if facts.step is not None:
             with_step[path] = (last[facts.run], facts.step, at[path])
     ranks = dict(with_step)
-    for path in told.keys() - with_step.keys():  # as far as the farthest of those that were written before it
+    # A file without a step counts as far as the farthest of those that were written before it.
+    for path in told.keys() - with_step.keys():
         before = [rank for other, rank in with_step.items() if _written_at(other) <= at[path]]
         run_saved_at, step, _ = max(before, default=(0.0, -1, 0.0))
         ranks[path] = (run_saved_at, step, at[path])

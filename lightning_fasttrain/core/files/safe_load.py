@@ -51,7 +51,8 @@ def refuse_unreadable(values: object) -> None:
 
 def _find_unreadable(value: Any, where: str, seen: set[int]) -> tuple[str, Any] | None:
     """The first entry that cannot be read back, with the path to it."""
-    kind = type(value)  # exactly: a subclass is written with its own name, which is refused
+    # The exact class: a subclass is written with its own name, which is refused.
+    kind = type(value)
     if kind in _PLAIN or id(value) in seen:
         return None
     if kind not in _CONTAINERS:
@@ -79,7 +80,8 @@ def _comes_back(value: object) -> bool:
     return True
 
 
-LARGEST_JSON = 32 * 2**20  # bytes; the index of a model of 700 billion parameters has nine million
+# In bytes; the index of a model of 700 billion parameters has nine million.
+LARGEST_JSON = 32 * 2**20
 MOST_AXES = 16
 MOST_PARTS, LONGEST_NAME = 100, 2000  # of a tensor's name: nested modules, and characters
 _BROKEN_ZIP = (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, RuntimeError, NotImplementedError)
@@ -193,8 +195,10 @@ def damage_of_archive(path: Path, *, contents: bool = True) -> str | None:
             reason = _unfit_entries(archive, size)
             if reason is not None or not contents:
                 return reason
-            broken = archive.testzip()  # unpacks every entry, so not before they were found fit
-        torch._C.PyTorchFileReader(os.fspath(path)).get_all_records()  # stricter about the archive's own structure
+            # It unpacks every entry, so not before they were found fit.
+            broken = archive.testzip()
+        # Torch's reader is stricter about the archive's own structure.
+        torch._C.PyTorchFileReader(os.fspath(path)).get_all_records()
     except _BROKEN_ZIP as error:  # RuntimeError: encrypted
         return f"its {size} bytes are not an archive of torch.save ({first_line(error)})"
     return f"{broken} in it was changed: its checksum is another" if broken is not None else None

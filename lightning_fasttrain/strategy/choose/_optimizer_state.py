@@ -19,7 +19,8 @@ from lightning_fasttrain.optim.named.state_bytes import groups_of, state_bytes
 
 MakeOptimizer = Callable[[Any], Optimizer]
 
-_BY_LAYER = ("lamb", "lars")  # a norm of each layer scales its update, which the state does not show
+# A norm of each layer scales its update, which the state does not show.
+_BY_LAYER = ("lamb", "lars")
 _PROBE = (64, 128)  # large enough that bitsandbytes does not fall back to 32 bits
 
 
@@ -72,7 +73,8 @@ def unfit_family(optimizer: Optimizer) -> tuple[str, str]:
         ValueError: the optimizer works under neither.
     """
     kind = type(optimizer)
-    if issubclass(kind, MuonAdamW | Muon):  # FSDP2 shards matrices by rows, which the optimizer gathers
+    # FSDP2 shards matrices by rows, which the optimizer gathers.
+    if issubclass(kind, MuonAdamW | Muon):
         return "zero", f"ZeRO is left out: {kind.__name__} needs whole matrices, and ZeRO gives it flat shards."
     refuse_unshardable(optimizer)
     if has_own_kernels(optimizer):

@@ -149,7 +149,8 @@ def _stage_1_or_2(held: Held, sizes: ZeROSizes, stage: str) -> ModelStates:
         parameters=held.whole + held.padding() + held.extras,
         gradients=held.owned_bytes() if stage == "2" else held.trained * held.size,
         optimizer=sum(parts) * MASTER + held.state(parts),
-        buffers=max(2 * sizes.reduce_bucket * held.size, held.step_copy(parts)),  # buckets are freed before the step
+        # Buckets are freed before the step.
+        buffers=max(2 * sizes.reduce_bucket * held.size, held.step_copy(parts)),
     )
 
 
@@ -181,7 +182,8 @@ def _stage_3_away(held: Held, sizes: ZeROSizes, stage: str) -> ModelStates:
     parts = held.parameter_shards()
     total = sum(parts)
     staying, passing = held.gathered_bytes(sizes, offloaded=True)
-    updated = total * 2 * MASTER + held.state(parts)  # float32 master weights, their gradients, their state
+    # The float32 master weights, their gradients, and their state.
+    updated = total * 2 * MASTER + held.state(parts)
     host, nvme = held.cut() + total * held.size + updated, 0
     if stage == "3+nvme":
         kept = min(total, _PARAMETERS_IN_HOST)

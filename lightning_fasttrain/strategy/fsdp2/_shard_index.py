@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -25,7 +24,8 @@ from lightning_fasttrain.core.messages import explain
 
 INDEX = "index.json"
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-_LARGEST = 2**28  # bytes of an index; ten thousand tensors on a hundred ranks need a tenth of that
+# Bytes of an index; ten thousand tensors on a hundred ranks need a tenth of that.
+_LARGEST = 2**28
 
 
 def write_index(folder: Path, index: Metadata) -> None:
@@ -56,7 +56,6 @@ class ShardReader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         if self._known is None:
             self._known = _read_index(Path(self.path))
-        self._known.storage_meta = StorageMeta(load_id=self.load_id)  # as FileSystemReader does
         return self._known
 
     def list_tensors(self) -> dict[str, TensorStorageMetadata]:
@@ -82,7 +81,8 @@ def _read_index(folder: Path) -> Metadata:
                 places[MetadataIndex(name, offsets)] = filesystem._StorageInfo(_to_file_name(file), start, length)
             size = _to_size(entry["size"])
             if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
-                raise ValueError(f"shards of {name[:200]} are missing")  # their values would be uninitialized memory
+                # Otherwise their values would be uninitialized memory.
+                raise ValueError(f"shards of {name[:200]} are missing")
             tensors[name] = TensorStorageMetadata(TensorProperties(_DTYPES[entry["dtype"]]), size, chunks)
         _refuse_larger_than_files(path, tensors, places)
     return Metadata(tensors, None, places)

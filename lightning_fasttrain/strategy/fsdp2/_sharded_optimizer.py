@@ -10,7 +10,8 @@ from torch.optim import Optimizer
 
 from lightning_fasttrain.core.messages import explain
 
-_PLAIN, _REPLICATED = "plain", "replicated"  # layouts of a tensor; otherwise the dimension that it is sharded along
+# Layouts of a tensor; otherwise the dimension that it is sharded along.
+_PLAIN, _REPLICATED = "plain", "replicated"
 
 
 def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -54,7 +55,8 @@ def _refuse_local(optimizer: str, name: str, value: object, parameter: Tensor) -
     if isinstance(value, DTensor):
         bad = not all(isinstance(placement, known) for placement in value.placements)
     else:
-        bad = value.ndim > 0 and value.numel() > 1  # a step counter is identical on all ranks
+        # A step counter is identical on all ranks.
+        bad = value.ndim > 0 and value.numel() > 1
     if bad:
         raise ValueError(
             explain(
@@ -72,7 +74,8 @@ def take_apart(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, A
     plain: dict[str, Any] = {"class": state["class"], "param_groups": state["param_groups"], "layout": {}, "values": {}}
     for name, values in state["state"].items():
         for key, value in values.items():
-            path = f"{name}/{key}"  # keys of torch.optim contain no slash; parameter names contain dots
+            # Keys of torch.optim contain no slash; parameter names contain dots.
+            path = f"{name}/{key}"
             if isinstance(value, Tensor):
                 tensors[path] = value
                 plain["layout"][path] = _layout(value)

@@ -62,10 +62,12 @@ def send_from_rank_zero_(
         _allocate_(model, device, home or device)
     with torch.no_grad():
         for name, target in _tensors(model).items():
-            full = whole.pop(name, None)  # popped: each whole tensor is freed when it has been sent
+            # Popped, so that each whole tensor is freed when it has been sent.
+            full = whole.pop(name, None)
             full = torch.empty(target.shape, dtype=target.dtype, device=device) if full is None else full.detach()
             if isinstance(target, DTensor):
-                full = full.as_subclass(Tensor)  # 4-bit weights are of bitsandbytes' own class
+                # 4-bit weights are of bitsandbytes' own class.
+                full = full.as_subclass(Tensor)
             full = full.to(device).contiguous()
             if isinstance(target, DTensor):
                 # A collective: rank zero scatters, the others receive.
@@ -124,7 +126,8 @@ def _build_and_describe(model: nn.Module) -> Description:
             raise ValueError(explain(what, why, way_out))
         module.to_empty(device="cpu", recurse=False)
         reset()
-    for (first, name), *others in places.values():  # tied parameters have become separate ones
+    # Tied parameters have become separate ones, so they are tied again.
+    for (first, name), *others in places.values():
         for module, key in others:
             module._parameters[key] = first._parameters[name]
     return _describe(model)
@@ -201,7 +204,8 @@ def share_buffers_(model: nn.Module) -> None:
     if rank_count() == 1:
         return
     by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for buffer in dict.fromkeys(list_shared_buffers(model).values()):  # a buffer that two modules share, once
+    # A buffer that two modules share is sent once.
+    for buffer in dict.fromkeys(list_shared_buffers(model).values()):
         by_kind.setdefault((buffer.dtype, buffer.device), []).append(buffer)
     for buffers in by_kind.values():
         flat = torch.cat([buffer.reshape(-1) for buffer in buffers])

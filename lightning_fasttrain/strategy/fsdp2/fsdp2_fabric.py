@@ -14,6 +14,7 @@ from lightning.fabric.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_fasttrain.core.host.lightning import BackwardSyncControl, Stateful
 from lightning_fasttrain.core.messages import explain
@@ -87,7 +88,8 @@ class FabricFSDP2Strategy(FSDP2Host, ModelParallelStrategy):
         self._moved = [pair for pair in self._moved if pair[0]() is not None]
         self._moved += [(weakref.ref(old), after[name]) for name, old in before.items() if after[name] is not old]
         self._modules.append(weakref.ref(module))
-        if isinstance(module, L.LightningModule):  # a step uses parameters outside of forward too
+        # A step uses parameters outside of forward too.
+        if isinstance(module, L.LightningModule):
             for name in STEPS:
                 register_fsdp_forward_method(module, name)
         check_sharded(module)
@@ -96,7 +98,7 @@ class FabricFSDP2Strategy(FSDP2Host, ModelParallelStrategy):
         return module
 
     def setup_module_and_optimizers(
-        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: LRScheduler | None = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
         module = self.setup_module(module)
         return module, [self.setup_optimizer(optimizer) for optimizer in optimizers], scheduler

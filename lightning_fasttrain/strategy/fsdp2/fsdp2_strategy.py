@@ -121,7 +121,8 @@ class FSDP2Strategy(FSDP2Host, ModelParallelStrategy):
         precision = self.precision_plugin.precision
         self.sharded_blocks = self.sharding.shard_(model, self.device_mesh, precision, self.root_device)
         self._rest_to_device(model)
-        self._steps.close()  # remove the wrappers that an earlier run has put around the steps
+        # Remove the wrappers that an earlier run has put around the steps.
+        self._steps.close()
         for name in STEPS:
             if is_overridden(name, self.lightning_module):
                 self._run_gathered(model, name)
@@ -159,10 +160,12 @@ class FSDP2Strategy(FSDP2Host, ModelParallelStrategy):
         previous = vars(model).get(name)
         register_fsdp_forward_method(model, name)
         gathered: Any = vars(model)[name]
-        gathered.__func__.__wrapped__ = inspect.unwrap(gathered)  # Lightning looks for a function one layer deep
+        # Lightning looks for a function one layer deep.
+        gathered.__func__.__wrapped__ = inspect.unwrap(gathered)
 
         def restore() -> None:
-            if vars(model).get(name) is not gathered:  # a technique has removed the wrapped method
+            # A technique may have removed the wrapped method.
+            if vars(model).get(name) is not gathered:
                 return
             if previous is None:
                 delattr(model, name)
@@ -174,7 +177,8 @@ class FSDP2Strategy(FSDP2Host, ModelParallelStrategy):
     def on_train_start(self) -> None:
         """Check the sharded model once more after all callbacks' hooks."""
         assert self.model is not None
-        check_sharded(self.model, self.optimizers)  # a callback may have swapped a layer, or made the optimizer again
+        # A callback may have swapped a layer, or made the optimizer again.
+        check_sharded(self.model, self.optimizers)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Broadcast rank zero's buffers before any forward of the batch."""
@@ -302,7 +306,9 @@ class FSDP2Strategy(FSDP2Host, ModelParallelStrategy):
 
 def forget_unfinished_(model: nn.Module) -> None:
     """Discard the gradients of a window that an error has interrupted, which ``zero_grad`` does not reach."""
-    reset: Any = getattr(model, "reset_iter_state", None)  # of FSDPModule, but not in every supported torch
+    # FSDPModule has this method, but not in every supported torch.
+    reset: Any = getattr(model, "reset_iter_state", None)
     if reset is not None:
-        with suppress(AttributeError):  # raised by torch if the model was sharded but never run
+        # Torch raises it if the model was sharded but never run.
+        with suppress(AttributeError):
             reset()

@@ -35,7 +35,8 @@ class FSDP2Together(Together):
         model_of: function that returns the model, once it is sharded.
     """
 
-    may_split_forwards: ClassVar[bool] = False  # each micro-batch of a forward would gather once more
+    # Each micro-batch of a forward would gather once more.
+    may_split_forwards: ClassVar[bool] = False
 
     def __init__(self, model_of: Callable[[], nn.Module]) -> None:
         super().__init__(several=True)
@@ -86,7 +87,8 @@ class FSDP2Together(Together):
                 with script.handle(script.count):
                     result = attempt(n)
             except BaseException as error:
-                traceback.clear_frames(error.__traceback__)  # the frames hold the activations
+                # The frames hold the activations.
+                traceback.clear_frames(error.__traceback__)
                 self._begin()
                 gc.collect()
                 torch.cuda.empty_cache()
@@ -163,12 +165,14 @@ class _Script:
         """Record a gather, without waiting for other ranks."""
         self.lines.append(line)
         for other in output.view(-1, line.numel):  # (ranks, numel): one row per rank
-            if other.data_ptr() != share.data_ptr():  # FSDP2 gathers in place: its own share is in the output already
+            # FSDP2 gathers in place: its own share is in the output already.
+            if other.data_ptr() != share.data_ptr():
                 other.copy_(share)
 
     def count(self, line: _Line, output: Tensor, share: Tensor, async_op: bool) -> Any:
         """Count a gather, and compare it with the recorded one."""
-        if line != self.lines[self.done % len(self.lines)]:  # every micro-batch gathers the same, in order
+        # Every micro-batch gathers the same, in order.
+        if line != self.lines[self.done % len(self.lines)]:
             why = "micro-batches gather different parameters, so ranks cannot wait for one another"
             way_out = "Give a number, such as MicroBatching(8)"
             raise ValueError(explain("MicroBatching('auto') with FSDP2", why, way_out))
@@ -186,7 +190,8 @@ class _Script:
             line = self.lines[self.done % len(self.lines)]
             self.done += 1
             share = _share_of(line.parameters, line.dtype)
-            if share.numel() != line.numel:  # gathered from a secondary shard, which exists during a step only
+            # It was gathered from a secondary shard, which exists during a step only.
+            if share.numel() != line.numel:
                 complete = False
                 share = torch.zeros(line.numel, dtype=line.dtype, device=line.device)
             output = torch.empty(line.numel * line.group.size(), dtype=line.dtype, device=line.device)

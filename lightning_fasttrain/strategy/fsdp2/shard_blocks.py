@@ -159,7 +159,8 @@ def shard_blocks_(
         "ignored_params": whole,
     }
     if reshard_after_forward == 1 and not isinstance(reshard_after_forward, bool):
-        reshard_after_forward = False  # resharding to one process: parameters stay gathered
+        # Resharded to one process, parameters stay gathered.
+        reshard_after_forward = False
     # From the inside out: a module's group has the parameters that no inner group has.
     as_they_are = {**options, "mp_policy": replace(policy, param_dtype=None)}
     for block in groups.values():
@@ -202,7 +203,8 @@ def own_groups(model: nn.Module, blocks: Blocks | None = None) -> dict[str, nn.M
     uses = _uses(model)
     shared = []
     for name, block in found.items():
-        if any(uses[p] != n for p, n in _uses(block).items()):  # used outside of the block too
+        # One of its parameters is used outside of the block too.
+        if any(uses[p] != n for p, n in _uses(block).items()):
             shared.append(name)
     if shared:
         note_once(f"FSDP2: {', '.join(shared)} share parameters with other layers and are gathered with the root")
@@ -261,7 +263,8 @@ def check_sharded(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer] 
         Traceback (most recent call last):
         ValueError: 'weight', 'bias' of Linear train without being sharded: each rank would train a copy of its own...
     """
-    reshard_(model)  # gathered parameters are plain tensors, and would pass for unsharded ones
+    # Gathered parameters are plain tensors, and would pass for unsharded ones.
+    reshard_(model)
     named = dict(model.named_parameters())
     whole = [name for name, p in named.items() if p.requires_grad and not isinstance(p, DTensor)]
     if whole:
@@ -310,7 +313,8 @@ def without_gradient_reduction(model: nn.Module) -> Iterator[None]:
     This needs one reduction per step instead of one per micro-batch, and memory for unsharded gradients meanwhile.
     """
     sharded = [m for m in model.modules() if isinstance(m, FSDPModule) and m not in _not_reducing]
-    _not_reducing.update(sharded)  # empty within another such context, which then does and undoes nothing
+    # `sharded` is empty within another such context, so that the inner one does and undoes nothing.
+    _not_reducing.update(sharded)
     for module in sharded:
         module.set_requires_gradient_sync(False, recurse=False)
     try:

@@ -84,10 +84,13 @@ class Sharding:
         policy = precision_policy(str(precision), self.reduce_dtype)
         if isinstance(model, FSDPModule):
             return []
-        whole = whole_on_rank_zero(model)  # collected now: afterwards no rank has unsharded weights
-        for module in model.modules():  # FSDP2 does not move quantised layers and their constants
+        # Collected now, since after sharding no rank has unsharded weights.
+        whole = whole_on_rank_zero(model)
+        # FSDP2 does not move quantised layers and their constants.
+        for module in model.modules():
             quantised = [p for p in module.parameters(recurse=False) if is_opaque(p)]
-            if quantised and not any(p.is_meta for p in quantised):  # meta tensors have no values to move
+            # Meta tensors have no values to move.
+            if quantised and not any(p.is_meta for p in quantised):
                 module.to(device)
         names = shard_blocks_(
             model,
@@ -121,7 +124,8 @@ class FSDP2Host:
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def setup_environment(self) -> None:
-        self.sharding.shape(self.num_nodes * self.num_processes)  # refuses before any process waits for another
+        # A wrong number of processes is refused before any process waits for another.
+        self.sharding.shape(self.num_nodes * self.num_processes)
         self._process_group_backend = self._process_group_backend or self.sharding.backend(self.parallel_devices[0])
         self.accelerator.setup_device(self.root_device)
         self._setup_distributed()
@@ -142,7 +146,8 @@ class FSDP2Host:
         optimizers: Mapping[str, Mapping[str, Any]],
         rest: dict[str, Any],
     ) -> None:
-        path = local_path(self.broadcast(path))  # rank zero's path for all: one with a time in it may differ
+        # Rank zero's path for all: one with a time in it may differ.
+        path = local_path(self.broadcast(path))
         rest[KEY] = mark_of(self).facts(step_in(rest))
         states = (leave_to_rank_zero(state, model), optimizers, rest)
         if self._background is not None:

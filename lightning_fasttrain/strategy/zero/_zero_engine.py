@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_fasttrain.core.checks import require
 from lightning_fasttrain.core.messages import explain
@@ -40,7 +41,8 @@ def import_deepspeed() -> Any:
     os.environ["DS_ACCELERATOR"] = "cpu"
     try:
         deepspeed = require("deepspeed", extra="deepspeed")
-        deepspeed.accelerator.get_accelerator()  # called while the variable is set: DeepSpeed caches the result
+        # Called while the variable is set: DeepSpeed caches the result.
+        deepspeed.accelerator.get_accelerator()
         return deepspeed
     finally:
         del os.environ["DS_ACCELERATOR"]
@@ -58,13 +60,19 @@ class Engine:
     """
 
     def __init__(
-        self, config: dict[str, Any], model: nn.Module, optimizer: Optimizer | None, scheduler: Any, device_rank: int
+        self,
+        config: dict[str, Any],
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        scheduler: LRScheduler | None,
+        device_rank: int,
     ) -> None:
         # To distinguish DeepSpeed's hooks from the user's afterwards.
         before = {module: _hooks(module) for module in model.modules()}
         self.module = model
         if any(config.get(kind, {}).get("enabled") for kind in ("bf16", "fp16")):
-            let_round_(model)  # DeepSpeed requires one dtype, and updates its own float32 copies
+            # DeepSpeed requires one dtype, and updates its own float32 copies.
+            let_round_(model)
         deepspeed = import_deepspeed()
         trained: list[nn.Parameter] = []
         self._schedules = [] if optimizer is None else count_by_engine(optimizer)
@@ -115,7 +123,7 @@ class Engine:
         """Allow a loaded checkpoint to lack keys of the module that ``names_to_load`` does not return."""
         load = self.deepspeed.load_module_state_dict
 
-        def load_part(checkpoint: Any, strict: bool = True, **kwargs: Any) -> None:
+        def load_part(checkpoint: dict[str, Any], strict: bool = True, **kwargs: Any) -> None:
             names = names_to_load(checkpoint, set(checkpoint["module"]), strict)
             load(checkpoint=checkpoint, strict=strict and names >= set(self.module.state_dict()), **kwargs)
 
@@ -192,7 +200,8 @@ class Engine:
                 torch._foreach_mul_(grads, torch.as_tensor(factor, device=grads[0].device))
             return
         if isinstance(factor, Tensor) and _is_offloaded(sharded):
-            factor = float(factor)  # gradients on the host cannot be multiplied by a tensor on the device
+            # Gradients on the host cannot be multiplied by a tensor on the device.
+            factor = float(factor)
         previous = sharded.loss_scale
         # Gradients are divided by the scale: infinity makes them 0.
         scale = previous / factor if isinstance(factor, Tensor) or factor != 0 else float("inf")
@@ -221,7 +230,8 @@ class Engine:
             from deepspeed.runtime.utils import combine_grad_norm_groups
 
             norm = combine_grad_norm_groups(sharded._get_norm_groups())
-        return torch.as_tensor(norm) / sharded.loss_scale  # stored gradients include the loss scale
+        # Stored gradients include the loss scale.
+        return torch.as_tensor(norm) / sharded.loss_scale
 
     def _sharded_optimizer(self) -> Any:
         """Return ZeRO's optimizer of stage 1 to 3; None at stage 0, where parameters hold their own gradients."""
@@ -236,7 +246,7 @@ class Engine:
         return optimizer
 
 
-def _is_offloaded(sharded: Any) -> bool:
+def _is_offloaded(sharded: object) -> bool:
     return bool(getattr(sharded, "cpu_offload", False) or getattr(sharded, "offload_optimizer", False))
 
 

@@ -109,7 +109,8 @@ class ZeROFiles:
     def _of_stage_3(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the master weights of stage 3, where each parameter is sharded equally over all ranks, with padding."""
         by_rank = []
-        for shard in self.shards:  # a parameter may begin in one group of a rank and end in the next
+        # A parameter may begin in one group of a rank and end in the next.
+        for shard in self.shards:
             by_rank.append(torch.cat([group.flatten() for group in shard["fp32_flat_groups"]]))
         start = 0
         for shapes in self.model["param_shapes"]:
@@ -132,7 +133,8 @@ class ZeROFiles:
         """Map the name of each tied parameter to the name it is saved under."""
         if self.stage > 0:
             return dict(self.model.get("shared_params") or {})
-        first: dict[Any, str] = {}  # stage 0 records no names, but tied tensors share memory in the file too
+        # Stage 0 records no names, but tied tensors share memory in the file too.
+        first: dict[Any, str] = {}
         # A view and its base share an address, but not shape and strides.
         keys = {n: (v.data_ptr(), v.shape, v.stride()) for n, v in self.model["module"].items() if v.numel()}
         return {name: first[key] for name, key in keys.items() if first.setdefault(key, name) != name}

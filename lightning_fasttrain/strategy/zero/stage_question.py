@@ -1,4 +1,4 @@
-"""What the choice of the ZeRO stage depends on: the user's settings, and the activations of a step."""
+"""Settings for the choice of a ZeRO stage, and the activations of a step, on which it depends too."""
 
 import inspect
 from collections.abc import Mapping
@@ -136,7 +136,8 @@ def predicted_activations(trainer: L.Trainer, module: L.LightningModule, device:
         batch = _a_batch(loader)
         # Techniques that change the model are applied already.
         techniques = [c for c in trainer.callbacks if isinstance(c, Technique) and c.surgery is None]
-        precision = "32-true" if trainer.precision == "32-true" else "bf16-true"  # DeepSpeed's "mixed" casts the model
+        # DeepSpeed casts the model under "mixed" too.
+        precision = "32-true" if trainer.precision == "32-true" else "bf16-true"
         report = predict_memory(module, batch, techniques=techniques, precision=precision, device=device.type)
     except Exception as error:  # a user's step may do anything; the choice continues without activations
         say("ZeRO stage: chosen without activations, since they cannot be predicted: %s", error)

@@ -72,7 +72,8 @@ def save_whole(
     others = {key: value for key, value in plain.items() if key not in ("state_dict", "optimizer_states")}
     try:
         with checkpoint_folder(path, **ranks, about=about) as folder, host.engine.save_alone():
-            refuse_unreadable(others)  # in this context, so that an error reaches all ranks
+            # Checked in this context, so that an error reaches all ranks.
+            refuse_unreadable(others)
             save(folder)
     finally:
         if not host.roll_call.broken:
@@ -105,7 +106,8 @@ def folder_to_load(host: ZeROHost, path: str | Path, *, optimizer_too: bool) -> 
         made = from_rank_zero(lambda: _convert(folder, undo))
         undo.callback(host.barrier)  # before rank zero removes it
         config = engine.deepspeed._config
-        config.load_universal_checkpoint = True  # DeepSpeed reads its config while it loads
+        # DeepSpeed reads its config while it loads.
+        config.load_universal_checkpoint = True
         try:
             yield made
         finally:
@@ -119,7 +121,8 @@ def _convert(folder: Path, undo: ExitStack) -> Path:
     """Convert a checkpoint to DeepSpeed's universal format, in a folder next to it that ``undo`` removes."""
     made = Path(tempfile.mkdtemp(prefix=f"{TEMPORARY}universal-", dir=folder.parent))
     undo.callback(shutil.rmtree, made, ignore_errors=True)
-    undo.enter_context(mark_folder(made))  # so that it does not pass for the remains of a killed save
+    # Marked, so that it does not pass for the remains of a killed save.
+    undo.enter_context(mark_folder(made))
     settings = argparse.Namespace(
         input_folder=str(folder / TAG),
         output_folder=str(made / TAG),
@@ -171,7 +174,8 @@ def _look(path: Path, host: ZeROHost, optimizer_too: bool) -> tuple[Path, bool]:
     manifest: dict[str, Any] = {}
     stage, ranks = host.stage, host.world_size
     if not (host.trusted and path.exists() and not (path / MANIFEST).exists()):
-        path = whole_or_older(path, substitute=optimizer_too)  # a run that loads only weights does not resume
+        # A run that loads only weights does not resume.
+        path = whole_or_older(path, substitute=optimizer_too)
         manifest = read_manifest(path) if path.is_dir() else {}
     if not (path / TAG).is_dir():
         why = "not a DeepSpeed checkpoint"

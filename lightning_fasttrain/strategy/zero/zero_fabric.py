@@ -9,6 +9,7 @@ import torch
 from lightning.fabric.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.host.lightning import BackwardSyncControl
@@ -81,7 +82,8 @@ class FabricZeROStrategy(ZeROHost, DeepSpeedStrategy):
     def setup_environment(self) -> None:
         """Join the process group; on a CPU as on a GPU."""
         super().setup_environment()
-        if not self._config_initialized:  # on a CPU, where Lightning's own setup is left out
+        # On a CPU Lightning's own setup, which formats the config, is left out.
+        if not self._config_initialized:
             self._format_config()
             self._config_initialized = True
 
@@ -100,14 +102,16 @@ class FabricZeROStrategy(ZeROHost, DeepSpeedStrategy):
         fit_buckets(self._given_config, module, self.question.settings)
         return super().setup_module_and_optimizers(module, optimizers, scheduler)
 
-    def _initialize_engine(self, model: nn.Module, optimizer: Any = None, scheduler: Any = None) -> Any:
+    def _initialize_engine(
+        self, model: nn.Module, optimizer: Optimizer | None = None, scheduler: LRScheduler | None = None
+    ) -> Any:
         engine = self._make_engine(self._given_config, model, optimizer, scheduler)
         return engine.deepspeed, engine.optimizer, engine.scheduler
 
     def clip_gradients_norm(
         self,
-        module: Any,
-        optimizer: Any,
+        module: nn.Module,
+        optimizer: Optimizer,
         max_norm: float,
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
@@ -119,7 +123,7 @@ class FabricZeROStrategy(ZeROHost, DeepSpeedStrategy):
         assert self.engine is not None
         return clip_to(self.engine, float(max_norm), error_if_nonfinite)
 
-    def clip_gradients_value(self, module: Any, optimizer: Any, clip_val: float) -> None:
+    def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
         """Refuse clipping by value, which ZeRO does not support.
 
         Raises:
@@ -151,7 +155,11 @@ class FabricZeROStrategy(ZeROHost, DeepSpeedStrategy):
         save_whole(self, path, state.get("step"), lambda folder: save(folder, state, storage_options, filter), plain)
 
     def load_checkpoint(
-        self, path: str | Path, state: Any = None, strict: bool = True, weights_only: bool | None = None
+        self,
+        path: str | Path,
+        state: nn.Module | Optimizer | dict[str, Any] | None = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
     ) -> Any:
         """Load a checkpoint folder; if it is corrupt and optimizer state is loaded, an older one of the same run.
 
@@ -185,11 +193,13 @@ def clip_to(engine: Engine, max_norm: float, error_if_nonfinite: bool) -> Tensor
         RuntimeError: the norm is not finite.
     """
     norm = engine.gradient_norm()
-    norm = torch.where(norm < 0, torch.inf, norm)  # DeepSpeed returns -1 for a norm that is not finite
+    # DeepSpeed returns -1 for a norm that is not finite.
+    norm = torch.where(norm < 0, torch.inf, norm)
     if error_if_nonfinite and not float(norm) < float("inf"):
         way_out = "Lower the learning rate, or pass error_if_nonfinite=False"
         raise RuntimeError(explain("the norm of the gradients is not finite", "it cannot be clipped", way_out))
-    engine.scale_gradients_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))  # 1e-6, as in torch's clipping
+    # The 1e-6 is that of torch's clipping.
+    engine.scale_gradients_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm
 
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import LBFGS, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_fasttrain.core.checks import require
 from lightning_fasttrain.core.device import GIB
@@ -51,7 +52,8 @@ class ZeROHost:
         self.question = StageQuestion(stage, memory_gib, headroom, nvme_path, config, settings)
         self.trusted, self.universal = trusted, universal
         super().__init__(**self.question.arguments(), **settings)
-        self._given_config.setdefault("gradient_clipping", 0.0)  # DeepSpeed's own default is to clip at 1.0
+        # DeepSpeed's own default is to clip at 1.0.
+        self._given_config.setdefault("gradient_clipping", 0.0)
         # The user's optimizer is the one that steps.
         self._given_config.setdefault("zero_force_ds_cpu_optimizer", False)
         self.engine: Engine | None = None
@@ -130,7 +132,8 @@ class ZeROHost:
             host_bytes=host,
             nvme_path=question.nvme_path,
             activation_bytes=-activations,
-            precision=f"bf{precision}" if precision.startswith("16-") else precision,  # float16 has the same size
+            # float16 takes as many bytes as bfloat16.
+            precision=f"bf{precision}" if precision.startswith("16-") else precision,
             headroom=question.headroom,
             sizes=ZeROSizes(reduce_bucket=bucket) if bucket is not None else None,
         )
@@ -148,7 +151,11 @@ class ZeROHost:
         self._given_config["zero_optimization"] = {**made["zero_optimization"], **choice.sizes.as_config(), **given}
 
     def _make_engine(
-        self, config: dict[str, Any], model: nn.Module, optimizer: Optimizer | None = None, scheduler: Any = None
+        self,
+        config: dict[str, Any],
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        scheduler: LRScheduler | None = None,
     ) -> Engine:
         index = self.root_device.index  # a CPU has no index, but DeepSpeed requires one
         self.engine = Engine(config, model, optimizer, scheduler, self.local_rank if index is None else index)

@@ -11,6 +11,8 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_fasttrain.core.messages import explain, note_once, warn
 from lightning_fasttrain.core.modules.wrapped_forward import patch
@@ -117,7 +119,8 @@ class ZeROStrategy(ZeROHost, DeepSpeedStrategy):
                 "gradients are lost. Run the others inside `with optimizer.toggle_model(sync_grad=False):`."
             )
         optimizer = None
-        if "optimizer" not in self._given_config:  # otherwise DeepSpeed makes the optimizer of its config
+        # With one in the config, DeepSpeed makes the optimizer.
+        if "optimizer" not in self._given_config:
             with self.roll_call.all_or_none("configure_optimizers"):
                 self._made = super()._init_optimizers()
             optimizer = self._made[0]
@@ -126,16 +129,20 @@ class ZeROStrategy(ZeROHost, DeepSpeedStrategy):
             self._choose_stage(module, optimizer, predicted_activations(trainer, module, self.root_device))
         if optimizer is not None:
             refuse_unfit_optimizer(optimizer, self.stage)
-        check_together(techniques_of(trainer), self)  # once more: "auto" has chosen a stage only now
+        # Checked once more, since "auto" has chosen a stage only now.
+        check_together(techniques_of(trainer), self)
         refuse_conflicts(self, CONFLICTS_OF_ZERO, trainer.callbacks)
         fit_buckets(self._given_config, module, self.question.settings)
-        probe_folders(trainer, [] if optimizer is None else [optimizer])  # before DeepSpeed shards it
+        # Probed now, before DeepSpeed shards the optimizer.
+        probe_folders(trainer, [] if optimizer is None else [optimizer])
 
     def _init_optimizers(self) -> Any:
         made, self._made = self._made, None
         return made if made is not None else super()._init_optimizers()
 
-    def _setup_model_and_optimizer(self, model: nn.Module, optimizer: Any, lr_scheduler: Any = None) -> Any:
+    def _setup_model_and_optimizer(
+        self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: LRScheduler | None = None
+    ) -> Any:
         engine = self._make_engine(self._given_config, model, optimizer, lr_scheduler)
         return engine.deepspeed, engine.optimizer
 
@@ -185,7 +192,8 @@ class ZeROStrategy(ZeROHost, DeepSpeedStrategy):
             why = "the Trainer accumulates, so it would be done twice"
             raise ValueError(explain(what, why, "Use Trainer(accumulate_grad_batches=...)"))
         config["gradient_accumulation_steps"] = 1
-        config.setdefault("train_micro_batch_size_per_gpu", 1)  # DeepSpeed uses it for its own log lines only
+        # DeepSpeed uses it for its own log lines only.
+        config.setdefault("train_micro_batch_size_per_gpu", 1)
         if trainer.gradient_clip_val is not None:
             config["gradient_clipping"] = trainer.gradient_clip_val
 
