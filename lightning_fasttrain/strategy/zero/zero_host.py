@@ -123,6 +123,7 @@ class ZeROHost:
         # Negated, so that the minimum yields the maximum.
         free, host, activations = smallest_over_ranks([free, host, -activation_bytes])
         bucket = question.settings.get("reduce_bucket_size")
+        sizes = ZeROSizes(reduce_bucket=bucket) if bucket is not None else None
         precision = self._precision_name
         choice = choose_stage(
             module,
@@ -135,7 +136,7 @@ class ZeROHost:
             # float16 takes as many bytes as bfloat16.
             precision=f"bf{precision}" if precision.startswith("16-") else precision,
             headroom=question.headroom,
-            sizes=ZeROSizes(reduce_bucket=bucket) if bucket is not None else None,
+            sizes=sizes,
         )
         question.stage = choice.stage
         if rank_here() == 0:
