@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_fasttrain.core.checks import require
 from lightning_fasttrain.core.files.atomic_write import write_atomic
 from lightning_fasttrain.core.files.checkpoint_folder import MANIFEST, verify_checkpoint
-from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint, as_corrupt, local_path
+from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint, as_corrupt, existing_path
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.strategy.zero._zero_files import ZeROFiles
 
@@ -65,9 +65,7 @@ def consolidate(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> 
         >>> consolidate(folder / "step-1", folder / "weights.safetensors").numel
         6
     """
-    folder, out = local_path(folder), Path(out)
-    if not folder.exists():
-        raise FileNotFoundError(explain(f"{folder}", "there is no such checkpoint", f"Look into {folder.parent}"))
+    folder, out = existing_path(folder), Path(out)
     state, source = _state_of(folder)
     if not state:
         why = "it contains no model"

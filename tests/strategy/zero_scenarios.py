@@ -26,6 +26,7 @@ from lightning_fasttrain.strategy.zero.zero_fabric import FabricZeROStrategy
 from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy
 from tests.strategy import zero_steps
 from tests.strategy.zero_launches import DEPTH
+from tests.strategy.zero_steps import whole
 from tests.support.nets import (
     LazyLM,
     TinyLM,
@@ -58,15 +59,6 @@ def fit(module, strategy, callbacks=(), batches=None, path=None, **settings):
     t = trainer(callbacks, devices=RANKS, strategy=strategy, **settings)
     t.fit(module, as_loader(MINE if batches is None else batches), ckpt_path=path)
     return t
-
-
-def whole(module):
-    """Return the weights of a module, gathered if they are sharded."""
-    import deepspeed
-
-    pieces = [p for p in module.parameters() if hasattr(p, "ds_id")]
-    with deepspeed.zero.GatheredParameters(pieces):
-        return {name: value.detach().clone().float() for name, value in module.state_dict().items()}
 
 
 def mean_losses(module):

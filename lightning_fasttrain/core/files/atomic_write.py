@@ -1,4 +1,4 @@
-"""Files that are either whole or not there."""
+"""Atomic writing of files, and locks that show whether a process is still writing."""
 
 import fcntl
 import os
@@ -15,7 +15,7 @@ TEMPORARY = ".fasttrain-tmp-"
 
 
 def write_atomic(path: str | os.PathLike[str], data: bytes | str | Callable[[BinaryIO], object]) -> Path:
-    """Write ``data`` so that a reader, or a crash, sees the old file or the new one and nothing between.
+    """Write a file atomically: a reader, also after a crash, sees the old file or the complete new one.
 
     The bytes go to a temporary file in the *target's* folder (a rename across file systems is a copy, and a copy
     can be cut short), are synced, and take the target's name in one step; then the folder is synced.
@@ -28,7 +28,7 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | str | Callable[[Bin
         The path written.
 
     Raises:
-        OSError: nothing was written; an existing file is as it was.
+        OSError: nothing was written; an existing file is not changed.
 
     Example:
         >>> folder = getfixture("tmp_path")
@@ -62,23 +62,23 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | str | Callable[[Bin
 
 
 def is_temporary_file(path: Path) -> bool:
-    """Whether ``path`` is a file that :func:`write_atomic` was writing, told by its kind and its whole name."""
+    """Return whether ``path`` is a temporary file of :func:`write_atomic`, by its kind and its complete name."""
     named = re.fullmatch(rf"{re.escape(TEMPORARY)}.+-\d+-[0-9a-f]{{8}}", path.name, re.DOTALL)
     return named is not None and path.is_file() and not path.is_symlink()
 
 
 def find_existing(path: Path) -> Path:
-    """``path`` if it is a folder, or the nearest folder above it."""
+    """Return ``path`` if it is a folder, otherwise the nearest folder above it."""
     return next(one for one in (path, *path.absolute().parents) if one.is_dir())
 
 
 def free_disk_bytes(path: Path) -> int:
-    """Bytes free on the disk that ``path`` is on, or will be on."""
+    """Return the free bytes of the disk that ``path`` is on, or will be on."""
     return shutil.disk_usage(find_existing(path)).free
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in ``folder`` outlast a power failure."""
+    """Sync ``folder``, so that the names in it outlast a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -88,7 +88,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def lock(path: Path) -> Iterator[None]:
-    """Hold the file or folder ``path``, waiting for whoever does. It ends with the process, however that ends."""
+    """Lock the file or folder ``path``, waiting for other holders; the lock ends with the process in any case."""
     # A folder can be opened in no other way, and a lock needs no more.
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -100,7 +100,7 @@ def lock(path: Path) -> Iterator[None]:
 
 
 def is_being_written(path: Path) -> bool:
-    """Whether a living process holds ``path`` as :func:`write_atomic` and :func:`lock` do; where unknown, yes."""
+    """Return whether a living process holds ``path`` by :func:`write_atomic` or :func:`lock`; True if unknown."""
     try:
         with open(path, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -19,7 +19,13 @@ from lightning_fasttrain.core.files.atomic_write import (
     sync_folder,
     write_atomic,
 )
-from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint, damage_of_archive, local_path, parse_json
+from lightning_fasttrain.core.files.safe_load import (
+    CorruptCheckpoint,
+    damage_of_archive,
+    existing_path,
+    local_path,
+    parse_json,
+)
 from lightning_fasttrain.core.messages import explain
 
 MANIFEST = "MANIFEST.json"
@@ -123,7 +129,7 @@ def _sum(path: Path, *, sync: bool = False) -> dict[str, Any]:
 
 
 def _files(folder: Path) -> list[str]:
-    """All files but our own, by their path inside ``folder``. Links are refused: they can point anywhere."""
+    """List the checkpoint's files by their path inside ``folder``; links are refused, since they can point anywhere."""
     names = []
     for path in folder.rglob("*"):
         if path.is_symlink():
@@ -169,20 +175,20 @@ def staging_of(target: Path) -> Path:
 
 
 def old_of(target: Path) -> Path:
-    """The folder of ours in which the former ``target`` waits until the new one has its name."""
+    """Return the temporary path in which the former ``target`` waits until the new one has its name."""
     return target.parent / f"{OLD}{target.name}"
 
 
 @contextmanager
 def mark_folder(folder: Path) -> Iterator[None]:
-    """Say inside ``folder`` that it is ours, and that this process is at work in it; the latter dies with it."""
+    """Mark ``folder`` as made by this package, and lock the mark until this process leaves the context or ends."""
     write_atomic(folder / _LOCK, _MARK)
     with lock(folder / _LOCK):
         yield
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether this module wrote ``folder``, judged by its content and never by its name alone."""
+    """Return whether this package made ``folder``, by its content and never by its name alone."""
     if folder.is_symlink() or not folder.is_dir():
         return False
     mark = folder / _LOCK
@@ -193,12 +199,12 @@ def is_ours(folder: Path) -> bool:
 
 
 def is_at_work(target: Path) -> bool:
-    """Whether a living process writes ``target``."""
+    """Return whether a living process is writing ``target``."""
     return is_being_written(staging_of(target) / _LOCK)
 
 
 def settle(target: Path) -> None:
-    """Finish or remove what a killed save of ``target`` left. Nobody may be writing it.
+    """Finish or remove what a killed save of ``target`` left; no process may be writing it.
 
     What takes the name is verified first; what is removed carries our mark. All else stays as it is.
     """
@@ -223,18 +229,18 @@ def _refuse_foreign(folder: Path) -> None:
 
 
 def _refuse_to_replace(target: Path) -> None:
-    """A folder of that name must be a checkpoint: a save would remove all that is in it."""
+    """Refuse a folder that is not a checkpoint, since a save would remove its contents."""
     if target.is_symlink() or not target.is_dir():
         return
     there = [path.name for path in target.iterdir()]
     # Ours, torch's distributed checkpoint, DeepSpeed under Lightning (two names), and Lightning's FSDP.
     if there and not {MANIFEST, ".metadata", "checkpoint", "latest", "meta.pt"} & set(there):
-        why = f"it is a folder, and no checkpoint: it holds {sorted(there)[:3]}"
+        why = f"it is a folder, but not a checkpoint: it holds {sorted(there)[:3]}"
         raise FileExistsError(explain(f"{target}", why, "Use another name"))
 
 
 def verify_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read all of a checkpoint and hold it against its checksums: sha256 for a folder, the archive's for a file.
+    """Read a complete checkpoint and compare it with its checksums: sha256 for a folder, the archive's for a file.
 
     Args:
         path: a folder made by :func:`checkpoint_folder`, or a file made by ``torch.save``.
@@ -243,12 +249,10 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         The folder's manifest; of a file, its size.
 
     Raises:
-        CorruptCheckpoint: it is not as it was written.
-        FileNotFoundError: nothing is there.
+        CorruptCheckpoint: it differs from what was written.
+        FileNotFoundError: there is no such checkpoint.
     """
-    path = local_path(path)
-    if not path.exists():
-        raise FileNotFoundError(explain(f"{path}", "there is no such checkpoint", f"Look into {path.parent}"))
+    path = existing_path(path)
     reason = _damage(path)
     if reason is not None:
         way_out = f"Use an older one: newest_checkpoint({str(path.parent)!r})"
@@ -283,7 +287,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """Read the manifest of a checkpoint's folder, without its other files.
 
     Raises:
-        CorruptCheckpoint: it says nothing that can be read.
+        CorruptCheckpoint: it is missing, too large, or not valid.
     """
     path = folder / MANIFEST
     if path.is_symlink() or not path.is_file():

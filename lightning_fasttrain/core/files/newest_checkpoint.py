@@ -26,8 +26,8 @@ def whole_or_older(path: str | os.PathLike[str], *, substitute: bool) -> Path:
 
     Raises:
         CorruptCheckpoint: it is damaged, and there is no other, or none may be taken.
-        FileNotFoundError: nothing is there.
-        ValueError: it is an address rather than a path.
+        FileNotFoundError: there is no such checkpoint.
+        ValueError: it is an address instead of a path.
     """
     path = local_path(path)
     if not path.exists():
@@ -45,7 +45,7 @@ def whole_or_older(path: str | os.PathLike[str], *, substitute: bool) -> Path:
 
 
 def _older_of_its_run(path: Path) -> Path | None:
-    """A whole one of the same run and not newer, as both say themselves; None if the damage has taken that too."""
+    """Return a complete checkpoint of the same run that is not newer, by what both record; None if there is none."""
     asked = facts_of(path)
     # Without both, another run's checkpoint in this folder could be taken for this one's.
     if asked.run is None or asked.step is None:
@@ -61,24 +61,24 @@ def _older_of_its_run(path: Path) -> Path | None:
 
 
 def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
-    """The newest checkpoint in ``folder`` that is whole, for ``trainer.fit(..., ckpt_path=...)``.
+    """Return the newest complete checkpoint in ``folder``, for ``trainer.fit(..., ckpt_path=...)``.
 
-    Newest is the one with the most steps, as is written in it, of the run that saved last; so copying a folder changes
-    nothing. A file that does not say its step (a damaged one, or one with objects of other classes) is taken for as
-    far as those that were written before it, by the clock of the file system.
+    The newest is the one with the most recorded steps, of the run that saved last, so copying a folder has no effect.
+    A file that does not record its step (a damaged one, or one with objects of other classes) counts as far as those
+    that were written before it, by the clock of the file system.
 
-    Every candidate is read through and held against its checksums; one that is damaged is passed over, and it is
-    said. What a killed save has left is finished if it was complete, and removed if no process is writing it. Files,
-    folders and links that this package did not make stay as they are.
+    Every candidate is read completely and compared with its checksums; a damaged one is passed over with a warning.
+    What a killed save has left is finished if it was complete, and removed if no process is writing it. Files, folders
+    and links that this package did not make are not changed.
 
     Args:
         folder: where checkpoints are: files ``*.ckpt``, and folders as ZeRO and FSDP2 write them.
 
     Returns:
-        Its path; None if there is no checkpoint at all, which is said too.
+        Its path; None, with a message, if there is no checkpoint.
 
     Raises:
-        CorruptCheckpoint: there are checkpoints, and none of them is whole.
+        CorruptCheckpoint: there are checkpoints, but all of them are damaged.
 
     Example:
         >>> folder = getfixture("tmp_path")
@@ -156,7 +156,7 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def sweep(folder: Path) -> None:
-    """Finish or remove what killed saves left. Several ranks may come here at once: one after the other."""
+    """Finish or remove what killed saves left; several ranks may call it at once, and take turns."""
     # Without the lock at first: mostly nothing is there, and then no process has to wait.
     if not any(path.name.startswith((TEMPORARY, OLD)) for path in _entries(folder)):
         return
