@@ -1,6 +1,7 @@
 """Index of a sharded checkpoint, as JSON: which file holds which shard of which tensor.
 
-``torch.distributed.checkpoint`` pickles its own index, and unpickling a file can run any code in it.
+``torch.distributed.checkpoint`` pickles its own index, and unpickling a file can run any code in it. That index stays
+in the folder for torch's tools, and is never read here.
 """
 
 import json

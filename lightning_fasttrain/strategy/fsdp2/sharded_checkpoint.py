@@ -45,6 +45,8 @@ def save_sharded(
 ) -> None:
     """Write a sharded checkpoint; a collective. The folder is checksummed, and renamed to ``target`` when complete.
 
+    It has the layout of ``torch.distributed.checkpoint``, and an index of its own, as JSON, by which it is read.
+
     Args:
         target: path of the folder. An existing one is replaced.
         model: a ``state_dict``, sharded or not.

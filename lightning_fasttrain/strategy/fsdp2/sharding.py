@@ -167,9 +167,9 @@ class FSDP2Host:
     ) -> dict[str, Any]:
         self.wait()  # the checkpoint to load may still be in flight
         # One rank alone reads the files for their checksums, so that a shared disk is read once.
-        path = from_rank_zero(lambda: whole_or_older(path, substitute=substitute))
-        load = load_sharded_ if path.is_dir() else load_full_
-        rest = load(path, model, optimizers, strict=strict, names=names)
+        found = from_rank_zero(lambda: whole_or_older(path, substitute=substitute))
+        load = load_sharded_ if found.is_dir() else load_full_
+        rest = load(found, model, optimizers, strict=strict, names=names)
         mark_of(self).continue_from(rest.pop(KEY, None))
         return rest
 
