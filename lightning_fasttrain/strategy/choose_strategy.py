@@ -9,15 +9,14 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
 from rich.table import Table
 from torch import nn
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import positive_int
 from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.predict import MemoryReport, predict_memory
 from lightning_fasttrain.strategy._sharded_groups import ddp_states, fsdp2_states
 from lightning_fasttrain.strategy.choose._limits import Fit, Limits, check_limits, find_nearest, gib, name_leaner_ways
-from lightning_fasttrain.strategy.choose._model_sizes import Held, ZeROSizes, held_by
+from lightning_fasttrain.strategy.choose._model_sizes import Held, ZeROSizes, held_by, predict_activations
 from lightning_fasttrain.strategy.choose._optimizer_state import MakeOptimizer, unfit_family
 from lightning_fasttrain.strategy.choose.model_states import ModelStates, states_of, usual_sizes
 from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
@@ -212,7 +211,7 @@ def choose_strategy(
     usable = int(_memory_of(memory_gib) * (1 - headroom))
     activations = None if activation_gib is None else int(activation_gib * GIB)
     if batch is not None:
-        activations = _activations(module, batch, loss, precision)
+        activations = predict_activations(module, batch, precision, loss=loss)
     host = None if host_gib is None else int(host_gib * GIB)
     limits = Limits(usable, activations or 0, host, ranks=devices // nodes)
     held = held_by(module, optimizer, devices, precision)
@@ -268,21 +267,6 @@ def _memory_of(memory_gib: float | None) -> float:
         why = "there is no GPU whose memory could be read"
         raise ValueError(explain("memory_gib=None", why, "Give the memory of one device: memory_gib=80"))
     return torch.cuda.mem_get_info()[0]
-
-
-def _activations(
-    module: nn.Module | Callable[[], nn.Module], batch: Any, loss: Callable[[Any, Any], Any] | None, precision: str
-) -> int:
-    """Return a step's peak bytes without parameters, gradients and optimizer state."""
-    # SGD without momentum has no state, so none is in the peak.
-    report: MemoryReport = predict_memory(
-        module, batch, loss=loss, optimizer=lambda parameters: SGD(parameters, lr=0.0), precision=precision
-    )
-    if report.phase == "optimizer step":
-        # The peak is in the optimizer step, after backward, where no activations are left.
-        return report.peaks["activations"] + report.peaks["inputs"]
-    states = ("parameters", "gradients", "optimizer state")
-    return report.peak_bytes - sum(report.at_peak[category] for category in states)
 
 
 def _pick_best(candidates: list[Candidate]) -> Candidate | None:

@@ -1,4 +1,4 @@
-"""Sizes of a model and its optimizer, in bytes and elements, and how ranks shard them."""
+"""Sizes of a model, its activations and its optimizer, in bytes and elements, and how ranks shard them."""
 
 import math
 from collections import Counter
@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from lightning_fasttrain.core.checks import one_of, positive_int
 from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized, quantization_of
 from lightning_fasttrain.optim.named.state_bytes import Group, groups_of, state_bytes
 from lightning_fasttrain.predict.fake_model import fake_module
-from lightning_fasttrain.predict.predict_memory import PRECISIONS
+from lightning_fasttrain.predict.predict_memory import PRECISIONS, predict_memory
 from lightning_fasttrain.strategy.choose._optimizer_state import MakeOptimizer, make_optimizer
 
 MASTER = 4  # bytes per element of the float32 master weights that the optimizer updates
@@ -80,6 +80,27 @@ def held_by(
     else:
         net = fake_module(module, FakeTensorMode(allow_non_fake_inputs=True))
     return Held(net, make_optimizer(net, optimizer), world_size, precision != "32-true")
+
+
+def predict_activations(
+    module: nn.Module | Callable[[], nn.Module], batch: Any, precision: str, **settings: Any
+) -> int:
+    """Predict a step's peak bytes without parameters, gradients and optimizer state.
+
+    Args:
+        module, batch, precision: as for :func:`~lightning_fasttrain.predict_memory`.
+        settings: further arguments of it.
+    """
+
+    def make(parameters: Any) -> SGD:
+        return SGD(parameters, lr=0.0)  # without momentum it has no state, so none is in the peak
+
+    report = predict_memory(module, batch, optimizer=make, precision=precision, **settings)
+    if report.phase == "optimizer step":
+        # The peak is in the optimizer step, after backward, where no activations are left.
+        return report.peaks["activations"] + report.peaks["inputs"]
+    states = ("parameters", "gradients", "optimizer state")
+    return report.peak_bytes - sum(report.at_peak[category] for category in states)
 
 
 class Held:

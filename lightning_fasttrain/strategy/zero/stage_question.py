@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_fasttrain.core.host.lightning import training_loader
 from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.state.rng import random_state, set_random_state
-from lightning_fasttrain.predict import predict_memory
 from lightning_fasttrain.strategy.choose._limits import check_limits
+from lightning_fasttrain.strategy.choose._model_sizes import predict_activations
 from lightning_fasttrain.strategy.choose.model_states import STAGES
 from lightning_fasttrain.strategy.fsdp2.sharding import Sharding
 from lightning_fasttrain.technique import Technique
@@ -138,13 +138,12 @@ def predicted_activations(trainer: L.Trainer, module: L.LightningModule, device:
         techniques = [c for c in trainer.callbacks if isinstance(c, Technique) and c.surgery is None]
         # DeepSpeed casts the model under "mixed" too.
         precision = "32-true" if trainer.precision == "32-true" else "bf16-true"
-        report = predict_memory(module, batch, techniques=techniques, precision=precision, device=device.type)
+        return predict_activations(module, batch, precision, techniques=techniques, device=device.type)
     except Exception as error:  # a user's step may do anything; the choice continues without activations
         say("ZeRO stage: chosen without activations, since they cannot be predicted: %s", error)
         return 0
     finally:
         set_random_state(before)
-    return report.peaks["activations"] + report.peaks["temporaries"]
 
 
 def _a_batch(loader: DataLoader) -> Any:
