@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, empty
 from torch.optim import Optimizer
 
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.parameters import parameters_of
 
 # Layouts of a tensor; otherwise the dimension that it is sharded along.
 _PLAIN, _REPLICATED = "plain", "replicated"
@@ -29,7 +30,7 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         ['weight', 'bias']
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    held = [p for group in optimizer.param_groups for p in group["params"]]
+    held = parameters_of(optimizer)
     unknown = sum(id(parameter) not in names for parameter in held)
     if unknown:
         what = f"{type(optimizer).__name__} holds {unknown} parameters that the model no longer has"
@@ -111,7 +112,7 @@ def join(plain: dict[str, Any], tensors: dict[str, Tensor], model: nn.Module, op
         ValueError: the optimizer is of another class, or holds other parameters; names them.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    held = [names.get(id(p), "?") for group in optimizer.param_groups for p in group["params"]]
+    held = [names.get(id(parameter), "?") for parameter in parameters_of(optimizer)]
     saved = [name for group in plain["param_groups"] for name in group["params"]]
     if type(optimizer).__name__ != plain["class"] or set(held) != set(saved):
         differ = sorted(set(held) ^ set(saved))

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightning_fasttrain.core.host.lightning import BackwardSyncControl, Stateful
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.blocks import Blocks
+from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.strategy.fsdp2._sharded_optimizer import named_state
 from lightning_fasttrain.strategy.fsdp2.broadcast_weights import share_buffers_
 from lightning_fasttrain.strategy.fsdp2.shard_blocks import (
@@ -107,7 +108,7 @@ class FabricFSDP2Strategy(FSDP2Host, ModelParallelStrategy):
         """Replace an optimizer's parameters by the sharded ones."""
         refuse_unfit_optimizer(optimizer)
         now = {id(old()): new for old, new in self._moved}
-        stale = [p for group in optimizer.param_groups for p in group["params"] if id(p) in now]
+        stale = [p for p in parameters_of(optimizer) if id(p) in now]
         if any(p in optimizer.state for p in stale):
             what = f"{type(optimizer).__name__} has taken steps before the model was sharded"
             why = "its state belongs to unsharded parameters"
@@ -115,7 +116,7 @@ class FabricFSDP2Strategy(FSDP2Host, ModelParallelStrategy):
         for group in optimizer.param_groups:
             group["params"] = [now.get(id(p), p) for p in group["params"]]
         live = {id(p) for ref in self._modules if (module := ref()) is not None for p in module.parameters()}
-        foreign = sum(id(p) not in live for group in optimizer.param_groups for p in group["params"])
+        foreign = sum(id(p) not in live for p in parameters_of(optimizer))
         if foreign:
             what = f"{type(optimizer).__name__} holds {foreign} parameters that are in no model that was set up"
             way_out = "Call fabric.setup_module(model) first, or fabric.setup(model, optimizer)"

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from lightning_fasttrain.core.host.lightning import accumulation_continues, move_optimizers, note_device
 from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.modules.blocks import Blocks
+from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.run.checkpoint.atomic_checkpoints import probe_folders
 from lightning_fasttrain.strategy.fsdp2._sharded_optimizer import named_state
 from lightning_fasttrain.strategy.fsdp2.broadcast_weights import share_buffers_
@@ -230,7 +231,7 @@ class FSDP2Strategy(FSDP2Host, ModelParallelStrategy):
 
     def scale_gradients_(self, factor: Tensor) -> None:
         """Multiply the sharded gradients of the coming step by ``factor``, for token-weighted windows."""
-        grads = [p.grad for o in self.optimizers for g in o.param_groups for p in g["params"] if p.grad is not None]
+        grads = [p.grad for one in self.optimizers for p in parameters_of(one) if p.grad is not None]
         if grads:
             torch._foreach_mul_(grads, factor.to(grads[0].device))
 

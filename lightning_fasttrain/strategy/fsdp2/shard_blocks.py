@@ -18,6 +18,7 @@ from lightning_fasttrain.core.checks import one_of
 from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.messages import explain, list_some, note_once
 from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
+from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.predict.predict_memory import PRECISIONS
 from lightning_fasttrain.strategy.choose._optimizer_state import has_own_kernels
 from lightning_fasttrain.strategy.fsdp2._packed_weights import (
@@ -275,7 +276,7 @@ def check_sharded(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer] 
     live = {id(parameter) for parameter in named.values()}
     for optimizer in [optimizers] if isinstance(optimizers, Optimizer) else optimizers:
         refuse_unfit_optimizer(optimizer)
-        held = [p for group in optimizer.param_groups for p in group["params"]]
+        held = parameters_of(optimizer)
         stale = sum(id(parameter) not in live for parameter in held)
         if stale:
             what = f"{type(optimizer).__name__} holds {stale} of {len(held)} parameters that the model no longer has"

@@ -26,6 +26,7 @@ from lightning_fasttrain.core.files.safe_load import (
     refuse_unreadable,
 )
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.strategy.fsdp2._shard_index import ShardReader, write_index
 from lightning_fasttrain.strategy.fsdp2._sharded_optimizer import by_number, join, take_apart, template
 from lightning_fasttrain.strategy.rank_health import RollCall
@@ -198,7 +199,7 @@ def load_full_(
     model.load_state_dict({**state, **parts}, strict=False)
     states = checkpoint.pop("optimizer_states", [])
     for optimizer, saved in zip((optimizers or {}).values(), states, strict=False):
-        held = [p for group in optimizer.param_groups for p in group["params"]]
+        held = parameters_of(optimizer)
         for number, values in saved["state"].items():
             like = held[number]
             # Sharded like the parameter; state of another shape, such as a step counter, is replicated.
