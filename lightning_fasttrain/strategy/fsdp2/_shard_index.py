@@ -69,7 +69,7 @@ def _read_index(folder: Path) -> Metadata:
     path = folder / INDEX
     if not path.is_file():
         why = f"it has no {INDEX}: it is damaged, or was saved by an earlier version or another program"
-        way_out = "Use an older one, or convert it with torch.distributed.checkpoint.format_utils if you trust it"
+        way_out = "Use an older one; if you trust it, convert it with torch.distributed.checkpoint.format_utils"
         raise CorruptCheckpoint(explain(f"{folder} cannot be read", why, way_out))
     tensors: dict[str, Any] = {}
     places: dict[MetadataIndex, filesystem._StorageInfo] = {}

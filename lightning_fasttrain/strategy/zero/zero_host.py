@@ -35,6 +35,8 @@ class ZeROHost:
     For its arguments, see :class:`~lightning_fasttrain.ZeROStrategy`.
     """
 
+    _precision_name: str  # which the Trainer's and Fabric's strategies keep in different places
+
     def __init__(
         self,
         stage: int | str = "auto",
@@ -70,10 +72,6 @@ class ZeROHost:
     def stage(self) -> int:
         """The stage in use: 0 to 3."""
         return int(self._given_config.get("zero_optimization", {}).get("stage", 0))
-
-    @property
-    def _precision_name(self) -> str:
-        raise NotImplementedError
 
     # Process group, on a CPU too.
 
