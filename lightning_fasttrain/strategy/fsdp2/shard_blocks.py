@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.optim import LBFGS, Adafactor, Optimizer, Rprop
+from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import one_of
 from lightning_fasttrain.core.device import GIB
@@ -30,11 +30,12 @@ from lightning_fasttrain.strategy.fsdp2._packed_weights import (
 
 REDUCE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 OFFLOADS = ("cpu",)
-# Optimizers that fail on shards at their first step (tested with torch 2.13), and the reason.
-_UNFIT: dict[type[Optimizer], str] = {
-    Adafactor: "torch cannot square the norms of sharded rows in place",
-    Rprop: "torch cannot assign to selected elements of shards",
-    LBFGS: "torch cannot concatenate shards of unequal size",
+# Optimizers that fail on shards at their first step (tested with torch 2.13), and the reason. By class name, since
+# other packages have optimizers of these names, such as transformers' Adafactor, which fail in the same way.
+_UNFIT = {
+    "Adafactor": "torch cannot square the norms of sharded rows in place",
+    "Rprop": "torch cannot assign to selected elements of shards",
+    "LBFGS": "torch cannot concatenate shards of unequal size",
 }
 # Weak references, kept here instead of as attributes of the user's modules.
 _not_reducing: WeakSet[nn.Module] = WeakSet()
@@ -287,9 +288,8 @@ def check_sharded(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer] 
 def refuse_unfit_optimizer(optimizer: Optimizer) -> None:
     """Refuse an optimizer that cannot step on shards."""
     why = "its kernels do not support shards" if has_own_kernels(optimizer) else None
-    for kind, reason in _UNFIT.items():
-        if isinstance(optimizer, kind):
-            why = reason
+    for base in type(optimizer).__mro__:
+        why = _UNFIT.get(base.__name__, why)
     if why is not None:
         way_out = "Use AdamW, SGD or another elementwise optimizer of torch.optim: their state is sharded too"
         raise ValueError(explain(f"{type(optimizer).__name__} with sharded parameters", why, way_out))
