@@ -24,6 +24,7 @@ from torch import nn
 import lightning_fasttrain as ft
 from lightning_fasttrain.core.files.checkpoint_folder import MANIFEST, _sum, checkpoint_folder, verify_checkpoint
 from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint
+from lightning_fasttrain.strategy.fsdp2._shard_index import INDEX
 from lightning_fasttrain.strategy.fsdp2._sharded_optimizer import named_state
 from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import REST
 
@@ -148,8 +149,8 @@ FILES = {
     "fit, LoRA": ("lora", "", lambda path: resume(ft.LoRA(rank=2, targets="0"))(path)),
     "rest of shards": ("shards", REST, load_shards),
     "piece of shards": ("shards", "__0_0.distcp", load_shards),
-    "index of shards": ("shards", ".metadata", load_shards),
-    "full_checkpoint": ("shards", ".metadata", ft.strategy.full_checkpoint),
+    "index of shards": ("shards", INDEX, load_shards),
+    "full_checkpoint": ("shards", INDEX, ft.strategy.full_checkpoint),
     "manifest": ("whole", MANIFEST, verify_checkpoint),
     "ZeRO's model": ("zero", "checkpoint/mp_rank_00_model_states.pt",
                      lambda path: ft.strategy.consolidate(path, path.parent.parent / "out.safetensors")),
@@ -224,15 +225,15 @@ OF_ARCHIVES = {
     ),
 }
 OF_INDICES = {
-    "BUILD on a class": lambda data, mark: BUILD_ON_CLASS,
-    "a call": lambda data, mark: CALLS_SYSTEM,
-    "a memo of 4 billion": lambda data, mark: b"\x80\x04Nr\xff\xff\xff\xff.",
-    "bytes of a terabyte": lambda data, mark: b"\x80\x05\x96" + struct.pack("<Q", 2**40) + b".",
-    "a frame of a terabyte": lambda data, mark: b"\x80\x04\x95" + struct.pack("<Q", 2**40) + b"N.",
-    "a tensor of a terabyte": lambda data, mark: data.replace(b"K\x04K\x04\x86", b"J\xff\xff\xff\x7fK\x04\x86"),
+    "deep entries": lambda data, mark: b'{"model.net.weight": ' + DEEP,
+    "a tensor of a terabyte": lambda data, mark: data.replace(b'"size": [', b'"size": [1099511627776, '),
+    "a shard of a terabyte": lambda data, mark: data.replace(b", [[[", b", [[[1099511627776, "),
     "another folder": lambda data, mark: data.replace(b"__0_0.distcp", b"../../../etc"),
     "an absolute name": lambda data, mark: data.replace(b"__0_0.distcp", b"/etc/passwd0"),
-    "names that are classes": lambda data, mark: data.replace(b"MetadataIndex", b"StorageMeta\x00\x00"),
+    "a missing file": lambda data, mark: data.replace(b"__0_0.distcp", b"__0_1.distcp"),
+    "another type": lambda data, mark: data.replace(b"torch.float32", b"torch.float64"),
+    "no type": lambda data, mark: data.replace(b"torch.float32", b"os.system"),
+    "a name twice": lambda data, mark: data[:-1] + b", " + data[1:],
 }
 OF_SAFETENSORS = {
     "a header of 2^62": lambda data, mark: struct.pack("<Q", 2**62) + b"{}",
@@ -265,7 +266,7 @@ def damages(entry):
     """What is done to the file that this entry reads, by name."""
     kind, part, _ = FILES[entry]
     special = {
-        ".metadata": OF_INDICES,
+        INDEX: OF_INDICES,
         CONFIG: OF_SETTINGS,
         WEIGHTS: OF_SAFETENSORS,
         "model.safetensors": OF_SAFETENSORS,
@@ -371,7 +372,7 @@ def test_a_pickle_that_would_run_does_run_where_nobody_looks(tmp_path):
 @pytest.mark.parametrize("technique", [ft.AtomicCheckpoints, ft.ExactResume, lambda: ft.LoRA(rank=2, targets="0")])
 @pytest.mark.parametrize("address", ["http://127.0.0.1:9/a.ckpt", "https://127.0.0.1:9/a.ckpt", "memory://a.ckpt"])
 def test_a_checkpoint_from_elsewhere_is_refused_before_it_is_fetched(technique, address):
-    with pytest.raises(ValueError, match="neither fetched nor opened unseen. Download it first"):
+    with pytest.raises(ValueError, match="files are read from this machine only. Download it first"):
         trainer(technique()).fit(Net(), rows(), ckpt_path=address)
-    with pytest.raises(ValueError, match="neither fetched nor opened unseen. Download it first"):
+    with pytest.raises(ValueError, match="files are read from this machine only. Download it first"):
         trainer(technique()).predict(Net(), rows(), ckpt_path=address)

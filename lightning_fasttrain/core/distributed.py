@@ -1,11 +1,14 @@
 """Ask for ranks, and exchange values among them."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
+
+Answer = TypeVar("Answer")
 
 
 def rank_count() -> int:
@@ -30,6 +33,49 @@ def from_all_ranks(mine: list[Any]) -> list[Any]:
     gathered: list[Any] = [None] * rank_count()
     dist.all_gather_object(gathered, mine)
     return [entry for some in gathered for entry in some]
+
+
+def from_rank_zero(make: Callable[[], Answer]) -> Answer:
+    """Run ``make`` on rank zero alone, and return its result, or raise its error, on every rank.
+
+    Example:
+        >>> from_rank_zero(lambda: "chosen")
+        'chosen'
+    """
+    if rank_count() == 1:
+        return make()
+    answer: list[Any] = [None, None]
+    if rank_here() == 0:
+        try:
+            answer[0] = make()
+        except Exception as error:
+            # Sent instead of raised, since the other ranks wait for the broadcast.
+            answer[1] = error
+    dist.broadcast_object_list(answer, src=0)
+    if answer[1] is not None:
+        raise answer[1]
+    return answer[0]
+
+
+def smallest_over_ranks(numbers: list[int]) -> list[int]:
+    """Return the smallest of each of the ``numbers`` over all ranks; each rank waits for all.
+
+    Example:
+        >>> smallest_over_ranks([3, -2])
+        [3, -2]
+    """
+    if rank_count() == 1:
+        return numbers
+    # NCCL cannot reduce a tensor on the CPU.
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else "cpu"
+    smallest = torch.tensor(numbers, dtype=torch.int64, device=device)
+    dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
+    return smallest.tolist()
+
+
+def agree_on_all_ranks(ok: bool) -> bool:
+    """Return whether every rank says yes; each waits for all."""
+    return bool(smallest_over_ranks([int(ok)])[0])
 
 
 def is_sharded(model: nn.Module) -> bool:

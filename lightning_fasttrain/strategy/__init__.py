@@ -1,7 +1,7 @@
 """Sharding of parameters, gradients and optimizer state: FSDP2, ZeRO, and the choice among them.
 
-From the bottom up: ``choose``, ``async_save``, ``choose_checkpoint``, ``rank_health``, ``fsdp2``, ``_sharded_groups``,
-``zero``, ``traffic``, ``consolidate``, ``choose_strategy``.
+From the bottom up: ``choose``, ``async_save``, ``rank_health``, ``fsdp2``, ``_sharded_groups``, ``zero``, ``traffic``,
+``consolidate``, ``choose_strategy``.
 """
 
 from lightning_fasttrain.strategy.choose._model_sizes import ZeROSizes

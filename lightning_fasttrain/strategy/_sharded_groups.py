@@ -42,9 +42,11 @@ def sharded_groups(held: Held, precision: str) -> list[ShardedGroup]:
     for block in own_groups(held.net).values():
         parameters = [p for p in block.parameters() if p not in whole]
         inside.update(parameters)
-        groups.append(_group(held, policy, parameters, gathers=2))  # in forward, and again in backward
+        # A block is gathered in forward, and again in backward.
+        groups.append(_group(held, policy, parameters, gathers=2))
     rest = [p for p in held.parameters if p not in whole and p not in inside]
-    return [*groups, _group(held, policy, rest, gathers=1)]  # the root stays gathered until its backward is done
+    # The root stays gathered until its backward is done.
+    return [*groups, _group(held, policy, rest, gathers=1)]
 
 
 def _group(held: Held, policy: MixedPrecisionPolicy, parameters: Sequence[nn.Parameter], gathers: int) -> ShardedGroup:
@@ -79,7 +81,8 @@ def fsdp2_states(
     """
     *blocks, root = groups
     widest = max((block.gathered for block in blocks), default=0)
-    gradients = max((block.reduced for block in blocks), default=root.reduced)  # the root's in a model without blocks
+    # In a model without blocks, those of the root.
+    gradients = max((block.reduced for block in blocks), default=root.reduced)
     shards = sum(group.shard for group in groups)
     trained = sum(group.trained_shard for group in groups)
     whole = sum(p.nbytes for p in whole_parameters(held.net, precision_policy(precision)))

@@ -119,7 +119,8 @@ def to_host(state: Any) -> Any:
         return state.detach().to("cpu", copy=True)
     if isinstance(state, Mapping):
         return {key: to_host(value) for key, value in state.items()}
-    if isinstance(state, tuple) and hasattr(state, "_fields"):  # a named tuple's constructor takes separate arguments
+    # A named tuple's constructor takes separate arguments.
+    if isinstance(state, tuple) and hasattr(state, "_fields"):
         return type(state)(*(to_host(value) for value in state))
     if isinstance(state, list | tuple):
         return type(state)(to_host(value) for value in state)

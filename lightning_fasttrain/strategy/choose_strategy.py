@@ -9,15 +9,14 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
 from rich.table import Table
 from torch import nn
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import positive_int
 from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.predict import MemoryReport, predict_memory
 from lightning_fasttrain.strategy._sharded_groups import ddp_states, fsdp2_states
-from lightning_fasttrain.strategy.choose._limits import check_limits, explain_shortage, gib, name_leaner_ways
-from lightning_fasttrain.strategy.choose._model_sizes import Held, ZeROSizes, held_by
+from lightning_fasttrain.strategy.choose._limits import Fit, Limits, check_limits, find_nearest, gib, name_leaner_ways
+from lightning_fasttrain.strategy.choose._model_sizes import Held, ZeROSizes, held_by, predict_activations
 from lightning_fasttrain.strategy.choose._optimizer_state import MakeOptimizer, unfit_family
 from lightning_fasttrain.strategy.choose.model_states import ModelStates, states_of, usual_sizes
 from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
@@ -30,30 +29,20 @@ _ABOUT = 1.1  # traffic within this factor counts as equal
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A strategy with its predicted memory and traffic.
+class Candidate(Fit):
+    """A strategy with its predicted memory and traffic, and the memory that it lacks; host memory is on each node.
 
     Args:
-        states: bytes on one rank.
         traffic: bytes that a rank moves in a step.
-        short: bytes that are missing on the device.
-        short_of_host: bytes of host memory that are missing on each node.
         rounds: whether gradients are reduced in lower precision than under the other strategies.
     """
 
-    states: ModelStates
     traffic: Traffic
-    short: int
-    short_of_host: int
     rounds: bool
 
     @property
     def name(self) -> str:
         return self.traffic.strategy
-
-    @property
-    def fits(self) -> bool:
-        return not (self.short or self.short_of_host)
 
 
 @dataclass(frozen=True)
@@ -113,20 +102,11 @@ class StrategyChoice:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, in bytes, for JSON."""
-        return {
-            "chosen": self.name,
-            "why": self.why,
-            "devices": self.devices,
-            "nodes": self.nodes,
-            "precision": self.precision,
-            "usable_bytes": self.usable_bytes,
-            "activation_bytes": self.activation_bytes,
-            "sizes": asdict(self.sizes),
-            "notes": list(self.notes),
-            "candidates": [
-                {"name": candidate.name, "fits": candidate.fits, **asdict(candidate)} for candidate in self.candidates
-            ],
-        }
+        told = asdict(self)
+        told["chosen"] = told.pop("name")
+        for candidate, entry in zip(self.candidates, told["candidates"], strict=True):
+            entry.update(name=candidate.name, fits=candidate.fits)
+        return told
 
     def as_table(self) -> Table:
         """Return a ``rich`` table of each candidate's memory on one rank and traffic per step, in GiB."""
@@ -163,7 +143,8 @@ def _meet(strategy: ParallelStrategy, name: str, devices: int) -> None:
         what = f"{name} was chosen for {devices} devices, and the Trainer has {processes}"
         why = "the memory of each rank depends on the number of devices"
         raise ValueError(explain(what, why, f"Choose again with devices={processes}, or give the Trainer {devices}"))
-    type(strategy).setup_environment(strategy)  # the class's method, since this function replaces the instance's
+    # The class's method is called, since this function replaces the instance's.
+    type(strategy).setup_environment(strategy)
 
 
 def choose_strategy(
@@ -228,31 +209,28 @@ def choose_strategy(
     check_limits(headroom, memory_gib=memory_gib, host_gib=host_gib)
     _check_activations(activation_gib, batch)
     usable = int(_memory_of(memory_gib) * (1 - headroom))
+    activations = None if activation_gib is None else int(activation_gib * GIB)
+    if batch is not None:
+        activations = predict_activations(module, batch, precision, loss=loss)
+    host = None if host_gib is None else int(host_gib * GIB)
+    limits = Limits(usable, activations or 0, host, ranks=devices // nodes)
     held = held_by(module, optimizer, devices, precision)
     left_out, note = unfit_family(held.optimizer)
     sizes = usual_sizes(held)
     names = [name for name in CANDIDATES if not (left_out and name.startswith(left_out))]
-    activations = None if activation_gib is None else int(activation_gib * GIB)
-    if batch is not None:
-        activations = _activations(module, batch, loss, precision)
-    candidates = tuple(
-        Candidate(
-            states=states,
-            traffic=traffic,
-            short=max(0, states.device + (activations or 0) - usable),
-            short_of_host=_find_excess(states.host * devices // nodes, host_gib),
-            rounds=precision == "bf16-mixed" and traffic.strategy.startswith("zero") and devices > 1,
-        )
-        for states, traffic in _predict(held, names, precision, sizes)
-    )
+    candidates = []
+    for states, traffic in _predict(held, names, precision, sizes):
+        fit = limits.check(states)
+        rounds = precision == "bf16-mixed" and traffic.strategy.startswith("zero") and devices > 1
+        candidates.append(Candidate(states, fit.short, fit.short_of_host, traffic, rounds))
     best = _pick_best(candidates)
     if best is None:
-        raise ValueError(_nothing_fits(candidates, devices, precision, activations or 0, usable))
-    why = _explain_choice(best, candidates, activations or 0, usable)
+        raise ValueError(_nothing_fits(candidates, limits, devices, precision))
+    why = _explain_choice(best, candidates, limits)
     notes = [] if activations is not None else ["Activations are not counted: give batch= or activation_gib=."]
     notes += [note] if note else []
     return StrategyChoice(
-        best.name, candidates, why, devices, nodes, precision, activations, usable, sizes, tuple(notes)
+        best.name, tuple(candidates), why, devices, nodes, precision, activations, usable, sizes, tuple(notes)
     )
 
 
@@ -291,60 +269,30 @@ def _memory_of(memory_gib: float | None) -> float:
     return torch.cuda.mem_get_info()[0]
 
 
-def _activations(
-    module: nn.Module | Callable[[], nn.Module], batch: Any, loss: Callable[[Any, Any], Any] | None, precision: str
-) -> int:
-    """Return a step's peak bytes without parameters, gradients and optimizer state."""
-    # SGD without momentum has no state, so none is in the peak.
-    report: MemoryReport = predict_memory(
-        module, batch, loss=loss, optimizer=lambda parameters: SGD(parameters, lr=0.0), precision=precision
-    )
-    if report.phase == "optimizer step":
-        # The peak is in the optimizer step, after backward, where no activations are left.
-        return report.peaks["activations"] + report.peaks["inputs"]
-    states = ("parameters", "gradients", "optimizer state")
-    return report.peak_bytes - sum(report.at_peak[category] for category in states)
-
-
-def _find_excess(needed: int, host_gib: float | None) -> int:
-    return 0 if host_gib is None else max(0, needed - int(host_gib * GIB))
-
-
-def _pick_best(candidates: tuple[Candidate, ...]) -> Candidate | None:
+def _pick_best(candidates: list[Candidate]) -> Candidate | None:
     fitting = [candidate for candidate in candidates if candidate.fits]
     fitting = [candidate for candidate in fitting if not candidate.rounds] or fitting
     least = min((candidate.traffic.total for candidate in fitting), default=0)
     return next((candidate for candidate in fitting if candidate.traffic.total <= least * _ABOUT), None)
 
 
-def _explain_choice(best: Candidate, candidates: tuple[Candidate, ...], activations: int, usable: int) -> str:
+def _explain_choice(best: Candidate, candidates: list[Candidate], limits: Limits) -> str:
     moves = f"moves {_size(best.traffic.total)} a step" if best.traffic.total else "moves nothing"
-    why = f"{best.name} fits with {gib(best.states.device + activations)} GiB of {gib(usable)} GiB on each device"
+    why = f"{best.name} fits with {limits.describe(best.states)} and {moves}"
     less = [c for c in candidates if c.traffic.total * _ABOUT < best.traffic.total]
     large = [c for c in less if not c.fits]
     if not less:
-        return f"{why} and {moves}, and no simpler strategy moves less."
+        return f"{why}, and no simpler strategy moves less."
     if not large:
-        return f"{why} and {moves}; {less[0].name} would move less but reduce gradients in bfloat16."
+        return f"{why}; {less[0].name} would move less but reduce gradients in bfloat16."
     least = min(large, key=lambda c: c.traffic.total)
-    over = f"{gib(least.short or least.short_of_host)} GiB over"
-    return f"{why} and {moves}; {least.name} would move less but is {over}{'' if least.short else ' in host memory'}."
+    return f"{why}; {least.name} would move less but is {least.over}."
 
 
-def _nothing_fits(
-    candidates: tuple[Candidate, ...], devices: int, precision: str, activations: int, usable: int
-) -> str:
-    # Candidates that lack host memory only come first.
-    nearest = min(candidates, key=lambda c: (c.short > 0, c.short + c.short_of_host))
-    return explain_shortage(
-        f"Nothing fits, the nearest is {nearest.name}",
-        nearest.states.device,
-        (nearest.short, nearest.short_of_host),
-        "on each node",
-        activations,
-        usable,
-        name_leaner_ways([], precision, devices),
-    )
+def _nothing_fits(candidates: list[Candidate], limits: Limits, devices: int, precision: str) -> str:
+    nearest = find_nearest(candidates)
+    what = f"Nothing fits, the nearest is {nearest.name}"
+    return limits.explain_shortage(what, nearest, "on each node", name_leaner_ways([], precision, devices))
 
 
 def _size(nbytes: int) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_fasttrain.core.checks import require
 from lightning_fasttrain.core.files.atomic_write import write_atomic
 from lightning_fasttrain.core.files.checkpoint_folder import MANIFEST, verify_checkpoint
-from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint, as_corrupt, local_path
+from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint, as_corrupt, existing_path
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.strategy.zero._zero_files import ZeROFiles
 
@@ -59,13 +59,13 @@ def consolidate(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> 
         ValueError: ``folder`` is not a sharded checkpoint.
 
     Example:
-
+        >>> from lightning_fasttrain.strategy import save_sharded
+        >>> folder = getfixture("tmp_path")
+        >>> save_sharded(folder / "step-1", {"weight": torch.ones(2, 3)})
+        >>> consolidate(folder / "step-1", folder / "weights.safetensors").numel
+        6
     """
-    folder, out = local_path(folder), Path(out)
-    if not folder.exists():
-        raise FileNotFoundError(explain(f"{folder}", "there is no such checkpoint", f"Look into {folder.parent}"))
-    if (folder / MANIFEST).exists():  # checkpoints of Lightning's own DeepSpeed strategies have none
-        verify_checkpoint(folder)
+    folder, out = existing_path(folder), Path(out)
     state, source = _state_of(folder)
     if not state:
         why = "it contains no model"
@@ -84,15 +84,18 @@ def _state_of(folder: Path) -> tuple[dict[str, Tensor], str]:
     if (folder / ".metadata").exists() or any(folder.glob("*/.metadata")):
         from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import full_state_dict
 
-        state = full_state_dict(folder)
+        state = full_state_dict(folder)  # which verifies the folder
         return {name: _as_float32(tensor) for name, tensor in state.items()}, "FSDP2"
+    # Checkpoints of Lightning's own DeepSpeed strategies have none.
+    if (folder / MANIFEST).exists():
+        verify_checkpoint(folder)
     inner = _deepspeed_files(folder)
     if inner is None:
         why = "not a sharded checkpoint: it contains neither DeepSpeed's files nor torch.distributed's .metadata"
         way_out = "Give the folder that the run has saved, such as epoch=0-step=100.ckpt"
         raise ValueError(explain(f"{folder}", why, way_out))
     files = ZeROFiles.read(inner)
-    ranks = f", {len(files.pieces)} ranks" if files.pieces else ""
+    ranks = f", {len(files.shards)} ranks" if files.shards else ""
     with as_corrupt(folder):
         return _zero_state(files), f"ZeRO stage {files.stage}{ranks}"
 
@@ -101,7 +104,8 @@ def _deepspeed_files(folder: Path) -> Path | None:
     """Return the folder with DeepSpeed's files: the tag's folder named in ``latest``, or ``folder`` itself."""
     latest = folder / "latest"
     candidates = [folder / "checkpoint", folder]
-    if latest.is_file() and latest.stat().st_size < 1000:  # the file holds one name, so a longer one is something else
+    # The file holds one name, so a longer one is something else.
+    if latest.is_file() and latest.stat().st_size < 1000:
         tag = latest.read_text().strip()
         if tag == Path(tag).name:  # a name from a file must not lead elsewhere
             candidates.insert(0, folder / tag)

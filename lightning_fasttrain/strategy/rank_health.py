@@ -14,7 +14,8 @@ from lightning_fasttrain.core.distributed import rank_count, rank_here
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.run.guards.watchdog import write_to_stderr
 
-_HEARD_WITHIN = timedelta(seconds=10)  # a failing rank ends then, whether or not the others have received its status
+# A failing rank ends then, whether or not the others have received its status.
+_HEARD_WITHIN = timedelta(seconds=10)
 _WAY_OUT = "Look at the first error in the output of the other ranks"
 
 
@@ -25,7 +26,8 @@ def own_group(timeout: timedelta | None = None) -> dist.ProcessGroup | None:
     """
     if rank_count() == 1:
         return None
-    group: Any = dist.new_group(backend="gloo", timeout=timeout)  # every process is a member
+    # Every process is a member, so each of them gets a group.
+    group: Any = dist.new_group(backend="gloo", timeout=timeout)
     return group
 
 
@@ -53,7 +55,8 @@ class RollCall:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
-        self._fine = torch.ones(1, dtype=torch.uint8, device="cpu")  # must live as long as gloo's thread may read it
+        # It must live as long as gloo's thread may read it.
+        self._fine = torch.ones(1, dtype=torch.uint8, device="cpu")
         self.broken = False
 
     def __call__(self, fine: bool) -> bool:
@@ -65,7 +68,8 @@ class RollCall:
         if self._group is None:
             return fine
         if not fine:
-            _show(sys.exception())  # shown before waiting for the others, which may wait for this rank
+            # Shown before waiting for the others, which may wait for this rank.
+            _show(sys.exception())
         if not self.broken:
             try:
                 self._ask(fine).wait()

@@ -155,7 +155,8 @@ class Moved:
 
 
 def _ddp(held: Held) -> Traffic:
-    buffers = sum(buffer.nbytes for buffer in held.net.buffers())  # broadcast before each training forward
+    # Buffers are broadcast before each training forward.
+    buffers = sum(buffer.nbytes for buffer in held.net.buffers())
     gradients = all_reduce_bytes(held.trained * held.size, held.ranks)
     return Traffic("ddp", gradients + gather_bytes(buffers, held.ranks))
 
@@ -174,7 +175,7 @@ def _fsdp2(groups: Sequence[ShardedGroup], strategy: str, ranks: int, micro_batc
 
 def _zero(held: Held, strategy: str, micro_batches: int, sizes: ZeROSizes) -> Traffic:
     stage = strategy.removeprefix("zero-")
-    gradients, flat, pieces = held.trained * held.size, sum(held.flat_parts()), sum(held.pieces())
+    gradients, flat, shards = held.trained * held.size, sum(held.flat_shards()), sum(held.parameter_shards())
     summed = all_reduce_bytes(gradients, held.ranks)
     if stage == "0":
         return Traffic(strategy, summed)
@@ -190,13 +191,13 @@ def _zero(held: Held, strategy: str, micro_batches: int, sizes: ZeROSizes) -> Tr
         return Traffic(strategy, between, host)
     offloaded = stage != "3"
     staying, fetched = held.fetched_bytes(sizes)
-    between = gather_bytes(staying + micro_batches * (fetched + pieces * held.ranks * held.size), held.ranks)
+    between = gather_bytes(staying + micro_batches * (fetched + shards * held.ranks * held.size), held.ranks)
     host = nvme = 0
     if offloaded:
         # Shards are copied from the host for every gather.
         host = (staying + micro_batches * fetched) // held.ranks
-        host += pieces * (MASTER + (2 * micro_batches - 1) * held.size)
+        host += shards * (MASTER + (2 * micro_batches - 1) * held.size)
     if stage == "3+nvme":
-        updated = pieces * 2 * MASTER + held.state(held.pieces())
-        nvme = 2 * updated + pieces * held.size + (staying + micro_batches * fetched) // held.ranks
+        updated = shards * 2 * MASTER + held.state(held.parameter_shards())
+        nvme = 2 * updated + shards * held.size + (staying + micro_batches * fetched) // held.ranks
     return Traffic(strategy, between, host, nvme)

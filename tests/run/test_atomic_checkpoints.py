@@ -145,7 +145,7 @@ def test_a_damaged_file_without_an_older_one_of_the_same_run_is_an_error(tmp_pat
     with pytest.raises(CorruptCheckpoint, match="2.ckpt is corrupt"):
         AtomicCheckpointIO(substitute=True).load_checkpoint(tmp_path / "2.ckpt")
     (tmp_path / "only.ckpt").write_bytes(b"")
-    with pytest.raises(CorruptCheckpoint, match="0 bytes are no archive"):
+    with pytest.raises(CorruptCheckpoint, match="0 bytes are not an archive"):
         AtomicCheckpointIO(substitute=True).load_checkpoint(tmp_path / "only.ckpt")
 
 

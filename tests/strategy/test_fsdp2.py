@@ -19,12 +19,12 @@ from torch.torch_version import TorchVersion
 import lightning_fasttrain as ft
 from lightning_fasttrain.strategy._sharded_groups import fsdp2_states, sharded_groups
 from lightning_fasttrain.strategy.choose._model_sizes import held_by
-from lightning_fasttrain.strategy.fsdp2._dcp_reading import SafeReader
+from lightning_fasttrain.strategy.fsdp2._shard_index import ShardReader
 from lightning_fasttrain.strategy.fsdp2._sharded_optimizer import named_state
+from lightning_fasttrain.strategy.fsdp2.broadcast_weights import list_shared_buffers
 from lightning_fasttrain.strategy.fsdp2.fsdp2_fabric import FabricFSDP2Strategy
 from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
 from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import full_checkpoint, full_state_dict, save_sharded
-from lightning_fasttrain.strategy.fsdp2.shared_buffers import list_shared_buffers
 from tests.support.nets import ShallowLM, WideLM, as_loader, largest_difference, lm_batches, trainer, weights
 from tests.support.ranks import run_code, run_ranks
 
@@ -179,7 +179,7 @@ def test_step_wrappers_are_removed_after_a_run(found):
     [
         ("OptimizerInBackward", "OptimizerInBackward with FSDP2Strategy: it owns the gradients"),
         ("GradualUnfreezing", "GradualUnfreezing with FSDP2Strategy: the strategy shards the parameters"),
-        ("WeightAveraging", "WeightAveraging with FSDP2Strategy: it averages a copy of the whole model"),
+        ("WeightAveraging", "FSDP2Strategy + WeightAveraging: it averages a copy of the whole model"),
         ("GaLoreAdamW", "a DTensor of shape (16, 8): it is quantized or sharded"),
     ],
 )
@@ -243,7 +243,7 @@ def test_checkpoint_resumes_on_another_mesh(found):
 def test_adapter_only_checkpoints_resume_bit_for_bit(found, single, kind):
     assert largest(found, f"{kind} resumed") == 0
     folder, _ = single
-    held = SafeReader(folder / kind / "epoch=0.ckpt").read_metadata().state_dict_metadata  # of model and optimizer
+    held = ShardReader(folder / kind / "epoch=0.ckpt").list_tensors()  # of model and optimizer
     assert len(held) == 4 * 8
     assert all("lora_" in name for name in held)
     for rank in found:

@@ -261,14 +261,19 @@ def test_replaced_layers_and_stale_optimizers_are_named(mesh):
         check_sharded(model)
 
 
-@pytest.mark.parametrize("name", ["Adafactor", "Rprop", "LBFGS", "AdamW8bit"])
-def test_optimizers_that_fail_on_shards_are_refused(mesh, name):
-    bitsandbytes = pytest.importorskip("bitsandbytes")
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [
+        *(("Adafactor", "torch.optim"), ("Rprop", "torch.optim"), ("LBFGS", "torch.optim")),
+        *(("AdamW8bit", "bitsandbytes.optim"), ("Adafactor", "transformers.optimization")),
+    ],
+)
+def test_optimizers_that_fail_on_shards_are_refused(mesh, name, package):
+    make = getattr(pytest.importorskip(package), name)
     model = TinyLM()
     shard_blocks_(model, mesh)
-    make = getattr(torch.optim, name, None) or getattr(bitsandbytes.optim, name)
     with pytest.raises(ValueError, match=f"{name} with sharded parameters: .* Use AdamW"):
-        check_sharded(model, make(model.parameters(), lr=0.1))
+        check_sharded(model, make(model.parameters()))
 
 
 def test_a_model_on_the_meta_device_gets_weights_and_keeps_its_ties(mesh):

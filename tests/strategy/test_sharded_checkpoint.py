@@ -1,6 +1,6 @@
 """Sharded checkpoints in one plain process: round trips, hostile and damaged folders, background saves."""
 
-import io
+import json
 import os
 import pickle
 import threading
@@ -9,15 +9,14 @@ from collections import namedtuple
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint import metadata
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.core.files.checkpoint_folder import verify_checkpoint
+from lightning_fasttrain.core.files.newest_checkpoint import whole_or_older
 from lightning_fasttrain.core.files.run_mark import KEY, RunMark
 from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint
 from lightning_fasttrain.strategy.async_save import BackgroundSave, to_host
-from lightning_fasttrain.strategy.choose_checkpoint import choose_checkpoint
-from lightning_fasttrain.strategy.fsdp2._dcp_reading import SafePlanner, SafeReader
+from lightning_fasttrain.strategy.fsdp2._shard_index import INDEX
 from lightning_fasttrain.strategy.fsdp2._sharded_optimizer import named_state
 from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
 from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import (
@@ -143,75 +142,66 @@ class Runs:
         return os.system, (f"touch {self.path}",)
 
 
-@pytest.fixture
-def hostile(tmp_path):
-    """Folders of which one file would run a command, with the folder that shows whether it did."""
-    mark = tmp_path / "ran"
-
-    def make(where):
-        folder = saved(tmp_path / "c", *trained())
-        if where == "index":
-            (folder / ".metadata").write_bytes(pickle.dumps(Runs(mark)))
-        elif where == "inside the index":
-            index = SafeReader(folder).read_metadata()
-            index.planner_data = Runs(mark)
-            (folder / ".metadata").write_bytes(pickle.dumps(index))
-        elif where == "rest":
-            torch.save({"rest": Runs(mark)}, folder / "rest.pt")
-        return folder
-
-    yield make
-    assert not mark.exists()
-
-
-@pytest.mark.parametrize("where", ["index", "inside the index"])
-@pytest.mark.parametrize("read", [lambda f: load_sharded_(f, TinyLM()), lambda f: SafeReader(f).read_metadata()])
-def test_index_that_would_run_code_is_refused(hostile, where, read):
-    with pytest.raises(CorruptCheckpoint, match=r"the checkpoint's index asks for posix\.system"):
-        read(hostile(where))
-
-
-def test_rest_that_would_run_code_is_refused(hostile):
+def test_rest_that_would_run_code_is_refused(tmp_path):
+    folder = saved(tmp_path / "c", *trained())
+    torch.save({"rest": Runs(tmp_path / "ran")}, folder / "rest.pt")
     with pytest.raises(pickle.UnpicklingError, match="posix.system"):
-        load_sharded_(hostile("rest"), TinyLM())
+        load_sharded_(folder, TinyLM())
+    assert not (tmp_path / "ran").exists()
 
 
-def test_hostile_index_runs_code_in_torchs_own_reader(tmp_path):
-    """Negative control: without the list of allowed names, the command runs."""
+def test_torchs_own_pickled_index_is_never_read(tmp_path):
+    """With a negative control: in torch's own reader, the command runs."""
     folder = saved(tmp_path / "c", *trained())
     (folder / ".metadata").write_bytes(pickle.dumps(Runs(tmp_path / "ran")))
+    load_sharded_(folder, TinyLM())
+    assert not (tmp_path / "ran").exists()
     with pytest.raises(AttributeError):
         torch.distributed.checkpoint.FileSystemReader(folder).read_metadata()
     assert (tmp_path / "ran").exists()
 
 
-def test_other_values_are_read_as_plain_data(tmp_path):
-    planner, mark = SafePlanner(), tmp_path / "ran"
-    planner.state_dict = {}
-    buffer = io.BytesIO()
-    torch.save(Runs(mark), buffer)
-    buffer.seek(0)
-    item = type("Item", (), {"dest_index": metadata.MetadataIndex("x")})()
-    with pytest.raises(pickle.UnpicklingError):
-        planner.load_bytes(item, buffer)
-    assert not mark.exists()
-
-
-def test_index_with_a_path_outside_its_folder_is_refused(tmp_path):
+def test_folder_with_torchs_own_index_alone_is_refused_with_a_way_to_convert_it(tmp_path):
     folder = saved(tmp_path / "c", *trained())
-    index = SafeReader(folder).read_metadata()
-    next(iter(index.storage_data.values())).relative_path = "../elsewhere"
-    (folder / ".metadata").write_bytes(pickle.dumps(index))
-    with pytest.raises(CorruptCheckpoint, match="points out of its folder, to '../elsewhere'"):
+    (folder / INDEX).unlink()
+    with pytest.raises(CorruptCheckpoint, match=r"has no index.json: .* earlier version .* convert it with torch"):
         load_sharded_(folder, TinyLM())
 
 
-@pytest.mark.parametrize("data", [b"", b"not a pickle", pickle.dumps({"a": 1})])
+def change_index(folder, change):
+    index = json.loads((folder / INDEX).read_text())
+    change(index["model.blocks.0.down.bias"])
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda entry: entry["shards"][0].__setitem__(2, "../elsewhere"),
+            "points out of its folder, to",
+        ),
+        (lambda entry: entry["shards"][0].__setitem__(2, "elsewhere"), "names elsewhere: that file is missing"),
+        (lambda entry: entry["shards"][0].__setitem__(3, -1), "not a list of natural numbers"),
+        (lambda entry: entry["shards"][0].__setitem__(4, 2**40), "but its files have"),
+        (lambda entry: entry.update(size=[2**40]), "shards of model.blocks.0.down.bias are missing"),
+        (lambda entry: entry.update(size=[2**40], shards=[[[0], [2**40], "__0_0.distcp", 0, 1]]), "its tensors need"),
+        (lambda entry: entry.update(dtype="os.system"), "does not fit together .KeyError: 'os.system'"),
+    ],
+)
+def test_index_that_does_not_fit_its_files_is_refused(tmp_path, change, message):
+    folder = saved(tmp_path / "c", *trained())
+    change_index(folder, change)
+    with pytest.raises(CorruptCheckpoint, match=message):
+        load_sharded_(folder, TinyLM())
+
+
+@pytest.mark.parametrize("data", [b"", b"not an index", pickle.dumps({"a": 1}), b'{"a": 1}', b"[1]"])
 def test_damaged_index_raises_corrupt_checkpoint(tmp_path, data):
     folder = saved(tmp_path / "c", *trained())
-    (folder / ".metadata").write_bytes(data)
+    (folder / INDEX).write_bytes(data)
     with pytest.raises(CorruptCheckpoint):
-        SafeReader(folder).read_metadata()
+        load_sharded_(folder, TinyLM())
 
 
 def test_unreadable_state_is_named_and_nothing_is_written(tmp_path):
@@ -224,22 +214,22 @@ def test_for_a_changed_folder_an_older_one_of_the_same_run_is_chosen_to_resume(t
     ours, other = RunMark(), RunMark()
     for name, run, step in (("old", ours, 1), ("new", ours, 2), ("newer", ours, 3), ("of another run", other, 2)):
         saved(tmp_path / name, *trained(1), **{KEY: run.facts(step)})
-    assert choose_checkpoint(tmp_path / "new", substitute=True) == tmp_path / "new"
-    (tmp_path / "new" / ".metadata").unlink()
-    with pytest.raises(CorruptCheckpoint, match=".metadata is missing"):
+    assert whole_or_older(tmp_path / "new", substitute=True) == tmp_path / "new"
+    (tmp_path / "new" / INDEX).unlink()
+    with pytest.raises(CorruptCheckpoint, match="index.json is missing"):
         full_state_dict(tmp_path / "new")
-    with pytest.raises(CorruptCheckpoint, match=".metadata is missing"):
-        choose_checkpoint(tmp_path / "new", substitute=False)
+    with pytest.raises(CorruptCheckpoint, match="index.json is missing"):
+        whole_or_older(tmp_path / "new", substitute=False)
     with pytest.warns(ft.FastTrainWarning, match="old is loaded, an older one of the same run"):
-        assert choose_checkpoint(tmp_path / "new", substitute=True) == tmp_path / "old"
+        assert whole_or_older(tmp_path / "new", substitute=True) == tmp_path / "old"
     with pytest.raises(FileNotFoundError, match="there is no such checkpoint"):
-        choose_checkpoint(tmp_path / "never", substitute=True)
+        whole_or_older(tmp_path / "never", substitute=True)
 
 
 def test_complete_save_that_was_killed_before_renaming_is_used(tmp_path):
     saved(tmp_path / "c", *trained())
     (tmp_path / "c").rename(tmp_path / ".fasttrain-tmp-c")
-    assert choose_checkpoint(tmp_path / "c", substitute=True) == tmp_path / "c"
+    assert whole_or_older(tmp_path / "c", substitute=True) == tmp_path / "c"
     verify_checkpoint(tmp_path / "c")
 
 

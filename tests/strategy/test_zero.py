@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.strategy.choose.model_states import STAGES as KNOWN
-from lightning_fasttrain.strategy.zero.stage_agreement import _a_batch
+from lightning_fasttrain.strategy.zero.stage_question import _a_batch
 from lightning_fasttrain.strategy.zero.zero_fabric import FabricZeROStrategy
 from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy
 from lightning_fasttrain.technique import check_together

@@ -26,6 +26,7 @@ from lightning_fasttrain.strategy.zero.zero_fabric import FabricZeROStrategy
 from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy
 from tests.strategy import zero_steps
 from tests.strategy.zero_launches import DEPTH
+from tests.strategy.zero_steps import whole
 from tests.support.nets import (
     LazyLM,
     TinyLM,
@@ -58,15 +59,6 @@ def fit(module, strategy, callbacks=(), batches=None, path=None, **settings):
     t = trainer(callbacks, devices=RANKS, strategy=strategy, **settings)
     t.fit(module, as_loader(MINE if batches is None else batches), ckpt_path=path)
     return t
-
-
-def whole(module):
-    """Return the weights of a module, gathered if they are sharded."""
-    import deepspeed
-
-    pieces = [p for p in module.parameters() if hasattr(p, "ds_id")]
-    with deepspeed.zero.GatheredParameters(pieces):
-        return {name: value.detach().clone().float() for name, value in module.state_dict().items()}
 
 
 def mean_losses(module):
@@ -231,7 +223,7 @@ def reshards(found, folder):
         path = folder / f"by-{others}-stage-{stage}"
         state, module = State(), net("adamw", Scheduled)
         t = fit(module, ZeROStrategy(stage=stage, universal=True), [state], MINE[:2], path=path, max_epochs=2)
-        saved = read_pieces(path, stage)
+        saved = read_shards(path, stage)
         found[f"resharded {stage}"] = {
             "steps": t.global_step,
             "decay": state.decay,
@@ -249,17 +241,17 @@ def reshards(found, folder):
     )
 
 
-def read_pieces(path, stage):
+def read_shards(path, stage):
     """Read weights and Adam state of a checkpoint from DeepSpeed's files, and join them manually."""
     from lightning_fasttrain.strategy.zero._zero_files import ZeROFiles
 
     files = ZeROFiles.read(path / "checkpoint")
     saved = dict(files.masters())
     for key in ("exp_avg", "exp_avg_sq"):
-        for piece in files.pieces:
-            states = piece["optimizer_state_dict" if files.stage == 3 else "base_optimizer_state"]["state"]
+        for shard in files.shards:
+            states = shard["optimizer_state_dict" if files.stage == 3 else "base_optimizer_state"]["state"]
             flat = [states[i][key] for i in sorted(states)]
-            piece["fp32_flat_groups" if files.stage == 3 else "single_partition_of_fp32_groups"] = flat
+            shard["fp32_flat_groups" if files.stage == 3 else "single_partition_of_fp32_groups"] = flat
         saved |= {f"{name} {key}": value for name, value in files.masters()}
     return saved
 

@@ -90,10 +90,11 @@ def fitted(kind, shape, stage, precision, epochs=1, path=None):
 
 
 def whole(module):
+    """Return the weights of a module, gathered if they are sharded."""
     import deepspeed
 
-    pieces = [p for p in module.parameters() if hasattr(p, "ds_id")]
-    with deepspeed.zero.GatheredParameters(pieces):
+    sharded = [p for p in module.parameters() if hasattr(p, "ds_id")]
+    with deepspeed.zero.GatheredParameters(sharded):
         return {name: value.detach().clone().float() for name, value in module.state_dict().items()}
 
 

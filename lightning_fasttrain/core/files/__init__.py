@@ -1,4 +1,4 @@
-"""Files: written whole or not at all, read without trust, and which checkpoint is the newest.
+"""Files: written atomically, read without trust, and the choice of the newest checkpoint.
 
 From the bottom up: ``atomic_write``, ``safe_load``, ``checkpoint_folder``, ``guarded_loading``, ``run_mark``,
 ``newest_checkpoint``.

@@ -1,4 +1,4 @@
-"""Files that are either whole or not there."""
+"""Atomic writing of files, and locks that show whether a process is still writing."""
 
 import fcntl
 import os
@@ -10,11 +10,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-TEMPORARY = ".fasttrain-tmp-"  # what carries it may be removed, so it must be no name of a user's
+# What carries this prefix may be removed, so no user's file may have it.
+TEMPORARY = ".fasttrain-tmp-"
 
 
 def write_atomic(path: str | os.PathLike[str], data: bytes | str | Callable[[BinaryIO], object]) -> Path:
-    """Write ``data`` so that a reader, or a crash, sees the old file or the new one and nothing between.
+    """Write a file atomically: a reader, also after a crash, sees the old file or the complete new one.
 
     The bytes go to a temporary file in the *target's* folder (a rename across file systems is a copy, and a copy
     can be cut short), are synced, and take the target's name in one step; then the folder is synced.
@@ -27,7 +28,7 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | str | Callable[[Bin
         The path written.
 
     Raises:
-        OSError: nothing was written; an existing file is as it was.
+        OSError: nothing was written; an existing file is not changed.
 
     Example:
         >>> folder = getfixture("tmp_path")
@@ -37,7 +38,8 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | str | Callable[[Bin
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     name = target.parent / f"{TEMPORARY}{target.name}-{os.getpid()}-{secrets.token_hex(4)}"
-    descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less what the user's umask takes away
+    # The user's umask is subtracted from this mode.
+    descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         with os.fdopen(descriptor, "wb") as file:
             with suppress(OSError):  # not every file system has locks
@@ -60,23 +62,23 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | str | Callable[[Bin
 
 
 def is_temporary_file(path: Path) -> bool:
-    """Whether ``path`` is a file that :func:`write_atomic` was writing, told by its kind and its whole name."""
+    """Return whether ``path`` is a temporary file of :func:`write_atomic`, by its kind and its complete name."""
     named = re.fullmatch(rf"{re.escape(TEMPORARY)}.+-\d+-[0-9a-f]{{8}}", path.name, re.DOTALL)
     return named is not None and path.is_file() and not path.is_symlink()
 
 
 def find_existing(path: Path) -> Path:
-    """``path`` if it is a folder, or the nearest folder above it."""
+    """Return ``path`` if it is a folder, otherwise the nearest folder above it."""
     return next(one for one in (path, *path.absolute().parents) if one.is_dir())
 
 
 def free_disk_bytes(path: Path) -> int:
-    """Bytes free on the disk that ``path`` is on, or will be on."""
+    """Return the free bytes of the disk that ``path`` is on, or will be on."""
     return shutil.disk_usage(find_existing(path)).free
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in ``folder`` outlast a power failure."""
+    """Sync ``folder``, so that the names in it outlast a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -86,8 +88,9 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def lock(path: Path) -> Iterator[None]:
-    """Hold the file or folder ``path``, waiting for whoever does. It ends with the process, however that ends."""
-    descriptor = os.open(path, os.O_RDONLY)  # a folder can be opened in no other way, and a lock needs no more
+    """Lock the file or folder ``path``, waiting for other holders; the lock ends with the process in any case."""
+    # A folder can be opened in no other way, and a lock needs no more.
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         with suppress(OSError):  # not every file system has locks
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -97,7 +100,7 @@ def lock(path: Path) -> Iterator[None]:
 
 
 def is_being_written(path: Path) -> bool:
-    """Whether a living process holds ``path`` as :func:`write_atomic` and :func:`lock` do; where unknown, yes."""
+    """Return whether a living process holds ``path`` by :func:`write_atomic` or :func:`lock`; True if unknown."""
     try:
         with open(path, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

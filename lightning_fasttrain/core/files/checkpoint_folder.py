@@ -9,9 +9,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.files.atomic_write import (
     TEMPORARY,
@@ -22,7 +19,13 @@ from lightning_fasttrain.core.files.atomic_write import (
     sync_folder,
     write_atomic,
 )
-from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint, damage_of_archive, local_path, parse_json
+from lightning_fasttrain.core.files.safe_load import (
+    CorruptCheckpoint,
+    damage_of_archive,
+    existing_path,
+    local_path,
+    parse_json,
+)
 from lightning_fasttrain.core.messages import explain
 
 MANIFEST = "MANIFEST.json"
@@ -31,16 +34,6 @@ _WAS = "was"  # in a folder of ours, what had the name before
 _LOCK = ".writing"
 _MARK = b"A folder that lightning_fasttrain has made and will remove. Do not put anything in it.\n"
 _LARGEST_MANIFEST = 100 * 2**20
-
-
-def agree_on_all_ranks(ok: bool, group: dist.ProcessGroup | None = None) -> bool:
-    """Whether every process says yes; each waits for all. Alone, it is the caller's own answer."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return ok
-    on_gpu = dist.get_backend(group) == "nccl"  # which has no way to reduce a tensor on the CPU
-    answer = torch.tensor(int(ok), device=torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu")
-    dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=group)  # of ones and zeros: "and"
-    return bool(answer)
 
 
 @contextmanager
@@ -61,7 +54,7 @@ def checkpoint_folder(
     Args:
         target: the checkpoint's name; a folder of that name is replaced.
         rank, world_size: of the caller, among those that enter.
-        agree: says whether all ranks were fine, and waits for them: :func:`agree_on_all_ranks`.
+        agree: says whether all ranks were fine, and waits for them, as :func:`~core.distributed.agree_on_all_ranks`.
         about: plain values for the manifest, such as the step.
 
     Yields:
@@ -79,13 +72,15 @@ def checkpoint_folder(
     """
     target = local_path(target)
     staging = staging_of(target)
-    with ExitStack() as held:  # keeps the mark's lock until the folder has its name, or is removed
+    # The mark stays locked until the folder has its name, or is removed.
+    with ExitStack() as held:
         # Outside of the `try` below: a folder that is not ours has the name then, and must not be removed.
         with _all_or_none(target, agree):
             if rank == 0:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 _refuse_to_replace(target)
-                with lock(target.parent):  # newest_checkpoint of another process sweeps under the same lock
+                # newest_checkpoint of another process sweeps under the same lock.
+                with lock(target.parent):
                     settle(target)
                     _refuse_foreign(staging)
                     staging.mkdir()
@@ -128,12 +123,13 @@ def _sums(folder: Path, rank: int, world_size: int) -> dict[str, dict[str, Any]]
 def _sum(path: Path, *, sync: bool = False) -> dict[str, Any]:
     with open(path, "rb") as file:
         if sync:
-            os.fsync(file.fileno())  # of the whole file, whoever wrote it and through whichever descriptor
+            # This syncs the whole file, whoever wrote it and through whichever descriptor.
+            os.fsync(file.fileno())
         return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def _files(folder: Path) -> list[str]:
-    """All files but our own, by their path inside ``folder``. Links are refused: they can point anywhere."""
+    """List the checkpoint's files by their path inside ``folder``; links are refused, since they can point anywhere."""
     names = []
     for path in folder.rglob("*"):
         if path.is_symlink():
@@ -158,7 +154,8 @@ def _publish(staging: Path, target: Path, facts: dict[str, Any]) -> None:
 
 def _replace(staging: Path, target: Path) -> None:
     old = old_of(target)
-    if os.path.lexists(target):  # a folder cannot be renamed onto another: between the two renames both are complete
+    # A folder cannot be renamed onto another: between the two renames both are complete.
+    if os.path.lexists(target):
         _refuse_foreign(old)
         old.mkdir()
         write_atomic(old / _LOCK, _MARK)
@@ -178,20 +175,20 @@ def staging_of(target: Path) -> Path:
 
 
 def old_of(target: Path) -> Path:
-    """The folder of ours in which the former ``target`` waits until the new one has its name."""
+    """Return the temporary path in which the former ``target`` waits until the new one has its name."""
     return target.parent / f"{OLD}{target.name}"
 
 
 @contextmanager
 def mark_folder(folder: Path) -> Iterator[None]:
-    """Say inside ``folder`` that it is ours, and that this process is at work in it; the latter dies with it."""
+    """Mark ``folder`` as made by this package, and lock the mark until this process leaves the context or ends."""
     write_atomic(folder / _LOCK, _MARK)
     with lock(folder / _LOCK):
         yield
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether this module wrote ``folder``, judged by its content and never by its name alone."""
+    """Return whether this package made ``folder``, by its content and never by its name alone."""
     if folder.is_symlink() or not folder.is_dir():
         return False
     mark = folder / _LOCK
@@ -202,12 +199,12 @@ def is_ours(folder: Path) -> bool:
 
 
 def is_at_work(target: Path) -> bool:
-    """Whether a living process writes ``target``."""
+    """Return whether a living process is writing ``target``."""
     return is_being_written(staging_of(target) / _LOCK)
 
 
 def settle(target: Path) -> None:
-    """Finish or remove what a killed save of ``target`` left. Nobody may be writing it.
+    """Finish or remove what a killed save of ``target`` left; no process may be writing it.
 
     What takes the name is verified first; what is removed carries our mark. All else stays as it is.
     """
@@ -232,18 +229,18 @@ def _refuse_foreign(folder: Path) -> None:
 
 
 def _refuse_to_replace(target: Path) -> None:
-    """A folder of that name must be a checkpoint: a save would remove all that is in it."""
+    """Refuse a folder that is not a checkpoint, since a save would remove its contents."""
     if target.is_symlink() or not target.is_dir():
         return
     there = [path.name for path in target.iterdir()]
     # Ours, torch's distributed checkpoint, DeepSpeed under Lightning (two names), and Lightning's FSDP.
     if there and not {MANIFEST, ".metadata", "checkpoint", "latest", "meta.pt"} & set(there):
-        why = f"it is a folder, and no checkpoint: it holds {sorted(there)[:3]}"
+        why = f"it is a folder, but not a checkpoint: it holds {sorted(there)[:3]}"
         raise FileExistsError(explain(f"{target}", why, "Use another name"))
 
 
 def verify_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read all of a checkpoint and hold it against its checksums: sha256 for a folder, the archive's for a file.
+    """Read a complete checkpoint and compare it with its checksums: sha256 for a folder, the archive's for a file.
 
     Args:
         path: a folder made by :func:`checkpoint_folder`, or a file made by ``torch.save``.
@@ -252,12 +249,10 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         The folder's manifest; of a file, its size.
 
     Raises:
-        CorruptCheckpoint: it is not as it was written.
-        FileNotFoundError: nothing is there.
+        CorruptCheckpoint: it differs from what was written.
+        FileNotFoundError: there is no such checkpoint.
     """
-    path = local_path(path)
-    if not path.exists():
-        raise FileNotFoundError(explain(f"{path}", "there is no such checkpoint", f"Look into {path.parent}"))
+    path = existing_path(path)
     reason = _damage(path)
     if reason is not None:
         way_out = f"Use an older one: newest_checkpoint({str(path.parent)!r})"
@@ -292,7 +287,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """Read the manifest of a checkpoint's folder, without its other files.
 
     Raises:
-        CorruptCheckpoint: it says nothing that can be read.
+        CorruptCheckpoint: it is missing, too large, or not valid.
     """
     path = folder / MANIFEST
     if path.is_symlink() or not path.is_file():

@@ -7,15 +7,15 @@ from typing import Any
 from lightning.pytorch.strategies import Strategy
 
 from lightning_fasttrain.core.files.checkpoint_folder import verify_checkpoint
-from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint, ForeignObjects, first_line, local_path
+from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint, ForeignObjects, existing_path, first_line
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 
 
 def guard_loading(strategy: Strategy) -> Undo:
-    """Let ``strategy.load_checkpoint`` take files and folders of this machine only, and say what is wrong with one.
+    """Restrict ``strategy.load_checkpoint`` to complete files and folders of this machine; errors name the reason.
 
-    For every technique that checkpoints matter to. Once is enough, however many of them there are.
+    Several techniques may call it: a strategy that is guarded already is not changed.
     """
     if isinstance(vars(strategy).get("load_checkpoint"), _GuardedLoad):
         return lambda: None
@@ -27,9 +27,7 @@ class _GuardedLoad:
         self.strategy, self.load = strategy, strategy.load_checkpoint
 
     def __call__(self, checkpoint_path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
-        path = local_path(checkpoint_path)
-        if not path.exists():
-            raise FileNotFoundError(explain(f"{path}", "there is no such checkpoint", f"Look into {path.parent}"))
+        path = existing_path(checkpoint_path)
         # One of ours reads all of the file anyway and says what is wrong; twice would take twice as long.
         if path.is_file() and not getattr(self.strategy.checkpoint_io, "verifies", False):
             verify_checkpoint(path)

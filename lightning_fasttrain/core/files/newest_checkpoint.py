@@ -26,12 +26,13 @@ def whole_or_older(path: str | os.PathLike[str], *, substitute: bool) -> Path:
 
     Raises:
         CorruptCheckpoint: it is damaged, and there is no other, or none may be taken.
-        FileNotFoundError: nothing is there.
-        ValueError: it is an address rather than a path.
+        FileNotFoundError: there is no such checkpoint.
+        ValueError: it is an address instead of a path.
     """
     path = local_path(path)
     if not path.exists():
-        sweep(path.parent)  # a save that was killed when it was complete takes its name only now
+        # A save that was killed when it was complete takes its name only now.
+        sweep(path.parent)
     try:
         verify_checkpoint(path)
         return path
@@ -44,7 +45,7 @@ def whole_or_older(path: str | os.PathLike[str], *, substitute: bool) -> Path:
 
 
 def _older_of_its_run(path: Path) -> Path | None:
-    """A whole one of the same run and not newer, as both say themselves; None if the damage has taken that too."""
+    """Return a complete checkpoint of the same run that is not newer, by what both record; None if there is none."""
     asked = facts_of(path)
     # Without both, another run's checkpoint in this folder could be taken for this one's.
     if asked.run is None or asked.step is None:
@@ -60,24 +61,24 @@ def _older_of_its_run(path: Path) -> Path | None:
 
 
 def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
-    """The newest checkpoint in ``folder`` that is whole, for ``trainer.fit(..., ckpt_path=...)``.
+    """Return the newest complete checkpoint in ``folder``, for ``trainer.fit(..., ckpt_path=...)``.
 
-    Newest is the one with the most steps, as is written in it, of the run that saved last; so copying a folder changes
-    nothing. A file that does not say its step (a damaged one, or one with objects of other classes) is taken for as
-    far as those that were written before it, by the clock of the file system.
+    The newest is the one with the most recorded steps, of the run that saved last, so copying a folder has no effect.
+    A file that does not record its step (a damaged one, or one with objects of other classes) counts as far as those
+    that were written before it, by the clock of the file system.
 
-    Every candidate is read through and held against its checksums; one that is damaged is passed over, and it is
-    said. What a killed save has left is finished if it was complete, and removed if no process is writing it. Files,
-    folders and links that this package did not make stay as they are.
+    Every candidate is read completely and compared with its checksums; a damaged one is passed over with a warning.
+    What a killed save has left is finished if it was complete, and removed if no process is writing it. Files, folders
+    and links that this package did not make are not changed.
 
     Args:
         folder: where checkpoints are: files ``*.ckpt``, and folders as ZeRO and FSDP2 write them.
 
     Returns:
-        Its path; None if there is no checkpoint at all, which is said too.
+        Its path; None, with a message, if there is no checkpoint.
 
     Raises:
-        CorruptCheckpoint: there are checkpoints, and none of them is whole.
+        CorruptCheckpoint: there are checkpoints, but all of them are damaged.
 
     Example:
         >>> folder = getfixture("tmp_path")
@@ -122,23 +123,22 @@ def _candidates(folder: Path) -> list[Path]:
 def _newest_first(paths: list[Path]) -> list[Path]:
     told = {path: facts_of(path) for path in paths}
     at = {path: _saved_at(path, facts) for path, facts in told.items()}
-    last: dict[str | None, float] = {None: 0.0}  # when each run saved last; files that name none count as one run
+    # The time of each run's last save; files that name no run count as one.
+    last: dict[str | None, float] = {}
     for path, facts in told.items():
         if facts.step is not None:
             last[facts.run] = max(at[path], last.get(facts.run, 0.0))
-
-    with_step = [path for path, facts in told.items() if facts.step is not None]
-
-    def rank(path: Path) -> tuple[float, int, float]:
-        facts = told[path]
-        if facts.step is None:  # as far as the farthest of those that were written before it
-            # All of `with_step` have a step, so the recursion ends there.
-            before = [rank(one) for one in with_step if _written_at(one) <= at[path]]
-            run_saved_at, step, _ = max(before, default=(0.0, -1, 0.0))
-            return run_saved_at, step, at[path]
-        return last[facts.run], facts.step, at[path]
-
-    return sorted(paths, key=rank, reverse=True)
+    with_step: dict[Path, tuple[float, int, float]] = {}
+    for path, facts in told.items():
+        if facts.step is not None:
+            with_step[path] = (last[facts.run], facts.step, at[path])
+    ranks = dict(with_step)
+    # A file without a step counts as far as the farthest of those that were written before it.
+    for path in told.keys() - with_step.keys():
+        before = [rank for other, rank in with_step.items() if _written_at(other) <= at[path]]
+        run_saved_at, step, _ = max(before, default=(0.0, -1, 0.0))
+        ranks[path] = (run_saved_at, step, at[path])
+    return sorted(paths, key=lambda path: ranks[path], reverse=True)
 
 
 def _saved_at(path: Path, facts: Facts) -> float:
@@ -156,7 +156,7 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def sweep(folder: Path) -> None:
-    """Finish or remove what killed saves left. Several ranks may come here at once: one after the other."""
+    """Finish or remove what killed saves left; several ranks may call it at once, and take turns."""
     # Without the lock at first: mostly nothing is there, and then no process has to wait.
     if not any(path.name.startswith((TEMPORARY, OLD)) for path in _entries(folder)):
         return

@@ -14,7 +14,7 @@ KEY = "lightning_fasttrain.run"
 
 
 class RunMark:
-    """Return the name of a run, drawn once, and taken over from the checkpoint that a later process resumes from.
+    """Random name of a run, which a later process takes over from the checkpoint that it resumes from.
 
     Example:
         >>> first, second = RunMark(), RunMark()
@@ -27,23 +27,23 @@ class RunMark:
         self.run = secrets.token_hex(8)
 
     def facts(self, step: object) -> dict[str, Any]:
-        """The mark of a checkpoint: plain values, for its manifest or beside its state."""
+        """Return the mark of a checkpoint: plain values, for its manifest or beside its state."""
         return {"run": self.run, "step": step if type(step) is int else None, "saved_at": time.time()}
 
     def continue_from(self, facts: object) -> None:
-        """Be the run that ``facts`` are of; without a run in them, stay another."""
+        """Take over the name of the run in ``facts``, if there is one."""
         run = facts.get("run") if isinstance(facts, dict) else None
         self.run = run if isinstance(run, str) else self.run
 
 
 def mark_of(owner: object) -> RunMark:
-    """The mark of the run that ``owner``, a strategy, writes the checkpoints of; drawn when it is asked for first."""
+    """Return the mark of the run whose checkpoints ``owner``, a strategy, writes; drawn at the first call."""
     return vars(owner).setdefault("_run_mark", RunMark())
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Return what a checkpoint states without being read completely; None where it does not say.
+    """Facts that a checkpoint records, known without its tensors; None for what it does not record.
 
     Args:
         run: drawn when the run began.
@@ -57,7 +57,7 @@ class Facts:
 
 
 def step_in(checkpoint: object) -> int | None:
-    """Lightning's ``global_step``, or the ``step`` of a loop."""
+    """Return Lightning's ``global_step``, or the ``step`` of a loop; None if there is neither."""
     if not isinstance(checkpoint, dict):
         return None
     found = [checkpoint.get(key) for key in ("global_step", "step")]
@@ -67,8 +67,8 @@ def step_in(checkpoint: object) -> int | None:
 def facts_of(path: Path) -> Facts:
     """Read the mark of the checkpoint at ``path``: in a folder's manifest, or beside the tensors of a file.
 
-    It may be damaged all the same. A file of Lightning's own has a step and no run; one that cannot be read safely,
-    nothing.
+    The checkpoint may be damaged nevertheless. Lightning's own files record a step but not a run; of a file that
+    cannot be read safely, nothing is known.
     """
     try:
         if path.is_dir():

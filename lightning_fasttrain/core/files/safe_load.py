@@ -50,8 +50,9 @@ def refuse_unreadable(values: object) -> None:
 
 
 def _find_unreadable(value: Any, where: str, seen: set[int]) -> tuple[str, Any] | None:
-    """The first entry that cannot be read back, with the path to it."""
-    kind = type(value)  # exactly: a subclass is written with its own name, which is refused
+    """Return the first entry that cannot be read back, with the path to it."""
+    # The exact class: a subclass is written with its own name, which is refused.
+    kind = type(value)
     if kind in _PLAIN or id(value) in seen:
         return None
     if kind not in _CONTAINERS:
@@ -79,7 +80,8 @@ def _comes_back(value: object) -> bool:
     return True
 
 
-LARGEST_JSON = 32 * 2**20  # bytes; the index of a model of 700 billion parameters has nine million
+# In bytes; the index of a model of 700 billion parameters has nine million.
+LARGEST_JSON = 32 * 2**20
 MOST_AXES = 16
 MOST_PARTS, LONGEST_NAME = 100, 2000  # of a tensor's name: nested modules, and characters
 _BROKEN_ZIP = (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, RuntimeError, NotImplementedError)
@@ -89,11 +91,11 @@ _BYTEARRAY, _SMALL = b"bytearray", 2**24
 
 
 class CorruptCheckpoint(ValueError):
-    """A checkpoint that is cut short, changed, or not one at all. The message names the file and the reason."""
+    """Error for a checkpoint that is truncated, changed, or not a checkpoint; the message names file and reason."""
 
 
 class ForeignObjects(ValueError, pickle.UnpicklingError):
-    """A file that holds objects which could only be made by running code that it names."""
+    """Error for a file with objects that can only be created by running code that the file names."""
 
 
 @contextmanager
@@ -109,34 +111,47 @@ def as_corrupt(path: str | os.PathLike[str], *more: type[BaseException]) -> Iter
 
 
 def is_remote(path: object) -> bool:
-    """Whether ``path`` is an address rather than a file here: ``http://``, ``s3://`` and their like."""
+    """Return whether ``path`` is an address, such as ``http://…`` or ``s3://…``, instead of a local path."""
     return "://" in str(path)
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
-    """Return ``path`` if it names a file or folder of this machine.
+    """Return ``path`` if it is a path of this machine, whether or not it exists.
 
     Raises:
-        ValueError: it is an address, or empty, which would be the folder that the program was started in.
+        ValueError: it is an address, or empty, which would be the current folder.
 
     Example:
         >>> local_path("https://example.com/last.ckpt")
         Traceback (most recent call last):
-        ValueError: https://example.com/last.ckpt: this is no file here, and ... Download it first, and give its path.
+        ValueError: https://example.com/last.ckpt: it is an address, and ... Download it first, and give its path.
     """
     if is_remote(path):
-        why = "this is no file here, and what comes from elsewhere is neither fetched nor opened unseen"
+        why = "it is an address, and files are read from this machine only"
         raise ValueError(explain(f"{path}", why, "Download it first, and give its path"))
     if str(path) == "" or "\0" in str(path):
-        raise ValueError(explain(f"path {str(path)!r}", "this names no file", "Give the file or the folder"))
+        raise ValueError(explain(f"path {str(path)!r}", "it names neither a file nor a folder", "Give one of them"))
     return Path(path)
+
+
+def existing_path(path: str | os.PathLike[str]) -> Path:
+    """Return the checkpoint's path if there is a file or folder of this machine.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint.
+        ValueError: it is an address, or empty.
+    """
+    path = local_path(path)
+    if not path.exists():
+        raise FileNotFoundError(explain(f"{path}", "there is no such checkpoint", f"Look into {path.parent}"))
+    return path
 
 
 def read_json(path: Path, largest: int = LARGEST_JSON) -> Any:
     """Read a JSON file.
 
     Raises:
-        ValueError: it is none, is larger than ``largest`` bytes, or says something twice.
+        ValueError: it is not valid JSON, has more than ``largest`` bytes, or has a key twice.
         FileNotFoundError: there is no such file.
     """
     if not path.is_file():
@@ -147,7 +162,10 @@ def read_json(path: Path, largest: int = LARGEST_JSON) -> Any:
 
 
 def parse_json(data: bytes | str, what: str, largest: int = LARGEST_JSON) -> Any:
-    """JSON without trust: not too large, nothing said twice, no NaN. Raises ValueError.
+    """Parse JSON that is not trusted.
+
+    Raises:
+        ValueError: it is not valid JSON, has more than ``largest`` bytes, a key twice, or NaN.
 
     Example:
         >>> parse_json('{"a": 1, "a": 2}', "the settings")
@@ -156,7 +174,7 @@ def parse_json(data: bytes | str, what: str, largest: int = LARGEST_JSON) -> Any
     """
     if len(data) > largest:
         raise ValueError(
-            explain(f"{what} has more than {largest} bytes", "nothing here needs so many", "Do not use it")
+            explain(f"{what} has more than {largest} bytes", "a file of this kind needs far fewer", "Do not use it")
         )
     try:
         return json.loads(data, parse_constant=_refuse_constant, object_pairs_hook=_without_duplicates)
@@ -178,24 +196,32 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def damage_of_archive(path: Path) -> str | None:
-    """Read a complete file of ``torch.save``, and return what is wrong with it; None if it is whole."""
+def damage_of_archive(path: Path, *, contents: bool = True) -> str | None:
+    """Return what is wrong with a file of ``torch.save``; None if it is complete.
+
+    Args:
+        path: the file.
+        contents: whether to read all of it, and compare it with its checksums; otherwise only its list of entries.
+    """
     if not path.is_file():
         return "it is neither a file nor a folder"
     size = path.stat().st_size
     try:
         with zipfile.ZipFile(path) as archive:
             reason = _unfit_entries(archive, size)
-            broken = None if reason else archive.testzip()  # unpacks every entry, so not before they were found fit
-        if reason is None:
-            torch._C.PyTorchFileReader(os.fspath(path)).get_all_records()  # stricter about the archive's own structure
+            if reason is not None or not contents:
+                return reason
+            # It unpacks every entry, so not before they were found fit.
+            broken = archive.testzip()
+        # Torch's reader is stricter about the archive's own structure.
+        torch._C.PyTorchFileReader(os.fspath(path)).get_all_records()
     except _BROKEN_ZIP as error:  # RuntimeError: encrypted
-        return f"its {size} bytes are no archive of torch.save ({first_line(error)})"
-    return reason or (f"{broken} in it was changed: its checksum is another" if broken is not None else None)
+        return f"its {size} bytes are not an archive of torch.save ({first_line(error)})"
+    return f"{broken} in it was changed: its checksum is another" if broken is not None else None
 
 
 def _unfit_entries(archive: zipfile.ZipFile, size: int) -> str | None:
-    """A reason not to unpack: ``torch.save`` neither compresses nor lets entries overlap."""
+    """Return a reason not to unpack an archive: ``torch.save`` neither compresses entries nor lets them overlap."""
     entries = archive.infolist()
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
         return "it is not an archive of torch.save: something in it is compressed, and could be of any size"
@@ -208,7 +234,7 @@ def _unfit_entries(archive: zipfile.ZipFile, size: int) -> str | None:
 
 
 def _asks_for_memory(pickled: bytes, most: int) -> bool:
-    """``bytearray(n)`` takes n bytes; it is the one thing torch allows in files that allocates by a number."""
+    """Return whether a pickle calls ``bytearray(n)``, the only call that torch allows and that allocates n bytes."""
     if _BYTEARRAY not in pickled:
         return False
     try:
@@ -218,7 +244,7 @@ def _asks_for_memory(pickled: bytes, most: int) -> bool:
 
 
 def read_archive(path: str | os.PathLike[str], *, map_location: MAP_LOCATION = "cpu", mmap: bool = False) -> Any:
-    """Tensors and plain values out of a file of ``torch.save``, and nothing else.
+    """Read a file of ``torch.save`` that holds tensors and plain values only.
 
     Args:
         path: the file; one that holds objects of other classes is refused.
@@ -226,9 +252,9 @@ def read_archive(path: str | os.PathLike[str], *, map_location: MAP_LOCATION = "
         mmap: leave tensors in the file until they are used.
 
     Raises:
-        CorruptCheckpoint: it is damaged, or no such file.
-        ForeignObjects: it holds something else; nothing was run.
-        FileNotFoundError: nothing is there.
+        CorruptCheckpoint: it is damaged, or not a file of ``torch.save``.
+        ForeignObjects: it holds other objects; none of their code was run.
+        FileNotFoundError: there is no such file.
 
     Example:
         >>> path = getfixture("tmp_path") / "one.ckpt"
@@ -236,9 +262,7 @@ def read_archive(path: str | os.PathLike[str], *, map_location: MAP_LOCATION = "
         >>> read_archive(path)
         {'step': 3}
     """
-    path = local_path(path)
-    if not os.path.lexists(path):
-        raise FileNotFoundError(explain(f"{path}", "there is no such file", f"Look into {path.parent}"))
+    path = existing_path(path)
     refuse_unfit(path)
     try:
         return torch.load(path, map_location=map_location, mmap=mmap, weights_only=True)
@@ -252,18 +276,14 @@ def read_archive(path: str | os.PathLike[str], *, map_location: MAP_LOCATION = "
 
 
 def refuse_unfit(path: Path) -> None:
-    """Refuse what is no archive of ``torch.save``, or one that would take more memory than it has bytes."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            reason = _unfit_entries(archive, path.stat().st_size)
-    except _BROKEN_ZIP as error:
-        reason = f"it is not an archive of torch.save ({first_line(error)})"
+    """Refuse what is not an archive of ``torch.save``, or one that would take more memory than it has bytes."""
+    reason = damage_of_archive(path, contents=False)
     if reason is not None:
         raise CorruptCheckpoint(explain(f"{path} cannot be read", reason, "Use an older one"))
 
 
 def unsafe_names(path: Path) -> str:
-    """The first classes in a file that torch does not take for safe."""
+    """Return the first three classes in a file that torch does not consider safe."""
     try:
         names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
     except Exception:  # a damaged file, which has been said
@@ -272,59 +292,44 @@ def unsafe_names(path: Path) -> str:
 
 
 def open_safetensors(path: Path) -> Any:
-    """Open a safetensors file, whose header has been looked at: names, axes and sizes are within reason.
+    """Open a safetensors file after a check of its header: names, axes and sizes must be plausible.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is cut short, no safetensors file, or nothing that a model would hold.
+        ValueError: it is truncated, not a safetensors file, or its header is not that of a model.
     """
     safetensors: Any = require("safetensors", extra="finetune")
     if not path.is_file():
         raise FileNotFoundError(explain(f"{path}", "there is no such file", "Name a .safetensors file"))
-    _check_header(path)
     try:
+        _refuse_odd_header(path)
         return safetensors.safe_open(str(path), framework="pt")
     except Exception as error:
         why = f"it is cut short, or no safetensors file ({first_line(error)})"
         raise ValueError(explain(f"{path} cannot be read", why, "Fetch it again")) from error
 
 
-def _check_header(path: Path) -> None:
-    header = _header(path)
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        shape = entry.get("shape") if isinstance(entry, Mapping) else None
-        if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
-            why = f"it is cut short, or no safetensors file ({name[:120]!r} has no shape)"
-        elif len(shape) > MOST_AXES:
-            why = f"{name[:120]!r} has {len(shape)} axes"
-        elif len(name) > LONGEST_NAME or name.count(".") >= MOST_PARTS:
-            why = f"the name {name[:120]!r}… has {len(name)} characters and {name.count('.') + 1} parts"
-        elif math.prod(shape) > path.stat().st_size * 8:  # no number takes less than a bit
-            why = f"it is cut short: {name[:120]!r} would have {math.prod(shape)} numbers"
-        else:
-            continue
-        raise ValueError(explain(f"{path} cannot be read", why, "Fetch it again"))
-
-
-def _header(path: Path) -> dict[str, Any]:
+def _refuse_odd_header(path: Path) -> None:
+    largest = path.stat().st_size
     with open(path, "rb") as file:
         first = file.read(8)
         size = struct.unpack("<Q", first)[0] if len(first) == 8 else -1
         # The format: eight bytes say how long the header is, and nothing says that they are true.
-        data = file.read(size) if 0 <= size <= min(LARGEST_JSON, path.stat().st_size) else b""
-    if size < 0 or len(data) != size:
-        why = "it is cut short, or no safetensors file"
-        raise ValueError(explain(f"{path} cannot be read", why, "Fetch it again"))
-    try:
-        header = json.loads(data, object_pairs_hook=_without_duplicates)
-        if not isinstance(header, dict):
-            raise ValueError(f"its header is a {type(header).__name__}")
-    except (ValueError, RecursionError) as error:
-        why = f"it is cut short, or no safetensors file ({first_line(error)})"
-        raise ValueError(explain(f"{path} cannot be read", why, "Fetch it again")) from error
-    return header
+        data = file.read(size) if 0 <= size <= min(LARGEST_JSON, largest) else b""
+    if len(data) != size:
+        raise ValueError("it has no header")
+    for name, entry in parse_json(data, "its header").items():
+        if name == "__metadata__":
+            continue
+        shape = entry.get("shape") if isinstance(entry, Mapping) else None
+        if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+            raise ValueError(f"{name[:120]!r} has no shape")
+        if len(shape) > MOST_AXES:
+            raise ValueError(f"{name[:120]!r} has {len(shape)} axes")
+        if len(name) > LONGEST_NAME or name.count(".") >= MOST_PARTS:
+            raise ValueError(f"the name {name[:120]!r}… has {len(name)} characters and {name.count('.') + 1} parts")
+        if math.prod(shape) > largest * 8:  # no element takes less than a bit
+            raise ValueError(f"{name[:120]!r} would have {math.prod(shape)} elements")
 
 
 def first_line(error: BaseException) -> str:

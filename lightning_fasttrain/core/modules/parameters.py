@@ -1,4 +1,4 @@
-"""Count parameters, and find the tensors that quantised layers hold beside them."""
+"""Count and list parameters, and find the tensors that quantised layers hold beside them."""
 
 import sys
 from collections.abc import Iterator
@@ -6,6 +6,19 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return the parameters of all groups of an optimizer, in order.
+
+    Example:
+        >>> from torch.optim import SGD
+        >>> net = nn.Linear(2, 1)
+        >>> len(parameters_of(SGD([{"params": [net.weight]}, {"params": [net.bias]}], lr=0.1)))
+        2
+    """
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:

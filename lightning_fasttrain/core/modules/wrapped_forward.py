@@ -157,3 +157,13 @@ def patch(target: object, name: str, value: object) -> Undo:
             setattr(target, name, previous)
 
     return undo
+
+
+@contextmanager
+def patched(holder: object, name: str, value: object) -> Iterator[None]:
+    """Context in which ``holder.name`` is ``value``; see :func:`patch`."""
+    restore = patch(holder, name, value)
+    try:
+        yield
+    finally:
+        restore()

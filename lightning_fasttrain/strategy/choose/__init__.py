@@ -2,5 +2,5 @@
 
 Nothing is allocated for it.
 
-From the bottom up: ``_limits``, ``_optimizer_state``, ``_model_sizes``, ``model_states``, ``choose_stage``.
+From the bottom up: ``_optimizer_state``, ``_model_sizes``, ``model_states``, ``_limits``, ``choose_stage``.
 """

@@ -1,7 +1,12 @@
-"""Checks of memory limits, and the error message for when nothing fits into them."""
+"""Memory limits, what fits into them, and the error message for when nothing does."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.strategy.choose.model_states import ModelStates
 
 
 def check_limits(headroom: float, **memory_gib: float | None) -> None:
@@ -18,30 +23,78 @@ def check_limits(headroom: float, **memory_gib: float | None) -> None:
         raise ValueError(explain(f"headroom={headroom}", why, "Use a number from 0 to below 1, such as 0.1"))
 
 
-def explain_shortage(
-    nearest: str,
-    states: int,
-    short: tuple[int, int],
-    host: str,
-    activations: int,
-    usable: int,
-    way_out: str,
-) -> str:
-    """Return the error message for when no candidate fits.
+@dataclass(frozen=True)
+class Fit:
+    """Model states, and the memory that they lack.
 
     Args:
-        nearest: start of the sentence, with the candidate that is nearest to fitting.
-        states, activations, usable: bytes on a device.
-        short: bytes that are missing on the device, and in host memory.
-        host: whether host memory is per rank or per node, in words.
-        way_out: advice for when activations are not the largest part.
+        states: bytes on one rank.
+        short: bytes that are missing on the device.
+        short_of_host: bytes of host memory that are missing, for each rank or on each node, as the limit is given.
     """
-    lacks = [f"{gib(short[0])} GiB on each device"] if short[0] else []
-    lacks += [f"{gib(short[1])} GiB of host memory {host}"] if short[1] else []
-    takes = f"states {gib(states)} GiB and activations {gib(activations)} GiB of {gib(usable)} GiB usable"
-    if activations > usable // 2:
-        way_out = "Recompute activations (ActivationCheckpointing) or split the batch (MicroBatching)"
-    return explain(f"{nearest} and lacks {' and '.join(lacks)}", takes, way_out)
+
+    states: ModelStates
+    short: int
+    short_of_host: int
+
+    @property
+    def fits(self) -> bool:
+        return not (self.short or self.short_of_host)
+
+    @property
+    def over(self) -> str:
+        """Missing memory in words; the device's first."""
+        return f"{gib(self.short)} GiB over" if self.short else f"{gib(self.short_of_host)} GiB over in host memory"
+
+
+AnyFit = TypeVar("AnyFit", bound=Fit)
+
+
+def find_nearest(fits: Sequence[AnyFit]) -> AnyFit:
+    """Return what lacks least; if it lacks host memory only, whatever the others lack."""
+    return min(fits, key=lambda fit: (fit.short > 0, fit.short + fit.short_of_host))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Memory that training may use.
+
+    Args:
+        usable: bytes on each device, without headroom.
+        activations: bytes of them that activations take.
+        host: bytes of host memory; None means enough.
+        ranks: number of ranks that share this host memory.
+    """
+
+    usable: int
+    activations: int
+    host: int | None
+    ranks: int = 1
+
+    def check(self, states: ModelStates) -> Fit:
+        """Compare model states with the limits."""
+        beyond_host = 0 if self.host is None else states.host * self.ranks - self.host
+        return Fit(states, max(0, states.device + self.activations - self.usable), max(0, beyond_host))
+
+    def describe(self, states: ModelStates) -> str:
+        """Return how much of the device ``states`` and activations take, in words."""
+        return f"{gib(states.device + self.activations)} GiB of {gib(self.usable)} GiB on each device"
+
+    def explain_shortage(self, what: str, nearest: Fit, host: str, way_out: str) -> str:
+        """Return the error message for when no candidate fits.
+
+        Args:
+            what: start of the sentence, with the candidate that is nearest to fitting.
+            nearest: this candidate's shortage.
+            host: whether host memory is per rank or per node, in words.
+            way_out: advice for when activations are not the largest part.
+        """
+        lacks = [f"{gib(nearest.short)} GiB on each device"] if nearest.short else []
+        lacks += [f"{gib(nearest.short_of_host)} GiB of host memory {host}"] if nearest.short_of_host else []
+        takes = f"states {gib(nearest.states.device)} GiB and activations {gib(self.activations)} GiB"
+        if self.activations > self.usable // 2:
+            way_out = "Recompute activations (ActivationCheckpointing) or split the batch (MicroBatching)"
+        return explain(f"{what} and lacks {' and '.join(lacks)}", f"{takes} of {gib(self.usable)} GiB usable", way_out)
 
 
 def name_leaner_ways(leaner: list[str], precision: str, devices: int) -> str:

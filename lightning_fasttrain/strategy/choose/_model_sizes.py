@@ -1,4 +1,4 @@
-"""Sizes of a model and its optimizer, in bytes and elements, and how ranks shard them."""
+"""Sizes of a model, its activations and its optimizer, in bytes and elements, and how ranks shard them."""
 
 import math
 from collections import Counter
@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from lightning_fasttrain.core.checks import one_of, positive_int
 from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized, quantization_of
 from lightning_fasttrain.optim.named.state_bytes import Group, groups_of, state_bytes
 from lightning_fasttrain.predict.fake_model import fake_module
+from lightning_fasttrain.predict.predict_memory import PRECISIONS, predict_memory
 from lightning_fasttrain.strategy.choose._optimizer_state import MakeOptimizer, make_optimizer
 
-PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 MASTER = 4  # bytes per element of the float32 master weights that the optimizer updates
 
 
@@ -73,13 +73,34 @@ def held_by(
         ValueError: the world size is below one, the precision is unknown, or no parameter trains.
     """
     positive_int("world_size", world_size)
-    one_of("precision", precision, PRECISIONS)
+    one_of("precision", precision, tuple(PRECISIONS))
     # An existing optimizer holds the real parameters; one that is still to be made gets fake parameters.
     if isinstance(module, nn.Module) and isinstance(optimizer, Optimizer):
         net = module
     else:
         net = fake_module(module, FakeTensorMode(allow_non_fake_inputs=True))
     return Held(net, make_optimizer(net, optimizer), world_size, precision != "32-true")
+
+
+def predict_activations(
+    module: nn.Module | Callable[[], nn.Module], batch: Any, precision: str, **settings: Any
+) -> int:
+    """Predict a step's peak bytes without parameters, gradients and optimizer state.
+
+    Args:
+        module, batch, precision: as for :func:`~lightning_fasttrain.predict_memory`.
+        settings: further arguments of it.
+    """
+
+    def make(parameters: Any) -> SGD:
+        return SGD(parameters, lr=0.0)  # without momentum it has no state, so none is in the peak
+
+    report = predict_memory(module, batch, optimizer=make, precision=precision, **settings)
+    if report.phase == "optimizer step":
+        # The peak is in the optimizer step, after backward, where no activations are left.
+        return report.peaks["activations"] + report.peaks["inputs"]
+    states = ("parameters", "gradients", "optimizer state")
+    return report.peak_bytes - sum(report.at_peak[category] for category in states)
 
 
 class Held:
@@ -110,21 +131,21 @@ class Held:
         """Return the dtype that a parameter group computes in."""
         return torch.bfloat16 if self.low and group.dtype.is_floating_point else group.dtype
 
-    def flat_parts(self) -> list[int]:
+    def flat_shards(self) -> list[int]:
         """Return the elements of a rank's shard of each flat, padded group (stages 1 and 2)."""
         # DeepSpeed aligns each rank's shard to 2 elements (nccl_start_alignment_factor).
         return [ceil_div(group.numel, 2 * self.ranks) * 2 for group in self.groups]
 
-    def pieces(self) -> list[int]:
+    def parameter_shards(self) -> list[int]:
         """Return the elements of a rank's shard of each group, every parameter sharded and padded alone (stage 3)."""
-        pieces = []
+        shards = []
         for group in self.groups:
-            pieces.append(sum(ceil_div(math.prod(shape), self.ranks) for shape in group.shapes))
-        return pieces
+            shards.append(sum(ceil_div(math.prod(shape), self.ranks) for shape in group.shapes))
+        return shards
 
     def padding(self) -> int:
         """Return the bytes of padding in the flat parameters (stages 1 and 2)."""
-        each = zip(self.flat_parts(), self.groups, strict=True)
+        each = zip(self.flat_shards(), self.groups, strict=True)
         return self.size * sum(part * self.ranks - group.numel for part, group in each)
 
     def cut(self) -> int:
@@ -137,7 +158,7 @@ class Held:
         A rank keeps the complete gradient of every parameter that overlaps its shard.
         """
         most = [0] * self.ranks
-        for part, group in zip(self.flat_parts(), self.groups, strict=True):
+        for part, group in zip(self.flat_shards(), self.groups, strict=True):
             start = 0
             for shape in group.shapes:
                 end = start + math.prod(shape)

@@ -19,8 +19,8 @@ from lightning_fasttrain.optim.named.state_bytes import groups_of, state_bytes
 
 MakeOptimizer = Callable[[Any], Optimizer]
 
-_FOREIGN = ("bitsandbytes", "deepspeed")  # their kernels do not support DTensor, the type of FSDP2's parameters
-_BY_LAYER = ("lamb", "lars")  # a norm of each layer scales its update, which the state does not show
+# A norm of each layer scales its update, which the state does not show.
+_BY_LAYER = ("lamb", "lars")
 _PROBE = (64, 128)  # large enough that bitsandbytes does not fall back to 32 bits
 
 
@@ -73,12 +73,18 @@ def unfit_family(optimizer: Optimizer) -> tuple[str, str]:
         ValueError: the optimizer works under neither.
     """
     kind = type(optimizer)
-    if issubclass(kind, MuonAdamW | Muon):  # FSDP2 shards matrices by rows, which the optimizer gathers
+    # FSDP2 shards matrices by rows, which the optimizer gathers.
+    if issubclass(kind, MuonAdamW | Muon):
         return "zero", f"ZeRO is left out: {kind.__name__} needs whole matrices, and ZeRO gives it flat shards."
     refuse_unshardable(optimizer)
-    if any(base.__module__.split(".")[0] in _FOREIGN for base in kind.__mro__):
+    if has_own_kernels(optimizer):
         return "fsdp2", f"FSDP2 is left out: the kernels of {kind.__name__} do not work on its parameters."
     return "", ""
+
+
+def has_own_kernels(optimizer: Optimizer) -> bool:
+    """Return whether bitsandbytes or DeepSpeed steps, whose kernels do not support DTensor, FSDP2's parameters."""
+    return any(base.__module__.partition(".")[0] in ("bitsandbytes", "deepspeed") for base in type(optimizer).__mro__)
 
 
 def _unshardable_because(optimizer: Optimizer) -> str | None:

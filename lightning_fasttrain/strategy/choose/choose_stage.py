@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.strategy.choose._limits import check_limits, explain_shortage, gib, name_leaner_ways
+from lightning_fasttrain.strategy.choose._limits import Fit, Limits, check_limits, find_nearest, gib, name_leaner_ways
 from lightning_fasttrain.strategy.choose._model_sizes import ZeROSizes, held_by
 from lightning_fasttrain.strategy.choose._optimizer_state import MakeOptimizer
 from lightning_fasttrain.strategy.choose.model_states import STAGES, ModelStates, states_of, usual_sizes
@@ -116,16 +116,15 @@ def choose_stage(
     stages = [stage for stage in STAGES if stage != "3+nvme" or nvme_path is not None]
     held = held_by(module, optimizer, world_size, precision)
     sizes = sizes or usual_sizes(held)
-    rows = states_of(held, stages, sizes)
-    usable = int(free_bytes * (1 - headroom))
     usable_host = None if host_bytes is None else int(host_bytes * (1 - headroom))
-    over = [_shortfall(row, usable - activation_bytes, usable_host) for row in rows]
-    for i, row in enumerate(rows):
-        if over[i] == (0, 0):
-            why = _explain_choice(row, rows[i - 1].stage if i else None, over[i - 1], activation_bytes, usable)
-            return StageChoice(row.stage, tuple(rows), why, activation_bytes, usable, sizes)
-    looked_at = {row.stage: (row, missing) for row, missing in zip(rows, over, strict=True)}
-    raise ValueError(_nothing_fits(looked_at, world_size, precision, activation_bytes, usable, usable_host))
+    limits = Limits(int(free_bytes * (1 - headroom)), activation_bytes, usable_host)
+    rows = states_of(held, stages, sizes)
+    fits = [limits.check(row) for row in rows]
+    for i, fit in enumerate(fits):
+        if fit.fits:
+            why = _explain_choice(fit.states, fits[i - 1] if i else None, limits)
+            return StageChoice(fit.states.stage, tuple(rows), why, activation_bytes, limits.usable, sizes)
+    raise ValueError(_nothing_fits(fits, limits, world_size, precision))
 
 
 def _check(
@@ -141,44 +140,22 @@ def _check(
         raise ValueError(explain(f"nvme_path={str(nvme_path)!r}", "there is no such folder", "Create it first"))
 
 
-def _shortfall(row: ModelStates, device: int, host: int | None) -> tuple[int, int]:
-    """Return the bytes that are missing on the device, and in host memory."""
-    return max(0, row.device - device), 0 if host is None else max(0, row.host - host)
-
-
-def _explain_choice(
-    row: ModelStates, before: str | None, missed: tuple[int, int], activations: int, usable: int
-) -> str:
-    fits = f"{gib(row.device + activations)} GiB of {gib(usable)} GiB on each device"
+def _explain_choice(states: ModelStates, before: Fit | None, limits: Limits) -> str:
+    takes = limits.describe(states)
     if before is None:
-        return f"Stage {row.stage} fits, and sends least: {fits}."
-    lacks = f"{gib(missed[0])} GiB over" if missed[0] else f"{gib(missed[1])} GiB over in host memory"
-    return f"Stage {row.stage} is the first that fits: {fits}; stage {before} would be {lacks}."
+        return f"Stage {states.stage} fits, and sends least: {takes}."
+    return f"Stage {states.stage} is the first that fits: {takes}; stage {before.states.stage} would be {before.over}."
 
 
-def _nothing_fits(
-    looked_at: dict[str, tuple[ModelStates, tuple[int, int]]],
-    world_size: int,
-    precision: str,
-    activations: int,
-    usable: int,
-    usable_host: int | None,
-) -> str:
-    nearest, (device, host) = min(looked_at.values(), key=lambda pair: (pair[1][0] > 0, sum(pair[1])))
-    if not device and "3+nvme" not in looked_at and usable_host is not None:
+def _nothing_fits(fits: list[Fit], limits: Limits, world_size: int, precision: str) -> str:
+    nearest = find_nearest(fits)
+    states = nearest.states
+    if not nearest.short and fits[-1].states.stage != "3+nvme" and limits.host is not None:
         way_out = "Give nvme_path=, a folder on a fast disk"
     # DeepSpeed's default buckets can be larger than a small model.
-    elif nearest.buffers > nearest.device - nearest.buffers:
+    elif states.buffers > states.device - states.buffers:
         way_out = "Use smaller buckets: sizes=ZeROSizes(...), or reduce_bucket_size= in ZeROStrategy"
     else:
-        leaner = ["AdamW8bit"] if nearest.optimizer > nearest.parameters else []
+        leaner = ["AdamW8bit"] if states.optimizer > states.parameters else []
         way_out = name_leaner_ways(leaner, precision, world_size)
-    return explain_shortage(
-        f"No stage fits, the nearest is {nearest.stage}",
-        nearest.device,
-        (device, host),
-        "for each rank",
-        activations,
-        usable,
-        way_out,
-    )
+    return limits.explain_shortage(f"No stage fits, the nearest is {states.stage}", nearest, "for each rank", way_out)

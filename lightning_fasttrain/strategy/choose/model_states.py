@@ -143,18 +143,19 @@ def _stage_0(held: Held, sizes: ZeROSizes) -> ModelStates:
 
 
 def _stage_1_or_2(held: Held, sizes: ZeROSizes, stage: str) -> ModelStates:
-    parts = held.flat_parts()
+    parts = held.flat_shards()
     return ModelStates(
         stage,
         parameters=held.whole + held.padding() + held.extras,
         gradients=held.owned_bytes() if stage == "2" else held.trained * held.size,
         optimizer=sum(parts) * MASTER + held.state(parts),
-        buffers=max(2 * sizes.reduce_bucket * held.size, held.step_copy(parts)),  # buckets are freed before the step
+        # Buckets are freed before the step.
+        buffers=max(2 * sizes.reduce_bucket * held.size, held.step_copy(parts)),
     )
 
 
 def _stage_2_offload(held: Held, sizes: ZeROSizes) -> ModelStates:
-    parts = held.flat_parts()
+    parts = held.flat_shards()
     return ModelStates(
         "2+offload",
         parameters=held.whole + held.padding() + held.extras,
@@ -166,7 +167,7 @@ def _stage_2_offload(held: Held, sizes: ZeROSizes) -> ModelStates:
 
 
 def _stage_3(held: Held, sizes: ZeROSizes) -> ModelStates:
-    parts = held.pieces()
+    parts = held.parameter_shards()
     staying, passing = held.gathered_bytes(sizes, offloaded=False)
     return ModelStates(
         "3",
@@ -178,10 +179,11 @@ def _stage_3(held: Held, sizes: ZeROSizes) -> ModelStates:
 
 
 def _stage_3_away(held: Held, sizes: ZeROSizes, stage: str) -> ModelStates:
-    parts = held.pieces()
+    parts = held.parameter_shards()
     total = sum(parts)
     staying, passing = held.gathered_bytes(sizes, offloaded=True)
-    updated = total * 2 * MASTER + held.state(parts)  # float32 master weights, their gradients, their state
+    # The float32 master weights, their gradients, and their state.
+    updated = total * 2 * MASTER + held.state(parts)
     host, nvme = held.cut() + total * held.size + updated, 0
     if stage == "3+nvme":
         kept = min(total, _PARAMETERS_IN_HOST)

@@ -77,7 +77,8 @@ def keep_packed_(layers: list[nn.Module], groups: Iterable[nn.Module]) -> None:
     """
     for layer in layers:
         settle_4bit_(layer)
-        layer.register_state_dict_pre_hook(settle_4bit_)  # ``model.to`` drops attributes of the parameter
+        # ``model.to`` drops attributes of the parameter.
+        layer.register_state_dict_pre_hook(settle_4bit_)
     # From the inside out, the root last: a layer belongs to the first group that contains it.
     left = dict.fromkeys(layers)
     for group in groups:

@@ -9,8 +9,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, empty
 from torch.optim import Optimizer
 
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.parameters import parameters_of
 
-_PLAIN, _REPLICATED = "plain", "replicated"  # layouts of a tensor; otherwise the dimension that it is sharded along
+# Layouts of a tensor; otherwise the dimension that it is sharded along.
+_PLAIN, _REPLICATED = "plain", "replicated"
 
 
 def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -28,7 +30,7 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         ['weight', 'bias']
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    held = [p for group in optimizer.param_groups for p in group["params"]]
+    held = parameters_of(optimizer)
     unknown = sum(id(parameter) not in names for parameter in held)
     if unknown:
         what = f"{type(optimizer).__name__} holds {unknown} parameters that the model no longer has"
@@ -54,7 +56,8 @@ def _refuse_local(optimizer: str, name: str, value: object, parameter: Tensor) -
     if isinstance(value, DTensor):
         bad = not all(isinstance(placement, known) for placement in value.placements)
     else:
-        bad = value.ndim > 0 and value.numel() > 1  # a step counter is identical on all ranks
+        # A step counter is identical on all ranks.
+        bad = value.ndim > 0 and value.numel() > 1
     if bad:
         raise ValueError(
             explain(
@@ -72,7 +75,8 @@ def take_apart(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, A
     plain: dict[str, Any] = {"class": state["class"], "param_groups": state["param_groups"], "layout": {}, "values": {}}
     for name, values in state["state"].items():
         for key, value in values.items():
-            path = f"{name}/{key}"  # keys of torch.optim contain no slash; parameter names contain dots
+            # Keys of torch.optim contain no slash; parameter names contain dots.
+            path = f"{name}/{key}"
             if isinstance(value, Tensor):
                 tensors[path] = value
                 plain["layout"][path] = _layout(value)
@@ -108,7 +112,7 @@ def join(plain: dict[str, Any], tensors: dict[str, Tensor], model: nn.Module, op
         ValueError: the optimizer is of another class, or holds other parameters; names them.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    held = [names.get(id(p), "?") for group in optimizer.param_groups for p in group["params"]]
+    held = [names.get(id(parameter), "?") for parameter in parameters_of(optimizer)]
     saved = [name for group in plain["param_groups"] for name in group["params"]]
     if type(optimizer).__name__ != plain["class"] or set(held) != set(saved):
         differ = sorted(set(held) ^ set(saved))
@@ -117,10 +121,6 @@ def join(plain: dict[str, Any], tensors: dict[str, Tensor], model: nn.Module, op
         way_out = "Use the same optimizer, or load only the weights, with full_state_dict(folder)"
         raise ValueError(explain(what, why, way_out))
     numbers = {name: number for number, name in enumerate(held)}
-    state: dict[int, dict[str, Any]] = {}
-    for path, value in {**plain["values"], **tensors}.items():
-        name, _, key = path.rpartition("/")
-        state.setdefault(numbers[name], {})[key] = value
     now = optimizer.state_dict()["param_groups"]
     names_now = []
     for group in now:
@@ -132,4 +132,15 @@ def join(plain: dict[str, Any], tensors: dict[str, Tensor], model: nn.Module, op
         why = f"this one has {len(now)}, or groups the parameters differently"
         raise ValueError(explain(what, why, "Use the same parameter groups"))
     groups = [{**old, "params": group["params"]} for old, group in zip(plain["param_groups"], now, strict=True)]
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    optimizer.load_state_dict({"state": by_number(plain, tensors, numbers), "param_groups": groups})
+
+
+def by_number(
+    plain: Mapping[str, Any], tensors: Mapping[str, Tensor], numbers: Mapping[str, int]
+) -> dict[int, dict[str, Any]]:
+    """Return the state of each parameter by its number, which ``numbers`` gives for its name."""
+    state: dict[int, dict[str, Any]] = {}
+    for path, value in {**plain["values"], **tensors}.items():
+        name, _, key = path.rpartition("/")
+        state.setdefault(numbers[name], {})[key] = value
+    return state

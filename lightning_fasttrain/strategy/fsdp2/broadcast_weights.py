@@ -1,5 +1,6 @@
-"""Broadcast of rank zero's weights to all ranks, whatever they have built: other weights, or none (meta device)."""
+"""Broadcast of rank zero's weights and buffers to all ranks, whatever they have built, also on the meta device."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -8,10 +9,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from lightning_fasttrain.core.distributed import rank_here
-from lightning_fasttrain.core.files.checkpoint_folder import agree_on_all_ranks
+from lightning_fasttrain.core.distributed import agree_on_all_ranks, from_rank_zero, rank_count, rank_here
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.strategy.fsdp2._packed_weights import is_opaque
+
+# Name, shape, dtype and requires_grad of each tensor, and digests of the quantised layers.
+Description = tuple[list[tuple[str, tuple[int, ...], str, bool]], dict[str, list[float]]]
 
 
 def whole_on_rank_zero(model: nn.Module) -> dict[str, Tensor]:
@@ -35,18 +38,13 @@ def whole_on_rank_zero(model: nn.Module) -> dict[str, Tensor]:
     """
     if isinstance(model, FSDPModule):
         return {}
-    rank = rank_here()
-    error = _build_(model) if rank == 0 else None
-    first: list[Any] = [None if error else _description(model)]  # None tells the others that rank zero failed
-    if dist.is_initialized():
-        dist.broadcast_object_list(first, src=0)
-    if first[0] is not None:
-        # A rank that disagrees continues to the agreement below, where the others wait for it.
-        error = _difference(_description(model), first[0], rank)
-    if not agree_on_all_ranks(error is None and first[0] is not None):
+    first = from_rank_zero(lambda: _build_and_describe(model))
+    # A rank that disagrees continues to the agreement below, where the others wait for it.
+    error = _difference(_describe(model), first)
+    if not agree_on_all_ranks(error is None):
         another = explain("another rank has refused its model", "see its error", "Build the same model on every rank")
         raise ValueError(error or another)
-    return _tensors(model) if rank == 0 else {}
+    return _tensors(model) if rank_here() == 0 else {}
 
 
 def send_from_rank_zero_(
@@ -64,10 +62,12 @@ def send_from_rank_zero_(
         _allocate_(model, device, home or device)
     with torch.no_grad():
         for name, target in _tensors(model).items():
-            full = whole.pop(name, None)  # popped: each whole tensor is freed when it has been sent
+            # Popped, so that each whole tensor is freed when it has been sent.
+            full = whole.pop(name, None)
             full = torch.empty(target.shape, dtype=target.dtype, device=device) if full is None else full.detach()
             if isinstance(target, DTensor):
-                full = full.as_subclass(Tensor)  # 4-bit weights are of bitsandbytes' own class
+                # 4-bit weights are of bitsandbytes' own class.
+                full = full.as_subclass(Tensor)
             full = full.to(device).contiguous()
             if isinstance(target, DTensor):
                 # A collective: rank zero scatters, the others receive.
@@ -106,8 +106,8 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def _build_(model: nn.Module) -> str | None:
-    """Initialize the layers that are on the meta device in host memory; return an error message if one cannot be."""
+def _build_and_describe(model: nn.Module) -> Description:
+    """Initialize the layers that are on the meta device in host memory, and describe the model."""
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for key, parameter in module.named_parameters(recurse=False):
@@ -120,20 +120,20 @@ def _build_(model: nn.Module) -> str | None:
         lost = [key for key in module._non_persistent_buffers_set if getattr(module, key).is_meta]
         reset: Any = getattr(module, "reset_parameters", None)
         if lost or not callable(reset):
-            return explain(
-                f"layer '{name}' ({type(module).__name__}) is on the meta device",
-                f"the values of its buffer '{lost[0]}' are lost" if lost else "it has no reset_parameters method",
-                "Build it on rank zero outside of init_module, or add a reset_parameters method",
-            )
+            what = f"layer '{name}' ({type(module).__name__}) is on the meta device"
+            why = f"the values of its buffer '{lost[0]}' are lost" if lost else "it has no reset_parameters method"
+            way_out = "Build it on rank zero outside of init_module, or add a reset_parameters method"
+            raise ValueError(explain(what, why, way_out))
         module.to_empty(device="cpu", recurse=False)
         reset()
-    for (first, name), *others in places.values():  # tied parameters have become separate ones
+    # Tied parameters have become separate ones, so they are tied again.
+    for (first, name), *others in places.values():
         for module, key in others:
             module._parameters[key] = first._parameters[name]
-    return None
+    return _describe(model)
 
 
-def _description(model: nn.Module) -> tuple[list[Any], dict[str, list[float]]]:
+def _describe(model: nn.Module) -> Description:
     """Describe what must be identical on all ranks: names, shapes and dtypes, and the values of quantised layers."""
     digests = {}
     for name, layer in model.named_modules():
@@ -149,7 +149,8 @@ def _digest(layer: nn.Module) -> list[float]:
     return [float(total) for t in tensors for total in (t.sum(), t.square().sum())]
 
 
-def _difference(mine: Any, first: Any, rank: int) -> str | None:
+def _difference(mine: Description, first: Description) -> str | None:
+    rank = rank_here()
     if mine[0] != first[0]:
         names = sorted({entry[0] for entry in {*mine[0]} ^ {*first[0]}}) or ["their order"]
         why = "shards of different models cannot be combined"
@@ -163,3 +164,63 @@ def _difference(mine: Any, first: Any, rank: int) -> str | None:
                 "Load the same pretrained weights on every rank, or call seed_everything() before the model is built",
             )
     return None
+
+
+def list_shared_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that training may change, by their names in ``state_dict``.
+
+    Non-persistent buffers are left out, since they are derived from other values. So are masks, and all buffers of
+    modules with weights packed into integers, such as quantised layers: they do not change and may be large.
+
+    Args:
+        model: the model, sharded or not; its buffers are unsharded on every rank.
+
+    Example:
+        >>> list(list_shared_buffers(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))))
+        ['1.running_mean', '1.running_var', '1.num_batches_tracked']
+    """
+    found: dict[str, Tensor] = {}
+    for prefix, module in model.named_modules():
+        own = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
+        tables = [buffer for buffer in own.values() if buffer.ndim > 1 and not buffer.is_floating_point()]
+        if any(table.dtype is not torch.bool for table in tables):
+            continue
+        for name, buffer in own.items():
+            if name not in module._non_persistent_buffers_set and not any(buffer is table for table in tables):
+                found[f"{prefix}.{name}" if prefix else name] = buffer
+    return found
+
+
+@torch.no_grad()
+def share_buffers_(model: nn.Module) -> None:
+    """Overwrite the buffers of :func:`list_shared_buffers` with those of rank zero, as DDP does; a collective.
+
+    Args:
+        model: the model, identical on all ranks.
+
+    Source:
+        ``broadcast_buffers`` of ``torch.nn.parallel.DistributedDataParallel``.
+    """
+    if rank_count() == 1:
+        return
+    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    # A buffer that two modules share is sent once.
+    for buffer in dict.fromkeys(list_shared_buffers(model).values()):
+        by_kind.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+    for buffers in by_kind.values():
+        flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+        dist.broadcast(flat, src=0)
+        if rank_here() > 0:
+            received = flat.split([buffer.numel() for buffer in buffers])
+            torch._foreach_copy_(buffers, [new.view_as(b) for new, b in zip(received, buffers, strict=True)])
+
+
+def leave_to_rank_zero(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Return the entries of a ``state_dict`` that this rank saves; buffers are saved by rank zero only.
+
+    If several ranks offered an unsharded tensor, the writer would save any one of them.
+    """
+    if rank_here() == 0:
+        return dict(state)
+    shared = list_shared_buffers(model)
+    return {name: value for name, value in state.items() if name not in shared}

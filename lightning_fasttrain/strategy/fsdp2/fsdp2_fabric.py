@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import lightning as L
 import torch
@@ -14,30 +14,24 @@ from lightning.fabric.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_fasttrain.core.files.run_mark import KEY, mark_of, step_in
-from lightning_fasttrain.core.files.safe_load import local_path
 from lightning_fasttrain.core.host.lightning import BackwardSyncControl, Stateful
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.blocks import Blocks
-from lightning_fasttrain.strategy.async_save import BackgroundSave
-from lightning_fasttrain.strategy.choose_checkpoint import choose_checkpoint
+from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.strategy.fsdp2._sharded_optimizer import named_state
+from lightning_fasttrain.strategy.fsdp2.broadcast_weights import share_buffers_
 from lightning_fasttrain.strategy.fsdp2.shard_blocks import (
     check_sharded,
     is_reducing,
-    refuse_unfit,
+    refuse_unfit_optimizer,
     without_gradient_reduction,
 )
-from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import load_full_, load_sharded_, save_sharded
-from lightning_fasttrain.strategy.fsdp2.sharding import Sharding
-from lightning_fasttrain.strategy.fsdp2.shared_buffers import leave_to_rank_zero, share_buffers_
-from lightning_fasttrain.strategy.rank_health import RollCall, own_group
-
-_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+from lightning_fasttrain.strategy.fsdp2.sharding import STEPS, FSDP2Host, Sharding
 
 
-class FabricFSDP2Strategy(ModelParallelStrategy):
+class FabricFSDP2Strategy(FSDP2Host, ModelParallelStrategy):
     """Shard the model, its gradients and its optimizer over all processes; the Fabric loop needs no changes.
 
     ``fabric.setup(model, optimizer)`` works with an optimizer made before the model is set up: it is given the
@@ -61,8 +55,6 @@ class FabricFSDP2Strategy(ModelParallelStrategy):
         See :class:`~lightning_fasttrain.FSDP2Strategy`.
     """
 
-    strategy_name: ClassVar[str] = "fasttrain_fsdp2"
-
     def __init__(
         self,
         reshard_after_forward: bool | int = True,
@@ -79,35 +71,12 @@ class FabricFSDP2Strategy(ModelParallelStrategy):
     ) -> None:
         # Lightning requires a function that shards; sharding is done in setup_module.
         super().__init__(lambda module, mesh: module, process_group_backend=process_group_backend, timeout=timeout)
-        self.sharding = Sharding(reshard_after_forward, offload, replicas, blocks, reduce_dtype, float32_residual)
-        self.broadcast_buffers = broadcast_buffers
-        self.async_checkpoints = async_checkpoints
-        self.sharded_blocks: list[str] = []
+        sharding = Sharding(reshard_after_forward, offload, replicas, blocks, reduce_dtype, float32_residual)
+        self._set_options(sharding, broadcast_buffers, async_checkpoints)
         self._backward_sync_control = _SyncControl()
-        self._background: BackgroundSave | None = None
-        self.roll_call, self._saving = RollCall(None), None
         # Weak references to old parameters, so that unsharded weights do not stay in memory beside the shards.
         self._moved: list[tuple[weakref.ref[nn.Parameter], nn.Parameter]] = []
         self._modules: list[weakref.ref[nn.Module]] = []
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
-
-    def setup_environment(self) -> None:
-        assert self.parallel_devices is not None
-        assert self.accelerator is not None
-        self.sharding.shape(self.num_nodes * self.num_processes)  # refuses before any process waits for another
-        self._process_group_backend = self._process_group_backend or self.sharding.backend(self.parallel_devices[0])
-        self.accelerator.setup_device(self.root_device)
-        self._setup_distributed()
-        self._device_mesh = self.sharding.mesh(self.root_device, self.world_size)
-        self.roll_call, self._saving = RollCall(own_group(self._timeout)), own_group(self._timeout)
-        if self.async_checkpoints and self._background is None:
-            self._background = BackgroundSave(self._write)
-
-    def _write(self, path: Path, *states: Any) -> None:
-        save_sharded(path, *states, group=self._saving)
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         with self.roll_call.all_or_none("fabric.setup"):
@@ -120,8 +89,9 @@ class FabricFSDP2Strategy(ModelParallelStrategy):
         self._moved = [pair for pair in self._moved if pair[0]() is not None]
         self._moved += [(weakref.ref(old), after[name]) for name, old in before.items() if after[name] is not old]
         self._modules.append(weakref.ref(module))
-        if isinstance(module, L.LightningModule):  # a step uses parameters outside of forward too
-            for name in _STEPS:
+        # A step uses parameters outside of forward too.
+        if isinstance(module, L.LightningModule):
+            for name in STEPS:
                 register_fsdp_forward_method(module, name)
         check_sharded(module)
         if self.broadcast_buffers:
@@ -129,16 +99,16 @@ class FabricFSDP2Strategy(ModelParallelStrategy):
         return module
 
     def setup_module_and_optimizers(
-        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: LRScheduler | None = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
         module = self.setup_module(module)
         return module, [self.setup_optimizer(optimizer) for optimizer in optimizers], scheduler
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Replace an optimizer's parameters by the sharded ones."""
-        refuse_unfit(optimizer)
+        refuse_unfit_optimizer(optimizer)
         now = {id(old()): new for old, new in self._moved}
-        stale = [p for group in optimizer.param_groups for p in group["params"] if id(p) in now]
+        stale = [p for p in parameters_of(optimizer) if id(p) in now]
         if any(p in optimizer.state for p in stale):
             what = f"{type(optimizer).__name__} has taken steps before the model was sharded"
             why = "its state belongs to unsharded parameters"
@@ -146,17 +116,12 @@ class FabricFSDP2Strategy(ModelParallelStrategy):
         for group in optimizer.param_groups:
             group["params"] = [now.get(id(p), p) for p in group["params"]]
         live = {id(p) for ref in self._modules if (module := ref()) is not None for p in module.parameters()}
-        foreign = sum(id(p) not in live for group in optimizer.param_groups for p in group["params"])
+        foreign = sum(id(p) not in live for p in parameters_of(optimizer))
         if foreign:
             what = f"{type(optimizer).__name__} holds {foreign} parameters that are in no model that was set up"
             way_out = "Call fabric.setup_module(model) first, or fabric.setup(model, optimizer)"
             raise ValueError(explain(what, "they would never be updated", way_out))
         return optimizer
-
-    def wait(self) -> None:
-        """Wait until no checkpoint is being written, and raise the error of the last save, if any."""
-        if self._background is not None:
-            self._background.wait()
 
     def save_checkpoint(
         self,
@@ -174,13 +139,7 @@ class FabricFSDP2Strategy(ModelParallelStrategy):
         for k, v in state.items():
             if k != key and k not in optimizers:
                 rest[k] = v.state_dict() if isinstance(v, Stateful) else v
-        states = (leave_to_rank_zero(model.state_dict(), model), optimizers, rest)
-        path = local_path(self.broadcast(path))
-        rest[KEY] = mark_of(self).facts(step_in(rest))
-        if self._background is not None:
-            self._background.start(path, *states)
-        else:
-            self._write(path, *states)
+        self._save(path, model, model.state_dict(), optimizers, rest)
 
     def load_checkpoint(
         self,
@@ -189,19 +148,16 @@ class FabricFSDP2Strategy(ModelParallelStrategy):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        self.wait()
         state = {"model": state} if isinstance(state, nn.Module) else state or {}
         key, model = _model_in(state)
         optimizers = {k: v for k, v in state.items() if isinstance(v, Optimizer)}
-        chosen = choose_checkpoint(path, substitute=bool(optimizers))  # a run that loads only weights does not resume
-        load = load_sharded_ if chosen.is_dir() else load_full_
-        rest = load(chosen, model, optimizers, strict=strict)
-        mark_of(self).continue_from(rest.pop(KEY, None))
+        # A run that loads only weights does not resume, so no older checkpoint may replace a corrupt one.
+        rest = self._load(path, model, optimizers, substitute=bool(optimizers), strict=strict)
         asked = [k for k in state if k != key and k not in optimizers]
         missing = [k for k in asked if k not in rest]
         if strict and missing:
             why = "it was saved without these entries"
-            raise KeyError(explain(f"{chosen} has no {missing}", why, "Leave them out, or use strict=False"))
+            raise KeyError(explain(f"{path} has no {missing}", why, "Leave them out, or use strict=False"))
         for k in asked:
             if k in rest:
                 value = rest.pop(k)

@@ -5,7 +5,7 @@ from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import lightning as L
 import torch
@@ -19,27 +19,32 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.optim import Optimizer
 
-from lightning_fasttrain.core.files.run_mark import KEY, mark_of, step_in
-from lightning_fasttrain.core.files.safe_load import local_path
 from lightning_fasttrain.core.host.lightning import accumulation_continues, move_optimizers, note_device
 from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.modules.blocks import Blocks
+from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.run.checkpoint.atomic_checkpoints import probe_folders
-from lightning_fasttrain.strategy.async_save import BackgroundSave
-from lightning_fasttrain.strategy.choose_checkpoint import choose_checkpoint
 from lightning_fasttrain.strategy.fsdp2._sharded_optimizer import named_state
+from lightning_fasttrain.strategy.fsdp2.broadcast_weights import share_buffers_
 from lightning_fasttrain.strategy.fsdp2.oom_safe_gathers import FSDP2Together
 from lightning_fasttrain.strategy.fsdp2.shard_blocks import check_sharded, reshard_, without_gradient_reduction
-from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import load_full_, load_sharded_, save_sharded
-from lightning_fasttrain.strategy.fsdp2.sharding import Sharding
-from lightning_fasttrain.strategy.fsdp2.shared_buffers import leave_to_rank_zero, share_buffers_
-from lightning_fasttrain.strategy.rank_health import RollCall, own_group
+from lightning_fasttrain.strategy.fsdp2.sharding import STEPS, FSDP2Host, Sharding
+from lightning_fasttrain.technique import Conflict
+from lightning_fasttrain.technique.technique import refuse_conflicts
 
-_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _PATIENCE_S = 60.0  # to wait for a checkpoint in flight when a run fails
+# Lightning's own callbacks that cannot be used here; techniques declare their conflicts themselves.
+_CONFLICTS = [
+    Conflict(
+        kind,
+        "it averages a copy of the whole model, and a sharded one cannot be copied",
+        "Average the checkpoints afterwards, with full_state_dict(folder)",
+    )
+    for kind in (WeightAveraging, StochasticWeightAveraging)
+]
 
 
-class FSDP2Strategy(ModelParallelStrategy):
+class FSDP2Strategy(FSDP2Host, ModelParallelStrategy):
     """Shard the model, its gradients and its optimizer over all processes; the LightningModule needs no changes.
 
     Sharding happens in ``Strategy.setup``: after ``configure_model`` and all techniques of the suite, before
@@ -83,8 +88,6 @@ class FSDP2Strategy(ModelParallelStrategy):
         ``torch.distributed.fsdp.fully_shard``, on Lightning's ``ModelParallelStrategy``.
     """
 
-    strategy_name: ClassVar[str] = "fasttrain_fsdp2"
-
     def __init__(
         self,
         reshard_after_forward: bool | int = True,
@@ -101,38 +104,16 @@ class FSDP2Strategy(ModelParallelStrategy):
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
-        self.sharding = Sharding(reshard_after_forward, offload, replicas, blocks, reduce_dtype, float32_residual)
-        self.broadcast_buffers = broadcast_buffers
+        sharding = Sharding(reshard_after_forward, offload, replicas, blocks, reduce_dtype, float32_residual)
+        self._set_options(sharding, broadcast_buffers, async_checkpoints)
         self.reduce_once = reduce_once
-        self.async_checkpoints = async_checkpoints
-        self.sharded_blocks: list[str] = []
-        self._background: BackgroundSave | None = None
-        self.roll_call, self._saving = RollCall(None), None
         self._steps = ExitStack()
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
-
-    def setup_environment(self) -> None:
-        assert self.parallel_devices is not None
-        self.sharding.shape(self.num_nodes * self.num_processes)  # refuses before any process waits for another
-        self._process_group_backend = self._process_group_backend or self.sharding.backend(self.parallel_devices[0])
-        self._setup_distributed()
-        self._device_mesh = self.sharding.mesh(self.root_device, self.world_size)
-        # Two groups: collectives of a background save must not mix with those of the training thread's health check.
-        self.roll_call, self._saving = RollCall(own_group(self._timeout)), own_group(self._timeout)
-        if self.async_checkpoints and self._background is None:
-            self._background = BackgroundSave(self._write)
-
-    def _write(self, path: Path, *states: Any) -> None:
-        save_sharded(path, *states, group=self._saving)
 
     def setup(self, trainer: L.Trainer) -> None:
         assert self.model is not None
         assert self.accelerator is not None
         assert self.lightning_module is not None
-        refuse_averaging(trainer.callbacks, type(self).__name__)
+        refuse_conflicts(self, _CONFLICTS, trainer.callbacks)
         # Not before adapters are in place: PEFT takes a module with a mesh for a Hugging Face model.
         self.lightning_module._device_mesh = self.device_mesh
         self.accelerator.setup(trainer)
@@ -141,8 +122,9 @@ class FSDP2Strategy(ModelParallelStrategy):
         precision = self.precision_plugin.precision
         self.sharded_blocks = self.sharding.shard_(model, self.device_mesh, precision, self.root_device)
         self._rest_to_device(model)
-        self._steps.close()  # remove the wrappers that an earlier run has put around the steps
-        for name in _STEPS:
+        # Remove the wrappers that an earlier run has put around the steps.
+        self._steps.close()
+        for name in STEPS:
             if is_overridden(name, self.lightning_module):
                 self._run_gathered(model, name)
         self.barrier()
@@ -179,10 +161,12 @@ class FSDP2Strategy(ModelParallelStrategy):
         previous = vars(model).get(name)
         register_fsdp_forward_method(model, name)
         gathered: Any = vars(model)[name]
-        gathered.__func__.__wrapped__ = inspect.unwrap(gathered)  # Lightning looks for a function one layer deep
+        # Lightning looks for a function one layer deep.
+        gathered.__func__.__wrapped__ = inspect.unwrap(gathered)
 
         def restore() -> None:
-            if vars(model).get(name) is not gathered:  # a technique has removed the wrapped method
+            # A technique may have removed the wrapped method.
+            if vars(model).get(name) is not gathered:
                 return
             if previous is None:
                 delattr(model, name)
@@ -194,7 +178,8 @@ class FSDP2Strategy(ModelParallelStrategy):
     def on_train_start(self) -> None:
         """Check the sharded model once more after all callbacks' hooks."""
         assert self.model is not None
-        check_sharded(self.model, self.optimizers)  # a callback may have swapped a layer, or made the optimizer again
+        # A callback may have swapped a layer, or made the optimizer again.
+        check_sharded(self.model, self.optimizers)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Broadcast rank zero's buffers before any forward of the batch."""
@@ -246,7 +231,7 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     def scale_gradients_(self, factor: Tensor) -> None:
         """Multiply the sharded gradients of the coming step by ``factor``, for token-weighted windows."""
-        grads = [p.grad for o in self.optimizers for g in o.param_groups for p in g["params"] if p.grad is not None]
+        grads = [p.grad for one in self.optimizers for p in parameters_of(one) if p.grad is not None]
         if grads:
             torch._foreach_mul_(grads, factor.to(grads[0].device))
 
@@ -269,15 +254,9 @@ class FSDP2Strategy(ModelParallelStrategy):
                 "this checkpoint is saved inside an accumulation window and lacks its gradient: when resumed, the "
                 "earlier batches of the window do not count. Save after optimizer steps, or at the end of an epoch."
             )
-        path = local_path(self.broadcast(filepath))  # rank zero's path for all: one with a time in it may differ
-        checkpoint[KEY] = mark_of(self).facts(step_in(checkpoint))
         optimizers = {f"optimizer_{i}": s for i, s in enumerate(checkpoint.pop("optimizer_states", []))}
         assert self.model is not None
-        states = (leave_to_rank_zero(checkpoint.pop("state_dict"), self.model), optimizers, checkpoint)
-        if self._background is not None:
-            self._background.start(path, *states)
-        else:
-            self._write(path, *states)
+        self._save(filepath, self.model, checkpoint.pop("state_dict"), optimizers, checkpoint)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove an older checkpoint, only after the newer one is complete."""
@@ -290,15 +269,15 @@ class FSDP2Strategy(ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         assert self.lightning_module is not None
         assert self.model is not None
-        self.wait()  # the checkpoint to load may still be in flight
-        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        path = choose_checkpoint(checkpoint_path, substitute=fitting)
         optimizers = {f"optimizer_{i}": optimizer for i, optimizer in enumerate(self.optimizers)}
-        load = load_sharded_ if path.is_dir() else load_full_
-        strict = self.lightning_module.strict_loading
-        checkpoint = load(path, self.model, optimizers, strict=strict, names=self.names_to_load)
-        mark_of(self).continue_from(checkpoint.pop(KEY, None))
-        return checkpoint
+        return self._load(
+            checkpoint_path,
+            self.model,
+            optimizers,
+            substitute=self.lightning_module.trainer.state.fn == TrainerFn.FITTING,
+            strict=self.lightning_module.strict_loading,
+            names=self.names_to_load,
+        )
 
     def names_to_load(self, checkpoint: Mapping[str, Any], saved: set[str], strict: bool) -> set[str]:
         """Return the keys of the model's ``state_dict`` that a checkpoint should contain; a technique may save fewer.
@@ -325,24 +304,12 @@ class FSDP2Strategy(ModelParallelStrategy):
         finally:
             super().teardown()
 
-    def wait(self) -> None:
-        """Wait until no checkpoint is being written, and raise the error of the last save, if any."""
-        if self._background is not None:
-            self._background.wait()
-
-
-def refuse_averaging(callbacks: list[L.Callback], strategy: str) -> None:
-    """Refuse callbacks that copy the model; techniques that cannot work on shards refuse the strategy themselves."""
-    for callback in callbacks:
-        if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
-            why = "it averages a copy of the whole model, and a sharded one cannot be copied"
-            way_out = "Average the checkpoints afterwards, with full_state_dict(folder)"
-            raise ValueError(explain(f"{type(callback).__name__} with {strategy}", why, way_out))
-
 
 def forget_unfinished_(model: nn.Module) -> None:
     """Discard the gradients of a window that an error has interrupted, which ``zero_grad`` does not reach."""
-    reset: Any = getattr(model, "reset_iter_state", None)  # of FSDPModule, but not in every supported torch
+    # FSDPModule has this method, but not in every supported torch.
+    reset: Any = getattr(model, "reset_iter_state", None)
     if reset is not None:
-        with suppress(AttributeError):  # raised by torch if the model was sharded but never run
+        # Torch raises it if the model was sharded but never run.
+        with suppress(AttributeError):
             reset()

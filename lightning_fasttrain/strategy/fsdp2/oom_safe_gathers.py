@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.wrapped_forward import patch
+from lightning_fasttrain.core.modules.wrapped_forward import patched
 from lightning_fasttrain.core.state.restore import remember
 from lightning_fasttrain.data.out_of_memory.deferred_gradient_sync import Together
 from lightning_fasttrain.data.out_of_memory.retry_with_smaller_micro_batches import split_until_it_fits
@@ -35,7 +35,8 @@ class FSDP2Together(Together):
         model_of: function that returns the model, once it is sharded.
     """
 
-    may_split_forwards: ClassVar[bool] = False  # each micro-batch of a forward would gather once more
+    # Each micro-batch of a forward would gather once more.
+    may_split_forwards: ClassVar[bool] = False
 
     def __init__(self, model_of: Callable[[], nn.Module]) -> None:
         super().__init__(several=True)
@@ -63,7 +64,7 @@ class FSDP2Together(Together):
         def rehearse(_: int) -> None:
             self._begin()
             script.lines.clear()
-            with script.learn():
+            with script.handle(script.learn):
                 run_one()
 
         try:
@@ -83,10 +84,11 @@ class FSDP2Together(Together):
             self._begin()
             script.done = 0
             try:
-                with script.count():
+                with script.handle(script.count):
                     result = attempt(n)
             except BaseException as error:
-                traceback.clear_frames(error.__traceback__)  # the frames hold the activations
+                # The frames hold the activations.
+                traceback.clear_frames(error.__traceback__)
                 self._begin()
                 gc.collect()
                 torch.cuda.empty_cache()
@@ -113,11 +115,8 @@ class FSDP2Together(Together):
             return
         model = self._model_of()
         # FSDP2 hooks the root's backward on its output, and reduces what is pending at the end of it.
-        restore = patch(model, "forward", lambda _: torch.zeros((), requires_grad=True).clone())
-        try:
+        with patched(model, "forward", lambda _: torch.zeros((), requires_grad=True).clone()):
             nothing = model(None)
-        finally:
-            restore()
         nothing.backward()
 
     def leave(self) -> None:
@@ -154,31 +153,26 @@ class _Script:
             group._all_gather_comm = group._all_gather_comm.inner
 
     @contextmanager
-    def learn(self) -> Iterator[None]:
-        """Record gathers in this context, without waiting for other ranks."""
-        self.how = self._learn
+    def handle(self, how: Callable[[_Line, Tensor, Tensor, bool], Any]) -> Iterator[None]:
+        """Have ``how`` answer the gathers in this context: :meth:`learn` or :meth:`count`."""
+        self.how = how
         try:
             yield
         finally:
             self.how = None
 
-    @contextmanager
-    def count(self) -> Iterator[None]:
-        """Count gathers in this context, and compare them with the recorded ones."""
-        self.how = self._count
-        try:
-            yield
-        finally:
-            self.how = None
-
-    def _learn(self, line: _Line, output: Tensor, share: Tensor, async_op: bool) -> None:
+    def learn(self, line: _Line, output: Tensor, share: Tensor, async_op: bool) -> None:
+        """Record a gather, without waiting for other ranks."""
         self.lines.append(line)
         for other in output.view(-1, line.numel):  # (ranks, numel): one row per rank
-            if other.data_ptr() != share.data_ptr():  # FSDP2 gathers in place: its own share is in the output already
+            # FSDP2 gathers in place: its own share is in the output already.
+            if other.data_ptr() != share.data_ptr():
                 other.copy_(share)
 
-    def _count(self, line: _Line, output: Tensor, share: Tensor, async_op: bool) -> Any:
-        if line != self.lines[self.done % len(self.lines)]:  # every micro-batch gathers the same, in order
+    def count(self, line: _Line, output: Tensor, share: Tensor, async_op: bool) -> Any:
+        """Count a gather, and compare it with the recorded one."""
+        # Every micro-batch gathers the same, in order.
+        if line != self.lines[self.done % len(self.lines)]:
             why = "micro-batches gather different parameters, so ranks cannot wait for one another"
             way_out = "Give a number, such as MicroBatching(8)"
             raise ValueError(explain("MicroBatching('auto') with FSDP2", why, way_out))
@@ -196,7 +190,8 @@ class _Script:
             line = self.lines[self.done % len(self.lines)]
             self.done += 1
             share = _share_of(line.parameters, line.dtype)
-            if share.numel() != line.numel:  # gathered from a secondary shard, which exists during a step only
+            # It was gathered from a secondary shard, which exists during a step only.
+            if share.numel() != line.numel:
                 complete = False
                 share = torch.zeros(line.numel, dtype=line.dtype, device=line.device)
             output = torch.empty(line.numel * line.group.size(), dtype=line.dtype, device=line.device)

@@ -18,6 +18,9 @@ from lightning_fasttrain.core.checks import one_of
 from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.messages import explain, list_some, note_once
 from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
+from lightning_fasttrain.core.modules.parameters import parameters_of
+from lightning_fasttrain.predict.predict_memory import PRECISIONS
+from lightning_fasttrain.strategy.choose._optimizer_state import has_own_kernels
 from lightning_fasttrain.strategy.fsdp2._packed_weights import (
     is_opaque,
     keep_packed_,
@@ -25,15 +28,14 @@ from lightning_fasttrain.strategy.fsdp2._packed_weights import (
     whole_parameters,
 )
 
-PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 REDUCE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 OFFLOADS = ("cpu",)
-# Optimizers that fail on shards at their first step (tested with torch 2.13): class or package, and the reason.
+# Optimizers that fail on shards at their first step (tested with torch 2.13), and the reason. By class name, since
+# other packages have optimizers of these names, such as transformers' Adafactor, which fail in the same way.
 _UNFIT = {
     "Adafactor": "torch cannot square the norms of sharded rows in place",
     "Rprop": "torch cannot assign to selected elements of shards",
     "LBFGS": "torch cannot concatenate shards of unequal size",
-    "bitsandbytes": "its kernels do not support shards",
 }
 # Weak references, kept here instead of as attributes of the user's modules.
 _not_reducing: WeakSet[nn.Module] = WeakSet()
@@ -159,7 +161,8 @@ def shard_blocks_(
         "ignored_params": whole,
     }
     if reshard_after_forward == 1 and not isinstance(reshard_after_forward, bool):
-        reshard_after_forward = False  # resharding to one process: parameters stay gathered
+        # Resharded to one process, parameters stay gathered.
+        reshard_after_forward = False
     # From the inside out: a module's group has the parameters that no inner group has.
     as_they_are = {**options, "mp_policy": replace(policy, param_dtype=None)}
     for block in groups.values():
@@ -172,13 +175,15 @@ def shard_blocks_(
 
 
 def _shard_norms_(block: nn.Module, options: dict[str, Any]) -> None:
-    """Shard each norm separately, and gather it when the block starts, since fused layers use its weight directly."""
+    """Shard each norm separately, and gather it when the block starts, since fused layers use its weight directly.
+
+    A norm is a layer whose parameters have one dimension: it works by element, which autocast leaves in float32.
+    """
     norms: list[FSDPModule] = []
     for module in list(block.modules()):
-        own = list(module.parameters())
-        # By class name, since models define their own norms; one inside of another is sharded already.
-        is_norm = "norm" in type(module).__name__.lower() and all(p.ndim == 1 for p in own)
-        if is_norm and own and not isinstance(own[0], DTensor):
+        own = list(module.parameters(recurse=False))
+        # One inside of another is sharded already.
+        if own and all(p.ndim == 1 and not isinstance(p, DTensor) for p in module.parameters()):
             norms.append(fully_shard(module, reshard_after_forward=False, **options))
 
     def gather(*_: object) -> None:
@@ -200,7 +205,8 @@ def own_groups(model: nn.Module, blocks: Blocks | None = None) -> dict[str, nn.M
     uses = _uses(model)
     shared = []
     for name, block in found.items():
-        if any(uses[p] != n for p, n in _uses(block).items()):  # used outside of the block too
+        # One of its parameters is used outside of the block too.
+        if any(uses[p] != n for p, n in _uses(block).items()):
             shared.append(name)
     if shared:
         note_once(f"FSDP2: {', '.join(shared)} share parameters with other layers and are gathered with the root")
@@ -259,7 +265,8 @@ def check_sharded(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer] 
         Traceback (most recent call last):
         ValueError: 'weight', 'bias' of Linear train without being sharded: each rank would train a copy of its own...
     """
-    reshard_(model)  # gathered parameters are plain tensors, and would pass for unsharded ones
+    # Gathered parameters are plain tensors, and would pass for unsharded ones.
+    reshard_(model)
     named = dict(model.named_parameters())
     whole = [name for name, p in named.items() if p.requires_grad and not isinstance(p, DTensor)]
     if whole:
@@ -269,8 +276,8 @@ def check_sharded(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer] 
         raise ValueError(explain(what, why, way_out))
     live = {id(parameter) for parameter in named.values()}
     for optimizer in [optimizers] if isinstance(optimizers, Optimizer) else optimizers:
-        refuse_unfit(optimizer)
-        held = [p for group in optimizer.param_groups for p in group["params"]]
+        refuse_unfit_optimizer(optimizer)
+        held = parameters_of(optimizer)
         stale = sum(id(parameter) not in live for parameter in held)
         if stale:
             what = f"{type(optimizer).__name__} holds {stale} of {len(held)} parameters that the model no longer has"
@@ -278,14 +285,14 @@ def check_sharded(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer] 
             raise ValueError(explain(what, why, "Make the optimizer after the model is sharded"))
 
 
-def refuse_unfit(optimizer: Optimizer) -> None:
+def refuse_unfit_optimizer(optimizer: Optimizer) -> None:
     """Refuse an optimizer that cannot step on shards."""
-    # Base classes are checked too: a subclass steps as they do.
-    kinds = [key for base in type(optimizer).__mro__ for key in (base.__name__, base.__module__.partition(".")[0])]
-    for kind in kinds:
-        if kind in _UNFIT:
-            way_out = "Use AdamW, SGD or another elementwise optimizer of torch.optim: their state is sharded too"
-            raise ValueError(explain(f"{type(optimizer).__name__} with sharded parameters", _UNFIT[kind], way_out))
+    why = "its kernels do not support shards" if has_own_kernels(optimizer) else None
+    for base in type(optimizer).__mro__:
+        why = _UNFIT.get(base.__name__, why)
+    if why is not None:
+        way_out = "Use AdamW, SGD or another elementwise optimizer of torch.optim: their state is sharded too"
+        raise ValueError(explain(f"{type(optimizer).__name__} with sharded parameters", why, way_out))
 
 
 def reshard_(model: nn.Module) -> None:
@@ -307,7 +314,8 @@ def without_gradient_reduction(model: nn.Module) -> Iterator[None]:
     This needs one reduction per step instead of one per micro-batch, and memory for unsharded gradients meanwhile.
     """
     sharded = [m for m in model.modules() if isinstance(m, FSDPModule) and m not in _not_reducing]
-    _not_reducing.update(sharded)  # empty within another such context, which then does and undoes nothing
+    # `sharded` is empty within another such context, so that the inner one does and undoes nothing.
+    _not_reducing.update(sharded)
     for module in sharded:
         module.set_requires_gradient_sync(False, recurse=False)
     try:

@@ -11,12 +11,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from lightning_fasttrain.core.distributed import agree_on_all_ranks
 from lightning_fasttrain.core.files.atomic_write import write_atomic
-from lightning_fasttrain.core.files.checkpoint_folder import agree_on_all_ranks, checkpoint_folder, verify_checkpoint
+from lightning_fasttrain.core.files.checkpoint_folder import checkpoint_folder, verify_checkpoint
 from lightning_fasttrain.core.files.run_mark import KEY, step_in
 from lightning_fasttrain.core.files.safe_load import (
     CorruptCheckpoint,
@@ -26,8 +26,9 @@ from lightning_fasttrain.core.files.safe_load import (
     refuse_unreadable,
 )
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.strategy.fsdp2._dcp_reading import SafePlanner, SafeReader
-from lightning_fasttrain.strategy.fsdp2._sharded_optimizer import join, take_apart, template
+from lightning_fasttrain.core.modules.parameters import parameters_of
+from lightning_fasttrain.strategy.fsdp2._shard_index import ShardReader, write_index
+from lightning_fasttrain.strategy.fsdp2._sharded_optimizer import by_number, join, take_apart, template
 from lightning_fasttrain.strategy.rank_health import RollCall
 
 REST = "rest.pt"  # everything except the tensors of the model and of the optimizers
@@ -44,6 +45,8 @@ def save_sharded(
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write a sharded checkpoint; a collective. The folder is checksummed, and renamed to ``target`` when complete.
+
+    It has the layout of ``torch.distributed.checkpoint``, and an index of its own, as JSON, by which it is read.
 
     Args:
         target: path of the folder. An existing one is replaced.
@@ -80,11 +83,12 @@ def save_sharded(
     with checkpoint_folder(target, rank=rank, world_size=world_size, agree=agree, about=about) as folder:
         refuse_unreadable(plain)  # in this context, so that an error reaches all ranks
         writer = dcp.FileSystemWriter(folder, sync_files=False, overwrite=True)  # checkpoint_folder syncs on exit
-        # No flattening, as in SafePlanner, which reads it.
+        # No flattening: names are flat already.
         planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with _silence_warning(alone), _errors_of_ranks():
-            dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
+            index = dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
         if rank == 0:
+            write_index(folder, index)
             write_atomic(folder / REST, lambda file: torch.save(plain, file))
 
 
@@ -111,7 +115,7 @@ def load_sharded_(
 
     Raises:
         ValueError: names or optimizers differ; says which.
-        CorruptCheckpoint: the index refers to objects other than tensors.
+        CorruptCheckpoint: the index is missing or damaged.
 
     Example:
         >>> net, folder = nn.Linear(2, 1), getfixture("tmp_path") / "step-1"
@@ -121,14 +125,18 @@ def load_sharded_(
         ({'step': 1}, True)
     """
     plain = _read_rest(folder)
-    reader = SafeReader(folder)
-    index, state = reader.read_metadata(), model.state_dict()
-    saved = {name.removeprefix(_MODEL) for name in index.state_dict_metadata if name.startswith(_MODEL)}
+    reader = ShardReader(folder)
+    stored, state = reader.list_tensors(), model.state_dict()
+    saved = {name.removeprefix(_MODEL) for name in stored if name.startswith(_MODEL)}
     expected = set(state) if names is None else names(plain["rest"], saved | set(plain["values"]), strict)
     wanted = {name: value for name, value in state.items() if name in expected and isinstance(value, Tensor)}
     refuse_other_names(set(wanted), saved, folder, strict)
     wanted = {name: value for name, value in wanted.items() if name in saved}
-    _refuse_other_shapes(wanted, index, folder)
+    for name, value in wanted.items():
+        size = stored[f"{_MODEL}{name}"].size
+        if size != value.shape:
+            why = f"{name} has shape {list(size)} in it, and {list(value.shape)} in this model"
+            raise ValueError(explain(f"{folder} is of another model", why, "Build the model with the same shapes"))
     _read(reader, {f"{_MODEL}{name}": value.detach() for name, value in wanted.items()})
     # The tensors are filled in place already: this runs the modules' load hooks. Names were compared above.
     model.load_state_dict({**state, **wanted, **plain["values"]}, strict=False)
@@ -139,14 +147,14 @@ def load_sharded_(
 
 
 def _load_optimizer_(
-    reader: SafeReader, key: str, plain: dict[str, Any], model: nn.Module, optimizer: Optimizer
+    reader: ShardReader, key: str, plain: dict[str, Any], model: nn.Module, optimizer: Optimizer
 ) -> None:
     # The state of tied weights may be stored under any of their names.
-    index, parameters = reader.read_metadata(), dict(model.named_parameters(remove_duplicate=False))
+    listed, parameters = reader.list_tensors(), dict(model.named_parameters(remove_duplicate=False))
     tensors = {}
     for name, layout in plain["layout"].items():
-        stored = index.state_dict_metadata.get(f"{key}.{name}")
-        if not isinstance(stored, TensorStorageMetadata):
+        stored = listed.get(f"{key}.{name}")
+        if stored is None:
             raise CorruptCheckpoint(explain(f"{reader.path}", f"it lacks {name[:200]} of {key}", "Use an older one"))
         parameter = parameters.get(name.rpartition("/")[0])
         tensors[name] = template(stored.size, stored.properties.dtype, layout, parameter)
@@ -191,7 +199,7 @@ def load_full_(
     model.load_state_dict({**state, **parts}, strict=False)
     states = checkpoint.pop("optimizer_states", [])
     for optimizer, saved in zip((optimizers or {}).values(), states, strict=False):
-        held = [p for group in optimizer.param_groups for p in group["params"]]
+        held = parameters_of(optimizer)
         for number, values in saved["state"].items():
             like = held[number]
             # Sharded like the parameter; state of another shape, such as a step counter, is replicated.
@@ -200,7 +208,7 @@ def load_full_(
     return checkpoint
 
 
-def _part(full: Any, like: Any) -> Any:
+def _part(full: Any, like: object) -> Any:
     if not isinstance(like, DTensor):
         return full
     on_mesh = full.to(like.device_mesh.device_type)
@@ -253,14 +261,10 @@ def full_checkpoint(folder: str | os.PathLike[str]) -> dict[str, Any]:
         tensors = _read_whole(folder, f"{key}.")
         names = [name for group in state["param_groups"] for name in group["params"]]
         numbers = {name: number for number, name in enumerate(names)}
-        values: dict[int, dict[str, Any]] = {}
-        for path, value in {**state["values"], **tensors}.items():
-            name, _, entry = path.rpartition("/")
-            values.setdefault(numbers[name], {})[entry] = value
         groups = []
         for group in state["param_groups"]:
             groups.append({**group, "params": [numbers[name] for name in group["params"]]})
-        states.append({"state": values, "param_groups": groups})
+        states.append({"state": by_number(state, tensors, numbers), "param_groups": groups})
     return {
         **plain["rest"],
         "state_dict": {**_read_whole(folder, _MODEL), **plain["values"]},
@@ -269,23 +273,22 @@ def full_checkpoint(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _read_whole(folder: str | os.PathLike[str], prefix: str) -> dict[str, Tensor]:
-    reader = SafeReader(folder)
-    tensors = {
-        name: torch.empty(stored.size, dtype=stored.properties.dtype)
-        for name, stored in reader.read_metadata().state_dict_metadata.items()
-        if name.startswith(prefix) and isinstance(stored, TensorStorageMetadata)
-    }
+    reader, tensors = ShardReader(folder), {}
+    for name, stored in reader.list_tensors().items():
+        if name.startswith(prefix):
+            tensors[name] = torch.empty(stored.size, dtype=stored.properties.dtype)
     _read(reader, tensors, alone=True)
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
 
-def _read(reader: SafeReader, tensors: dict[str, Any], *, alone: bool = False) -> None:
+def _read(reader: ShardReader, tensors: dict[str, Tensor], *, alone: bool = False) -> None:
     """Fill ``tensors`` in place; a collective, unless ``alone``."""
     if tensors:
         alone = alone or not dist.is_initialized()
+        planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         # CheckpointException does not derive from Exception, so callers would not catch it.
         with _silence_warning(alone), as_corrupt(reader.path, CheckpointException):
-            dcp.load(tensors, storage_reader=reader, planner=SafePlanner(), no_dist=alone)
+            dcp.load(tensors, storage_reader=reader, planner=planner, no_dist=alone)
 
 
 @contextmanager
@@ -331,15 +334,6 @@ def _is_taken_apart(state: object) -> bool:
     if not isinstance(state, dict) or not all(isinstance(state.get(part), kind) for part, kind in kinds.items()):
         return False
     return all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in state["param_groups"])
-
-
-def _refuse_other_shapes(wanted: Mapping[str, Tensor], index: Metadata, folder: str | os.PathLike[str]) -> None:
-    for name, value in wanted.items():
-        stored = index.state_dict_metadata[f"{_MODEL}{name}"]
-        size = list(stored.size) if isinstance(stored, TensorStorageMetadata) else "unknown"
-        if size != list(value.shape):
-            why = f"{name} has shape {size} in it, and {list(value.shape)} in this model"
-            raise ValueError(explain(f"{folder} is of another model", why, "Build the model with the same shapes"))
 
 
 def refuse_other_names(mine: set[str], saved: set[str], path: str | os.PathLike[str], strict: bool) -> None:

@@ -1,18 +1,41 @@
-"""Options shared by the Trainer's and Fabric's FSDP2 strategies, the device mesh, and the sharding of a model."""
+"""Common part of the Trainer's and Fabric's FSDP2 strategies: options, device mesh, process groups, checkpoints."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import one_of, positive_int
+from lightning_fasttrain.core.distributed import from_rank_zero
+from lightning_fasttrain.core.files.newest_checkpoint import whole_or_older
+from lightning_fasttrain.core.files.run_mark import KEY, mark_of, step_in
+from lightning_fasttrain.core.files.safe_load import local_path
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.blocks import Blocks
+from lightning_fasttrain.strategy.async_save import BackgroundSave
 from lightning_fasttrain.strategy.fsdp2._packed_weights import is_opaque
-from lightning_fasttrain.strategy.fsdp2.broadcast_weights import send_from_rank_zero_, whole_on_rank_zero
+from lightning_fasttrain.strategy.fsdp2.broadcast_weights import (
+    leave_to_rank_zero,
+    send_from_rank_zero_,
+    whole_on_rank_zero,
+)
 from lightning_fasttrain.strategy.fsdp2.shard_blocks import OFFLOADS, precision_policy, shard_blocks_
+from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import (
+    NamesToLoad,
+    load_full_,
+    load_sharded_,
+    save_sharded,
+)
+from lightning_fasttrain.strategy.rank_health import RollCall, own_group
+
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 @dataclass
@@ -61,10 +84,13 @@ class Sharding:
         policy = precision_policy(str(precision), self.reduce_dtype)
         if isinstance(model, FSDPModule):
             return []
-        whole = whole_on_rank_zero(model)  # collected now: afterwards no rank has unsharded weights
-        for module in model.modules():  # FSDP2 does not move quantised layers and their constants
+        # Collected now, since after sharding no rank has unsharded weights.
+        whole = whole_on_rank_zero(model)
+        # FSDP2 does not move quantised layers and their constants.
+        for module in model.modules():
             quantised = [p for p in module.parameters(recurse=False) if is_opaque(p)]
-            if quantised and not any(p.is_meta for p in quantised):  # meta tensors have no values to move
+            # Meta tensors have no values to move.
+            if quantised and not any(p.is_meta for p in quantised):
                 module.to(device)
         names = shard_blocks_(
             model,
@@ -77,3 +103,77 @@ class Sharding:
         )
         send_from_rank_zero_(model, whole, device, torch.device("cpu") if self.offload else None)
         return names
+
+
+class FSDP2Host:
+    """Base of the Trainer's and Fabric's FSDP2 strategies, which inherit it before Lightning's own class."""
+
+    strategy_name: ClassVar[str] = "fasttrain_fsdp2"
+
+    def _set_options(self, sharding: Sharding, broadcast_buffers: bool, async_checkpoints: bool) -> None:
+        self.sharding = sharding
+        self.broadcast_buffers = broadcast_buffers
+        self.async_checkpoints = async_checkpoints
+        self.sharded_blocks: list[str] = []
+        self.roll_call = RollCall(None)
+        self._saving: dist.ProcessGroup | None = None
+        self._background: BackgroundSave | None = None
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def setup_environment(self) -> None:
+        # A wrong number of processes is refused before any process waits for another.
+        self.sharding.shape(self.num_nodes * self.num_processes)
+        self._process_group_backend = self._process_group_backend or self.sharding.backend(self.parallel_devices[0])
+        self.accelerator.setup_device(self.root_device)
+        self._setup_distributed()
+        self._device_mesh = self.sharding.mesh(self.root_device, self.world_size)
+        # Two groups: collectives of a background save must not mix with those of the training thread's health check.
+        self.roll_call, self._saving = RollCall(own_group(self._timeout)), own_group(self._timeout)
+        if self.async_checkpoints and self._background is None:
+            self._background = BackgroundSave(self._write)
+
+    def _write(self, path: Path, *states: Any) -> None:
+        save_sharded(path, *states, group=self._saving)
+
+    def _save(
+        self,
+        path: str | Path,
+        model: nn.Module,
+        state: Mapping[str, Any],
+        optimizers: Mapping[str, Mapping[str, Any]],
+        rest: dict[str, Any],
+    ) -> None:
+        # Rank zero's path for all: one with a time in it may differ.
+        path = local_path(self.broadcast(path))
+        rest[KEY] = mark_of(self).facts(step_in(rest))
+        states = (leave_to_rank_zero(state, model), optimizers, rest)
+        if self._background is not None:
+            self._background.start(path, *states)
+        else:
+            self._write(path, *states)
+
+    def _load(
+        self,
+        path: str | Path,
+        model: nn.Module,
+        optimizers: Mapping[str, Optimizer],
+        *,
+        substitute: bool,
+        strict: bool,
+        names: NamesToLoad | None = None,
+    ) -> dict[str, Any]:
+        self.wait()  # the checkpoint to load may still be in flight
+        # One rank alone reads the files for their checksums, so that a shared disk is read once.
+        found = from_rank_zero(lambda: whole_or_older(path, substitute=substitute))
+        load = load_sharded_ if found.is_dir() else load_full_
+        rest = load(found, model, optimizers, strict=strict, names=names)
+        mark_of(self).continue_from(rest.pop(KEY, None))
+        return rest
+
+    def wait(self) -> None:
+        """Wait until no checkpoint is being written, and raise the error of the last save, if any."""
+        if self._background is not None:
+            self._background.wait()

@@ -1,27 +1,22 @@
-"""Code shared by the Trainer's and Fabric's ZeRO strategies: settings, DeepSpeed on a CPU, and the engine."""
+"""DeepSpeed's engine: its hooks can be removed, its gradients scaled, and its saves made to report errors."""
 
 import argparse
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_fasttrain.core.checks import require
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
+from lightning_fasttrain.core.modules.wrapped_forward import patch, patched
 from lightning_fasttrain.finetune.selection._float32_adapters import let_round_
 from lightning_fasttrain.optim.schedule.build_schedule import count_by_engine
-from lightning_fasttrain.strategy.choose._optimizer_state import refuse_unshardable
-from lightning_fasttrain.strategy.zero.optimizer_fixes import (
-    leave_out_idle_groups,
-    refuse_replaced,
-    without_phantom_step,
-)
+from lightning_fasttrain.strategy.zero.optimizer_fixes import leave_out_idle_groups, without_phantom_step
 
 _HOOKS = (
     "_forward_hooks",
@@ -46,91 +41,11 @@ def import_deepspeed() -> Any:
     os.environ["DS_ACCELERATOR"] = "cpu"
     try:
         deepspeed = require("deepspeed", extra="deepspeed")
-        deepspeed.accelerator.get_accelerator()  # called while the variable is set: DeepSpeed caches the result
+        # Called while the variable is set: DeepSpeed caches the result.
+        deepspeed.accelerator.get_accelerator()
         return deepspeed
     finally:
         del os.environ["DS_ACCELERATOR"]
-
-
-def finish_config(config: dict[str, Any]) -> None:
-    """Set defaults that respect the user's clipping and optimizer, unless the config sets them."""
-    config.setdefault("gradient_clipping", 0.0)  # DeepSpeed's own default is to clip at 1.0
-    config.setdefault("zero_force_ds_cpu_optimizer", False)  # the user's optimizer is the one that steps
-
-
-def fit_buckets(config: dict[str, Any], model: nn.Module, settings: Mapping[str, Any]) -> None:
-    """Limit the reduce bucket to the size of the gradients, unless the user has set it."""
-    zero = config.get("zero_optimization", {})
-    trained = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad)
-    if "reduce_bucket_size" in zero and "reduce_bucket_size" not in settings and trained:
-        zero["reduce_bucket_size"] = min(zero["reduce_bucket_size"], trained)
-
-
-def refuse_half_on_cpu(precision: str, device_type: str) -> None:
-    """Refuse float16 where DeepSpeed has no kernels for it.
-
-    Raises:
-        ValueError: ``"16-mixed"`` or ``"16-true"`` on a CPU.
-    """
-    if device_type == "cpu" and precision in ("16-mixed", "16-true"):
-        way_out = f"Use precision={precision.replace('16', 'bf16')!r}, which runs on GPUs too"
-        raise ValueError(explain(f"precision={precision!r} on a CPU", "DeepSpeed has no float16 there", way_out))
-
-
-def refuse_unfit_optimizer(optimizer: Optimizer, stage: int) -> None:
-    """Refuse optimizers that ZeRO does not support: those that need a closure, or whole matrices.
-
-    Raises:
-        ValueError: the optimizer is not supported; says why, and what to use instead.
-    """
-    if isinstance(optimizer, LBFGS):
-        why = "it evaluates a closure several times a step, which DeepSpeed does not do"
-        raise ValueError(explain(f"{type(optimizer).__name__} under ZeRO", why, "Use AdamW, or Lightning's DDP"))
-    if stage > 0:
-        refuse_unshardable(optimizer)
-        refuse_replaced(optimizer)
-
-
-@contextmanager
-def without_needless_ops(device_type: str) -> Iterator[None]:
-    """Start DeepSpeed's process group without compiling its shared-memory kernel, which gloo does not need."""
-    if device_type != "cpu":
-        yield
-        return
-    ops = import_deepspeed().ops.__compatible_ops__
-    before = ops.get("deepspeed_shm_comm")
-    ops["deepspeed_shm_comm"] = False
-    try:
-        yield
-    finally:
-        if before is None:
-            del ops["deepspeed_shm_comm"]
-        else:
-            ops["deepspeed_shm_comm"] = before
-
-
-def enter(device_type: str) -> Undo:
-    """Prepare for DeepSpeed, and return a function that restores the global state it changes.
-
-    Stage 3 replaces ``torch.nn.functional.linear`` permanently. On a CPU, DeepSpeed's CPU accelerator is selected,
-    even if the machine has a GPU, and the environment variables of the process group, which Lightning sets for
-    DeepSpeed, are removed at the end: with them, the next Trainer in this process would assume an external launcher.
-    """
-    from deepspeed.accelerator import get_accelerator, set_accelerator
-    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-
-    undo = ExitStack()
-    undo.callback(setattr, functional, "linear", functional.linear)
-    if device_type != "cpu":
-        return undo.close
-    before: Any = get_accelerator()
-    if before.device_name() != "cpu":
-        set_accelerator(CPU_Accelerator())
-        undo.callback(set_accelerator, before)
-    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        if name not in os.environ:
-            undo.callback(os.environ.pop, name, None)
-    return undo.close
 
 
 class Engine:
@@ -145,13 +60,19 @@ class Engine:
     """
 
     def __init__(
-        self, config: dict[str, Any], model: nn.Module, optimizer: Optimizer | None, scheduler: Any, device_rank: int
+        self,
+        config: dict[str, Any],
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        scheduler: LRScheduler | None,
+        device_rank: int,
     ) -> None:
         # To distinguish DeepSpeed's hooks from the user's afterwards.
         before = {module: _hooks(module) for module in model.modules()}
         self.module = model
         if any(config.get(kind, {}).get("enabled") for kind in ("bf16", "fp16")):
-            let_round_(model)  # DeepSpeed requires one dtype, and updates its own float32 copies
+            # DeepSpeed requires one dtype, and updates its own float32 copies.
+            let_round_(model)
         deepspeed = import_deepspeed()
         trained: list[nn.Parameter] = []
         self._schedules = [] if optimizer is None else count_by_engine(optimizer)
@@ -194,26 +115,20 @@ class Engine:
         if names >= set(state_dict()):
             yield False
             return
-        restore = patch(self.module, "state_dict", state_of_part)
-        try:
+        with patched(self.module, "state_dict", state_of_part):
             yield True
-        finally:
-            restore()
 
     @contextmanager
     def load_only(self, names_to_load: Callable[[Any, set[str], bool], set[str]]) -> Iterator[None]:
         """Allow a loaded checkpoint to lack keys of the module that ``names_to_load`` does not return."""
         load = self.deepspeed.load_module_state_dict
 
-        def load_part(checkpoint: Any, strict: bool = True, **kwargs: Any) -> None:
+        def load_part(checkpoint: dict[str, Any], strict: bool = True, **kwargs: Any) -> None:
             names = names_to_load(checkpoint, set(checkpoint["module"]), strict)
             load(checkpoint=checkpoint, strict=strict and names >= set(self.module.state_dict()), **kwargs)
 
-        restore = patch(self.deepspeed, "load_module_state_dict", load_part)
-        try:
+        with patched(self.deepspeed, "load_module_state_dict", load_part):
             yield
-        finally:
-            restore()
 
     @contextmanager
     def save_alone(self) -> Iterator[None]:
@@ -285,7 +200,8 @@ class Engine:
                 torch._foreach_mul_(grads, torch.as_tensor(factor, device=grads[0].device))
             return
         if isinstance(factor, Tensor) and _is_offloaded(sharded):
-            factor = float(factor)  # gradients on the host cannot be multiplied by a tensor on the device
+            # Gradients on the host cannot be multiplied by a tensor on the device.
+            factor = float(factor)
         previous = sharded.loss_scale
         # Gradients are divided by the scale: infinity makes them 0.
         scale = previous / factor if isinstance(factor, Tensor) or factor != 0 else float("inf")
@@ -314,7 +230,8 @@ class Engine:
             from deepspeed.runtime.utils import combine_grad_norm_groups
 
             norm = combine_grad_norm_groups(sharded._get_norm_groups())
-        return torch.as_tensor(norm) / sharded.loss_scale  # stored gradients include the loss scale
+        # Stored gradients include the loss scale.
+        return torch.as_tensor(norm) / sharded.loss_scale
 
     def _sharded_optimizer(self) -> Any:
         """Return ZeRO's optimizer of stage 1 to 3; None at stage 0, where parameters hold their own gradients."""
@@ -329,37 +246,9 @@ class Engine:
         return optimizer
 
 
-def _is_offloaded(sharded: Any) -> bool:
+def _is_offloaded(sharded: object) -> bool:
     return bool(getattr(sharded, "cpu_offload", False) or getattr(sharded, "offload_optimizer", False))
 
 
 def _hooks(module: nn.Module) -> set[tuple[str, int]]:
     return {(kind, key) for kind in _HOOKS for key in getattr(module, kind)}
-
-
-def clip_to(engine: Engine, max_norm: float, error_if_nonfinite: bool) -> Tensor:
-    """Clip the coming step's gradient to a norm of at most ``max_norm``, and return the norm before clipping.
-
-    Raises:
-        RuntimeError: the norm is not finite.
-    """
-    norm = engine.gradient_norm()
-    norm = torch.where(norm < 0, torch.inf, norm)  # DeepSpeed returns -1 for a norm that is not finite
-    if error_if_nonfinite and not float(norm) < float("inf"):
-        way_out = "Lower the learning rate, or pass error_if_nonfinite=False"
-        raise RuntimeError(explain("the norm of the gradients is not finite", "it cannot be clipped", way_out))
-    engine.scale_gradients_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))  # 1e-6, as in torch's clipping
-    return norm
-
-
-def pick_only_optimizer(optimizers: list[Optimizer]) -> Optimizer:
-    """Return the only optimizer of a list.
-
-    Raises:
-        ValueError: there are several optimizers, or none.
-    """
-    if len(optimizers) != 1:
-        why = "DeepSpeed shards the state of exactly one optimizer"
-        way_out = "Use one optimizer with several parameter groups"
-        raise ValueError(explain(f"{len(optimizers)} optimizers under ZeRO", why, way_out))
-    return optimizers[0]

@@ -34,6 +34,7 @@ def read_inert(path: Path) -> dict[str, Any]:
         with torch.serialization.safe_globals(stubs):
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # damaged or hostile files raise many kinds of errors
+        # All of the message: its first line says nothing of the class that is refused.
         why = f"{type(error).__name__}: {error}"
         raise CorruptCheckpoint(explain(f"{path} cannot be read", why, "Use another checkpoint")) from error
 
@@ -46,13 +47,13 @@ class ZeROFiles:
         stage: ZeRO stage, 0 to 3.
         model: model states of the first or only rank.
         models: model states of each rank at stage 3.
-        pieces: shard of the optimizer state of each rank; empty at stage 0.
+        shards: shard of the optimizer state of each rank; empty at stage 0.
     """
 
     stage: int
     model: dict[str, Any]
     models: list[dict[str, Any]]
-    pieces: list[dict[str, Any]]
+    shards: list[dict[str, Any]]
 
     @classmethod
     def read(cls, folder: Path) -> "ZeROFiles":
@@ -70,22 +71,19 @@ class ZeROFiles:
             raise ValueError(explain(f"{folder} holds {others[0]}", why, "Use DeepSpeed's tools"))
         if not whole.exists() and not by_rank:
             raise CorruptCheckpoint(explain(f"{folder}", "it contains no *_model_states.pt", "Check the path"))
+        of_models = [whole] if whole.exists() else by_rank
         with as_corrupt(folder):
-            return cls._read(folder, [whole] if whole.exists() else by_rank)
-
-    @classmethod
-    def _read(cls, folder: Path, of_models: list[Path]) -> "ZeROFiles":
-        models = [read_inert(path) for path in of_models]
-        paths = sorted(folder.glob("*zero_pp_rank_*_mp_rank_00_optim_states.pt"), key=_rank)
-        pieces = [read_inert(path)["optimizer_state_dict"] for path in paths]
-        stage = _stage(pieces)
-        counts = {_largest_count(piece["partition_count"]) for piece in pieces}
+            models = [read_inert(path) for path in of_models]
+            paths = sorted(folder.glob("*zero_pp_rank_*_mp_rank_00_optim_states.pt"), key=_rank)
+            shards = [read_inert(path)["optimizer_state_dict"] for path in paths]
+            stage = _stage(shards)
+            counts = {_largest_count(shard["partition_count"]) for shard in shards}
         expected = counts.pop() if len(counts) == 1 else None
-        if pieces and (expected != len(pieces) or (stage == 3 and len(models) != expected)):
+        if shards and (expected != len(shards) or (stage == 3 and len(models) != expected)):
             why = f"it was saved by {expected}, or in part by an earlier run"
             way_out = "Use another checkpoint"
-            raise CorruptCheckpoint(explain(f"{folder} holds the shards of {len(pieces)} ranks", why, way_out))
-        return cls(stage, models[0], models, pieces)
+            raise CorruptCheckpoint(explain(f"{folder} holds the shards of {len(shards)} ranks", why, way_out))
+        return cls(stage, models[0], models, shards)
 
     def masters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and the float32 master weight of each parameter, joined from all ranks."""
@@ -98,9 +96,9 @@ class ZeROFiles:
 
     def _of_stage_1_and_2(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the master weights of stages 1 and 2, where each group is flattened and then sharded."""
-        paddings = self.pieces[0].get("param_alignment_paddings")
+        paddings = self.shards[0].get("param_alignment_paddings")
         for i, shapes in enumerate(self.model["param_shapes"]):
-            flat = torch.cat([piece["single_partition_of_fp32_groups"][i] for piece in self.pieces])
+            flat = torch.cat([shard["single_partition_of_fp32_groups"][i] for shard in self.shards])
             padding = paddings[i] if paddings else [0] * len(shapes)
             start = 0
             for (name, shape), unused in zip(shapes.items(), padding, strict=True):
@@ -110,12 +108,18 @@ class ZeROFiles:
 
     def _of_stage_3(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the master weights of stage 3, where each parameter is sharded equally over all ranks, with padding."""
-        ribbons = [_Ribbon(piece["fp32_flat_groups"]) for piece in self.pieces]
+        by_rank = []
+        # A parameter may begin in one group of a rank and end in the next.
+        for shard in self.shards:
+            by_rank.append(torch.cat([group.flatten() for group in shard["fp32_flat_groups"]]))
+        start = 0
         for shapes in self.model["param_shapes"]:
             for name, shape in shapes.items():
                 size = math.prod(shape)
-                cut = math.ceil(size / len(ribbons))
-                yield name, _slice(torch.cat([r.take(cut) for r in ribbons]), 0, size, name).view(tuple(shape))
+                cut = math.ceil(size / len(by_rank))
+                whole = torch.cat([_slice(flat, start, cut, name) for flat in by_rank])
+                start += cut
+                yield name, _slice(whole, 0, size, name).view(tuple(shape))
 
     def read_frozen(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and value of each frozen parameter at stage 3; below it the module contains them."""
@@ -129,33 +133,11 @@ class ZeROFiles:
         """Map the name of each tied parameter to the name it is saved under."""
         if self.stage > 0:
             return dict(self.model.get("shared_params") or {})
-        first: dict[Any, str] = {}  # stage 0 records no names, but tied tensors share memory in the file too
+        # Stage 0 records no names, but tied tensors share memory in the file too.
+        first: dict[Any, str] = {}
         # A view and its base share an address, but not shape and strides.
         keys = {n: (v.data_ptr(), v.shape, v.stride()) for n, v in self.model["module"].items() if v.numel()}
         return {name: first[key] for name, key in keys.items() if first.setdefault(key, name) != name}
-
-
-class _Ribbon:
-    """Reader of flat tensors one after the other, as if they were concatenated."""
-
-    def __init__(self, parts: list[Tensor]) -> None:
-        self.parts = [part.flatten() for part in parts]
-        self.at = 0
-
-    def take(self, size: int) -> Tensor:
-        taken = []
-        while size > 0 and self.parts:
-            part = self.parts[0][self.at : self.at + size]
-            taken.append(part)
-            size -= part.numel()
-            self.at += part.numel()
-            if self.at == self.parts[0].numel():
-                self.parts.pop(0)
-                self.at = 0
-        if size > 0:
-            why = "its shards hold fewer values than its parameters"
-            raise CorruptCheckpoint(explain("the checkpoint", why, "Use another checkpoint"))
-        return torch.cat(taken) if taken else torch.empty(0)
 
 
 def _masters_of_stage_0(model: dict[str, Any], tied: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
@@ -180,10 +162,10 @@ def _slice(flat: Tensor, start: int, size: int, name: str) -> Tensor:
     return flat[start : start + size]
 
 
-def _stage(pieces: list[dict[str, Any]]) -> int:
-    if not pieces:
+def _stage(shards: list[dict[str, Any]]) -> int:
+    if not shards:
         return 0
-    stage = pieces[0]["zero_stage"]
+    stage = shards[0]["zero_stage"]
     return int(stage.args[0]) if isinstance(stage, Inert) else int(stage)
 
 

@@ -5,6 +5,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch.optim import Adagrad, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_fasttrain.core.messages import explain, note_once
 from lightning_fasttrain.core.modules.wrapped_forward import patch
@@ -41,7 +42,7 @@ class AllGroups:
         return getattr(self._optimizer, name)
 
 
-def leave_out_idle_groups(optimizer: Optimizer, scheduler: Any) -> None:
+def leave_out_idle_groups(optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
     """Remove groups without trained parameters from the optimizer; the schedule continues to include them.
 
     DeepSpeed drops empty groups, and fails on groups with frozen parameters only; a schedule has a learning rate for
@@ -54,7 +55,8 @@ def leave_out_idle_groups(optimizer: Optimizer, scheduler: Any) -> None:
     if not idle or len(idle) == len(optimizer.param_groups):
         return
     places = ", ".join(map(str, idle))
-    if scheduler is None and hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # torch's mark of a schedule on the step
+    # Torch marks the step of an optimizer that has a schedule by this attribute.
+    if scheduler is None and hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         why = "DeepSpeed drops such groups, but the schedule that was made for this optimizer includes them"
         way_out = "Leave the group out, or give the schedule too: fabric.setup(model, optimizer, scheduler=schedule)"
         raise ValueError(explain(f"parameter group {places} under ZeRO, in which nothing trains", why, way_out))
@@ -68,9 +70,10 @@ def _trains(group: Group) -> bool:
     return any(parameter.requires_grad for parameter in group["params"])
 
 
-def _follow(scheduler: Any, optimizer: AllGroups) -> None:
+def _follow(scheduler: LRScheduler, optimizer: AllGroups) -> None:
     scheduler.optimizer = optimizer
-    for part in getattr(scheduler, "_schedulers", ()):  # of SequentialLR and ChainedScheduler
+    # SequentialLR and ChainedScheduler hold further schedules.
+    for part in getattr(scheduler, "_schedulers", ()):
         _follow(part, optimizer)
 
 

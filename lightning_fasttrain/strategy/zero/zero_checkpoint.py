@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from lightning_fasttrain.core.distributed import from_rank_zero
 from lightning_fasttrain.core.files.atomic_write import TEMPORARY
 from lightning_fasttrain.core.files.checkpoint_folder import (
     MANIFEST,
@@ -23,9 +24,9 @@ from lightning_fasttrain.core.files.newest_checkpoint import whole_or_older
 from lightning_fasttrain.core.files.run_mark import mark_of
 from lightning_fasttrain.core.files.safe_load import local_path, refuse_unreadable
 from lightning_fasttrain.core.messages import explain, warn
-from lightning_fasttrain.strategy.rank_health import RollCall
 from lightning_fasttrain.strategy.zero._zero_engine import Engine
 from lightning_fasttrain.strategy.zero._zero_files import read_inert
+from lightning_fasttrain.strategy.zero.zero_host import ZeROHost
 
 TAG = "checkpoint"  # Lightning's name for DeepSpeed's folder inside the folder
 
@@ -40,29 +41,16 @@ KNOWN_CLASSES = frozenset(
 )
 
 
-def warn_inside_window(inside: bool) -> None:
-    """Warn that a checkpoint lacks the accumulated gradient, if an accumulation window is open."""
-    if inside:
-        why = "the accumulated gradient is sharded over all ranks, and is not saved"
-        warn(explain("a ZeRO checkpoint inside an accumulation window", why, "Save after an optimizer step"))
-
-
 def save_whole(
-    strategy: Any,
-    path: str | Path,
-    engine: Engine,
-    stage: int,
-    step: int | None,
-    save: Callable[[Path], None],
-    plain: Mapping[str, Any],
+    host: ZeROHost, path: str | Path, step: int | None, save: Callable[[Path], None], plain: Mapping[str, Any]
 ) -> None:
     """Save a checkpoint from all ranks into a temporary folder, which is renamed to ``path`` when complete.
 
+    It warns that the accumulated gradient is not saved, if an accumulation window is open.
+
     Args:
-        strategy: the strategy, for ranks, broadcast and health check.
+        host: the strategy, whose engine is saved.
         path: path of the checkpoint; an existing one is replaced.
-        engine: the engine that saves.
-        stage: ZeRO stage, recorded in the manifest.
         step: optimizer step, recorded in the manifest.
         save: function that is called on every rank with the folder.
         plain: the values that are saved in addition to model and optimizer.
@@ -72,77 +60,68 @@ def save_whole(
         OSError: a rank could not write; an older folder of this name is not changed.
         RuntimeError: a rank is gone.
     """
-    roll_call: RollCall = strategy.roll_call
-    path = local_path(strategy.broadcast(path))
-    about = {"format": "deepspeed", "stage": stage, **mark_of(strategy).facts(step)}
-    ranks = {"rank": strategy.global_rank, "world_size": strategy.world_size, "agree": roll_call}
+    assert host.engine is not None
+    if host.inside_window:
+        why = "the accumulated gradient is sharded over all ranks, and is not saved"
+        warn(explain("a ZeRO checkpoint inside an accumulation window", why, "Save after an optimizer step"))
+    path = local_path(host.broadcast(path))
+    about = {"format": "deepspeed", "stage": host.stage, **mark_of(host).facts(step)}
+    ranks = {"rank": host.global_rank, "world_size": host.world_size, "agree": host.roll_call}
     # DeepSpeed saves these two itself.
     others = {key: value for key, value in plain.items() if key not in ("state_dict", "optimizer_states")}
     try:
-        with checkpoint_folder(path, **ranks, about=about) as folder, engine.save_alone():
-            refuse_unreadable(others)  # in this context, so that an error reaches all ranks
+        with checkpoint_folder(path, **ranks, about=about) as folder, host.engine.save_alone():
+            # Checked in this context, so that an error reaches all ranks.
+            refuse_unreadable(others)
             save(folder)
     finally:
-        if not roll_call.broken:
-            engine.end_saving()  # a collective, so only while all ranks are alive
+        if not host.roll_call.broken:
+            host.engine.end_saving()  # a collective, so only while all ranks are alive
 
 
 @contextmanager
-def folder_to_load(
-    strategy: Any, path: str | Path, engine: Engine, *, stage: int, trusted: bool, universal: bool, optimizer_too: bool
-) -> Iterator[Path]:
+def folder_to_load(host: ZeROHost, path: str | Path, *, optimizer_too: bool) -> Iterator[Path]:
     """Yield a folder that DeepSpeed may load: ``path``, an older one of its run, or one converted to this world size.
 
     Rank zero inspects the files and broadcasts the result.
 
     Args:
-        strategy: the strategy, for ranks and broadcast.
+        host: the strategy, whose engine loads.
         path: the path that the user gave.
-        engine: the engine that loads.
-        stage: ZeRO stage of this run.
-        trusted: whether to accept objects of unknown classes, and folders without a manifest.
-        universal: whether to convert a checkpoint that was saved by another number of processes.
         optimizer_too: whether optimizer state is to be loaded, which depends on the number of processes.
 
     Raises:
         CorruptCheckpoint: the checkpoint is truncated or changed, and there is no intact older one.
         ValueError: the checkpoint has another world size or stage, or objects of unknown classes; raised on all ranks.
     """
-    found: Any = None
-    if strategy.global_rank == 0:
-        try:
-            found = _look(local_path(path), strategy, stage, trusted, universal, optimizer_too)
-        except (ValueError, OSError) as error:
-            found = error
-    found = strategy.broadcast(found)
-    if isinstance(found, Exception):
-        raise found
-    folder, convert = found
+    assert host.engine is not None
+    folder, convert = from_rank_zero(lambda: _look(local_path(path), host, optimizer_too))
     if not convert:
         yield folder
         return
+    engine = host.engine
     _refuse_not_adam(engine)
     with ExitStack() as undo:
-        made = strategy.broadcast(_convert(folder, undo) if strategy.global_rank == 0 else None)
-        if isinstance(made, Exception):
-            raise made
-        undo.callback(strategy.barrier)  # before rank zero removes it
+        made = from_rank_zero(lambda: _convert(folder, undo))
+        undo.callback(host.barrier)  # before rank zero removes it
         config = engine.deepspeed._config
-        config.load_universal_checkpoint = True  # DeepSpeed reads its config while it loads
+        # DeepSpeed reads its config while it loads.
+        config.load_universal_checkpoint = True
         try:
             yield made
         finally:
             config.load_universal_checkpoint = False
-        if stage == 3:
+        if host.stage == 3:
             _restore_groups(engine, made)
             _separate_steps(engine)
 
 
-def _convert(folder: Path, undo: ExitStack) -> Path | Exception:
+def _convert(folder: Path, undo: ExitStack) -> Path:
     """Convert a checkpoint to DeepSpeed's universal format, in a folder next to it that ``undo`` removes."""
     made = Path(tempfile.mkdtemp(prefix=f"{TEMPORARY}universal-", dir=folder.parent))
     undo.callback(shutil.rmtree, made, ignore_errors=True)
-    undo.enter_context(mark_folder(made))  # so that it does not pass for the remains of a killed save
+    # Marked, so that it does not pass for the remains of a killed save.
+    undo.enter_context(mark_folder(made))
     settings = argparse.Namespace(
         input_folder=str(folder / TAG),
         output_folder=str(made / TAG),
@@ -157,16 +136,18 @@ def _convert(folder: Path, undo: ExitStack) -> Path | Exception:
 
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             ds_to_universal.main(settings)
-    except Exception as error:  # the other ranks wait for an answer
+    except Exception as error:  # DeepSpeed's own, of any kind
         why = f"DeepSpeed's conversion failed with {type(error).__name__}: {error}"
         way_out = "Use the same number of processes as when saving, or start from consolidate(...)"
-        return ValueError(explain(f"{folder} cannot be converted for another number of processes", why, way_out))
+        what = f"{folder} cannot be converted for another number of processes"
+        raise ValueError(explain(what, why, way_out)) from error
     return made
 
 
 def _refuse_not_adam(engine: Engine) -> None:
     inner = engine.deepspeed.basic_optimizer
-    if "adam" not in type(inner).__name__.lower():
+    # Adam and its relatives, of whichever package, have this setting; what lacks their state fails in the conversion.
+    if "betas" not in inner.defaults:
         why = "DeepSpeed's universal format supports the state of Adam only"
         way_out = "Use the same number of processes as when saving, or start from consolidate(...)"
         raise ValueError(explain(f"universal=True with {type(inner).__name__}", why, way_out))
@@ -186,23 +167,22 @@ def _separate_steps(engine: Engine) -> None:
             state["step"] = state["step"].clone()
 
 
-def _look(
-    path: Path, strategy: Any, stage: int, trusted: bool, universal: bool, optimizer_too: bool
-) -> tuple[Path, bool]:
+def _look(path: Path, host: ZeROHost, optimizer_too: bool) -> tuple[Path, bool]:
+    """Return the folder to load, and whether it must be converted to this number of processes."""
     manifest: dict[str, Any] = {}
-    ranks = strategy.world_size
-    if not (trusted and path.exists() and not (path / MANIFEST).exists()):
-        path = whole_or_older(path, substitute=optimizer_too)  # a run that loads only weights does not resume
+    stage, ranks = host.stage, host.world_size
+    if not (host.trusted and path.exists() and not (path / MANIFEST).exists()):
+        # A run that loads only weights does not resume.
+        path = whole_or_older(path, substitute=optimizer_too)
         manifest = read_manifest(path) if path.is_dir() else {}
     if not (path / TAG).is_dir():
         why = "not a DeepSpeed checkpoint"
         raise ValueError(explain(f"{path}", why, "Load it with the strategy that saved it"))
-    files = sorted(path.rglob("*.pt"))
-    if not trusted:
-        for file in files:
+    if not host.trusted:
+        for file in sorted(path.rglob("*.pt")):
             _refuse_unknown_classes(file)
     about = manifest.get("about", {})
-    mark_of(strategy).continue_from(about)
+    mark_of(host).continue_from(about)
     saved_stage, saved_ranks = about.get("stage", stage), manifest.get("world_size", ranks)
     # Below stage 3 the weights are in one file of the same format.
     fits = _kind(saved_stage) == _kind(stage) if optimizer_too else (saved_stage == 3) == (stage == 3)
@@ -211,7 +191,7 @@ def _look(
         way_out = f"Use stage={saved_stage}, or start from consolidate({str(path)!r}, 'weights.safetensors')"
         raise ValueError(explain(what, "their files are sharded in different ways", way_out))
     differs = saved_ranks != ranks and stage > 0 and optimizer_too
-    if differs and not universal:
+    if differs and not host.universal:
         what = f"{path} was saved by {saved_ranks} processes, and this run has {ranks}"
         why = "the optimizer state is sharded for that number of processes"
         raise ValueError(explain(what, why, f"Use {saved_ranks} processes, or universal=True, which converts it"))

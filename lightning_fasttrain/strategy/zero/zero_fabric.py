@@ -5,23 +5,21 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.fabric.strategies import DeepSpeedStrategy
-from lightning.fabric.utilities.seed import reset_seed
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.host.lightning import BackwardSyncControl
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.wrapped_forward import Undo
-from lightning_fasttrain.strategy.rank_health import RollCall, own_group
-from lightning_fasttrain.strategy.zero import _zero_engine as engines
 from lightning_fasttrain.strategy.zero._zero_engine import Engine
-from lightning_fasttrain.strategy.zero.stage_agreement import StageQuestion, choose_together, without_defaults
-from lightning_fasttrain.strategy.zero.zero_checkpoint import folder_to_load, save_whole, warn_inside_window
+from lightning_fasttrain.strategy.zero.zero_checkpoint import folder_to_load, save_whole
+from lightning_fasttrain.strategy.zero.zero_host import ZeROHost, fit_buckets, refuse_unfit_optimizer
 
 
-class FabricZeROStrategy(DeepSpeedStrategy):
+class FabricZeROStrategy(ZeROHost, DeepSpeedStrategy):
     """Shard optimizer state, gradients and parameters over processes with DeepSpeed, in a Fabric loop.
 
     A subclass of Lightning's strategy that runs on CPUs with gloo too. ``fabric.no_backward_sync`` accumulates
@@ -62,59 +60,32 @@ class FabricZeROStrategy(DeepSpeedStrategy):
         config: str | Path | dict[str, Any] | None = None,
         **settings: Any,
     ) -> None:
-        engines.import_deepspeed()
-        settings = without_defaults(settings)
-        self.question = StageQuestion(stage, memory_gib, headroom, nvme_path, config, settings)
         if activation_gib < 0:
             raise ValueError(explain(f"{activation_gib=}", "it cannot be negative", "Give at least 0, in GiB"))
-        self.activation_gib, self.trusted, self.universal = activation_gib, trusted, universal
-        super().__init__(**self.question.arguments(), config=config, **settings)
-        engines.finish_config(self._given_config)
+        super().__init__(
+            stage,
+            memory_gib=memory_gib,
+            headroom=headroom,
+            nvme_path=nvme_path,
+            trusted=trusted,
+            universal=universal,
+            config=config,
+            **settings,
+        )
+        self.activation_gib = activation_gib
         self._backward_sync_control = _Windows(self)
-        self.engine: Engine | None = None
-        self.roll_call = RollCall(None)
-        self.inside_window = False
-        self._leave: Undo = lambda: None
 
     @property
-    def _given_config(self) -> dict[str, Any]:
-        assert isinstance(self.config, dict)
-        return self.config
-
-    @property
-    def stage(self) -> int:
-        """The stage in use: 0 to 3."""
-        return int(self._given_config.get("zero_optimization", {}).get("stage", 0))
-
-    def _configure_launcher(self) -> None:
-        engines.refuse_half_on_cpu(str(self.precision.precision), self.root_device.type)
-        super()._configure_launcher()
+    def _precision_name(self) -> str:
+        return str(self.precision.precision)
 
     def setup_environment(self) -> None:
         """Join the process group; on a CPU as on a GPU."""
-        self._leave = engines.enter(self.root_device.type)
-        if self.root_device.type == "cuda":
-            super().setup_environment()
-        else:
-            self._setup_on_cpu()
-        self.roll_call = RollCall(own_group(self._timeout))
-
-    def _setup_on_cpu(self) -> None:
-        assert self.accelerator is not None
-        self.accelerator.setup_device(self.root_device)
-        # The steps of Lightning's own setup, which refuses a CPU.
-        reset_seed()
-        self._set_world_ranks()
-        with engines.without_needless_ops(self.root_device.type):
-            self._init_deepspeed_distributed()
+        super().setup_environment()
+        # On a CPU Lightning's own setup, which formats the config, is left out.
         if not self._config_initialized:
             self._format_config()
             self._config_initialized = True
-
-    def teardown(self) -> None:
-        """Clean up after the run."""
-        super().teardown()
-        self._leave()
 
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None) -> Any:
         """Choose the stage under ``"auto"``, and create the engine.
@@ -124,44 +95,23 @@ class FabricZeROStrategy(DeepSpeedStrategy):
             RuntimeError: another rank is gone, or did not arrive here within ``timeout=``.
         """
         with self.roll_call.all_or_none("fabric.setup"):
-            optimizer = engines.pick_only_optimizer(optimizers)
+            optimizer = pick_only_optimizer(optimizers)
         if self.question.open:
-            self._given_config["zero_optimization"] = choose_together(
-                self.question,
-                module,
-                optimizer,
-                device=self.root_device,
-                local_ranks=len(self.parallel_devices or ()) or 1,
-                precision=str(self.precision.precision),
-                activation_bytes=int(self.activation_gib * GIB),
-            )
-        engines.refuse_unfit_optimizer(optimizer, self.stage)
-        engines.fit_buckets(self._given_config, module, self.question.settings)
+            self._choose_stage(module, optimizer, int(self.activation_gib * GIB))
+        refuse_unfit_optimizer(optimizer, self.stage)
+        fit_buckets(self._given_config, module, self.question.settings)
         return super().setup_module_and_optimizers(module, optimizers, scheduler)
 
-    def _initialize_engine(self, model: nn.Module, optimizer: Any = None, scheduler: Any = None) -> Any:
-        index = self.root_device.index  # a CPU has no index, but DeepSpeed requires one
-        rank = self.local_rank if index is None else index
-        self.engine = Engine(self._given_config, model, optimizer, scheduler, rank)
-        return self.engine.deepspeed, self.engine.optimizer, self.engine.scheduler
-
-    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Run one optimizer step of the engine."""
-        output = super().optimizer_step(optimizer, **kwargs)
-        if self.engine is not None:
-            self.engine.end_step()
-        self.inside_window = False
-        return output
-
-    def scale_gradients_(self, factor: Tensor | float) -> None:
-        """Multiply the gradients of the coming optimizer step, before their norm is taken and clipped."""
-        assert self.engine is not None
-        self.engine.scale_gradients_(factor)
+    def _initialize_engine(
+        self, model: nn.Module, optimizer: Optimizer | None = None, scheduler: LRScheduler | None = None
+    ) -> Any:
+        engine = self._make_engine(self._given_config, model, optimizer, scheduler)
+        return engine.deepspeed, engine.optimizer, engine.scheduler
 
     def clip_gradients_norm(
         self,
-        module: Any,
-        optimizer: Any,
+        module: nn.Module,
+        optimizer: Optimizer,
         max_norm: float,
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
@@ -171,9 +121,9 @@ class FabricZeROStrategy(DeepSpeedStrategy):
             why = "DeepSpeed computes the 2-norm over ranks only"
             raise ValueError(explain(f"{norm_type=} under ZeRO", why, "Use norm_type=2.0"))
         assert self.engine is not None
-        return engines.clip_to(self.engine, float(max_norm), error_if_nonfinite)
+        return clip_to(self.engine, float(max_norm), error_if_nonfinite)
 
-    def clip_gradients_value(self, module: Any, optimizer: Any, clip_val: float) -> None:
+    def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
         """Refuse clipping by value, which ZeRO does not support.
 
         Raises:
@@ -196,18 +146,20 @@ class FabricZeROStrategy(DeepSpeedStrategy):
             OSError: a rank could not write; an older folder of this name is not changed.
             RuntimeError: a rank is gone, or did not answer within ``timeout=``.
         """
-        warn_inside_window(self.inside_window)
         save = super().save_checkpoint
         if self.engine is None:
             save(path, state, storage_options, filter)  # reports what is missing
             return
-        step = state.get("step")
         # Models and optimizers are saved by DeepSpeed.
         plain = {key: value for key, value in state.items() if not hasattr(value, "state_dict")}
-        save_whole(self, path, self.engine, self.stage, step, lambda f: save(f, state, storage_options, filter), plain)
+        save_whole(self, path, state.get("step"), lambda folder: save(folder, state, storage_options, filter), plain)
 
     def load_checkpoint(
-        self, path: str | Path, state: Any = None, strict: bool = True, weights_only: bool | None = None
+        self,
+        path: str | Path,
+        state: nn.Module | Optimizer | dict[str, Any] | None = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
     ) -> Any:
         """Load a checkpoint folder; if it is corrupt and optimizer state is loaded, an older one of the same run.
 
@@ -220,15 +172,7 @@ class FabricZeROStrategy(DeepSpeedStrategy):
         if not isinstance(state, dict) or not state or weights_alone or self.engine is None:
             return super().load_checkpoint(path, state, strict, weights_only)
         optimizer_too = any(part is self.engine.optimizer for part in state.values())
-        with folder_to_load(
-            self,
-            path,
-            self.engine,
-            stage=self.stage,
-            trusted=self.trusted,
-            universal=self.universal,
-            optimizer_too=optimizer_too,
-        ) as folder:
+        with folder_to_load(self, path, optimizer_too=optimizer_too) as folder:
             return super().load_checkpoint(folder, state, strict, weights_only)
 
 
@@ -239,7 +183,34 @@ class _Windows(BackwardSyncControl):
         self.strategy = strategy
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager:
-        if not enabled or self.strategy.engine is None:
-            return nullcontext()
-        self.strategy.inside_window = True
-        return self.strategy.engine.inside_window()
+        return self.strategy.block_backward_sync() if enabled else nullcontext()
+
+
+def clip_to(engine: Engine, max_norm: float, error_if_nonfinite: bool) -> Tensor:
+    """Clip the coming step's gradient to a norm of at most ``max_norm``, and return the norm before clipping.
+
+    Raises:
+        RuntimeError: the norm is not finite.
+    """
+    norm = engine.gradient_norm()
+    # DeepSpeed returns -1 for a norm that is not finite.
+    norm = torch.where(norm < 0, torch.inf, norm)
+    if error_if_nonfinite and not float(norm) < float("inf"):
+        way_out = "Lower the learning rate, or pass error_if_nonfinite=False"
+        raise RuntimeError(explain("the norm of the gradients is not finite", "it cannot be clipped", way_out))
+    # The 1e-6 is that of torch's clipping.
+    engine.scale_gradients_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    return norm
+
+
+def pick_only_optimizer(optimizers: list[Optimizer]) -> Optimizer:
+    """Return the only optimizer of a list.
+
+    Raises:
+        ValueError: there are several optimizers, or none.
+    """
+    if len(optimizers) != 1:
+        why = "DeepSpeed shards the state of exactly one optimizer"
+        way_out = "Use one optimizer with several parameter groups"
+        raise ValueError(explain(f"{len(optimizers)} optimizers under ZeRO", why, way_out))
+    return optimizers[0]

@@ -6,31 +6,40 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.callbacks import BackboneFinetuning, WeightAveraging
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor, nn
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_fasttrain.core.messages import explain, note_once, warn
-from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
+from lightning_fasttrain.core.modules.wrapped_forward import patch
 from lightning_fasttrain.run.checkpoint.atomic_checkpoints import probe_folders
-from lightning_fasttrain.strategy.rank_health import RollCall, own_group
-from lightning_fasttrain.strategy.zero import _zero_engine as engines
-from lightning_fasttrain.strategy.zero._zero_conflicts import CONFLICTS_OF_ZERO
-from lightning_fasttrain.strategy.zero._zero_engine import Engine
-from lightning_fasttrain.strategy.zero.stage_agreement import (
-    StageQuestion,
-    choose_together,
-    predicted_activations,
-    without_defaults,
-)
-from lightning_fasttrain.strategy.zero.zero_checkpoint import folder_to_load, save_whole, warn_inside_window
-from lightning_fasttrain.technique import Surgery, Technique, check_together
+from lightning_fasttrain.strategy.zero.stage_question import predicted_activations
+from lightning_fasttrain.strategy.zero.zero_checkpoint import folder_to_load, save_whole
+from lightning_fasttrain.strategy.zero.zero_host import ZeROHost, fit_buckets, refuse_unfit_optimizer
+from lightning_fasttrain.technique import Conflict, Surgery, Technique, check_together
 from lightning_fasttrain.technique.technique import refuse_conflicts, techniques_of
 
+# Lightning's own callbacks that cannot be used under ZeRO; techniques declare their conflicts themselves.
+CONFLICTS_OF_ZERO = (
+    Conflict(
+        BackboneFinetuning,
+        "parameters that are unfrozen later are not in DeepSpeed's partitions, so they would never be updated",
+        "Use DDP, or choose the trained parameters before the run",
+    ),
+    Conflict(
+        WeightAveraging,
+        "it reads whole parameters, and each rank holds a shard of them",
+        "Use stage=2 or less",
+        lambda zero, _: zero.zero_stage_3,
+    ),
+)
 
-class ZeROStrategy(DeepSpeedStrategy):
+
+class ZeROStrategy(ZeROHost, DeepSpeedStrategy):
     """Shard optimizer state, gradients and parameters over processes with DeepSpeed, as far as needed to fit.
 
     A subclass of Lightning's strategy that runs on CPUs with gloo too. Accumulation is Lightning's own, so that
@@ -74,67 +83,17 @@ class ZeROStrategy(DeepSpeedStrategy):
 
     strategy_name = "fasttrain_zero"
 
-    def __init__(
-        self,
-        stage: int | str = "auto",
-        *,
-        memory_gib: float | None = None,
-        headroom: float = 0.1,
-        nvme_path: str | None = None,
-        trusted: bool = False,
-        universal: bool = False,
-        config: str | Path | dict[str, Any] | None = None,
-        **settings: Any,
-    ) -> None:
-        engines.import_deepspeed()
-        settings = without_defaults(settings)
-        self.question = StageQuestion(stage, memory_gib, headroom, nvme_path, config, settings)
-        self.trusted, self.universal = trusted, universal
-        super().__init__(**self.question.arguments(), config=config, **settings)
-        engines.finish_config(self._given_config)
-        self.engine: Engine | None = None
-        self.roll_call = RollCall(None)
-        self._made: Any = None  # optimizers and schedules, made before the stage is chosen
-        self._inside_window = False
-        self._leave: Undo = lambda: None
+    _made: Any = None  # optimizers and schedules, made before the stage is chosen
+    _set_world_ranks = DeepSpeedStrategy.set_world_ranks
 
     @property
-    def _given_config(self) -> dict[str, Any]:
-        assert isinstance(self.config, dict)
-        return self.config
-
-    # Process group, on a CPU too.
-
-    def _configure_launcher(self) -> None:
-        engines.refuse_half_on_cpu(str(self.precision_plugin.precision), self.root_device.type)
-        super()._configure_launcher()
-
-    def setup_environment(self) -> None:
-        """Join the process group; on a CPU as on a GPU."""
-        if self.root_device.type == "cuda":
-            super().setup_environment()
-            return
-        assert self.accelerator is not None
-        self.accelerator.setup_device(self.root_device)
-        self.setup_distributed()
-
-    def setup_distributed(self) -> None:
-        """Set up the process group; on a CPU with gloo, and without compiling a kernel."""
-        self._leave = engines.enter(self.root_device.type)
-        if self.root_device.type == "cuda":
-            super().setup_distributed()
-        else:
-            reset_seed()
-            self.set_world_ranks()
-            with engines.without_needless_ops(self.root_device.type):
-                self._init_deepspeed_distributed()
-        self.roll_call = RollCall(own_group(self._timeout))
+    def _precision_name(self) -> str:
+        return str(self.precision_plugin.precision)
 
     def teardown(self) -> None:
         """Clean up after the run; checkpoints can still be saved."""
         super().teardown()
         self._made = None
-        self._leave()
 
     # Engine.
 
@@ -160,35 +119,32 @@ class ZeROStrategy(DeepSpeedStrategy):
                 "gradients are lost. Run the others inside `with optimizer.toggle_model(sync_grad=False):`."
             )
         optimizer = None
-        if "optimizer" not in self._given_config:  # otherwise DeepSpeed makes the optimizer of its config
+        # With one in the config, DeepSpeed makes the optimizer.
+        if "optimizer" not in self._given_config:
             with self.roll_call.all_or_none("configure_optimizers"):
                 self._made = super()._init_optimizers()
             optimizer = self._made[0]
         if self.question.open:
             assert optimizer is not None
-            self._given_config["zero_optimization"] = choose_together(
-                self.question,
-                module,
-                optimizer,
-                device=self.root_device,
-                local_ranks=self.num_processes,
-                precision=str(trainer.precision),
-                activation_bytes=predicted_activations(trainer, module, self.root_device),
-            )
+            self._choose_stage(module, optimizer, predicted_activations(trainer, module, self.root_device))
         if optimizer is not None:
-            engines.refuse_unfit_optimizer(optimizer, self.stage)
-        check_together(techniques_of(trainer), self)  # once more: "auto" has chosen a stage only now
+            refuse_unfit_optimizer(optimizer, self.stage)
+        # Checked once more, since "auto" has chosen a stage only now.
+        check_together(techniques_of(trainer), self)
         refuse_conflicts(self, CONFLICTS_OF_ZERO, trainer.callbacks)
-        engines.fit_buckets(self._given_config, module, self.question.settings)
-        probe_folders(trainer, [] if optimizer is None else [optimizer])  # before DeepSpeed shards it
+        fit_buckets(self._given_config, module, self.question.settings)
+        # Probed now, before DeepSpeed shards the optimizer.
+        probe_folders(trainer, [] if optimizer is None else [optimizer])
 
     def _init_optimizers(self) -> Any:
         made, self._made = self._made, None
         return made if made is not None else super()._init_optimizers()
 
-    def _setup_model_and_optimizer(self, model: nn.Module, optimizer: Any, lr_scheduler: Any = None) -> Any:
-        self.engine = Engine(self._given_config, model, optimizer, lr_scheduler, self._device_rank)
-        return self.engine.deepspeed, self.engine.optimizer
+    def _setup_model_and_optimizer(
+        self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: LRScheduler | None = None
+    ) -> Any:
+        engine = self._make_engine(self._given_config, model, optimizer, lr_scheduler)
+        return engine.deepspeed, engine.optimizer
 
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
         config = {key: self._given_config[key] for key in ("fp16", "bf16") if key in self._given_config}
@@ -197,13 +153,7 @@ class ZeROStrategy(DeepSpeedStrategy):
             for key in ("zero_allow_untested_optimizer", "zero_optimization"):
                 if key in self._given_config:
                     config[key] = self._given_config[key]
-        self.engine = Engine(config, model, None, None, self._device_rank)
-        self.model = self.engine.deepspeed
-
-    @property
-    def _device_rank(self) -> int:
-        index = self.root_device.index
-        return self.local_rank if index is None else index
+        self.model = self._make_engine(config, model).deepspeed
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
@@ -242,32 +192,10 @@ class ZeROStrategy(DeepSpeedStrategy):
             why = "the Trainer accumulates, so it would be done twice"
             raise ValueError(explain(what, why, "Use Trainer(accumulate_grad_batches=...)"))
         config["gradient_accumulation_steps"] = 1
-        config.setdefault("train_micro_batch_size_per_gpu", 1)  # DeepSpeed uses it for its own log lines only
+        # DeepSpeed uses it for its own log lines only.
+        config.setdefault("train_micro_batch_size_per_gpu", 1)
         if trainer.gradient_clip_val is not None:
             config["gradient_clipping"] = trainer.gradient_clip_val
-
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Context for a batch or micro-batch after which the accumulation window continues."""
-        self._inside_window = True
-        if self.engine is None:
-            yield
-            return
-        with self.engine.inside_window():
-            yield
-
-    def scale_gradients_(self, factor: Tensor | float) -> None:
-        """Multiply the gradients of the coming optimizer step, before their norm is taken and clipped."""
-        assert self.engine is not None
-        self.engine.scale_gradients_(factor)
-
-    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Run one optimizer step of the engine."""
-        assert self.engine is not None
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self.engine.end_step()
-        self._inside_window = False
-        return output
 
     # Checkpoints.
 
@@ -278,7 +206,6 @@ class ZeROStrategy(DeepSpeedStrategy):
             OSError: a rank could not write; an older folder of this name is not changed.
             RuntimeError: a rank is gone, or did not answer within ``timeout=``.
         """
-        warn_inside_window(self._inside_window)
         if storage_options is not None:
             why = "DeepSpeed writes its files itself, to a local path"
             raise TypeError(explain("storage_options=", why, "Leave it out"))
@@ -288,7 +215,7 @@ class ZeROStrategy(DeepSpeedStrategy):
             # True if only a part of the model is saved, such as its trained weights.
             part = undo.enter_context(self.engine.save_only(set(checkpoint["state_dict"])))
             undo.callback(patch(self, "exclude_frozen_parameters", part or self.exclude_frozen_parameters))
-            save_whole(self, filepath, self.engine, self.stage, step, lambda path: save(checkpoint, path), checkpoint)
+            save_whole(self, filepath, step, lambda path: save(checkpoint, path), checkpoint)
 
     def names_to_load(self, checkpoint: Mapping[str, Any], saved: set[str], strict: bool) -> set[str]:
         """Return the keys that a checkpoint should contain; see :meth:`FSDP2Strategy.names_to_load`."""
@@ -307,19 +234,6 @@ class ZeROStrategy(DeepSpeedStrategy):
         assert self.lightning_module is not None
         assert self.engine is not None
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        folder = folder_to_load(
-            self,
-            checkpoint_path,
-            self.engine,
-            stage=self.stage,
-            trusted=self.trusted,
-            universal=self.universal,
-            optimizer_too=fitting,
-        )
+        folder = folder_to_load(self, checkpoint_path, optimizer_too=fitting)
         with folder as path, self.engine.load_only(self.names_to_load):
             return super().load_checkpoint(path, weights_only)
-
-    @property
-    def stage(self) -> int:
-        """The stage in use: 0 to 3."""
-        return int(self._given_config.get("zero_optimization", {}).get("stage", 0))

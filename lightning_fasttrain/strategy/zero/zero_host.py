@@ -1,0 +1,256 @@
+"""Common part of the Trainer's and Fabric's ZeRO strategies: settings, DeepSpeed on a CPU, and the engine."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from rich.console import Console
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import LBFGS, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lightning_fasttrain.core.checks import require
+from lightning_fasttrain.core.device import GIB
+from lightning_fasttrain.core.distributed import rank_count, rank_here, smallest_over_ranks
+from lightning_fasttrain.core.messages import explain, wide_enough
+from lightning_fasttrain.core.modules.wrapped_forward import Undo
+from lightning_fasttrain.strategy.choose._optimizer_state import refuse_unshardable
+from lightning_fasttrain.strategy.choose.choose_stage import choose_stage
+from lightning_fasttrain.strategy.choose.model_states import ZeROSizes
+from lightning_fasttrain.strategy.rank_health import RollCall, own_group
+from lightning_fasttrain.strategy.zero._zero_engine import Engine, import_deepspeed
+from lightning_fasttrain.strategy.zero.optimizer_fixes import refuse_replaced
+from lightning_fasttrain.strategy.zero.stage_question import StageQuestion, without_defaults
+
+
+class ZeROHost:
+    """Base of the Trainer's and Fabric's ZeRO strategies, which inherit it before Lightning's own class.
+
+    For its arguments, see :class:`~lightning_fasttrain.ZeROStrategy`.
+    """
+
+    _precision_name: str  # which the Trainer's and Fabric's strategies keep in different places
+
+    def __init__(
+        self,
+        stage: int | str = "auto",
+        *,
+        memory_gib: float | None = None,
+        headroom: float = 0.1,
+        nvme_path: str | None = None,
+        trusted: bool = False,
+        universal: bool = False,
+        config: str | Path | dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        import_deepspeed()
+        settings = without_defaults(settings)
+        self.question = StageQuestion(stage, memory_gib, headroom, nvme_path, config, settings)
+        self.trusted, self.universal = trusted, universal
+        super().__init__(**self.question.arguments(), **settings)
+        # DeepSpeed's own default is to clip at 1.0.
+        self._given_config.setdefault("gradient_clipping", 0.0)
+        # The user's optimizer is the one that steps.
+        self._given_config.setdefault("zero_force_ds_cpu_optimizer", False)
+        self.engine: Engine | None = None
+        self.roll_call = RollCall(None)
+        self.inside_window = False
+        self._leave: Undo = lambda: None
+
+    @property
+    def _given_config(self) -> dict[str, Any]:
+        assert isinstance(self.config, dict)
+        return self.config
+
+    @property
+    def stage(self) -> int:
+        """The stage in use: 0 to 3."""
+        return int(self._given_config.get("zero_optimization", {}).get("stage", 0))
+
+    # Process group, on a CPU too.
+
+    def _configure_launcher(self) -> None:
+        refuse_half_on_cpu(self._precision_name, self.root_device.type)
+        super()._configure_launcher()
+
+    def setup_environment(self) -> None:
+        """Join the process group; on a CPU as on a GPU, with gloo, and without compiling a kernel."""
+        self._leave = enter(self.root_device.type)
+        if self.root_device.type == "cuda":
+            super().setup_environment()
+        else:
+            # The steps of Lightning's own setup, which refuses a CPU.
+            self.accelerator.setup_device(self.root_device)
+            reset_seed()
+            self._set_world_ranks()
+            with without_needless_ops():
+                self._init_deepspeed_distributed()
+        self.roll_call = RollCall(own_group(self._timeout))
+
+    def teardown(self) -> None:
+        """Clean up after the run; checkpoints can still be saved."""
+        super().teardown()
+        self._leave()
+
+    # Engine.
+
+    def _choose_stage(self, module: nn.Module, optimizer: Optimizer, activation_bytes: int) -> None:
+        """Choose the stage by the least memory of all ranks, with the same result on all; rank zero prints the table.
+
+        Args:
+            module: the model, with adapters and quantised layers in place.
+            optimizer: the user's optimizer.
+            activation_bytes: bytes of activations that this rank expects; the maximum over all ranks is used.
+
+        Raises:
+            ValueError: no stage fits; raised on all ranks, with the shortfall.
+        """
+        question, device = self.question, self.root_device
+        host = require("psutil", extra="deepspeed").virtual_memory().available // (self.num_processes or 1)
+        free = host if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+        if question.memory_gib is not None:
+            free = int(question.memory_gib * GIB)
+        elif device.type == "cpu":
+            host = 0  # host memory is the device's memory, so offload has no effect
+        # Negated, so that the minimum yields the maximum.
+        free, host, activations = smallest_over_ranks([free, host, -activation_bytes])
+        bucket = question.settings.get("reduce_bucket_size")
+        sizes = ZeROSizes(reduce_bucket=bucket) if bucket is not None else None
+        precision = self._precision_name
+        choice = choose_stage(
+            module,
+            optimizer,
+            world_size=rank_count(),
+            free_bytes=free,
+            host_bytes=host,
+            nvme_path=question.nvme_path,
+            activation_bytes=-activations,
+            # float16 takes as many bytes as bfloat16.
+            precision=f"bf{precision}" if precision.startswith("16-") else precision,
+            headroom=question.headroom,
+            sizes=sizes,
+        )
+        question.stage = choice.stage
+        if rank_here() == 0:
+            wide_enough(Console()).print(choice.as_table())
+        # Lightning builds the config, which has its own defaults.
+        made = DeepSpeedStrategy(**question.arguments(), **question.settings).config
+        assert made is not None
+        given = {}
+        for key in ("reduce_bucket_size", "sub_group_size"):
+            if key in question.settings:
+                given[key] = question.settings[key]
+        # The sizes assumed in the prediction, and the user's before them.
+        self._given_config["zero_optimization"] = {**made["zero_optimization"], **choice.sizes.as_config(), **given}
+
+    def _make_engine(
+        self,
+        config: dict[str, Any],
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        scheduler: LRScheduler | None = None,
+    ) -> Engine:
+        index = self.root_device.index  # a CPU has no index, but DeepSpeed requires one
+        self.engine = Engine(config, model, optimizer, scheduler, self.local_rank if index is None else index)
+        return self.engine
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Context for a batch or micro-batch after which the accumulation window continues."""
+        self.inside_window = True
+        if self.engine is None:
+            yield
+            return
+        with self.engine.inside_window():
+            yield
+
+    def scale_gradients_(self, factor: Tensor | float) -> None:
+        """Multiply the gradients of the coming optimizer step, before their norm is taken and clipped."""
+        assert self.engine is not None
+        self.engine.scale_gradients_(factor)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one optimizer step of the engine."""
+        output = super().optimizer_step(*args, **kwargs)
+        if self.engine is not None:
+            self.engine.end_step()
+        self.inside_window = False
+        return output
+
+
+def fit_buckets(config: dict[str, Any], model: nn.Module, settings: Mapping[str, Any]) -> None:
+    """Limit the reduce bucket to the size of the gradients, unless the user has set it."""
+    zero = config.get("zero_optimization", {})
+    trained = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad)
+    if "reduce_bucket_size" in zero and "reduce_bucket_size" not in settings and trained:
+        zero["reduce_bucket_size"] = min(zero["reduce_bucket_size"], trained)
+
+
+def refuse_half_on_cpu(precision: str, device_type: str) -> None:
+    """Refuse float16 where DeepSpeed has no kernels for it.
+
+    Raises:
+        ValueError: ``"16-mixed"`` or ``"16-true"`` on a CPU.
+    """
+    if device_type == "cpu" and precision in ("16-mixed", "16-true"):
+        way_out = f"Use precision={precision.replace('16', 'bf16')!r}, which runs on GPUs too"
+        raise ValueError(explain(f"precision={precision!r} on a CPU", "DeepSpeed has no float16 there", way_out))
+
+
+def refuse_unfit_optimizer(optimizer: Optimizer, stage: int) -> None:
+    """Refuse optimizers that ZeRO does not support: those that need a closure, or whole matrices.
+
+    Raises:
+        ValueError: the optimizer is not supported; says why, and what to use instead.
+    """
+    if isinstance(optimizer, LBFGS):
+        why = "it evaluates a closure several times a step, which DeepSpeed does not do"
+        raise ValueError(explain(f"{type(optimizer).__name__} under ZeRO", why, "Use AdamW, or Lightning's DDP"))
+    if stage > 0:
+        refuse_unshardable(optimizer)
+        refuse_replaced(optimizer)
+
+
+@contextmanager
+def without_needless_ops() -> Iterator[None]:
+    """Start DeepSpeed's process group without compiling its shared-memory kernel, which gloo does not need."""
+    ops = import_deepspeed().ops.__compatible_ops__
+    before = ops.get("deepspeed_shm_comm")
+    ops["deepspeed_shm_comm"] = False
+    try:
+        yield
+    finally:
+        if before is None:
+            del ops["deepspeed_shm_comm"]
+        else:
+            ops["deepspeed_shm_comm"] = before
+
+
+def enter(device_type: str) -> Undo:
+    """Prepare for DeepSpeed, and return a function that restores the global state it changes.
+
+    Stage 3 replaces ``torch.nn.functional.linear`` permanently. On a CPU, DeepSpeed's CPU accelerator is selected,
+    even if the machine has a GPU, and the environment variables of the process group, which Lightning sets for
+    DeepSpeed, are removed at the end: with them, the next Trainer in this process would assume an external launcher.
+    """
+    from deepspeed.accelerator import get_accelerator, set_accelerator
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    undo = ExitStack()
+    undo.callback(setattr, functional, "linear", functional.linear)
+    if device_type != "cpu":
+        return undo.close
+    before: Any = get_accelerator()
+    if before.device_name() != "cpu":
+        set_accelerator(CPU_Accelerator())
+        undo.callback(set_accelerator, before)
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        if name not in os.environ:
+            undo.callback(os.environ.pop, name, None)
+    return undo.close
