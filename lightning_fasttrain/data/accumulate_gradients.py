@@ -136,7 +136,7 @@ def _run_through(trunk: Trunk, step: Step, batch: Any, n: int, backward: Backwar
 def accumulate_window(
     step: Step,
     batches: Iterable[Any],
-    n: int | None = None,
+    n: int = 1,
     *,
     count: Count = "auto",
     check: bool = True,

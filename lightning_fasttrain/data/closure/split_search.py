@@ -113,7 +113,8 @@ class SplitSearch:
         self._use(shared.split)
         if self.micro is not None and shared.trimming is not None:
             self.micro.trimming.take(shared.trimming)
-            return True
+            self._trim_looks = Looks()
+        return True
 
     def size_of(self, batch: Any) -> Number:
         """Return an estimate of what the loss of a batch is divided by."""

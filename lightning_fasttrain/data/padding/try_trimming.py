@@ -65,14 +65,15 @@ def find_trimming(
         most_rows: number of rows that is known to fit in memory.
         multiple_of: a length that the step may need multiples of.
     """
-    outcome = Outcome(is_known=False)
-    accepted: list[PaddedAxis] = []
-    together, *alone = _agree(candidates) or [None]
-    if together is None:
-        return None, outcome
+    candidates = _agree(candidates)
+    if not candidates:
+        return None, Outcome(is_known=False)
+    together, *alone = candidates
     outcome = _try_together(stage, batch, split, together, most_rows, multiple_of)
     if not outcome.why_not or not outcome.is_known:
         return (together if not outcome.why_not else None), outcome
+    accepted: list[PaddedAxis] = []
+    found = outcome
     for candidate in alone:
         if any(axis.members == candidate.axes[0].members for axis in accepted):
             continue
@@ -80,7 +81,7 @@ def find_trimming(
         if not other.why_not:
             accepted += candidate.axes
             found = other
-    return (Padding(tuple(accepted)), found) if accepted else (None, outcome)
+    return Padding(tuple(accepted)) if accepted else None, found
 
 
 def list_candidates(proposals: Sequence[list[Proposal]]) -> list[Padding]:
@@ -147,7 +148,8 @@ def _choose_rows(extents: Extents, most_rows: int) -> list[int]:
 def _cut_sample(batch: Any, extents: Extents, rows: list[int], multiple: int) -> Sample:
     """Return rows with their padding, and in two micro-batches without it: the longest, and the others."""
     trimmed = trim_batch(batch, extents, [rows[:1], rows[1:]], multiple)
-    cutting = list(zip(trimmed.parts, (slice(0, 1), slice(1, len(rows))), strict=True))
+    places: tuple[slice | None, ...] = (slice(0, 1), slice(1, len(rows)))
+    cutting = list(zip(trimmed.parts, places, strict=True))
     return Sample(pick_rows(batch, rows), len(rows), [cutting])
 
 
