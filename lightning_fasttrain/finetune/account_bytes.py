@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_fasttrain.core.messages import list_some
-from lightning_fasttrain.core.modules.heads import base_of, find_heads
+from lightning_fasttrain.core.modules.heads import find_heads
+from lightning_fasttrain.core.modules.layer_kinds import base_of
 from lightning_fasttrain.finetune.adapters.add_adapter import adapter_parameters
 from lightning_fasttrain.finetune.quantized._quantizable import sort_out
 from lightning_fasttrain.finetune.quantized._quantized_layer import in_8_bits, is_quantized, quantization_of

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from lightning_fasttrain.core.checks import one_of, positive_int
 from lightning_fasttrain.core.host.lightning import trainer_of
 from lightning_fasttrain.core.messages import explain, list_some, note_once, say
-from lightning_fasttrain.core.modules.blocks import Blocks
-from lightning_fasttrain.core.modules.heads import find_heads, find_skipped, is_linear, layers_of
+from lightning_fasttrain.core.modules.heads import find_heads
+from lightning_fasttrain.core.modules.layer_kinds import is_linear, layers_of
+from lightning_fasttrain.core.modules.select import Blocks, find_skipped
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, WrappedForward, count_wrapped, wrapper_on
 from lightning_fasttrain.model.eight_bit_products import FORMATS, linear_in_8_bits
 from lightning_fasttrain.technique import Capability, Exactness, Surgery, Technique

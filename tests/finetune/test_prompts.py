@@ -615,7 +615,7 @@ def token_classifier():
         (llama, PromptTuning(3, train=["embed"]), ValueError, "targets='embed'"),
         (llama, PromptTuning(3, name="a.b"), ValueError, "name='a.b'"),
         (lambda: nn.ModuleDict({"lm": llama(), "head": nn.Linear(4, 4)}), PromptTuning(3, train=["head"]), ValueError,
-         "targets='head': no layer of LlamaForCausalLM"),
+         "targets='head' matches nothing in LlamaForCausalLM"),
     ],
 )  # fmt: skip
 def test_unsupported_models_are_refused_and_nothing_changes(make, technique, error, message):

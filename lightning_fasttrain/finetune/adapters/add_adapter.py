@@ -12,8 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from lightning_fasttrain.core.host.late_parameters import notices_late_parameters
 from lightning_fasttrain.core.messages import explain, say
-from lightning_fasttrain.core.modules.heads import find_heads, is_a, is_inside
+from lightning_fasttrain.core.modules.heads import find_heads
+from lightning_fasttrain.core.modules.layer_kinds import TUNER, WRAPPER, is_a
 from lightning_fasttrain.core.modules.parameters import count_parameters
+from lightning_fasttrain.core.modules.select import is_inside
 from lightning_fasttrain.core.modules.wrapped_forward import patch
 from lightning_fasttrain.finetune.adapters._adapter_checks import (
     check_config,
@@ -26,8 +28,7 @@ from lightning_fasttrain.finetune.adapters._adapter_checks import (
 )
 from lightning_fasttrain.finetune.adapters.fast_path_weights import see_adapters_
 from lightning_fasttrain.finetune.adapters.initializations import Batches, check_start, finish_start_, prepare_start
-from lightning_fasttrain.finetune.quantized._quantized_tensor import shown_as_parameters
-from lightning_fasttrain.finetune.quantized.expert_adapters import use_held_tensors_
+from lightning_fasttrain.finetune.quantized._quantized_tensor import shown_as_parameters, use_held_tensors_
 from lightning_fasttrain.finetune.selection._adapter_switches import has_prompt, switches
 from lightning_fasttrain.finetune.selection._float32_adapters import keep_adapter_in_float32_
 from lightning_fasttrain.finetune.selection.base_fingerprint import adapters_on, base_names, held_child
@@ -180,9 +181,8 @@ def _fill_in_(
     if tensors:
         within = [tensor.removeprefix(prefix) for tensor in tensors]
         config.target_parameters = shortest_ends(within, list(base_names(root).values()))
-    if getattr(
-        config, "feedforward_modules", None
-    ):  # (IA)³ scales the inputs of these layers, and the outputs of the others
+    # (IA)³ scales the inputs of these layers, and the outputs of the others.
+    if getattr(config, "feedforward_modules", None):
         feedforward = [one.removeprefix(prefix) for one in find_targets(model, config.feedforward_modules)]
         config.feedforward_modules = _as_peft_keeps(shortest_names([one for one in feedforward if one in inside], root))
     if whole:
@@ -236,9 +236,8 @@ def use_adapter_(model: nn.Module, name: str | list[str]) -> None:
     refuse_unknown(names, there)
     roots = adapted_modules(model).values()
     if len(names) > 1 and any(has_prompt(root) for root in roots):
-        raise ValueError(
-            explain(f"adapters {names}", "only one set of virtual tokens can be active at a time", "Pass one name")
-        )
+        why = "only one set of virtual tokens can be active at a time"
+        raise ValueError(explain(f"adapters {names}", why, "Pass one name"))
     for root in roots:
         if has_prompt(root):
             use_prompt_(root, names[0])
@@ -264,7 +263,7 @@ def adapter_parameters(model: nn.Module) -> set[str]:
     """Return the qualified names of the adapters' parameters and buffers, copies of fully trained modules included."""
     brought: set[str] = set()
     for name, module in model.named_modules():
-        if is_a(module, "BaseTunerLayer") or is_a(module, "AuxiliaryTrainingWrapper"):
+        if is_a(module, TUNER, WRAPPER):
             base = f"{held_child(module)}."
             brought |= {f"{name}.{key}" for key in module.state_dict() if not key.startswith(base)}
         if has_prompt(module):
@@ -290,9 +289,8 @@ def refuse_merged(model: nn.Module, what: str) -> None:
 def _inject(config: Any, root: nn.Module, name: str) -> None:
     peft = require_peft()
     with ExitStack() as stack, warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="Already found a `peft_config` attribute"
-        )  # several adapters are intended
+        # Several adapters are intended.
+        warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # PEFT corrects it, for GPT-2's layers
         warnings.filterwarnings("ignore", message="TorchaoLoraLinear was instantiated without")  # reported when merging
         for flag in ("is_loaded_in_4bit", "is_loaded_in_8bit"):  # PEFT checks a quantised layer's class only if set

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_fasttrain.core.checks import one_of, positive_int
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.heads import is_a
+from lightning_fasttrain.core.modules.layer_kinds import tuners_in
 from lightning_fasttrain.finetune.adapters.add_adapter import (
     adapted_modules,
     adapter_names,
@@ -67,11 +67,8 @@ def combine_adapters_(
     """
     one_of("how", how, ("sum", "ties"))
     if not 0 < density <= 1:
-        raise ValueError(
-            explain(
-                f"density={density}", "density is the fraction of values to keep, in (0, 1]", "Use 0.2, for example"
-            )
-        )
+        why = "density is the fraction of values to keep, in (0, 1]"
+        raise ValueError(explain(f"density={density}", why, "Use 0.2, for example"))
     refuse_merged(model, "combine_adapters_")
     there = adapter_names(model)
     refuse_unknown(weights, there)
@@ -91,9 +88,8 @@ def combine_adapters_(
     ranks = [_sum_of_ranks(layer, weights) for layer in layers.values()]
     rank = max(ranks) if rank is None else positive_int("rank", rank)
     factors = {place: _factors(layer, weights, how, density, rank) for place, layer in layers.items()}
-    exactly = re.compile(
-        "|".join(map(re.escape, layers))
-    )  # a plain name would also match all layers whose names end with it
+    # A plain name would also match all layers whose names end with it.
+    exactly = re.compile("|".join(map(re.escape, layers)))
     # With alpha = rank the scale is 1: the factors already include the weights.
     add_adapter_(model, require_peft().LoraConfig(r=rank, lora_alpha=rank), exactly, name=name)
     with torch.no_grad():
@@ -140,10 +136,7 @@ def remove_adapter_(model: nn.Module, name: str) -> None:
 
 
 def _layers(root: nn.Module, weights: Mapping[str, float]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for place, layer in root.named_modules():
-        if is_a(layer, "BaseTunerLayer") and set(weights) & set(layer.r):  # type: ignore[arg-type]
-            found[place] = layer
+    found = {place: layer for place, layer in tuners_in(root).items() if set(weights) & set(layer.r)}
     # PEFT keeps the factors of embeddings in ``lora_embedding_A``.
     embeddings = [place for place, layer in found.items() if not set(weights) & set(layer.lora_A)]
     if embeddings:

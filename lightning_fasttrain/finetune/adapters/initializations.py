@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.heads import is_a
+from lightning_fasttrain.core.modules.layer_kinds import tuners_in
 
 Batches = Collection[Any]
 _TOKENS = {"input_ids", "attention_mask"}
@@ -123,7 +123,7 @@ class _AsPeftModel(nn.Module):
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
-        layers: list[Any] = [module for module in self.modules() if is_a(module, "BaseTunerLayer")]
+        layers = list(tuners_in(self).values())
         for layer in layers:
             layer.enable_adapters(False)
         try:

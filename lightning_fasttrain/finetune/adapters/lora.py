@@ -16,7 +16,7 @@ from lightning_fasttrain.core.checks import one_of, positive_int
 from lightning_fasttrain.core.files.guarded_loading import guard_loading
 from lightning_fasttrain.core.host.lightning import replicates
 from lightning_fasttrain.core.messages import explain, list_some, note_once, number_of, warn
-from lightning_fasttrain.core.modules.heads import is_a
+from lightning_fasttrain.core.modules.layer_kinds import tuners_in
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.core.state.rng import random_state, set_random_state
 from lightning_fasttrain.finetune.adapters.adapter_checkpoints import checkpoint_what_trains_
@@ -98,7 +98,7 @@ class Adapter(Technique):
         self._add(model, self.config, self.targets)
 
     def took_hold(self, model: nn.Module) -> str:
-        layers = sum(is_a(module, "BaseTunerLayer") for module in model.modules())
+        layers = len(tuners_in(model))
         rank = getattr(self.config, "r", None)  # (IA)³ and others have no rank
         what = f"rank {rank} beside" if isinstance(rank, int) else "beside"
         return f"{what} {number_of(layers, 'layer')}" if layers else ""
@@ -121,9 +121,8 @@ class Adapter(Technique):
         chooses = hasattr(trainer.strategy, "names_to_load")  # one of this package's strategies
         if not replicates(trainer.strategy) and not chooses:
             strategy = type(trainer.strategy).__name__
-            note_once(
-                f"{type(self).__name__}: checkpoints hold the complete model, since {strategy} writes its own format"
-            )
+            name = type(self).__name__
+            note_once(f"{name}: checkpoints hold the complete model, since {strategy} writes its own format")
             return undo.close
         undo.callback(checkpoint_what_trains_(trainer.strategy, pl_module))
         return undo.close
@@ -133,10 +132,8 @@ class Adapter(Technique):
         for optimizer in trainer.optimizers:
             for group in optimizer.param_groups:
                 trains = [parameter.requires_grad for parameter in group["params"]]
-                for key in {
-                    "params",
-                    "param_names",
-                } & group.keys():  # names exist if the optimizer was given named parameters
+                # Names exist if the optimizer was given named parameters.
+                for key in {"params", "param_names"} & group.keys():
                     group[key] = list(itertools.compress(group[key], trains))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -304,9 +301,8 @@ def _warn_of_what_got_no_gradient(model: nn.Module) -> None:
     brought = adapter_parameters(model)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad and name in brought}
     missing = [name for name, parameter in trained.items() if parameter.grad is None]
-    freed = all(
-        parameter.grad is None for parameter in model.parameters()
-    )  # the gradients were freed as they were computed
+    # Without any gradient, they were freed as they were computed.
+    freed = all(parameter.grad is None for parameter in model.parameters())
     if missing and not freed:
         why = "their layers were not called: they are unused, experts without tokens, or read by a fused kernel"
         warn(explain(f"{list_some(missing)} got no gradient in the first step", why, "Remove them from targets="))

@@ -1,17 +1,15 @@
 """Merge adapters into quantised layers in one of three ways, and measure the error."""
 
 import copy
-import os
 import warnings
 from collections import Counter
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_fasttrain.core.checks import one_of
-from lightning_fasttrain.core.messages import explain, list_some
+from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.finetune.adapters._merged_layers import wrappers_in
 from lightning_fasttrain.finetune.adapters.add_adapter import adapted_modules, adapter_parameters
 from lightning_fasttrain.finetune.adapters.initializations import call, in_eval
@@ -30,16 +28,14 @@ from lightning_fasttrain.finetune.quantized._quantized_tensor import (
     let_go_,
     quantize_tensor_,
 )
-from lightning_fasttrain.finetune.quantized._tensor_files import StoredTensor, Where, find_tensors, read_tensors
+from lightning_fasttrain.finetune.quantized._tensor_files import Original, OriginalWeights, relative_error
 from lightning_fasttrain.finetune.quantized.quantized_state import keep_quantized_
 from lightning_fasttrain.finetune.quantized.unaligned_matmul import dequantize_flat
 from lightning_fasttrain.finetune.selection.freezing import can_train
 
-Original = nn.Module | Mapping[str, Tensor] | Where
 WAYS = ("requantized", "dequantized", "original")
 _PROBES = 64  # random inputs per layer for measuring the error, if no batch is given
 _MOST_PROBES = 1024  # inputs per layer taken from a given batch
-_UNRELATED = 0.5  # relative distance; quantising causes 0.1, and another model's weights are at 1.4
 
 
 def check_way(model: nn.Module, quantized: dict[str, Any], into: str | None, original: Original | None) -> None:
@@ -88,7 +84,10 @@ class QuantizedMerge:
     ) -> None:
         self.into, self.dtype = into, _dtype_of(model, layers)
         self.configs = {name: _configs_of(model, name) for name in layers}
-        self.originals = _Originals(original, layers) if into == "original" and original is not None else None
+        self.originals: OriginalWeights | None = None
+        if into == "original" and original is not None:
+            tensors = [tensor for name, layer in layers.items() for tensor in _tensor_names(name, layer)]
+            self.originals = OriginalWeights(original, tensors)
         linear = {name: layer for name, layer in layers.items() if is_quantized(layer.get_base_layer())}
         for layer in linear.values():
             keep_quantized_(layer.get_base_layer())  # otherwise the outputs below are wrong on some CPUs
@@ -120,9 +119,9 @@ class QuantizedMerge:
             merged = _transposed_again(merged)
         merged.train(base.training)
         result = _output(merged, x)
-        self.against_trained[name] = _relative_error(result, trained)
+        self.against_trained[name] = relative_error(result, trained)
         if beside is not None:
-            self.against_original[name] = _relative_error(result, beside)
+            self.against_original[name] = relative_error(result, beside)
         return merged
 
     @torch.no_grad()
@@ -144,63 +143,14 @@ class QuantizedMerge:
         if not merged.isfinite().all():
             raise ValueError(f"NaNs in '{whole}'")  # same message as PEFT
         if self.originals is not None:
-            self.against_original[whole] = _relative_error(merged.float(), sum(changes, weight.float()))
+            self.against_original[whole] = relative_error(merged.float(), sum(changes, weight.float()))
         if self.into == "requantized":
             again = quantize_tensor_(owner, key, merged.to(state.dtype), state.quant_type, state.nested)
             merged = dequantize_tensor(again)
         else:
             merged = merged.to(self.dtype)
             let_go_(owner, key, merged)
-        self.against_trained[whole] = _relative_error(merged.float(), trained)
-
-
-class _Originals:
-    """Full-precision weights of layers, read one by one from a module, a state dict or files."""
-
-    def __init__(self, original: Original, layers: dict[str, Any]) -> None:
-        self.stored: dict[str, StoredTensor] | None = None
-        if isinstance(original, str | os.PathLike):
-            self.stored = find_tensors(original)
-            keys = {name: name for name in self.stored}
-        else:
-            self.tensors = original.state_dict() if isinstance(original, nn.Module) else original
-            keys = {_strip_wrappers(name): name for name in self.tensors}
-        self.keys = keys
-        names = [_strip_wrappers(one) for name, layer in layers.items() for one in _tensor_names(name, layer)]
-        self.renamed = _find_prefix(names, keys)
-
-    def read_weight(self, name: str, base: Any, dequantized: Tensor, whole: str = "") -> tuple[Tensor, Tensor | None]:
-        """Return weight and bias of a layer, on its device; or the tensor named ``whole`` that the layer stands for.
-
-        Raises:
-            ValueError: the weight has another shape, or belongs to another model.
-        """
-        cut, added = self.renamed
-        key = added + _strip_wrappers(name)[cut:]
-        called = added + _strip_wrappers(whole or f"{name}.weight")[cut:]
-        weight = self._read(called)
-        bias = base.bias
-        if bias is not None and f"{key}.bias" in self.keys:
-            bias = self._read(f"{key}.bias").to(base.weight.device)
-        found = f"{list(weight.shape)} of {weight.dtype}"
-        for one in (weight, weight.mT):  # Hugging Face transposes GPT-2's layers when it quantises them
-            if one.is_floating_point() and one.shape == dequantized.shape:
-                one = one.to(base.weight.device)
-                if float((one.float() - dequantized).norm() / dequantized.norm().clamp_min(1e-30)) < _UNRELATED:
-                    return one.contiguous(), bias
-                found = "further from the quantised weight than quantising explains"
-        way_out = f"Pass the weights that were quantised, {list(dequantized.shape)}"
-        raise ValueError(explain(f"original= for '{name}'", f"its '{called}' is {found}", way_out))
-
-    def _read(self, key: str) -> Tensor:
-        if self.stored is None:
-            return self.tensors[self.keys[key]].detach()
-        ((_, tensor),) = read_tensors({key: self.stored[key]})
-        return tensor.clone()  # the tensor may be memory-mapped from the file
-
-
-def _strip_wrappers(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in ("base_layer", "original_module"))
+        self.against_trained[whole] = relative_error(merged.float(), trained)
 
 
 def _tensor_names(name: str, layer: Any) -> list[str]:
@@ -209,26 +159,6 @@ def _tensor_names(name: str, layer: Any) -> list[str]:
         return [f"{name}.weight"]
     held = [wrapper for wrapper in wrappers_in(layer) if holder_under(wrapper) is not None]
     return [f"{name}.{wrapper.parameter_name}" for wrapper in held]
-
-
-def _find_prefix(names: list[str], keys: Mapping[str, str]) -> tuple[int, str]:
-    """Return the length of the prefix to cut from tensor names, and its replacement, so that all are in ``keys``.
-
-    The original may have been saved from an outer or an inner module of the merged one.
-    """
-    first = names[0]
-    cuts = [0, *(i + 1 for i, c in enumerate(first) if c == ".")]  # the full name, and the rest after each dot
-    for cut in cuts:
-        tail = first[cut:]
-        for key in keys:
-            if key == tail or key.endswith(f".{tail}"):
-                added = key[: -len(tail)]
-                if all(name[:cut] == first[:cut] and f"{added}{name[cut:]}" in keys for name in names):
-                    return cut, added
-    missing = [name for name in names if name not in keys]
-    why = f"it has {', '.join(list(keys)[:3])}" if keys else "it is empty"
-    way_out = "Pass the full-precision weights of this model"
-    raise ValueError(explain(f"original= lacks {list_some(missing)}", why, way_out))
 
 
 def _plain_twin(layer: Any, plain: nn.Linear, configs: dict[str, Any], names: list[str]) -> Any:
@@ -352,10 +282,6 @@ def _inputs(model: nn.Module, layers: dict[str, Any], batch: Any) -> dict[str, T
 def _output(module: nn.Module, x: Tensor) -> Tensor:
     with in_eval(module):
         return module(x).float()
-
-
-def _relative_error(result: Tensor, expected: Tensor) -> float:
-    return float((result - expected).norm() / expected.norm().clamp_min(1e-30))
 
 
 def _which_way(model: nn.Module, quantized: dict[str, Any]) -> str:

@@ -21,27 +21,13 @@ from lightning_fasttrain.finetune.selection.targets import require_peft
 _LARGEST = 4 * 2**20  # bytes; a list of 10,000 layers takes 1 MiB
 _LONGEST_WORD = 256
 # Settings that name the file's origin, or would import or download something: never used.
-NOT_FOLLOWED = (
-    "auto_mapping",
-    "base_model_name_or_path",
-    "megatron_core",
-    "peft_version",
-    "revision",
-    "runtime_config",
-)
+_ORIGIN = ("auto_mapping", "base_model_name_or_path", "peft_version", "revision")
+NOT_FOLLOWED = (*_ORIGIN, "megatron_core", "runtime_config")
 IGNORED = {*NOT_FOLLOWED, "inference_mode", "task_type"}
-_PATTERNS = (
-    "target_modules",
-    "exclude_modules",
-    "feedforward_modules",
-)  # never used: tensor names determine the layers
-_NAMES = (
-    "modules_to_save",
-    "layers_pattern",
-    "target_parameters",
-    "rank_pattern",
-    "alpha_pattern",
-)  # names that PEFT inserts into patterns
+# Never used: tensor names determine the layers.
+_PATTERNS = ("target_modules", "exclude_modules", "feedforward_modules")
+# Names that PEFT inserts into patterns.
+_NAMES = ("modules_to_save", "layers_pattern", "target_parameters", "rank_pattern", "alpha_pattern")
 _NEEDS_PEFT = {
     "megatron_config": "it imports a module that the file names",
     "layer_replication": "it changes the model's layers",
@@ -52,16 +38,8 @@ _NEEDS_PEFT = {
     "loftq_config": "its initialization changed the base weights",
 }
 _OFF = (None, False, "", [], {})
-_STARTS = (
-    True,
-    False,
-    "gaussian",
-    "orthogonal",
-    "eva",
-    "mica",
-    "pissa",
-    "olora",
-)  # initializations that can be repeated
+# Initializations that can be repeated.
+_STARTS = (True, False, "gaussian", "orthogonal", "eva", "mica", "pissa", "olora")
 
 
 def written_config(config: Any, root: nn.Module) -> str:
@@ -90,13 +68,10 @@ def refuse_unrepeatable(config: Any, what: str) -> None:
     """
     start = getattr(config, "init_lora_weights", True)
     if start not in _STARTS:
-        raise ValueError(
-            explain(
-                f"{what} was initialized with init_lora_weights='{str(start)[:40]}'",
-                "that changed the base depending on data or randomness, so it cannot be repeated when loading",
-                "Merge it and save the model, or convert it with PEFT (path_initial_model_for_weight_conversion)",
-            )
-        )
+        what += f" was initialized with init_lora_weights='{str(start)[:40]}'"
+        why = "that changed the base depending on data or randomness, so it cannot be repeated when loading"
+        way_out = "Merge it and save the model, or convert it with PEFT (path_initial_model_for_weight_conversion)"
+        raise ValueError(explain(what, why, way_out))
 
 
 def read_config(folder: Path, copy: str | None) -> Any:
@@ -128,11 +103,8 @@ def read_config(folder: Path, copy: str | None) -> Any:
 def _parse(data: bytes, what: str) -> dict[str, Any]:
     settings = parse_json(data, what, _LARGEST)
     if not isinstance(settings, dict):
-        raise ValueError(
-            explain(
-                f"{what} cannot be read", f"expected a JSON object, got {type(settings).__name__}", "Download it again"
-            )
-        )
+        why = f"expected a JSON object, got {type(settings).__name__}"
+        raise ValueError(explain(f"{what} cannot be read", why, "Download it again"))
     return settings
 
 
@@ -170,9 +142,8 @@ def _check_settings(settings: dict[str, Any], kind: Any, path: str, version: str
     for key, value in settings.items():
         where = f"{path} has {key[:80]!r}"
         if key in fields and not _fits(value, hints[key], fields[key]):
-            raise ValueError(
-                explain(f"{where}: {_shorten(value)}", f"expected {_name_of_type(hints[key])}", "Correct the setting")
-            )
+            why = f"expected {_name_of_type(hints[key])}"
+            raise ValueError(explain(f"{where}: {_shorten(value)}", why, "Correct the setting"))
         if value in _OFF:
             continue
         if key not in fields:
@@ -188,9 +159,8 @@ def _check_settings(settings: dict[str, Any], kind: Any, path: str, version: str
                     raise ValueError(explain(f"{where}: {name[:80]!r}", why, "List the layers' names"))
         elif isinstance(value, str) and len(value) > _LONGEST_WORD and key not in _PATTERNS:
             raise ValueError(explain(where, f"the value is {len(value)} characters long", "Do not use this file"))
-    return {
-        key: value for key, value in settings.items() if key in fields
-    }  # the other settings are off, so they have no effect
+    # The other settings are off, so they have no effect.
+    return {key: value for key, value in settings.items() if key in fields}
 
 
 @functools.cache

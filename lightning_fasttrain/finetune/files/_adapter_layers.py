@@ -27,9 +27,8 @@ from lightning_fasttrain.finetune.selection.targets import find_target_parameter
 
 PREFIX = "base_model.model."
 TOKENS = ".token_adapter.trainable_tokens_delta"  # PEFT's name for single rows of an embedding
-_NO_SIZE = re.compile(
-    "seed|key|alpha|step|init|final|warmup|interval|delta|transform|lambda"
-)  # integers that are not sizes
+# Integers that are not sizes.
+_NO_SIZE = re.compile("seed|key|alpha|step|init|final|warmup|interval|delta|transform|lambda")
 
 
 @dataclass

@@ -63,9 +63,8 @@ def load_prompts_(
         raise ValueError(explain(f"training {what} on", why, way_out))
     for key, value in _FROM_HERE.items():
         if hasattr(config, key):
-            setattr(
-                config, key, getattr(there, key, value)
-            )  # settings of the existing adapter, so that the two are identical
+            # Settings of the existing adapter, so that the two are identical.
+            setattr(config, key, getattr(there, key, value))
     if task != "unknown" and config.task_type not in (None, task):
         why = f"its task is {config.task_type}, and this model's task is {task}"
         raise ValueError(explain(f"{what} is for another model", why, "Load the model that it was trained with"))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_fasttrain.core.checks import require
 from lightning_fasttrain.core.files.atomic_write import TEMPORARY, sync_folder
 from lightning_fasttrain.core.messages import explain, say
-from lightning_fasttrain.finetune.adapters._merged_layers import find_outermost
+from lightning_fasttrain.finetune.adapters._merged_layers import trained_copies
 from lightning_fasttrain.finetune.adapters.merge import merge_adapters_, unmerge_adapters_
 from lightning_fasttrain.finetune.files._adapter_folder import Folder
 from lightning_fasttrain.finetune.files.adapter_files import refuse_shards
@@ -30,7 +30,6 @@ from lightning_fasttrain.finetune.quantized._quantized_layer import (
 from lightning_fasttrain.finetune.selection._adapter_switches import switches
 from lightning_fasttrain.finetune.selection.base_fingerprint import (
     adapter_holders,
-    adapters_on,
     first_few,
     is_torchaos,
     plain_name,
@@ -147,13 +146,10 @@ def _plain_state(root: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor
 def _trained_whole(root: nn.Module, holders: dict[str, str]) -> dict[str, Tensor]:
     """Return the weights of modules that were fully trained with an adapter, from the trained copies."""
     found: dict[str, Tensor] = {}
-    if not any(adapters_on(module) for module in root.modules()):
-        return found
-    for name, wrapper in find_outermost(root):
-        copies: Any = wrapper._modules.get("modules_to_save", {})
-        for active in wrapper.active_adapters if copies else ():
+    for name, wrapper in trained_copies(root).items():
+        copies, place = wrapper.modules_to_save, plain_name(f"{name}.original_module", holders)
+        for active in wrapper.active_adapters:
             if active in copies:
-                place = plain_name(f"{name}.original_module", holders)
                 found.update({f"{place}.{key}": value for key, value in copies[active].state_dict().items()})
     return found
 

@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from lightning_fasttrain.core.checks import positive_int
 from lightning_fasttrain.core.host.late_parameters import notices_late_parameters
 from lightning_fasttrain.core.messages import explain, say
-from lightning_fasttrain.core.modules.blocks import keep_outermost
 from lightning_fasttrain.core.modules.parameters import count_parameters
+from lightning_fasttrain.core.modules.select import keep_outermost
 from lightning_fasttrain.finetune.adapters._adapter_checks import check_name, is_there, without_namesakes
 from lightning_fasttrain.finetune.adapters.add_adapter import train_mode, use_prompt_
 from lightning_fasttrain.finetune.prompts._prompt_hooks import GenerateWithCache, StillPrompt, cut_virtual_tokens

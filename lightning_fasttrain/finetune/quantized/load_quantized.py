@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_fasttrain.core.checks import require
 from lightning_fasttrain.core.messages import explain, list_some, say
-from lightning_fasttrain.core.modules.blocks import Blocks
+from lightning_fasttrain.core.modules.select import Blocks
 from lightning_fasttrain.finetune.quantized._quantizable import sort_out
 from lightning_fasttrain.finetune.quantized._quantized_layer import FLOATS, quantize_layer_, round_bias_
 from lightning_fasttrain.finetune.quantized._quantized_tensor import quantize_tensor_

@@ -10,7 +10,7 @@ from torch import nn
 from lightning_fasttrain.core.checks import one_of
 from lightning_fasttrain.core.host.lightning import trainer_of
 from lightning_fasttrain.core.messages import explain, list_some, note_once, number_of, say, warn
-from lightning_fasttrain.core.modules.blocks import Blocks
+from lightning_fasttrain.core.modules.select import Blocks
 from lightning_fasttrain.finetune.quantized._quantizable import IN_ADAPTER, Quantizable, sort_out
 from lightning_fasttrain.finetune.quantized._quantized_layer import (
     FLOATS,

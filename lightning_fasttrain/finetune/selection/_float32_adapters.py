@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fasttrain.core.modules.heads import is_a
+from lightning_fasttrain.core.modules.layer_kinds import is_a, is_tuner
 
 _LOW = (torch.bfloat16, torch.float16)
-_DICTS = (nn.ModuleDict, nn.ParameterDict)
+_DICTS = ("torch.nn.ModuleDict", "torch.nn.ParameterDict", "peft.tuners._buffer_dict.BufferDict")
 
 
 class StaysInFloat32:
@@ -65,8 +65,8 @@ def let_round_(model: nn.Module) -> None:
 
 def _containers(layer: Any) -> list[Any]:
     """Return the containers of a PEFT layer that have an entry per adapter; copies of complete modules do not count."""
-    if not is_a(layer, "BaseTunerLayer"):
+    if not is_tuner(layer):
         return []
     children = dict(layer.named_children())
     children.pop("base_layer", None)  # its containers do not belong to an adapter
-    return [child for child in children.values() if isinstance(child, _DICTS) or is_a(child, "BufferDict")]
+    return [child for child in children.values() if is_a(child, *_DICTS)]

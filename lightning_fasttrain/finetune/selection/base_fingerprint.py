@@ -10,16 +10,17 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_fasttrain.core.messages import explain, list_some
-from lightning_fasttrain.core.modules.heads import is_a, stands_for
+from lightning_fasttrain.core.modules.layer_kinds import TUNER, WRAPPER, is_a, stands_for
 
 Fingerprint = dict[str, str]
 _SAMPLES = 64  # values of each weight; changing it would invalidate all stored fingerprints
+PEFT_MODEL = "peft.peft_model.PeftModel"
 # PEFT's classes, and the child in which each holds the module of the base model.
 _HOLDERS = {
-    "BaseTunerLayer": "base_layer",
-    "TrainableTokensWrapper": "token_adapter",  # which is such a layer itself
-    "AuxiliaryTrainingWrapper": "original_module",
-    "PeftModel": "base_model",
+    TUNER: "base_layer",
+    "peft.utils.other.TrainableTokensWrapper": "token_adapter",  # which is such a layer itself
+    WRAPPER: "original_module",  # also of the one above, which therefore comes first
+    PEFT_MODEL: "base_model",
 }
 
 
@@ -88,8 +89,10 @@ def base_names(model: nn.Module) -> dict[str, str]:
 
 def adapters_on(module: nn.Module) -> dict[str, Any]:
     """Return name and configuration of the adapters and prompts that PEFT has added to ``module``."""
+    if is_a(module, "peft.tuners.tuners_utils.BaseTuner"):  # it shares them with the model that it holds
+        return {}
     own = vars(module)
-    return {} if is_a(module, "BaseTuner") else own.get("peft_config") or own.get("_peft_config") or {}
+    return own.get("peft_config") or own.get("_peft_config") or {}
 
 
 def adapter_holders(model: nn.Module) -> dict[str, str]:
@@ -167,12 +170,11 @@ def changes_base(config: Any) -> bool:
 def held_child(module: nn.Module) -> str | None:
     """Return the name of the child of a PEFT module that belongs to the base model, or None.
 
-    Classes are compared by name, since PEFT need not be installed. A layer that holds a tensor for another module has
-    the name of that tensor.
+    A layer that holds a tensor for another module has the name of that tensor.
     """
     if stands_for(module):
         return "weight"
-    return next((_HOLDERS[base.__name__] for base in type(module).__mro__ if base.__name__ in _HOLDERS), None)
+    return next((child for kind, child in _HOLDERS.items() if is_a(module, kind)), None)
 
 
 def _differ(a: str, b: str) -> bool:

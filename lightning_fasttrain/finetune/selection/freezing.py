@@ -1,6 +1,5 @@
 """Freeze a module, unfreeze it, or freeze a model except for named modules and parameters."""
 
-import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -8,10 +7,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_fasttrain.core.messages import explain, note_once
-from lightning_fasttrain.core.modules.blocks import is_wanted, list_kinds
+from lightning_fasttrain.core.modules.select import Named, select
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
-
-Named = str | type[nn.Module]
 
 
 def freeze_(module: nn.Module) -> Undo:
@@ -220,15 +217,8 @@ def choose(model: nn.Module, *wanted: Named) -> Chosen:
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    names: set[str] = set()
-    for one in wanted:
-        if not isinstance(one, str | type):
-            raise TypeError(explain(f"{one!r}", "expected a name pattern or a class", "Name the module by a string"))
-        found = {name for name, module in modules.items() if is_wanted(name, module, one)}
-        found |= {name for name in parameters if is_wanted(name, modules[name.rpartition(".")[0]], one)}
-        if not found:
-            raise ValueError(_nothing_like(one, model, [*modules, *parameters]))
-        names |= found
+    holders = {name: modules[name.rpartition(".")[0]] for name in parameters}
+    names = set(select(model, wanted, {**modules, **holders}))
     chosen = {name: parameter for name, parameter in parameters.items() if _is_meant(name, names)}
     norms = [module for name, module in modules.items() if _is_meant(name, names) and keeps_statistics(module)]
     return Chosen(chosen, norms)
@@ -241,14 +231,3 @@ def _is_meant(name: str, names: set[str]) -> bool:
             return True
         name = name.rpartition(".")[0]
     return "" in names
-
-
-def _nothing_like(one: Named, model: nn.Module, names: list[str]) -> str:
-    word = one if isinstance(one, str) else one.__name__
-    kinds = {type(module).__name__ for module in model.modules()}
-    near = difflib.get_close_matches(word, [*filter(None, names), *kinds], n=4, cutoff=0.5)
-    return explain(
-        f"{word!r} matches nothing in {type(model).__name__}",
-        f"candidates are {list_kinds(model)}",
-        f"Similar names: {', '.join(near) or 'none'}. Give a name, a pattern such as 'blocks.*', or a class",
-    )

@@ -13,10 +13,10 @@ from lightning_fasttrain.core.host.lightning import replicates, wrap_again
 from lightning_fasttrain.core.messages import explain, note_once, say, warn
 from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
 from lightning_fasttrain.core.modules.heads import heads_beside, warn_of_blocks_beyond
+from lightning_fasttrain.core.modules.select import Named
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.finetune.selection.freezing import (
     Chosen,
-    Named,
     StaysInEval,
     choose,
     freeze_parameter_,

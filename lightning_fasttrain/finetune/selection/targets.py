@@ -1,6 +1,5 @@
 """Selection of the layers that get an adapter: by names, patterns, classes or "all-linear"."""
 
-import difflib
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable
@@ -10,8 +9,9 @@ from torch import nn
 
 from lightning_fasttrain.core.checks import require
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.blocks import has_parameters
-from lightning_fasttrain.core.modules.heads import find_heads, is_linear, layers_of, stands_for
+from lightning_fasttrain.core.modules.heads import find_heads
+from lightning_fasttrain.core.modules.layer_kinds import is_linear, layers_of, stands_for
+from lightning_fasttrain.core.modules.select import as_list, has_parameters, is_wanted, select
 from lightning_fasttrain.finetune.selection.uncovered_weights import read_past
 
 Target = str | re.Pattern[str] | type[nn.Module]
@@ -51,20 +51,19 @@ def find_targets(model: nn.Module, targets: Targets = ALL_LINEAR) -> dict[str, n
         found = {name: layer for name, layer in layers.items() if name not in heads and is_linear(layer)}
         if not found:
             why = f"{type(model).__name__} has no linear layer besides heads ({', '.join(heads) or 'none'})"
-            raise ValueError(
-                explain(f"targets='{ALL_LINEAR}'", why, f"Name the layers. Candidates: {list_layer_kinds(layers)}")
-            )
+            way_out = f"Name the layers. Candidates: {list_layer_kinds(layers)}"
+            raise ValueError(explain(f"targets='{ALL_LINEAR}'", why, way_out))
         return found
-    wanted = [targets] if isinstance(targets, str | type | re.Pattern) else list(targets)
+    wanted = as_list(targets)
     if not wanted:
         raise ValueError(explain("targets=[]", "an adapter needs at least one layer", f"Use '{ALL_LINEAR}'"))
-    names: set[str] = set()
-    for target in wanted:
-        matched = {name for name, layer in layers.items() if _means(target, name, layer)}
-        if not matched:
-            raise ValueError(_nothing_matched(target, model, layers))
-        names |= matched
-    return {name: layer for name, layer in layers.items() if name in names}
+    return select(model, wanted, layers, "targets", _is_target, lambda _: list_layer_kinds(layers))
+
+
+def _is_target(name: str, layer: nn.Module, target: Target) -> bool:
+    if isinstance(target, re.Pattern):
+        return target.fullmatch(name) is not None
+    return is_wanted(name, layer, target) or (isinstance(target, str) and name.endswith(f".{target}"))
 
 
 def find_target_parameters(model: nn.Module, ends: Iterable[str]) -> dict[str, str]:
@@ -76,24 +75,17 @@ def find_target_parameters(model: nn.Module, ends: Iterable[str]) -> dict[str, s
     Raises:
         ValueError: one of ``ends`` matches nothing, or the model itself holds the tensor.
     """
-    tensors: dict[str, str] = {}
+    owners: dict[str, nn.Module] = {}
     for name, module in {"": model, **layers_of(model)}.items():
         held = [child for child, layer in module.named_children() if stands_for(layer)]
         own = [key for key, _ in module.named_parameters(recurse=False)]
-        tensors.update({f"{name}.{key}".removeprefix("."): name for key in (*own, *held)})
-    found: dict[str, str] = {}
-    for end in ends:
-        matched = {tensor: name for tensor, name in tensors.items() if tensor == end or tensor.endswith(f".{end}")}
-        if not matched or "" in matched.values():
-            why = (
-                "it belongs to the model itself, not to a submodule"
-                if matched
-                else "no module has a tensor of that name"
-            )
-            near = difflib.get_close_matches(end, list(tensors), n=3, cutoff=0.3)
-            raise ValueError(explain(f"target_parameters: {end!r}", why, f"Candidates: {', '.join(near) or 'none'}"))
-        found |= matched
-    return {tensor: name for tensor, name in tensors.items() if tensor in found}
+        owners.update({f"{name}.{key}".removeprefix("."): module for key in (*own, *held)})
+    found = select(model, ends, owners, "target_parameters", lambda name, _, end: f".{name}".endswith(f".{end}"))
+    for tensor in found:
+        if "." not in tensor:
+            why = "it belongs to the model itself, not to a submodule"
+            raise ValueError(explain(f"target_parameters={tensor!r}", why, "Name a tensor of a submodule"))
+    return {tensor: tensor.rpartition(".")[0] for tensor in found}
 
 
 def refuse_tied(model: nn.Module, names: Collection[str]) -> None:
@@ -133,31 +125,6 @@ def shortest_ends(names: Collection[str], everything: Collection[str]) -> list[s
         if {name for name in everything if name in candidate or name.endswith(ends)} == set(names):
             return sorted(candidate)
     return []
-
-
-def _means(target: Target, name: str, layer: nn.Module) -> bool:
-    if isinstance(target, type):
-        return isinstance(layer, target)
-    if isinstance(target, re.Pattern):
-        return target.fullmatch(name) is not None
-    if not isinstance(target, str):
-        why = f"expected a name, a pattern or a class of layers, got {type(target).__name__}"
-        raise TypeError(explain(f"targets={target!r}", why, "Use 'q_proj', for example"))
-    if "*" in target:
-        # ``**`` first: ``*`` would match each half of it.
-        pattern = re.escape(target).replace(r"\*\*", ".+").replace(r"\*", r"[^.]+")
-        return re.fullmatch(pattern, name) is not None
-    return name == target or name.endswith(f".{target}") or type(layer).__name__ == target
-
-
-def _nothing_matched(target: Target, model: nn.Module, layers: dict[str, nn.Module]) -> str:
-    ends = sorted({name.rpartition(".")[2] for name in layers})
-    near = difflib.get_close_matches(str(target), [*ends, *layers], n=3, cutoff=0.5)
-    return explain(
-        f"targets={target!r}",
-        f"no layer of {type(model).__name__} has that name" + (f"; similar: {', '.join(near)}" if near else ""),
-        f"Candidates: {list_layer_kinds(layers)}; or use '{ALL_LINEAR}'",
-    )
 
 
 def list_layer_kinds(layers: dict[str, nn.Module]) -> str:

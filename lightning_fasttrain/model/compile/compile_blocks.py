@@ -13,8 +13,9 @@ from torch import nn
 
 from lightning_fasttrain.core.checks import one_of
 from lightning_fasttrain.core.messages import explain, note_once, say, warn, warn_on_any_rank
-from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks, has_parameters
+from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
 from lightning_fasttrain.core.modules.heads import find_heads
+from lightning_fasttrain.core.modules.select import has_parameters
 from lightning_fasttrain.core.modules.wrapped_forward import (
     Undo,
     WrappedForward,
