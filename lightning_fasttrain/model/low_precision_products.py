@@ -12,7 +12,7 @@ from lightning_fasttrain.core.messages import explain, list_some, note_once, say
 from lightning_fasttrain.core.modules.heads import find_heads
 from lightning_fasttrain.core.modules.layer_kinds import is_linear, layers_of
 from lightning_fasttrain.core.modules.select import Blocks, find_skipped
-from lightning_fasttrain.core.modules.wrapped_forward import Undo, WrappedForward, count_wrapped, wrapper_on
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, WrappedForward, count_wrapped, undo_all, wrapper_on
 from lightning_fasttrain.model.eight_bit_products import FORMATS, linear_in_8_bits
 from lightning_fasttrain.technique import Capability, Exactness, Surgery, Technique
 from lightning_fasttrain.technique.facts import Facts
@@ -122,12 +122,7 @@ def multiply_in_low_precision_(
     if not layers and not already:
         raise ValueError(_nothing_to_change(model, left))
     _refuse_device(model, kind)
-    undos = [EightBitForward(layer, kind).install() for layer in layers.values()]
-
-    def undo() -> None:
-        for restore_all in undos:
-            restore_all()
-
+    undo = undo_all([EightBitForward(layer, kind).install() for layer in layers.values()])
     return LowPrecisionReport(kind, tuple(layers), tuple(already), left, undo)
 
 

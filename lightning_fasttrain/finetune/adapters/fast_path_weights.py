@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from lightning_fasttrain.core.modules.layer_kinds import is_tuner, tuners_in
-from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, patch, wrapper_on, wrappers_on
+from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, patch, wrapper_on, wrappers_in
 
 # Attributes that torch checks only to choose the fast path.
 _SWITCHES: dict[type[nn.Module], tuple[str, int]] = {
@@ -62,9 +62,8 @@ def see_adapters_(model: nn.Module, on_error: ExitStack) -> None:
 
 def forget_adapters_(model: nn.Module) -> None:
     """Remove the slow-path wrappers that :func:`see_adapters_` installed."""
-    for module in list(model.modules()):
-        for wrapper in list(wrappers_on(module, SlowPath)):
-            wrapper.undo()
+    for wrapper in list(wrappers_in(model, SlowPath)):
+        wrapper.undo()
 
 
 def _kind_for(module: nn.Module) -> type[WrappedForward] | None:

@@ -135,7 +135,8 @@ class StepWatch:
             self._begin_pass(forward.module, args, kwargs)
             self._hooks.callback(forward.module.register_forward_pre_hook(self._begin_pass, with_kwargs=True).remove)
         if self._measure_costs or forward.name not in self._costs:
-            cost = measure_block(forward, EXPENSIVE.keeps, _addresses_of(self.model), args, kwargs)
+            fixed = *self.model.parameters(), *self.model.buffers()
+            cost = measure_block(forward, EXPENSIVE.keeps, fixed, args, kwargs)
             self._costs[forward.name] = cost.at_least(self._costs.get(forward.name, cost))
         self._mark()
 
@@ -315,10 +316,6 @@ class StepWatch:
         self._hooks.close()
         if self.plan is None and self._costs:
             say("MemoryBudget: no plan was made, since the training ended within its first two steps")
-
-
-def _addresses_of(model: nn.Module) -> set[int]:
-    return {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
 
 
 def _what_fits(device: torch.device, in_use: int) -> int:
