@@ -51,7 +51,7 @@ def outside_blocks(model: nn.Module, names: Iterable[str]) -> list[str]:
 
 def heads_beside(model: nn.Module, blocks: Collection[str]) -> list[str]:
     """Names of the heads that are neither one of ``blocks`` nor in one."""
-    return [head for head in find_heads(model) if not is_inside(head, blocks) and head not in blocks]
+    return [head for head in find_heads(model) if head not in blocks and not is_inside(head, blocks)]
 
 
 def warn_of_blocks_beyond(model: nn.Module, blocks: Collection[str], named: Collection[str], what: str) -> None:

@@ -3,7 +3,7 @@
 import difflib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TypeVar
 
 from torch import nn
@@ -97,16 +97,31 @@ def has_parameters(module: nn.Module, recurse: bool = True) -> bool:
     return any(True for _ in module.parameters(recurse))
 
 
-def is_inside(name: str, blocks: Iterable[str]) -> bool:
-    """Check whether ``name`` is that of a part of one of ``blocks``."""
-    return any(name.startswith(f"{block}.") for block in blocks)
+def names_above(name: str) -> list[str]:
+    """Return the names of the modules that hold ``name``, from the outermost to the innermost.
+
+    Example:
+        >>> names_above("blocks.0.weight")
+        ['blocks', 'blocks.0']
+    """
+    return [name[:i] for i, letter in enumerate(name) if letter == "."]
+
+
+def is_inside(name: str, modules: Collection[str]) -> bool:
+    """Check whether ``name`` is that of a part of one of the ``modules``."""
+    return any(above in modules for above in names_above(name))
+
+
+def is_of(name: str, modules: Collection[str]) -> bool:
+    """Check whether ``name`` is one of the ``modules``, or inside of one; all names are inside of ``""``, the model."""
+    return "" in modules or name in modules or is_inside(name, modules)
 
 
 def keep_outermost(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
     """Keep the named modules that lie in no other of them."""
     kept: dict[str, nn.Module] = {}
     for name, module in modules.items():  # parents come before their children
-        if "" not in kept and not is_inside(name, kept):
+        if not is_of(name, kept):
             kept[name] = module
     return kept
 
@@ -115,4 +130,4 @@ def find_skipped(model: nn.Module, skip: Blocks) -> set[str]:
     """Names of the modules that a user wants left as they are, and of all that lies inside of them."""
     modules = dict(model.named_modules())
     outer = select(model, as_list(skip), modules, "skip")
-    return {name for name in modules if name in outer or is_inside(name, outer) or "" in outer}
+    return {name for name in modules if is_of(name, outer)}

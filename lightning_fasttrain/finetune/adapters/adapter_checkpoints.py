@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.select import is_of
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.finetune.adapters.add_adapter import adapter_parameters
 from lightning_fasttrain.finetune.selection.base_fingerprint import base_fingerprint, is_fingerprint, refuse_other_base
@@ -55,16 +56,11 @@ def trained_names(model: nn.Module) -> list[str]:
     names = []
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name in model.state_dict():
-        holder = _holder(name, frozen)
-        if name in adapters or name in trains or (name not in parameters and not holder):
+        # By name: quantised weights have nested keys, such as "weight.absmax".
+        changes = name in trains or (name not in parameters and not is_of(name, frozen))
+        if name in adapters or changes:
             names.append(name)
     return names
-
-
-def _holder(name: str, frozen: set[str]) -> bool:
-    """Check whether one of the ``frozen`` modules holds this key; quantised weights have nested keys."""
-    parts = name.split(".")
-    return any(".".join(parts[:i]) in frozen for i in range(len(parts) + 1))
 
 
 def checkpoint_what_trains_(strategy: Strategy, module: L.LightningModule) -> Undo:

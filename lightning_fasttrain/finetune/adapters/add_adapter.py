@@ -15,7 +15,7 @@ from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.modules.heads import find_heads
 from lightning_fasttrain.core.modules.layer_kinds import TUNER, WRAPPER, is_a
 from lightning_fasttrain.core.modules.parameters import count_parameters
-from lightning_fasttrain.core.modules.select import is_inside
+from lightning_fasttrain.core.modules.select import is_of
 from lightning_fasttrain.core.modules.wrapped_forward import patch
 from lightning_fasttrain.finetune.adapters._adapter_checks import (
     check_config,
@@ -146,7 +146,7 @@ def add_adapter_(
 
 def _refuse_both(found: Iterable[str], whole: Collection[str]) -> None:
     for target in found:
-        if target in whole or is_inside(target, whole):
+        if is_of(target, whole):
             raise ValueError(explain(f"'{target}'", "it is both a target and in train=", "Remove it from one of them"))
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lightning_fasttrain.core.checks import require
 from lightning_fasttrain.core.files.atomic_write import TEMPORARY, sync_folder
 from lightning_fasttrain.core.messages import explain, say
+from lightning_fasttrain.core.modules.select import is_of, keep_outermost
 from lightning_fasttrain.finetune.adapters._merged_layers import trained_copies
 from lightning_fasttrain.finetune.adapters.merge import merge_adapters_, unmerge_adapters_
 from lightning_fasttrain.finetune.files._adapter_folder import Folder
@@ -91,11 +92,7 @@ def export_model(model: nn.Module, folder: Folder, *, dtype: torch.dtype | None 
 def _find_root(model: nn.Module) -> Any:
     from transformers import PreTrainedModel
 
-    found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        inside = any(not outer or name.startswith(f"{outer}.") for outer in found)
-        if isinstance(module, PreTrainedModel) and not inside:
-            found[name] = module
+    found = keep_outermost({name: one for name, one in model.named_modules() if isinstance(one, PreTrainedModel)})
     if not found:
         why = "it contains no Hugging Face model, so from_pretrained could not load it"
         way_out = "Use unload_adapters_(model), and save its state_dict()"
@@ -128,9 +125,9 @@ def _plain_state(root: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor
     holders, state = adapter_holders(root), dict[str, Tensor]()
     quantized = {name: module for name, module in root.named_modules() if is_quantized(module)}
     for key, tensor in root.state_dict().items():
-        owner = next((name for name in quantized if key == name or key.startswith(f"{name}.")), None)
+        is_packed = is_of(key, quantized) and key.removesuffix(".bias") not in quantized
         plain = plain_name(key, holders)  # None: the key belongs to an adapter
-        if plain is not None and (owner is None or key == f"{owner}.bias"):
+        if plain is not None and not is_packed:
             state[plain] = tensor.dequantize() if is_torchaos(tensor) else tensor
     for name, layer in quantized.items():
         weight = dequantized_weight(layer)

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_fasttrain.core.messages import explain, note_once
-from lightning_fasttrain.core.modules.select import Named, select
+from lightning_fasttrain.core.modules.select import Named, is_of, select
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 
 
@@ -219,15 +219,6 @@ def choose(model: nn.Module, *wanted: Named) -> Chosen:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     holders = {name: modules[name.rpartition(".")[0]] for name in parameters}
     names = set(select(model, wanted, {**modules, **holders}))
-    chosen = {name: parameter for name, parameter in parameters.items() if _is_meant(name, names)}
-    norms = [module for name, module in modules.items() if _is_meant(name, names) and keeps_statistics(module)]
+    chosen = {name: parameter for name, parameter in parameters.items() if is_of(name, names)}
+    norms = [module for name, module in modules.items() if is_of(name, names) and keeps_statistics(module)]
     return Chosen(chosen, norms)
-
-
-def _is_meant(name: str, names: set[str]) -> bool:
-    """Check whether ``name`` or a module that contains it is in ``names``; the name of the model itself is ``""``."""
-    while name:
-        if name in names:
-            return True
-        name = name.rpartition(".")[0]
-    return "" in names
