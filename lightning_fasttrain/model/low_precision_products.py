@@ -11,7 +11,7 @@ from lightning_fasttrain.core.host.lightning import trainer_of
 from lightning_fasttrain.core.messages import explain, list_some, note_once, say
 from lightning_fasttrain.core.modules.heads import find_heads
 from lightning_fasttrain.core.modules.layer_kinds import is_linear, layers_of
-from lightning_fasttrain.core.modules.select import Blocks, find_skipped
+from lightning_fasttrain.core.modules.select import Blocks, find_skipped, group_by_reason
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, WrappedForward, count_wrapped, undo_all, wrapper_on
 from lightning_fasttrain.model.eight_bit_products import FORMATS, linear_in_8_bits
 from lightning_fasttrain.technique import Capability, Exactness, Surgery, Technique
@@ -62,7 +62,7 @@ class LowPrecisionReport:
         parts = [f"{len(self.layers)} linear layers multiply in {self.kind}"]
         if self.already:
             parts.append(f"{len(self.already)} did already")
-        for reason, names in _by_reason(self.left).items():
+        for reason, names in group_by_reason(self.left).items():
             parts.append(f"skipped: {list_some(names)} ({reason})")
         return "; ".join(parts)
 
@@ -165,18 +165,11 @@ def _why_unfit(layer: nn.Module, kind: str, min_features: int) -> str:
     return f"fewer than {min_features} inputs or outputs" if min(sizes) < min_features else ""
 
 
-def _by_reason(left: dict[str, str]) -> dict[str, list[str]]:
-    reasons: dict[str, list[str]] = {}
-    for name, reason in left.items():
-        reasons.setdefault(reason, []).append(name)
-    return reasons
-
-
 def _nothing_to_change(model: nn.Module, left: dict[str, str]) -> str:
     what = f"no layer of {type(model).__name__} can multiply in 8 bits"
     if not left:
         return explain(what, "it has no nn.Linear", "Remove LowPrecisionProducts")
-    reasons = [f"{list_some(names)} ({reason})" for reason, names in _by_reason(left).items()]
+    reasons = [f"{list_some(names)} ({reason})" for reason, names in group_by_reason(left).items()]
     return explain(what, f"all are skipped: {', '.join(reasons)}", "Remove LowPrecisionProducts")
 
 

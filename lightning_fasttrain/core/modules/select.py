@@ -131,3 +131,16 @@ def find_skipped(model: nn.Module, skip: Blocks) -> set[str]:
     modules = dict(model.named_modules())
     outer = select(model, as_list(skip), modules, "skip")
     return {name for name in modules if is_of(name, outer)}
+
+
+def group_by_reason(left: Mapping[str, str]) -> dict[str, list[str]]:
+    """Group the names of what was left as it was by the reason.
+
+    Example:
+        >>> group_by_reason({"head": "a head", "router": "skip", "score": "a head"})
+        {'a head': ['head', 'score'], 'skip': ['router']}
+    """
+    reasons: dict[str, list[str]] = {}
+    for name, reason in left.items():
+        reasons.setdefault(reason, []).append(name)
+    return reasons

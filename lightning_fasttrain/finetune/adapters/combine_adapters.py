@@ -19,7 +19,7 @@ from lightning_fasttrain.finetune.adapters.add_adapter import (
     use_adapter_,
 )
 from lightning_fasttrain.finetune.selection._adapter_switches import switches
-from lightning_fasttrain.finetune.selection.targets import require_peft
+from lightning_fasttrain.finetune.selection.targets import match_exactly, require_peft
 
 
 def combine_adapters_(
@@ -88,8 +88,7 @@ def combine_adapters_(
     ranks = [_sum_of_ranks(layer, weights) for layer in layers.values()]
     rank = max(ranks) if rank is None else positive_int("rank", rank)
     factors = {place: _factors(layer, weights, how, density, rank) for place, layer in layers.items()}
-    # A plain name would also match all layers whose names end with it.
-    exactly = re.compile("|".join(map(re.escape, layers)))
+    exactly = re.compile(match_exactly(layers))
     # With alpha = rank the scale is 1: the factors already include the weights.
     add_adapter_(model, require_peft().LoraConfig(r=rank, lora_alpha=rank), exactly, name=name)
     with torch.no_grad():

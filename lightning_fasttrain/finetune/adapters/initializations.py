@@ -1,5 +1,6 @@
 """Run PEFT's data-dependent LoRA initializations (EVA, CorDA, LoRA-GA, LoftQ) with the inputs that they need."""
 
+import copy
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -79,6 +80,24 @@ def finish_start_(model: nn.Module, root: nn.Module, config: Any, name: str, bat
             show_progress_bar=False,
             **plain,
         )
+
+
+def config_for(config: Any, layers: set[str] | str, scaled: set[str] | str, whole: list[str] | None = None) -> Any:
+    """Return a copy of a configuration for other layers, whose initialization does not change them.
+
+    Args:
+        config: PEFT's configuration.
+        layers: names of the layers, or a regular expression for them.
+        scaled: likewise, those that (IA)³ scales at their input.
+        whole: names of the modules that are trained in full.
+    """
+    config = copy.deepcopy(config)
+    config.target_modules, config.modules_to_save = layers, whole
+    if hasattr(config, "init_lora_weights"):
+        config.init_lora_weights = True  # the tensors have the same names and shapes; PiSSA would change the layers
+    if hasattr(config, "feedforward_modules"):
+        config.feedforward_modules = scaled
+    return config
 
 
 def call(model: nn.Module, batch: Any) -> Any:

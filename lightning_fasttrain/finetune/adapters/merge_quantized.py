@@ -1,6 +1,5 @@
 """Merge adapters into quantised layers in one of three ways, and measure the error."""
 
-import copy
 import warnings
 from collections import Counter
 from typing import Any
@@ -12,7 +11,7 @@ from lightning_fasttrain.core.checks import one_of
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.finetune.adapters._merged_layers import wrappers_in
 from lightning_fasttrain.finetune.adapters.add_adapter import adapted_modules, adapter_parameters
-from lightning_fasttrain.finetune.adapters.initializations import call, in_eval
+from lightning_fasttrain.finetune.adapters.initializations import call, config_for, in_eval
 from lightning_fasttrain.finetune.quantized._quantized_layer import (
     dequantized_weight,
     in_8_bits,
@@ -171,24 +170,14 @@ def _plain_twin(layer: Any, plain: nn.Linear, configs: dict[str, Any], names: li
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
         for name in there:
-            peft.inject_adapter_in_model(_config_for_one(configs[name], layer), holder, adapter_name=name)
+            config = config_for(configs[name], {"base"}, {"base"} if getattr(layer, "is_feedforward", False) else set())
+            peft.inject_adapter_in_model(config, holder, adapter_name=name)
     twin: Any = holder.base
     for attribute in (*layer.adapter_layer_names, *layer.other_param_names):
         if attribute in vars(layer) or attribute in layer._modules:
             setattr(twin, attribute, getattr(layer, attribute))
     twin.set_adapter(there, inference_mode=True)
     return twin
-
-
-def _config_for_one(config: Any, layer: Any) -> Any:
-    """Return a copy of the configuration that targets a single layer; rank and scale are later set from ``layer``."""
-    config = copy.deepcopy(config)
-    config.target_modules, config.modules_to_save = {"base"}, None
-    if hasattr(config, "init_lora_weights"):
-        config.init_lora_weights = True  # PiSSA, for example, would change the weight here
-    if hasattr(config, "feedforward_modules"):
-        config.feedforward_modules = {"base"} if layer.is_feedforward else set()
-    return config
 
 
 def _quantized_like(base: Any, merged: nn.Linear) -> nn.Module:

@@ -113,7 +113,12 @@ def shortest_names(names: Collection[str], model: nn.Module) -> list[str] | str:
     PEFT selects a layer if its name is an entry of the list, or ends with a dot and an entry. If no list of endings
     selects exactly these layers, a regular expression is returned.
     """
-    return shortest_ends(names, [name for name, _ in model.named_modules() if name]) or "|".join(map(re.escape, names))
+    return shortest_ends(names, [name for name, _ in model.named_modules() if name]) or match_exactly(names)
+
+
+def match_exactly(names: Iterable[str]) -> str:
+    """Return a regular expression for these names alone; as a list, PEFT would also take others that end like them."""
+    return "|".join(map(re.escape, names))
 
 
 def shortest_ends(names: Collection[str], everything: Collection[str]) -> list[str]:
