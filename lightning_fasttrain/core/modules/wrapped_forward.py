@@ -37,6 +37,16 @@ def told_heads(model: nn.Module) -> list[nn.Module]:
     return [head for head in heads if head is not None]
 
 
+class Replacement:
+    """Base of objects that replace a method of one module.
+
+    They hold the module rather than a bound method, so that a copy of the model has its own.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+
 class WrappedForward:
     """Replaces a module's ``forward``: in place, so that type, hooks and ``state_dict`` keys stay.
 

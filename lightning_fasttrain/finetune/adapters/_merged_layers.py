@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.layer_kinds import WRAPPER, is_a, is_tuner, tuners_in, walk_around
+from lightning_fasttrain.core.modules.wrapped_forward import Replacement
 from lightning_fasttrain.finetune.adapters.add_adapter import adapted_modules
 from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized
 from lightning_fasttrain.finetune.quantized._quantized_tensor import held_tensors, hold_
@@ -35,15 +36,11 @@ def trained_copies(model: nn.Module) -> dict[str, Any]:
     return wrappers
 
 
-class Originals:
-    """Replacement of a merged layer's ``unmerge`` that holds the original weights.
-
-    Like :class:`~lightning_fasttrain.core.modules.wrapped_forward.WrappedForward` it holds the layer, so that a copy
-    has its own.
-    """
+class Originals(Replacement):
+    """Replacement of a merged layer's ``unmerge`` that holds the original weights."""
 
     def __init__(self, layer: Any) -> None:
-        self.layer = layer
+        super().__init__(layer)
         self.caches = dict(vars(layer).get("_caches", {}))  # DoRA's merge stores a norm there for PEFT's unmerge
         self.trained: list[nn.Parameter] = []
         # Merging replaces a quantised layer rather than writing to it, so keeping the layer is enough.
@@ -58,20 +55,21 @@ class Originals:
 
     def __call__(self) -> None:
         if self.base is not None:
-            self.layer.base_layer = self.base.to(self.layer.base_layer.weight.device)  # the model may have moved since
+            # The model may have moved since.
+            self.module.base_layer = self.base.to(self.module.base_layer.weight.device)
         for name, holder in self.held.items():
             hold_(self.owner, name, holder)
-        tuners = tuners_in(self.layer)  # PEFT's attention turns its weights into parameters again when called
+        tuners = tuners_in(self.module)  # PEFT's attention turns its weights into parameters again when called
         for base, name, tensor in self.weights:
             parameter = base.get_parameter(name)
             parameter.data = tensor.to(parameter.device, parameter.dtype)
         for module in tuners.values():
             module.merged_adapters.clear()
-        if "_caches" in vars(self.layer):
-            self.layer._caches = self.caches
+        if "_caches" in vars(self.module):
+            self.module._caches = self.caches
         for parameter in self.trained:
             parameter.requires_grad_(True)
-        vars(self.layer).pop("unmerge", None)  # removes this object; PEFT's own method belongs to the class
+        vars(self.module).pop("unmerge", None)  # removes this object; PEFT's own method belongs to the class
 
 
 def wrappers_in(layer: Any) -> list[Any]:

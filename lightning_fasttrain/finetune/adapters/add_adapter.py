@@ -135,13 +135,15 @@ def add_adapter_(
     if targets in (None, "all-linear"):
         besides += f"; heads without adapter: {', '.join(heads)}" if heads else ""
         besides += describe_uncovered(model, [*found, *tensors])
-    trained, total = count_parameters(model)
-    say(
-        "%s '%s': %d layers (%s)%s; trains %s of %s parameters (%.2f%%)",
-        config.peft_type.value, name, len(found), list_layer_kinds(found), besides,
-        f"{trained:,}", f"{total:,}", 100 * trained / total,
-    )  # fmt: skip
+    report_added(model, config, name, f"{len(found)} layers ({list_layer_kinds(found)}){besides}")
     return [*found, *tensors]
+
+
+def report_added(model: nn.Module, config: Any, name: str, what: str) -> None:
+    """Log what an adapter of this name was added to, and how many parameters of ``model`` train now."""
+    trained, total = count_parameters(model)
+    share = f"{trained:,} of {total:,} parameters ({trained / total:.2%})"
+    say("%s '%s': %s; trains %s", config.peft_type.value, name, what, share)
 
 
 def _refuse_both(found: Iterable[str], whole: Collection[str]) -> None:
@@ -159,9 +161,7 @@ def _put_in(
         on_error.callback(freeze_(model))
         # PEFT replaces layers one by one, so a failure in the middle would leave some of them adapted.
         for one in replaced:
-            parent, _, last = one.rpartition(".")
-            holder = model.get_submodule(parent)
-            on_error.callback(setattr, holder, last, getattr(holder, last))
+            on_error.callback(model.set_submodule, one, model.get_submodule(one))
         prepare_start(model, root, config, batches)
         _inject(config, root, name)
         finish_start_(model, root, config, name, batches)

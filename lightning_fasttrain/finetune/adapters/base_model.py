@@ -18,7 +18,7 @@ from lightning_fasttrain.finetune.adapters.fast_path_weights import forget_adapt
 from lightning_fasttrain.finetune.adapters.merge import merge_layers_, unmerge_adapters_
 from lightning_fasttrain.finetune.adapters.merge_quantized import forget_quantization_
 from lightning_fasttrain.finetune.quantized._tensor_files import Original
-from lightning_fasttrain.finetune.selection._adapter_switches import has_prompt, switches
+from lightning_fasttrain.finetune.selection._adapter_switches import has_prompt, switches, without_adapters
 from lightning_fasttrain.finetune.selection.base_fingerprint import PEFT_MODEL, adapters_on, changes_base, first_few
 from lightning_fasttrain.finetune.selection.freezing import unfreeze_
 
@@ -54,15 +54,10 @@ def base_model(model: nn.Module) -> Iterator[nn.Module]:
     refuse_changed_base(model, "base_model(model)")
     _warn_of_trained_base(model)
     trained = [(p, p.requires_grad) for p in model.parameters()]  # PEFT changes it when adapters are switched
-    layers: list[Any] = list(switches(model))
-    on = [layer for layer in layers if not layer.disable_adapters]  # layers that were disabled before stay disabled
     try:
-        for layer in on:
-            layer.enable_adapters(False)
-        yield model
+        with without_adapters(model):
+            yield model
     finally:
-        for layer in on:
-            layer.enable_adapters(True)
         for parameter, requires_grad in trained:
             parameter.requires_grad_(requires_grad)
 

@@ -3,7 +3,7 @@
 import copy
 import warnings
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.layer_kinds import tuners_in
+from lightning_fasttrain.finetune.selection._adapter_switches import without_adapters
 
 Batches = Collection[Any]
 _TOKENS = {"input_ids", "attention_mask"}
@@ -140,13 +140,5 @@ class _AsPeftModel(nn.Module):
         self.base_model.model = root
         self.peft_config, self.active_adapters = vars(root)["peft_config"], [name]
 
-    @contextmanager
-    def disable_adapter(self) -> Iterator[None]:
-        layers = list(tuners_in(self).values())
-        for layer in layers:
-            layer.enable_adapters(False)
-        try:
-            yield
-        finally:
-            for layer in layers:
-                layer.enable_adapters(True)
+    def disable_adapter(self) -> AbstractContextManager[None]:
+        return without_adapters(self)

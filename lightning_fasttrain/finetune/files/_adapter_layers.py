@@ -16,7 +16,7 @@ from lightning_fasttrain.finetune.selection.base_fingerprint import (
     first_few,
     plain_name,
 )
-from lightning_fasttrain.finetune.selection.targets import find_target_parameters, require_peft
+from lightning_fasttrain.finetune.selection.targets import ends_like, find_target_parameters, require_peft
 
 PREFIX = "base_model.model."
 TOKENS = ".token_adapter.trainable_tokens_delta"  # PEFT's name for single rows of an embedding
@@ -105,7 +105,7 @@ def tokens_in_file(keys: Iterable[str], config: Any) -> dict[str, list[int]]:
         name = key.removesuffix(TOKENS)
         if name != key:
             named = rows if isinstance(rows, dict) else {name: rows}
-            found[name] = next((rows for end, rows in named.items() if _ends(name, [end])), [])
+            found[name] = next((rows for end, rows in named.items() if ends_like(name, [end])), [])
     return found
 
 
@@ -145,13 +145,9 @@ def layers_meant(layers: Mapping[str, nn.Module], config: Any) -> set[str]:
     meant: set[str] = set()
     for name in layers:
         trains_whole = any(f".{one}." in f".{name}." for one in whole)
-        if _ends(name, ends) and not _ends(name, out) and not trains_whole:
+        if ends_like(name, ends) and not ends_like(name, out) and not trains_whole:
             meant.add(name)
     return meant
-
-
-def _ends(name: str, ends: Iterable[str]) -> bool:
-    return any(name == end or name.endswith(f".{end}") for end in ends)
 
 
 def _find_whole(layers: Mapping[str, nn.Module], config: Any, rest: list[str]) -> list[str]:

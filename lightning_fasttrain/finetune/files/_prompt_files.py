@@ -1,13 +1,13 @@
 """Load virtual tokens from an adapter's file."""
 
 import copy
-import itertools
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.select import names_above
 from lightning_fasttrain.finetune.adapters.add_adapter import use_prompt_
 from lightning_fasttrain.finetune.files._expected_tensors import other_model, refuse_not_finite
 from lightning_fasttrain.finetune.prompts.add_prompt import (
@@ -103,5 +103,4 @@ def _shapes_here(config: Any, base: Any) -> dict[str, list[int]]:
 
 def _trains_whole(parameter: str, names: list[str]) -> bool:
     """Check whether a parameter is in a module that PEFT trains in full, selected by the suffix of its name."""
-    modules = itertools.accumulate(parameter.split(".")[:-1], lambda outer, inner: f"{outer}.{inner}")
-    return any(module.endswith(tuple(names)) for module in modules)
+    return any(module.endswith(tuple(names)) for module in names_above(parameter))

@@ -52,7 +52,7 @@ from lightning_fasttrain.finetune.selection.base_fingerprint import (
     first_few,
     refuse_other_base,
 )
-from lightning_fasttrain.finetune.selection.targets import match_exactly
+from lightning_fasttrain.finetune.selection.targets import ends_like, match_exactly
 
 
 def save_adapter(model: nn.Module, folder: Folder, *, name: str | None = None) -> Path:
@@ -285,7 +285,7 @@ def _scaled_at_input(place: Place, config: Any, keys: list[str], file: Any) -> l
         key = f"{target}.ia3_l"
         shape = file.get_slice(f"{PREFIX}{key}").get_shape() if key in keys else [0]
         single = all(size == 1 for size in shape)  # [1, 1] can be either, so the settings decide
-        if shape[:1] == [1] and (not single or any(f".{target}".endswith(f".{end}") for end in ends)):
+        if shape[:1] == [1] and (not single or ends_like(target, ends)):
             found.append(target)
     return found
 

@@ -11,11 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from lightning_fasttrain.core.checks import positive_int
 from lightning_fasttrain.core.host.late_parameters import notices_late_parameters
-from lightning_fasttrain.core.messages import explain, say
-from lightning_fasttrain.core.modules.parameters import count_parameters
+from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.select import keep_outermost
 from lightning_fasttrain.finetune.adapters._adapter_checks import check_name, is_there, without_namesakes
-from lightning_fasttrain.finetune.adapters.add_adapter import train_mode, use_prompt_
+from lightning_fasttrain.finetune.adapters.add_adapter import report_added, train_mode, use_prompt_
 from lightning_fasttrain.finetune.prompts._prompt_hooks import GenerateWithCache, StillPrompt, cut_virtual_tokens
 from lightning_fasttrain.finetune.selection._adapter_switches import has_prompt
 from lightning_fasttrain.finetune.selection._float32_adapters import keep_in_float32_
@@ -101,15 +100,10 @@ def add_prompt_(model: nn.Module, config: Any, *, train: Iterable[str] = (), nam
     keep_in_float32_(prompted.prompt_encoder)
     for where, module in list(model.named_modules(remove_duplicate=False)):  # all modules that hold it
         if module is base and prompted is not root:
-            parent, _, last = where.rpartition(".")
-            setattr(model.get_submodule(parent), last, prompted)
+            model.set_submodule(where, prompted)
     train_mode(prompted)
-    trained, total = count_parameters(model)
-    say(
-        "%s '%s': %d virtual tokens before the input of %s; trains %s of %s parameters (%.2f%%)",
-        config.peft_type.value, name, config.num_virtual_tokens, type(base).__name__,
-        f"{trained:,}", f"{total:,}", 100 * trained / total,
-    )  # fmt: skip
+    what = f"{config.num_virtual_tokens} virtual tokens before the input of {type(base).__name__}"
+    report_added(model, config, name, what)
     return place
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fasttrain.core.modules.layer_kinds import is_a, stands_for
-from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, wrappers_on
+from lightning_fasttrain.core.modules.wrapped_forward import Replacement, WrappedForward, wrappers_on
 from lightning_fasttrain.finetune.quantized._quantized_layer import dequantized_weight, quantize_layer_
 from lightning_fasttrain.finetune.quantized.quantized_state import keep_quantized_
 
@@ -219,27 +219,21 @@ def use_held_tensors_(model: nn.Module) -> None:
             wrapper.get_param, wrapper._activate_lora = GivesStandIn(wrapper), AddsToHeld(wrapper)
 
 
-class GivesStandIn:
+class GivesStandIn(Replacement):
     """Replacement of ``get_param`` of PEFT's wrapper, which reads shape, dtype and device of the result."""
 
-    def __init__(self, wrapper: Any) -> None:
-        self.wrapper = wrapper
-
     def __call__(self) -> Tensor:
-        holder = holder_under(self.wrapper)
-        return type(self.wrapper).get_param(self.wrapper) if holder is None else stand_in(holder)
+        holder = holder_under(self.module)
+        return type(self.module).get_param(self.module) if holder is None else stand_in(holder)
 
 
-class AddsToHeld:
+class AddsToHeld(Replacement):
     """Replacement of ``_activate_lora`` of PEFT's wrapper, a context in which the adapter is applied."""
 
-    def __init__(self, wrapper: Any) -> None:
-        self.wrapper = wrapper
-
     def __call__(self, active: list[str]) -> AbstractContextManager[None]:
-        holder, names = holder_under(self.wrapper), [name for name in active if name in self.wrapper.lora_A]
+        holder, names = holder_under(self.module), [name for name in active if name in self.module.lora_A]
         if holder is None or not names:
-            return type(self.wrapper)._activate_lora(self.wrapper, active)
+            return type(self.module)._activate_lora(self.module, active)
         return self._while_it_lasts(holder, names)
 
     @contextmanager
@@ -252,7 +246,7 @@ class AddsToHeld:
 
     def add_to(self, weight: Tensor, names: list[str]) -> Tensor:
         """Return ``weight`` [n, rows, columns] plus the named adapters, with the operations that PEFT uses."""
-        wrapper = self.wrapper
+        wrapper = self.module
         # As in PEFT: several adapters are summed first; a single one over several experts is one ``baddbmm``.
         if len(names) > 1 or wrapper.num_experts == 1:
             return weight + sum(wrapper.get_delta_weight(name) for name in names).to(weight.dtype)

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -22,6 +23,19 @@ def switches(model: nn.Module) -> Iterator[Any]:
             yield module
         if has_prompt(module):
             yield _PromptSwitch(module)
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Disable the adapters of ``model`` in a ``with`` block; those that were disabled before stay so afterwards."""
+    enabled = [layer for layer in switches(model) if not layer.disable_adapters]
+    try:
+        for layer in enabled:
+            layer.enable_adapters(False)
+        yield
+    finally:
+        for layer in enabled:
+            layer.enable_adapters(True)
 
 
 class _BaseCall:

@@ -8,20 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fasttrain.core.modules.layer_kinds import is_a, is_tuner
+from lightning_fasttrain.core.modules.wrapped_forward import Replacement
 
 _LOW = (torch.bfloat16, torch.float16)
 _DICTS = ("torch.nn.ModuleDict", "torch.nn.ParameterDict", "peft.tuners._buffer_dict.BufferDict")
 
 
-class StaysInFloat32:
+class StaysInFloat32(Replacement):
     """Replacement of a module's ``_apply`` that moves float32 tensors to other devices but does not round them.
 
-    ``model.to(torch.bfloat16)`` and ``Trainer(precision="bf16-true")`` call ``_apply``. It holds the module, so that a
-    copy of the module has its own.
+    ``model.to(torch.bfloat16)`` and ``Trainer(precision="bf16-true")`` call ``_apply``.
     """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
 
     def __call__(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         def move(tensor: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_fasttrain.core.messages import explain, note_once
 from lightning_fasttrain.core.modules.select import Named, is_of, select
-from lightning_fasttrain.core.modules.wrapped_forward import Undo
+from lightning_fasttrain.core.modules.wrapped_forward import Replacement, Undo
 
 
 def freeze_(module: nn.Module) -> Undo:
@@ -75,15 +75,11 @@ def keeps_statistics(module: nn.Module) -> bool:
     return isinstance(module, _NormBase) and module.track_running_stats
 
 
-class StaysInEval:
-    """Replacement of a module's ``train`` that does nothing.
-
-    Like :class:`~lightning_fasttrain.core.modules.wrapped_forward.WrappedForward` it holds the module, so that a copy
-    of the module has its own.
-    """
+class StaysInEval(Replacement):
+    """Replacement of a module's ``train`` that does nothing."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.module = module
+        super().__init__(module)
         self.previous = module.__dict__.get("train")
         self.was_training = module.training
 

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -63,7 +63,12 @@ def find_targets(model: nn.Module, targets: Targets = ALL_LINEAR) -> dict[str, n
 def _is_target(name: str, layer: nn.Module, target: Target) -> bool:
     if isinstance(target, re.Pattern):
         return target.fullmatch(name) is not None
-    return is_wanted(name, layer, target) or (isinstance(target, str) and name.endswith(f".{target}"))
+    return is_wanted(name, layer, target) or (isinstance(target, str) and ends_like(name, [target]))
+
+
+def ends_like(name: str, ends: Iterable[str]) -> bool:
+    """Check whether the last parts of a name are one of ``ends``, as PEFT selects layers."""
+    return any(f".{name}".endswith(f".{end}") for end in ends)
 
 
 def find_target_parameters(model: nn.Module, ends: Iterable[str]) -> dict[str, str]:
@@ -80,7 +85,7 @@ def find_target_parameters(model: nn.Module, ends: Iterable[str]) -> dict[str, s
         held = [child for child, layer in module.named_children() if stands_for(layer)]
         own = [key for key, _ in module.named_parameters(recurse=False)]
         owners.update({f"{name}.{key}".removeprefix("."): module for key in (*own, *held)})
-    found = select(model, ends, owners, "target_parameters", lambda name, _, end: f".{name}".endswith(f".{end}"))
+    found = select(model, ends, owners, "target_parameters", lambda name, _, end: ends_like(name, [end]))
     for tensor in found:
         if "." not in tensor:
             why = "it belongs to the model itself, not to a submodule"
@@ -94,17 +99,22 @@ def refuse_tied(model: nn.Module, names: Collection[str]) -> None:
     Raises:
         ValueError: a layer is tied; the message names both.
     """
-    holders: dict[int, list[str]] = {}
-    for name, layer in layers_of(model).items():
-        weight = layer._parameters.get("weight")
-        if weight is not None:
-            holders.setdefault(id(weight), []).append(name)
-    for tied in holders.values():
+    for tied in tied_modules(layers_of(model)):
         mine = [name for name in tied if name in names]
-        if mine and len(tied) > 1:
+        if mine:
             other = next((name for name in tied if name not in mine), tied[-1])
             why = f"it shares its weight with '{other}', and an adapter would make the two differ"
             raise ValueError(explain(f"target '{mine[0]}'", why, "Leave it out of the targets, or untie the two first"))
+
+
+def tied_modules(modules: Mapping[str, nn.Module]) -> list[list[str]]:
+    """Return the names of the modules that share their weight with others, each group in a list."""
+    owners: dict[nn.Parameter, list[str]] = {}
+    for name, module in modules.items():
+        weight = module._parameters.get("weight")
+        if weight is not None:
+            owners.setdefault(weight, []).append(name)
+    return [names for names in owners.values() if len(names) > 1]
 
 
 def shortest_names(names: Collection[str], model: nn.Module) -> list[str] | str:
@@ -126,8 +136,7 @@ def shortest_ends(names: Collection[str], everything: Collection[str]) -> list[s
     # Even complete names may select more than these, if other names end like one of them.
     for parts in range(1, 1 + max((name.count(".") + 1 for name in names), default=0)):
         candidate = {".".join(name.split(".")[-parts:]) for name in names}
-        ends = tuple(f".{end}" for end in candidate)
-        if {name for name in everything if name in candidate or name.endswith(ends)} == set(names):
+        if {name for name in everything if ends_like(name, candidate)} == set(names):
             return sorted(candidate)
     return []
 
