@@ -266,6 +266,7 @@ def adapter_parameters(model: nn.Module) -> set[str]:
         if is_a(module, TUNER, WRAPPER):
             base = f"{held_child(module)}."
             brought |= {f"{name}.{key}" for key in module.state_dict() if not key.startswith(base)}
+        # Not all but the base model: a PeftModel also lists the embeddings of its base model under a second name.
         if has_prompt(module):
             start = f"{name}.prompt_encoder.".removeprefix(".")
             brought |= {f"{start}{key}" for key in module.get_submodule("prompt_encoder").state_dict()}

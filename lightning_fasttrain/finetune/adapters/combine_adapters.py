@@ -76,15 +76,14 @@ def combine_adapters_(
         what = f"name='{name}'" if weights else "weights={}"
         why = "an adapter of this name exists" if weights else "no adapters to combine"
         raise ValueError(explain(what, why, f"Combine some of {', '.join(there)} under another name"))
-    (prefix, root), *others = adapted_modules(model).items()
+    root, *others = adapted_modules(model).values()
     if others:
         why = "several of its modules have adapters"
         raise ValueError(explain(f"combining in {type(model).__name__}", why, "Combine them in one module at a time"))
     configs: list[Any] = [vars(root)["peft_config"][one] for one in weights]
     for one, config in zip(weights, configs, strict=True):
         _refuse_unfit(one, config)
-    inside = f"{prefix}." if prefix else ""
-    layers = {f"{inside}{place}": layer for place, layer in _layers(root, weights).items()}
+    layers = _layers(model, weights)
     ranks = [_sum_of_ranks(layer, weights) for layer in layers.values()]
     rank = max(ranks) if rank is None else positive_int("rank", rank)
     factors = {place: _factors(layer, weights, how, density, rank) for place, layer in layers.items()}
@@ -134,8 +133,8 @@ def remove_adapter_(model: nn.Module, name: str) -> None:
         (vars(module).get("peft_config") or {}).pop(name, None)
 
 
-def _layers(root: nn.Module, weights: Mapping[str, float]) -> dict[str, Any]:
-    found = {place: layer for place, layer in tuners_in(root).items() if set(weights) & set(layer.r)}
+def _layers(model: nn.Module, weights: Mapping[str, float]) -> dict[str, Any]:
+    found = {place: layer for place, layer in tuners_in(model).items() if set(weights) & set(layer.r)}
     # PEFT keeps the factors of embeddings in ``lora_embedding_A``.
     embeddings = [place for place, layer in found.items() if not set(weights) & set(layer.lora_A)]
     if embeddings:

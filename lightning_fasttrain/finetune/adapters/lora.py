@@ -3,7 +3,6 @@
 import copy
 import itertools
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
 from typing import Any, ClassVar
 
 import lightning as L
@@ -17,7 +16,7 @@ from lightning_fasttrain.core.files.guarded_loading import guard_loading
 from lightning_fasttrain.core.host.lightning import replicates
 from lightning_fasttrain.core.messages import explain, list_some, note_once, number_of, warn
 from lightning_fasttrain.core.modules.layer_kinds import tuners_in
-from lightning_fasttrain.core.modules.wrapped_forward import Undo
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, undo_all
 from lightning_fasttrain.core.state.rng import random_state, set_random_state
 from lightning_fasttrain.finetune.adapters.adapter_checkpoints import checkpoint_what_trains_
 from lightning_fasttrain.finetune.adapters.add_adapter import adapter_parameters, add_adapter_
@@ -108,24 +107,20 @@ class Adapter(Technique):
         if self._rounds:
             let_round_(model)
 
-    def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
+    def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo:
         _refuse_average_before(trainer, type(self).__name__)
         self._resumed = None
         self._rounds = isinstance(trainer.strategy, DeepSpeedStrategy)
         self._looked = False
         self._alone = trainer.world_size == 1
-        undo = ExitStack()
-        undo.callback(guard_loading(trainer.strategy))
-        if self.checkpoint == "full":
-            return undo.close
+        undos = [guard_loading(trainer.strategy)]
         chooses = hasattr(trainer.strategy, "names_to_load")  # one of this package's strategies
-        if not replicates(trainer.strategy) and not chooses:
-            strategy = type(trainer.strategy).__name__
-            name = type(self).__name__
+        if self.checkpoint == "adapter" and (replicates(trainer.strategy) or chooses):
+            undos.append(checkpoint_what_trains_(trainer.strategy, pl_module))
+        elif self.checkpoint == "adapter":
+            name, strategy = type(self).__name__, type(trainer.strategy).__name__
             note_once(f"{name}: checkpoints hold the complete model, since {strategy} writes its own format")
-            return undo.close
-        undo.callback(checkpoint_what_trains_(trainer.strategy, pl_module))
-        return undo.close
+        return undo_all(undos)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Remove frozen parameters from the optimizer, before its state is restored."""
