@@ -22,7 +22,7 @@ from lightning_fasttrain.model.checkpointed_forward import CheckpointedForward
 from lightning_fasttrain.model.memory_budget.block_cost import BlockCost, measure_block
 from lightning_fasttrain.model.memory_budget.checkpoint_plan import make_plan
 from lightning_fasttrain.run import PeakMemory
-from tests.support.nets import TinyLM, as_loader, lm_batches, trainer, weights
+from tests.support.nets import TinyLM, as_loader, lm_batches, same, trainer, weights
 
 
 def tokens():
@@ -215,10 +215,6 @@ def fit(callbacks, net=TinyLM, **settings):
     t = trainer(callbacks, **settings)
     t.fit(module, as_loader(BATCHES))
     return weights(module)
-
-
-def same(a, b):
-    return all(torch.equal(a[name], b[name]) for name in a)
 
 
 def test_weights_are_bitwise_the_same_in_a_trainer_and_a_mixin():

@@ -4,7 +4,7 @@ import difflib
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import nn
 
@@ -28,7 +28,7 @@ def is_wanted(name: str, module: nn.Module, wanted: Named) -> bool:
 
 def as_list(wanted: S | Iterable[S]) -> list[S]:
     """Return one selector, or several of them, as a list."""
-    return [wanted] if isinstance(wanted, str | type | re.Pattern) else list(wanted)
+    return [cast(Any, wanted)] if isinstance(wanted, str | type | re.Pattern) else list(wanted)
 
 
 def select(

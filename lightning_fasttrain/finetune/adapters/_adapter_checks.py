@@ -10,12 +10,14 @@ from torch import nn
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.finetune.quantized._quantized_layer import in_8_bits, is_quantized
 from lightning_fasttrain.finetune.selection.base_fingerprint import is_torchaos
+from lightning_fasttrain.finetune.selection.targets import require_peft
 
 # Initialized from the values or the dtype of the weight.
 _DECOMPOSED = ("pissa", "corda", "loftq", "lora_ga", "orthogonal")
 
 
-def check_config(peft: Any, config: Any) -> None:
+def check_config(config: Any) -> None:
+    peft = require_peft()
     if isinstance(config, peft.PeftConfig) and not config.is_prompt_learning:
         return
     given = type(config).__name__

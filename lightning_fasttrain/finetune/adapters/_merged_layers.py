@@ -80,5 +80,14 @@ def wrappers_in(layer: Any) -> list[Any]:
     return found
 
 
+def quantized_under(layer: Any) -> dict[str, Any]:
+    """Map the quantised tensors that one of PEFT's layers adapts to the quantised layers that hold them."""
+    base = layer.get_base_layer()
+    if is_quantized(base):
+        return {"weight": base}
+    adapted = [vars(wrapper).get("parameter_name") for wrapper in wrappers_in(layer)]
+    return {name: holder for name, holder in held_tensors(base).items() if name in adapted}
+
+
 def _bases(layer: Any) -> list[nn.Module]:
     return [module.get_base_layer() for module in tuners_in(layer).values()]

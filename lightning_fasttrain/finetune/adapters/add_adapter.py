@@ -103,8 +103,7 @@ def add_adapter_(
     Source:
         ``peft.inject_adapter_in_model``.
     """
-    peft = require_peft()
-    check_config(peft, config)
+    check_config(config)
     check_name(name)
     config = copy.deepcopy(config)
     tensors = find_target_parameters(model, getattr(config, "target_parameters", None) or ())

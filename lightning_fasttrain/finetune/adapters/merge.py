@@ -8,7 +8,13 @@ from typing import Any
 from torch import nn
 
 from lightning_fasttrain.core.messages import explain, say
-from lightning_fasttrain.finetune.adapters._merged_layers import Originals, trained_copies, tuner_layers, wrappers_in
+from lightning_fasttrain.finetune.adapters._merged_layers import (
+    Originals,
+    quantized_under,
+    trained_copies,
+    tuner_layers,
+    wrappers_in,
+)
 from lightning_fasttrain.finetune.adapters.add_adapter import (
     adapter_names,
     adapter_parameters,
@@ -159,22 +165,13 @@ def merge_layers_(
 ) -> MergeReport:
     """Check everything, and merge into these layers, which ``stay`` in the model or are unloaded afterwards."""
     chosen = _choose_names(model, layers, names)
-    quantized = _quantized_layers(layers)
+    quantized = {name: layer for name, layer in layers.items() if quantized_under(layer)}
     refuse_merged(model, "merging")
     check_way(model, quantized, into, original)
     if stay:
         _refuse_unmergeable(quantized)
     _refuse_torchaos(layers)
     return _merge(model, layers, chosen, quantized, into, original, batch)
-
-
-def _quantized_layers(layers: dict[str, Any]) -> dict[str, Any]:
-    found = {}
-    for name, layer in layers.items():
-        held = [wrapper for wrapper in wrappers_in(layer) if holder_under(wrapper) is not None]
-        if held or is_quantized(layer.get_base_layer()):
-            found[name] = layer
-    return found
 
 
 def _merge(

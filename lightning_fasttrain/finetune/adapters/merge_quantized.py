@@ -2,6 +2,7 @@
 
 import warnings
 from collections import Counter
+from itertools import chain
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_fasttrain.core.checks import one_of
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.finetune.adapters._merged_layers import wrappers_in
+from lightning_fasttrain.finetune.adapters._merged_layers import quantized_under
 from lightning_fasttrain.finetune.adapters.add_adapter import adapted_modules, adapter_parameters
 from lightning_fasttrain.finetune.adapters.initializations import call, config_for, in_eval
 from lightning_fasttrain.finetune.quantized._quantized_layer import (
@@ -85,7 +86,7 @@ class QuantizedMerge:
         self.configs = {name: _configs_of(model, name) for name in layers}
         self.originals: OriginalWeights | None = None
         if into == "original" and original is not None:
-            tensors = [tensor for name, layer in layers.items() for tensor in _tensor_names(name, layer)]
+            tensors = [f"{name}.{tensor}" for name, layer in layers.items() for tensor in quantized_under(layer)]
             self.originals = OriginalWeights(original, tensors)
         linear = {name: layer for name, layer in layers.items() if is_quantized(layer.get_base_layer())}
         for layer in linear.values():
@@ -131,7 +132,7 @@ class QuantizedMerge:
         """
         owner, key, holder = wrapper.get_base_layer(), wrapper.parameter_name, holder_under(wrapper)
         whole, state = f"{name}.{key}", holder.quant_state
-        weight = dequantize_flat(holder.weight.data, state, torch.float32).view(holder.stands_for)
+        weight = _full_weight(holder).view(holder.stands_for)
         changes = [wrapper.get_delta_weight(one) for one in names]
         trained = sum(changes, weight)  # in float32
         if self.originals is not None:
@@ -150,14 +151,6 @@ class QuantizedMerge:
             merged = merged.to(self.dtype)
             let_go_(owner, key, merged)
         self.against_trained[whole] = relative_error(merged.float(), trained)
-
-
-def _tensor_names(name: str, layer: Any) -> list[str]:
-    """Return the names of the quantised tensors with adapters in one of PEFT's outermost layers."""
-    if is_quantized(layer.get_base_layer()):
-        return [f"{name}.weight"]
-    held = [wrapper for wrapper in wrappers_in(layer) if holder_under(wrapper) is not None]
-    return [f"{name}.{wrapper.parameter_name}" for wrapper in held]
 
 
 def _plain_twin(layer: Any, plain: nn.Linear, configs: dict[str, Any], names: list[str]) -> Any:
@@ -275,9 +268,7 @@ def _output(module: nn.Module, x: Tensor) -> Tensor:
 
 def _which_way(model: nn.Module, quantized: dict[str, Any]) -> str:
     dtype, packed, plain = _dtype_of(model, quantized), 0, 0
-    bases = [layer.get_base_layer() for layer in quantized.values() if is_quantized(layer.get_base_layer())]
-    bases += [holder_under(one) for layer in quantized.values() for one in wrappers_in(layer)]
-    for base in filter(None, bases):
+    for base in chain.from_iterable(quantized_under(layer).values() for layer in quantized.values()):
         kind = "int8" if in_8_bits(base) else "nf4"
         packed += quantized_bytes(base.out_features, base.in_features, kind)
         plain += base.out_features * base.in_features * dtype.itemsize
