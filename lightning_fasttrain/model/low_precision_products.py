@@ -34,7 +34,8 @@ class EightBitForward(WrappedForward):
 
     def __call__(self, input: Tensor) -> Tensor:
         evaluates = not self.module.training and not torch.is_grad_enabled()
-        if self.paused or evaluates or input.numel() == 0:  # experts without tokens: no maximum to scale by
+        # An expert without tokens has no maximum to scale by.
+        if self.paused or evaluates or input.numel() == 0:
             return self.inner(input)
         layer: Any = self.module
         return linear_in_8_bits(input, layer.weight, layer.bias, self.kind)

@@ -163,7 +163,8 @@ class Offload:
             if saved is not None and isinstance(saved.stored, PinnedCopy):
                 saved.stored.fetch()
                 ahead += saved.stored.nbytes
-                if ahead >= self.in_flight_bytes:  # checked after the fetch, so that at least one copy is running
+                # Checked after the fetch, so that at least one copy is running.
+                if ahead >= self.in_flight_bytes:
                     return
 
 
@@ -210,7 +211,8 @@ class _Saved:
     def __init__(self, tensor: Tensor) -> None:
         self.stored: StoredBytes | None = None
         self.version, self.index = tensor._version, 0
-        self.tensor = tensor if tensor.is_leaf else tensor.detach()  # otherwise it references itself through its graph
+        # A tensor with a graph would reference itself through it.
+        self.tensor = tensor if tensor.is_leaf else tensor.detach()
 
     def move(self, tensor: Tensor, source: Tensor, stored: StoredBytes, index: int) -> None:
         """Replace the tensor's memory by the stored bytes of ``source``, which is ``tensor`` or a copy of it."""
@@ -218,7 +220,8 @@ class _Saved:
         self.view = source.storage_offset(), source.size(), source.stride()
         self.layout = None if source is tensor else (tensor.size(), tensor.stride())
         self.tensor = tensor.detach()
-        self.tensor.data = tensor.new_empty(0)  # no memory, but it keeps the version counter of the original
+        # It takes no memory, but keeps the version counter of the original.
+        self.tensor.data = tensor.new_empty(0)
 
     def unpack(self) -> Tensor:
         if self.tensor._version != self.version:
@@ -230,7 +233,8 @@ class _Saved:
         found = self.tensor.new_empty(0).set_(self.stored.bytes().untyped_storage(), *self.view)
         if self.layout is None:
             return found
-        size, stride = self.layout  # compiled code relies on them, and other kernels round differently
+        # Compiled code relies on size and stride, and other kernels round differently.
+        size, stride = self.layout
         found = torch.empty_strided(found.size(), stride, dtype=found.dtype, device=found.device).copy_(found)
         return found.as_strided(size, stride)
 

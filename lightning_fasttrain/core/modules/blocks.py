@@ -166,7 +166,8 @@ class _Search:
         left = []
         for module in around - taken:
             left += [m for m in module.children() if m not in around and self.weighty[m] > 1]
-        tables = {p for m in self.names if _is_table(m) for p in m.parameters()}  # to which a head may be tied
+        # A head may be tied to one of these tables.
+        tables = {p for m in self.names if _is_table(m) for p in m.parameters()}
         sizes = {self.names[m]: _size(m, tables) / max(_size(self.model), 1) for m in self.names if m in left}
         shares = {name: share for name, share in sizes.items() if share >= _WORTH_A_WORD}
         if shares:

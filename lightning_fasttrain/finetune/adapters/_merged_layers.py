@@ -41,7 +41,8 @@ class Originals(Replacement):
 
     def __init__(self, layer: Any) -> None:
         super().__init__(layer)
-        self.caches = dict(vars(layer).get("_caches", {}))  # DoRA's merge stores a norm there for PEFT's unmerge
+        # DoRA's merge stores a norm there for PEFT's unmerge.
+        self.caches = dict(vars(layer).get("_caches", {}))
         self.trained: list[nn.Parameter] = []
         # Merging replaces a quantised layer rather than writing to it, so keeping the layer is enough.
         self.base = layer.base_layer if is_quantized(layer.base_layer) else None
@@ -59,7 +60,8 @@ class Originals(Replacement):
             self.module.base_layer = self.base.to(self.module.base_layer.weight.device)
         for name, holder in self.held.items():
             hold_(self.owner, name, holder)
-        tuners = tuners_in(self.module)  # PEFT's attention turns its weights into parameters again when called
+        # PEFT's attention turns its weights into parameters again when called.
+        tuners = tuners_in(self.module)
         for base, name, tensor in self.weights:
             parameter = base.get_parameter(name)
             parameter.data = tensor.to(parameter.device, parameter.dtype)
@@ -69,7 +71,8 @@ class Originals(Replacement):
             self.module._caches = self.caches
         for parameter in self.trained:
             parameter.requires_grad_(True)
-        vars(self.module).pop("unmerge", None)  # removes this object; PEFT's own method belongs to the class
+        # This removes the object itself; PEFT's own method belongs to the class.
+        vars(self.module).pop("unmerge", None)
 
 
 def wrappers_in(layer: Any) -> list[Any]:

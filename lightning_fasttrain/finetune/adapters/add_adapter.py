@@ -164,7 +164,8 @@ def _put_in(
         prepare_start(model, root, config, batches)
         _inject(config, root, name)
         finish_start_(model, root, config, name, batches)
-        keep_adapter_in_float32_(switches(root), name)  # after EVA, which creates matrices of other ranks
+        # After EVA, which creates matrices of other ranks.
+        keep_adapter_in_float32_(switches(root), name)
         see_adapters_(model, on_error)
         on_error.pop_all()
 
@@ -248,7 +249,8 @@ def use_prompt_(root: Any, name: str, trainable: bool = True) -> None:
     """Activate the virtual tokens ``name`` in the forward pass; only they train, or none if not ``trainable``."""
     root.set_adapter(name, inference_mode=not trainable)
     for other, encoder in root.prompt_encoder.items():
-        encoder.requires_grad_(trainable and other == name)  # PEFT does not change ``requires_grad`` of the others
+        # PEFT does not change ``requires_grad`` of the others.
+        encoder.requires_grad_(trainable and other == name)
 
 
 def refuse_unknown(names: Iterable[str], there: list[str]) -> None:
@@ -291,13 +293,16 @@ def _inject(config: Any, root: nn.Module, name: str) -> None:
     with ExitStack() as stack, warnings.catch_warnings():
         # Several adapters are intended.
         warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
-        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # PEFT corrects it, for GPT-2's layers
+        # PEFT corrects it, for GPT-2's layers.
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
         warnings.filterwarnings("ignore", message="TorchaoLoraLinear was instantiated without")  # reported when merging
-        for flag in ("is_loaded_in_4bit", "is_loaded_in_8bit"):  # PEFT checks a quantised layer's class only if set
+        # PEFT checks a quantised layer's class only if set.
+        for flag in ("is_loaded_in_4bit", "is_loaded_in_8bit"):
             if not getattr(root, flag, False):
                 stack.callback(patch(root, flag, True))
         if any(isinstance(parameter, FakeTensor) for parameter in root.parameters()):
-            stack.enter_context(unset_fake_temporarily())  # PEFT moves its new modules, which fake tensors cannot
+            # PEFT moves its new modules, which fake tensors cannot.
+            stack.enter_context(unset_fake_temporarily())
         try:
             with shown_as_parameters(root):
                 peft.inject_adapter_in_model(config, root, adapter_name=name)

@@ -54,7 +54,8 @@ def base_model(model: nn.Module) -> Iterator[nn.Module]:
     refuse_merged(model, "base_model(model)")
     refuse_changed_base(model, "base_model(model)")
     _warn_of_trained_base(model)
-    trained = [(p, p.requires_grad) for p in model.parameters()]  # PEFT changes it when adapters are switched
+    # PEFT changes ``requires_grad`` when adapters are switched.
+    trained = [(p, p.requires_grad) for p in model.parameters()]
     try:
         with without_adapters(model):
             yield model
@@ -177,7 +178,8 @@ def _plain_module(module: Any, merge: bool) -> nn.Module:
         return module.get_base_layer()
     # PEFT's attention, and its wrappers of tensors.
     plain = module.unload_and_optionally_merge_module(merge=False, safe_merge=True, adapter_names=None)
-    if isinstance(plain, nn.MultiheadAttention):  # PEFT registers these again, at the end of the parameters
+    # PEFT registers these again, at the end of the parameters.
+    if isinstance(plain, nn.MultiheadAttention):
         _put_first_(plain, "in_proj_weight")
         _put_first_(plain.out_proj, "weight")
     return plain
@@ -190,7 +192,8 @@ def _put_first_(module: nn.Module, name: str) -> None:
 
 def _unwrap_peft_models_(model: nn.Module) -> nn.Module:
     """Replace each ``PeftModel`` by the model inside, since PEFT's wrappers cannot run without an adapter."""
-    for name, module in list(model.named_modules(remove_duplicate=False)):  # all modules that hold it
+    # Every module that holds it: it may be registered twice.
+    for name, module in list(model.named_modules(remove_duplicate=False)):
         if is_a(module, PEFT_MODEL):
             plain = module.get_submodule("base_model" if has_prompt(module) else "base_model.model")
             if not name:

@@ -94,7 +94,8 @@ def config_for(config: Any, layers: set[str] | str, scaled: set[str] | str, whol
     config = copy.deepcopy(config)
     config.target_modules, config.modules_to_save = layers, whole
     if hasattr(config, "init_lora_weights"):
-        config.init_lora_weights = True  # the tensors have the same names and shapes; PiSSA would change the layers
+        # The tensors have the same names and shapes; PiSSA would change the layers.
+        config.init_lora_weights = True
     if hasattr(config, "feedforward_modules"):
         config.feedforward_modules = scaled
     return config

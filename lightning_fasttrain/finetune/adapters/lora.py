@@ -133,7 +133,8 @@ class Adapter(Technique):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Restore the random state when resuming mid-epoch, since the loader has drawn from it at the epoch start."""
-        ended = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch  # saved after the last batch of an epoch
+        # The checkpoint was saved after the last batch of an epoch.
+        ended = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         if self._resumed is not None and trainer.fit_loop.restarted_mid_epoch and not ended:
             set_random_state(self._resumed)
         self._resumed = None
@@ -311,7 +312,8 @@ def _papers_own(model: nn.Module, config: Any) -> tuple[Any, Targets]:
         kind: Any = getattr(getattr(module, "config", None), "model_type", None)
         targets = constants.TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING.get(kind)
         if targets is not None:
-            config = copy.deepcopy(config)  # the technique keeps its own configuration for the next model
+            # The technique keeps its own configuration for the next model.
+            config = copy.deepcopy(config)
             config.feedforward_modules = constants.TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING[kind]
             return config, targets
     return config, ALL_LINEAR

@@ -90,7 +90,8 @@ class QuantizedMerge:
             self.originals = OriginalWeights(original, tensors)
         linear = {name: layer for name, layer in layers.items() if is_quantized(layer.get_base_layer())}
         for layer in linear.values():
-            keep_quantized_(layer.get_base_layer())  # otherwise the outputs below are wrong on some CPUs
+            # Otherwise the outputs below are wrong on some CPUs.
+            keep_quantized_(layer.get_base_layer())
         self.inputs = _inputs(model, linear, batch) if batch is not None else {}
         self.against_trained: dict[str, float] = {}
         self.against_original: dict[str, float] = {}
@@ -182,7 +183,8 @@ def _quantized_like(base: Any, merged: nn.Linear) -> nn.Module:
     layer = _linear(weight, merged.bias)
     quantize_layer_(layer, weight, kind, nested, None if kind == "int8" else base.compute_dtype)
     if kind == "int8":
-        layer.state.threshold = base.state.threshold  # columns of inputs above it are multiplied in 16 bits
+        # Columns of inputs above the threshold are multiplied in 16 bits.
+        layer.state.threshold = base.state.threshold
     elif base.compute_dtype is not None:
         round_bias_(layer)
     keep_quantized_(layer)
@@ -233,7 +235,8 @@ def _dtype_of(model: nn.Module, layers: dict[str, Any]) -> torch.dtype:
 
 def _configs_of(model: nn.Module, name: str) -> dict[str, Any]:
     inner = [root for prefix, root in adapted_modules(model).items() if not prefix or name.startswith(f"{prefix}.")]
-    return vars(inner[-1])["peft_config"]  # the innermost, as ``named_modules`` lists outer modules first
+    # The last is the innermost, as ``named_modules`` lists outer modules first.
+    return vars(inner[-1])["peft_config"]
 
 
 def list_adapters(layer: Any) -> set[str]:

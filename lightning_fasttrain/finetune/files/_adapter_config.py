@@ -154,7 +154,8 @@ def _check_settings(settings: dict[str, Any], kind: Any, path: str, version: str
             raise ValueError(explain(where, why, "Load it with peft.PeftModel.from_pretrained, if you trust it"))
         if key in _NAMES:
             for name in [value] if isinstance(value, str) else value:
-                if not re.fullmatch(r"[\w.^$\\-]{1,256}", name):  # no characters that repeat or branch
+                # Characters that repeat or branch are not accepted.
+                if not re.fullmatch(r"[\w.^$\\-]{1,256}", name):
                     why = "only layer names are accepted from files, since matching a pattern can take forever"
                     raise ValueError(explain(f"{where}: {name[:80]!r}", why, "List the layers' names"))
         elif isinstance(value, str) and len(value) > _LONGEST_WORD and key not in _PATTERNS:

@@ -56,7 +56,8 @@ def layers_in_file(keys: Iterable[str], config: Any) -> list[str]:
         at = next((i for i in reversed(range(1, len(parts))) if parts[i].startswith(mark)), None)
         if at is not None:
             name = ".".join(parts[:at])
-            if getattr(config, "target_parameters", None):  # PEFT's layers for the tensors of one module are nested
+            # PEFT's layers for the tensors of one module are nested.
+            if getattr(config, "target_parameters", None):
                 while name.endswith(".base_layer"):
                     name = name.removesuffix(".base_layer")
             found[name] = None

@@ -189,7 +189,8 @@ def _integers(value: object) -> list[int]:
     if isinstance(value, dict):
         value = list(value.values())
     values = value if isinstance(value, list | set | tuple) else [value]
-    return [number for number in values if type(number) is int]  # excludes bool, which is a subclass of int
+    # ``isinstance`` would include bool, which is a subclass of int.
+    return [number for number in values if type(number) is int]
 
 
 def _is_same(parameter: Tensor, stored: Tensor) -> bool:

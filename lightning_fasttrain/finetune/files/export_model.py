@@ -181,7 +181,8 @@ def _write(target: Path, model: Any) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = target.parent / f"{TEMPORARY}{target.name}-{os.getpid()}-{secrets.token_hex(4)}"
     try:
-        with warnings.catch_warnings(action="ignore"):  # about generation settings that were loaded that way
+        # The warnings are about generation settings that were loaded that way.
+        with warnings.catch_warnings(action="ignore"):
             model.save_pretrained(unfinished)
         for path in unfinished.iterdir():
             # All files are on disk before the folder is renamed, which is atomic.

@@ -30,7 +30,8 @@ def cut_virtual_tokens(prompted: Any, args: tuple[Any, ...], given: dict[str, An
         why = "it already contains the virtual tokens, which would be added a second time"
         way_out = "Omit the cache, or use model.generate(...)"
         raise ValueError(explain(f"a cache passed to a {type(prompted).__name__}", why, way_out))
-    if config.peft_type.value == "PREFIX_TUNING":  # the virtual tokens are in the cache, not in the sequence
+    # The virtual tokens are in the cache, not in the sequence.
+    if config.peft_type.value == "PREFIX_TUNING":
         return
     if isinstance(output, tuple):
         why = "the outputs that virtual tokens make longer cannot be identified in a tuple"
@@ -43,7 +44,8 @@ def cut_virtual_tokens(prompted: Any, args: tuple[Any, ...], given: dict[str, An
         if isinstance(value, tuple):
             output[name] = tuple(tensor[:, -source.shape[1] :] for tensor in value)
         elif value is not None:
-            output[name] = value[:, -source.shape[1] :]  # virtual tokens come first, so the end belongs to the input
+            # Virtual tokens come first, so the end belongs to the input.
+            output[name] = value[:, -source.shape[1] :]
 
 
 class StillPrompt(Replacement):
@@ -57,7 +59,8 @@ class StillPrompt(Replacement):
         from transformers.cache_utils import EncoderDecoderCache
 
         cache = type(self.module).get_prompt(self.module, *args, **kwargs)
-        if isinstance(cache, Tensor) or not torch.is_grad_enabled():  # generation needs to extend its cache
+        # Generation needs to extend its cache.
+        if isinstance(cache, Tensor) or not torch.is_grad_enabled():
             return cache
         of_decoder = cache
         if isinstance(cache, EncoderDecoderCache):
@@ -65,7 +68,8 @@ class StillPrompt(Replacement):
             cache.is_updated = _NeverUpdated(cache.is_updated)  # a recomputed block would read it
             of_decoder = cache.self_attention_cache
         for layer in of_decoder.layers:
-            layer.update = partial(_put_behind_prefix, layer)  # only on this cache: each forward gets a new one
+            # Only on this cache: each forward gets a new one.
+            layer.update = partial(_put_behind_prefix, layer)
         return cache
 
 

@@ -89,7 +89,8 @@ def add_prompt_(model: nn.Module, config: Any, *, train: Iterable[str] = (), nam
     if is_there(there, name, config):
         train_mode(root)
         return place
-    as_asked = copy.copy(config.modules_to_save)  # PEFT adds a classifier's head to it, and would add it again
+    # PEFT adds a classifier's head to it, and would add it again.
+    as_asked = copy.copy(config.modules_to_save)
     with ExitStack() as on_error:
         on_error.callback(freeze_(model))
         prompted = _put_before(base, root, config, name)
@@ -98,7 +99,8 @@ def add_prompt_(model: nn.Module, config: Any, *, train: Iterable[str] = (), nam
     use_prompt_(prompted, name, trainable=not config.inference_mode)
     # Keeps a later cast of the model from rounding them.
     keep_in_float32_(prompted.prompt_encoder)
-    for where, module in list(model.named_modules(remove_duplicate=False)):  # all modules that hold it
+    # Every module that holds it: it may be registered twice.
+    for where, module in list(model.named_modules(remove_duplicate=False)):
         if module is base and prompted is not root:
             model.set_submodule(where, prompted)
     train_mode(prompted)

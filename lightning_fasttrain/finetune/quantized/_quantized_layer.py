@@ -104,7 +104,8 @@ def quantize_layer_(
     vars(layer).update({name: value for name, value in vars(like).items() if name not in vars(layer)})
     if kind == "int8":
         layer._parameters["weight"] = _int8_parameter(packed)
-        layer.state.CB, layer.state.SCB = packed, state  # as the first forward of bitsandbytes would do
+        # As the first forward of bitsandbytes would do.
+        layer.state.CB, layer.state.SCB = packed, state
     else:
         layer._parameters["weight"] = _4bit_parameter(packed, state)
         layer.quant_state = state
@@ -236,7 +237,8 @@ def settle_8bit_(layer: Any, *_: Any) -> None:
     if type(weight) is nn.Parameter:
         layer.weight = weight = _int8_parameter(weight.data)
     if weight.CB is not None:
-        if weight.SCB is None:  # PEFT's DoRA moves the weight in each forward, which leaves the constants behind
+        # PEFT's DoRA moves the weight in each forward, which leaves the constants behind.
+        if weight.SCB is None:
             weight.SCB = layer.state.SCB
         layer.init_8bit_state()
     if layer.state.CB.device != weight.device:

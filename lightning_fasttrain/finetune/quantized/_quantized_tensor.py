@@ -50,7 +50,8 @@ def hold_(owner: nn.Module, name: str, holder: nn.Module) -> None:
         DequantizedTensors(owner).install()
         owner.register_state_dict_post_hook(_remove_layer_names)
         owner.register_load_state_dict_pre_hook(_add_layer_names)
-    owner._parameters.pop(name, None)  # first, since torch refuses a module under the name of an existing attribute
+    # The parameter goes first, since torch refuses a module under the name of an existing attribute.
+    owner._parameters.pop(name, None)
     owner.add_module(name, holder)
 
 
@@ -238,7 +239,8 @@ class AddsToHeld(Replacement):
 
     @contextmanager
     def _while_it_lasts(self, holder: nn.Module, names: list[str]) -> Iterator[None]:
-        vars(holder)["added"] = partial(self.add_to, names=names)  # by ``vars``, as the holder is a module
+        # By ``vars``, as the holder is a module.
+        vars(holder)["added"] = partial(self.add_to, names=names)
         try:
             yield
         finally:

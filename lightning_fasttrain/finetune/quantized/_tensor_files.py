@@ -59,7 +59,8 @@ def find_tensors(where: Where | Sequence[Where]) -> dict[str, StoredTensor]:
     if isinstance(where, str | os.PathLike):
         path = local_path(where)
         if path.is_dir():
-            path = path / INDEX if (path / INDEX).exists() else path / WHOLE  # as ``from_pretrained`` looks for them
+            # In the order in which ``from_pretrained`` looks for them.
+            path = path / INDEX if (path / INDEX).exists() else path / WHOLE
         if path.name.endswith(".index.json"):
             return _read_index(path)
         return _in_file(path)
@@ -116,7 +117,8 @@ def _read_index(path: Path) -> dict[str, StoredTensor]:
 def _locate_inside(index: Path, file: str) -> Path:
     folder = index.parent.resolve()
     roots = [folder]
-    if folder.parent.name == "snapshots":  # the cache of Hugging Face, whose files are links to its blobs
+    # The cache of Hugging Face, whose files are links to its blobs.
+    if folder.parent.name == "snapshots":
         roots.append(folder.parent.parent / "blobs")
     path = index.parent / file
     # A backslash separates folders on Windows.
@@ -160,7 +162,8 @@ class OriginalWeights:
         if bias is not None and f"{key}.bias" in self.keys:
             bias = self._read(f"{key}.bias").to(base.weight.device)
         found = f"{list(weight.shape)} of {weight.dtype}"
-        for one in (weight, weight.mT):  # Hugging Face transposes GPT-2's layers when it quantises them
+        # Hugging Face transposes GPT-2's layers when it quantises them.
+        for one in (weight, weight.mT):
             if one.is_floating_point() and one.shape == dequantized.shape:
                 one = one.to(base.weight.device)
                 if relative_error(one.float(), dequantized) < _UNRELATED:
@@ -182,7 +185,8 @@ def _find_prefix(names: list[str], keys: Mapping[str, str]) -> tuple[int, str]:
     The original may have been saved from an outer or an inner module of the merged one.
     """
     first = names[0]
-    cuts = [0, *(i + 1 for i, c in enumerate(first) if c == ".")]  # the full name, and the rest after each dot
+    # The full name, and the rest after each dot.
+    cuts = [0, *(i + 1 for i, c in enumerate(first) if c == ".")]
     for cut in cuts:
         tail = first[cut:]
         for key in keys:

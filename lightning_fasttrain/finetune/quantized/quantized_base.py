@@ -186,7 +186,8 @@ def choose_compute_dtype(wanted: torch.dtype | str, model: nn.Module, weight: to
     if isinstance(wanted, torch.dtype):
         return wanted
     trainer = trainer_of(model)
-    precision = "" if trainer is None else str(trainer.precision)  # the weights may be converted to it later
+    # The Trainer may convert the weights to its precision later.
+    precision = "" if trainer is None else str(trainer.precision)
     device = weight.device if trainer is None else trainer.strategy.root_device
     if precision.startswith("bf16"):
         return torch.bfloat16

@@ -76,7 +76,8 @@ def _hook_(layer: Any, load: Callable[..., None], settle: Callable[..., None]) -
 
 def _disable_repacking_(layer: Any) -> None:
     if getattr(layer.quant_state, "packing_format_for_cpu", False):
-        layer._save_to_state_dict({}, "", keep_vars=True)  # as a side effect, it unpacks the weight
+        # As a side effect, saving unpacks the weight.
+        layer._save_to_state_dict({}, "", keep_vars=True)
         layer.quant_state = layer.weight.quant_state
     layer.support_avx512bf16_for_cpu = False  # bitsandbytes checks it before it repacks
 
@@ -104,7 +105,8 @@ def load_4bit(layer: Any, state_dict: StateDict, prefix: str, *rest: Any) -> Non
         state_dict[name] = _cut_like(layer.weight, packed)
     else:
         return _refuse(state_dict, name, layer, "is neither a plain weight nor quantised to 4 bits", errors)
-    layer.weight.quant_state = layer.quant_state = new  # torch copies the packed weight after this hook
+    # Torch copies the packed weight after this hook.
+    layer.weight.quant_state = layer.quant_state = new
 
 
 def _find_mismatch(weight: Tensor, found: dict[str, Any], old: Any, layer: Any) -> str:
@@ -153,7 +155,8 @@ def load_8bit(layer: Any, state_dict: StateDict, prefix: str, metadata: StateDic
     *_, errors = rest
     name = f"{prefix}weight"
     constants = state_dict.pop(f"{prefix}SCB", None)
-    layout = state_dict.pop(f"{prefix}weight_format", 0)  # older files may have another layout than row-major
+    # Older files may have another layout than row-major.
+    layout = state_dict.pop(f"{prefix}weight_format", 0)
     weight = state_dict.get(name)
     if weight is None:
         return
@@ -190,4 +193,5 @@ def _cut_like(weight: Tensor, packed: Tensor) -> Tensor:
 def _refuse(state_dict: StateDict, name: str, layer: Any, wrong: str, errors: list[str]) -> None:
     way_out = "Quantise with the same kind as the checkpoint, or load a checkpoint of the plain model"
     errors.append(explain(f"{name!r} in the checkpoint {wrong}", f"the layer is a {type(layer).__name__}", way_out))
-    state_dict[name] = layer.weight.detach()  # unchanged, so that no other error is reported for it
+    # The weight stays as it is, so that no other error is reported for it.
+    state_dict[name] = layer.weight.detach()

@@ -50,7 +50,8 @@ def base_fingerprint(model: nn.Module) -> Fingerprint:
     seen: set[int] = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         plain = plain_names.get(name)
-        if plain is None or id(parameter) in seen:  # tied, or listed under another name by an adapter
+        # The parameter is tied, or an adapter lists it under a second name.
+        if plain is None or id(parameter) in seen:
             continue
         seen.add(id(parameter))
         if name in changed:
@@ -89,7 +90,8 @@ def base_names(model: nn.Module) -> dict[str, str]:
 
 def adapters_on(module: nn.Module) -> dict[str, Any]:
     """Return name and configuration of the adapters and prompts that PEFT has added to ``module``."""
-    if is_a(module, "peft.tuners.tuners_utils.BaseTuner"):  # it shares them with the model that it holds
+    # PEFT's model shares them with the model that it holds.
+    if is_a(module, "peft.tuners.tuners_utils.BaseTuner"):
         return {}
     own = vars(module)
     return own.get("peft_config") or own.get("_peft_config") or {}
@@ -190,7 +192,8 @@ def _gather_whole(parameter: nn.Parameter) -> Tensor:
     if isinstance(values, DTensor):
         # With offload the shards are on the host, and collectives run on the device of the mesh.
         return values.to(values.device_mesh.device_type).full_tensor()
-    if not hasattr(parameter, "ds_id"):  # DeepSpeed marks parameters that ZeRO 3 has sharded with it
+    # DeepSpeed marks parameters that ZeRO 3 has sharded with it.
+    if not hasattr(parameter, "ds_id"):
         return values
     from deepspeed.runtime.zero import GatheredParameters
 

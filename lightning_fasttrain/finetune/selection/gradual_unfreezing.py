@@ -123,7 +123,8 @@ class Unfreezing:
         self.unfreeze_to(len(self._groups))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"unfrozen": self.unfrozen, "groups": self.groups}  # earlier versions had another name for the first
+        # Earlier versions had another name for the first entry.
+        return {"unfrozen": self.unfrozen, "groups": self.groups}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Unfreeze as many groups as were unfrozen when the state was saved.

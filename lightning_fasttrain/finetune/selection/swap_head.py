@@ -88,7 +88,8 @@ def _find(model: nn.Module, head: str | None) -> tuple[str, bool]:
         why = "there is no such layer" if head is not None else "no linear layer follows the model's blocks"
         way_out = f"Name the head; the last linear layers are {', '.join(map(repr, linear)) or 'none'}"
         raise ValueError(explain(f"{head=} in {type(model).__name__}", why, way_out))
-    return found[-1], found[-1] in told  # the last of several, as a model registers its head at the end
+    # The last of several, as a model registers its head at the end.
+    return found[-1], found[-1] in told
 
 
 def _linear_like(old: nn.Module, outputs: int, name: str) -> nn.Linear:
@@ -127,14 +128,16 @@ def _tell_transformers(model: nn.Module, name: str, told: bool, before: int, out
             _set_vocabulary(owner, config.get_text_config(), outputs)
         elif vars(owner).get("num_labels") == before:
             if (before == 1) != (outputs == 1):
-                config.problem_type = None  # regression or classification is inferred again from the first labels
+                # Regression or classification is inferred again from the first labels.
+                config.problem_type = None
             owner.num_labels = config.num_labels = outputs
         ties = owner.all_tied_weights_keys
         mine = [key for key in ties if key.startswith(f"{relative}.")]
         for key in mine:
             del ties[key]
         if mine and not ties:
-            config.tie_word_embeddings = False  # otherwise loading would tie the head to the embedding again
+            # Otherwise loading would tie the head to the embedding again.
+            config.tie_word_embeddings = False
 
 
 def _set_vocabulary(owner: Any, config: Any, outputs: int) -> None:

@@ -156,7 +156,8 @@ class CompiledForward(WrappedForward):
         self.is_compared = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.failure is not None or torch.compiler.is_compiling():  # a block inside a compiled one is traced with it
+        # A block inside a compiled one is traced with it.
+        if self.failure is not None or torch.compiler.is_compiling():
             return self.inner(*args, **kwargs)
         self.ran = True
         try:
@@ -170,7 +171,8 @@ class CompiledForward(WrappedForward):
             self.failure = first_line(error)
             what = f"block '{self.name}' ({type(self.module).__name__}) could not be compiled and runs eagerly"
             way_out = "Fix the cause, exclude this block with blocks=, or use fallback=False to see the complete error"
-            warn_on_any_rank(explain(what, self.failure, way_out))  # the compiler may fail on one rank only
+            # The compiler may fail on one rank only.
+            warn_on_any_rank(explain(what, self.failure, way_out))
         return self.inner(*args, **kwargs)
 
     def _judge(self, args: Any, kwargs: Any) -> None:

@@ -74,7 +74,8 @@ def measure_block(
 
     def pack(tensor: Tensor) -> Tensor:
         saved.add(tensor)
-        return tensor.detach()  # an output in its own graph is a reference cycle, which only a backward would free
+        # An output in its own graph is a reference cycle, which only a backward would free.
+        return tensor.detach()
 
     def run() -> Any:
         with forward.leaving_no_trace():
@@ -101,7 +102,8 @@ def measure_block(
         expensive_bytes = mode.kept.nbytes(without=Storages(outputs))
         del outputs
     forward_ms = min(whole)  # other load on the machine only adds time
-    handling = 2 * max(min(watched) - forward_ms, 0.0)  # for keeping in the forward and returning in the recomputation
+    # For keeping in the forward and returning in the recomputation.
+    handling = 2 * max(min(watched) - forward_ms, 0.0)
     cheap_ms = max(forward_ms - min(expensive) + handling, _LEAST * forward_ms)
     return BlockCost(saved_bytes, None if mode.spoilt else expensive_bytes, forward_ms, cheap_ms)
 

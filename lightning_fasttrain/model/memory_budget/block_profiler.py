@@ -101,10 +101,12 @@ class StepWatch:
         self._misses = 0
         self._cautious = False  # every block is recomputed in this pass
         self._passes = 0
-        self._extents: list[int] = []  # largest sizes so far of the first block's input, by dimension
+        # Largest sizes so far of the first block's input, by dimension.
+        self._extents: list[int] = []
         self._measure_costs = False
         self._device = torch.device("cpu")
-        self._pending: list[str] = []  # blocks with forward done in this pass and backward not begun
+        # Blocks with forward done in this pass and backward not begun.
+        self._pending: list[str] = []
         self._window: PeakMemory | None = None
         self._segments: list[str] = []  # for each segment of the window, the last pending block
         self._stopwatch: Stopwatch | None = None
@@ -150,7 +152,8 @@ class StepWatch:
     def watch_recomputation(self, name: str, again: AbstractContextManager[Any]) -> Iterator[None]:
         """Track a recomputation of a block's forward."""
         if self.measuring and name in self._pending:
-            del self._pending[len(self._pending) - 1 - self._pending[::-1].index(name)]  # its last call comes first
+            # The last call of a block is recomputed first.
+            del self._pending[len(self._pending) - 1 - self._pending[::-1].index(name)]
             self._mark()
         with again, self._stopwatch.measure() if self._stopwatch is not None else nullcontext():
             yield
@@ -285,7 +288,8 @@ class StepWatch:
         peak = int(highest_of_all([peak], self._device)[0])
         # If no block holds memory, the peak cannot be lowered further.
         if peak > plan.limit_bytes and any(block.held_bytes for block in plan.blocks):
-            self._misses += 1  # lower the limit more each time, down to the plan that is known to fit
+            # Lower the limit more each time, down to the plan that is known to fit.
+            self._misses += 1
             back = (peak - plan.limit_bytes) << self._misses
             self._aim = plan.predicted_bytes - back if self._misses < 4 else 0
             note_once("MemoryBudget: the peak was above the limit; making a new plan")
