@@ -54,7 +54,7 @@ class CheckpointPolicy(ABC):
             Qualified name of each changed block → how to undo the change.
         """
 
-    def see(self, batch: Any) -> None:  # noqa: B027 (most have nothing to do)
+    def see(self, batch: object) -> None:  # noqa: B027 (most have nothing to do)
         """Called by the Trainer before each batch; a policy that measures memory counts the batch."""
 
 

@@ -78,15 +78,11 @@ class CheckpointSavings:
         self._plain, self._kept, self._calls = Storages(), Storages(), []
         self.saves = recomputed < plain
         if not self.saves:
+            what = f"ActivationCheckpointing({self.policy}) saves no memory in this model"
+            why = f"{calls} calls of blocks keep {recomputed / 2**20:.3g} MiB, including one recomputed block, "
+            why += f"while plain blocks keep {plain / 2**20:.3g} MiB"
             tell = warn if plain >= _WORTH_A_WARNING else note_once
-            tell(
-                explain(
-                    f"ActivationCheckpointing({self.policy}) saves no memory in this model",
-                    f"{calls} calls of blocks keep {recomputed / 2**20:.3g} MiB, including one recomputed block, "
-                    f"while plain blocks keep {plain / 2**20:.3g} MiB",
-                    "Remove it, or select larger blocks with blocks=",
-                )
-            )
+            tell(explain(what, why, "Remove it, or select larger blocks with blocks="))
 
 
 class Storages:

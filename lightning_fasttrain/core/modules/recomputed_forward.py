@@ -43,7 +43,7 @@ class RecomputedForward(WrappedForward):
         self.stops_early = not any(isinstance(inside, nn.RReLU) for inside in module.modules())
         self.looked = False
 
-    def look_at(self, output: Any, inputs: Any) -> None:
+    def look_at(self, output: object, inputs: object) -> None:
         """Refuse, after the first forward in training, an rrelu as a function, which no module shows.
 
         Raises:
@@ -120,7 +120,7 @@ class RecomputedForward(WrappedForward):
         return forward(), Again(recompute)
 
 
-def _nodes_between(output: Any, inputs: Any) -> Iterator[Any]:
+def _nodes_between(output: object, inputs: object) -> Iterator[Any]:
     """Every node of the graph of ``output`` that comes after those of ``inputs``."""
     done = {leaf.grad_fn for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)}
     ahead = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]

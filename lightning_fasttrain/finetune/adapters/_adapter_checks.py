@@ -62,7 +62,7 @@ def check_layers(found: dict[str, nn.Module], config: Any) -> None:
             raise ValueError(explain(f"rank={rank} for '{name}'", why, way_out))
 
 
-def check_parameters(found: Iterable[str], config: Any) -> None:
+def check_parameters(found: Iterable[str], config: object) -> None:
     """Refuse initializations from a decomposition of a layer's weight for adapters on stacked tensors."""
     start = getattr(config, "init_lora_weights", True)
     for name in found:
@@ -71,7 +71,7 @@ def check_parameters(found: Iterable[str], config: Any) -> None:
             raise TypeError(explain(f"'{start}' on the tensor '{name}'", why, "Use init_lora_weights=True"))
 
 
-def _check_quantized_start(name: str, config: Any) -> None:
+def _check_quantized_start(name: str, config: object) -> None:
     start = getattr(config, "init_lora_weights", True)
     if isinstance(start, str) and start.startswith(_DECOMPOSED):
         why = "this initialization needs the values of the weight, and a quantised weight is packed"

@@ -85,7 +85,7 @@ def unload_adapters_(
     names: str | Iterable[str] | None = None,
     into: str | None = None,
     original: Original | None = None,
-    batch: Any = None,
+    batch: object = None,
 ) -> nn.Module:
     """Unload all adapters from ``model``, in place, which restores the classes and names of the plain model.
 
@@ -144,7 +144,7 @@ def _merge_or_unmerge_(
     names: str | Iterable[str] | None,
     into: str | None,
     original: Original | None,
-    batch: Any,
+    batch: object,
 ) -> None:
     layers = tuner_layers(model)
     done = any(layer.merged for layer in layers.values())

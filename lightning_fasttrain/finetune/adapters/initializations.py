@@ -18,7 +18,7 @@ Batches = Collection[Any]
 _TOKENS = {"input_ids", "attention_mask"}
 
 
-def check_start(config: Any, layers: Mapping[str, nn.Module], batches: Batches | None) -> None:
+def check_start(config: object, layers: Mapping[str, nn.Module], batches: Batches | None) -> None:
     """Refuse an initialization that PEFT would fail at or silently ignore.
 
     Raises:
@@ -101,14 +101,14 @@ def config_for(config: Any, layers: set[str] | str, scaled: set[str] | str, whol
     return config
 
 
-def call(model: nn.Module, batch: Any) -> Any:
+def call(model: nn.Module, batch: object) -> Any:
     """Call ``model`` with ``batch``: a dict is passed by keywords, a tuple by position."""
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*(batch if isinstance(batch, tuple | list) else (batch,)))
 
 
-def _rows(batch: Any) -> Iterator[Any]:
+def _rows(batch: object) -> Iterator[Any]:
     """Yield the samples of a batch one at a time, as PEFT's CorDA requires."""
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
     for i in range(len(tensors[0])):

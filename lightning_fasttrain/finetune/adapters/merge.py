@@ -70,7 +70,7 @@ def merge_adapters_(
     *,
     into: str | None = None,
     original: Original | None = None,
-    batch: Any = None,
+    batch: object = None,
 ) -> MergeReport:
     """Merge the adapters into the base weights, in place, so that the forward is as fast as without adapters.
 
@@ -160,7 +160,7 @@ def merge_layers_(
     names: str | Iterable[str] | None,
     into: str | None,
     original: Original | None,
-    batch: Any,
+    batch: object,
     stay: bool = False,
 ) -> MergeReport:
     """Check everything, and merge into these layers, which ``stay`` in the model or are unloaded afterwards."""
@@ -181,7 +181,7 @@ def _merge(
     quantized: dict[str, Any],
     into: str | None,
     original: Original | None,
-    batch: Any,
+    batch: object,
 ) -> MergeReport:
     brought = adapter_parameters(model)
     parameters = [p for name, p in model.named_parameters() if name in brought]

@@ -80,7 +80,7 @@ class QuantizedMerge:
     """
 
     def __init__(
-        self, model: nn.Module, layers: dict[str, Any], into: str | None, original: Original | None, batch: Any
+        self, model: nn.Module, layers: dict[str, Any], into: str | None, original: Original | None, batch: object
     ) -> None:
         self.into, self.dtype = into, _dtype_of(model, layers)
         self.configs = {name: _configs_of(model, name) for name in layers}
@@ -244,7 +244,7 @@ def list_adapters(layer: Any) -> set[str]:
     return {name for attribute in layer.adapter_layer_names for name in getattr(layer, attribute)}
 
 
-def _inputs(model: nn.Module, layers: dict[str, Any], batch: Any) -> dict[str, Tensor]:
+def _inputs(model: nn.Module, layers: dict[str, Any], batch: object) -> dict[str, Tensor]:
     """Return the inputs of each layer when the model is called with ``batch``."""
     seen: dict[str, Tensor] = {}
     handles = []

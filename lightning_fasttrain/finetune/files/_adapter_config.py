@@ -60,7 +60,7 @@ def _sort_any(value: object) -> list[Any]:
     return sorted(value)
 
 
-def refuse_unrepeatable(config: Any, what: str) -> None:
+def refuse_unrepeatable(config: object, what: str) -> None:
     """Refuse adapters whose initialization changed the base in a way that cannot be repeated when loading.
 
     Raises:
@@ -172,7 +172,7 @@ def _hints(kind: Any) -> dict[str, Any]:
 _CONTAINERS = (list, set, tuple, dict)
 
 
-def _fits(value: Any, hint: Any, field: Any = None) -> bool:
+def _fits(value: object, hint: Any, field: Any = None) -> bool:
     """Check whether a value read from JSON has the type that a config declares."""
     if isinstance(value, float) and not math.isfinite(value):
         return False
@@ -191,13 +191,13 @@ def _fits(value: Any, hint: Any, field: Any = None) -> bool:
     return _is_plain(value, hint)
 
 
-def _is_one_of(value: Any, words: tuple[Any, ...]) -> bool:
+def _is_one_of(value: object, words: tuple[Any, ...]) -> bool:
     if isinstance(value, str) and any("[" in str(word) for word in words):  # such as pissa_niter_[number]
         return True
     return isinstance(value, str | int) and value in words
 
 
-def _holds(value: Any, kind: Any, arguments: tuple[Any, ...]) -> bool:
+def _holds(value: object, kind: object, arguments: tuple[Any, ...]) -> bool:
     """Check the elements of a container, where JSON stores sets, tuples and dataclasses as lists and mappings."""
     if kind in (list, set, tuple):
         inner = arguments[0] if arguments else typing.Any
@@ -206,7 +206,7 @@ def _holds(value: Any, kind: Any, arguments: tuple[Any, ...]) -> bool:
     return isinstance(value, dict) and all(_fits(one, inner) for one in value.values())
 
 
-def _is_plain(value: Any, hint: Any) -> bool:
+def _is_plain(value: object, hint: object) -> bool:
     if hint is typing.Any:
         return True
     if hint is bool or isinstance(value, bool):  # a bool is an int

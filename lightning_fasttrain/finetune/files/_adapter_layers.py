@@ -90,7 +90,7 @@ def find_place(model: nn.Module, keys: list[str], config: Any, name: str) -> Pla
     return found[0] if found else None
 
 
-def tensors_meant(root: nn.Module, config: Any) -> dict[str, str]:
+def tensors_meant(root: nn.Module, config: object) -> dict[str, str]:
     """Map the tensors in this model that match the file's settings to the names of their modules."""
     try:
         return find_target_parameters(root, getattr(config, "target_parameters", None) or ())
@@ -98,7 +98,7 @@ def tensors_meant(root: nn.Module, config: Any) -> dict[str, str]:
         return {}
 
 
-def tokens_in_file(keys: Iterable[str], config: Any) -> dict[str, list[int]]:
+def tokens_in_file(keys: Iterable[str], config: object) -> dict[str, list[int]]:
     """Map the embeddings that the file holds single rows of to the rows' indices in the settings."""
     rows = getattr(config, "trainable_token_indices", None) or {}
     found: dict[str, list[int]] = {}
@@ -151,7 +151,7 @@ def layers_meant(layers: Mapping[str, nn.Module], config: Any) -> set[str]:
     return meant
 
 
-def _find_whole(layers: Mapping[str, nn.Module], config: Any, rest: list[str]) -> list[str]:
+def _find_whole(layers: Mapping[str, nn.Module], config: object, rest: list[str]) -> list[str]:
     found: list[str] = []
     for name in layers:
         meant = any(name.endswith(one) for one in getattr(config, "modules_to_save", None) or [])

@@ -59,7 +59,7 @@ def _config_for(place: Place, config: Any) -> Any:
     return config
 
 
-def _skeleton(place: Place, config: Any, device: str) -> nn.Module:
+def _skeleton(place: Place, config: object, device: str) -> nn.Module:
     """Create a module with copies of the layers that the file is for, under their names."""
     layers, skeleton = plain_modules(place.root), nn.Module()
     names = [*place.targets, *place.whole, *place.tokens]

@@ -173,7 +173,7 @@ def load_adapter_(
         expected = expected_tensors(place, config)
         refuse_other_tensors(place.root, file, keys, expected, str(source))
         refuse_not_finite(file, str(source))
-        names, root_prefix, root = _add(model, place, config, name, file)
+        names, root_prefix, root = _add(model, place, config, name)
         _fill_(root, root_prefix, place, name, file)
     _use(root, name, trainable)
     return names
@@ -252,7 +252,7 @@ def _find_place(
     return place
 
 
-def _add(model: nn.Module, place: Place, config: Any, name: str, file: Any) -> tuple[list[str], str, nn.Module]:
+def _add(model: nn.Module, place: Place, config: Any, name: str) -> tuple[list[str], str, nn.Module]:
     """Add the adapter, and return its layers, and the prefix and module that it was added to."""
     if hasattr(config, "feedforward_modules"):
         config.feedforward_modules = _match_exactly(place, place.scaled)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_fasttrain.core.checks import require
 from lightning_fasttrain.core.files.atomic_write import TEMPORARY, sync_folder
 from lightning_fasttrain.core.messages import explain, say
-from lightning_fasttrain.core.modules.select import is_of, keep_outermost
+from lightning_fasttrain.core.modules.select import is_of
 from lightning_fasttrain.finetune.adapters._merged_layers import trained_copies
 from lightning_fasttrain.finetune.adapters.merge import merge_adapters_, unmerge_adapters_
 from lightning_fasttrain.finetune.files._adapter_folder import Folder
@@ -35,6 +35,7 @@ from lightning_fasttrain.finetune.selection.base_fingerprint import (
     is_torchaos,
     plain_name,
 )
+from lightning_fasttrain.finetune.selection.targets import find_hugging_face_model
 
 
 def export_model(model: nn.Module, folder: Folder, *, dtype: torch.dtype | None = None) -> Path:
@@ -73,7 +74,10 @@ def export_model(model: nn.Module, folder: Folder, *, dtype: torch.dtype | None 
         ``PreTrainedModel.save_pretrained`` writes the files.
     """
     require("transformers", extra="finetune")
-    root, target = _find_root(model), Path(folder)
+    why, way_out = "so from_pretrained could not load it", "Use unload_adapters_(model), and save its state_dict()"
+    of_several = "Name one: export_model(model.{}, …)"
+    _, root = find_hugging_face_model(model, f"export_model of a {type(model).__name__}", why, way_out, of_several)
+    target = Path(folder)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         why = "the path already exists and is not overwritten"
         raise ValueError(explain(f"{target}", why, "Choose a new folder, or move the existing one"))
@@ -87,21 +91,6 @@ def export_model(model: nn.Module, folder: Folder, *, dtype: torch.dtype | None 
     with _merge_for_now(root):
         _write(target, _plain_twin(root, _plain_state(root, dtype)))
     return target
-
-
-def _find_root(model: nn.Module) -> Any:
-    from transformers import PreTrainedModel
-
-    found = keep_outermost({name: one for name, one in model.named_modules() if isinstance(one, PreTrainedModel)})
-    if not found:
-        why = "it contains no Hugging Face model, so from_pretrained could not load it"
-        way_out = "Use unload_adapters_(model), and save its state_dict()"
-        raise TypeError(explain(f"export_model of a {type(model).__name__}", why, way_out))
-    if len(found) > 1:
-        why = f"it contains several Hugging Face models: {', '.join(found)}"
-        way_out = f"Name one: export_model(model.{next(iter(found))}, …)"
-        raise ValueError(explain(f"export_model of a {type(model).__name__}", why, way_out))
-    return next(iter(found.values()))
 
 
 @contextmanager

@@ -178,21 +178,14 @@ def fake_parts(layer: Any) -> dict[int, Any]:
 
 
 def _4bit_parameter(packed: Tensor, state: Any) -> nn.Parameter:
-    if isinstance(packed, FakeTensor):  # a fake tensor cannot be converted to another tensor class
-        parameter: Any = nn.Parameter(packed, requires_grad=False)
-        parameter.quant_state, parameter.quant_type, parameter.blocksize = state, state.quant_type, state.blocksize
-        parameter.compress_statistics, parameter.quant_storage = state.nested, packed.dtype
+    settings = {"quant_state": state, "quant_type": state.quant_type, "blocksize": state.blocksize}
+    settings |= {"compress_statistics": state.nested, "quant_storage": packed.dtype}
+    # A fake tensor cannot be converted to another tensor class.
+    if isinstance(packed, FakeTensor):
+        parameter = nn.Parameter(packed, requires_grad=False)
+        vars(parameter).update(settings)
         return parameter
-    return require_bitsandbytes().nn.Params4bit(
-        packed,
-        requires_grad=False,
-        quant_state=state,
-        blocksize=state.blocksize,
-        compress_statistics=state.nested,
-        quant_type=state.quant_type,
-        quant_storage=packed.dtype,
-        bnb_quantized=True,
-    )
+    return require_bitsandbytes().nn.Params4bit(packed, requires_grad=False, bnb_quantized=True, **settings)
 
 
 def _int8_parameter(packed: Tensor) -> nn.Parameter:

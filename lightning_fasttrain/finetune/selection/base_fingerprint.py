@@ -162,7 +162,7 @@ def _changed_names(model: nn.Module) -> set[str]:
     return changed
 
 
-def changes_base(config: Any) -> bool:
+def changes_base(config: object) -> bool:
     start = getattr(config, "init_lora_weights", True)
     # These initializations write only to A and B; PEFT's other ones also change the weight.
     decomposed = isinstance(start, str) and start not in ("gaussian", "eva", "orthogonal", "mica")

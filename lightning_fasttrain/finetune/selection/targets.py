@@ -10,8 +10,8 @@ from torch import nn
 from lightning_fasttrain.core.checks import require
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.heads import find_heads
-from lightning_fasttrain.core.modules.layer_kinds import is_linear, layers_of, stands_for
-from lightning_fasttrain.core.modules.select import as_list, has_parameters, is_wanted, select
+from lightning_fasttrain.core.modules.layer_kinds import HUGGING_FACE_MODEL, is_a, is_linear, layers_of, stands_for
+from lightning_fasttrain.core.modules.select import as_list, has_parameters, is_wanted, keep_outermost, select
 from lightning_fasttrain.finetune.selection.uncovered_weights import read_past
 
 Target = str | re.Pattern[str] | type[nn.Module]
@@ -148,6 +148,31 @@ def list_layer_kinds(layers: dict[str, nn.Module]) -> str:
         if has_parameters(layer, recurse=False):
             kinds[f"{name.rpartition('.')[2]} ({type(layer).__name__})"] += 1
     return ", ".join(f"{kind} ×{count}" for kind, count in kinds.most_common(12)) or "none"
+
+
+def find_hugging_face_model(
+    model: nn.Module, what: str, why: str, way_out: str, of_several: str, *kinds: str
+) -> tuple[str, Any]:
+    """Return the name of the one Hugging Face model in ``model``, or of a module of other ``kinds`` around it, and it.
+
+    Args:
+        model: any module.
+        what, why, way_out: what needs the model, why it needs one, and what to do without one.
+        of_several: what to do with several; ``{}`` is the name of the first.
+        kinds: further classes to find.
+
+    Raises:
+        TypeError: there is none.
+        ValueError: there are several.
+    """
+    wanted = {name: module for name, module in model.named_modules() if is_a(module, HUGGING_FACE_MODEL, *kinds)}
+    found = keep_outermost(wanted)
+    if not found:
+        raise TypeError(explain(what, f"it holds no Hugging Face model, {why}", way_out))
+    if len(found) > 1:
+        why = f"it holds several Hugging Face models: {', '.join(map(repr, found))}"
+        raise ValueError(explain(what, why, of_several.format(next(iter(found)))))
+    return next(iter(found.items()))
 
 
 def require_peft() -> Any:

@@ -109,7 +109,7 @@ class CompiledEntry:
         self.key = ""  # key of the verdict in the cache
         self.known: Mapping[str, Any] = {}  # key → cached verdict
 
-    def judge(self, block: "CompiledForward", args: Any, kwargs: Any) -> Verdict:
+    def judge(self, block: "CompiledForward", args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Verdict:
         """Compare once, or use the verdict of an earlier process on the same code."""
         self.key = key_of(block.module, self.options)
         known = self.known.get(self.key)
@@ -120,7 +120,7 @@ class CompiledEntry:
             note_once(f"CompileBlocks: '{block.name}' was not compared with the eager block: {why}")
         return self.verdict
 
-    def _compare(self, block: "CompiledForward", args: Any, kwargs: Any) -> Verdict:
+    def _compare(self, block: "CompiledForward", args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Verdict:
         def compile_again() -> Callable[..., Any]:
             return functools.partial(torch.compile(self._code, **self.options), block.target)
 
@@ -175,7 +175,7 @@ class CompiledForward(WrappedForward):
             warn_on_any_rank(explain(what, self.failure, way_out))
         return self.inner(*args, **kwargs)
 
-    def _judge(self, args: Any, kwargs: Any) -> None:
+    def _judge(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.is_compared = True
         verdict = self.entry.judge(self, args, kwargs)
         if not verdict.failure:

@@ -124,7 +124,7 @@ class StepWatch:
         idle.measuring = False
         return idle
 
-    def see(self, batch: Any) -> None:
+    def see(self, batch: object) -> None:
         """Record which batch comes: if the loader keeps it, it existed before the step."""
         if self._window is not None:
             self._window.hold(batch)
@@ -198,7 +198,7 @@ class StepWatch:
             self._open_window(tensors)
         self._extents = [max(pair) for pair in zip_longest(self._extents, tensors[0].shape, fillvalue=0)]
 
-    def _on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _on_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         """Hook: an optimizer has stepped; the first one of this model ends the first step."""
         # -1: no backward is running. Optimizers that update inside the backward step many times per step.
         if optimizer in self._optimizers or torch._C._current_graph_task_id() != -1:

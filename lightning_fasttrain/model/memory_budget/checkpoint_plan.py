@@ -192,14 +192,10 @@ def make_plan(
     highest = max(peaks.values())
     if highest > limit_bytes:
         least, short = highest / GIB, (highest - limit_bytes) / GIB
-        raise ValueError(
-            explain(
-                f"MemoryBudget of {limit_bytes / GIB:.3g} GiB",
-                f"a step takes {least:.3g} GiB even with every block recomputed, {short:.2g} GiB above the limit",
-                "Use smaller micro-batches (MicroBatching), a loss without the logits (FusedLossHead, "
-                "linear_cross_entropy), or ActivationOffload",
-            )
-        )
+        why = f"a step takes {least:.3g} GiB even with every block recomputed, {short:.2g} GiB above the limit"
+        way_out = "Use smaller micro-batches (MicroBatching), a loss without the logits (FusedLossHead, "
+        way_out += "linear_cross_entropy), or ActivationOffload"
+        raise ValueError(explain(f"MemoryBudget of {limit_bytes / GIB:.3g} GiB", why, way_out))
     choices = [_choices(cost) for cost in costs.values()]
     # With zero free bytes every block is recomputed, which holds nothing and so always fits.
     capacity = [max(aim_bytes - peaks.get(name, 0), 0) for name in costs]
