@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -9,16 +10,20 @@ from torch import nn
 
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.select import is_inside, names_above
+from lightning_fasttrain.finetune.files._adapter_folder import WEIGHTS
 from lightning_fasttrain.finetune.selection.base_fingerprint import (
+    Fingerprint,
     adapter_holders,
     adapters_on,
     base_names,
     first_few,
     plain_name,
+    refuse_other_base,
 )
 from lightning_fasttrain.finetune.selection.targets import ends_like, find_target_parameters, require_peft
 
 PREFIX = "base_model.model."
+WRONG_BASE = "Load the base that it was trained with, or pass check_base=False if you know that it matches"
 TOKENS = ".token_adapter.trainable_tokens_delta"  # PEFT's name for single rows of an embedding
 
 
@@ -45,7 +50,62 @@ class Place:
     tensors: dict[str, str] = field(default_factory=dict)
 
 
-def layers_in_file(keys: Iterable[str], config: Any) -> list[str]:
+def other_model(what: str, why: str) -> ValueError:
+    """Return the error for an adapter whose file does not fit the model."""
+    return ValueError(explain(f"{what} is for another model", why, "Load the model that it was trained with"))
+
+
+def find_place(
+    model: nn.Module, keys: list[str], config: Any, name: str, source: Path, fingerprint: Fingerprint | None
+) -> Place:
+    """Find the module in ``model`` that has all layers named in the file, and no further ones that the settings name.
+
+    Raises:
+        ValueError: no module has them, or several have; the module has another fingerprint than the file's base.
+    """
+    targets = _layers_in_file(keys, config)
+    if not targets:
+        why = f"it has no tensors of a {config.peft_type.value} adapter"
+        raise ValueError(explain(f"{source / WEIGHTS}", why, "Save it again"))
+    place = _find_only_place(model, keys, config, name)
+    root = place.root if place is not None else _nearest_place(model, keys, fingerprint, name)
+    what = f"the adapter in {source}"
+    if fingerprint is not None:
+        refuse_other_base(fingerprint, root, what, WRONG_BASE)
+    layers = plain_modules(root)
+    if place is None:
+        absent = [target for target in targets if target not in layers]
+        absent = absent or [key for key in keys if not is_inside(key, set(targets))]
+        raise other_model(what, f"{type(model).__name__} has no {first_few(absent)}")
+    meant = {*_layers_meant(layers, config), *_tensors_meant(place.root, config).values()}
+    more = sorted(meant - {*targets, *place.whole})
+    if more:
+        raise other_model(what, f"it has no tensors for {first_few(more)}, which its settings include")
+    return place
+
+
+def _find_only_place(model: nn.Module, keys: list[str], config: Any, name: str) -> Place | None:
+    targets, tokens = _layers_in_file(keys, config), _tokens_in_file(keys, config)
+    inside = {*targets, *tokens}
+    rest = [key for key in keys if not is_inside(key, inside)]
+    found = []
+    for prefix, root in _candidates(model, name).items():
+        layers, owned = plain_modules(root), set(base_names(root).values())
+        whole = _find_whole(layers, config, rest)
+        ours = [key for key in rest if key in owned or is_inside(key, set(whole))]
+        if all(name in layers for name in inside) and len(ours) == len(rest):
+            tensors = {tensor: name for tensor, name in _tensors_meant(root, config).items() if name in targets}
+            alone = [name for name in targets if name not in tensors.values()]
+            found.append(Place(prefix, root, alone, whole, tokens=tokens, tensors=tensors))
+    if len(found) > 1:
+        names = [place.prefix.removesuffix(".") or "the model itself" for place in found]
+        why = f"{first_few(names)} have its layers"
+        way_out = f"Name one: load_adapter_(model.{names[0]}, …)"
+        raise ValueError(explain(f"{type(model).__name__} has several places for the adapter", why, way_out))
+    return found[0] if found else None
+
+
+def _layers_in_file(keys: Iterable[str], config: Any) -> list[str]:
     """Return the names of the layers that the file has adapter tensors for."""
     peft: Any = require_peft()
     mark = peft.mapping.PEFT_TYPE_TO_PREFIX_MAPPING[config.peft_type]
@@ -64,33 +124,7 @@ def layers_in_file(keys: Iterable[str], config: Any) -> list[str]:
     return list(found)
 
 
-def find_place(model: nn.Module, keys: list[str], config: Any, name: str) -> Place | None:
-    """Find the module in ``model`` that has all layers named in the file; None if there is none.
-
-    Raises:
-        ValueError: several modules have them.
-    """
-    targets, tokens = layers_in_file(keys, config), tokens_in_file(keys, config)
-    inside = {*targets, *tokens}
-    rest = [key for key in keys if not is_inside(key, inside)]
-    found = []
-    for prefix, root in candidates(model, name).items():
-        layers, owned = plain_modules(root), set(base_names(root).values())
-        whole = _find_whole(layers, config, rest)
-        ours = [key for key in rest if key in owned or is_inside(key, set(whole))]
-        if all(name in layers for name in inside) and len(ours) == len(rest):
-            tensors = {tensor: name for tensor, name in tensors_meant(root, config).items() if name in targets}
-            alone = [name for name in targets if name not in tensors.values()]
-            found.append(Place(prefix, root, alone, whole, tokens=tokens, tensors=tensors))
-    if len(found) > 1:
-        names = [place.prefix.removesuffix(".") or "the model itself" for place in found]
-        why = f"{first_few(names)} have its layers"
-        way_out = f"Name one: load_adapter_(model.{names[0]}, …)"
-        raise ValueError(explain(f"{type(model).__name__} has several places for the adapter", why, way_out))
-    return found[0] if found else None
-
-
-def tensors_meant(root: nn.Module, config: object) -> dict[str, str]:
+def _tensors_meant(root: nn.Module, config: object) -> dict[str, str]:
     """Map the tensors in this model that match the file's settings to the names of their modules."""
     try:
         return find_target_parameters(root, getattr(config, "target_parameters", None) or ())
@@ -98,7 +132,7 @@ def tensors_meant(root: nn.Module, config: object) -> dict[str, str]:
         return {}
 
 
-def tokens_in_file(keys: Iterable[str], config: object) -> dict[str, list[int]]:
+def _tokens_in_file(keys: Iterable[str], config: object) -> dict[str, list[int]]:
     """Map the embeddings that the file holds single rows of to the rows' indices in the settings."""
     rows = getattr(config, "trainable_token_indices", None) or {}
     found: dict[str, list[int]] = {}
@@ -110,7 +144,7 @@ def tokens_in_file(keys: Iterable[str], config: object) -> dict[str, list[int]]:
     return found
 
 
-def candidates(model: nn.Module, name: str) -> dict[str, nn.Module]:
+def _candidates(model: nn.Module, name: str) -> dict[str, nn.Module]:
     """Map prefixes to the modules whose layers an adapter's file may name: adapted modules, or else candidates."""
     from transformers import PreTrainedModel
 
@@ -134,7 +168,7 @@ def plain_modules(root: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def layers_meant(layers: Mapping[str, nn.Module], config: Any) -> set[str]:
+def _layers_meant(layers: Mapping[str, nn.Module], config: Any) -> set[str]:
     """Return the names of the layers in this model that match the file's settings; empty if these are patterns.
 
     A model with more blocks than the trained one has all layers of the file, and further matching ones.
@@ -160,8 +194,8 @@ def _find_whole(layers: Mapping[str, nn.Module], config: object, rest: list[str]
     return found
 
 
-def nearest_place(model: nn.Module, keys: list[str], fingerprint: Mapping[str, str] | None, name: str) -> nn.Module:
+def _nearest_place(model: nn.Module, keys: list[str], fingerprint: Mapping[str, str] | None, name: str) -> nn.Module:
     """Return the module that has most of the names, for an error message about the missing ones."""
     wanted = {key.rpartition(".")[0] for key in fingerprint or keys}
     parts = wanted.union(*map(names_above, wanted))
-    return max(candidates(model, name).values(), key=lambda root: len(parts & set(plain_modules(root))))
+    return max(_candidates(model, name).values(), key=lambda root: len(parts & set(plain_modules(root))))

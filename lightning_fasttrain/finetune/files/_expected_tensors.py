@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.finetune.adapters.initializations import config_for
-from lightning_fasttrain.finetune.files._adapter_layers import PREFIX, TOKENS, Place, plain_modules
+from lightning_fasttrain.finetune.files._adapter_layers import PREFIX, TOKENS, Place, other_model, plain_modules
 from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized
 from lightning_fasttrain.finetune.quantized._quantized_tensor import shown_as_parameters
 from lightning_fasttrain.finetune.quantized._tensor_files import DTYPES
@@ -215,8 +215,3 @@ def refuse_other_tokens(place: Place, file: Any, what: str) -> None:
             why += f"which has {known} rows, and holds {stored} rows"
             way_out = "Add the same tokens to the base first with resize_token_embeddings"
             raise ValueError(explain(f"the adapter in {what} is for another vocabulary", why, way_out))
-
-
-def other_model(what: str, why: str) -> ValueError:
-    """Return the error for an adapter whose file does not fit the model."""
-    return ValueError(explain(f"{what} is for another model", why, "Load the model that it was trained with"))

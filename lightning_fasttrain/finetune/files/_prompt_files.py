@@ -9,7 +9,8 @@ from torch import nn
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.select import names_above
 from lightning_fasttrain.finetune.adapters.add_adapter import use_prompt_
-from lightning_fasttrain.finetune.files._expected_tensors import other_model, refuse_not_finite
+from lightning_fasttrain.finetune.files._adapter_layers import WRONG_BASE, other_model
+from lightning_fasttrain.finetune.files._expected_tensors import refuse_not_finite
 from lightning_fasttrain.finetune.prompts.add_prompt import (
     add_prompt_,
     check_prompt_config,
@@ -33,7 +34,6 @@ _FROM_HERE: dict[str, Any] = {
     **dict.fromkeys(("num_layers", "token_dim", "num_attention_heads", "num_transformer_submodules")),
     "encoder_hidden_size": None,
 }
-WRONG_BASE = "Load the base that it was trained with, or pass check_base=False if you know that it matches"
 
 
 def load_prompts_(

@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 
 from lightning_fasttrain.core.files.safe_load import open_safetensors
 from lightning_fasttrain.core.messages import explain, warn
-from lightning_fasttrain.core.modules.select import is_inside
 from lightning_fasttrain.core.state.rng import same_random_state
 from lightning_fasttrain.finetune.adapters._adapter_checks import check_name, refuse_namesake
 from lightning_fasttrain.finetune.adapters.add_adapter import adapted_modules, adapter_parameters, add_adapter_
@@ -25,32 +24,20 @@ from lightning_fasttrain.finetune.files._adapter_folder import (
     stored_fingerprint,
     write_adapter,
 )
-from lightning_fasttrain.finetune.files._adapter_layers import (
-    PREFIX,
-    Place,
-    find_place,
-    layers_in_file,
-    layers_meant,
-    nearest_place,
-    plain_modules,
-    tensors_meant,
-)
+from lightning_fasttrain.finetune.files._adapter_layers import PREFIX, Place, find_place
 from lightning_fasttrain.finetune.files._expected_tensors import (
     expected_tensors,
-    other_model,
     refuse_not_finite,
     refuse_other_tensors,
     refuse_other_tokens,
     refuse_sizes_beyond_the_layers,
 )
-from lightning_fasttrain.finetune.files._prompt_files import WRONG_BASE, load_prompts_
+from lightning_fasttrain.finetune.files._prompt_files import load_prompts_
 from lightning_fasttrain.finetune.prompts.add_prompt import plain_model
 from lightning_fasttrain.finetune.selection.base_fingerprint import (
-    Fingerprint,
     adapters_on,
     base_names,
     first_few,
-    refuse_other_base,
 )
 from lightning_fasttrain.finetune.selection.targets import ends_like, match_exactly
 
@@ -164,7 +151,7 @@ def load_adapter_(
             return load_prompts_(model, source, file, config, name, trainable, fingerprint)
         refuse_unrepeatable(config, f"the adapter in {source}")
         keys = _layer_keys(list(file.keys()), source)
-        place = _find_place(model, keys, config, name, source, fingerprint)
+        place = find_place(model, keys, config, name, source, fingerprint)
         refuse_namesake(name, base_names(place.root).values())
         if hasattr(config, "feedforward_modules"):
             place.scaled = _scaled_at_input(place, config, keys, file)
@@ -224,32 +211,6 @@ def _layer_keys(keys: list[str], source: Path) -> list[str]:
         what = f"{source / WEIGHTS} is not an adapter file"
         raise ValueError(explain(what, why, "Save it with save_adapter or PEFT"))
     return [key.removeprefix(PREFIX) for key in keys]
-
-
-def _find_place(
-    model: nn.Module, keys: list[str], config: Any, name: str, source: Path, fingerprint: Fingerprint | None
-) -> Place:
-    targets = layers_in_file(keys, config)
-    if not targets:
-        why = f"it has no tensors of a {config.peft_type.value} adapter"
-        raise ValueError(explain(f"{source / WEIGHTS}", why, "Save it again"))
-    place = find_place(model, keys, config, name)
-    root = place.root if place is not None else nearest_place(model, keys, fingerprint, name)
-    what = f"the adapter in {source}"
-    if fingerprint is not None:
-        refuse_other_base(fingerprint, root, what, WRONG_BASE)
-    layers = plain_modules(root)
-    absent = [target for target in targets if target not in layers]
-    if place is None:
-        absent = absent or [key for key in keys if not is_inside(key, set(targets))]
-        why = f"{type(model).__name__} has no {first_few(absent)}"
-        raise other_model(what, why)
-    meant = {*layers_meant(layers, config), *tensors_meant(place.root, config).values()}
-    more = sorted(meant - {*targets, *place.whole})
-    if more:
-        why = f"it has no tensors for {first_few(more)}, which its settings include"
-        raise other_model(what, why)
-    return place
 
 
 def _add(model: nn.Module, place: Place, config: Any, name: str) -> tuple[list[str], str, nn.Module]:
