@@ -11,7 +11,8 @@ from lightning_fasttrain.core.modules.layer_kinds import is_a, is_tuner
 from lightning_fasttrain.core.modules.wrapped_forward import Replacement
 
 _LOW = (torch.bfloat16, torch.float16)
-_DICTS = ("torch.nn.ModuleDict", "torch.nn.ParameterDict", "peft.tuners._buffer_dict.BufferDict")
+_DICTS = (nn.ModuleDict, nn.ParameterDict)
+_BUFFER_DICT = "peft.tuners._buffer_dict.BufferDict"
 
 
 class StaysInFloat32(Replacement):
@@ -66,4 +67,4 @@ def _containers(layer: Any) -> list[Any]:
         return []
     children = dict(layer.named_children())
     children.pop("base_layer", None)  # its containers do not belong to an adapter
-    return [child for child in children.values() if is_a(child, *_DICTS)]
+    return [child for child in children.values() if isinstance(child, _DICTS) or is_a(child, _BUFFER_DICT)]
