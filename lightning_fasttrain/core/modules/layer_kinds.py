@@ -13,13 +13,13 @@ HUGGING_FACE_MODEL = "transformers.modeling_utils.PreTrainedModel"
 CONV1D = "transformers.pytorch_utils.Conv1D"
 
 
-def imported_class(name: str) -> Any:
+def find_imported_class(name: str) -> Any:
     """Return the class of this dotted name; None while its file has not been imported.
 
     Until then no module can be an instance of it, so optional packages are never imported for the question.
 
     Example:
-        >>> imported_class("torch.nn.Linear"), imported_class("nowhere.Linear")
+        >>> find_imported_class("torch.nn.Linear"), find_imported_class("nowhere.Linear")
         (<class 'torch.nn.modules.linear.Linear'>, None)
     """
     home, _, own = name.rpartition(".")
@@ -33,7 +33,7 @@ def is_a(module: object, *names: str) -> bool:
         >>> is_a(nn.Linear(1, 1), TUNER, "torch.nn.Linear")
         True
     """
-    kinds = filter(None, map(imported_class, names))
+    kinds = filter(None, map(find_imported_class, names))
     return isinstance(module, tuple(kinds))
 
 
@@ -42,7 +42,7 @@ def is_tuner(module: object) -> bool:
     return is_a(module, TUNER)
 
 
-def tuners_in(model: nn.Module) -> dict[str, Any]:
+def find_tuners(model: nn.Module) -> dict[str, Any]:
     """Map qualified names to PEFT's layers in ``model``, also to those inside others."""
     return {name: module for name, module in model.named_modules() if is_tuner(module)}
 

@@ -97,11 +97,11 @@ def has_parameters(module: nn.Module, recurse: bool = True) -> bool:
     return any(True for _ in module.parameters(recurse))
 
 
-def names_above(name: str) -> list[str]:
+def list_names_above(name: str) -> list[str]:
     """Return the names of the modules that hold ``name``, from the outermost to the innermost.
 
     Example:
-        >>> names_above("blocks.0.weight")
+        >>> list_names_above("blocks.0.weight")
         ['blocks', 'blocks.0']
     """
     return [name[:i] for i, letter in enumerate(name) if letter == "."]
@@ -109,10 +109,10 @@ def names_above(name: str) -> list[str]:
 
 def is_inside(name: str, modules: Collection[str]) -> bool:
     """Check whether ``name`` is that of a part of one of the ``modules``."""
-    return any(above in modules for above in names_above(name))
+    return any(above in modules for above in list_names_above(name))
 
 
-def is_of(name: str, modules: Collection[str]) -> bool:
+def is_part_of(name: str, modules: Collection[str]) -> bool:
     """Check whether ``name`` is one of the ``modules``, or inside of one; all names are inside of ``""``, the model."""
     return "" in modules or name in modules or is_inside(name, modules)
 
@@ -121,7 +121,7 @@ def keep_outermost(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
     """Keep the named modules that lie in no other of them."""
     kept: dict[str, nn.Module] = {}
     for name, module in modules.items():  # parents come before their children
-        if not is_of(name, kept):
+        if not is_part_of(name, kept):
             kept[name] = module
     return kept
 
@@ -130,7 +130,7 @@ def find_skipped(model: nn.Module, skip: Blocks) -> set[str]:
     """Names of the modules that a user wants left as they are, and of all that lies inside of them."""
     modules = dict(model.named_modules())
     outer = select(model, as_list(skip), modules, "skip")
-    return {name for name in modules if is_of(name, outer)}
+    return {name for name in modules if is_part_of(name, outer)}
 
 
 def group_by_reason(left: Mapping[str, str]) -> dict[str, list[str]]:

@@ -48,11 +48,11 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 @contextmanager
-def same_random_state() -> Iterator[None]:
+def keep_random_state() -> Iterator[None]:
     """Restore the random state at the end of a ``with`` block.
 
     Example:
-        >>> with same_random_state():
+        >>> with keep_random_state():
         ...     drawn = torch.rand(1)
         >>> torch.equal(torch.rand(1), drawn)
         True

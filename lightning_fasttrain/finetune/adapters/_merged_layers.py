@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.layer_kinds import WRAPPER, is_a, is_tuner, tuners_in, walk_around
+from lightning_fasttrain.core.modules.layer_kinds import WRAPPER, find_tuners, is_a, is_tuner, walk_around
 from lightning_fasttrain.core.modules.wrapped_forward import Replacement
 from lightning_fasttrain.finetune.adapters.add_adapter import adapted_modules
 from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized
@@ -27,7 +27,7 @@ def tuner_layers(model: nn.Module) -> dict[str, Any]:
     return layers
 
 
-def trained_copies(model: nn.Module) -> dict[str, Any]:
+def find_trained_copies(model: nn.Module) -> dict[str, Any]:
     """Map qualified names to PEFT's wrappers that hold a fully trained copy of a module for each adapter."""
     wrappers: dict[str, Any] = {}
     for name, module in model.named_modules():
@@ -61,7 +61,7 @@ class Originals(Replacement):
         for name, holder in self.held.items():
             hold_(self.owner, name, holder)
         # PEFT's attention turns its weights into parameters again when called.
-        tuners = tuners_in(self.module)
+        tuners = find_tuners(self.module)
         for base, name, tensor in self.weights:
             parameter = base.get_parameter(name)
             parameter.data = tensor.to(parameter.device, parameter.dtype)
@@ -83,7 +83,7 @@ def wrappers_in(layer: Any) -> list[Any]:
     return found
 
 
-def quantized_under(layer: Any) -> dict[str, Any]:
+def find_quantized_under(layer: Any) -> dict[str, Any]:
     """Map the quantised tensors that one of PEFT's layers adapts to the quantised layers that hold them."""
     base = layer.get_base_layer()
     if is_quantized(base):
@@ -93,4 +93,4 @@ def quantized_under(layer: Any) -> dict[str, Any]:
 
 
 def _bases(layer: Any) -> list[nn.Module]:
-    return [module.get_base_layer() for module in tuners_in(layer).values()]
+    return [module.get_base_layer() for module in find_tuners(layer).values()]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.select import is_of
+from lightning_fasttrain.core.modules.select import is_part_of
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch, undo_all
 from lightning_fasttrain.finetune.adapters.add_adapter import adapter_parameters
 from lightning_fasttrain.finetune.selection.base_fingerprint import base_fingerprint, is_fingerprint, refuse_other_base
@@ -56,7 +56,7 @@ def trained_names(model: nn.Module) -> list[str]:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name in model.state_dict():
         # By name: quantised weights have nested keys, such as "weight.absmax".
-        changes = name in trains or (name not in parameters and not is_of(name, frozen))
+        changes = name in trains or (name not in parameters and not is_part_of(name, frozen))
         if name in adapters or changes:
             names.append(name)
     return names

@@ -15,7 +15,7 @@ from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.modules.heads import find_heads
 from lightning_fasttrain.core.modules.layer_kinds import TUNER, WRAPPER, is_a
 from lightning_fasttrain.core.modules.parameters import count_parameters
-from lightning_fasttrain.core.modules.select import is_of
+from lightning_fasttrain.core.modules.select import is_part_of
 from lightning_fasttrain.core.modules.wrapped_forward import patch
 from lightning_fasttrain.finetune.adapters._adapter_checks import (
     check_config,
@@ -147,7 +147,7 @@ def report_added(model: nn.Module, config: Any, name: str, what: str) -> None:
 
 def _refuse_both(found: Iterable[str], whole: Collection[str]) -> None:
     for target in found:
-        if is_of(target, whole):
+        if is_part_of(target, whole):
             raise ValueError(explain(f"'{target}'", "it is both a target and in train=", "Remove it from one of them"))
 
 

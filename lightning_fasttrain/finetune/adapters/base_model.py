@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.modules.layer_kinds import TUNER, WRAPPER, is_a, is_tuner, walk_around
-from lightning_fasttrain.core.modules.select import is_of
+from lightning_fasttrain.core.modules.select import is_part_of
 from lightning_fasttrain.finetune.adapters._merged_layers import tuner_layers
 from lightning_fasttrain.finetune.adapters.add_adapter import (
     adapted_modules,
@@ -224,7 +224,7 @@ def refuse_changed_base(model: nn.Module, what: str) -> None:
 
 def _warn_of_trained_base(model: nn.Module) -> None:
     brought, roots = adapter_parameters(model), adapted_modules(model)
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad and is_of(name, roots)]
-    unfrozen = [name for name in trained if name not in brought]
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    unfrozen = [name for name in trained if is_part_of(name, roots) and name not in brought]
     if unfrozen:
         warn(f"base_model: {first_few(unfrozen)} train too, so this is not the pretrained model. Freeze them.")

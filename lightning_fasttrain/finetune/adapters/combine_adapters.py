@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_fasttrain.core.checks import one_of, positive_int
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.layer_kinds import tuners_in
+from lightning_fasttrain.core.modules.layer_kinds import find_tuners
 from lightning_fasttrain.finetune.adapters.add_adapter import (
     adapted_modules,
     adapter_names,
@@ -134,7 +134,7 @@ def remove_adapter_(model: nn.Module, name: str) -> None:
 
 
 def _layers(model: nn.Module, weights: Mapping[str, float]) -> dict[str, Any]:
-    found = {place: layer for place, layer in tuners_in(model).items() if set(weights) & set(layer.r)}
+    found = {place: layer for place, layer in find_tuners(model).items() if set(weights) & set(layer.r)}
     # PEFT keeps the factors of embeddings in ``lora_embedding_A``.
     embeddings = [place for place, layer in found.items() if not set(weights) & set(layer.lora_A)]
     if embeddings:

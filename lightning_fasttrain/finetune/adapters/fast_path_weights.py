@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_fasttrain.core.modules.layer_kinds import is_tuner, tuners_in
+from lightning_fasttrain.core.modules.layer_kinds import find_tuners, is_tuner
 from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, patch, wrapper_on, wrappers_in
 
 # Attributes that torch checks only to choose the fast path.
@@ -68,10 +68,10 @@ def forget_adapters_(model: nn.Module) -> None:
 
 def _kind_for(module: nn.Module) -> type[WrappedForward] | None:
     if isinstance(module, tuple(_SWITCHES)):
-        return SlowPath if tuners_in(module) else None
+        return SlowPath if find_tuners(module) else None
     holds_attention = isinstance(module._modules.get("base_layer"), nn.MultiheadAttention)
     return KeepsBaseWeights if holds_attention and is_tuner(module) else None
 
 
 def _is_adapted_inside(module: nn.Module) -> bool:
-    return any(not layer.disable_adapters and not layer.merged for layer in tuners_in(module).values())
+    return any(not layer.disable_adapters and not layer.merged for layer in find_tuners(module).values())

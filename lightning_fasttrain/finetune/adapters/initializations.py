@@ -82,7 +82,7 @@ def finish_start_(model: nn.Module, root: nn.Module, config: Any, name: str, bat
         )
 
 
-def config_for(config: Any, layers: set[str] | str, scaled: set[str] | str, whole: list[str] | None = None) -> Any:
+def copy_config_for(config: Any, layers: set[str] | str, scaled: set[str] | str, whole: list[str] | None = None) -> Any:
     """Return a copy of a configuration for other layers, whose initialization does not change them.
 
     Args:

@@ -15,7 +15,7 @@ from lightning_fasttrain.core.checks import one_of, positive_int
 from lightning_fasttrain.core.files.guarded_loading import guard_loading
 from lightning_fasttrain.core.host.lightning import replicates
 from lightning_fasttrain.core.messages import explain, list_some, note_once, number_of, warn
-from lightning_fasttrain.core.modules.layer_kinds import tuners_in
+from lightning_fasttrain.core.modules.layer_kinds import find_tuners
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, undo_all
 from lightning_fasttrain.core.state.rng import random_state, set_random_state
 from lightning_fasttrain.finetune.adapters.adapter_checkpoints import checkpoint_what_trains_
@@ -97,7 +97,7 @@ class Adapter(Technique):
         self._add(model, self.config, self.targets)
 
     def took_hold(self, model: nn.Module) -> str:
-        layers = len(tuners_in(model))
+        layers = len(find_tuners(model))
         rank = getattr(self.config, "r", None)  # (IA)³ and others have no rank
         what = f"rank {rank} beside" if isinstance(rank, int) else "beside"
         return f"{what} {number_of(layers, 'layer')}" if layers else ""

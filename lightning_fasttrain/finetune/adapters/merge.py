@@ -10,8 +10,8 @@ from torch import nn
 from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.finetune.adapters._merged_layers import (
     Originals,
-    quantized_under,
-    trained_copies,
+    find_quantized_under,
+    find_trained_copies,
     tuner_layers,
     wrappers_in,
 )
@@ -165,7 +165,7 @@ def merge_layers_(
 ) -> MergeReport:
     """Check everything, and merge into these layers, which ``stay`` in the model or are unloaded afterwards."""
     chosen = _choose_names(model, layers, names)
-    quantized = {name: layer for name, layer in layers.items() if quantized_under(layer)}
+    quantized = {name: layer for name, layer in layers.items() if find_quantized_under(layer)}
     refuse_merged(model, "merging")
     check_way(model, quantized, into, original)
     if stay:
@@ -250,7 +250,7 @@ def _choose_names(model: nn.Module, layers: dict[str, Any], names: str | Iterabl
     refuse_unknown(chosen, there)
     if any(layer.disable_adapters for layer in layers.values()):
         raise ValueError(explain("merging", "the adapters are disabled", "Call enable_adapters_(model) first"))
-    for name, wrapper in trained_copies(model).items():
+    for name, wrapper in find_trained_copies(model).items():
         whole = [one for one in chosen if one in wrapper.modules_to_save]
         if len(whole) > 1:
             why = "only one of the copies can be kept"

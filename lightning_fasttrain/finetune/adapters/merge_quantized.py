@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from lightning_fasttrain.core.checks import one_of
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.finetune.adapters._merged_layers import quantized_under
+from lightning_fasttrain.finetune.adapters._merged_layers import find_quantized_under
 from lightning_fasttrain.finetune.adapters.add_adapter import adapted_modules, adapter_parameters
-from lightning_fasttrain.finetune.adapters.initializations import call, config_for, in_eval
+from lightning_fasttrain.finetune.adapters.initializations import call, copy_config_for, in_eval
 from lightning_fasttrain.finetune.quantized._quantized_layer import (
     dequantized_weight,
     in_8_bits,
@@ -86,7 +86,7 @@ class QuantizedMerge:
         self.configs = {name: _configs_of(model, name) for name in layers}
         self.originals: OriginalWeights | None = None
         if into == "original" and original is not None:
-            tensors = [f"{name}.{tensor}" for name, layer in layers.items() for tensor in quantized_under(layer)]
+            tensors = [f"{name}.{tensor}" for name, layer in layers.items() for tensor in find_quantized_under(layer)]
             self.originals = OriginalWeights(original, tensors)
         linear = {name: layer for name, layer in layers.items() if is_quantized(layer.get_base_layer())}
         for layer in linear.values():
@@ -161,10 +161,11 @@ def _plain_twin(layer: Any, plain: nn.Linear, configs: dict[str, Any], names: li
     holder = nn.Module()
     holder.base = plain
     there = [name for name in names if name in list_adapters(layer)]
+    scaled = {"base"} if getattr(layer, "is_feedforward", False) else set[str]()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
         for name in there:
-            config = config_for(configs[name], {"base"}, {"base"} if getattr(layer, "is_feedforward", False) else set())
+            config = copy_config_for(configs[name], {"base"}, scaled)
             peft.inject_adapter_in_model(config, holder, adapter_name=name)
     twin: Any = holder.base
     for attribute in (*layer.adapter_layer_names, *layer.other_param_names):
@@ -271,7 +272,7 @@ def _output(module: nn.Module, x: Tensor) -> Tensor:
 
 def _which_way(model: nn.Module, quantized: dict[str, Any]) -> str:
     dtype, packed, plain = _dtype_of(model, quantized), 0, 0
-    for base in chain.from_iterable(quantized_under(layer).values() for layer in quantized.values()):
+    for base in chain.from_iterable(find_quantized_under(layer).values() for layer in quantized.values()):
         kind = "int8" if in_8_bits(base) else "nf4"
         packed += quantized_bytes(base.out_features, base.in_features, kind)
         plain += base.out_features * base.in_features * dtype.itemsize

@@ -3,13 +3,13 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import lightning as L
 from torch import nn
 
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.select import is_inside, names_above
+from lightning_fasttrain.core.modules.select import is_inside, list_names_above
 from lightning_fasttrain.finetune.files._adapter_folder import WEIGHTS
 from lightning_fasttrain.finetune.selection.base_fingerprint import (
     Fingerprint,
@@ -20,7 +20,7 @@ from lightning_fasttrain.finetune.selection.base_fingerprint import (
     plain_name,
     refuse_other_base,
 )
-from lightning_fasttrain.finetune.selection.targets import ends_like, find_target_parameters, require_peft
+from lightning_fasttrain.finetune.selection.targets import find_target_parameters, has_ending, require_peft
 
 PREFIX = "base_model.model."
 WRONG_BASE = "Load the base that it was trained with, or pass check_base=False if you know that it matches"
@@ -50,9 +50,13 @@ class Place:
     tensors: dict[str, str] = field(default_factory=dict)
 
 
-def other_model(what: str, why: str) -> ValueError:
-    """Return the error for an adapter whose file does not fit the model."""
-    return ValueError(explain(f"{what} is for another model", why, "Load the model that it was trained with"))
+def refuse_other_model(what: str, why: str) -> NoReturn:
+    """Refuse an adapter whose file does not fit the model.
+
+    Raises:
+        ValueError: always.
+    """
+    raise ValueError(explain(f"{what} is for another model", why, "Load the model that it was trained with"))
 
 
 def find_place(
@@ -76,11 +80,11 @@ def find_place(
     if place is None:
         absent = [target for target in targets if target not in layers]
         absent = absent or [key for key in keys if not is_inside(key, set(targets))]
-        raise other_model(what, f"{type(model).__name__} has no {first_few(absent)}")
+        refuse_other_model(what, f"{type(model).__name__} has no {first_few(absent)}")
     meant = {*_layers_meant(layers, config), *_tensors_meant(place.root, config).values()}
     more = sorted(meant - {*targets, *place.whole})
     if more:
-        raise other_model(what, f"it has no tensors for {first_few(more)}, which its settings include")
+        refuse_other_model(what, f"it has no tensors for {first_few(more)}, which its settings include")
     return place
 
 
@@ -140,7 +144,7 @@ def _tokens_in_file(keys: Iterable[str], config: object) -> dict[str, list[int]]
         name = key.removesuffix(TOKENS)
         if name != key:
             named = rows if isinstance(rows, dict) else {name: rows}
-            found[name] = next((rows for end, rows in named.items() if ends_like(name, [end])), [])
+            found[name] = next((rows for end, rows in named.items() if has_ending(name, [end])), [])
     return found
 
 
@@ -180,7 +184,7 @@ def _layers_meant(layers: Mapping[str, nn.Module], config: Any) -> set[str]:
     meant: set[str] = set()
     for name in layers:
         trains_whole = any(f".{one}." in f".{name}." for one in whole)
-        if ends_like(name, ends) and not ends_like(name, out) and not trains_whole:
+        if has_ending(name, ends) and not has_ending(name, out) and not trains_whole:
             meant.add(name)
     return meant
 
@@ -197,5 +201,5 @@ def _find_whole(layers: Mapping[str, nn.Module], config: object, rest: list[str]
 def _nearest_place(model: nn.Module, keys: list[str], fingerprint: Mapping[str, str] | None, name: str) -> nn.Module:
     """Return the module that has most of the names, for an error message about the missing ones."""
     wanted = {key.rpartition(".")[0] for key in fingerprint or keys}
-    parts = wanted.union(*map(names_above, wanted))
+    parts = wanted.union(*map(list_names_above, wanted))
     return max(_candidates(model, name).values(), key=lambda root: len(parts & set(plain_modules(root))))

@@ -11,8 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.finetune.adapters.initializations import config_for
-from lightning_fasttrain.finetune.files._adapter_layers import PREFIX, TOKENS, Place, other_model, plain_modules
+from lightning_fasttrain.finetune.adapters.initializations import copy_config_for
+from lightning_fasttrain.finetune.files._adapter_layers import (
+    PREFIX,
+    TOKENS,
+    Place,
+    plain_modules,
+    refuse_other_model,
+)
 from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized
 from lightning_fasttrain.finetune.quantized._quantized_tensor import shown_as_parameters
 from lightning_fasttrain.finetune.quantized._tensor_files import DTYPES
@@ -51,7 +57,7 @@ def expected_tensors(place: Place, config: Any) -> dict[str, Tensor]:
 
 
 def _config_for(place: Place, config: Any) -> Any:
-    config = config_for(config, match_exactly(place.targets), match_exactly(place.scaled), place.whole or None)
+    config = copy_config_for(config, match_exactly(place.targets), match_exactly(place.scaled), place.whole or None)
     if place.tokens:
         config.trainable_token_indices = place.tokens
     if place.tensors:
@@ -120,7 +126,7 @@ def refuse_other_tensors(
     more = [key for key in keys if key not in expected and key.replace("base_layer.", "") not in own]
     for names, how in ((missing, "it lacks"), (more, "this model does not have")):
         if names:
-            raise other_model(what, f"{how} {first_few(names)}")
+            refuse_other_model(what, f"{how} {first_few(names)}")
     for key in keys:
         part = file.get_slice(f"{PREFIX}{key}")
         shape, dtype = list(part.get_shape()), part.get_dtype()
@@ -131,7 +137,7 @@ def refuse_other_tensors(
                 raise ValueError(explain(f"{what} holds a weight of its base", why, "Load that base, or use PeftModel"))
         elif shape != list(expected[key].shape):
             why = f"'{key[:120]}' is {shape}, expected {list(expected[key].shape)}"
-            raise other_model(what, why)
+            refuse_other_model(what, why)
         elif DTYPES.get(dtype, torch.bool).is_floating_point != expected[key].is_floating_point() or dtype[:2] == "F8":
             why = f"'{key[:120]}' is in {dtype}, expected {expected[key].dtype}"
             raise ValueError(explain(f"{what} holds tensors of another dtype", why, "Save it again"))

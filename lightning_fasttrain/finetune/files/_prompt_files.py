@@ -7,9 +7,9 @@ from typing import Any
 from torch import nn
 
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.select import names_above
+from lightning_fasttrain.core.modules.select import list_names_above
 from lightning_fasttrain.finetune.adapters.add_adapter import use_prompt_
-from lightning_fasttrain.finetune.files._adapter_layers import WRONG_BASE, other_model
+from lightning_fasttrain.finetune.files._adapter_layers import WRONG_BASE, refuse_other_model
 from lightning_fasttrain.finetune.files._expected_tensors import refuse_not_finite
 from lightning_fasttrain.finetune.prompts.add_prompt import (
     add_prompt_,
@@ -67,14 +67,14 @@ def load_prompts_(
             setattr(config, key, getattr(there, key, value))
     if task != "unknown" and config.task_type not in (None, task):
         why = f"its task is {config.task_type}, and this model's task is {task}"
-        raise other_model(what, why)
+        refuse_other_model(what, why)
     shapes = {key: list(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 (not a mapping)
     expected = _shapes_here(config, plain_model(root))
     wrong = [key for key in {**expected, **shapes} if expected.get(key) != shapes.get(key)]
     if wrong:
         key = wrong[0]
         why = f"'{key[:120]}' is {shapes.get(key, 'missing')}, expected {expected.get(key, 'no such tensor')}"
-        raise other_model(what, why)
+        refuse_other_model(what, why)
     refuse_not_finite(file, str(source))
     add_prompt_(model, config, name=name)
     prompted = model.get_submodule(place)
@@ -103,4 +103,4 @@ def _shapes_here(config: Any, base: Any) -> dict[str, list[int]]:
 
 def _trains_whole(parameter: str, names: list[str]) -> bool:
     """Check whether a parameter is in a module that PEFT trains in full, selected by the suffix of its name."""
-    return any(module.endswith(tuple(names)) for module in names_above(parameter))
+    return any(module.endswith(tuple(names)) for module in list_names_above(parameter))

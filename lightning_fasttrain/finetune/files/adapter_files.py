@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_fasttrain.core.files.safe_load import open_safetensors
 from lightning_fasttrain.core.messages import explain, warn
-from lightning_fasttrain.core.state.rng import same_random_state
+from lightning_fasttrain.core.state.rng import keep_random_state
 from lightning_fasttrain.finetune.adapters._adapter_checks import check_name, refuse_namesake
 from lightning_fasttrain.finetune.adapters.add_adapter import adapted_modules, adapter_parameters, add_adapter_
 from lightning_fasttrain.finetune.files._adapter_config import read_config, refuse_unrepeatable, written_config
@@ -39,7 +39,7 @@ from lightning_fasttrain.finetune.selection.base_fingerprint import (
     base_names,
     first_few,
 )
-from lightning_fasttrain.finetune.selection.targets import ends_like, match_exactly
+from lightning_fasttrain.finetune.selection.targets import has_ending, match_exactly
 
 
 def save_adapter(model: nn.Module, folder: Folder, *, name: str | None = None) -> Path:
@@ -142,7 +142,7 @@ def load_adapter_(
     check_name(name)
     source = adapter_folder(folder)
     # PEFT draws initial values, which loading replaces.
-    with same_random_state(), open_safetensors(source / WEIGHTS) as file:
+    with keep_random_state(), open_safetensors(source / WEIGHTS) as file:
         metadata = file.metadata() or {}
         config = read_config(source, metadata.get(SETTINGS))
         fingerprint = stored_fingerprint(metadata, source) if check_base else None
@@ -246,7 +246,7 @@ def _scaled_at_input(place: Place, config: Any, keys: list[str], file: Any) -> l
         key = f"{target}.ia3_l"
         shape = file.get_slice(f"{PREFIX}{key}").get_shape() if key in keys else [0]
         single = all(size == 1 for size in shape)  # [1, 1] can be either, so the settings decide
-        if shape[:1] == [1] and (not single or ends_like(target, ends)):
+        if shape[:1] == [1] and (not single or has_ending(target, ends)):
             found.append(target)
     return found
 

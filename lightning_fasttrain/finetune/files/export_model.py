@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from lightning_fasttrain.core.checks import require
 from lightning_fasttrain.core.files.atomic_write import TEMPORARY, sync_folder
 from lightning_fasttrain.core.messages import explain, say
-from lightning_fasttrain.core.modules.select import is_of
-from lightning_fasttrain.finetune.adapters._merged_layers import trained_copies
+from lightning_fasttrain.core.modules.select import is_part_of
+from lightning_fasttrain.finetune.adapters._merged_layers import find_trained_copies
 from lightning_fasttrain.finetune.adapters.merge import merge_adapters_, unmerge_adapters_
 from lightning_fasttrain.finetune.files._adapter_folder import Folder
 from lightning_fasttrain.finetune.files.adapter_files import refuse_shards
@@ -114,7 +114,7 @@ def _plain_state(root: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor
     holders, state = adapter_holders(root), dict[str, Tensor]()
     quantized = {name: module for name, module in root.named_modules() if is_quantized(module)}
     for key, tensor in root.state_dict().items():
-        is_packed = is_of(key, quantized) and key.removesuffix(".bias") not in quantized
+        is_packed = is_part_of(key, quantized) and key.removesuffix(".bias") not in quantized
         plain = plain_name(key, holders)  # None: the key belongs to an adapter
         if plain is not None and not is_packed:
             state[plain] = tensor.dequantize() if is_torchaos(tensor) else tensor
@@ -132,7 +132,7 @@ def _plain_state(root: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor
 def _trained_whole(root: nn.Module, holders: dict[str, str]) -> dict[str, Tensor]:
     """Return the weights of modules that were fully trained with an adapter, from the trained copies."""
     found: dict[str, Tensor] = {}
-    for name, wrapper in trained_copies(root).items():
+    for name, wrapper in find_trained_copies(root).items():
         copies, place = wrapper.modules_to_save, plain_name(f"{name}.original_module", holders)
         for active in wrapper.active_adapters:
             if active in copies:

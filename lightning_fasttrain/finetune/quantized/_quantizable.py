@@ -13,7 +13,7 @@ from lightning_fasttrain.core.modules.layer_kinds import PROMPT_ENCODER, TUNER, 
 from lightning_fasttrain.core.modules.select import Blocks, find_skipped
 from lightning_fasttrain.finetune.quantized._quantized_layer import FLOATS, is_quantized, is_transposed
 from lightning_fasttrain.finetune.selection.base_fingerprint import is_torchaos
-from lightning_fasttrain.finetune.selection.targets import tied_modules
+from lightning_fasttrain.finetune.selection.targets import find_tied_modules
 from lightning_fasttrain.finetune.selection.uncovered_weights import is_matrix, out_of_reach, read_past
 
 _ADAPTERS = (TUNER, WRAPPER, PROMPT_ENCODER)
@@ -114,7 +114,7 @@ def _nothing_to_quantise(model: nn.Module, left: dict[str, str]) -> str:
 def _shared_modules(model: nn.Module) -> dict[str, str]:
     """Map each module that shares its weight with another one to that reason."""
     shared: dict[str, str] = {}
-    for names in tied_modules(dict(model.named_modules())):
+    for names in find_tied_modules(dict(model.named_modules())):
         for name in names:
             other = names[1] if name == names[0] else names[0]
             shared[name] = f"it shares its weight with {other}"

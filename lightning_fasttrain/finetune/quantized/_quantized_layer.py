@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_fasttrain.core.checks import one_of, require
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.layer_kinds import CONV1D, imported_class, is_a
+from lightning_fasttrain.core.modules.layer_kinds import CONV1D, find_imported_class, is_a
 from lightning_fasttrain.core.modules.parameters import quantized_tensors
 from lightning_fasttrain.finetune.quantized.unaligned_matmul import dequantize_flat
 
@@ -72,7 +72,7 @@ def in_8_bits(module: Any) -> bool:
 
 def is_transposed(module: nn.Module) -> bool:
     """Check whether ``module`` is a ``Conv1D`` of transformers, as in GPT-2: a linear layer with weight [in, out]."""
-    return type(module) is imported_class(CONV1D)
+    return type(module) is find_imported_class(CONV1D)
 
 
 def was_transposed(layer: nn.Module) -> bool:

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_fasttrain.core.messages import explain, note_once
-from lightning_fasttrain.core.modules.select import Named, is_of, select
+from lightning_fasttrain.core.modules.select import Named, is_part_of, select
 from lightning_fasttrain.core.modules.wrapped_forward import Replacement, Undo
 
 
@@ -215,6 +215,6 @@ def choose(model: nn.Module, *wanted: Named) -> Chosen:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     holders = {name: modules[name.rpartition(".")[0]] for name in parameters}
     names = set(select(model, wanted, {**modules, **holders}))
-    chosen = {name: parameter for name, parameter in parameters.items() if is_of(name, names)}
-    norms = [module for name, module in modules.items() if is_of(name, names) and keeps_statistics(module)]
+    chosen = {name: parameter for name, parameter in parameters.items() if is_part_of(name, names)}
+    norms = [module for name, module in modules.items() if is_part_of(name, names) and keeps_statistics(module)]
     return Chosen(chosen, norms)

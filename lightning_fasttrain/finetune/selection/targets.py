@@ -63,10 +63,10 @@ def find_targets(model: nn.Module, targets: Targets = ALL_LINEAR) -> dict[str, n
 def _is_target(name: str, layer: nn.Module, target: Target) -> bool:
     if isinstance(target, re.Pattern):
         return target.fullmatch(name) is not None
-    return is_wanted(name, layer, target) or (isinstance(target, str) and ends_like(name, [target]))
+    return is_wanted(name, layer, target) or (isinstance(target, str) and has_ending(name, [target]))
 
 
-def ends_like(name: str, ends: Iterable[str]) -> bool:
+def has_ending(name: str, ends: Iterable[str]) -> bool:
     """Check whether the last parts of a name are one of ``ends``, as PEFT selects layers."""
     return any(f".{name}".endswith(f".{end}") for end in ends)
 
@@ -85,7 +85,7 @@ def find_target_parameters(model: nn.Module, ends: Iterable[str]) -> dict[str, s
         held = [child for child, layer in module.named_children() if stands_for(layer)]
         own = [key for key, _ in module.named_parameters(recurse=False)]
         owners.update({f"{name}.{key}".removeprefix("."): module for key in (*own, *held)})
-    found = select(model, ends, owners, "target_parameters", lambda name, _, end: ends_like(name, [end]))
+    found = select(model, ends, owners, "target_parameters", lambda name, _, end: has_ending(name, [end]))
     for tensor in found:
         if "." not in tensor:
             why = "it belongs to the model itself, not to a submodule"
@@ -99,7 +99,7 @@ def refuse_tied(model: nn.Module, names: Collection[str]) -> None:
     Raises:
         ValueError: a layer is tied; the message names both.
     """
-    for tied in tied_modules(layers_of(model)):
+    for tied in find_tied_modules(layers_of(model)):
         mine = [name for name in tied if name in names]
         if mine:
             other = next((name for name in tied if name not in mine), tied[-1])
@@ -107,7 +107,7 @@ def refuse_tied(model: nn.Module, names: Collection[str]) -> None:
             raise ValueError(explain(f"target '{mine[0]}'", why, "Leave it out of the targets, or untie the two first"))
 
 
-def tied_modules(modules: Mapping[str, nn.Module]) -> list[list[str]]:
+def find_tied_modules(modules: Mapping[str, nn.Module]) -> list[list[str]]:
     """Return the names of the modules that share their weight with others, each group in a list."""
     owners: dict[nn.Parameter, list[str]] = {}
     for name, module in modules.items():
@@ -136,7 +136,7 @@ def shortest_ends(names: Collection[str], everything: Collection[str]) -> list[s
     # Even complete names may select more than these, if other names end like one of them.
     for parts in range(1, 1 + max((name.count(".") + 1 for name in names), default=0)):
         candidate = {".".join(name.split(".")[-parts:]) for name in names}
-        if {name for name in everything if ends_like(name, candidate)} == set(names):
+        if {name for name in everything if has_ending(name, candidate)} == set(names):
             return sorted(candidate)
     return []
 
