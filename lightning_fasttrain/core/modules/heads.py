@@ -7,7 +7,7 @@ from torch import nn
 from lightning_fasttrain.core.messages import explain, list_some, warn
 from lightning_fasttrain.core.modules.blocks import find_blocks
 from lightning_fasttrain.core.modules.layer_kinds import base_of, is_linear, layers_of
-from lightning_fasttrain.core.modules.select import is_inside
+from lightning_fasttrain.core.modules.select import is_inside, is_part_of
 from lightning_fasttrain.core.modules.wrapped_forward import told_heads
 
 
@@ -61,8 +61,8 @@ def warn_of_blocks_beyond(model: nn.Module, blocks: Collection[str], named: Coll
     taken = {*blocks, *named}
     beyond: list[str] = []
     for name in _blocks_of(model):
-        holds_taken = any(one.startswith(f"{name}.") for one in blocks)
-        if names.index(name) > last and not (name in taken or is_inside(name, taken) or holds_taken):
+        holds_taken = any(is_inside(one, [name]) for one in blocks)
+        if names.index(name) > last and not (is_part_of(name, taken) or holds_taken):
             beyond.append(name)
     if beyond:
         why = f"{list_some(beyond)} come after the blocks that are named, and would count as head"

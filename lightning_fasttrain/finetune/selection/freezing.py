@@ -43,7 +43,7 @@ def freeze_(module: nn.Module) -> Undo:
         for parameter in trained:
             parameter.requires_grad_(True)
         for stays in in_eval:
-            stays.remove(stays.was_training)
+            stays.remove()
 
     return undo
 
@@ -86,14 +86,15 @@ class StaysInEval(Replacement):
     def __call__(self, mode: bool = True) -> nn.Module:
         return self.module
 
-    def remove(self, training: bool) -> None:
+    def remove(self, around: nn.Module | None = None) -> None:
+        """Restore ``train``, and the mode of the module ``around`` this one, or else the mode from before."""
         if self.module.__dict__.get("train") is not self:  # removed already, or replaced by another one
             return
         if self.previous is None:
             del self.module.train
         else:
             self.module.train = self.previous
-        self.module.training = training
+        self.module.training = self.was_training if around is None else around.training
 
 
 def keep_in_eval_(norm: nn.Module) -> StaysInEval | None:
@@ -137,7 +138,7 @@ def unfreeze_(module: nn.Module) -> list[str]:
     for norm in module.modules():
         stays = norm.__dict__.get("train")
         if isinstance(stays, StaysInEval):
-            stays.remove(holder[norm].training if norm in holder else stays.was_training)
+            stays.remove(holder.get(norm))
     return list(trained)
 
 
