@@ -171,23 +171,20 @@ def merge_layers_(
     if stay:
         _refuse_unmergeable(quantized)
     _refuse_torchaos(layers)
-    return _merge(model, layers, chosen, quantized, into, original, batch)
+    way = QuantizedMerge(model, quantized, into, original, batch) if quantized else None
+    merged = _merge(model, layers, chosen, way)
+    errors = () if way is None else (way.against_trained, way.against_original)
+    report = MergeReport(tuple(chosen), tuple(merged), into, *errors)
+    say("merge_adapters_: %s", report)
+    return report
 
 
-def _merge(
-    model: nn.Module,
-    layers: dict[str, Any],
-    names: list[str],
-    quantized: dict[str, Any],
-    into: str | None,
-    original: Original | None,
-    batch: object,
-) -> MergeReport:
+def _merge(model: nn.Module, layers: dict[str, Any], names: list[str], way: QuantizedMerge | None) -> list[str]:
+    """Merge the named adapters, or leave the model as it is if that fails; return the names of the merged layers."""
     brought = adapter_parameters(model)
     parameters = [p for name, p in model.named_parameters() if name in brought]
     trained = [p for p in parameters if p.requires_grad]
     active = _list_active(layers)
-    way = QuantizedMerge(model, quantized, into, original, batch) if quantized else None
     with ExitStack() as on_error:
         if names != active:
             # Undone in reverse: first the active names, which makes all their parameters train, then ``requires_grad``.
@@ -219,10 +216,7 @@ def _merge(
     if merged:
         # The first layer holds them, since it is unmerged last: only then are all weights restored.
         vars(layers[merged[0]])["unmerge"].trained = trained
-    errors = () if way is None else (way.against_trained, way.against_original)
-    report = MergeReport(tuple(names), tuple(merged), into, *errors)
-    say("merge_adapters_: %s", report)
-    return report
+    return merged
 
 
 def _merge_one(name: str, layer: Any, names: list[str], way: QuantizedMerge | None) -> None:
