@@ -13,7 +13,7 @@ HUGGING_FACE_MODEL = "transformers.modeling_utils.PreTrainedModel"
 CONV1D = "transformers.pytorch_utils.Conv1D"
 
 
-def find_imported_class(name: str) -> Any:
+def find_imported_class(name: str) -> type[Any] | None:
     """Return the class of this dotted name; None while its file has not been imported.
 
     Until then no module can be an instance of it, so optional packages are never imported for the question.
@@ -27,7 +27,7 @@ def find_imported_class(name: str) -> Any:
 
 
 def is_a(module: object, *names: str) -> bool:
-    """Check whether ``module`` is an instance of one of these classes of optional packages.
+    """Check whether a module or tensor is an instance of one of these classes of optional packages.
 
     Example:
         >>> is_a(nn.Linear(1, 1), TUNER, "torch.nn.Linear")

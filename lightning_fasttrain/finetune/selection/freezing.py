@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_fasttrain.core.messages import explain, note_once
+from lightning_fasttrain.core.modules.layer_kinds import is_a
 from lightning_fasttrain.core.modules.select import Named, is_part_of, select
 from lightning_fasttrain.core.modules.wrapped_forward import Replacement, Undo
 
@@ -144,7 +145,7 @@ def unfreeze_(module: nn.Module) -> list[str]:
 
 def can_train(parameter: nn.Parameter) -> bool:
     """Check whether a parameter can have a gradient; packed weights of bitsandbytes, in any dtype, cannot."""
-    packed = type(parameter).__module__.startswith("bitsandbytes.")
+    packed = is_a(parameter, "bitsandbytes.nn.Params4bit", "bitsandbytes.nn.Int8Params")
     return (parameter.is_floating_point() or parameter.is_complex()) and not packed
 
 
