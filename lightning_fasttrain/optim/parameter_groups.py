@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from lightning_fasttrain.core.messages import explain, note_once
 from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
-from lightning_fasttrain.core.modules.heads import heads_beside, warn_of_blocks_beyond
-from lightning_fasttrain.core.modules.select import is_inside
+from lightning_fasttrain.core.modules.heads import heads_beside, is_inside, warn_of_blocks_beyond
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm)  # other norms have one-dimensional parameters anyway
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
