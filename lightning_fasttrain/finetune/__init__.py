@@ -14,15 +14,10 @@ from lightning_fasttrain.finetune.adapters.add_adapter import (
     add_adapter_,
     use_adapter_,
 )
-from lightning_fasttrain.finetune.adapters.base_model import base_model, enable_adapters_
+from lightning_fasttrain.finetune.adapters.base_model import base_model, enable_adapters_, unload_adapters_
 from lightning_fasttrain.finetune.adapters.combine_adapters import combine_adapters_, remove_adapter_
 from lightning_fasttrain.finetune.adapters.lora import IA3, Adapter, LoRA
-from lightning_fasttrain.finetune.adapters.merge import (
-    MergeReport,
-    merge_adapters_,
-    unload_adapters_,
-    unmerge_adapters_,
-)
+from lightning_fasttrain.finetune.adapters.merge import MergeReport, merge_adapters_, unmerge_adapters_
 from lightning_fasttrain.finetune.adapters.qlora import QLoRA
 from lightning_fasttrain.finetune.files.adapter_files import load_adapter_, save_adapter
 from lightning_fasttrain.finetune.files.export_model import export_model

@@ -7,7 +7,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_fasttrain.core.messages import list_some
-from lightning_fasttrain.core.modules.heads import base_of, find_heads
+from lightning_fasttrain.core.modules.heads import find_heads
+from lightning_fasttrain.core.modules.layer_kinds import base_of
+from lightning_fasttrain.core.modules.select import group_by_reason
 from lightning_fasttrain.finetune.adapters.add_adapter import adapter_parameters
 from lightning_fasttrain.finetune.quantized._quantizable import sort_out
 from lightning_fasttrain.finetune.quantized._quantized_layer import in_8_bits, is_quantized, quantization_of
@@ -53,10 +55,8 @@ class ByteAccount:
         rows += [(kind, f"{n / 2**20:,.2f}", f"{n / whole:.1%}") for kind, n in self.by_kind().items()]
         rows += [("all", f"{self.total / 2**20:,.2f}", ""), ("trains", f"{self.trained / 2**20:,.2f}", "")]
         lines = [f"{kind:<12}{mib:>12}{share:>8}".rstrip() for kind, mib, share in rows]
-        reasons: dict[str, list[str]] = {}
-        for name, reason in self.left.items():
-            reasons.setdefault(reason, []).append(name)
-        lines += [f"not quantised: {list_some(names)}: {reason}" for reason, names in reasons.items()]
+        for reason, names in group_by_reason(self.left).items():
+            lines.append(f"not quantised: {list_some(names)}: {reason}")
         return "\n".join(lines)
 
 

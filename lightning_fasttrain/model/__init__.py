@@ -3,8 +3,8 @@
 Activations that blocks save for the backward are recomputed or offloaded; blocks are compiled, or multiply in 8 bits.
 
 From the bottom up: ``_stored_bytes``, ``checkpoint_savings``, ``eight_bit_products``, ``matmul_precision``,
-``activation_offload``, ``checkpointed_forward``, ``low_precision_products``, ``compile``, ``activation_checkpointing``,
-``memory_budget``.
+``offloaded_tensors``, ``checkpointed_forward``, ``low_precision_products``, ``activation_offload``,
+``activation_checkpointing``, ``compile``, ``memory_budget``.
 """
 
 from lightning_fasttrain.core.modules.blocks import find_blocks

@@ -48,7 +48,8 @@ class PinnedCopy:
             with torch.cuda.stream(self.main):
                 # Allocated on the computing stream, whose kernels read it, so that it is freed after them.
                 self.here = torch.empty(self.nbytes, dtype=torch.uint8, device=self.back.device)
-            self.back.wait_stream(self.main)  # earlier users of this memory must be finished with it
+            # Earlier users of this memory must be finished with it.
+            self.back.wait_stream(self.main)
             with torch.cuda.stream(self.back):
                 self.here.copy_(self.host, non_blocking=True)
             self.arrived = self.back.record_event()
@@ -75,7 +76,8 @@ class SpillFolder:
     """
 
     def __init__(self, parent: Path) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix="activations-", dir=parent))  # only for this user: mode 0700
+        # ``mkdtemp`` gives access to this user only.
+        self.path = Path(tempfile.mkdtemp(prefix="activations-", dir=parent))
         self.close = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
         self._numbers = itertools.count()
 
@@ -118,7 +120,8 @@ class FileCopy:
             here = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu")
             try:
                 with open(self.path, "rb") as file:
-                    found = file.readinto(here.numpy().data) + len(file.read(1))  # one more: detects a grown file
+                    # One more byte is read, to notice a file that has grown.
+                    found = file.readinto(here.numpy().data) + len(file.read(1))
                 if found != self.nbytes:
                     raise OSError(f"expected {self.nbytes} bytes, got {found}")
             except OSError as error:

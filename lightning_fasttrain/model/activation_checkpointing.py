@@ -19,9 +19,10 @@ from lightning_fasttrain.core.modules.wrapped_forward import (
     Undo,
     count_wrapped,
     patch,
+    undo_all,
     why_none_ran,
     wrapper_on,
-    wrappers_on,
+    wrappers_in,
 )
 from lightning_fasttrain.model.checkpoint_savings import CheckpointSavings
 from lightning_fasttrain.model.checkpointed_forward import CheckpointedForward
@@ -53,7 +54,7 @@ class CheckpointPolicy(ABC):
             Qualified name of each changed block → how to undo the change.
         """
 
-    def see(self, batch: Any) -> None:  # noqa: B027 (most have nothing to do)
+    def see(self, batch: object) -> None:  # noqa: B027 (most have nothing to do)
         """Called by the Trainer before each batch; a policy that measures memory counts the batch."""
 
 
@@ -206,9 +207,9 @@ def checkpoint_activations_(
 
 def _check_policy(policy: CheckpointPolicy | None) -> CheckpointPolicy:
     if policy is not None and not isinstance(policy, CheckpointPolicy):
-        way_out = (
-            f"Use EveryBlock({policy})" if isinstance(policy, int) else "Use EveryBlock, SelectiveOps or MemoryBudget"
-        )
+        way_out = "Use EveryBlock, SelectiveOps or MemoryBudget"
+        if isinstance(policy, int):
+            way_out = f"Use EveryBlock({policy})"
         raise TypeError(explain(f"policy={policy!r}", "expected a checkpoint policy", way_out))
     return policy or EveryBlock()
 
@@ -263,13 +264,7 @@ class ActivationCheckpointing(Technique):
         self.blocks = blocks
 
     def apply(self, model: nn.Module) -> Undo:
-        undos = checkpoint_activations_(model, self.policy, self.blocks)
-
-        def undo() -> None:
-            for take_out in undos.values():
-                take_out()
-
-        return undo
+        return undo_all(checkpoint_activations_(model, self.policy, self.blocks).values())
 
     @classmethod
     def why_not(cls, facts: Facts) -> str | None:
@@ -290,8 +285,8 @@ class ActivationCheckpointing(Technique):
         return f"{blocks} {how}" if blocks else ""
 
     def outcome(self, model: nn.Module) -> str:
-        wrappers = [wrapper for module in model.modules() for wrapper in wrappers_on(module, CheckpointedForward)]
-        idle = any(wrapper.savings is not None and wrapper.savings.saves is False for wrapper in wrappers)
+        savings = [wrapper.savings for wrapper in wrappers_in(model, CheckpointedForward)]
+        idle = any(one is not None and one.saves is False for one in savings)
         return "saved no memory in this model" if idle else ""
 
     def why_idle(self, model: nn.Module) -> tuple[str, str] | None:

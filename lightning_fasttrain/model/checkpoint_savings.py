@@ -1,7 +1,7 @@
 """Compare the bytes that recomputed blocks keep between forward and backward with those of plain blocks."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -31,8 +31,8 @@ class CheckpointSavings:
         self.policy = policy
         self.counting = True
         self.saves: bool | None = None  # not known yet
-        self._plain, self._kept = _Storages(), _Storages()
-        self._calls: list[_Storages] = []
+        self._plain, self._kept = Storages(), Storages()
+        self._calls: list[Storages] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CheckpointSavings":
         # A copy of the model starts a separate count.
@@ -48,14 +48,11 @@ class CheckpointSavings:
         if outer is None:
             yield
             return
-        call = _Storages()
+        call = Storages()
         self._calls.append(call)
         # Weights exist with and without recomputation.
-        fixed = _Storages()
-        for tensor in (*block.parameters(), *block.buffers()):
-            fixed.add(tensor)
-        for leaf in inputs:
-            self._kept.add(leaf)
+        fixed = Storages(*block.parameters(), *block.buffers())
+        self._kept.add(*inputs)
 
         def pack(tensor: Tensor) -> Any:
             if not fixed.has(tensor):
@@ -66,7 +63,7 @@ class CheckpointSavings:
         with ExitStack() as stack:
             stack.enter_context(saved_tensors_hooks(pack, outer[1]))
             if keeps is not None:
-                stack.enter_context(_KeptResults(keeps, self._kept))
+                stack.enter_context(KeptResults(keeps, self._kept))
             yield
 
     def tell(self) -> None:
@@ -78,59 +75,78 @@ class CheckpointSavings:
         largest = max((call.nbytes(without=self._kept) for call in self._calls), default=0)
         plain, recomputed = self._plain.nbytes(), self._kept.nbytes() + largest
         calls = len(self._calls)
-        self._plain, self._kept, self._calls = _Storages(), _Storages(), []
+        self._plain, self._kept, self._calls = Storages(), Storages(), []
         self.saves = recomputed < plain
         if not self.saves:
+            what = f"ActivationCheckpointing({self.policy}) saves no memory in this model"
+            why = f"{calls} calls of blocks keep {recomputed / 2**20:.3g} MiB, including one recomputed block, "
+            why += f"while plain blocks keep {plain / 2**20:.3g} MiB"
             tell = warn if plain >= _WORTH_A_WARNING else note_once
-            tell(
-                explain(
-                    f"ActivationCheckpointing({self.policy}) saves no memory in this model",
-                    f"{calls} calls of blocks keep {recomputed / 2**20:.3g} MiB, including one recomputed block, "
-                    f"while plain blocks keep {plain / 2**20:.3g} MiB",
-                    "Remove it, or select larger blocks with blocks=",
-                )
-            )
+            tell(explain(what, why, "Remove it, or select larger blocks with blocks="))
 
 
-class _Storages:
-    """A set of storages, held weakly: they may be freed, but their identities are not reused."""
+class Storages:
+    """A set of storages, held weakly: they may be freed, but their identities are not reused.
 
-    def __init__(self) -> None:
+    Args:
+        nested: tensors, or containers of tensors, whose storages are in the set; other values are ignored.
+    """
+
+    def __init__(self, *nested: object) -> None:
         self._sizes: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.add(*nested)
 
-    def add(self, thing: object) -> None:
-        storage = _storage_of(thing)
-        if storage is not None and storage._cdata not in self._sizes:
-            self._sizes[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+    def add(self, *nested: object) -> None:
+        for storage in _storages_of(nested):
+            if storage._cdata not in self._sizes:
+                self._sizes[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
 
-    def has(self, thing: object) -> bool:
-        storage = _storage_of(thing)
-        return storage is not None and storage._cdata in self._sizes
+    def has(self, nested: object) -> bool:
+        """Check whether one of the tensors is in the set."""
+        return any(storage._cdata in self._sizes for storage in _storages_of(nested))
 
-    def nbytes(self, without: "_Storages | None" = None) -> int:
+    def nbytes(self, without: "Storages | None" = None) -> int:
         others = without._sizes if without is not None else {}
         return sum(nbytes for key, (_, nbytes) in self._sizes.items() if key not in others)
 
 
-def _storage_of(thing: object) -> torch.UntypedStorage | None:
-    if not isinstance(thing, Tensor) or thing.layout is not torch.strided:
-        return None
-    try:
-        return thing.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # a subclass that wraps other tensors
-        return None
+def _storages_of(nested: object) -> Iterator[torch.UntypedStorage]:
+    for leaf in tree_iter(nested):
+        if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
+            # A subclass that wraps other tensors has none of its own.
+            with suppress(NotImplementedError, RuntimeError):
+                yield leaf.untyped_storage()
 
 
-class _KeptResults(TorchDispatchMode):
-    """Records the results that a policy keeps."""
+class KeptResults(TorchDispatchMode):
+    """Records the results that a policy keeps.
 
-    def __init__(self, keeps: Callable[..., Keep], kept: _Storages) -> None:
+    Args:
+        keeps: the policy.
+        kept: gets the results.
+        measure: a context in which each operation runs whose result is kept.
+
+    Attributes:
+        spoilt: whether a kept result was changed in place, so that a recomputation would get the changed one.
+    """
+
+    def __init__(
+        self,
+        keeps: Callable[..., Keep],
+        kept: Storages,
+        measure: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
         super().__init__()
-        self.keeps, self.kept = keeps, kept
+        self.keeps, self.kept, self.measure = keeps, kept, measure
+        self.spoilt = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if self.keeps(None, func, *args, **(kwargs or {})) is Keep.MUST_SAVE:
-            for leaf in tree_iter(out):
-                self.kept.add(leaf)
+        kwargs = kwargs or {}
+        if self.keeps(None, func, *args, **kwargs) is not Keep.MUST_SAVE:
+            if func._schema.is_mutable and self.kept.has(args):
+                self.spoilt = True
+            return func(*args, **kwargs)
+        with self.measure():
+            out = func(*args, **kwargs)
+        self.kept.add(out)
         return out

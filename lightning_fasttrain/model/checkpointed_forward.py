@@ -38,7 +38,8 @@ class CheckpointedForward(RecomputedForward):
         if not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
         self.ran = True
-        if torch.compiler.is_compiling():  # the compiler traces the recomputation, and functionalizes buffers itself
+        # The compiler traces the recomputation, and functionalizes buffers itself.
+        if torch.compiler.is_compiling():
             if self.keeps is None:
                 return checkpoint(self.inner, *args, use_reentrant=False, **kwargs)
             contexts = partial(create_selective_checkpoint_contexts, self.keeps)

@@ -91,7 +91,8 @@ def multiply_rows(first: Tensor, second: Tensor, kind: str) -> Tensor:
         # With one scale for all, sums are accumulated and kept in float32 on all supported devices; torch's product
         # with a scale per row is slow with exact sums, and returns bfloat16 on some of them.
         one = torch.ones((), dtype=torch.float32, device=first.device)
-        with torch.autocast(first.device.type, enabled=False):  # which would change the CPU's emulation
+        # Autocast would change the CPU's emulation.
+        with torch.autocast(first.device.type, enabled=False):
             product = torch._scaled_mm(left, right.t(), one, one, out_dtype=torch.float32)
     return product * left_scale * right_scale.t()
 

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from lightning_fasttrain.core.checks import one_of, positive_int
 from lightning_fasttrain.core.host.lightning import trainer_of
 from lightning_fasttrain.core.messages import explain, list_some, note_once, say
-from lightning_fasttrain.core.modules.blocks import Blocks
-from lightning_fasttrain.core.modules.heads import find_heads, find_skipped, is_linear, layers_of
-from lightning_fasttrain.core.modules.wrapped_forward import Undo, WrappedForward, count_wrapped, wrapper_on
+from lightning_fasttrain.core.modules.heads import find_heads
+from lightning_fasttrain.core.modules.layer_kinds import is_linear, layers_of
+from lightning_fasttrain.core.modules.select import Blocks, find_skipped, group_by_reason
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, WrappedForward, count_wrapped, undo_all, wrapper_on
 from lightning_fasttrain.model.eight_bit_products import FORMATS, linear_in_8_bits
 from lightning_fasttrain.technique import Capability, Exactness, Surgery, Technique
 from lightning_fasttrain.technique.facts import Facts
@@ -33,7 +34,8 @@ class EightBitForward(WrappedForward):
 
     def __call__(self, input: Tensor) -> Tensor:
         evaluates = not self.module.training and not torch.is_grad_enabled()
-        if self.paused or evaluates or input.numel() == 0:  # experts without tokens: no maximum to scale by
+        # An expert without tokens has no maximum to scale by.
+        if self.paused or evaluates or input.numel() == 0:
             return self.inner(input)
         layer: Any = self.module
         return linear_in_8_bits(input, layer.weight, layer.bias, self.kind)
@@ -61,7 +63,7 @@ class LowPrecisionReport:
         parts = [f"{len(self.layers)} linear layers multiply in {self.kind}"]
         if self.already:
             parts.append(f"{len(self.already)} did already")
-        for reason, names in _by_reason(self.left).items():
+        for reason, names in group_by_reason(self.left).items():
             parts.append(f"skipped: {list_some(names)} ({reason})")
         return "; ".join(parts)
 
@@ -121,12 +123,7 @@ def multiply_in_low_precision_(
     if not layers and not already:
         raise ValueError(_nothing_to_change(model, left))
     _refuse_device(model, kind)
-    undos = [EightBitForward(layer, kind).install() for layer in layers.values()]
-
-    def undo() -> None:
-        for restore_all in undos:
-            restore_all()
-
+    undo = undo_all([EightBitForward(layer, kind).install() for layer in layers.values()])
     return LowPrecisionReport(kind, tuple(layers), tuple(already), left, undo)
 
 
@@ -169,18 +166,11 @@ def _why_unfit(layer: nn.Module, kind: str, min_features: int) -> str:
     return f"fewer than {min_features} inputs or outputs" if min(sizes) < min_features else ""
 
 
-def _by_reason(left: dict[str, str]) -> dict[str, list[str]]:
-    reasons: dict[str, list[str]] = {}
-    for name, reason in left.items():
-        reasons.setdefault(reason, []).append(name)
-    return reasons
-
-
 def _nothing_to_change(model: nn.Module, left: dict[str, str]) -> str:
     what = f"no layer of {type(model).__name__} can multiply in 8 bits"
     if not left:
         return explain(what, "it has no nn.Linear", "Remove LowPrecisionProducts")
-    reasons = [f"{list_some(names)} ({reason})" for reason, names in _by_reason(left).items()]
+    reasons = [f"{list_some(names)} ({reason})" for reason, names in group_by_reason(left).items()]
     return explain(what, f"all are skipped: {', '.join(reasons)}", "Remove LowPrecisionProducts")
 
 

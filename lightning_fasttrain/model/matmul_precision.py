@@ -59,9 +59,11 @@ def matmul_precision_(precision: str) -> Undo:
     before = [operation.fp32_precision for operation in operations]
     old_word, old_cudnn = _old_view()
 
-    if old_word is not None and (old_word == "highest") != (precision == "ieee"):  # "medium" also means TF32 on CUDA
+    # "medium" also means TF32 on CUDA.
+    if old_word is not None and (old_word == "highest") != (precision == "ieee"):
         torch.set_float32_matmul_precision(_OLD_WORD[precision])
-        if before[1] != "bf16":  # the old API cannot express "full float32 on CUDA, bfloat16 on the CPU"
+        # The old API cannot express "full float32 on CUDA, bfloat16 on the CPU".
+        if before[1] != "bf16":
             cpu_matmul.fp32_precision = before[1]
     if old_cudnn is not None:
         torch.backends.cudnn.allow_tf32 = precision == "tf32"
@@ -74,7 +76,8 @@ def matmul_precision_(precision: str) -> Undo:
             torch.set_float32_matmul_precision(old_word)
         if old_cudnn is not None:
             torch.backends.cudnn.allow_tf32 = old_cudnn
-        for operation, value in zip(operations, before, strict=True):  # exactly: "none" inherits, "ieee" does not
+        # Exactly: "none" inherits, "ieee" does not.
+        for operation, value in zip(operations, before, strict=True):
             operation.fp32_precision = value
 
     return undo
@@ -85,7 +88,8 @@ def _old_view() -> tuple[str | None, bool | None]:
     word: str | None = None
     cudnn: bool | None = None
     with suppress(RuntimeError):
-        allowed = torch.backends.cuda.matmul.allow_tf32  # may raise even if the other setting can still be read
+        # This may raise even if the other setting can still be read.
+        allowed = torch.backends.cuda.matmul.allow_tf32
         word = torch.get_float32_matmul_precision()
         assert allowed == (word != "highest")
     with suppress(RuntimeError):

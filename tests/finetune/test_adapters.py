@@ -10,15 +10,11 @@ from torch import nn
 
 import lightning_fasttrain as ft
 from tests.finetune.test_targets import bert, llama
-from tests.support.nets import TinyLM, as_loader, fit, lm_batches, trainer, weights
+from tests.support.nets import TinyLM, as_loader, fit, lm_batches, trainer, trains, weights
 
 peft = pytest.importorskip("peft")
 BATCH = lm_batches(1)[0]
 IDS = BATCH["input_ids"]
-
-
-def trains(model):
-    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
 def awake(model, name="default"):

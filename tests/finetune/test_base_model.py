@@ -5,8 +5,9 @@ import torch
 from torch.nn import functional as F
 
 import lightning_fasttrain as ft
-from tests.finetune.test_merge import IDS, awake, untied
+from tests.finetune.test_merge import IDS, awake
 from tests.finetune.test_targets import llama
+from tests.support.nets import untied
 
 peft = pytest.importorskip("peft")
 KINDS = {

@@ -187,5 +187,5 @@ def test_initialization_that_decomposes_a_layer_is_refused(start):
 
 
 def test_missing_tensor_is_named():
-    with pytest.raises(ValueError, match="'experts.gate_proj': no module has a tensor of that name. Candidates: "):
+    with pytest.raises(ValueError, match="'experts.gate_proj' matches nothing in .*Similar names: .*gate_up_proj"):
         add_adapter_(build(), peft.LoraConfig(target_parameters=["experts.gate_proj"]))

@@ -117,9 +117,9 @@ def test_refused_export_leaves_no_files(tmp_path, monkeypatch):
         export_model(packed, target)
     with pytest.raises(ValueError, match=r"dtype=torch.int8: weights are saved in floats"):
         export_model(packed, target, dtype=torch.int8)
-    with pytest.raises(TypeError, match="export_model of a Linear: it contains no Hugging Face model"):
+    with pytest.raises(TypeError, match="export_model of a Linear: it holds no Hugging Face model"):
         export_model(nn.Linear(2, 2), target)
-    with pytest.raises(ValueError, match=r"several Hugging Face models: a, b. Name one: export_model\(model.a"):
+    with pytest.raises(ValueError, match=r"several Hugging Face models: 'a', 'b'. Name one: export_model\(model.a"):
         export_model(nn.ModuleDict({"a": build("Llama"), "b": build("Llama")}), target)
     other = build("Llama")
     other.lm_head = nn.Linear(64, 9)

@@ -9,8 +9,8 @@ from torch import nn
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward
-from tests.finetune.test_merge import awake, relative, same
-from tests.support.nets import weights
+from tests.finetune.test_merge import awake, relative
+from tests.support.nets import same, weights
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

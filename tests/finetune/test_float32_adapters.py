@@ -5,12 +5,11 @@ import copy
 import lightning as L
 import pytest
 import torch
-from torch import nn
 
 import lightning_fasttrain as ft
 from tests.finetune.test_merge import awake
 from tests.finetune.test_targets import llama
-from tests.support.nets import TinyLM, as_loader, fit, lm_batches, trainer
+from tests.support.nets import as_loader, fit, lm_batches, trainer, untied
 
 peft = pytest.importorskip("peft")
 IDS = torch.randint(17, (3, 5), generator=torch.Generator().manual_seed(1))
@@ -21,12 +20,6 @@ KINDS = {
     "embedding": lambda: ft.LoRA(rank=2, targets=["up", "embed"]),
     "qlora": lambda: ft.QLoRA(rank=2, skip="head"),
 }
-
-
-def untied(**settings):
-    module = TinyLM(**settings)
-    module.head.weight = nn.Parameter(module.head.weight.detach().clone())
-    return module
 
 
 def trained(module):

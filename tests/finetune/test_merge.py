@@ -12,7 +12,7 @@ from torch import nn
 import lightning_fasttrain as ft
 from lightning_fasttrain.finetune import merge_adapters_, unload_adapters_, unmerge_adapters_
 from tests.finetune.test_targets import bert, llama
-from tests.support.nets import TinyLM, as_loader, lm_batches, trainer, weights
+from tests.support.nets import TinyLM, as_loader, lm_batches, same, trainer, untied, weights
 
 IDS = torch.randint(17, (3, 5), generator=torch.Generator().manual_seed(1))
 
@@ -35,16 +35,6 @@ def output(model, ids=IDS):
 
 def relative(a, b):
     return float((a.double() - b.double()).norm() / b.double().norm())
-
-
-def untied():
-    model = TinyLM()
-    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
-    return model
-
-
-def same(state, other):
-    return list(state) == list(other) and all(torch.equal(state[name], other[name]) for name in state)
 
 
 TECHNIQUES = {

@@ -18,8 +18,8 @@ from lightning_fasttrain.finetune import (
     unload_adapters_,
     unmerge_adapters_,
 )
-from tests.finetune.test_merge import IDS, awake, output, relative, same
-from tests.support.nets import Block, TinyLM, weights
+from tests.finetune.test_merge import IDS, awake, output, relative
+from tests.support.nets import Block, TinyLM, same, weights
 
 KINDS = ("nf4", "fp4", "int8")
 VARIANTS = {

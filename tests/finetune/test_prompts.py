@@ -11,7 +11,7 @@ from torch import nn
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.finetune import PrefixTuning, PromptTuning, add_prompt_, load_adapter_, save_adapter
-from tests.support.nets import TinyLM, as_loader, gradients, largest_difference, trainer, weights
+from tests.support.nets import TinyLM, as_loader, gradients, largest_difference, trainer, trains, weights
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -615,7 +615,7 @@ def token_classifier():
         (llama, PromptTuning(3, train=["embed"]), ValueError, "targets='embed'"),
         (llama, PromptTuning(3, name="a.b"), ValueError, "name='a.b'"),
         (lambda: nn.ModuleDict({"lm": llama(), "head": nn.Linear(4, 4)}), PromptTuning(3, train=["head"]), ValueError,
-         "targets='head': no layer of LlamaForCausalLM"),
+         "targets='head' matches nothing in LlamaForCausalLM"),
     ],
 )  # fmt: skip
 def test_unsupported_models_are_refused_and_nothing_changes(make, technique, error, message):
@@ -629,10 +629,6 @@ def test_unsupported_models_are_refused_and_nothing_changes(make, technique, err
 def test_model_without_a_parent_module_is_refused():
     with pytest.raises(ValueError, match=r"Hold it in a module, or use peft.get_peft_model\(model, config\)"):
         add_prompt_(llama(), KINDS["prompt"]())
-
-
-def trains(model):
-    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
 def parts(model):

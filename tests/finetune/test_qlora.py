@@ -23,6 +23,7 @@ from tests.support.nets import (
     largest_difference,
     lm_batches,
     trainer,
+    untied,
     weights,
 )
 from tests.support.ranks import run_code
@@ -38,12 +39,6 @@ def same(a, b):
 
 def trained(module):
     return {name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad}
-
-
-def untied(cls=TinyLM, **settings):
-    model = cls(**settings)
-    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
-    return model
 
 
 @pytest.mark.parametrize("kind", KINDS)

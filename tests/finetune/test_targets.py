@@ -56,7 +56,7 @@ def test_names_match_complete_components_only():
 
 
 def test_target_without_a_match_lists_similar_names_and_candidates():
-    with pytest.raises(ValueError, match=r"targets='upp'.*similar: up.*Candidates: .*up \(Linear\) ×3"):
+    with pytest.raises(ValueError, match=r"targets='upp' matches nothing.*up \(Linear\) ×3.*Similar names: .*up"):
         ft.finetune.find_targets(TinyLM(), "upp")
     with pytest.raises(ValueError, match=r"targets='q_proj'"):  # one of two is enough
         ft.finetune.find_targets(TinyLM(), ["up", "q_proj"])

@@ -12,12 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import lightning_fasttrain as ft
 from lightning_fasttrain import checkpoint_activations_
 from lightning_fasttrain.bench.gpt import GPT, GPTConfig
-from tests.support.nets import Block, TinyLM, as_loader, fit, lm_batches, trainer, weights
-
-
-def same(a, b):
-    assert set(a) == set(b)
-    return all(torch.equal(a[name], b[name]) for name in a)
+from tests.support.nets import Block, TinyLM, as_loader, fit, lm_batches, same, trainer, weights
 
 
 def run(net, x):

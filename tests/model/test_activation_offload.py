@@ -18,7 +18,7 @@ import lightning_fasttrain as ft
 from lightning_fasttrain import ActivationOffload, offload_activations
 from lightning_fasttrain.core.messages import say_once
 from lightning_fasttrain.run import PeakMemory
-from tests.support.nets import TinyLM, as_loader, fit, gradients, lm_batches, trainer, weights
+from tests.support.nets import TinyLM, as_loader, fit, gradients, lm_batches, same, trainer, weights
 from tests.support.ranks import Ranks
 
 
@@ -69,11 +69,6 @@ def step(net, x, context=None):
         loss = net(x).float().pow(2).mean()
     loss.backward()
     return {"loss": loss.detach(), "x": x.grad, **gradients(net), **{n: b.clone() for n, b in net.named_buffers()}}
-
-
-def same(a, b):
-    assert set(a) == set(b)
-    return all(torch.equal(a[name], b[name]) for name in a)
 
 
 def files(folder):

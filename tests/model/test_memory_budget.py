@@ -22,7 +22,7 @@ from lightning_fasttrain.model.checkpointed_forward import CheckpointedForward
 from lightning_fasttrain.model.memory_budget.block_cost import BlockCost, measure_block
 from lightning_fasttrain.model.memory_budget.checkpoint_plan import make_plan
 from lightning_fasttrain.run import PeakMemory
-from tests.support.nets import TinyLM, as_loader, lm_batches, trainer, weights
+from tests.support.nets import TinyLM, as_loader, lm_batches, same, trainer, weights
 
 
 def tokens():
@@ -109,10 +109,9 @@ class Chain(nn.Module):
 
 def test_a_blocks_bytes_match_hand_computed_ones():
     block, x = Chain(8), torch.randn(5, 8, requires_grad=True)
-    fixed = {p.untyped_storage().data_ptr() for p in block.parameters()}
     policy = MemoryBudget(1)
     forward = next(iter(policy_forwards(policy, block)))
-    cost = measure_block(forward, ft.model.SelectiveOps().keeps, fixed, (x,), {})
+    cost = measure_block(forward, ft.model.SelectiveOps().keeps, block.parameters(), (x,), {})
     assert cost.saved_bytes == 4 * 5 * 32  # tanh(up); x is the block's input
     assert cost.expensive_bytes == 4 * 5 * 32  # up; down is the block's output
     assert cost.cheap_ms >= 0
@@ -129,7 +128,7 @@ def test_measuring_does_not_change_random_states_and_buffers():
     block = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
     before, state = copy.deepcopy(block.state_dict()), torch.get_rng_state()
     (forward,) = policy_forwards(MemoryBudget(1), block)
-    measure_block(forward, ft.model.SelectiveOps().keeps, set(), (torch.randn(6, 4),), {})
+    measure_block(forward, ft.model.SelectiveOps().keeps, (), (torch.randn(6, 4),), {})
     assert all(torch.equal(before[key], value) for key, value in block.state_dict().items())
     with torch.random.fork_rng():
         torch.set_rng_state(state)
@@ -141,8 +140,7 @@ def test_measuring_does_not_change_random_states_and_buffers():
 def test_a_result_changed_in_place_cannot_be_kept():
     block = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4))
     (forward,) = policy_forwards(MemoryBudget(1), block)
-    fixed = {p.untyped_storage().data_ptr() for p in block.parameters()}
-    cost = measure_block(forward, ft.model.SelectiveOps().keeps, fixed, (torch.randn(6, 4),), {})
+    cost = measure_block(forward, ft.model.SelectiveOps().keeps, block.parameters(), (torch.randn(6, 4),), {})
     assert cost.expensive_bytes is None
     assert cost.saved_bytes == 4 * 6 * 4
 
@@ -217,10 +215,6 @@ def fit(callbacks, net=TinyLM, **settings):
     t = trainer(callbacks, **settings)
     t.fit(module, as_loader(BATCHES))
     return weights(module)
-
-
-def same(a, b):
-    return all(torch.equal(a[name], b[name]) for name in a)
 
 
 def test_weights_are_bitwise_the_same_in_a_trainer_and_a_mixin():
@@ -361,7 +355,7 @@ def test_measured_tensors_are_freed():
 
     made, block = [], Attention()
     x = torch.randn(2, 2, 8, 8, requires_grad=True)
-    measure_block(CheckpointedForward(block), ft.model.SelectiveOps().keeps, set(), (x,), {})
+    measure_block(CheckpointedForward(block), ft.model.SelectiveOps().keeps, (), (x,), {})
     gc.collect()
     assert made
     assert all(storage() is None for storage in made)

@@ -206,6 +206,23 @@ def gradients(module: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.detach().clone() for name, p in module.named_parameters() if p.grad is not None}
 
 
+def trains(module: nn.Module) -> list[str]:
+    """Names of the parameters that train."""
+    return [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    """Whether both have the same names, with the same values bit for bit."""
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def untied(kind: type[TinyLM] = TinyLM, **settings: Any) -> TinyLM:
+    """A model whose head has a weight of its own."""
+    model = kind(**settings)
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    return model
+
+
 def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     """Largest difference of two dicts of tensors, relative to the largest entry of the first; keys must agree."""
     assert set(a) == set(b)

@@ -1,17 +1,22 @@
 """Find the repeated blocks of any model."""
 
 import math
-import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from itertools import groupby
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_fasttrain.core.messages import note_once
-
-Blocks = str | type[nn.Module] | Iterable[str | type[nn.Module]]
+from lightning_fasttrain.core.modules.select import (
+    Blocks,
+    as_list,
+    has_parameters,
+    is_wanted,
+    keep_outermost,
+    list_kinds,
+)
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _A_KIND = 0.05  # of the parameters in blocks; what has fewer, such as two heads, is no kind of block of its own
@@ -161,7 +166,8 @@ class _Search:
         left = []
         for module in around - taken:
             left += [m for m in module.children() if m not in around and self.weighty[m] > 1]
-        tables = {p for m in self.names if _is_table(m) for p in m.parameters()}  # to which a head may be tied
+        # A head may be tied to one of these tables.
+        tables = {p for m in self.names if _is_table(m) for p in m.parameters()}
         sizes = {self.names[m]: _size(m, tables) / max(_size(self.model), 1) for m in self.names if m in left}
         shares = {name: share for name, share in sizes.items() if share >= _WORTH_A_WORD}
         if shares:
@@ -217,43 +223,9 @@ def _rank(module: nn.Module) -> int:
 
 
 def _match_blocks(model: nn.Module, blocks: Blocks) -> dict[str, nn.Module]:
-    wanted = [blocks] if isinstance(blocks, str | type) else list(blocks)
+    wanted = as_list(blocks)
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if any(is_wanted(name, module, one) for one in wanted):
             found[name] = module
     return keep_outermost(found)
-
-
-def is_wanted(name: str, module: nn.Module, wanted: str | type[nn.Module]) -> bool:
-    """Whether a class, or a name or pattern, means this module."""
-    if isinstance(wanted, type):
-        return isinstance(module, wanted)
-    if type(module).__name__ == wanted:
-        return True
-    # The longer one first: after "*" is replaced, no "**" is left to be found.
-    pattern = re.escape(wanted).replace(r"\*\*", ".+").replace(r"\*", r"[^.]+")
-    return re.fullmatch(pattern, name) is not None
-
-
-def has_parameters(module: nn.Module, recurse: bool = True) -> bool:
-    return any(True for _ in module.parameters(recurse))
-
-
-def keep_outermost(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Keep the named modules that lie in no other of them."""
-    kept: dict[str, nn.Module] = {}
-    for name, module in modules.items():  # parents come before their children
-        if not any(other == "" or name.startswith(f"{other}.") for other in kept):
-            kept[name] = module
-    return kept
-
-
-def list_kinds(model: nn.Module) -> str:
-    """List the most frequent classes of modules, for a message."""
-    kinds: Counter[str] = Counter()
-    for name, module in model.named_modules():
-        if name and has_parameters(module):  # "" is the model itself, which does not repeat
-            kinds[type(module).__name__] += 1
-    ranked = kinds.most_common(8)
-    return ", ".join(f"{kind} ×{count}" for kind, count in ranked) or "none (no submodule has parameters)"

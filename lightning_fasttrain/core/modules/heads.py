@@ -1,12 +1,13 @@
-"""The layers of a model as they were before adapters came, and which of them make its predictions."""
+"""The layers of a model that make its predictions."""
 
 from collections.abc import Collection, Iterable
-from typing import Any, cast
 
 from torch import nn
 
 from lightning_fasttrain.core.messages import explain, list_some, warn
-from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks, is_wanted, list_kinds
+from lightning_fasttrain.core.modules.blocks import find_blocks
+from lightning_fasttrain.core.modules.layer_kinds import base_of, is_linear, layers_of
+from lightning_fasttrain.core.modules.select import is_inside, is_part_of
 from lightning_fasttrain.core.modules.wrapped_forward import told_heads
 
 
@@ -50,7 +51,7 @@ def outside_blocks(model: nn.Module, names: Iterable[str]) -> list[str]:
 
 def heads_beside(model: nn.Module, blocks: Collection[str]) -> list[str]:
     """Names of the heads that are neither one of ``blocks`` nor in one."""
-    return [head for head in find_heads(model) if not is_inside(head, blocks) and head not in blocks]
+    return [head for head in find_heads(model) if head not in blocks and not is_inside(head, blocks)]
 
 
 def warn_of_blocks_beyond(model: nn.Module, blocks: Collection[str], named: Collection[str], what: str) -> None:
@@ -60,34 +61,12 @@ def warn_of_blocks_beyond(model: nn.Module, blocks: Collection[str], named: Coll
     taken = {*blocks, *named}
     beyond: list[str] = []
     for name in _blocks_of(model):
-        holds_taken = any(one.startswith(f"{name}.") for one in blocks)
-        if names.index(name) > last and not (name in taken or is_inside(name, taken) or holds_taken):
+        holds_taken = any(is_inside(one, [name]) for one in blocks)
+        if names.index(name) > last and not (is_part_of(name, taken) or holds_taken):
             beyond.append(name)
     if beyond:
         why = f"{list_some(beyond)} come after the blocks that are named, and would count as head"
         warn(explain(what, why, "Name these blocks too, or leave blocks= out"))
-
-
-def is_inside(name: str, blocks: Collection[str]) -> bool:
-    """Whether ``name`` is that of a part of one of ``blocks``."""
-    return any(name.startswith(f"{block}.") for block in blocks)
-
-
-def find_skipped(model: nn.Module, skip: Blocks) -> set[str]:
-    """Names of the modules that a user wants left as they are, and of all that lies inside of them."""
-    modules = dict(model.named_modules())
-    outer: list[str] = []
-    for wanted in [skip] if isinstance(skip, str | type) else list(skip):
-        if not isinstance(wanted, str) and not (isinstance(wanted, type) and issubclass(wanted, nn.Module)):
-            why = "expected a module class or a name pattern"
-            raise TypeError(explain(f"skip={wanted!r}", why, "Use skip=['**.router']"))
-        found = [name for name, module in modules.items() if is_wanted(name, module, wanted)]
-        if not found:
-            why = f"candidates are {list_kinds(model)}"
-            way_out = "Give a class, a class name or a pattern such as '**.router'"
-            raise ValueError(explain(f"skip={wanted!r} matches nothing in {type(model).__name__}", why, way_out))
-        outer += found
-    return {name for name in modules if name in outer or is_inside(name, outer) or "" in outer}
 
 
 def _blocks_of(model: nn.Module) -> list[str]:
@@ -114,44 +93,3 @@ def _of_vocabulary(model: nn.Module, outside: list[str], layers: dict[str, nn.Mo
     if vocabulary is None or vocabulary.num_embeddings <= vocabulary.embedding_dim:  # a table of positions, say
         return []
     return [name for name in outside if getattr(layers[name], "out_features", 0) == vocabulary.num_embeddings]
-
-
-def base_of(module: nn.Module) -> nn.Module:
-    """The layer under an adapter, or the module itself."""
-    return cast(Any, module).get_base_layer() if _is_adapted(module) else module
-
-
-def layers_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Qualified name → module, without what an adapter brought; an adapted layer is represented by its base."""
-    found: dict[str, nn.Module] = {}
-    inside = "\0"  # no name begins with it
-    for name, module in model.named_modules():
-        if not name or name.startswith(inside) or stands_for(module):
-            continue
-        if _is_adapted(module) or is_a(module, "BasePromptEncoder"):
-            inside = f"{name}."
-        if not is_a(module, "BasePromptEncoder"):
-            found[name] = base_of(module)
-    return found
-
-
-def _is_adapted(module: nn.Module) -> bool:
-    return is_a(module, "BaseTunerLayer")
-
-
-def is_a(module: nn.Module, ancestor: str) -> bool:
-    """Asked by name, so that PEFT is not imported for models that never met it."""
-    return any(base.__name__ == ancestor for base in type(module).__mro__)
-
-
-def is_linear(layer: nn.Module) -> bool:
-    """``nn.Linear``, its quantised descendants, and GPT-2's transposed one; not those inside ``nn.MultiheadAttention``,
-    which computes with their weights and never calls them."""
-    if isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear) or stands_for(layer):
-        return False
-    return isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D"
-
-
-def stands_for(layer: nn.Module) -> tuple[int, ...] | None:
-    """The shape of the tensor that a quantised layer holds for another module, which alone uses it; else None."""
-    return vars(layer).get("stands_for")  # not getattr, which an adapter's wrapper passes on to what it holds

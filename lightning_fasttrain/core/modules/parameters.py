@@ -1,6 +1,5 @@
 """Count and list parameters, and find the tensors that quantised layers hold beside them."""
 
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +18,9 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
         2
     """
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+from lightning_fasttrain.core.modules.layer_kinds import is_a
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
@@ -49,14 +51,12 @@ def quantized_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         >>> [(name, tensor.numel()) for name, tensor in quantized_tensors(layer)]
         [('weight.absmax', 64), ('weight.quant_map', 16)]
     """
-    bnb: Any = sys.modules.get("bitsandbytes")  # while nothing has imported it, nothing is made of it
-    if bnb is None:
-        return
-    for prefix, module in model.named_modules():
+    modules: dict[str, Any] = dict(model.named_modules())
+    for prefix, module in modules.items():
         held: dict[str, Any] = {}
-        if isinstance(module, bnb.nn.Linear4bit):
+        if is_a(module, "bitsandbytes.nn.Linear4bit"):
             held = _of_4bit(getattr(module.weight, "quant_state", module.quant_state))
-        elif isinstance(module, bnb.nn.Linear8bitLt):
+        elif is_a(module, "bitsandbytes.nn.Linear8bitLt"):
             # The state takes SCB from the weight in the first forward.
             held = {"SCB": module.state.SCB if module.state.SCB is not None else module.weight.SCB}
         for name, tensor in held.items():

@@ -43,7 +43,7 @@ class RecomputedForward(WrappedForward):
         self.stops_early = not any(isinstance(inside, nn.RReLU) for inside in module.modules())
         self.looked = False
 
-    def look_at(self, output: Any, inputs: Any) -> None:
+    def look_at(self, output: object, inputs: object) -> None:
         """Refuse, after the first forward in training, an rrelu as a function, which no module shows.
 
         Raises:
@@ -64,7 +64,8 @@ class RecomputedForward(WrappedForward):
         self.seen = False  # which buffers change is not known yet: copy all
         _, again = self.contexts(nullcontext(), nullcontext())
         device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
-        devices = [] if device.type == "cpu" else [device]  # the host's generator is always among them
+        # The host's generator is always among them.
+        devices = [] if device.type == "cpu" else [device]
         with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), again:
             yield
         self.seen = False
@@ -77,7 +78,8 @@ class RecomputedForward(WrappedForward):
             for key, buffer in owner._buffers.items()
             if buffer is not None and (name := f"{prefix}.{key}")
         }
-        unseen, self.seen = not self.seen, True  # at the first forward all buffers are copied, to be sure
+        # At the first forward all buffers are copied, to be sure.
+        unseen, self.seen = not self.seen, True
         before: dict[str, Tensor] = {
             name: buffer.detach().clone() for name, (_, _, buffer) in buffers.items() if unseen or name in self.changing
         }
@@ -104,7 +106,8 @@ class RecomputedForward(WrappedForward):
             np.random.set_state(numpy_state)
             for name, earlier in before.items():
                 owner, key, _ = held[name]
-                owner._buffers[key] = earlier.clone()  # the recomputation changes a copy of what the forward saw
+                # The recomputation changes a copy of what the forward saw.
+                owner._buffers[key] = earlier.clone()
             try:
                 with reusing:
                     yield
@@ -117,7 +120,7 @@ class RecomputedForward(WrappedForward):
         return forward(), Again(recompute)
 
 
-def _nodes_between(output: Any, inputs: Any) -> Iterator[Any]:
+def _nodes_between(output: object, inputs: object) -> Iterator[Any]:
     """Every node of the graph of ``output`` that comes after those of ``inputs``."""
     done = {leaf.grad_fn for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)}
     ahead = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]

@@ -1,12 +1,11 @@
 """Switches dropout off, so that steps which draw masks of their own can be compared."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch, undo_all
 
 
 def without_dropout(model: nn.Module) -> Undo:
@@ -24,10 +23,7 @@ def without_dropout(model: nn.Module) -> Undo:
         >>> net[0].p, net[1].dropout, undo(), net[0].p
         (0.0, 0.0, None, 0.5)
     """
-    undo = ExitStack()
-    for module, name in _rates(model):
-        undo.callback(patch(module, name, 0.0))
-    return undo.close
+    return undo_all([patch(module, name, 0.0) for module, name in _rates(model)])
 
 
 def has_dropout(model: nn.Module) -> bool:

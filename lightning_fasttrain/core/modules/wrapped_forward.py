@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar, TypeVar
 
 from torch import nn
@@ -10,6 +10,21 @@ from torch import nn
 from lightning_fasttrain.core.messages import number_of
 
 Undo = Callable[[], None]
+
+
+def undo_all(undos: Iterable[Undo]) -> Undo:
+    """Return a function that undoes several changes, the last one first.
+
+    Example:
+        >>> undo = undo_all([lambda: print("first change"), lambda: print("second change")])
+        >>> undo()
+        second change
+        first change
+    """
+    stack = ExitStack()
+    for undo in undos:
+        stack.callback(undo)
+    return stack.close
 
 
 def told_heads(model: nn.Module) -> list[nn.Module]:
@@ -20,6 +35,16 @@ def told_heads(model: nn.Module) -> list[nn.Module]:
     models: list[Any] = [module for module in model.modules() if hasattr(type(module), "get_output_embeddings")]
     heads: list[nn.Module | None] = [module.get_output_embeddings() for module in models]
     return [head for head in heads if head is not None]
+
+
+class Replacement:
+    """Base of objects that replace a method of one module.
+
+    They hold the module rather than a bound method, so that a copy of the model has its own.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
 
 
 class WrappedForward:
@@ -88,7 +113,7 @@ def wrapper_on(module: nn.Module, kind: type[WrappedForward]) -> bool:
 
 def why_none_ran(model: nn.Module, kind: type[WrappedForward]) -> tuple[str, str] | None:
     """Why and what to do, if no wrapper of this ``kind`` ran in ``model``; None if one did, or there is none."""
-    wrappers = [wrapper for module in model.modules() for wrapper in wrappers_on(module, kind)]
+    wrappers = list(wrappers_in(model, kind))
     if not wrappers or any(wrapper.ran for wrapper in wrappers):
         return None
     names = sorted({type(wrapper.module).__name__ for wrapper in wrappers})
@@ -109,6 +134,12 @@ def wrappers_on(module: nn.Module, kind: type[W]) -> Iterator[W]:
         if isinstance(holder, kind):
             yield holder
         holder = holder.previous
+
+
+def wrappers_in(model: nn.Module, kind: type[W]) -> Iterator[W]:
+    """The wrappers of this ``kind`` that stand on any module of ``model``."""
+    for module in model.modules():
+        yield from wrappers_on(module, kind)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """The door to what a torchmetrics metric keeps to itself: its states, and of how many updates they are."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 from torchmetrics import Metric
@@ -51,6 +51,6 @@ def add_to_metric_(metric: Metric, earlier: MetricState) -> None:
     metric._computed = None
 
 
-def show_step_value_(metric: Metric, value: Any) -> None:
+def show_step_value_(metric: Metric, value: object) -> None:
     """Have Lightning log ``value`` for the step; for the epoch it computes."""
     metric._forward_cache, metric._computed = value, None

@@ -48,7 +48,7 @@ def remember(models: Iterable[nn.Module]) -> Callable[[], None]:
                 if buffer is not None and before is not None:
                     _write_back(buffer, before)
         for metric, state in states:
-            copies = {name: _copy_values(value) for name, value in state.values.items()}  # it may be restored again
+            copies = {name: _copy_of(value) for name, value in state.values.items()}  # it may be restored again
             write_metric_(metric, MetricState(copies, state.updates))
         for module, before in attributes:
             _restore_attributes(module, before)
@@ -60,11 +60,11 @@ def remember_gradients(model: nn.Module) -> Callable[[], None]:
     """Remember the gradients that are there; returns how to put them back."""
     grads: list[tuple[nn.Parameter, Tensor | None]] = []
     for parameter in model.parameters():
-        grads.append((parameter, None if parameter.grad is None else _copy_values(parameter.grad)))
+        grads.append((parameter, _copy_of(parameter.grad)))
 
     def restore_all() -> None:
         for parameter, before in grads:
-            parameter.grad = None if before is None else before.clone()
+            parameter.grad = _copy_of(before)  # a copy, since it may be restored again
 
     return restore_all
 
@@ -75,10 +75,9 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, tuple[Any, Any]]]:
         if name in _OF_MODULES:
             continue
         # Exactly these types: a subclass may not support being emptied and filled.
-        if type(value) in _CONTAINERS or (isinstance(value, Tensor) and value.nbytes < _LARGE):
-            yield name, (value, _copy_values(value))
-        elif isinstance(value, _PLAIN):
-            yield name, (value, value)
+        kept = type(value) in _CONTAINERS or (isinstance(value, Tensor) and value.nbytes < _LARGE)
+        if kept or isinstance(value, _PLAIN):
+            yield name, (value, _copy_of(value))
 
 
 def _restore_attributes(module: nn.Module, before: dict[str, tuple[Any, Any]]) -> None:
@@ -95,7 +94,7 @@ def _refill(value: Any, copy: Any) -> None:
     if isinstance(value, Tensor):
         with torch.no_grad():
             _write_back(value, copy)
-    elif isinstance(value, list | deque | set | dict):
+    elif isinstance(value, _CONTAINERS):
         value.clear()
         (value.extend if isinstance(value, list | deque) else value.update)(copy)
 
@@ -106,9 +105,8 @@ def _write_back(tensor: Tensor, before: Tensor) -> None:
         tensor.copy_(before)
 
 
-def _copy_of(buffer: Tensor | None) -> Tensor | None:
-    return None if buffer is None else buffer.detach().clone()
-
-
-def _copy_values(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value.copy()
+def _copy_of(value: Any) -> Any:
+    """Copy a tensor or a container; None and plain values stay as they are."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return value.copy() if isinstance(value, _CONTAINERS) else value

@@ -1,6 +1,8 @@
 """Read and restore the state of every random number generator that a training step may draw from."""
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -43,3 +45,20 @@ def set_random_state(state: dict[str, Any]) -> None:
     if state["cuda"] and torch.cuda.is_available():
         for device, one in enumerate(state["cuda"][: torch.cuda.device_count()]):
             torch.cuda.set_rng_state(one, device)
+
+
+@contextmanager
+def keep_random_state() -> Iterator[None]:
+    """Restore the random state at the end of a ``with`` block.
+
+    Example:
+        >>> with keep_random_state():
+        ...     drawn = torch.rand(1)
+        >>> torch.equal(torch.rand(1), drawn)
+        True
+    """
+    before = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(before)

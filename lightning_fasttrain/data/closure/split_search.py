@@ -212,7 +212,7 @@ class SplitSearch:
         """Whether all ranks must run the same number of micro-batches, since each of them communicates."""
         if self.trainer.world_size == 1:
             return False
-        return is_sharded(self.trainer.lightning_module) or own_scaling(self.trainer.strategy)
+        return is_sharded(self.trainer.lightning_module) or own_scaling(self.trainer.strategy) is not None
 
     def leave_trunk(self) -> None:
         """Restore the trunk's forwards at the end of the run."""

@@ -148,8 +148,8 @@ def _choose_rows(extents: Extents, most_rows: int) -> list[int]:
 def _cut_sample(batch: Any, extents: Extents, rows: list[int], multiple: int) -> Sample:
     """Return rows with their padding, and in two micro-batches without it: the longest, and the others."""
     trimmed = trim_batch(batch, extents, [rows[:1], rows[1:]], multiple)
-    places: tuple[slice | None, ...] = (slice(0, 1), slice(1, len(rows)))
-    cutting = list(zip(trimmed.parts, places, strict=True))
+    first, others = trimmed.parts
+    cutting: list[tuple[Any, slice | None]] = [(first, slice(0, 1)), (others, slice(1, len(rows)))]
     return Sample(pick_rows(batch, rows), len(rows), [cutting])
 
 

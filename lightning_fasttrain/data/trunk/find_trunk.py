@@ -7,7 +7,7 @@ from torch import nn
 
 from lightning_fasttrain.core.distributed import from_all_ranks
 from lightning_fasttrain.core.messages import explain, list_some
-from lightning_fasttrain.core.modules.blocks import is_wanted, keep_outermost, list_kinds
+from lightning_fasttrain.core.modules.select import is_wanted, keep_outermost, list_kinds
 from lightning_fasttrain.data.normalizer.find_split import CannotSplitError
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample
 from lightning_fasttrain.data.normalizer.trial.try_split import Stage, Trial, try_split

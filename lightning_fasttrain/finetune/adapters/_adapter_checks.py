@@ -10,31 +10,24 @@ from torch import nn
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.finetune.quantized._quantized_layer import in_8_bits, is_quantized
 from lightning_fasttrain.finetune.selection.base_fingerprint import is_torchaos
+from lightning_fasttrain.finetune.selection.targets import require_peft
 
-_DECOMPOSED = (
-    "pissa",
-    "corda",
-    "loftq",
-    "lora_ga",
-    "orthogonal",
-)  # initialized from the values or the dtype of the weight
+# Initialized from the values or the dtype of the weight.
+_DECOMPOSED = ("pissa", "corda", "loftq", "lora_ga", "orthogonal")
 
 
-def check_config(peft: Any, config: Any) -> None:
+def check_config(config: Any) -> None:
+    peft = require_peft()
     if isinstance(config, peft.PeftConfig) and not config.is_prompt_learning:
         return
     given = type(config).__name__
+    why, way_out = "expected a PEFT configuration", "Use for example peft.LoraConfig(r=16)"
     if isinstance(config, L.Callback):
-        raise TypeError(
-            explain(
-                f"config={given}", "expected a PEFT configuration, got a technique", f"Use apply(model, [{given}(...)])"
-            )
-        )
-    prompts = "it prepends virtual tokens to the input rather than adding adapter layers"
-    if isinstance(config, peft.PeftConfig):
-        raise TypeError(explain(f"config={given}", prompts, "Use add_prompt_(model, config)"))
-    why = "expected a PEFT configuration"
-    raise TypeError(explain(f"config={given}", why, "Use for example peft.LoraConfig(r=16)"))
+        why, way_out = f"{why}, got a technique", f"Use apply(model, [{given}(...)])"
+    elif isinstance(config, peft.PeftConfig):
+        why = "it prepends virtual tokens to the input rather than adding adapter layers"
+        way_out = "Use add_prompt_(model, config)"
+    raise TypeError(explain(f"config={given}", why, way_out))
 
 
 def check_name(name: object) -> None:
@@ -69,7 +62,7 @@ def check_layers(found: dict[str, nn.Module], config: Any) -> None:
             raise ValueError(explain(f"rank={rank} for '{name}'", why, way_out))
 
 
-def check_parameters(found: Iterable[str], config: Any) -> None:
+def check_parameters(found: Iterable[str], config: object) -> None:
     """Refuse initializations from a decomposition of a layer's weight for adapters on stacked tensors."""
     start = getattr(config, "init_lora_weights", True)
     for name in found:
@@ -78,7 +71,7 @@ def check_parameters(found: Iterable[str], config: Any) -> None:
             raise TypeError(explain(f"'{start}' on the tensor '{name}'", why, "Use init_lora_weights=True"))
 
 
-def _check_quantized_start(name: str, config: Any) -> None:
+def _check_quantized_start(name: str, config: object) -> None:
     start = getattr(config, "init_lora_weights", True)
     if isinstance(start, str) and start.startswith(_DECOMPOSED):
         why = "this initialization needs the values of the weight, and a quantised weight is packed"
@@ -89,21 +82,16 @@ def _check_quantized_start(name: str, config: Any) -> None:
 def _check_quantized(name: str, layer: Any, config: Any) -> None:
     """Refuse adapters on bitsandbytes layers that PEFT does not support, before PEFT fails late or misreads weights."""
     kind = config.peft_type.value
-    if (
-        getattr(config, "use_dora", False)
-        and not in_8_bits(layer)
-        and layer.in_features % 64
-        and not layer.weight.is_cuda
-    ):
+    unaligned = not in_8_bits(layer) and layer.in_features % 64 and not layer.weight.is_cuda
+    if getattr(config, "use_dora", False) and unaligned:
         # The forward of this package avoids the error, but PEFT computes DoRA's norms itself.
         why = "bitsandbytes dequantises rows whose length is not a multiple of 64 wrongly on CPUs with AVX-512"
         raise TypeError(explain(f"DoRA on '{name}', in 4 bits on the CPU", why, "Use variant='lora', or kind='int8'"))
     package = type(config).__module__.removesuffix(".config")  # layers for bitsandbytes are in its ``bnb.py``
     if importlib.util.find_spec(f"{package}.bnb") is None:
         why = "PEFT does not support this adapter on quantised weights"
-        raise TypeError(
-            explain(f"{kind} on '{name}', which is quantised", why, "Use LoRA or IA3, or an unquantised base")
-        )
+        way_out = "Use LoRA or IA3, or an unquantised base"
+        raise TypeError(explain(f"{kind} on '{name}', which is quantised", why, way_out))
 
 
 def without_namesakes(names: list[str], root: nn.Module) -> list[str]:

@@ -1,11 +1,12 @@
-"""Find PEFT's layers in a model, keep the original weights of merged ones, and unload them."""
+"""Find PEFT's layers in a model, and keep the original weights of merged ones."""
 
-from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.layer_kinds import WRAPPER, find_tuners, is_a, is_tuner, walk_around
+from lightning_fasttrain.core.modules.wrapped_forward import Replacement
 from lightning_fasttrain.finetune.adapters.add_adapter import adapted_modules
 from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized
 from lightning_fasttrain.finetune.quantized._quantized_tensor import held_tensors, hold_
@@ -18,7 +19,7 @@ def tuner_layers(model: nn.Module) -> dict[str, Any]:
         ValueError: the model has no such layer.
     """
     adapted_modules(model)
-    layers = {name: layer for name, layer in find_outermost(model) if is_tuner(layer)}
+    layers = {name: layer for name, layer in walk_around(model, is_tuner) if is_tuner(layer)}
     if not layers:
         why = "virtual tokens are prepended to the input and cannot be merged into weights"
         way_out = "Save them, and unload them: unload_adapters_(model, merge=False)"
@@ -26,30 +27,22 @@ def tuner_layers(model: nn.Module) -> dict[str, Any]:
     return layers
 
 
-def find_outermost(model: nn.Module) -> Iterable[tuple[str, Any]]:
-    """Iterate over the names of PEFT's layers and wrappers and the modules; layers inside other layers are skipped."""
-    from peft.utils.other import AuxiliaryTrainingWrapper
-
-    inside = "\0"  # no module name starts with it
+def find_trained_copies(model: nn.Module) -> dict[str, Any]:
+    """Map qualified names to PEFT's wrappers that hold a fully trained copy of a module for each adapter."""
+    wrappers: dict[str, Any] = {}
     for name, module in model.named_modules():
-        if name.startswith(inside):
-            continue
-        if is_tuner(module):
-            inside = f"{name}."
-        if is_tuner(module) or isinstance(module, AuxiliaryTrainingWrapper):
-            yield name, module
+        if is_a(module, WRAPPER) and "modules_to_save" in module._modules:
+            wrappers[name] = module
+    return wrappers
 
 
-class Originals:
-    """Replacement of a merged layer's ``unmerge`` that holds the original weights.
-
-    Like :class:`~lightning_fasttrain.core.modules.wrapped_forward.WrappedForward` it holds the layer, so that a copy
-    has its own.
-    """
+class Originals(Replacement):
+    """Replacement of a merged layer's ``unmerge`` that holds the original weights."""
 
     def __init__(self, layer: Any) -> None:
-        self.layer = layer
-        self.caches = dict(vars(layer).get("_caches", {}))  # DoRA's merge stores a norm there for PEFT's unmerge
+        super().__init__(layer)
+        # DoRA's merge stores a norm there for PEFT's unmerge.
+        self.caches = dict(vars(layer).get("_caches", {}))
         self.trained: list[nn.Parameter] = []
         # Merging replaces a quantised layer rather than writing to it, so keeping the layer is enough.
         self.base = layer.base_layer if is_quantized(layer.base_layer) else None
@@ -63,42 +56,23 @@ class Originals:
 
     def __call__(self) -> None:
         if self.base is not None:
-            self.layer.base_layer = self.base.to(self.layer.base_layer.weight.device)  # the model may have moved since
+            # The model may have moved since.
+            self.module.base_layer = self.base.to(self.module.base_layer.weight.device)
         for name, holder in self.held.items():
             hold_(self.owner, name, holder)
-        modules = list(self.layer.modules())  # PEFT's attention turns its weights into parameters again when called
+        # PEFT's attention turns its weights into parameters again when called.
+        tuners = find_tuners(self.module)
         for base, name, tensor in self.weights:
             parameter = base.get_parameter(name)
             parameter.data = tensor.to(parameter.device, parameter.dtype)
-        for module in modules:
-            if is_tuner(module):
-                module.merged_adapters.clear()
-        if "_caches" in vars(self.layer):
-            self.layer._caches = self.caches
+        for module in tuners.values():
+            module.merged_adapters.clear()
+        if "_caches" in vars(self.module):
+            self.module._caches = self.caches
         for parameter in self.trained:
             parameter.requires_grad_(True)
-        vars(self.layer).pop("unmerge", None)  # removes this object; PEFT's own method belongs to the class
-
-
-def unload_layers_(root: nn.Module, merge: bool) -> None:
-    """Replace PEFT's layers by their base layers, and fully trained modules by the trained copy or the original."""
-    inside = "\0"
-    for name, module in list(find_outermost(root)):
-        if name.startswith(inside):
-            continue
-        inside = f"{name}."
-        parent, _, last = name.rpartition(".")
-        if not is_tuner(module) and "modules_to_save" in module._modules:
-            copies, active = module.modules_to_save, module.active_adapters
-            plain = copies[active[0]] if merge and active and active[0] in copies else module.original_module
-        elif hasattr(type(module), "unload_and_optionally_merge_module"):  # PEFT's attention, its wrappers of tensors
-            plain = module.unload_and_optionally_merge_module(merge=False, safe_merge=True, adapter_names=None)
-            if isinstance(plain, nn.MultiheadAttention):  # PEFT registers these again, at the end of the parameters
-                _put_first_(plain, "in_proj_weight")
-                _put_first_(plain.out_proj, "weight")
-        else:
-            plain = module.get_base_layer()
-        setattr(root.get_submodule(parent), last, plain)
+        # This removes the object itself; PEFT's own method belongs to the class.
+        vars(self.module).pop("unmerge", None)
 
 
 def wrappers_in(layer: Any) -> list[Any]:
@@ -109,16 +83,14 @@ def wrappers_in(layer: Any) -> list[Any]:
     return found
 
 
+def find_quantized_under(layer: Any) -> dict[str, Any]:
+    """Map the quantised tensors that one of PEFT's layers adapts to the quantised layers that hold them."""
+    base = layer.get_base_layer()
+    if is_quantized(base):
+        return {"weight": base}
+    adapted = [vars(wrapper).get("parameter_name") for wrapper in wrappers_in(layer)]
+    return {name: holder for name, holder in held_tensors(base).items() if name in adapted}
+
+
 def _bases(layer: Any) -> list[nn.Module]:
-    return [module.get_base_layer() for module in layer.modules() if is_tuner(module)]
-
-
-def _put_first_(module: nn.Module, name: str) -> None:
-    for other in [one for one in module._parameters if one != name]:
-        module._parameters[other] = module._parameters.pop(other)
-
-
-def is_tuner(module: object) -> bool:
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    return isinstance(module, BaseTunerLayer)
+    return [module.get_base_layer() for module in find_tuners(layer).values()]

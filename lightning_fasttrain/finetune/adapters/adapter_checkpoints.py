@@ -1,7 +1,6 @@
 """Checkpoints of a fine-tuning run that hold only the trained state, and a fingerprint of the frozen base."""
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from typing import Any
 
 import lightning as L
@@ -10,7 +9,8 @@ from torch import Tensor, nn
 
 from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
+from lightning_fasttrain.core.modules.select import is_part_of
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch, undo_all
 from lightning_fasttrain.finetune.adapters.add_adapter import adapter_parameters
 from lightning_fasttrain.finetune.selection.base_fingerprint import base_fingerprint, is_fingerprint, refuse_other_base
 
@@ -55,16 +55,11 @@ def trained_names(model: nn.Module) -> list[str]:
     names = []
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name in model.state_dict():
-        holder = _holder(name, frozen)
-        if name in adapters or name in trains or (name not in parameters and not holder):
+        # By name: quantised weights have nested keys, such as "weight.absmax".
+        changes = name in trains or (name not in parameters and not is_part_of(name, frozen))
+        if name in adapters or changes:
             names.append(name)
     return names
-
-
-def _holder(name: str, frozen: set[str]) -> bool:
-    """Check whether one of the ``frozen`` modules holds this key; quantised weights have nested keys."""
-    parts = name.split(".")
-    return any(".".join(parts[:i]) in frozen for i in range(len(parts) + 1))
 
 
 def checkpoint_what_trains_(strategy: Strategy, module: L.LightningModule) -> Undo:
@@ -73,7 +68,6 @@ def checkpoint_what_trains_(strategy: Strategy, module: L.LightningModule) -> Un
     A checkpoint of the complete model, such as one without a fingerprint, is loaded completely. A strategy that loads
     the model by itself, as FSDP2Strategy and ZeROStrategy do, calls its own ``names_to_load`` for the expected names.
     """
-    undo = ExitStack()
     save, load = strategy.save_checkpoint, strategy.load_model_state_dict
 
     def save_checkpoint(checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
@@ -88,14 +82,16 @@ def checkpoint_what_trains_(strategy: Strategy, module: L.LightningModule) -> Un
         part = _names_in_part(checkpoint, saved, module, strict)
         return set(module.state_dict()) if part is None else part
 
-    undo.callback(patch(strategy, "lightning_module_state_dict", lambda: trained_state(module)))
-    undo.callback(patch(strategy, "save_checkpoint", save_checkpoint))
+    changed: dict[str, Any] = {
+        "lightning_module_state_dict": lambda: trained_state(module),
+        "save_checkpoint": save_checkpoint,
+    }
     # Such a strategy has already loaded the model when Lightning calls ``load_model_state_dict``.
     if hasattr(strategy, "names_to_load"):
-        undo.callback(patch(strategy, "names_to_load", names_to_load))
+        changed["names_to_load"] = names_to_load
     else:
-        undo.callback(patch(strategy, "load_model_state_dict", load_model_state_dict))
-    return undo.close
+        changed["load_model_state_dict"] = load_model_state_dict
+    return undo_all([patch(strategy, name, function) for name, function in changed.items()])
 
 
 def _names_in_part(

@@ -12,8 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from lightning_fasttrain.core.host.late_parameters import notices_late_parameters
 from lightning_fasttrain.core.messages import explain, say
-from lightning_fasttrain.core.modules.heads import find_heads, is_a, is_inside
+from lightning_fasttrain.core.modules.heads import find_heads
+from lightning_fasttrain.core.modules.layer_kinds import TUNER, WRAPPER, is_a
 from lightning_fasttrain.core.modules.parameters import count_parameters
+from lightning_fasttrain.core.modules.select import is_part_of
 from lightning_fasttrain.core.modules.wrapped_forward import patch
 from lightning_fasttrain.finetune.adapters._adapter_checks import (
     check_config,
@@ -26,8 +28,7 @@ from lightning_fasttrain.finetune.adapters._adapter_checks import (
 )
 from lightning_fasttrain.finetune.adapters.fast_path_weights import see_adapters_
 from lightning_fasttrain.finetune.adapters.initializations import Batches, check_start, finish_start_, prepare_start
-from lightning_fasttrain.finetune.quantized._quantized_tensor import shown_as_parameters
-from lightning_fasttrain.finetune.quantized.expert_adapters import use_held_tensors_
+from lightning_fasttrain.finetune.quantized._quantized_tensor import shown_as_parameters, use_held_tensors_
 from lightning_fasttrain.finetune.selection._adapter_switches import has_prompt, switches
 from lightning_fasttrain.finetune.selection._float32_adapters import keep_adapter_in_float32_
 from lightning_fasttrain.finetune.selection.base_fingerprint import adapters_on, base_names, held_child
@@ -102,8 +103,7 @@ def add_adapter_(
     Source:
         ``peft.inject_adapter_in_model``.
     """
-    peft = require_peft()
-    check_config(peft, config)
+    check_config(config)
     check_name(name)
     config = copy.deepcopy(config)
     tensors = find_target_parameters(model, getattr(config, "target_parameters", None) or ())
@@ -134,18 +134,20 @@ def add_adapter_(
     if targets in (None, "all-linear"):
         besides += f"; heads without adapter: {', '.join(heads)}" if heads else ""
         besides += describe_uncovered(model, [*found, *tensors])
-    trained, total = count_parameters(model)
-    say(
-        "%s '%s': %d layers (%s)%s; trains %s of %s parameters (%.2f%%)",
-        config.peft_type.value, name, len(found), list_layer_kinds(found), besides,
-        f"{trained:,}", f"{total:,}", 100 * trained / total,
-    )  # fmt: skip
+    report_added(model, config, name, f"{len(found)} layers ({list_layer_kinds(found)}){besides}")
     return [*found, *tensors]
+
+
+def report_added(model: nn.Module, config: Any, name: str, what: str) -> None:
+    """Log what an adapter of this name was added to, and how many parameters of ``model`` train now."""
+    trained, total = count_parameters(model)
+    share = f"{trained:,} of {total:,} parameters ({trained / total:.2%})"
+    say("%s '%s': %s; trains %s", config.peft_type.value, name, what, share)
 
 
 def _refuse_both(found: Iterable[str], whole: Collection[str]) -> None:
     for target in found:
-        if target in whole or is_inside(target, whole):
+        if is_part_of(target, whole):
             raise ValueError(explain(f"'{target}'", "it is both a target and in train=", "Remove it from one of them"))
 
 
@@ -158,13 +160,12 @@ def _put_in(
         on_error.callback(freeze_(model))
         # PEFT replaces layers one by one, so a failure in the middle would leave some of them adapted.
         for one in replaced:
-            parent, _, last = one.rpartition(".")
-            holder = model.get_submodule(parent)
-            on_error.callback(setattr, holder, last, getattr(holder, last))
+            on_error.callback(model.set_submodule, one, model.get_submodule(one))
         prepare_start(model, root, config, batches)
         _inject(config, root, name)
         finish_start_(model, root, config, name, batches)
-        keep_adapter_in_float32_(switches(root), name)  # after EVA, which creates matrices of other ranks
+        # After EVA, which creates matrices of other ranks.
+        keep_adapter_in_float32_(switches(root), name)
         see_adapters_(model, on_error)
         on_error.pop_all()
 
@@ -180,9 +181,8 @@ def _fill_in_(
     if tensors:
         within = [tensor.removeprefix(prefix) for tensor in tensors]
         config.target_parameters = shortest_ends(within, list(base_names(root).values()))
-    if getattr(
-        config, "feedforward_modules", None
-    ):  # (IA)³ scales the inputs of these layers, and the outputs of the others
+    # (IA)³ scales the inputs of these layers, and the outputs of the others.
+    if getattr(config, "feedforward_modules", None):
         feedforward = [one.removeprefix(prefix) for one in find_targets(model, config.feedforward_modules)]
         config.feedforward_modules = _as_peft_keeps(shortest_names([one for one in feedforward if one in inside], root))
     if whole:
@@ -236,9 +236,8 @@ def use_adapter_(model: nn.Module, name: str | list[str]) -> None:
     refuse_unknown(names, there)
     roots = adapted_modules(model).values()
     if len(names) > 1 and any(has_prompt(root) for root in roots):
-        raise ValueError(
-            explain(f"adapters {names}", "only one set of virtual tokens can be active at a time", "Pass one name")
-        )
+        why = "only one set of virtual tokens can be active at a time"
+        raise ValueError(explain(f"adapters {names}", why, "Pass one name"))
     for root in roots:
         if has_prompt(root):
             use_prompt_(root, names[0])
@@ -250,7 +249,8 @@ def use_prompt_(root: Any, name: str, trainable: bool = True) -> None:
     """Activate the virtual tokens ``name`` in the forward pass; only they train, or none if not ``trainable``."""
     root.set_adapter(name, inference_mode=not trainable)
     for other, encoder in root.prompt_encoder.items():
-        encoder.requires_grad_(trainable and other == name)  # PEFT does not change ``requires_grad`` of the others
+        # PEFT does not change ``requires_grad`` of the others.
+        encoder.requires_grad_(trainable and other == name)
 
 
 def refuse_unknown(names: Iterable[str], there: list[str]) -> None:
@@ -264,9 +264,10 @@ def adapter_parameters(model: nn.Module) -> set[str]:
     """Return the qualified names of the adapters' parameters and buffers, copies of fully trained modules included."""
     brought: set[str] = set()
     for name, module in model.named_modules():
-        if is_a(module, "BaseTunerLayer") or is_a(module, "AuxiliaryTrainingWrapper"):
+        if is_a(module, TUNER, WRAPPER):
             base = f"{held_child(module)}."
             brought |= {f"{name}.{key}" for key in module.state_dict() if not key.startswith(base)}
+        # Not all but the base model: a PeftModel also lists the embeddings of its base model under a second name.
         if has_prompt(module):
             start = f"{name}.prompt_encoder.".removeprefix(".")
             brought |= {f"{start}{key}" for key in module.get_submodule("prompt_encoder").state_dict()}
@@ -290,16 +291,18 @@ def refuse_merged(model: nn.Module, what: str) -> None:
 def _inject(config: Any, root: nn.Module, name: str) -> None:
     peft = require_peft()
     with ExitStack() as stack, warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="Already found a `peft_config` attribute"
-        )  # several adapters are intended
-        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # PEFT corrects it, for GPT-2's layers
+        # Several adapters are intended.
+        warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
+        # PEFT corrects it, for GPT-2's layers.
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
         warnings.filterwarnings("ignore", message="TorchaoLoraLinear was instantiated without")  # reported when merging
-        for flag in ("is_loaded_in_4bit", "is_loaded_in_8bit"):  # PEFT checks a quantised layer's class only if set
+        # PEFT checks a quantised layer's class only if set.
+        for flag in ("is_loaded_in_4bit", "is_loaded_in_8bit"):
             if not getattr(root, flag, False):
                 stack.callback(patch(root, flag, True))
         if any(isinstance(parameter, FakeTensor) for parameter in root.parameters()):
-            stack.enter_context(unset_fake_temporarily())  # PEFT moves its new modules, which fake tensors cannot
+            # PEFT moves its new modules, which fake tensors cannot.
+            stack.enter_context(unset_fake_temporarily())
         try:
             with shown_as_parameters(root):
                 peft.inject_adapter_in_model(config, root, adapter_name=name)

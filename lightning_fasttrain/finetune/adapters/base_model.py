@@ -1,19 +1,27 @@
-"""The pretrained model without its adapters."""
+"""The pretrained model without its adapters, which are disabled for a while, or unloaded."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
 from lightning_fasttrain.core.messages import explain, warn
+from lightning_fasttrain.core.modules.layer_kinds import TUNER, WRAPPER, is_a, is_tuner, walk_around
+from lightning_fasttrain.core.modules.select import is_part_of
+from lightning_fasttrain.finetune.adapters._merged_layers import tuner_layers
 from lightning_fasttrain.finetune.adapters.add_adapter import (
     adapted_modules,
     adapter_parameters,
     refuse_merged,
 )
-from lightning_fasttrain.finetune.selection._adapter_switches import switches
-from lightning_fasttrain.finetune.selection.base_fingerprint import adapters_on, changes_base, first_few
+from lightning_fasttrain.finetune.adapters.fast_path_weights import forget_adapters_
+from lightning_fasttrain.finetune.adapters.merge import merge_layers_, unmerge_adapters_
+from lightning_fasttrain.finetune.adapters.merge_quantized import forget_quantization_
+from lightning_fasttrain.finetune.quantized._tensor_files import Original
+from lightning_fasttrain.finetune.selection._adapter_switches import has_prompt, switches, without_adapters
+from lightning_fasttrain.finetune.selection.base_fingerprint import PEFT_MODEL, adapters_on, changes_base, first_few
+from lightning_fasttrain.finetune.selection.freezing import unfreeze_
 
 
 @contextmanager
@@ -46,16 +54,12 @@ def base_model(model: nn.Module) -> Iterator[nn.Module]:
     refuse_merged(model, "base_model(model)")
     refuse_changed_base(model, "base_model(model)")
     _warn_of_trained_base(model)
-    trained = [(p, p.requires_grad) for p in model.parameters()]  # PEFT changes it when adapters are switched
-    layers: list[Any] = list(switches(model))
-    on = [layer for layer in layers if not layer.disable_adapters]  # layers that were disabled before stay disabled
+    # PEFT changes ``requires_grad`` when adapters are switched.
+    trained = [(p, p.requires_grad) for p in model.parameters()]
     try:
-        for layer in on:
-            layer.enable_adapters(False)
-        yield model
+        with without_adapters(model):
+            yield model
     finally:
-        for layer in on:
-            layer.enable_adapters(True)
         for parameter, requires_grad in trained:
             parameter.requires_grad_(requires_grad)
 
@@ -74,6 +78,130 @@ def enable_adapters_(model: nn.Module, on: bool = True) -> None:
         layer.enable_adapters(on)
 
 
+def unload_adapters_(
+    model: nn.Module,
+    merge: bool = True,
+    *,
+    names: str | Iterable[str] | None = None,
+    into: str | None = None,
+    original: Original | None = None,
+    batch: object = None,
+) -> nn.Module:
+    """Unload all adapters from ``model``, in place, which restores the classes and names of the plain model.
+
+    A ``PeftModel`` inside is replaced by the model that it holds.
+
+    Afterwards all parameters that can train are trainable, even if they were frozen before the adapters were added.
+    Adapters that are not merged are lost.
+
+    Args:
+        model: any module with adapters.
+        merge: True: merge the adapters into the weights, and keep the trained copies of fully trained modules; False:
+            restore the model from before the adapters. If adapters are already merged, they stay merged, and the
+            following arguments must be omitted.
+        names: adapters to merge, as for :func:`~lightning_fasttrain.finetune.merge_adapters_`. Merging temporarily
+            needs the memory of the weights twice, so that the model is not changed if it fails.
+        into: the way to merge into quantised layers, as there.
+        original: the full-precision weights; implies ``into="original"``.
+        batch: batch to measure the error with, as there.
+
+    Returns:
+        ``model``; for a ``PeftModel``, the model inside.
+
+    Raises:
+        ValueError: see :func:`~lightning_fasttrain.finetune.merge_adapters_`; also ``merge=False`` for an adapter
+            whose initialization changed the weights.
+
+    Example:
+        >>> import peft, torch, lightning_fasttrain as ft
+        >>> net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        >>> _ = ft.finetune.add_adapter_(net, peft.LoraConfig(r=2), "0")
+        >>> unload_adapters_(net)
+        Sequential(
+          (0): Linear(in_features=4, out_features=4, bias=True)
+          (1): Linear(in_features=4, out_features=4, bias=True)
+        )
+
+    Source:
+        PEFT's ``merge_and_unload``, for any module.
+    """
+    roots = list(adapted_modules(model).values())
+    if merge or not any(has_prompt(root) for root in roots):
+        _merge_or_unmerge_(model, merge, names, into, original, batch)
+    for root in roots:
+        _unload_layers_(root, merge)
+        if not has_prompt(root):
+            del root.peft_config
+            forget_quantization_(root)
+    forget_adapters_(model)
+    unfreeze_(model)
+    return _unwrap_peft_models_(model)
+
+
+def _merge_or_unmerge_(
+    model: nn.Module,
+    merge: bool,
+    names: str | Iterable[str] | None,
+    into: str | None,
+    original: Original | None,
+    batch: object,
+) -> None:
+    layers = tuner_layers(model)
+    done = any(layer.merged for layer in layers.values())
+    asked = [what for what in (names, into, original) if what is not None]
+    if asked and (done or not merge):
+        why = "the adapters are merged already" if merge else "nothing is merged with merge=False"
+        why += ", so names=, into= and original= have no effect"
+        raise ValueError(explain("unload_adapters_", why, "Omit them"))
+    if not merge:
+        refuse_changed_base(model, "unload_adapters_(merge=False)")
+        if done:
+            unmerge_adapters_(model)
+    elif not done:
+        way = "original" if original is not None and into is None else into
+        merge_layers_(model, layers, names, way, original, batch)
+
+
+def _unload_layers_(root: nn.Module, merge: bool) -> None:
+    """Replace PEFT's layers by their base layers, and fully trained modules by the trained copy or the original."""
+    for name, module in list(walk_around(root, lambda module: is_a(module, TUNER, WRAPPER))):
+        if is_a(module, TUNER, WRAPPER):
+            root.set_submodule(name, _plain_module(module, merge))
+
+
+def _plain_module(module: Any, merge: bool) -> nn.Module:
+    """Return the module of the model that one of PEFT's layers or wrappers holds."""
+    if not is_tuner(module) and "modules_to_save" in module._modules:
+        copies, active = module.modules_to_save, module.active_adapters
+        return copies[active[0]] if merge and active and active[0] in copies else module.original_module
+    if not hasattr(type(module), "unload_and_optionally_merge_module"):
+        return module.get_base_layer()
+    # PEFT's attention, and its wrappers of tensors.
+    plain = module.unload_and_optionally_merge_module(merge=False, safe_merge=True, adapter_names=None)
+    # PEFT registers these again, at the end of the parameters.
+    if isinstance(plain, nn.MultiheadAttention):
+        _put_first_(plain, "in_proj_weight")
+        _put_first_(plain.out_proj, "weight")
+    return plain
+
+
+def _put_first_(module: nn.Module, name: str) -> None:
+    for other in [one for one in module._parameters if one != name]:
+        module._parameters[other] = module._parameters.pop(other)
+
+
+def _unwrap_peft_models_(model: nn.Module) -> nn.Module:
+    """Replace each ``PeftModel`` by the model inside, since PEFT's wrappers cannot run without an adapter."""
+    # Every module that holds it: it may be registered twice.
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if is_a(module, PEFT_MODEL):
+            plain = module.get_submodule("base_model" if has_prompt(module) else "base_model.model")
+            if not name:
+                return plain  # ``model`` itself is the wrapper: return the model inside
+            model.set_submodule(name, plain)
+    return model
+
+
 def refuse_changed_base(model: nn.Module, what: str) -> None:
     """Refuse to disable or unload adapters if the model would then differ from the pretrained model.
 
@@ -90,15 +218,13 @@ def refuse_changed_base(model: nn.Module, what: str) -> None:
                 way_out = "Use bias='none', or a copy.deepcopy(model) from before the adapter"
             else:
                 continue
-            raise ValueError(
-                explain(f"{what} with adapter '{name}'", f"{why}, and no copy of the original values is kept", way_out)
-            )
+            why += ", and no copy of the original values is kept"
+            raise ValueError(explain(f"{what} with adapter '{name}'", why, way_out))
 
 
 def _warn_of_trained_base(model: nn.Module) -> None:
-    brought = adapter_parameters(model)
-    for prefix, root in adapted_modules(model).items():
-        inside = f"{prefix}." if prefix else ""
-        named = [f"{inside}{name}" for name, parameter in root.named_parameters() if parameter.requires_grad]
-        if unfrozen := [name for name in named if name not in brought]:
-            warn(f"base_model: {first_few(unfrozen)} train too, so this is not the pretrained model. Freeze them.")
+    brought, roots = adapter_parameters(model), adapted_modules(model)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    unfrozen = [name for name in trained if is_part_of(name, roots) and name not in brought]
+    if unfrozen:
+        warn(f"base_model: {first_few(unfrozen)} train too, so this is not the pretrained model. Freeze them.")

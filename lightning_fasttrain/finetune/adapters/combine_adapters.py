@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_fasttrain.core.checks import one_of, positive_int
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.heads import is_a
+from lightning_fasttrain.core.modules.layer_kinds import find_tuners
 from lightning_fasttrain.finetune.adapters.add_adapter import (
     adapted_modules,
     adapter_names,
@@ -19,7 +19,7 @@ from lightning_fasttrain.finetune.adapters.add_adapter import (
     use_adapter_,
 )
 from lightning_fasttrain.finetune.selection._adapter_switches import switches
-from lightning_fasttrain.finetune.selection.targets import require_peft
+from lightning_fasttrain.finetune.selection.targets import match_exactly, require_peft
 
 
 def combine_adapters_(
@@ -67,11 +67,8 @@ def combine_adapters_(
     """
     one_of("how", how, ("sum", "ties"))
     if not 0 < density <= 1:
-        raise ValueError(
-            explain(
-                f"density={density}", "density is the fraction of values to keep, in (0, 1]", "Use 0.2, for example"
-            )
-        )
+        why = "density is the fraction of values to keep, in (0, 1]"
+        raise ValueError(explain(f"density={density}", why, "Use 0.2, for example"))
     refuse_merged(model, "combine_adapters_")
     there = adapter_names(model)
     refuse_unknown(weights, there)
@@ -79,21 +76,18 @@ def combine_adapters_(
         what = f"name='{name}'" if weights else "weights={}"
         why = "an adapter of this name exists" if weights else "no adapters to combine"
         raise ValueError(explain(what, why, f"Combine some of {', '.join(there)} under another name"))
-    (prefix, root), *others = adapted_modules(model).items()
+    root, *others = adapted_modules(model).values()
     if others:
         why = "several of its modules have adapters"
         raise ValueError(explain(f"combining in {type(model).__name__}", why, "Combine them in one module at a time"))
     configs: list[Any] = [vars(root)["peft_config"][one] for one in weights]
     for one, config in zip(weights, configs, strict=True):
         _refuse_unfit(one, config)
-    inside = f"{prefix}." if prefix else ""
-    layers = {f"{inside}{place}": layer for place, layer in _layers(root, weights).items()}
+    layers = _layers(model, weights)
     ranks = [_sum_of_ranks(layer, weights) for layer in layers.values()]
     rank = max(ranks) if rank is None else positive_int("rank", rank)
     factors = {place: _factors(layer, weights, how, density, rank) for place, layer in layers.items()}
-    exactly = re.compile(
-        "|".join(map(re.escape, layers))
-    )  # a plain name would also match all layers whose names end with it
+    exactly = re.compile(match_exactly(layers))
     # With alpha = rank the scale is 1: the factors already include the weights.
     add_adapter_(model, require_peft().LoraConfig(r=rank, lora_alpha=rank), exactly, name=name)
     with torch.no_grad():
@@ -139,11 +133,8 @@ def remove_adapter_(model: nn.Module, name: str) -> None:
         (vars(module).get("peft_config") or {}).pop(name, None)
 
 
-def _layers(root: nn.Module, weights: Mapping[str, float]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for place, layer in root.named_modules():
-        if is_a(layer, "BaseTunerLayer") and set(weights) & set(layer.r):  # type: ignore[arg-type]
-            found[place] = layer
+def _layers(model: nn.Module, weights: Mapping[str, float]) -> dict[str, Any]:
+    found = {place: layer for place, layer in find_tuners(model).items() if set(weights) & set(layer.r)}
     # PEFT keeps the factors of embeddings in ``lora_embedding_A``.
     embeddings = [place for place, layer in found.items() if not set(weights) & set(layer.lora_A)]
     if embeddings:

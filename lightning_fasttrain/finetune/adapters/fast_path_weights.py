@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import nn
 
-from lightning_fasttrain.core.modules.heads import is_a
-from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, patch, wrapper_on, wrappers_on
+from lightning_fasttrain.core.modules.layer_kinds import find_tuners, is_tuner
+from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, patch, wrapper_on, wrappers_in
 
 # Attributes that torch checks only to choose the fast path.
 _SWITCHES: dict[type[nn.Module], tuple[str, int]] = {
@@ -62,21 +62,16 @@ def see_adapters_(model: nn.Module, on_error: ExitStack) -> None:
 
 def forget_adapters_(model: nn.Module) -> None:
     """Remove the slow-path wrappers that :func:`see_adapters_` installed."""
-    for module in list(model.modules()):
-        for wrapper in list(wrappers_on(module, SlowPath)):
-            wrapper.undo()
+    for wrapper in list(wrappers_in(model, SlowPath)):
+        wrapper.undo()
 
 
 def _kind_for(module: nn.Module) -> type[WrappedForward] | None:
     if isinstance(module, tuple(_SWITCHES)):
-        return SlowPath if _adapters_in(module) else None
+        return SlowPath if find_tuners(module) else None
     holds_attention = isinstance(module._modules.get("base_layer"), nn.MultiheadAttention)
-    return KeepsBaseWeights if holds_attention and is_a(module, "BaseTunerLayer") else None
+    return KeepsBaseWeights if holds_attention and is_tuner(module) else None
 
 
 def _is_adapted_inside(module: nn.Module) -> bool:
-    return any(not layer.disable_adapters and not layer.merged for layer in _adapters_in(module))
-
-
-def _adapters_in(module: nn.Module) -> list[Any]:
-    return [one for one in module.modules() if is_a(one, "BaseTunerLayer")]
+    return any(not layer.disable_adapters and not layer.merged for layer in find_tuners(module).values())

@@ -1,8 +1,9 @@
 """Run PEFT's data-dependent LoRA initializations (EVA, CorDA, LoRA-GA, LoftQ) with the inputs that they need."""
 
+import copy
 import warnings
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -11,13 +12,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.heads import is_a
+from lightning_fasttrain.finetune.selection._adapter_switches import without_adapters
 
 Batches = Collection[Any]
 _TOKENS = {"input_ids", "attention_mask"}
 
 
-def check_start(config: Any, layers: Mapping[str, nn.Module], batches: Batches | None) -> None:
+def check_start(config: object, layers: Mapping[str, nn.Module], batches: Batches | None) -> None:
     """Refuse an initialization that PEFT would fail at or silently ignore.
 
     Raises:
@@ -81,14 +82,33 @@ def finish_start_(model: nn.Module, root: nn.Module, config: Any, name: str, bat
         )
 
 
-def call(model: nn.Module, batch: Any) -> Any:
+def copy_config_for(config: Any, layers: set[str] | str, scaled: set[str] | str, whole: list[str] | None = None) -> Any:
+    """Return a copy of a configuration for other layers, whose initialization does not change them.
+
+    Args:
+        config: PEFT's configuration.
+        layers: names of the layers, or a regular expression for them.
+        scaled: likewise, those that (IA)³ scales at their input.
+        whole: names of the modules that are trained in full.
+    """
+    config = copy.deepcopy(config)
+    config.target_modules, config.modules_to_save = layers, whole
+    if hasattr(config, "init_lora_weights"):
+        # The tensors have the same names and shapes; PiSSA would change the layers.
+        config.init_lora_weights = True
+    if hasattr(config, "feedforward_modules"):
+        config.feedforward_modules = scaled
+    return config
+
+
+def call(model: nn.Module, batch: object) -> Any:
     """Call ``model`` with ``batch``: a dict is passed by keywords, a tuple by position."""
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*(batch if isinstance(batch, tuple | list) else (batch,)))
 
 
-def _rows(batch: Any) -> Iterator[Any]:
+def _rows(batch: object) -> Iterator[Any]:
     """Yield the samples of a batch one at a time, as PEFT's CorDA requires."""
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
     for i in range(len(tensors[0])):
@@ -121,13 +141,5 @@ class _AsPeftModel(nn.Module):
         self.base_model.model = root
         self.peft_config, self.active_adapters = vars(root)["peft_config"], [name]
 
-    @contextmanager
-    def disable_adapter(self) -> Iterator[None]:
-        layers: list[Any] = [module for module in self.modules() if is_a(module, "BaseTunerLayer")]
-        for layer in layers:
-            layer.enable_adapters(False)
-        try:
-            yield
-        finally:
-            for layer in layers:
-                layer.enable_adapters(True)
+    def disable_adapter(self) -> AbstractContextManager[None]:
+        return without_adapters(self)

@@ -3,7 +3,6 @@
 import copy
 import itertools
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
 from typing import Any, ClassVar
 
 import lightning as L
@@ -16,8 +15,8 @@ from lightning_fasttrain.core.checks import one_of, positive_int
 from lightning_fasttrain.core.files.guarded_loading import guard_loading
 from lightning_fasttrain.core.host.lightning import replicates
 from lightning_fasttrain.core.messages import explain, list_some, note_once, number_of, warn
-from lightning_fasttrain.core.modules.heads import is_a
-from lightning_fasttrain.core.modules.wrapped_forward import Undo
+from lightning_fasttrain.core.modules.layer_kinds import find_tuners
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, undo_all
 from lightning_fasttrain.core.state.rng import random_state, set_random_state
 from lightning_fasttrain.finetune.adapters.adapter_checkpoints import checkpoint_what_trains_
 from lightning_fasttrain.finetune.adapters.add_adapter import adapter_parameters, add_adapter_
@@ -98,7 +97,7 @@ class Adapter(Technique):
         self._add(model, self.config, self.targets)
 
     def took_hold(self, model: nn.Module) -> str:
-        layers = sum(is_a(module, "BaseTunerLayer") for module in model.modules())
+        layers = len(find_tuners(model))
         rank = getattr(self.config, "r", None)  # (IA)³ and others have no rank
         what = f"rank {rank} beside" if isinstance(rank, int) else "beside"
         return f"{what} {number_of(layers, 'layer')}" if layers else ""
@@ -108,40 +107,34 @@ class Adapter(Technique):
         if self._rounds:
             let_round_(model)
 
-    def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
+    def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo:
         _refuse_average_before(trainer, type(self).__name__)
         self._resumed = None
         self._rounds = isinstance(trainer.strategy, DeepSpeedStrategy)
         self._looked = False
         self._alone = trainer.world_size == 1
-        undo = ExitStack()
-        undo.callback(guard_loading(trainer.strategy))
-        if self.checkpoint == "full":
-            return undo.close
+        undos = [guard_loading(trainer.strategy)]
         chooses = hasattr(trainer.strategy, "names_to_load")  # one of this package's strategies
-        if not replicates(trainer.strategy) and not chooses:
-            strategy = type(trainer.strategy).__name__
-            note_once(
-                f"{type(self).__name__}: checkpoints hold the complete model, since {strategy} writes its own format"
-            )
-            return undo.close
-        undo.callback(checkpoint_what_trains_(trainer.strategy, pl_module))
-        return undo.close
+        if self.checkpoint == "adapter" and (replicates(trainer.strategy) or chooses):
+            undos.append(checkpoint_what_trains_(trainer.strategy, pl_module))
+        elif self.checkpoint == "adapter":
+            name, strategy = type(self).__name__, type(trainer.strategy).__name__
+            note_once(f"{name}: checkpoints hold the complete model, since {strategy} writes its own format")
+        return undo_all(undos)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Remove frozen parameters from the optimizer, before its state is restored."""
         for optimizer in trainer.optimizers:
             for group in optimizer.param_groups:
                 trains = [parameter.requires_grad for parameter in group["params"]]
-                for key in {
-                    "params",
-                    "param_names",
-                } & group.keys():  # names exist if the optimizer was given named parameters
+                # Names exist if the optimizer was given named parameters.
+                for key in {"params", "param_names"} & group.keys():
                     group[key] = list(itertools.compress(group[key], trains))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Restore the random state when resuming mid-epoch, since the loader has drawn from it at the epoch start."""
-        ended = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch  # saved after the last batch of an epoch
+        # The checkpoint was saved after the last batch of an epoch.
+        ended = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         if self._resumed is not None and trainer.fit_loop.restarted_mid_epoch and not ended:
             set_random_state(self._resumed)
         self._resumed = None
@@ -304,9 +297,8 @@ def _warn_of_what_got_no_gradient(model: nn.Module) -> None:
     brought = adapter_parameters(model)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad and name in brought}
     missing = [name for name, parameter in trained.items() if parameter.grad is None]
-    freed = all(
-        parameter.grad is None for parameter in model.parameters()
-    )  # the gradients were freed as they were computed
+    # Without any gradient, they were freed as they were computed.
+    freed = all(parameter.grad is None for parameter in model.parameters())
     if missing and not freed:
         why = "their layers were not called: they are unused, experts without tokens, or read by a fused kernel"
         warn(explain(f"{list_some(missing)} got no gradient in the first step", why, "Remove them from targets="))
@@ -320,7 +312,8 @@ def _papers_own(model: nn.Module, config: Any) -> tuple[Any, Targets]:
         kind: Any = getattr(getattr(module, "config", None), "model_type", None)
         targets = constants.TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING.get(kind)
         if targets is not None:
-            config = copy.deepcopy(config)  # the technique keeps its own configuration for the next model
+            # The technique keeps its own configuration for the next model.
+            config = copy.deepcopy(config)
             config.feedforward_modules = constants.TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING[kind]
             return config, targets
     return config, ALL_LINEAR

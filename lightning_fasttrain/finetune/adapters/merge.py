@@ -1,4 +1,4 @@
-"""Merge adapters into the weights, unmerge them, or unload them from the model."""
+"""Merge adapters into the weights, or unmerge them."""
 
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -8,37 +8,29 @@ from typing import Any
 from torch import nn
 
 from lightning_fasttrain.core.messages import explain, say
-from lightning_fasttrain.core.modules.heads import is_a
 from lightning_fasttrain.finetune.adapters._merged_layers import (
     Originals,
-    find_outermost,
-    is_tuner,
+    find_quantized_under,
+    find_trained_copies,
     tuner_layers,
-    unload_layers_,
     wrappers_in,
 )
 from lightning_fasttrain.finetune.adapters.add_adapter import (
-    adapted_modules,
     adapter_names,
     adapter_parameters,
-    has_prompt,
     refuse_merged,
     refuse_unknown,
     use_adapter_,
 )
-from lightning_fasttrain.finetune.adapters.base_model import refuse_changed_base
-from lightning_fasttrain.finetune.adapters.fast_path_weights import forget_adapters_
 from lightning_fasttrain.finetune.adapters.merge_quantized import (
-    Original,
     QuantizedMerge,
     check_way,
-    forget_quantization_,
     list_adapters,
 )
 from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized
 from lightning_fasttrain.finetune.quantized._quantized_tensor import holder_under
+from lightning_fasttrain.finetune.quantized._tensor_files import Original
 from lightning_fasttrain.finetune.selection.base_fingerprint import is_torchaos
-from lightning_fasttrain.finetune.selection.freezing import unfreeze_
 
 
 @dataclass(frozen=True)
@@ -78,7 +70,7 @@ def merge_adapters_(
     *,
     into: str | None = None,
     original: Original | None = None,
-    batch: Any = None,
+    batch: object = None,
 ) -> MergeReport:
     """Merge the adapters into the base weights, in place, so that the forward is as fast as without adapters.
 
@@ -126,14 +118,7 @@ def merge_adapters_(
     Source:
         Hu et al. 2021, https://arxiv.org/abs/2106.09685, section 4.1; for plain layers PEFT's ``merge``.
     """
-    layers = tuner_layers(model)
-    chosen = _choose_names(model, layers, names)
-    quantized = _quantized_layers(layers)
-    refuse_merged(model, "merging")
-    check_way(model, quantized, into, original)
-    _refuse_unmergeable(quantized)
-    _refuse_torchaos(layers)
-    return _merge(model, layers, chosen, quantized, into, original, batch)
+    return merge_layers_(model, tuner_layers(model), names, into, original, batch, stay=True)
 
 
 def unmerge_adapters_(model: nn.Module) -> None:
@@ -164,128 +149,42 @@ def unmerge_adapters_(model: nn.Module) -> None:
         if not isinstance(vars(layer).get("unmerge"), Originals):
             why = "PEFT merged it, and keeps no original weights"
             raise ValueError(explain(f"'{name}'", why, "Call PEFT's unmerge_adapter()"))
-    for layer in reversed(
-        layers.values()
-    ):  # of two tied layers, the second was merged into the already merged first one
+    # Of two tied layers, the second was merged into the already merged first one.
+    for layer in reversed(layers.values()):
         layer.unmerge()
 
 
-def unload_adapters_(
-    model: nn.Module,
-    merge: bool = True,
-    *,
-    names: str | Iterable[str] | None = None,
-    into: str | None = None,
-    original: Original | None = None,
-    batch: Any = None,
-) -> nn.Module:
-    """Unload all adapters from ``model``, in place, which restores the classes and names of the plain model.
-
-    A ``PeftModel`` inside is replaced by the model that it holds.
-
-    Afterwards all parameters that can train are trainable, even if they were frozen before the adapters were added.
-    Adapters that are not merged are lost.
-
-    Args:
-        model: any module with adapters.
-        merge: True: merge the adapters into the weights, and keep the trained copies of fully trained modules; False:
-            restore the model from before the adapters. If adapters are already merged, they stay merged, and the
-            following arguments must be omitted.
-        names: adapters to merge, as for :func:`merge_adapters_`. Merging temporarily needs the memory of the weights
-            twice, so that the model is not changed if it fails.
-        into: the way to merge into quantised layers, as for :func:`merge_adapters_`.
-        original: the full-precision weights; implies ``into="original"``.
-        batch: batch to measure the error with, as for :func:`merge_adapters_`.
-
-    Returns:
-        ``model``; for a ``PeftModel``, the model inside.
-
-    Raises:
-        ValueError: see :func:`merge_adapters_`; also ``merge=False`` for an adapter whose initialization changed the
-            weights.
-
-    Example:
-        >>> import peft, torch, lightning_fasttrain as ft
-        >>> net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        >>> _ = ft.finetune.add_adapter_(net, peft.LoraConfig(r=2), "0")
-        >>> unload_adapters_(net)
-        Sequential(
-          (0): Linear(in_features=4, out_features=4, bias=True)
-          (1): Linear(in_features=4, out_features=4, bias=True)
-        )
-
-    Source:
-        PEFT's ``merge_and_unload``, for any module.
-    """
-    prompted = [root for root in adapted_modules(model).values() if has_prompt(root)]
-    if prompted and not merge:
-        for root in prompted:
-            unload_layers_(root, merge)
-        unfreeze_(model)
-        return _unwrap_peft_models_(model)
-    layers = tuner_layers(model)
-    done = any(layer.merged for layer in layers.values())
-    asked = [what for what in (names, into, original) if what is not None]
-    if asked and (done or not merge):
-        why = "the adapters are merged already" if merge else "nothing is merged with merge=False"
-        why += ", so names=, into= and original= have no effect"
-        raise ValueError(explain("unload_adapters_", why, "Omit them"))
-    if not merge:
-        refuse_changed_base(model, "unload_adapters_(merge=False)")
-        if done:
-            unmerge_adapters_(model)
-    elif not done:
-        way = "original" if original is not None and into is None else into
-        chosen = _choose_names(model, layers, names)
-        quantized = _quantized_layers(layers)
-        check_way(model, quantized, way, original)
-        _refuse_torchaos(layers)
-        _merge(model, layers, chosen, quantized, way, original, batch)
-    roots = adapted_modules(model).values()
-    for root in roots:
-        unload_layers_(root, merge)
-        del root.peft_config
-        forget_quantization_(root)
-    forget_adapters_(model)
-    unfreeze_(model)
-    return _unwrap_peft_models_(model)
-
-
-def _unwrap_peft_models_(model: nn.Module) -> nn.Module:
-    """Replace each ``PeftModel`` by the model inside, since PEFT's wrappers cannot run without an adapter."""
-    for name, module in list(model.named_modules(remove_duplicate=False)):  # all modules that hold it
-        if is_a(module, "PeftModel"):
-            plain = module.get_submodule("base_model" if has_prompt(module) else "base_model.model")
-            parent, _, last = name.rpartition(".")
-            if not name:
-                return plain  # ``model`` itself is the wrapper: return the model inside
-            setattr(model.get_submodule(parent), last, plain)
-    return model
-
-
-def _quantized_layers(layers: dict[str, Any]) -> dict[str, Any]:
-    found = {}
-    for name, layer in layers.items():
-        held = [wrapper for wrapper in wrappers_in(layer) if holder_under(wrapper) is not None]
-        if held or is_quantized(layer.get_base_layer()):
-            found[name] = layer
-    return found
-
-
-def _merge(
+def merge_layers_(
     model: nn.Module,
     layers: dict[str, Any],
-    names: list[str],
-    quantized: dict[str, Any],
+    names: str | Iterable[str] | None,
     into: str | None,
     original: Original | None,
-    batch: Any,
+    batch: object,
+    stay: bool = False,
 ) -> MergeReport:
+    """Check everything, and merge into these layers, which ``stay`` in the model or are unloaded afterwards."""
+    chosen = _choose_names(model, layers, names)
+    quantized = {name: layer for name, layer in layers.items() if find_quantized_under(layer)}
+    refuse_merged(model, "merging")
+    check_way(model, quantized, into, original)
+    if stay:
+        _refuse_unmergeable(quantized)
+    _refuse_torchaos(layers)
+    way = QuantizedMerge(model, quantized, into, original, batch) if quantized else None
+    merged = _merge(model, layers, chosen, way)
+    errors = () if way is None else (way.against_trained, way.against_original)
+    report = MergeReport(tuple(chosen), tuple(merged), into, *errors)
+    say("merge_adapters_: %s", report)
+    return report
+
+
+def _merge(model: nn.Module, layers: dict[str, Any], names: list[str], way: QuantizedMerge | None) -> list[str]:
+    """Merge the named adapters, or leave the model as it is if that fails; return the names of the merged layers."""
     brought = adapter_parameters(model)
     parameters = [p for name, p in model.named_parameters() if name in brought]
     trained = [p for p in parameters if p.requires_grad]
     active = _list_active(layers)
-    way = QuantizedMerge(model, quantized, into, original, batch) if quantized else None
     with ExitStack() as on_error:
         if names != active:
             # Undone in reverse: first the active names, which makes all their parameters train, then ``requires_grad``.
@@ -304,10 +203,9 @@ def _merge(
             except ValueError as error:
                 if "NaNs" not in str(error):  # PEFT's message for values that are not finite
                     raise
+                what = f"merging {', '.join(names)} into '{name}'"
                 why = "the merged weight would hold infinite or NaN values"
-                raise ValueError(
-                    explain(f"merging {', '.join(names)} into '{name}'", why, "Use an earlier checkpoint")
-                ) from error
+                raise ValueError(explain(what, why, "Use an earlier checkpoint")) from error
             if layer.merged:
                 layer.unmerge = originals
                 merged.append(name)
@@ -318,10 +216,7 @@ def _merge(
     if merged:
         # The first layer holds them, since it is unmerged last: only then are all weights restored.
         vars(layers[merged[0]])["unmerge"].trained = trained
-    errors = () if way is None else (way.against_trained, way.against_original)
-    report = MergeReport(tuple(names), tuple(merged), into, *errors)
-    say("merge_adapters_: %s", report)
-    return report
+    return merged
 
 
 def _merge_one(name: str, layer: Any, names: list[str], way: QuantizedMerge | None) -> None:
@@ -349,8 +244,8 @@ def _choose_names(model: nn.Module, layers: dict[str, Any], names: str | Iterabl
     refuse_unknown(chosen, there)
     if any(layer.disable_adapters for layer in layers.values()):
         raise ValueError(explain("merging", "the adapters are disabled", "Call enable_adapters_(model) first"))
-    for name, module in find_outermost(model):
-        whole = [one for one in chosen if not is_tuner(module) and one in module._modules.get("modules_to_save", ())]
+    for name, wrapper in find_trained_copies(model).items():
+        whole = [one for one in chosen if one in wrapper.modules_to_save]
         if len(whole) > 1:
             why = "only one of the copies can be kept"
             raise ValueError(explain(f"'{name}' is fully trained in {' and '.join(whole)}", why, "Name one"))

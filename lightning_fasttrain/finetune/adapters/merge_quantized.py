@@ -1,20 +1,18 @@
 """Merge adapters into quantised layers in one of three ways, and measure the error."""
 
-import copy
-import os
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_fasttrain.core.checks import one_of
-from lightning_fasttrain.core.messages import explain, list_some
-from lightning_fasttrain.finetune.adapters._merged_layers import wrappers_in
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.finetune.adapters._merged_layers import find_quantized_under
 from lightning_fasttrain.finetune.adapters.add_adapter import adapted_modules, adapter_parameters
-from lightning_fasttrain.finetune.adapters.initializations import call, in_eval
+from lightning_fasttrain.finetune.adapters.initializations import call, copy_config_for, in_eval
 from lightning_fasttrain.finetune.quantized._quantized_layer import (
     dequantized_weight,
     in_8_bits,
@@ -30,16 +28,14 @@ from lightning_fasttrain.finetune.quantized._quantized_tensor import (
     let_go_,
     quantize_tensor_,
 )
-from lightning_fasttrain.finetune.quantized._tensor_files import StoredTensor, Where, find_tensors, read_tensors
+from lightning_fasttrain.finetune.quantized._tensor_files import Original, OriginalWeights, relative_error
 from lightning_fasttrain.finetune.quantized.quantized_state import keep_quantized_
 from lightning_fasttrain.finetune.quantized.unaligned_matmul import dequantize_flat
 from lightning_fasttrain.finetune.selection.freezing import can_train
 
-Original = nn.Module | Mapping[str, Tensor] | Where
 WAYS = ("requantized", "dequantized", "original")
 _PROBES = 64  # random inputs per layer for measuring the error, if no batch is given
 _MOST_PROBES = 1024  # inputs per layer taken from a given batch
-_UNRELATED = 0.5  # relative distance; quantising causes 0.1, and another model's weights are at 1.4
 
 
 def check_way(model: nn.Module, quantized: dict[str, Any], into: str | None, original: Original | None) -> None:
@@ -84,14 +80,18 @@ class QuantizedMerge:
     """
 
     def __init__(
-        self, model: nn.Module, layers: dict[str, Any], into: str | None, original: Original | None, batch: Any
+        self, model: nn.Module, layers: dict[str, Any], into: str | None, original: Original | None, batch: object
     ) -> None:
         self.into, self.dtype = into, _dtype_of(model, layers)
         self.configs = {name: _configs_of(model, name) for name in layers}
-        self.originals = _Originals(original, layers) if into == "original" and original is not None else None
+        self.originals: OriginalWeights | None = None
+        if into == "original" and original is not None:
+            tensors = [f"{name}.{tensor}" for name, layer in layers.items() for tensor in find_quantized_under(layer)]
+            self.originals = OriginalWeights(original, tensors)
         linear = {name: layer for name, layer in layers.items() if is_quantized(layer.get_base_layer())}
         for layer in linear.values():
-            keep_quantized_(layer.get_base_layer())  # otherwise the outputs below are wrong on some CPUs
+            # Otherwise the outputs below are wrong on some CPUs.
+            keep_quantized_(layer.get_base_layer())
         self.inputs = _inputs(model, linear, batch) if batch is not None else {}
         self.against_trained: dict[str, float] = {}
         self.against_original: dict[str, float] = {}
@@ -120,9 +120,9 @@ class QuantizedMerge:
             merged = _transposed_again(merged)
         merged.train(base.training)
         result = _output(merged, x)
-        self.against_trained[name] = _relative_error(result, trained)
+        self.against_trained[name] = relative_error(result, trained)
         if beside is not None:
-            self.against_original[name] = _relative_error(result, beside)
+            self.against_original[name] = relative_error(result, beside)
         return merged
 
     @torch.no_grad()
@@ -133,7 +133,7 @@ class QuantizedMerge:
         """
         owner, key, holder = wrapper.get_base_layer(), wrapper.parameter_name, holder_under(wrapper)
         whole, state = f"{name}.{key}", holder.quant_state
-        weight = dequantize_flat(holder.weight.data, state, torch.float32).view(holder.stands_for)
+        weight = _full_weight(holder).view(holder.stands_for)
         changes = [wrapper.get_delta_weight(one) for one in names]
         trained = sum(changes, weight)  # in float32
         if self.originals is not None:
@@ -144,91 +144,14 @@ class QuantizedMerge:
         if not merged.isfinite().all():
             raise ValueError(f"NaNs in '{whole}'")  # same message as PEFT
         if self.originals is not None:
-            self.against_original[whole] = _relative_error(merged.float(), sum(changes, weight.float()))
+            self.against_original[whole] = relative_error(merged.float(), sum(changes, weight.float()))
         if self.into == "requantized":
             again = quantize_tensor_(owner, key, merged.to(state.dtype), state.quant_type, state.nested)
             merged = dequantize_tensor(again)
         else:
             merged = merged.to(self.dtype)
             let_go_(owner, key, merged)
-        self.against_trained[whole] = _relative_error(merged.float(), trained)
-
-
-class _Originals:
-    """Full-precision weights of layers, read one by one from a module, a state dict or files."""
-
-    def __init__(self, original: Original, layers: dict[str, Any]) -> None:
-        self.stored: dict[str, StoredTensor] | None = None
-        if isinstance(original, str | os.PathLike):
-            self.stored = find_tensors(original)
-            keys = {name: name for name in self.stored}
-        else:
-            self.tensors = original.state_dict() if isinstance(original, nn.Module) else original
-            keys = {_strip_wrappers(name): name for name in self.tensors}
-        self.keys = keys
-        names = [_strip_wrappers(one) for name, layer in layers.items() for one in _tensor_names(name, layer)]
-        self.renamed = _find_prefix(names, keys)
-
-    def read_weight(self, name: str, base: Any, dequantized: Tensor, whole: str = "") -> tuple[Tensor, Tensor | None]:
-        """Return weight and bias of a layer, on its device; or the tensor named ``whole`` that the layer stands for.
-
-        Raises:
-            ValueError: the weight has another shape, or belongs to another model.
-        """
-        cut, added = self.renamed
-        key = added + _strip_wrappers(name)[cut:]
-        called = added + _strip_wrappers(whole or f"{name}.weight")[cut:]
-        weight = self._read(called)
-        bias = base.bias
-        if bias is not None and f"{key}.bias" in self.keys:
-            bias = self._read(f"{key}.bias").to(base.weight.device)
-        found = f"{list(weight.shape)} of {weight.dtype}"
-        for one in (weight, weight.mT):  # Hugging Face transposes GPT-2's layers when it quantises them
-            if one.is_floating_point() and one.shape == dequantized.shape:
-                one = one.to(base.weight.device)
-                if float((one.float() - dequantized).norm() / dequantized.norm().clamp_min(1e-30)) < _UNRELATED:
-                    return one.contiguous(), bias
-                found = "further from the quantised weight than quantising explains"
-        way_out = f"Pass the weights that were quantised, {list(dequantized.shape)}"
-        raise ValueError(explain(f"original= for '{name}'", f"its '{called}' is {found}", way_out))
-
-    def _read(self, key: str) -> Tensor:
-        if self.stored is None:
-            return self.tensors[self.keys[key]].detach()
-        ((_, tensor),) = read_tensors({key: self.stored[key]})
-        return tensor.clone()  # the tensor may be memory-mapped from the file
-
-
-def _strip_wrappers(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in ("base_layer", "original_module"))
-
-
-def _tensor_names(name: str, layer: Any) -> list[str]:
-    """Return the names of the quantised tensors with adapters in one of PEFT's outermost layers."""
-    if is_quantized(layer.get_base_layer()):
-        return [f"{name}.weight"]
-    held = [wrapper for wrapper in wrappers_in(layer) if holder_under(wrapper) is not None]
-    return [f"{name}.{wrapper.parameter_name}" for wrapper in held]
-
-
-def _find_prefix(names: list[str], keys: Mapping[str, str]) -> tuple[int, str]:
-    """Return the length of the prefix to cut from tensor names, and its replacement, so that all are in ``keys``.
-
-    The original may have been saved from an outer or an inner module of the merged one.
-    """
-    first = names[0]
-    cuts = [0, *(i + 1 for i, c in enumerate(first) if c == ".")]  # the full name, and the rest after each dot
-    for cut in cuts:
-        tail = first[cut:]
-        for key in keys:
-            if key == tail or key.endswith(f".{tail}"):
-                added = key[: -len(tail)]
-                if all(name[:cut] == first[:cut] and f"{added}{name[cut:]}" in keys for name in names):
-                    return cut, added
-    missing = [name for name in names if name not in keys]
-    why = f"it has {', '.join(list(keys)[:3])}" if keys else "it is empty"
-    way_out = "Pass the full-precision weights of this model"
-    raise ValueError(explain(f"original= lacks {list_some(missing)}", why, way_out))
+        self.against_trained[whole] = relative_error(merged.float(), trained)
 
 
 def _plain_twin(layer: Any, plain: nn.Linear, configs: dict[str, Any], names: list[str]) -> Any:
@@ -238,27 +161,18 @@ def _plain_twin(layer: Any, plain: nn.Linear, configs: dict[str, Any], names: li
     holder = nn.Module()
     holder.base = plain
     there = [name for name in names if name in list_adapters(layer)]
+    scaled = {"base"} if getattr(layer, "is_feedforward", False) else set[str]()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
         for name in there:
-            peft.inject_adapter_in_model(_config_for_one(configs[name], layer), holder, adapter_name=name)
+            config = copy_config_for(configs[name], {"base"}, scaled)
+            peft.inject_adapter_in_model(config, holder, adapter_name=name)
     twin: Any = holder.base
     for attribute in (*layer.adapter_layer_names, *layer.other_param_names):
         if attribute in vars(layer) or attribute in layer._modules:
             setattr(twin, attribute, getattr(layer, attribute))
     twin.set_adapter(there, inference_mode=True)
     return twin
-
-
-def _config_for_one(config: Any, layer: Any) -> Any:
-    """Return a copy of the configuration that targets a single layer; rank and scale are later set from ``layer``."""
-    config = copy.deepcopy(config)
-    config.target_modules, config.modules_to_save = {"base"}, None
-    if hasattr(config, "init_lora_weights"):
-        config.init_lora_weights = True  # PiSSA, for example, would change the weight here
-    if hasattr(config, "feedforward_modules"):
-        config.feedforward_modules = {"base"} if layer.is_feedforward else set()
-    return config
 
 
 def _quantized_like(base: Any, merged: nn.Linear) -> nn.Module:
@@ -270,7 +184,8 @@ def _quantized_like(base: Any, merged: nn.Linear) -> nn.Module:
     layer = _linear(weight, merged.bias)
     quantize_layer_(layer, weight, kind, nested, None if kind == "int8" else base.compute_dtype)
     if kind == "int8":
-        layer.state.threshold = base.state.threshold  # columns of inputs above it are multiplied in 16 bits
+        # Columns of inputs above the threshold are multiplied in 16 bits.
+        layer.state.threshold = base.state.threshold
     elif base.compute_dtype is not None:
         round_bias_(layer)
     keep_quantized_(layer)
@@ -321,7 +236,8 @@ def _dtype_of(model: nn.Module, layers: dict[str, Any]) -> torch.dtype:
 
 def _configs_of(model: nn.Module, name: str) -> dict[str, Any]:
     inner = [root for prefix, root in adapted_modules(model).items() if not prefix or name.startswith(f"{prefix}.")]
-    return vars(inner[-1])["peft_config"]  # the innermost, as ``named_modules`` lists outer modules first
+    # The last is the innermost, as ``named_modules`` lists outer modules first.
+    return vars(inner[-1])["peft_config"]
 
 
 def list_adapters(layer: Any) -> set[str]:
@@ -329,7 +245,7 @@ def list_adapters(layer: Any) -> set[str]:
     return {name for attribute in layer.adapter_layer_names for name in getattr(layer, attribute)}
 
 
-def _inputs(model: nn.Module, layers: dict[str, Any], batch: Any) -> dict[str, Tensor]:
+def _inputs(model: nn.Module, layers: dict[str, Any], batch: object) -> dict[str, Tensor]:
     """Return the inputs of each layer when the model is called with ``batch``."""
     seen: dict[str, Tensor] = {}
     handles = []
@@ -354,15 +270,9 @@ def _output(module: nn.Module, x: Tensor) -> Tensor:
         return module(x).float()
 
 
-def _relative_error(result: Tensor, expected: Tensor) -> float:
-    return float((result - expected).norm() / expected.norm().clamp_min(1e-30))
-
-
 def _which_way(model: nn.Module, quantized: dict[str, Any]) -> str:
     dtype, packed, plain = _dtype_of(model, quantized), 0, 0
-    bases = [layer.get_base_layer() for layer in quantized.values() if is_quantized(layer.get_base_layer())]
-    bases += [holder_under(one) for layer in quantized.values() for one in wrappers_in(layer)]
-    for base in filter(None, bases):
+    for base in chain.from_iterable(find_quantized_under(layer).values() for layer in quantized.values()):
         kind = "int8" if in_8_bits(base) else "nf4"
         packed += quantized_bytes(base.out_features, base.in_features, kind)
         plain += base.out_features * base.in_features * dtype.itemsize

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.blocks import Blocks
+from lightning_fasttrain.core.modules.select import Blocks
 from lightning_fasttrain.finetune.adapters.lora import LoRA
 from lightning_fasttrain.finetune.quantized.quantized_base import ALL_OR_SKIP, NONE_LEFT, QuantizedBase
 from lightning_fasttrain.finetune.selection.targets import ALL_LINEAR, Targets, find_targets

@@ -21,27 +21,13 @@ from lightning_fasttrain.finetune.selection.targets import require_peft
 _LARGEST = 4 * 2**20  # bytes; a list of 10,000 layers takes 1 MiB
 _LONGEST_WORD = 256
 # Settings that name the file's origin, or would import or download something: never used.
-NOT_FOLLOWED = (
-    "auto_mapping",
-    "base_model_name_or_path",
-    "megatron_core",
-    "peft_version",
-    "revision",
-    "runtime_config",
-)
+_ORIGIN = ("auto_mapping", "base_model_name_or_path", "peft_version", "revision")
+NOT_FOLLOWED = (*_ORIGIN, "megatron_core", "runtime_config")
 IGNORED = {*NOT_FOLLOWED, "inference_mode", "task_type"}
-_PATTERNS = (
-    "target_modules",
-    "exclude_modules",
-    "feedforward_modules",
-)  # never used: tensor names determine the layers
-_NAMES = (
-    "modules_to_save",
-    "layers_pattern",
-    "target_parameters",
-    "rank_pattern",
-    "alpha_pattern",
-)  # names that PEFT inserts into patterns
+# Never used: tensor names determine the layers.
+_PATTERNS = ("target_modules", "exclude_modules", "feedforward_modules")
+# Names that PEFT inserts into patterns.
+_NAMES = ("modules_to_save", "layers_pattern", "target_parameters", "rank_pattern", "alpha_pattern")
 _NEEDS_PEFT = {
     "megatron_config": "it imports a module that the file names",
     "layer_replication": "it changes the model's layers",
@@ -52,16 +38,8 @@ _NEEDS_PEFT = {
     "loftq_config": "its initialization changed the base weights",
 }
 _OFF = (None, False, "", [], {})
-_STARTS = (
-    True,
-    False,
-    "gaussian",
-    "orthogonal",
-    "eva",
-    "mica",
-    "pissa",
-    "olora",
-)  # initializations that can be repeated
+# Initializations that can be repeated.
+_STARTS = (True, False, "gaussian", "orthogonal", "eva", "mica", "pissa", "olora")
 
 
 def written_config(config: Any, root: nn.Module) -> str:
@@ -82,7 +60,7 @@ def _sort_any(value: object) -> list[Any]:
     return sorted(value)
 
 
-def refuse_unrepeatable(config: Any, what: str) -> None:
+def refuse_unrepeatable(config: object, what: str) -> None:
     """Refuse adapters whose initialization changed the base in a way that cannot be repeated when loading.
 
     Raises:
@@ -90,13 +68,10 @@ def refuse_unrepeatable(config: Any, what: str) -> None:
     """
     start = getattr(config, "init_lora_weights", True)
     if start not in _STARTS:
-        raise ValueError(
-            explain(
-                f"{what} was initialized with init_lora_weights='{str(start)[:40]}'",
-                "that changed the base depending on data or randomness, so it cannot be repeated when loading",
-                "Merge it and save the model, or convert it with PEFT (path_initial_model_for_weight_conversion)",
-            )
-        )
+        what += f" was initialized with init_lora_weights='{str(start)[:40]}'"
+        why = "that changed the base depending on data or randomness, so it cannot be repeated when loading"
+        way_out = "Merge it and save the model, or convert it with PEFT (path_initial_model_for_weight_conversion)"
+        raise ValueError(explain(what, why, way_out))
 
 
 def read_config(folder: Path, copy: str | None) -> Any:
@@ -128,11 +103,8 @@ def read_config(folder: Path, copy: str | None) -> Any:
 def _parse(data: bytes, what: str) -> dict[str, Any]:
     settings = parse_json(data, what, _LARGEST)
     if not isinstance(settings, dict):
-        raise ValueError(
-            explain(
-                f"{what} cannot be read", f"expected a JSON object, got {type(settings).__name__}", "Download it again"
-            )
-        )
+        why = f"expected a JSON object, got {type(settings).__name__}"
+        raise ValueError(explain(f"{what} cannot be read", why, "Download it again"))
     return settings
 
 
@@ -170,9 +142,8 @@ def _check_settings(settings: dict[str, Any], kind: Any, path: str, version: str
     for key, value in settings.items():
         where = f"{path} has {key[:80]!r}"
         if key in fields and not _fits(value, hints[key], fields[key]):
-            raise ValueError(
-                explain(f"{where}: {_shorten(value)}", f"expected {_name_of_type(hints[key])}", "Correct the setting")
-            )
+            why = f"expected {_name_of_type(hints[key])}"
+            raise ValueError(explain(f"{where}: {_shorten(value)}", why, "Correct the setting"))
         if value in _OFF:
             continue
         if key not in fields:
@@ -183,14 +154,14 @@ def _check_settings(settings: dict[str, Any], kind: Any, path: str, version: str
             raise ValueError(explain(where, why, "Load it with peft.PeftModel.from_pretrained, if you trust it"))
         if key in _NAMES:
             for name in [value] if isinstance(value, str) else value:
-                if not re.fullmatch(r"[\w.^$\\-]{1,256}", name):  # no characters that repeat or branch
+                # Characters that repeat or branch are not accepted.
+                if not re.fullmatch(r"[\w.^$\\-]{1,256}", name):
                     why = "only layer names are accepted from files, since matching a pattern can take forever"
                     raise ValueError(explain(f"{where}: {name[:80]!r}", why, "List the layers' names"))
         elif isinstance(value, str) and len(value) > _LONGEST_WORD and key not in _PATTERNS:
             raise ValueError(explain(where, f"the value is {len(value)} characters long", "Do not use this file"))
-    return {
-        key: value for key, value in settings.items() if key in fields
-    }  # the other settings are off, so they have no effect
+    # The other settings are off, so they have no effect.
+    return {key: value for key, value in settings.items() if key in fields}
 
 
 @functools.cache
@@ -201,7 +172,7 @@ def _hints(kind: Any) -> dict[str, Any]:
 _CONTAINERS = (list, set, tuple, dict)
 
 
-def _fits(value: Any, hint: Any, field: Any = None) -> bool:
+def _fits(value: object, hint: Any, field: Any = None) -> bool:
     """Check whether a value read from JSON has the type that a config declares."""
     if isinstance(value, float) and not math.isfinite(value):
         return False
@@ -220,13 +191,13 @@ def _fits(value: Any, hint: Any, field: Any = None) -> bool:
     return _is_plain(value, hint)
 
 
-def _is_one_of(value: Any, words: tuple[Any, ...]) -> bool:
+def _is_one_of(value: object, words: tuple[Any, ...]) -> bool:
     if isinstance(value, str) and any("[" in str(word) for word in words):  # such as pissa_niter_[number]
         return True
     return isinstance(value, str | int) and value in words
 
 
-def _holds(value: Any, kind: Any, arguments: tuple[Any, ...]) -> bool:
+def _holds(value: object, kind: object, arguments: tuple[Any, ...]) -> bool:
     """Check the elements of a container, where JSON stores sets, tuples and dataclasses as lists and mappings."""
     if kind in (list, set, tuple):
         inner = arguments[0] if arguments else typing.Any
@@ -235,7 +206,7 @@ def _holds(value: Any, kind: Any, arguments: tuple[Any, ...]) -> bool:
     return isinstance(value, dict) and all(_fits(one, inner) for one in value.values())
 
 
-def _is_plain(value: Any, hint: Any) -> bool:
+def _is_plain(value: object, hint: object) -> bool:
     if hint is typing.Any:
         return True
     if hint is bool or isinstance(value, bool):  # a bool is an int

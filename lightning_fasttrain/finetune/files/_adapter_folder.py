@@ -84,7 +84,6 @@ def stored_fingerprint(metadata: Mapping[str, str], source: Path) -> Fingerprint
     what = f"the fingerprint in {source / WEIGHTS}"
     found = parse_json(metadata[BASE], what)
     if not is_fingerprint(found):
-        raise ValueError(
-            explain(f"{what} cannot be read", "expected a JSON object of strings", "Pass check_base=False")
-        )
+        why = "expected a JSON object of strings"
+        raise ValueError(explain(f"{what} cannot be read", why, "Pass check_base=False"))
     return found

@@ -1,15 +1,16 @@
 """Load virtual tokens from an adapter's file."""
 
 import copy
-import itertools
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.select import list_names_above
 from lightning_fasttrain.finetune.adapters.add_adapter import use_prompt_
-from lightning_fasttrain.finetune.files._adapter_layers import refuse_not_finite
+from lightning_fasttrain.finetune.files._adapter_layers import WRONG_BASE, refuse_other_model
+from lightning_fasttrain.finetune.files._expected_tensors import refuse_not_finite
 from lightning_fasttrain.finetune.prompts.add_prompt import (
     add_prompt_,
     check_prompt_config,
@@ -33,7 +34,6 @@ _FROM_HERE: dict[str, Any] = {
     **dict.fromkeys(("num_layers", "token_dim", "num_attention_heads", "num_transformer_submodules")),
     "encoder_hidden_size": None,
 }
-WRONG_BASE = "Load the base that it was trained with, or pass check_base=False if you know that it matches"
 
 
 def load_prompts_(
@@ -63,19 +63,18 @@ def load_prompts_(
         raise ValueError(explain(f"training {what} on", why, way_out))
     for key, value in _FROM_HERE.items():
         if hasattr(config, key):
-            setattr(
-                config, key, getattr(there, key, value)
-            )  # settings of the existing adapter, so that the two are identical
+            # Settings of the existing adapter, so that the two are identical.
+            setattr(config, key, getattr(there, key, value))
     if task != "unknown" and config.task_type not in (None, task):
         why = f"its task is {config.task_type}, and this model's task is {task}"
-        raise ValueError(explain(f"{what} is for another model", why, "Load the model that it was trained with"))
+        refuse_other_model(what, why)
     shapes = {key: list(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 (not a mapping)
     expected = _shapes_here(config, plain_model(root))
     wrong = [key for key in {**expected, **shapes} if expected.get(key) != shapes.get(key)]
     if wrong:
         key = wrong[0]
         why = f"'{key[:120]}' is {shapes.get(key, 'missing')}, expected {expected.get(key, 'no such tensor')}"
-        raise ValueError(explain(f"{what} is for another model", why, "Load the model that it was trained with"))
+        refuse_other_model(what, why)
     refuse_not_finite(file, str(source))
     add_prompt_(model, config, name=name)
     prompted = model.get_submodule(place)
@@ -104,5 +103,4 @@ def _shapes_here(config: Any, base: Any) -> dict[str, list[int]]:
 
 def _trains_whole(parameter: str, names: list[str]) -> bool:
     """Check whether a parameter is in a module that PEFT trains in full, selected by the suffix of its name."""
-    modules = itertools.accumulate(parameter.split(".")[:-1], lambda outer, inner: f"{outer}.{inner}")
-    return any(module.endswith(tuple(names)) for module in modules)
+    return any(module.endswith(tuple(names)) for module in list_names_above(parameter))

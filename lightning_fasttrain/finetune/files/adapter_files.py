@@ -1,8 +1,7 @@
 """Save adapters atomically in PEFT's file format, and load them without trusting the files."""
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_fasttrain.core.files.safe_load import open_safetensors
 from lightning_fasttrain.core.messages import explain, warn
-from lightning_fasttrain.core.state.rng import random_state, set_random_state
+from lightning_fasttrain.core.state.rng import keep_random_state
 from lightning_fasttrain.finetune.adapters._adapter_checks import check_name, refuse_namesake
 from lightning_fasttrain.finetune.adapters.add_adapter import adapted_modules, adapter_parameters, add_adapter_
 from lightning_fasttrain.finetune.files._adapter_config import read_config, refuse_unrepeatable, written_config
@@ -25,31 +24,22 @@ from lightning_fasttrain.finetune.files._adapter_folder import (
     stored_fingerprint,
     write_adapter,
 )
-from lightning_fasttrain.finetune.files._adapter_layers import (
-    PREFIX,
-    Place,
+from lightning_fasttrain.finetune.files._adapter_layers import PREFIX, Place, find_place
+from lightning_fasttrain.finetune.files._expected_tensors import (
     expected_tensors,
-    find_place,
-    is_inside,
-    layers_in_file,
-    layers_meant,
-    nearest_place,
-    plain_modules,
     refuse_not_finite,
     refuse_other_tensors,
     refuse_other_tokens,
     refuse_sizes_beyond_the_layers,
-    tensors_meant,
 )
-from lightning_fasttrain.finetune.files._prompt_files import WRONG_BASE, load_prompts_
+from lightning_fasttrain.finetune.files._prompt_files import load_prompts_
 from lightning_fasttrain.finetune.prompts.add_prompt import plain_model
 from lightning_fasttrain.finetune.selection.base_fingerprint import (
-    Fingerprint,
     adapters_on,
     base_names,
     first_few,
-    refuse_other_base,
 )
+from lightning_fasttrain.finetune.selection.targets import has_ending, match_exactly
 
 
 def save_adapter(model: nn.Module, folder: Folder, *, name: str | None = None) -> Path:
@@ -151,7 +141,8 @@ def load_adapter_(
     """
     check_name(name)
     source = adapter_folder(folder)
-    with _same_random_state(), open_safetensors(source / WEIGHTS) as file:
+    # PEFT draws initial values, which loading replaces.
+    with keep_random_state(), open_safetensors(source / WEIGHTS) as file:
         metadata = file.metadata() or {}
         config = read_config(source, metadata.get(SETTINGS))
         fingerprint = stored_fingerprint(metadata, source) if check_base else None
@@ -160,7 +151,7 @@ def load_adapter_(
             return load_prompts_(model, source, file, config, name, trainable, fingerprint)
         refuse_unrepeatable(config, f"the adapter in {source}")
         keys = _layer_keys(list(file.keys()), source)
-        place = _find_place(model, keys, config, name, source, fingerprint)
+        place = find_place(model, keys, config, name, source, fingerprint)
         refuse_namesake(name, base_names(place.root).values())
         if hasattr(config, "feedforward_modules"):
             place.scaled = _scaled_at_input(place, config, keys, file)
@@ -169,7 +160,7 @@ def load_adapter_(
         expected = expected_tensors(place, config)
         refuse_other_tensors(place.root, file, keys, expected, str(source))
         refuse_not_finite(file, str(source))
-        names, root_prefix, root = _add(model, place, config, name, file)
+        names, root_prefix, root = _add(model, place, config, name)
         _fill_(root, root_prefix, place, name, file)
     _use(root, name, trainable)
     return names
@@ -191,11 +182,9 @@ def _find_adapter(model: nn.Module, name: str | None) -> tuple[str, nn.Module, s
         raise ValueError(explain(f"name={name!r}", "there is no such adapter", f"Existing adapters: {listed}"))
     one = meant[0][1]
     places = [prefix for prefix, other in meant if other == one and prefix]
-    way_out = (
-        f"Name the module: save_adapter(model.{places[0]}, …)"
-        if len(places) > 1
-        else f"Select one, for example name='{one}'"
-    )
+    way_out = f"Select one, for example name='{one}'"
+    if len(places) > 1:
+        way_out = f"Name the module: save_adapter(model.{places[0]}, …)"
     raise ValueError(explain(f"{type(model).__name__} has several adapters", listed, way_out))
 
 
@@ -219,39 +208,12 @@ def _layer_keys(keys: list[str], source: Path) -> list[str]:
     odd = [key for key in keys if not key.startswith(PREFIX)]
     if odd or not keys:
         why = f"it has {first_few(odd)}, but names must begin with '{PREFIX}'" if odd else "it is empty"
-        raise ValueError(
-            explain(f"{source / WEIGHTS} is not an adapter file", why, "Save it with save_adapter or PEFT")
-        )
+        what = f"{source / WEIGHTS} is not an adapter file"
+        raise ValueError(explain(what, why, "Save it with save_adapter or PEFT"))
     return [key.removeprefix(PREFIX) for key in keys]
 
 
-def _find_place(
-    model: nn.Module, keys: list[str], config: Any, name: str, source: Path, fingerprint: Fingerprint | None
-) -> Place:
-    targets = layers_in_file(keys, config)
-    if not targets:
-        why = f"it has no tensors of a {config.peft_type.value} adapter"
-        raise ValueError(explain(f"{source / WEIGHTS}", why, "Save it again"))
-    place = find_place(model, keys, config, name)
-    root = place.root if place is not None else nearest_place(model, keys, fingerprint, name)
-    what = f"the adapter in {source}"
-    if fingerprint is not None:
-        refuse_other_base(fingerprint, root, what, WRONG_BASE)
-    layers = plain_modules(root)
-    absent = [target for target in targets if target not in layers]
-    if place is None:
-        absent = absent or [key for key in keys if not is_inside(key, set(targets))]
-        why = f"{type(model).__name__} has no {first_few(absent)}"
-        raise ValueError(explain(f"{what} is for another model", why, "Load the model that it was trained with"))
-    meant = {*layers_meant(layers, config), *tensors_meant(place.root, config).values()}
-    more = sorted(meant - {*targets, *place.whole})
-    if more:
-        why = f"it has no tensors for {first_few(more)}, which its settings include"
-        raise ValueError(explain(f"{what} is for another model", why, "Load the model that it was trained with"))
-    return place
-
-
-def _add(model: nn.Module, place: Place, config: Any, name: str, file: Any) -> tuple[list[str], str, nn.Module]:
+def _add(model: nn.Module, place: Place, config: Any, name: str) -> tuple[list[str], str, nn.Module]:
     """Add the adapter, and return its layers, and the prefix and module that it was added to."""
     if hasattr(config, "feedforward_modules"):
         config.feedforward_modules = _match_exactly(place, place.scaled)
@@ -272,9 +234,8 @@ def _add(model: nn.Module, place: Place, config: Any, name: str, file: Any) -> t
 
 
 def _match_exactly(place: Place, names: list[str]) -> list[re.Pattern[str]]:
-    if not names:
-        return []
-    return [re.compile("|".join(re.escape(f"{place.prefix}{name}") for name in names))]
+    in_model = [f"{place.prefix}{name}" for name in names]
+    return [re.compile(match_exactly(in_model))] if names else []
 
 
 def _scaled_at_input(place: Place, config: Any, keys: list[str], file: Any) -> list[str]:
@@ -285,7 +246,7 @@ def _scaled_at_input(place: Place, config: Any, keys: list[str], file: Any) -> l
         key = f"{target}.ia3_l"
         shape = file.get_slice(f"{PREFIX}{key}").get_shape() if key in keys else [0]
         single = all(size == 1 for size in shape)  # [1, 1] can be either, so the settings decide
-        if shape[:1] == [1] and (not single or any(f".{target}".endswith(f".{end}") for end in ends)):
+        if shape[:1] == [1] and (not single or has_ending(target, ends)):
             found.append(target)
     return found
 
@@ -307,13 +268,3 @@ def _use(root: nn.Module, name: str, trainable: bool) -> None:
     for module in root.modules():
         if isinstance(module, nn.ModuleDict) and not trainable and name in module:
             module[name].eval()
-
-
-@contextmanager
-def _same_random_state() -> Iterator[None]:
-    """Restore the random state afterwards, since PEFT draws initial values that loading replaces."""
-    before = random_state()
-    try:
-        yield
-    finally:
-        set_random_state(before)

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from lightning_fasttrain.core.checks import require
 from lightning_fasttrain.core.files.atomic_write import TEMPORARY, sync_folder
 from lightning_fasttrain.core.messages import explain, say
-from lightning_fasttrain.finetune.adapters._merged_layers import find_outermost
+from lightning_fasttrain.core.modules.select import is_part_of
+from lightning_fasttrain.finetune.adapters._merged_layers import find_trained_copies
 from lightning_fasttrain.finetune.adapters.merge import merge_adapters_, unmerge_adapters_
 from lightning_fasttrain.finetune.files._adapter_folder import Folder
 from lightning_fasttrain.finetune.files.adapter_files import refuse_shards
@@ -30,11 +31,11 @@ from lightning_fasttrain.finetune.quantized._quantized_layer import (
 from lightning_fasttrain.finetune.selection._adapter_switches import switches
 from lightning_fasttrain.finetune.selection.base_fingerprint import (
     adapter_holders,
-    adapters_on,
     first_few,
     is_torchaos,
     plain_name,
 )
+from lightning_fasttrain.finetune.selection.targets import find_hugging_face_model
 
 
 def export_model(model: nn.Module, folder: Folder, *, dtype: torch.dtype | None = None) -> Path:
@@ -73,7 +74,10 @@ def export_model(model: nn.Module, folder: Folder, *, dtype: torch.dtype | None 
         ``PreTrainedModel.save_pretrained`` writes the files.
     """
     require("transformers", extra="finetune")
-    root, target = _find_root(model), Path(folder)
+    why, way_out = "so from_pretrained could not load it", "Use unload_adapters_(model), and save its state_dict()"
+    of_several = "Name one: export_model(model.{}, …)"
+    _, root = find_hugging_face_model(model, f"export_model of a {type(model).__name__}", why, way_out, of_several)
+    target = Path(folder)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         why = "the path already exists and is not overwritten"
         raise ValueError(explain(f"{target}", why, "Choose a new folder, or move the existing one"))
@@ -87,25 +91,6 @@ def export_model(model: nn.Module, folder: Folder, *, dtype: torch.dtype | None 
     with _merge_for_now(root):
         _write(target, _plain_twin(root, _plain_state(root, dtype)))
     return target
-
-
-def _find_root(model: nn.Module) -> Any:
-    from transformers import PreTrainedModel
-
-    found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        inside = any(not outer or name.startswith(f"{outer}.") for outer in found)
-        if isinstance(module, PreTrainedModel) and not inside:
-            found[name] = module
-    if not found:
-        why = "it contains no Hugging Face model, so from_pretrained could not load it"
-        way_out = "Use unload_adapters_(model), and save its state_dict()"
-        raise TypeError(explain(f"export_model of a {type(model).__name__}", why, way_out))
-    if len(found) > 1:
-        why = f"it contains several Hugging Face models: {', '.join(found)}"
-        way_out = f"Name one: export_model(model.{next(iter(found))}, …)"
-        raise ValueError(explain(f"export_model of a {type(model).__name__}", why, way_out))
-    return next(iter(found.values()))
 
 
 @contextmanager
@@ -129,9 +114,9 @@ def _plain_state(root: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor
     holders, state = adapter_holders(root), dict[str, Tensor]()
     quantized = {name: module for name, module in root.named_modules() if is_quantized(module)}
     for key, tensor in root.state_dict().items():
-        owner = next((name for name in quantized if key == name or key.startswith(f"{name}.")), None)
+        is_packed = is_part_of(key, quantized) and key.removesuffix(".bias") not in quantized
         plain = plain_name(key, holders)  # None: the key belongs to an adapter
-        if plain is not None and (owner is None or key == f"{owner}.bias"):
+        if plain is not None and not is_packed:
             state[plain] = tensor.dequantize() if is_torchaos(tensor) else tensor
     for name, layer in quantized.items():
         weight = dequantized_weight(layer)
@@ -147,13 +132,10 @@ def _plain_state(root: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor
 def _trained_whole(root: nn.Module, holders: dict[str, str]) -> dict[str, Tensor]:
     """Return the weights of modules that were fully trained with an adapter, from the trained copies."""
     found: dict[str, Tensor] = {}
-    if not any(adapters_on(module) for module in root.modules()):
-        return found
-    for name, wrapper in find_outermost(root):
-        copies: Any = wrapper._modules.get("modules_to_save", {})
-        for active in wrapper.active_adapters if copies else ():
+    for name, wrapper in find_trained_copies(root).items():
+        copies, place = wrapper.modules_to_save, plain_name(f"{name}.original_module", holders)
+        for active in wrapper.active_adapters:
             if active in copies:
-                place = plain_name(f"{name}.original_module", holders)
                 found.update({f"{place}.{key}": value for key, value in copies[active].state_dict().items()})
     return found
 
@@ -188,7 +170,8 @@ def _write(target: Path, model: Any) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = target.parent / f"{TEMPORARY}{target.name}-{os.getpid()}-{secrets.token_hex(4)}"
     try:
-        with warnings.catch_warnings(action="ignore"):  # about generation settings that were loaded that way
+        # The warnings are about generation settings that were loaded that way.
+        with warnings.catch_warnings(action="ignore"):
             model.save_pretrained(unfinished)
         for path in unfinished.iterdir():
             # All files are on disk before the folder is renamed, which is atomic.

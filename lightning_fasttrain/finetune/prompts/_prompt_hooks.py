@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.wrapped_forward import Replacement
 
 # Outputs with a sequence dimension, which virtual tokens make longer.
 _LONGER = {
@@ -29,7 +30,8 @@ def cut_virtual_tokens(prompted: Any, args: tuple[Any, ...], given: dict[str, An
         why = "it already contains the virtual tokens, which would be added a second time"
         way_out = "Omit the cache, or use model.generate(...)"
         raise ValueError(explain(f"a cache passed to a {type(prompted).__name__}", why, way_out))
-    if config.peft_type.value == "PREFIX_TUNING":  # the virtual tokens are in the cache, not in the sequence
+    # The virtual tokens are in the cache, not in the sequence.
+    if config.peft_type.value == "PREFIX_TUNING":
         return
     if isinstance(output, tuple):
         why = "the outputs that virtual tokens make longer cannot be identified in a tuple"
@@ -42,25 +44,23 @@ def cut_virtual_tokens(prompted: Any, args: tuple[Any, ...], given: dict[str, An
         if isinstance(value, tuple):
             output[name] = tuple(tensor[:, -source.shape[1] :] for tensor in value)
         elif value is not None:
-            output[name] = value[:, -source.shape[1] :]  # virtual tokens come first, so the end belongs to the input
+            # Virtual tokens come first, so the end belongs to the input.
+            output[name] = value[:, -source.shape[1] :]
 
 
-class StillPrompt:
+class StillPrompt(Replacement):
     """Replacement of ``get_prompt`` of PEFT's model that keeps a prefix's cache unchanged while gradients are computed.
 
     Each layer concatenates its prefix with the keys and values without storing them. The result is the same, but a
-    block that is run a second time, as activation checkpointing does, finds the original cache. The object holds the
-    model rather than a bound method, so that a copy of the model has its own.
+    block that is run a second time, as activation checkpointing does, finds the original cache.
     """
-
-    def __init__(self, prompted: Any) -> None:
-        self.prompted = prompted
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from transformers.cache_utils import EncoderDecoderCache
 
-        cache = type(self.prompted).get_prompt(self.prompted, *args, **kwargs)
-        if isinstance(cache, Tensor) or not torch.is_grad_enabled():  # generation needs to extend its cache
+        cache = type(self.module).get_prompt(self.module, *args, **kwargs)
+        # Generation needs to extend its cache.
+        if isinstance(cache, Tensor) or not torch.is_grad_enabled():
             return cache
         of_decoder = cache
         if isinstance(cache, EncoderDecoderCache):
@@ -68,23 +68,21 @@ class StillPrompt:
             cache.is_updated = _NeverUpdated(cache.is_updated)  # a recomputed block would read it
             of_decoder = cache.self_attention_cache
         for layer in of_decoder.layers:
-            layer.update = partial(_put_behind_prefix, layer)  # only on this cache: each forward gets a new one
+            # Only on this cache: each forward gets a new one.
+            layer.update = partial(_put_behind_prefix, layer)
         return cache
 
 
-class GenerateWithCache:
+class GenerateWithCache(Replacement):
     """Replacement of ``generate`` of PEFT's model, which would silently ignore a prefix without a cache."""
 
-    def __init__(self, prompted: Any) -> None:
-        self.prompted = prompted
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        prefixed = self.prompted.active_peft_config.peft_type.value == "PREFIX_TUNING"
-        if prefixed and kwargs.get("use_cache") is False and not self.prompted._adapters_disabled:
+        prefixed = self.module.active_peft_config.peft_type.value == "PREFIX_TUNING"
+        if prefixed and kwargs.get("use_cache") is False and not self.module._adapters_disabled:
             raise ValueError(
                 explain("use_cache=False", "the cache holds the prefix", "Omit use_cache=False, or use PromptTuning")
             )
-        return type(self.prompted).generate(self.prompted, *args, **kwargs)
+        return type(self.module).generate(self.module, *args, **kwargs)
 
 
 def _put_behind_prefix(layer: Any, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:

@@ -11,17 +11,21 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from lightning_fasttrain.core.checks import positive_int
 from lightning_fasttrain.core.host.late_parameters import notices_late_parameters
-from lightning_fasttrain.core.messages import explain, say
-from lightning_fasttrain.core.modules.blocks import keep_outermost
-from lightning_fasttrain.core.modules.parameters import count_parameters
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.layer_kinds import is_a
 from lightning_fasttrain.finetune.adapters._adapter_checks import check_name, is_there, without_namesakes
-from lightning_fasttrain.finetune.adapters.add_adapter import train_mode, use_prompt_
+from lightning_fasttrain.finetune.adapters.add_adapter import report_added, train_mode, use_prompt_
 from lightning_fasttrain.finetune.prompts._prompt_hooks import GenerateWithCache, StillPrompt, cut_virtual_tokens
 from lightning_fasttrain.finetune.selection._adapter_switches import has_prompt
 from lightning_fasttrain.finetune.selection._float32_adapters import keep_in_float32_
-from lightning_fasttrain.finetune.selection.base_fingerprint import adapters_on
+from lightning_fasttrain.finetune.selection.base_fingerprint import PEFT_MODEL, adapters_on
 from lightning_fasttrain.finetune.selection.freezing import freeze_
-from lightning_fasttrain.finetune.selection.targets import find_targets, refuse_tied, require_peft
+from lightning_fasttrain.finetune.selection.targets import (
+    find_hugging_face_model,
+    find_targets,
+    refuse_tied,
+    require_peft,
+)
 
 _KINDS = ("PROMPT_TUNING", "PREFIX_TUNING", "P_TUNING")
 
@@ -90,7 +94,8 @@ def add_prompt_(model: nn.Module, config: Any, *, train: Iterable[str] = (), nam
     if is_there(there, name, config):
         train_mode(root)
         return place
-    as_asked = copy.copy(config.modules_to_save)  # PEFT adds a classifier's head to it, and would add it again
+    # PEFT adds a classifier's head to it, and would add it again.
+    as_asked = copy.copy(config.modules_to_save)
     with ExitStack() as on_error:
         on_error.callback(freeze_(model))
         prompted = _put_before(base, root, config, name)
@@ -99,17 +104,13 @@ def add_prompt_(model: nn.Module, config: Any, *, train: Iterable[str] = (), nam
     use_prompt_(prompted, name, trainable=not config.inference_mode)
     # Keeps a later cast of the model from rounding them.
     keep_in_float32_(prompted.prompt_encoder)
-    for where, module in list(model.named_modules(remove_duplicate=False)):  # all modules that hold it
+    # Every module that holds it: it may be registered twice.
+    for where, module in list(model.named_modules(remove_duplicate=False)):
         if module is base and prompted is not root:
-            parent, _, last = where.rpartition(".")
-            setattr(model.get_submodule(parent), last, prompted)
+            model.set_submodule(where, prompted)
     train_mode(prompted)
-    trained, total = count_parameters(model)
-    say(
-        "%s '%s': %d virtual tokens before the input of %s; trains %s of %s parameters (%.2f%%)",
-        config.peft_type.value, name, config.num_virtual_tokens, type(base).__name__,
-        f"{trained:,}", f"{total:,}", 100 * trained / total,
-    )  # fmt: skip
+    what = f"{config.num_virtual_tokens} virtual tokens before the input of {type(base).__name__}"
+    report_added(model, config, name, what)
     return place
 
 
@@ -120,20 +121,11 @@ def find_language_model(model: nn.Module) -> tuple[str, Any]:
         TypeError: there is no Hugging Face model.
         ValueError: there are several, or it is ``model`` itself.
     """
-    from transformers import PreTrainedModel
-
-    peft = require_peft()
-    kinds = (PreTrainedModel, peft.PeftModel)
-    found = keep_outermost({name: module for name, module in model.named_modules() if isinstance(module, kinds)})
     what = f"virtual tokens for {type(model).__name__}"
-    if not found:
-        why = "it holds no Hugging Face model, and other models' input, mask and cache arguments are unknown"
-        raise TypeError(explain(what, why, "Use LoRA, which supports any module"))
-    if len(found) > 1:
-        why = f"it holds several Hugging Face models: {', '.join(map(repr, found))}"
-        raise ValueError(explain(what, why, "Hold each in a separate module, or use LoRA"))
-    name, root = next(iter(found.items()))
-    if not name and not isinstance(root, peft.PeftModel):
+    why = "and other models' input, mask and cache arguments are unknown"
+    way_out, of_several = "Use LoRA, which supports any module", "Hold each in a separate module, or use LoRA"
+    name, root = find_hugging_face_model(model, what, why, way_out, of_several, PEFT_MODEL)
+    if not name and not is_a(root, PEFT_MODEL):
         why = "a PeftModel replaces it, which needs a parent module to hold it"
         raise ValueError(explain(what, why, "Hold it in a module, or use peft.get_peft_model(model, config)"))
     return name, root

@@ -8,13 +8,15 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.blocks import Blocks
-from lightning_fasttrain.core.modules.heads import find_heads, find_skipped, is_a
+from lightning_fasttrain.core.modules.heads import find_heads
+from lightning_fasttrain.core.modules.layer_kinds import PROMPT_ENCODER, TUNER, WRAPPER, is_a, walk_around
+from lightning_fasttrain.core.modules.select import Blocks, find_skipped
 from lightning_fasttrain.finetune.quantized._quantized_layer import FLOATS, is_quantized, is_transposed
 from lightning_fasttrain.finetune.selection.base_fingerprint import is_torchaos
+from lightning_fasttrain.finetune.selection.targets import find_tied_modules
 from lightning_fasttrain.finetune.selection.uncovered_weights import is_matrix, out_of_reach, read_past
 
-_ADAPTERS = ("BaseTunerLayer", "AuxiliaryTrainingWrapper", "BasePromptEncoder")  # of PEFT, not imported here
+_ADAPTERS = (TUNER, WRAPPER, PROMPT_ENCODER)
 IN_ADAPTER = "it has an adapter already"
 
 
@@ -56,7 +58,7 @@ def sort_out(model: nn.Module, kind: str, skip: Blocks) -> Quantizable:
     # The outermost PEFT module that contains the current one; no name begins with "\0".
     adapter = "\0"
     for name, module in model.named_modules():
-        if any(base.__name__ in _ADAPTERS for base in type(module).__mro__) and not name.startswith(adapter):
+        if is_a(module, *_ADAPTERS) and not name.startswith(adapter):
             adapter = f"{name}."
         if is_quantized(module):
             already[name] = module
@@ -81,12 +83,9 @@ def sort_out(model: nn.Module, kind: str, skip: Blocks) -> Quantizable:
 def _stacks(model: nn.Module, skipped: set[str]) -> dict[str, tuple[nn.Module, str]]:
     """Find tensors of several matrices that modules multiply with in their own forward, such as experts."""
     found: dict[str, tuple[nn.Module, str]] = {}
-    adapter = "\0"
-    for name, module in model.named_modules():
-        if any(is_a(module, kind) for kind in _ADAPTERS) and not name.startswith(adapter):
-            adapter = f"{name}."
+    for name, module in walk_around(model, lambda module: is_a(module, *_ADAPTERS)):
         # The weight of a Conv1d has three dimensions as well.
-        if name.startswith(adapter) or name in skipped or isinstance(module, _ConvNd):
+        if name in skipped or isinstance(module, _ConvNd):
             continue
         for key, parameter in module.named_parameters(recurse=False):
             if parameter.ndim == 3 and is_matrix(parameter) and parameter.dtype in FLOATS:
@@ -114,16 +113,11 @@ def _nothing_to_quantise(model: nn.Module, left: dict[str, str]) -> str:
 
 def _shared_modules(model: nn.Module) -> dict[str, str]:
     """Map each module that shares its weight with another one to that reason."""
-    owners: dict[nn.Parameter, list[str]] = {}
-    for name, module in model.named_modules():
-        if isinstance(weight := module._parameters.get("weight"), nn.Parameter):
-            owners.setdefault(weight, []).append(name)
     shared: dict[str, str] = {}
-    for names in owners.values():
+    for names in find_tied_modules(dict(model.named_modules())):
         for name in names:
-            others = [other for other in names if other != name]
-            if others:
-                shared[name] = f"it shares its weight with {others[0]}"
+            other = names[1] if name == names[0] else names[0]
+            shared[name] = f"it shares its weight with {other}"
     return shared
 
 

@@ -1,7 +1,6 @@
 """A linear layer with a quantised weight: creation, dequantisation and size in bytes."""
 
 import copy
-import sys
 from typing import Any
 
 import torch
@@ -11,6 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_fasttrain.core.checks import one_of, require
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.layer_kinds import CONV1D, find_imported_class, is_a
+from lightning_fasttrain.core.modules.parameters import quantized_tensors
 from lightning_fasttrain.finetune.quantized.unaligned_matmul import dequantize_flat
 
 KINDS = ("nf4", "fp4", "int8")
@@ -62,19 +63,16 @@ def require_bitsandbytes() -> Any:
 
 def is_quantized(module: nn.Module) -> bool:
     """Check whether ``module`` is a linear layer of bitsandbytes with a quantised weight."""
-    bnb: Any = sys.modules.get("bitsandbytes")  # no module can be one of its layers before it is imported
-    return bnb is not None and (isinstance(module, bnb.nn.Linear4bit) or in_8_bits(module))
+    return is_a(module, "bitsandbytes.nn.Linear4bit") or in_8_bits(module)
 
 
-def in_8_bits(module: nn.Module) -> bool:
-    return isinstance(module, require_bitsandbytes().nn.Linear8bitLt) and not module.state.has_fp16_weights
+def in_8_bits(module: Any) -> bool:
+    return is_a(module, "bitsandbytes.nn.Linear8bitLt") and not module.state.has_fp16_weights
 
 
 def is_transposed(module: nn.Module) -> bool:
     """Check whether ``module`` is a ``Conv1D`` of transformers, as in GPT-2: a linear layer with weight [in, out]."""
-    weight = module._parameters.get("weight")
-    outputs = getattr(module, "nf", None)
-    return type(module).__name__ == "Conv1D" and weight is not None and weight.shape[1:] == (outputs,)
+    return type(module) is find_imported_class(CONV1D)
 
 
 def was_transposed(layer: nn.Module) -> bool:
@@ -106,7 +104,8 @@ def quantize_layer_(
     vars(layer).update({name: value for name, value in vars(like).items() if name not in vars(layer)})
     if kind == "int8":
         layer._parameters["weight"] = _int8_parameter(packed)
-        layer.state.CB, layer.state.SCB = packed, state  # as the first forward of bitsandbytes would do
+        # As the first forward of bitsandbytes would do.
+        layer.state.CB, layer.state.SCB = packed, state
     else:
         layer._parameters["weight"] = _4bit_parameter(packed, state)
         layer.quant_state = state
@@ -148,10 +147,8 @@ def _pack_fake(functional: Any, weight: Tensor, kind: str, double_quant: bool) -
         dtype=weight.dtype,
     )
     if double_quant:
-        state.offset, state.nested = (
-            torch.empty(()),
-            True,
-        )  # the mean of the constants, and whether there is a ``state2``
+        # The mean of the constants, and whether there is a ``state2``.
+        state.offset, state.nested = torch.empty(()), True
         nested_absmax, nested_code = torch.empty(-(-blocks // NESTED_BLOCK)), torch.empty(_NESTED_CODE)
         state.state2 = functional.QuantState(
             absmax=nested_absmax, code=nested_code, blocksize=NESTED_BLOCK, dtype=torch.float32
@@ -168,35 +165,27 @@ def fake_parts(layer: Any) -> dict[int, Any]:
         ``id`` of the original → the fake replacement: a ``memo`` for ``copy.deepcopy``.
     """
     shape = layer.out_features, layer.in_features
+    settle_(layer)
     if in_8_bits(layer):
-        settle_8bit_(layer)
         packed, row_constants = _pack_fake(None, torch.empty(shape), "int8", False)
         state = copy.copy(layer.state)
         state.CB, state.SCB = packed, row_constants
         # Weight and state share the packed tensor, as in the layer itself.
         return {id(layer.weight): _int8_parameter(packed), id(layer.state): state}
-    settle_4bit_(layer)
     old, functional = layer.quant_state, require_bitsandbytes().functional
     packed, state = _pack_fake(functional, torch.empty(shape, dtype=old.dtype), old.quant_type, old.nested)
     return {id(layer.weight): _4bit_parameter(packed, state), id(old): state}
 
 
 def _4bit_parameter(packed: Tensor, state: Any) -> nn.Parameter:
-    if isinstance(packed, FakeTensor):  # a fake tensor cannot be converted to another tensor class
-        parameter: Any = nn.Parameter(packed, requires_grad=False)
-        parameter.quant_state, parameter.quant_type, parameter.blocksize = state, state.quant_type, state.blocksize
-        parameter.compress_statistics, parameter.quant_storage = state.nested, packed.dtype
+    settings = {"quant_state": state, "quant_type": state.quant_type, "blocksize": state.blocksize}
+    settings |= {"compress_statistics": state.nested, "quant_storage": packed.dtype}
+    # A fake tensor cannot be converted to another tensor class.
+    if isinstance(packed, FakeTensor):
+        parameter = nn.Parameter(packed, requires_grad=False)
+        vars(parameter).update(settings)
         return parameter
-    return require_bitsandbytes().nn.Params4bit(
-        packed,
-        requires_grad=False,
-        quant_state=state,
-        blocksize=state.blocksize,
-        compress_statistics=state.nested,
-        quant_type=state.quant_type,
-        quant_storage=packed.dtype,
-        bnb_quantized=True,
-    )
+    return require_bitsandbytes().nn.Params4bit(packed, requires_grad=False, bnb_quantized=True, **settings)
 
 
 def _int8_parameter(packed: Tensor) -> nn.Parameter:
@@ -205,6 +194,12 @@ def _int8_parameter(packed: Tensor) -> nn.Parameter:
         parameter.CB = parameter.SCB = None
         return parameter
     return require_bitsandbytes().nn.Int8Params(packed, requires_grad=False, has_fp16_weights=False)
+
+
+def settle_(layer: Any) -> None:
+    """Make the weight and the quantisation state of a layer consistent."""
+    settle = settle_8bit_ if in_8_bits(layer) else settle_4bit_
+    settle(layer)
 
 
 def settle_4bit_(layer: Any, *_: Any) -> None:
@@ -235,7 +230,8 @@ def settle_8bit_(layer: Any, *_: Any) -> None:
     if type(weight) is nn.Parameter:
         layer.weight = weight = _int8_parameter(weight.data)
     if weight.CB is not None:
-        if weight.SCB is None:  # PEFT's DoRA moves the weight in each forward, which leaves the constants behind
+        # PEFT's DoRA moves the weight in each forward, which leaves the constants behind.
+        if weight.SCB is None:
             weight.SCB = layer.state.SCB
         layer.init_8bit_state()
     if layer.state.CB.device != weight.device:
@@ -244,16 +240,9 @@ def settle_8bit_(layer: Any, *_: Any) -> None:
 
 def quantization_of(layer: Any) -> dict[str, Tensor]:
     """Return all tensors that represent the weight of a quantised layer."""
-    if in_8_bits(layer):
-        settle_8bit_(layer)
-        return {"weight": layer.weight, "SCB": layer.state.SCB}
-    settle_4bit_(layer)
-    state = layer.quant_state
-    tensors = {"weight": layer.weight, "absmax": state.absmax, "quant_map": state.code}
-    if state.nested:
-        nested = {"nested_absmax": state.state2.absmax, "nested_quant_map": state.state2.code, "offset": state.offset}
-        tensors.update(nested)
-    return tensors
+    settle_(layer)
+    beside = {name.removeprefix("weight."): tensor for name, tensor in quantized_tensors(layer)}
+    return {"weight": layer.weight, **beside}
 
 
 def dequantized_weight(layer: Any) -> Tensor:
@@ -286,10 +275,9 @@ def dequantized_weight(layer: Any) -> Tensor:
     if isinstance(layer.weight, DTensor):
         why = "the model is sharded, and this process has only a shard of the weight"
         raise ValueError(explain(f"a {type(layer).__name__}", why, "Load the run's checkpoint into a plain model"))
+    settle_(layer)
     if in_8_bits(layer):
-        settle_8bit_(layer)
         return layer.weight.detach().float() * (layer.state.SCB / 127).unsqueeze(1)
-    settle_4bit_(layer)
     # Dequantising as one row is only needed on CPUs; see ``dequantize_flat``.
     if layer.weight.device.type == "cpu":
         return dequantize_flat(layer.weight.data, layer.quant_state, layer.quant_state.dtype)

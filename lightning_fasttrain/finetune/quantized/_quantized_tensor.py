@@ -1,18 +1,20 @@
-"""Tensors that a module multiplies with itself, such as stacks of experts, in 4 bits."""
+"""Tensors that a module multiplies with itself, such as stacks of experts, in 4 bits, and PEFT's LoRA on them."""
 
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_fasttrain.core.modules.heads import stands_for
-from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, wrappers_on
+from lightning_fasttrain.core.modules.layer_kinds import is_a, stands_for
+from lightning_fasttrain.core.modules.wrapped_forward import Replacement, WrappedForward, wrappers_on
 from lightning_fasttrain.finetune.quantized._quantized_layer import dequantized_weight, quantize_layer_
 from lightning_fasttrain.finetune.quantized.quantized_state import keep_quantized_
 
 StateDict = MutableMapping[str, Any]
+_PARAMETER_WRAPPER = "peft.tuners.lora.layer.ParamWrapper"
 
 
 def quantize_tensor_(owner: nn.Module, name: str, tensor: Tensor, kind: str, double_quant: bool) -> nn.Module:
@@ -48,7 +50,8 @@ def hold_(owner: nn.Module, name: str, holder: nn.Module) -> None:
         DequantizedTensors(owner).install()
         owner.register_state_dict_post_hook(_remove_layer_names)
         owner.register_load_state_dict_pre_hook(_add_layer_names)
-    owner._parameters.pop(name, None)  # first, since torch refuses a module under the name of an existing attribute
+    # The parameter goes first, since torch refuses a module under the name of an existing attribute.
+    owner._parameters.pop(name, None)
     owner.add_module(name, holder)
 
 
@@ -203,3 +206,53 @@ def _rename(state_dict: StateDict, old: str, new: str) -> None:
     for key in list(state_dict):
         if key == old or key.startswith(f"{old}."):
             state_dict[f"{new}{key.removeprefix(old)}"] = state_dict.pop(key)
+
+
+def use_held_tensors_(model: nn.Module) -> None:
+    """Let PEFT's wrappers in ``model`` adapt tensors that are held in 4 bits.
+
+    PEFT adds the product of the two low-rank matrices to the parameter for the duration of the forward. Here it is
+    added to the dequantised tensor that the module's forward gets, and recomputed in the backward.
+    """
+    for module in model.modules():
+        if is_a(module, _PARAMETER_WRAPPER) and holder_under(module) is not None:
+            wrapper: Any = module
+            wrapper.get_param, wrapper._activate_lora = GivesStandIn(wrapper), AddsToHeld(wrapper)
+
+
+class GivesStandIn(Replacement):
+    """Replacement of ``get_param`` of PEFT's wrapper, which reads shape, dtype and device of the result."""
+
+    def __call__(self) -> Tensor:
+        holder = holder_under(self.module)
+        return type(self.module).get_param(self.module) if holder is None else stand_in(holder)
+
+
+class AddsToHeld(Replacement):
+    """Replacement of ``_activate_lora`` of PEFT's wrapper, a context in which the adapter is applied."""
+
+    def __call__(self, active: list[str]) -> AbstractContextManager[None]:
+        holder, names = holder_under(self.module), [name for name in active if name in self.module.lora_A]
+        if holder is None or not names:
+            return type(self.module)._activate_lora(self.module, active)
+        return self._while_it_lasts(holder, names)
+
+    @contextmanager
+    def _while_it_lasts(self, holder: nn.Module, names: list[str]) -> Iterator[None]:
+        # By ``vars``, as the holder is a module.
+        vars(holder)["added"] = partial(self.add_to, names=names)
+        try:
+            yield
+        finally:
+            del vars(holder)["added"]
+
+    def add_to(self, weight: Tensor, names: list[str]) -> Tensor:
+        """Return ``weight`` [n, rows, columns] plus the named adapters, with the operations that PEFT uses."""
+        wrapper = self.module
+        # As in PEFT: several adapters are summed first; a single one over several experts is one ``baddbmm``.
+        if len(names) > 1 or wrapper.num_experts == 1:
+            return weight + sum(wrapper.get_delta_weight(name) for name in names).to(weight.dtype)
+        lhs, rhs, scaling = wrapper.get_delta_factors(names[0])
+        # Autocast would run ``baddbmm`` in half precision and round the complete stack.
+        with torch.autocast(weight.device.type, enabled=False):
+            return torch.baddbmm(weight, lhs.to(weight.dtype), rhs.to(weight.dtype), alpha=scaling)

@@ -1,20 +1,23 @@
-"""Tensors in safetensors files: list them, and read them one by one."""
+"""Tensors in safetensors files: list them, and read them one by one; and the weights from before quantising."""
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_fasttrain.core.files.safe_load import local_path, open_safetensors, read_json
-from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.messages import explain, list_some
 
 Where = str | os.PathLike[str]
+Original = nn.Module | Mapping[str, Tensor] | Where
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
+_UNRELATED = 0.5  # relative distance; quantising causes 0.1, and another model's weights are at 1.4
 
 DTYPES = {
     "F64": torch.float64,
@@ -56,7 +59,8 @@ def find_tensors(where: Where | Sequence[Where]) -> dict[str, StoredTensor]:
     if isinstance(where, str | os.PathLike):
         path = local_path(where)
         if path.is_dir():
-            path = path / INDEX if (path / INDEX).exists() else path / WHOLE  # as ``from_pretrained`` looks for them
+            # In the order in which ``from_pretrained`` looks for them.
+            path = path / INDEX if (path / INDEX).exists() else path / WHOLE
         if path.name.endswith(".index.json"):
             return _read_index(path)
         return _in_file(path)
@@ -113,7 +117,8 @@ def _read_index(path: Path) -> dict[str, StoredTensor]:
 def _locate_inside(index: Path, file: str) -> Path:
     folder = index.parent.resolve()
     roots = [folder]
-    if folder.parent.name == "snapshots":  # the cache of Hugging Face, whose files are links to its blobs
+    # The cache of Hugging Face, whose files are links to its blobs.
+    if folder.parent.name == "snapshots":
         roots.append(folder.parent.parent / "blobs")
     path = index.parent / file
     # A backslash separates folders on Windows.
@@ -122,3 +127,82 @@ def _locate_inside(index: Path, file: str) -> Path:
         why = "not a .safetensors file in its folder"
         raise ValueError(explain(f"{index} names {file!r}", why, "Do not use this model"))
     return path
+
+
+class OriginalWeights:
+    """Full-precision weights of a quantised model, read one by one from a module, a state dict or files.
+
+    Args:
+        original: the full-precision model: a module, its state dict, a safetensors file or folder.
+        names: qualified names of the quantised weights that it must have.
+    """
+
+    def __init__(self, original: Original, names: Sequence[str]) -> None:
+        self.stored: dict[str, StoredTensor] | None = None
+        if isinstance(original, str | os.PathLike):
+            self.stored = find_tensors(original)
+            keys = {name: name for name in self.stored}
+        else:
+            self.tensors = original.state_dict() if isinstance(original, nn.Module) else original
+            keys = {_strip_wrappers(name): name for name in self.tensors}
+        self.keys = keys
+        self.renamed = _find_prefix([_strip_wrappers(name) for name in names], keys)
+
+    def read_weight(self, name: str, base: Any, dequantized: Tensor, whole: str = "") -> tuple[Tensor, Tensor | None]:
+        """Return weight and bias of a layer, on its device; or the tensor named ``whole`` that the layer stands for.
+
+        Raises:
+            ValueError: the weight has another shape, or belongs to another model.
+        """
+        cut, added = self.renamed
+        key = added + _strip_wrappers(name)[cut:]
+        called = added + _strip_wrappers(whole or f"{name}.weight")[cut:]
+        weight = self._read(called)
+        bias = base.bias
+        if bias is not None and f"{key}.bias" in self.keys:
+            bias = self._read(f"{key}.bias").to(base.weight.device)
+        found = f"{list(weight.shape)} of {weight.dtype}"
+        # Hugging Face transposes GPT-2's layers when it quantises them.
+        for one in (weight, weight.mT):
+            if one.is_floating_point() and one.shape == dequantized.shape:
+                one = one.to(base.weight.device)
+                if relative_error(one.float(), dequantized) < _UNRELATED:
+                    return one.contiguous(), bias
+                found = "further from the quantised weight than quantising explains"
+        way_out = f"Pass the weights that were quantised, {list(dequantized.shape)}"
+        raise ValueError(explain(f"original= for '{name}'", f"its '{called}' is {found}", way_out))
+
+    def _read(self, key: str) -> Tensor:
+        if self.stored is None:
+            return self.tensors[self.keys[key]].detach()
+        ((_, tensor),) = read_tensors({key: self.stored[key]})
+        return tensor.clone()  # the tensor may be memory-mapped from the file
+
+
+def _find_prefix(names: list[str], keys: Mapping[str, str]) -> tuple[int, str]:
+    """Return the length of the prefix to cut from tensor names, and its replacement, so that all are in ``keys``.
+
+    The original may have been saved from an outer or an inner module of the merged one.
+    """
+    first = names[0]
+    # The full name, and the rest after each dot.
+    cuts = [0, *(i + 1 for i, c in enumerate(first) if c == ".")]
+    for cut in cuts:
+        tail = first[cut:]
+        for key in keys:
+            if key == tail or key.endswith(f".{tail}"):
+                added = key[: -len(tail)]
+                if all(name[:cut] == first[:cut] and f"{added}{name[cut:]}" in keys for name in names):
+                    return cut, added
+    missing = [name for name in names if name not in keys]
+    why = f"it has {', '.join(list(keys)[:3])}" if keys else "it is empty"
+    way_out = "Pass the full-precision weights of this model"
+    raise ValueError(explain(f"original= lacks {list_some(missing)}", why, way_out))
+
+
+def _strip_wrappers(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in ("base_layer", "original_module"))
+
+
+def relative_error(result: Tensor, expected: Tensor) -> float:
+    return float((result - expected).norm() / expected.norm().clamp_min(1e-30))

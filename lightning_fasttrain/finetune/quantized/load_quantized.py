@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_fasttrain.core.checks import require
 from lightning_fasttrain.core.messages import explain, list_some, say
-from lightning_fasttrain.core.modules.blocks import Blocks
+from lightning_fasttrain.core.modules.select import Blocks
 from lightning_fasttrain.finetune.quantized._quantizable import sort_out
 from lightning_fasttrain.finetune.quantized._quantized_layer import FLOATS, quantize_layer_, round_bias_
 from lightning_fasttrain.finetune.quantized._quantized_tensor import quantize_tensor_
@@ -153,7 +153,8 @@ def _slots(model: nn.Module) -> dict[str, _Slot]:
 
 def _build_empty(make: Callable[[], nn.Module]) -> nn.Module:
     """Call ``make``, replacing each parameter by one on the meta device as it is registered; ties are kept."""
-    thread = threading.get_ident()  # the hook is global to the process, and other threads may build modules too
+    # The hook is global to the process, and other threads may build modules too.
+    thread = threading.get_ident()
     # By identity, to keep ties; with weak references, to free each parameter's memory at once.
     empties: Any = WeakIdKeyDictionary()
 
@@ -164,7 +165,8 @@ def _build_empty(make: Callable[[], nn.Module]) -> nn.Module:
             empties[parameter] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
         return empties[parameter]
 
-    hook: Any = without_memory  # torch's annotation lacks the result that its documentation describes
+    # Torch's annotation lacks the result that its documentation describes.
+    hook: Any = without_memory
     handle = register_module_parameter_registration_hook(hook)
     try:
         model = make()
@@ -180,7 +182,8 @@ def _select_tensors(
     model: nn.Module, slots: dict[str, _Slot], stored: dict[str, StoredTensor]
 ) -> dict[str, StoredTensor]:
     """Select the stored tensors that the model needs; tied ones only once."""
-    needed = {name: slots[name] for name in model.state_dict() if name in slots}  # without non-persistent buffers
+    # A state dict has no non-persistent buffers.
+    needed = {name: slots[name] for name in model.state_dict() if name in slots}
     # By slot: safetensors files contain only one of several tied names.
     there = {id(slots[name]) for name in stored if name in slots}
     missing = [name for name, slot in needed.items() if id(slot) not in there]

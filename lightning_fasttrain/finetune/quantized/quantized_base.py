@@ -10,7 +10,7 @@ from torch import nn
 from lightning_fasttrain.core.checks import one_of
 from lightning_fasttrain.core.host.lightning import trainer_of
 from lightning_fasttrain.core.messages import explain, list_some, note_once, number_of, say, warn
-from lightning_fasttrain.core.modules.blocks import Blocks
+from lightning_fasttrain.core.modules.select import Blocks, group_by_reason
 from lightning_fasttrain.finetune.quantized._quantizable import IN_ADAPTER, Quantizable, sort_out
 from lightning_fasttrain.finetune.quantized._quantized_layer import (
     FLOATS,
@@ -63,10 +63,7 @@ class QuantizedReport:
         parts = [f"{len(self.quantized)} linear layers{stacks} in {self.kind}, {size}"]
         if self.already:
             parts.append(f"{len(self.already)} were quantised before")
-        reasons: dict[str, list[str]] = {}
-        for name, reason in self.left.items():
-            reasons.setdefault(reason, []).append(name)
-        for reason, names in reasons.items():
+        for reason, names in group_by_reason(self.left).items():
             share = sum(self.shares.get(name, 0.0) for name in names)
             parts.append(f"left: {list_some(names)} ({reason}; {share:.0%} of all bytes)")
         return "; ".join(parts)
@@ -189,7 +186,8 @@ def choose_compute_dtype(wanted: torch.dtype | str, model: nn.Module, weight: to
     if isinstance(wanted, torch.dtype):
         return wanted
     trainer = trainer_of(model)
-    precision = "" if trainer is None else str(trainer.precision)  # the weights may be converted to it later
+    # The Trainer may convert the weights to its precision later.
+    precision = "" if trainer is None else str(trainer.precision)
     device = weight.device if trainer is None else trainer.strategy.root_device
     if precision.startswith("bf16"):
         return torch.bfloat16

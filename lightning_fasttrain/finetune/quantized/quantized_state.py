@@ -11,6 +11,7 @@ from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.wrapped_forward import wrapper_on
 from lightning_fasttrain.finetune.quantized._quantized_layer import (
     FLOATS,
+    NESTED_BLOCK,
     in_8_bits,
     is_quantized,
     pack,
@@ -22,7 +23,6 @@ from lightning_fasttrain.finetune.quantized._quantized_layer import (
 from lightning_fasttrain.finetune.quantized.unaligned_matmul import FlatForward
 
 StateDict = MutableMapping[str, Any]
-_NESTED_BLOCK = 256  # fixed in bitsandbytes
 _MOST_SETTINGS = 4096  # bytes; the settings are a few names and values
 
 
@@ -76,22 +76,15 @@ def _hook_(layer: Any, load: Callable[..., None], settle: Callable[..., None]) -
 
 def _disable_repacking_(layer: Any) -> None:
     if getattr(layer.quant_state, "packing_format_for_cpu", False):
-        layer._save_to_state_dict({}, "", keep_vars=True)  # as a side effect, it unpacks the weight
+        # As a side effect, saving unpacks the weight.
+        layer._save_to_state_dict({}, "", keep_vars=True)
         layer.quant_state = layer.weight.quant_state
     layer.support_avx512bf16_for_cpu = False  # bitsandbytes checks it before it repacks
 
 
-def load_4bit(
-    layer: Any,
-    state_dict: StateDict,
-    prefix: str,
-    local_metadata: dict[str, Any],
-    strict: bool,
-    missing: list[str],
-    unexpected: list[str],
-    errors: list[str],
-) -> None:
+def load_4bit(layer: Any, state_dict: StateDict, prefix: str, *rest: Any) -> None:
     """Load the quantisation state, or quantise a plain weight: a hook of ``load_state_dict``."""
+    *_, errors = rest
     name = f"{prefix}weight"
     parts = {key.removeprefix(f"{name}."): key for key in state_dict if key.startswith(f"{name}.")}
     weight = state_dict.get(name)
@@ -112,7 +105,8 @@ def load_4bit(
         state_dict[name] = _cut_like(layer.weight, packed)
     else:
         return _refuse(state_dict, name, layer, "is neither a plain weight nor quantised to 4 bits", errors)
-    layer.weight.quant_state = layer.quant_state = new  # torch copies the packed weight after this hook
+    # Torch copies the packed weight after this hook.
+    layer.weight.quant_state = layer.quant_state = new
 
 
 def _find_mismatch(weight: Tensor, found: dict[str, Any], old: Any, layer: Any) -> str:
@@ -127,7 +121,7 @@ def _find_mismatch(weight: Tensor, found: dict[str, Any], old: Any, layer: Any) 
     nested = "nested_absmax" in found
     expected = {"absmax": (torch.uint8 if nested else torch.float32, blocks), "quant_map": (torch.float32, 16)}
     if nested:
-        expected["nested_absmax"] = torch.float32, -(-blocks // _NESTED_BLOCK)
+        expected["nested_absmax"] = torch.float32, -(-blocks // NESTED_BLOCK)
         expected["nested_quant_map"] = torch.float32, 256
     if set(found) - set(expected) != {f"quant_state.bitsandbytes__{old.quant_type}"}:
         return f"has unknown parts: {', '.join(sorted(found))}"
@@ -146,7 +140,7 @@ def _settings_that_differ(packed: Tensor, layer: Any, nested: bool) -> str:
         settings = unpack(packed)
         wanted = {"blocksize": layer.quant_state.blocksize, "shape": [layer.out_features, layer.in_features]}
         if nested:
-            wanted |= {"nested_blocksize": _NESTED_BLOCK, "nested_dtype": "float32"}
+            wanted |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32"}
             float(settings["nested_offset"])  # fails here rather than when the kernel is called
         differ = [f"{key}={settings[key]}" for key, value in wanted.items() if settings[key] != value]
         if settings["dtype"] not in [str(dtype).removeprefix("torch.") for dtype in FLOATS]:
@@ -156,20 +150,13 @@ def _settings_that_differ(packed: Tensor, layer: Any, nested: bool) -> str:
     return f"has {', '.join(differ)}" if differ else ""
 
 
-def load_8bit(
-    layer: Any,
-    state_dict: StateDict,
-    prefix: str,
-    local_metadata: dict[str, Any],
-    strict: bool,
-    missing: list[str],
-    unexpected: list[str],
-    errors: list[str],
-) -> None:
+def load_8bit(layer: Any, state_dict: StateDict, prefix: str, metadata: StateDict, *rest: Any) -> None:
     """Load the row constants, or quantise a plain weight: a hook of ``load_state_dict``."""
+    *_, errors = rest
     name = f"{prefix}weight"
     constants = state_dict.pop(f"{prefix}SCB", None)
-    layout = state_dict.pop(f"{prefix}weight_format", 0)  # older files may have another layout than row-major
+    # Older files may have another layout than row-major.
+    layout = state_dict.pop(f"{prefix}weight_format", 0)
     weight = state_dict.get(name)
     if weight is None:
         return
@@ -182,7 +169,7 @@ def load_8bit(
         return _refuse(state_dict, name, layer, f"has an unsupported layout, weight_format={layout}", errors)
     layer.state.SCB = constants.detach().to(layer.weight.device, torch.float32, copy=True)
     # With ``assign=True`` the weight becomes this tensor; otherwise it is copied into memory that CB shares.
-    if local_metadata.get("assign_to_params_buffers", False):
+    if metadata.get("assign_to_params_buffers", False):
         layer.state.CB = state_dict[name]
 
 
@@ -206,4 +193,5 @@ def _cut_like(weight: Tensor, packed: Tensor) -> Tensor:
 def _refuse(state_dict: StateDict, name: str, layer: Any, wrong: str, errors: list[str]) -> None:
     way_out = "Quantise with the same kind as the checkpoint, or load a checkpoint of the plain model"
     errors.append(explain(f"{name!r} in the checkpoint {wrong}", f"the layer is a {type(layer).__name__}", way_out))
-    state_dict[name] = layer.weight.detach()  # unchanged, so that no other error is reported for it
+    # The weight stays as it is, so that no other error is reported for it.
+    state_dict[name] = layer.weight.detach()

@@ -20,7 +20,8 @@ def dequantize_flat(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
     if state.nested:
         nested = state.state2
         constants = ops.dequantize_blockwise(constants, nested.absmax, nested.code, nested.blocksize, torch.float32)
-        constants = constants + state.offset  # their mean, which was subtracted before they were quantised
+        # The offset is their mean, which was subtracted before they were quantised.
+        constants = constants + state.offset
     elements = state.shape.numel()
     row = ops.dequantize_4bit(packed, constants, state.blocksize, state.quant_type, [1, elements + elements % 2], dtype)
     return row.flatten()[:elements].view(state.shape)

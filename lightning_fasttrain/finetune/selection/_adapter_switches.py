@@ -2,26 +2,40 @@
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
-from lightning_fasttrain.core.modules.heads import is_a
-from lightning_fasttrain.finetune.selection.base_fingerprint import adapters_on
+from lightning_fasttrain.core.modules.layer_kinds import TUNER, WRAPPER, is_a
+from lightning_fasttrain.finetune.selection.base_fingerprint import PEFT_MODEL, adapters_on
 
 
 def has_prompt(module: nn.Module) -> bool:
     """Check whether ``module`` is a ``PeftModel`` that prepends virtual tokens to the input of its base model."""
-    return is_a(module, "PeftModel") and bool(adapters_on(module))
+    return is_a(module, PEFT_MODEL) and bool(adapters_on(module))
 
 
 def switches(model: nn.Module) -> Iterator[Any]:
     """Iterate over everything in ``model`` that can be enabled and disabled: PEFT's layers, wrappers and prompts."""
     for module in model.modules():
-        if is_a(module, "BaseTunerLayer") or is_a(module, "AuxiliaryTrainingWrapper"):
+        if is_a(module, TUNER, WRAPPER):
             yield module
         if has_prompt(module):
             yield _PromptSwitch(module)
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Disable the adapters of ``model`` in a ``with`` block; those that were disabled before stay so afterwards."""
+    enabled = [layer for layer in switches(model) if not layer.disable_adapters]
+    try:
+        for layer in enabled:
+            layer.enable_adapters(False)
+        yield
+    finally:
+        for layer in enabled:
+            layer.enable_adapters(True)
 
 
 class _BaseCall:

@@ -7,21 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fasttrain.core.modules.heads import is_a
+from lightning_fasttrain.core.modules.layer_kinds import is_a, is_tuner
+from lightning_fasttrain.core.modules.wrapped_forward import Replacement
 
 _LOW = (torch.bfloat16, torch.float16)
 _DICTS = (nn.ModuleDict, nn.ParameterDict)
+_BUFFER_DICT = "peft.tuners._buffer_dict.BufferDict"
 
 
-class StaysInFloat32:
+class StaysInFloat32(Replacement):
     """Replacement of a module's ``_apply`` that moves float32 tensors to other devices but does not round them.
 
-    ``model.to(torch.bfloat16)`` and ``Trainer(precision="bf16-true")`` call ``_apply``. It holds the module, so that a
-    copy of the module has its own.
+    ``model.to(torch.bfloat16)`` and ``Trainer(precision="bf16-true")`` call ``_apply``.
     """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
 
     def __call__(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         def move(tensor: Tensor) -> Tensor:
@@ -65,8 +63,8 @@ def let_round_(model: nn.Module) -> None:
 
 def _containers(layer: Any) -> list[Any]:
     """Return the containers of a PEFT layer that have an entry per adapter; copies of complete modules do not count."""
-    if not is_a(layer, "BaseTunerLayer"):
+    if not is_tuner(layer):
         return []
     children = dict(layer.named_children())
     children.pop("base_layer", None)  # its containers do not belong to an adapter
-    return [child for child in children.values() if isinstance(child, _DICTS) or is_a(child, "BufferDict")]
+    return [child for child in children.values() if isinstance(child, _DICTS) or is_a(child, _BUFFER_DICT)]

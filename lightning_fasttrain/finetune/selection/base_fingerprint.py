@@ -10,16 +10,17 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_fasttrain.core.messages import explain, list_some
-from lightning_fasttrain.core.modules.heads import is_a, stands_for
+from lightning_fasttrain.core.modules.layer_kinds import TUNER, WRAPPER, is_a, stands_for
 
 Fingerprint = dict[str, str]
 _SAMPLES = 64  # values of each weight; changing it would invalidate all stored fingerprints
+PEFT_MODEL = "peft.peft_model.PeftModel"
 # PEFT's classes, and the child in which each holds the module of the base model.
 _HOLDERS = {
-    "BaseTunerLayer": "base_layer",
-    "TrainableTokensWrapper": "token_adapter",  # which is such a layer itself
-    "AuxiliaryTrainingWrapper": "original_module",
-    "PeftModel": "base_model",
+    TUNER: "base_layer",
+    "peft.utils.other.TrainableTokensWrapper": "token_adapter",  # which is such a layer itself
+    WRAPPER: "original_module",  # also of the one above, which therefore comes first
+    PEFT_MODEL: "base_model",
 }
 
 
@@ -49,7 +50,8 @@ def base_fingerprint(model: nn.Module) -> Fingerprint:
     seen: set[int] = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         plain = plain_names.get(name)
-        if plain is None or id(parameter) in seen:  # tied, or listed under another name by an adapter
+        # The parameter is tied, or an adapter lists it under a second name.
+        if plain is None or id(parameter) in seen:
             continue
         seen.add(id(parameter))
         if name in changed:
@@ -88,8 +90,11 @@ def base_names(model: nn.Module) -> dict[str, str]:
 
 def adapters_on(module: nn.Module) -> dict[str, Any]:
     """Return name and configuration of the adapters and prompts that PEFT has added to ``module``."""
+    # PEFT's model shares them with the model that it holds.
+    if is_a(module, "peft.tuners.tuners_utils.BaseTuner"):
+        return {}
     own = vars(module)
-    return {} if is_a(module, "BaseTuner") else own.get("peft_config") or own.get("_peft_config") or {}
+    return own.get("peft_config") or own.get("_peft_config") or {}
 
 
 def adapter_holders(model: nn.Module) -> dict[str, str]:
@@ -157,7 +162,7 @@ def _changed_names(model: nn.Module) -> set[str]:
     return changed
 
 
-def changes_base(config: Any) -> bool:
+def changes_base(config: object) -> bool:
     start = getattr(config, "init_lora_weights", True)
     # These initializations write only to A and B; PEFT's other ones also change the weight.
     decomposed = isinstance(start, str) and start not in ("gaussian", "eva", "orthogonal", "mica")
@@ -167,12 +172,11 @@ def changes_base(config: Any) -> bool:
 def held_child(module: nn.Module) -> str | None:
     """Return the name of the child of a PEFT module that belongs to the base model, or None.
 
-    Classes are compared by name, since PEFT need not be installed. A layer that holds a tensor for another module has
-    the name of that tensor.
+    A layer that holds a tensor for another module has the name of that tensor.
     """
     if stands_for(module):
         return "weight"
-    return next((_HOLDERS[base.__name__] for base in type(module).__mro__ if base.__name__ in _HOLDERS), None)
+    return next((child for kind, child in _HOLDERS.items() if is_a(module, kind)), None)
 
 
 def _differ(a: str, b: str) -> bool:
@@ -188,7 +192,8 @@ def _gather_whole(parameter: nn.Parameter) -> Tensor:
     if isinstance(values, DTensor):
         # With offload the shards are on the host, and collectives run on the device of the mesh.
         return values.to(values.device_mesh.device_type).full_tensor()
-    if not hasattr(parameter, "ds_id"):  # DeepSpeed marks parameters that ZeRO 3 has sharded with it
+    # DeepSpeed marks parameters that ZeRO 3 has sharded with it.
+    if not hasattr(parameter, "ds_id"):
         return values
     from deepspeed.runtime.zero import GatheredParameters
 

@@ -1,6 +1,5 @@
 """Freeze a module, unfreeze it, or freeze a model except for named modules and parameters."""
 
-import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -8,10 +7,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_fasttrain.core.messages import explain, note_once
-from lightning_fasttrain.core.modules.blocks import is_wanted, list_kinds
-from lightning_fasttrain.core.modules.wrapped_forward import Undo
-
-Named = str | type[nn.Module]
+from lightning_fasttrain.core.modules.layer_kinds import is_a
+from lightning_fasttrain.core.modules.select import Named, is_part_of, select
+from lightning_fasttrain.core.modules.wrapped_forward import Replacement, Undo
 
 
 def freeze_(module: nn.Module) -> Undo:
@@ -46,7 +44,7 @@ def freeze_(module: nn.Module) -> Undo:
         for parameter in trained:
             parameter.requires_grad_(True)
         for stays in in_eval:
-            stays.remove(stays.was_training)
+            stays.remove()
 
     return undo
 
@@ -78,29 +76,26 @@ def keeps_statistics(module: nn.Module) -> bool:
     return isinstance(module, _NormBase) and module.track_running_stats
 
 
-class StaysInEval:
-    """Replacement of a module's ``train`` that does nothing.
-
-    Like :class:`~lightning_fasttrain.core.modules.wrapped_forward.WrappedForward` it holds the module, so that a copy
-    of the module has its own.
-    """
+class StaysInEval(Replacement):
+    """Replacement of a module's ``train`` that does nothing."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.module = module
+        super().__init__(module)
         self.previous = module.__dict__.get("train")
         self.was_training = module.training
 
     def __call__(self, mode: bool = True) -> nn.Module:
         return self.module
 
-    def remove(self, training: bool) -> None:
+    def remove(self, around: nn.Module | None = None) -> None:
+        """Restore ``train``, and the mode of the module ``around`` this one, or else the mode from before."""
         if self.module.__dict__.get("train") is not self:  # removed already, or replaced by another one
             return
         if self.previous is None:
             del self.module.train
         else:
             self.module.train = self.previous
-        self.module.training = training
+        self.module.training = self.was_training if around is None else around.training
 
 
 def keep_in_eval_(norm: nn.Module) -> StaysInEval | None:
@@ -144,13 +139,13 @@ def unfreeze_(module: nn.Module) -> list[str]:
     for norm in module.modules():
         stays = norm.__dict__.get("train")
         if isinstance(stays, StaysInEval):
-            stays.remove(holder[norm].training if norm in holder else stays.was_training)
+            stays.remove(holder.get(norm))
     return list(trained)
 
 
 def can_train(parameter: nn.Parameter) -> bool:
     """Check whether a parameter can have a gradient; packed weights of bitsandbytes, in any dtype, cannot."""
-    packed = type(parameter).__module__.startswith("bitsandbytes.")
+    packed = is_a(parameter, "bitsandbytes.nn.Params4bit", "bitsandbytes.nn.Int8Params")
     return (parameter.is_floating_point() or parameter.is_complex()) and not packed
 
 
@@ -220,35 +215,8 @@ def choose(model: nn.Module, *wanted: Named) -> Chosen:
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    names: set[str] = set()
-    for one in wanted:
-        if not isinstance(one, str | type):
-            raise TypeError(explain(f"{one!r}", "expected a name pattern or a class", "Name the module by a string"))
-        found = {name for name, module in modules.items() if is_wanted(name, module, one)}
-        found |= {name for name in parameters if is_wanted(name, modules[name.rpartition(".")[0]], one)}
-        if not found:
-            raise ValueError(_nothing_like(one, model, [*modules, *parameters]))
-        names |= found
-    chosen = {name: parameter for name, parameter in parameters.items() if _is_meant(name, names)}
-    norms = [module for name, module in modules.items() if _is_meant(name, names) and keeps_statistics(module)]
+    holders = {name: modules[name.rpartition(".")[0]] for name in parameters}
+    names = set(select(model, wanted, {**modules, **holders}))
+    chosen = {name: parameter for name, parameter in parameters.items() if is_part_of(name, names)}
+    norms = [module for name, module in modules.items() if is_part_of(name, names) and keeps_statistics(module)]
     return Chosen(chosen, norms)
-
-
-def _is_meant(name: str, names: set[str]) -> bool:
-    """Check whether ``name`` or a module that contains it is in ``names``; the name of the model itself is ``""``."""
-    while name:
-        if name in names:
-            return True
-        name = name.rpartition(".")[0]
-    return "" in names
-
-
-def _nothing_like(one: Named, model: nn.Module, names: list[str]) -> str:
-    word = one if isinstance(one, str) else one.__name__
-    kinds = {type(module).__name__ for module in model.modules()}
-    near = difflib.get_close_matches(word, [*filter(None, names), *kinds], n=4, cutoff=0.5)
-    return explain(
-        f"{word!r} matches nothing in {type(model).__name__}",
-        f"candidates are {list_kinds(model)}",
-        f"Similar names: {', '.join(near) or 'none'}. Give a name, a pattern such as 'blocks.*', or a class",
-    )

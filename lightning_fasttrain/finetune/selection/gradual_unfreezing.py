@@ -13,10 +13,10 @@ from lightning_fasttrain.core.host.lightning import replicates, wrap_again
 from lightning_fasttrain.core.messages import explain, note_once, say, warn
 from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
 from lightning_fasttrain.core.modules.heads import heads_beside, warn_of_blocks_beyond
+from lightning_fasttrain.core.modules.select import Named, is_part_of
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.finetune.selection.freezing import (
     Chosen,
-    Named,
     StaysInEval,
     choose,
     freeze_parameter_,
@@ -116,14 +116,15 @@ class Unfreezing:
             parameter.requires_grad_(True)
         for norm in group.norms:
             if stays := self._in_eval.pop(norm, None):
-                stays.remove(self._holder[norm].training if norm in self._holder else stays.was_training)
+                stays.remove(self._holder.get(norm))
 
     def undo(self) -> None:
         """Unfreeze all parameters that required a gradient at the start."""
         self.unfreeze_to(len(self._groups))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"unfrozen": self.unfrozen, "groups": self.groups}  # earlier versions had another name for the first
+        # Earlier versions had another name for the first entry.
+        return {"unfrozen": self.unfrozen, "groups": self.groups}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Unfreeze as many groups as were unfrozen when the state was saved.
@@ -169,11 +170,11 @@ def _by_block(model: nn.Module, blocks: Blocks | None) -> list[Chosen]:
     floors = [Chosen() for _ in range(len(names) + 2)]  # the stem, each block, the head
     reached = 0
     for name, module in model.named_modules():
-        inside = next((i for i, block in enumerate(names, 1) if f"{name}.".startswith(f"{block}.")), None)
+        inside = next((i for i, block in enumerate(names, 1) if is_part_of(name, [block])), None)
         reached = inside or reached
         # Outside of blocks: with the preceding block, or after the last block with the head.
         floor = floors[inside or (reached if reached < len(names) else reached + 1)]
-        if any(f"{name}.".startswith(f"{head}.") for head in heads):
+        if is_part_of(name, heads):
             floor = floors[-1]
         prefix = f"{name}." if name else ""
         floor.parameters.update({prefix + own: p for own, p in module.named_parameters(recurse=False)})

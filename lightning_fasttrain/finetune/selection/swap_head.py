@@ -1,6 +1,5 @@
 """Replace the head of a trained model by one with another number of outputs, or by another module."""
 
-import sys
 from typing import Any
 
 import torch
@@ -9,8 +8,9 @@ from torch import nn
 from lightning_fasttrain.core.checks import positive_int
 from lightning_fasttrain.core.host.late_parameters import notices_late_parameters
 from lightning_fasttrain.core.messages import explain, say, warn
-from lightning_fasttrain.core.modules.blocks import has_parameters
-from lightning_fasttrain.core.modules.heads import base_of, find_heads
+from lightning_fasttrain.core.modules.heads import find_heads
+from lightning_fasttrain.core.modules.layer_kinds import HUGGING_FACE_MODEL, base_of, is_a
+from lightning_fasttrain.core.modules.select import has_parameters
 from lightning_fasttrain.core.modules.wrapped_forward import told_heads
 
 
@@ -88,20 +88,16 @@ def _find(model: nn.Module, head: str | None) -> tuple[str, bool]:
         why = "there is no such layer" if head is not None else "no linear layer follows the model's blocks"
         way_out = f"Name the head; the last linear layers are {', '.join(map(repr, linear)) or 'none'}"
         raise ValueError(explain(f"{head=} in {type(model).__name__}", why, way_out))
-    return found[-1], found[-1] in told  # the last of several, as a model registers its head at the end
+    # The last of several, as a model registers its head at the end.
+    return found[-1], found[-1] in told
 
 
 def _linear_like(old: nn.Module, outputs: int, name: str) -> nn.Linear:
     if not isinstance(old, nn.Linear):
         inside = [f"{name}.{inner}" for inner, module in old.named_modules() if isinstance(module, nn.Linear)]
-        raise ValueError(
-            explain(
-                f"head '{name}' ({type(old).__name__})",
-                "its number of input features is unknown",
-                f"Pass a module instead of {outputs}"
-                + (f", or name the layer inside it: head={inside[-1]!r}" if inside else ""),
-            )
-        )
+        why, way_out = "its number of input features is unknown", f"Pass a module instead of {outputs}"
+        way_out += f", or name the layer inside it: head={inside[-1]!r}" if inside else ""
+        raise ValueError(explain(f"head '{name}' ({type(old).__name__})", why, way_out))
     weight = old.weight  # a quantised weight is packed into integers
     dtype = weight.dtype if weight.is_floating_point() else torch.get_default_dtype()
     new = nn.Linear(old.in_features, outputs, bias=old.bias is not None, device=weight.device, dtype=dtype)
@@ -123,26 +119,25 @@ def _tied_with(model: nn.Module, old: nn.Module) -> str:
 
 def _tell_transformers(model: nn.Module, name: str, told: bool, before: int, outputs: int) -> None:
     """Update the configuration of Hugging Face models, which their losses read, and remove the ties of the head."""
-    library: Any = sys.modules.get("transformers.modeling_utils")
-    if library is None:  # then no Hugging Face model is inside
-        return
     modules: dict[str, Any] = dict(model.named_modules())
     for place, owner in modules.items():
-        if not isinstance(owner, library.PreTrainedModel) or (place and not name.startswith(f"{place}.")):
+        if not is_a(owner, HUGGING_FACE_MODEL) or (place and not name.startswith(f"{place}.")):
             continue
         config, relative = owner.config, name[len(place) + 1 :] if place else name
         if told:
             _set_vocabulary(owner, config.get_text_config(), outputs)
         elif vars(owner).get("num_labels") == before:
             if (before == 1) != (outputs == 1):
-                config.problem_type = None  # regression or classification is inferred again from the first labels
+                # Regression or classification is inferred again from the first labels.
+                config.problem_type = None
             owner.num_labels = config.num_labels = outputs
         ties = owner.all_tied_weights_keys
         mine = [key for key in ties if key.startswith(f"{relative}.")]
         for key in mine:
             del ties[key]
         if mine and not ties:
-            config.tie_word_embeddings = False  # otherwise loading would tie the head to the embedding again
+            # Otherwise loading would tie the head to the embedding again.
+            config.tie_word_embeddings = False
 
 
 def _set_vocabulary(owner: Any, config: Any, outputs: int) -> None:
@@ -151,11 +146,7 @@ def _set_vocabulary(owner: Any, config: Any, outputs: int) -> None:
         owner.vocab_size = outputs
     embedding = owner.get_input_embeddings()
     if isinstance(embedding, nn.Embedding) and embedding.num_embeddings != outputs:
-        warn(
-            explain(
-                f"swap_head_(model, {outputs})",
-                f"the embedding of {type(owner).__name__} has {embedding.num_embeddings} rows, so what save_pretrained "
-                "writes cannot be loaded by from_pretrained, which gives both the same size",
-                f"For another vocabulary call model.resize_token_embeddings({outputs}) instead",
-            )
-        )
+        why = f"the embedding of {type(owner).__name__} has {embedding.num_embeddings} rows, so what save_pretrained "
+        why += "writes cannot be loaded by from_pretrained, which gives both the same size"
+        way_out = f"For another vocabulary call model.resize_token_embeddings({outputs}) instead"
+        warn(explain(f"swap_head_(model, {outputs})", why, way_out))

@@ -1,17 +1,17 @@
 """Selection of the layers that get an adapter: by names, patterns, classes or "all-linear"."""
 
-import difflib
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torch import nn
 
 from lightning_fasttrain.core.checks import require
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.blocks import has_parameters
-from lightning_fasttrain.core.modules.heads import find_heads, is_linear, layers_of, stands_for
+from lightning_fasttrain.core.modules.heads import find_heads
+from lightning_fasttrain.core.modules.layer_kinds import HUGGING_FACE_MODEL, is_a, is_linear, layers_of, stands_for
+from lightning_fasttrain.core.modules.select import as_list, has_parameters, is_wanted, keep_outermost, select
 from lightning_fasttrain.finetune.selection.uncovered_weights import read_past
 
 Target = str | re.Pattern[str] | type[nn.Module]
@@ -51,20 +51,24 @@ def find_targets(model: nn.Module, targets: Targets = ALL_LINEAR) -> dict[str, n
         found = {name: layer for name, layer in layers.items() if name not in heads and is_linear(layer)}
         if not found:
             why = f"{type(model).__name__} has no linear layer besides heads ({', '.join(heads) or 'none'})"
-            raise ValueError(
-                explain(f"targets='{ALL_LINEAR}'", why, f"Name the layers. Candidates: {list_layer_kinds(layers)}")
-            )
+            way_out = f"Name the layers. Candidates: {list_layer_kinds(layers)}"
+            raise ValueError(explain(f"targets='{ALL_LINEAR}'", why, way_out))
         return found
-    wanted = [targets] if isinstance(targets, str | type | re.Pattern) else list(targets)
+    wanted = as_list(targets)
     if not wanted:
         raise ValueError(explain("targets=[]", "an adapter needs at least one layer", f"Use '{ALL_LINEAR}'"))
-    names: set[str] = set()
-    for target in wanted:
-        matched = {name for name, layer in layers.items() if _means(target, name, layer)}
-        if not matched:
-            raise ValueError(_nothing_matched(target, model, layers))
-        names |= matched
-    return {name: layer for name, layer in layers.items() if name in names}
+    return select(model, wanted, layers, "targets", _is_target, lambda _: list_layer_kinds(layers))
+
+
+def _is_target(name: str, layer: nn.Module, target: Target) -> bool:
+    if isinstance(target, re.Pattern):
+        return target.fullmatch(name) is not None
+    return is_wanted(name, layer, target) or (isinstance(target, str) and has_ending(name, [target]))
+
+
+def has_ending(name: str, ends: Iterable[str]) -> bool:
+    """Check whether the last parts of a name are one of ``ends``, as PEFT selects layers."""
+    return any(f".{name}".endswith(f".{end}") for end in ends)
 
 
 def find_target_parameters(model: nn.Module, ends: Iterable[str]) -> dict[str, str]:
@@ -76,24 +80,17 @@ def find_target_parameters(model: nn.Module, ends: Iterable[str]) -> dict[str, s
     Raises:
         ValueError: one of ``ends`` matches nothing, or the model itself holds the tensor.
     """
-    tensors: dict[str, str] = {}
+    owners: dict[str, nn.Module] = {}
     for name, module in {"": model, **layers_of(model)}.items():
         held = [child for child, layer in module.named_children() if stands_for(layer)]
         own = [key for key, _ in module.named_parameters(recurse=False)]
-        tensors.update({f"{name}.{key}".removeprefix("."): name for key in (*own, *held)})
-    found: dict[str, str] = {}
-    for end in ends:
-        matched = {tensor: name for tensor, name in tensors.items() if tensor == end or tensor.endswith(f".{end}")}
-        if not matched or "" in matched.values():
-            why = (
-                "it belongs to the model itself, not to a submodule"
-                if matched
-                else "no module has a tensor of that name"
-            )
-            near = difflib.get_close_matches(end, list(tensors), n=3, cutoff=0.3)
-            raise ValueError(explain(f"target_parameters: {end!r}", why, f"Candidates: {', '.join(near) or 'none'}"))
-        found |= matched
-    return {tensor: name for tensor, name in tensors.items() if tensor in found}
+        owners.update({f"{name}.{key}".removeprefix("."): module for key in (*own, *held)})
+    found = select(model, ends, owners, "target_parameters", lambda name, _, end: has_ending(name, [end]))
+    for tensor in found:
+        if "." not in tensor:
+            why = "it belongs to the model itself, not to a submodule"
+            raise ValueError(explain(f"target_parameters={tensor!r}", why, "Name a tensor of a submodule"))
+    return {tensor: tensor.rpartition(".")[0] for tensor in found}
 
 
 def refuse_tied(model: nn.Module, names: Collection[str]) -> None:
@@ -102,17 +99,22 @@ def refuse_tied(model: nn.Module, names: Collection[str]) -> None:
     Raises:
         ValueError: a layer is tied; the message names both.
     """
-    holders: dict[int, list[str]] = {}
-    for name, layer in layers_of(model).items():
-        weight = layer._parameters.get("weight")
-        if weight is not None:
-            holders.setdefault(id(weight), []).append(name)
-    for tied in holders.values():
+    for tied in find_tied_modules(layers_of(model)):
         mine = [name for name in tied if name in names]
-        if mine and len(tied) > 1:
+        if mine:
             other = next((name for name in tied if name not in mine), tied[-1])
             why = f"it shares its weight with '{other}', and an adapter would make the two differ"
             raise ValueError(explain(f"target '{mine[0]}'", why, "Leave it out of the targets, or untie the two first"))
+
+
+def find_tied_modules(modules: Mapping[str, nn.Module]) -> list[list[str]]:
+    """Return the names of the modules that share their weight with others, each group in a list."""
+    owners: dict[nn.Parameter, list[str]] = {}
+    for name, module in modules.items():
+        weight = module._parameters.get("weight")
+        if weight is not None:
+            owners.setdefault(weight, []).append(name)
+    return [names for names in owners.values() if len(names) > 1]
 
 
 def shortest_names(names: Collection[str], model: nn.Module) -> list[str] | str:
@@ -121,7 +123,12 @@ def shortest_names(names: Collection[str], model: nn.Module) -> list[str] | str:
     PEFT selects a layer if its name is an entry of the list, or ends with a dot and an entry. If no list of endings
     selects exactly these layers, a regular expression is returned.
     """
-    return shortest_ends(names, [name for name, _ in model.named_modules() if name]) or "|".join(map(re.escape, names))
+    return shortest_ends(names, [name for name, _ in model.named_modules() if name]) or match_exactly(names)
+
+
+def match_exactly(names: Iterable[str]) -> str:
+    """Return a regular expression for these names alone; as a list, PEFT would also take others that end like them."""
+    return "|".join(map(re.escape, names))
 
 
 def shortest_ends(names: Collection[str], everything: Collection[str]) -> list[str]:
@@ -129,35 +136,9 @@ def shortest_ends(names: Collection[str], everything: Collection[str]) -> list[s
     # Even complete names may select more than these, if other names end like one of them.
     for parts in range(1, 1 + max((name.count(".") + 1 for name in names), default=0)):
         candidate = {".".join(name.split(".")[-parts:]) for name in names}
-        ends = tuple(f".{end}" for end in candidate)
-        if {name for name in everything if name in candidate or name.endswith(ends)} == set(names):
+        if {name for name in everything if has_ending(name, candidate)} == set(names):
             return sorted(candidate)
     return []
-
-
-def _means(target: Target, name: str, layer: nn.Module) -> bool:
-    if isinstance(target, type):
-        return isinstance(layer, target)
-    if isinstance(target, re.Pattern):
-        return target.fullmatch(name) is not None
-    if not isinstance(target, str):
-        why = f"expected a name, a pattern or a class of layers, got {type(target).__name__}"
-        raise TypeError(explain(f"targets={target!r}", why, "Use 'q_proj', for example"))
-    if "*" in target:
-        # ``**`` first: ``*`` would match each half of it.
-        pattern = re.escape(target).replace(r"\*\*", ".+").replace(r"\*", r"[^.]+")
-        return re.fullmatch(pattern, name) is not None
-    return name == target or name.endswith(f".{target}") or type(layer).__name__ == target
-
-
-def _nothing_matched(target: Target, model: nn.Module, layers: dict[str, nn.Module]) -> str:
-    ends = sorted({name.rpartition(".")[2] for name in layers})
-    near = difflib.get_close_matches(str(target), [*ends, *layers], n=3, cutoff=0.5)
-    return explain(
-        f"targets={target!r}",
-        f"no layer of {type(model).__name__} has that name" + (f"; similar: {', '.join(near)}" if near else ""),
-        f"Candidates: {list_layer_kinds(layers)}; or use '{ALL_LINEAR}'",
-    )
 
 
 def list_layer_kinds(layers: dict[str, nn.Module]) -> str:
@@ -167,6 +148,31 @@ def list_layer_kinds(layers: dict[str, nn.Module]) -> str:
         if has_parameters(layer, recurse=False):
             kinds[f"{name.rpartition('.')[2]} ({type(layer).__name__})"] += 1
     return ", ".join(f"{kind} ×{count}" for kind, count in kinds.most_common(12)) or "none"
+
+
+def find_hugging_face_model(
+    model: nn.Module, what: str, why: str, way_out: str, of_several: str, *kinds: str
+) -> tuple[str, Any]:
+    """Return the name of the one Hugging Face model in ``model``, or of a module of other ``kinds`` around it, and it.
+
+    Args:
+        model: any module.
+        what, why, way_out: what needs the model, why it needs one, and what to do without one.
+        of_several: what to do with several; ``{}`` is the name of the first.
+        kinds: further classes to find.
+
+    Raises:
+        TypeError: there is none.
+        ValueError: there are several.
+    """
+    wanted = {name: module for name, module in model.named_modules() if is_a(module, HUGGING_FACE_MODEL, *kinds)}
+    found = keep_outermost(wanted)
+    if not found:
+        raise TypeError(explain(what, f"it holds no Hugging Face model, {why}", way_out))
+    if len(found) > 1:
+        why = f"it holds several Hugging Face models: {', '.join(map(repr, found))}"
+        raise ValueError(explain(what, why, of_several.format(next(iter(found)))))
+    return next(iter(found.items()))
 
 
 def require_peft() -> Any:

@@ -5,7 +5,8 @@ from collections.abc import Collection
 from torch import nn
 
 from lightning_fasttrain.core.messages import explain, list_some, warn
-from lightning_fasttrain.core.modules.heads import is_a, is_inside, is_linear, stands_for
+from lightning_fasttrain.core.modules.layer_kinds import find_tuners, is_linear, stands_for
+from lightning_fasttrain.core.modules.select import is_inside
 from lightning_fasttrain.finetune.selection.freezing import can_train
 
 _MUCH = 0.1  # of all bytes: then it is worth a warning
@@ -27,7 +28,7 @@ def read_past(model: nn.Module) -> list[str]:
 
 def out_of_reach(model: nn.Module, skipped: Collection[str] = ()) -> dict[str, str]:
     """Map each layer or tensor that holds a matrix and is neither ``nn.Linear`` nor an embedding to a description."""
-    adapters = [name for name, module in model.named_modules() if is_a(module, "BaseTunerLayer")]
+    adapters = list(find_tuners(model))
     found: dict[str, str] = {}
     for name, module in model.named_modules():
         if (
@@ -72,7 +73,7 @@ def warn_of_what_is_out_of_reach(model: nn.Module, left: Collection[str], shares
 
 def describe_uncovered(model: nn.Module, adapted: Collection[str]) -> str:
     """Report the parts of the model, if large, that have no adapter since they are in no linear layer."""
-    adapters = [name for name, module in model.named_modules() if is_a(module, "BaseTunerLayer")]
+    adapters = list(find_tuners(model))
     held = [name for name, module in model.named_modules() if stands_for(module)]  # quantised stacks of matrices
     held = [name for name in held if not is_inside(name, adapters)]
     names = [name for name in (*out_of_reach(model), *held) if name not in adapted]

@@ -1,9 +1,7 @@
 """Run the model's blocks as compiled code, with one compilation per kind of block."""
 
-import functools
 import os
-import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any, ClassVar
 
@@ -12,14 +10,15 @@ import torch
 from torch import nn
 
 from lightning_fasttrain.core.checks import one_of
-from lightning_fasttrain.core.messages import explain, note_once, say, warn, warn_on_any_rank
-from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks, has_parameters
+from lightning_fasttrain.core.messages import explain, note_once, say, warn
+from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
 from lightning_fasttrain.core.modules.heads import find_heads
+from lightning_fasttrain.core.modules.select import has_parameters
 from lightning_fasttrain.core.modules.wrapped_forward import (
     Undo,
     WrappedForward,
     count_wrapped,
-    first_line,
+    undo_all,
     why_none_ran,
     wrapper_on,
     wrappers_on,
@@ -32,8 +31,12 @@ from lightning_fasttrain.model.compile.compile_report import (
     read_verdicts,
     save_compile_cache,
 )
-from lightning_fasttrain.model.compile.compiled_check import Verdict, check_compiled, key_of
-from lightning_fasttrain.model.compile.known_compiler_faults import list_faults
+from lightning_fasttrain.model.compile.compiled_forward import (
+    CompiledEntry,
+    CompiledForward,
+    CompiledLoss,
+    runs_class_forward,
+)
 from lightning_fasttrain.technique import Capability, Conflict, Exactness, Setting, Surgery, Technique
 from lightning_fasttrain.technique.facts import NO_BLOCKS, Facts
 from lightning_fasttrain.technique.predicted_step import PredictedStep
@@ -54,7 +57,7 @@ def compile_blocks_(
     fallback: bool = True,
     head: bool = False,
     check: bool = True,
-) -> dict[str, "CompiledForward | CompiledLoss"]:
+) -> dict[str, CompiledForward | CompiledLoss]:
     """Compile the forward of each repeated block, in place; ``state_dict`` keys and classes are kept.
 
     Blocks of one class with parameters of the same shapes share one compilation, so that twelve layers compile in the
@@ -112,7 +115,7 @@ def compile_blocks_(
         shapes = tuple((key, p.shape, p.dtype) for key, p in block.named_parameters())
         # The compiler distinguishes replaced forwards by identity, so blocks with such layers share no code.
         replaced = [id(part) for part in block.modules() if part is not block and wrapper_on(part, WrappedForward)]
-        signature = (type(block), _runs_class_forward(block), shapes, *replaced)
+        signature = (type(block), runs_class_forward(block), shapes, *replaced)
         if signature not in entries:
             entries[signature] = CompiledEntry(block, options, check)
         compiled[name] = CompiledForward(block, name, entries[signature], fallback)
@@ -123,149 +126,6 @@ def compile_blocks_(
                 if wrapper.can_compile and not wrapper.compiled:
                     compiled[name] = CompiledLoss(wrapper)
     return compiled
-
-
-def _new_entry(block: nn.Module) -> types.FunctionType:
-    """Return the function to compile for this kind of block, with its own code object.
-
-    The compiler stores its results, and its limit of 8, per code object, so the code is copied. A class's own forward
-    is compiled directly; an existing wrapper, or a torch module, whose files the compiler skips at the top level, is
-    compiled through a function around it.
-    """
-
-    def run_block(self: "CompiledForward", *args: Any, **kwargs: Any) -> Any:
-        return self.inner(*args, **kwargs)
-
-    forward = type(block).forward
-    if _runs_class_forward(block):
-        copy = types.FunctionType(
-            forward.__code__.replace(), forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
-        )
-        copy.__kwdefaults__ = forward.__kwdefaults__  # FunctionType does not accept them
-        return copy
-    return types.FunctionType(run_block.__code__.replace(), run_block.__globals__, run_block.__name__)
-
-
-def _runs_class_forward(block: nn.Module) -> bool:
-    forward = type(block).forward
-    own = isinstance(forward, types.FunctionType) and not forward.__module__.startswith("torch.")
-    return own and "forward" not in vars(block)
-
-
-class CompiledEntry:
-    """Shared by blocks of one kind: their compiled code, and the result of its comparison with eager code.
-
-    Attributes:
-        verdict: None until a comparison was made.
-        is_judged: whether no further comparison is needed. Masks are compared with an input's gradient, which the
-            first block after a frozen embedding lacks: then the next block is compared as well.
-    """
-
-    def __init__(self, block: nn.Module, options: dict[str, Any], check: bool) -> None:
-        self.options = _around_known_faults(block, options)
-        self.run: Callable[..., Any] = torch.compile(_new_entry(block), **self.options)
-        self._code = _new_entry(block)  # before the block's forward is replaced
-        self.is_judged = not check
-        self.verdict = None if check else Verdict(unchecked="check=False")
-        self.key = ""  # key of the verdict in the cache
-        self.known: Mapping[str, Any] = {}  # key → cached verdict
-
-    def judge(self, block: "CompiledForward", args: Any, kwargs: Any) -> Verdict:
-        """Compare once, or use the verdict of an earlier process on the same code."""
-        self.key = key_of(block.module, self.options)
-        known = self.known.get(self.key)
-        self.verdict = self._compare(block, args, kwargs) if known is None else Verdict(**known)
-        self.is_judged = not self.verdict.without_masks
-        if self.verdict.unchecked:
-            why = self.verdict.unchecked
-            note_once(f"CompileBlocks: '{block.name}' was not compared with the eager block: {why}")
-        return self.verdict
-
-    def _compare(self, block: "CompiledForward", args: Any, kwargs: Any) -> Verdict:
-        def compile_again() -> Callable[..., Any]:
-            return functools.partial(torch.compile(self._code, **self.options), block.target)
-
-        compiled = functools.partial(self.run, block.target)
-        return check_compiled(block.module, block.inner, compiled, compile_again, args, kwargs)
-
-
-def _around_known_faults(block: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
-    faults = [fault for fault in list_faults(block) if fault.options and options["backend"] == "inductor"]
-    if not faults:
-        return options
-    told = ", ".join(f"{fault.what} (torch issue {fault.issue})" for fault in faults)
-    note_once(f"CompileBlocks: {type(block).__name__} is compiled with {faults[0].options} to avoid wrong {told}")
-    options = dict(options)
-    settings = torch._inductor.list_mode_options(options.pop("mode", "default"))
-    for fault in faults:
-        settings |= fault.options
-    return {**options, "options": settings}  # torch.compile takes a mode or options
-
-
-class CompiledForward(WrappedForward):
-    """A compiled forward that can fall back to the previous one."""
-
-    is_compiled: ClassVar[bool] = True
-
-    def __init__(self, module: nn.Module, name: str, entry: CompiledEntry, fallback: bool) -> None:
-        super().__init__(module)
-        self.name = name
-        # The ``self`` of the entry: a class's own forward needs the module, the function around others this object.
-        self.target: Any = module if _runs_class_forward(module) else self
-        self.entry = entry
-        self.fallback = fallback
-        self.is_compared = False
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.failure is not None or torch.compiler.is_compiling():  # a block inside a compiled one is traced with it
-            return self.inner(*args, **kwargs)
-        self.ran = True
-        try:
-            if not (self.entry.is_judged or self.is_compared) and torch.is_grad_enabled():
-                self._judge(args, kwargs)
-            if self._is_trusted():
-                return self.entry.run(self.target, *args, **kwargs)
-        except torch._dynamo.exc.TorchDynamoException as error:  # not a block's own errors
-            if not self.fallback:
-                raise
-            self.failure = first_line(error)
-            what = f"block '{self.name}' ({type(self.module).__name__}) could not be compiled and runs eagerly"
-            way_out = "Fix the cause, exclude this block with blocks=, or use fallback=False to see the complete error"
-            warn_on_any_rank(explain(what, self.failure, way_out))  # the compiler may fail on one rank only
-        return self.inner(*args, **kwargs)
-
-    def _judge(self, args: Any, kwargs: Any) -> None:
-        self.is_compared = True
-        verdict = self.entry.judge(self, args, kwargs)
-        if not verdict.failure:
-            return
-        what = f"block '{self.name}' ({type(self.module).__name__}) gives different results when compiled"
-        faults = [fault for fault in list_faults(self.module) if fault.with_dropout is verdict.of_masks]
-        known = [f"torch {torch.__version__} has a known error in {f.what} (issue {f.issue})" for f in faults]
-        why = "; ".join([verdict.failure, *known])
-        way_out = "All blocks of its kind run eagerly. Try another version of torch, or another backend="
-        warn_on_any_rank(explain(what, why, way_out))
-
-    def _is_trusted(self) -> bool:
-        failure = self.entry.verdict.failure if self.entry.verdict is not None else ""
-        if failure:
-            self.failure = failure
-        return not failure
-
-
-class CompiledLoss:
-    """A loss that compiles its own computation, until ``undo``."""
-
-    def __init__(self, wrapper: WrappedForward) -> None:
-        self.wrapper = wrapper
-        wrapper.compiled = True
-
-    @property
-    def failure(self) -> str | None:
-        return self.wrapper.failure
-
-    def undo(self) -> None:
-        self.wrapper.compiled = False
 
 
 def _modules_beside(model: nn.Module, blocks: Iterable[nn.Module]) -> dict[str, nn.Module]:
@@ -389,13 +249,7 @@ class CompileBlocks(Technique):
             known = read_verdicts(self.cache)
             for entry in self._entries():
                 entry.known = known
-
-        def undo() -> None:
-            for forward in mine:
-                forward.undo()
-            self._compiled = {}
-
-        return undo
+        return undo_all([self._compiled.clear, *(forward.undo for forward in mine)])
 
     def _entries(self) -> set[CompiledEntry]:
         return {forward.entry for forward in self._compiled.values() if isinstance(forward, CompiledForward)}

@@ -1,17 +1,16 @@
 """Measure the bytes that a block saves for the backward and its forward time, in total and without expensive ops."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import CheckpointPolicy as Keep
 
+from lightning_fasttrain.model.checkpoint_savings import KeptResults, Storages
 from lightning_fasttrain.model.checkpointed_forward import CheckpointedForward
 
 _REPEATS = 2  # timed runs; the fastest counts
@@ -56,7 +55,7 @@ class BlockCost:
 def measure_block(
     forward: CheckpointedForward,
     keeps: Callable[..., Keep],
-    fixed: set[int],
+    fixed: Iterable[Tensor],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> BlockCost:
@@ -65,18 +64,18 @@ def measure_block(
     Args:
         forward: the replacement of the block's ``forward``.
         keeps: decides which operations are expensive.
-        fixed: addresses of storages that do not count: those of the model's parameters and buffers.
+        fixed: tensors that do not count: the model's parameters and buffers.
         args, kwargs: arguments of the call.
 
     Returns:
         Its costs. On CUDA this waits for the device.
     """
-    inputs = fixed | _addresses((args, kwargs))
-    saved: dict[int, int] = {}
+    saved = Storages()
 
     def pack(tensor: Tensor) -> Tensor:
-        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor.detach()  # an output in its own graph is a reference cycle, which only a backward would free
+        saved.add(tensor)
+        # An output in its own graph is a reference cycle, which only a backward would free.
+        return tensor.detach()
 
     def run() -> Any:
         with forward.leaving_no_trace():
@@ -85,8 +84,7 @@ def measure_block(
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         outputs = run()
     # Inputs and outputs are held for the adjacent blocks too, whichever action this block gets.
-    neither = inputs | _addresses(outputs)
-    saved_bytes = sum(nbytes for address, nbytes in saved.items() if address not in neither)
+    saved_bytes = saved.nbytes(without=Storages(*fixed, args, kwargs, outputs))
     del outputs
     device = next((p.device for p in forward.module.parameters()), torch.device("cpu"))
     whole, watched, expensive = [], [], []
@@ -95,47 +93,19 @@ def measure_block(
         with stopwatch.measure():
             run()
         whole.append(stopwatch.ms())
-        stopwatch, mode = Stopwatch(device), _DearOperations(device, keeps)
+        stopwatch, of_expensive = Stopwatch(device), Stopwatch(device)
+        mode = KeptResults(keeps, Storages(), of_expensive.measure)
         with stopwatch.measure(), mode:
             outputs = run()
         watched.append(stopwatch.ms())
-        expensive.append(mode.stopwatch.ms())
-        results = _addresses(outputs)
+        expensive.append(of_expensive.ms())
+        expensive_bytes = mode.kept.nbytes(without=Storages(outputs))
         del outputs
-    expensive_bytes = sum(t.untyped_storage().nbytes() for address, t in mode.kept.items() if address not in results)
     forward_ms = min(whole)  # other load on the machine only adds time
-    handling = 2 * max(min(watched) - forward_ms, 0.0)  # for keeping in the forward and returning in the recomputation
+    # For keeping in the forward and returning in the recomputation.
+    handling = 2 * max(min(watched) - forward_ms, 0.0)
     cheap_ms = max(forward_ms - min(expensive) + handling, _LEAST * forward_ms)
     return BlockCost(saved_bytes, None if mode.spoilt else expensive_bytes, forward_ms, cheap_ms)
-
-
-def _addresses(nested: object) -> set[int]:
-    return {leaf.untyped_storage().data_ptr() for leaf in tree_iter(nested) if isinstance(leaf, Tensor)}
-
-
-class _DearOperations(TorchDispatchMode):
-    """Measures the bytes and the time of operations whose results are to be kept."""
-
-    def __init__(self, device: torch.device, keeps: Callable[..., Keep]) -> None:
-        super().__init__()
-        self.keeps = keeps
-        self.stopwatch = Stopwatch(device)
-        self.kept: dict[int, Tensor] = {}  # held, so that its address is not reused
-        self.spoilt = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self.keeps(None, func, *args, **kwargs) is not Keep.MUST_SAVE:
-            # The recomputation would get the changed result instead of the original one.
-            if func._schema.is_mutable and _addresses(args) & self.kept.keys():
-                self.spoilt = True
-            return func(*args, **kwargs)
-        with self.stopwatch.measure():
-            out = func(*args, **kwargs)
-        for leaf in tree_iter(out):
-            if isinstance(leaf, Tensor):
-                self.kept[leaf.untyped_storage().data_ptr()] = leaf
-        return out
 
 
 class Stopwatch:

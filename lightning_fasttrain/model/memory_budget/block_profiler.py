@@ -101,10 +101,12 @@ class StepWatch:
         self._misses = 0
         self._cautious = False  # every block is recomputed in this pass
         self._passes = 0
-        self._extents: list[int] = []  # largest sizes so far of the first block's input, by dimension
+        # Largest sizes so far of the first block's input, by dimension.
+        self._extents: list[int] = []
         self._measure_costs = False
         self._device = torch.device("cpu")
-        self._pending: list[str] = []  # blocks with forward done in this pass and backward not begun
+        # Blocks with forward done in this pass and backward not begun.
+        self._pending: list[str] = []
         self._window: PeakMemory | None = None
         self._segments: list[str] = []  # for each segment of the window, the last pending block
         self._stopwatch: Stopwatch | None = None
@@ -122,7 +124,7 @@ class StepWatch:
         idle.measuring = False
         return idle
 
-    def see(self, batch: Any) -> None:
+    def see(self, batch: object) -> None:
         """Record which batch comes: if the loader keeps it, it existed before the step."""
         if self._window is not None:
             self._window.hold(batch)
@@ -135,7 +137,8 @@ class StepWatch:
             self._begin_pass(forward.module, args, kwargs)
             self._hooks.callback(forward.module.register_forward_pre_hook(self._begin_pass, with_kwargs=True).remove)
         if self._measure_costs or forward.name not in self._costs:
-            cost = measure_block(forward, EXPENSIVE.keeps, _addresses_of(self.model), args, kwargs)
+            fixed = *self.model.parameters(), *self.model.buffers()
+            cost = measure_block(forward, EXPENSIVE.keeps, fixed, args, kwargs)
             self._costs[forward.name] = cost.at_least(self._costs.get(forward.name, cost))
         self._mark()
 
@@ -149,7 +152,8 @@ class StepWatch:
     def watch_recomputation(self, name: str, again: AbstractContextManager[Any]) -> Iterator[None]:
         """Track a recomputation of a block's forward."""
         if self.measuring and name in self._pending:
-            del self._pending[len(self._pending) - 1 - self._pending[::-1].index(name)]  # its last call comes first
+            # The last call of a block is recomputed first.
+            del self._pending[len(self._pending) - 1 - self._pending[::-1].index(name)]
             self._mark()
         with again, self._stopwatch.measure() if self._stopwatch is not None else nullcontext():
             yield
@@ -194,7 +198,7 @@ class StepWatch:
             self._open_window(tensors)
         self._extents = [max(pair) for pair in zip_longest(self._extents, tensors[0].shape, fillvalue=0)]
 
-    def _on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _on_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         """Hook: an optimizer has stepped; the first one of this model ends the first step."""
         # -1: no backward is running. Optimizers that update inside the backward step many times per step.
         if optimizer in self._optimizers or torch._C._current_graph_task_id() != -1:
@@ -284,7 +288,8 @@ class StepWatch:
         peak = int(highest_of_all([peak], self._device)[0])
         # If no block holds memory, the peak cannot be lowered further.
         if peak > plan.limit_bytes and any(block.held_bytes for block in plan.blocks):
-            self._misses += 1  # lower the limit more each time, down to the plan that is known to fit
+            # Lower the limit more each time, down to the plan that is known to fit.
+            self._misses += 1
             back = (peak - plan.limit_bytes) << self._misses
             self._aim = plan.predicted_bytes - back if self._misses < 4 else 0
             note_once("MemoryBudget: the peak was above the limit; making a new plan")
@@ -315,10 +320,6 @@ class StepWatch:
         self._hooks.close()
         if self.plan is None and self._costs:
             say("MemoryBudget: no plan was made, since the training ended within its first two steps")
-
-
-def _addresses_of(model: nn.Module) -> set[int]:
-    return {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
 
 
 def _what_fits(device: torch.device, in_use: int) -> int:

@@ -41,7 +41,8 @@ def place(options: Sequence[Sequence[tuple[int, float]]], capacity: Sequence[int
         treat the harder problem in which blocks are recomputed several times.
     """
     taken, cost = np.zeros(1, dtype=np.int64), np.zeros(1)
-    history: list[tuple[np.ndarray, np.ndarray]] = []  # for each block: the option, and the candidate before it
+    # For each block: the option, and the candidate before it.
+    history: list[tuple[np.ndarray, np.ndarray]] = []
     for choices, limit in zip(options, capacity, strict=True):
         option = np.repeat(np.arange(len(choices)), len(taken))
         before = np.tile(np.arange(len(taken)), len(choices))
@@ -61,13 +62,16 @@ def place(options: Sequence[Sequence[tuple[int, float]]], capacity: Sequence[int
 
 def _find_unbeaten(taken: np.ndarray, cost: np.ndarray, limit: int) -> np.ndarray:
     """Return the indices of candidates within ``limit`` that cost less than all smaller ones, in order of bytes."""
-    order = np.lexsort((cost, taken))  # by bytes, then by cost: lexsort sorts by the last key first
+    # By bytes, then by cost: lexsort sorts by the last key first.
+    order = np.lexsort((cost, taken))
     order = order[taken[order] <= limit]
     cheapest_so_far = np.minimum.accumulate(cost[order])
-    order = order[np.flatnonzero(np.diff(cheapest_so_far, prepend=np.inf) < 0)]  # inf: the first is always kept
+    # With inf before it, the first one is always kept.
+    order = order[np.flatnonzero(np.diff(cheapest_so_far, prepend=np.inf) < 0)]
     if len(order) > MOST:
         step = taken[order] // (-(-int(taken[order[-1]] + 1) // MOST))
-        order = order[np.append(np.diff(step) > 0, True)]  # the last of an interval is its cheapest
+        # The last of an interval is its cheapest.
+        order = order[np.append(np.diff(step) > 0, True)]
     return order
 
 
@@ -188,14 +192,10 @@ def make_plan(
     highest = max(peaks.values())
     if highest > limit_bytes:
         least, short = highest / GIB, (highest - limit_bytes) / GIB
-        raise ValueError(
-            explain(
-                f"MemoryBudget of {limit_bytes / GIB:.3g} GiB",
-                f"a step takes {least:.3g} GiB even with every block recomputed, {short:.2g} GiB above the limit",
-                "Use smaller micro-batches (MicroBatching), a loss without the logits (FusedLossHead, "
-                "linear_cross_entropy), or ActivationOffload",
-            )
-        )
+        why = f"a step takes {least:.3g} GiB even with every block recomputed, {short:.2g} GiB above the limit"
+        way_out = "Use smaller micro-batches (MicroBatching), a loss without the logits (FusedLossHead, "
+        way_out += "linear_cross_entropy), or ActivationOffload"
+        raise ValueError(explain(f"MemoryBudget of {limit_bytes / GIB:.3g} GiB", why, way_out))
     choices = [_choices(cost) for cost in costs.values()]
     # With zero free bytes every block is recomputed, which holds nothing and so always fits.
     capacity = [max(aim_bytes - peaks.get(name, 0), 0) for name in costs]

@@ -1,7 +1,7 @@
 """Choose the blocks to recompute so that a step's peak stays within a limit, at the least extra time."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import nn
 
@@ -79,7 +79,7 @@ class MemoryBudget(CheckpointPolicy):
 
         return {**undos, first: undo}
 
-    def see(self, batch: Any) -> None:
+    def see(self, batch: object) -> None:
         """Record a batch that the loader keeps, which existed before the step and counts towards its peak."""
         if self._watch is not None:
             self._watch.see(batch)

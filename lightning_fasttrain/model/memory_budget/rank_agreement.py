@@ -13,7 +13,8 @@ def highest_of_all(numbers: Sequence[float], device: torch.device) -> list[float
     """Return the element-wise maximum over all processes; all processes must call it."""
     if rank_count() == 1:
         return list(numbers)
-    tensor = torch.tensor(numbers, dtype=torch.float64, device=device)  # exact for bytes up to 2**53
+    # Exact for bytes up to 2**53.
+    tensor = torch.tensor(numbers, dtype=torch.float64, device=device)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return tensor.tolist()
 
@@ -22,7 +23,8 @@ def for_all(
     costs: Mapping[str, BlockCost], peaks: Mapping[str, int], device: torch.device
 ) -> tuple[dict[str, BlockCost], dict[str, int]]:
     """Return costs and peaks that hold for every process, so that all of them make the same plan."""
-    spoilt = float(2**60)  # more than any block: survives the maximum, so that if one process cannot keep it, none does
+    # More than any block: survives the maximum, so that if one process cannot keep it, none does.
+    spoilt = float(2**60)
     flat = [float(peaks.get(name, 0)) for name in ("", *costs)]
     for cost in costs.values():
         expensive = spoilt if cost.expensive_bytes is None else cost.expensive_bytes
