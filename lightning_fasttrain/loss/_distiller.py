@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_fasttrain.core.batch import loss_in
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.find_module import find_module
+from lightning_fasttrain.core.modules.select import find_module
 from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, wrapper_on
 from lightning_fasttrain.loss._teacher import Teacher
 from lightning_fasttrain.loss.chunked import autocast_dtype

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_fasttrain.core.checks import require
 from lightning_fasttrain.core.messages import explain, note_once
-from lightning_fasttrain.core.modules.find_module import find_module
+from lightning_fasttrain.core.modules.select import find_module
 from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, patch
 from lightning_fasttrain.loss.chunked import autocast_dtype
 from lightning_fasttrain.loss.deferred_logits import DeferredLogits

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from lightning_fasttrain.core.batch import LABELS, find_labels, is_integer
 from lightning_fasttrain.core.messages import explain, note_once
 from lightning_fasttrain.core.modules.blocks import has_parameters, keep_outermost
-from lightning_fasttrain.core.modules.find_module import find_module
+from lightning_fasttrain.core.modules.select import find_module
 from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, told_heads
 from lightning_fasttrain.loss.deferred_logits import DeferredLogits
 from lightning_fasttrain.loss.linear_kl_divergence import LogitsOf

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_fasttrain.core.host.lightning import accumulation_continues
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.find_module import find_module
+from lightning_fasttrain.core.modules.select import find_module
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.technique import Capability, Conflict, Exactness, Technique
 

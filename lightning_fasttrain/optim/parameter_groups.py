@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from lightning_fasttrain.core.messages import explain, list_some, note_once, number_of
 from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
-from lightning_fasttrain.core.modules.find_module import find_module
 from lightning_fasttrain.core.modules.heads import heads_beside, is_inside, warn_of_blocks_beyond
+from lightning_fasttrain.core.modules.select import find_module
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm)  # other norms have one-dimensional parameters anyway
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)

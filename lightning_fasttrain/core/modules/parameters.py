@@ -7,6 +7,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from lightning_fasttrain.core.modules.layer_kinds import is_a
+
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     """Return the parameters of all groups of an optimizer, in order.
@@ -18,9 +20,6 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
         2
     """
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-from lightning_fasttrain.core.modules.layer_kinds import is_a
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
