@@ -4,19 +4,17 @@ import json
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import yaml
-from rich.console import Console
 from rich.table import Table
 
 from lightning_fasttrain.core.checks import require
 from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.files.atomic_write import write_atomic
-from lightning_fasttrain.core.messages import FULL_WIDTH
+from lightning_fasttrain.core.messages import FULL_WIDTH, Report, titled_table
 from lightning_fasttrain.planner.candidates.configuration import Choice
 from lightning_fasttrain.planner.several_devices import strategy_code
 from lightning_fasttrain.strategy.choose_strategy import StrategyChoice
@@ -52,7 +50,7 @@ class Tried:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Report):
     """The fastest of what fits; print it for a table.
 
     Attributes:
@@ -68,6 +66,8 @@ class Plan:
         seconds: that planning took.
         notes: what was assumed.
     """
+
+    width: ClassVar[int] = FULL_WIDTH
 
     chosen: Tried
     plain: Tried
@@ -142,12 +142,8 @@ class Plan:
         if self.strategy is not None:
             how += f", {self.strategy.devices} devices with {self.strategy.name}"
         said = [*self.reasons, *(f"{name}: {why}" for name, why in self.left_out.items()), *self.notes]
-        table = Table(
-            title=f"Plan for {self.limit_gib:.4g} GiB on {self.device}, {how}: {self.chosen.choice}",
-            caption="\n".join(said) or None,
-            title_justify="left",
-            caption_justify="left",
-        )
+        title = f"Plan for {self.limit_gib:.4g} GiB on {self.device}, {how}: {self.chosen.choice}"
+        table = titled_table(title, said)
         for name in ("choice", "predicted GiB", "measured GiB", "ms/step", "why not"):
             table.add_column(name, justify="right" if "GiB" in name or "ms" in name else "left")
         for tried in self.tried:
@@ -156,11 +152,6 @@ class Plan:
             cells = [f"{tried.predicted_bytes / GIB:.3f}", peak, f"{about}{tried.ms:,.1f}", tried.why_not or "chosen"]
             table.add_row(str(tried.choice), *cells)
         return table
-
-    def __str__(self) -> str:
-        text = StringIO()
-        Console(file=text, width=FULL_WIDTH).print(self.as_table())
-        return text.getvalue().rstrip()
 
     def save_picture(self, path: str | Path) -> Path:
         """Draw time against memory: all that was tried, the frontier, the limit and the choice.

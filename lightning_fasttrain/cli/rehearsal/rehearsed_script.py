@@ -2,12 +2,12 @@
 
 import json
 import os
-import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import lightning as L
 
+from lightning_fasttrain.cli.rehearsal.run_script import RESULT, SECONDS, VERIFY, end_process
 from lightning_fasttrain.cli.subject import techniques_named
 from lightning_fasttrain.core.files.atomic_write import write_atomic
 from lightning_fasttrain.dry_run.rehearsal.context import read_batches
@@ -15,9 +15,6 @@ from lightning_fasttrain.dry_run.rehearsal.isolation import leaving_no_trace
 from lightning_fasttrain.dry_run.rehearsal.rehearsal import Rehearsal, Rehearsing, is_rehearsing
 from lightning_fasttrain.dry_run.rehearsal.rehearsal_report import RehearsalError
 from lightning_fasttrain.dry_run.rehearsal.stages import verify_run
-
-# In the environment.
-RESULT, SECONDS, VERIFY = "FASTTRAIN_REHEARSAL_RESULT", "FASTTRAIN_REHEARSAL_SECONDS", "FASTTRAIN_VERIFY"
 
 
 def make_callbacks() -> list[L.Callback]:
@@ -88,6 +85,4 @@ class VerifyAndEnd(RehearseAndEnd):
 def _end(tells: bool, result: dict[str, Any]) -> NoReturn:
     if tells:
         write_atomic(os.environ[RESULT], json.dumps(result))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0 if result["ok"] else 1)  # neither what the script does after fit, nor what it does at its end
+    end_process(0 if result["ok"] else 1)

@@ -3,18 +3,16 @@
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from io import StringIO
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.strategies import Strategy
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_fasttrain.core.messages import format_bytes
+from lightning_fasttrain.core.messages import Report, format_bytes, titled_table
 from lightning_fasttrain.core.modules.blocks import find_blocks
 from lightning_fasttrain.core.modules.heads import find_heads
 from lightning_fasttrain.core.modules.parameters import count_parameters
@@ -50,7 +48,7 @@ class Unused:
 
 
 @dataclass(frozen=True)
-class UnusedReport:
+class UnusedReport(Report):
     """Techniques that are not in use; ``print`` shows a table.
 
     Args:
@@ -69,19 +67,11 @@ class UnusedReport:
     precision: str
     notes: tuple[str, ...] = ()
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, in bytes, for JSON."""
-        return asdict(self)
-
     def as_table(self) -> Table:
         """For ``rich``: what each would bring, and what speaks against it."""
         peak = "" if self.peak_bytes is None else f", predicted peak {format_bytes(self.peak_bytes)}"
-        table = Table(
-            title=f"Not in use on {self.device}, {self.precision}; in use: {', '.join(self.used) or 'nothing'}{peak}",
-            caption="\n".join(self.notes) or None,
-            title_justify="left",
-            caption_justify="left",
-        )
+        used = ", ".join(self.used) or "nothing"
+        table = titled_table(f"Not in use on {self.device}, {self.precision}; in use: {used}{peak}", self.notes)
         table.add_column("technique")
         table.add_column("peak", justify="right")
         table.add_column("why not, or when it pays", overflow="fold")
@@ -91,11 +81,6 @@ class UnusedReport:
             style = "dim" if row.why_not is not None else None
             table.add_row(row.tried or row.name, factor, says, style=style)
         return table
-
-    def __str__(self) -> str:
-        text = StringIO()
-        Console(file=text, width=120).print(self.as_table())
-        return text.getvalue().rstrip()
 
 
 _REFUSED = (TypeError, ValueError, ModuleNotFoundError)
