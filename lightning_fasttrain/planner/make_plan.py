@@ -24,7 +24,7 @@ from lightning_fasttrain.planner.suggestions import say_leaner_optimizer, say_wo
 from lightning_fasttrain.planner.timing import Stopwatch
 from lightning_fasttrain.predict.predict_memory import DEVICES, PRECISIONS
 from lightning_fasttrain.technique import Exactness
-from lightning_fasttrain.technique.facts import Facts, facts_of_machine
+from lightning_fasttrain.technique.facts import Facts, describe_clipping, facts_of_machine
 
 _ROOM = 0.95  # of the limit on a GPU: what fragmentation and libraries take is not predicted
 
@@ -164,13 +164,12 @@ def make_plan(
 
 def _facts(device: str, devices: int, settings: Mapping[str, Any]) -> Facts:
     """Collect the facts of this machine and of the Trainer that the plan is for."""
-    clips = settings.get("gradient_clip_algorithm") or "norm"
     return replace(
         facts_of_machine(),
         device=device,
         devices=devices,
         accumulates=settings.get("accumulate_grad_batches", 1),
-        clips=clips if settings.get("gradient_clip_val") else "no",
+        clips=describe_clipping(settings.get("gradient_clip_val"), settings.get("gradient_clip_algorithm")),
     )
 
 

@@ -2,7 +2,8 @@
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
@@ -15,8 +16,27 @@ from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.finetune.quantized._quantized_layer import fake_parts, is_quantized
 from lightning_fasttrain.finetune.selection._float32_adapters import stays_in_float32
 from lightning_fasttrain.predict.data_dependent_values import AssumedNumbers
+from lightning_fasttrain.technique import Technique, apply
 
 Factory = Callable[[], nn.Module]
+
+
+@contextmanager
+def fake_model(
+    module: nn.Module | Factory, techniques: Sequence[Technique] = (), dtype: torch.dtype | None = None
+) -> Iterator[nn.Module]:
+    """Yield a model without memory on which ``techniques`` operate; random states stay as they are.
+
+    Args:
+        module: as for :func:`fake_module`.
+        techniques: those with surgery.
+        dtype: as for :func:`fake_module`.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    net = fake_module(module, mode, dtype)
+    # Adapters draw their first weights; nothing is on a GPU.
+    with mode, torch.random.fork_rng(devices=[]), apply(net, techniques):
+        yield net
 
 
 def fake_module(module: nn.Module | Factory, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> nn.Module:

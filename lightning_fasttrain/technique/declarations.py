@@ -1,9 +1,12 @@
 """Declarations of a technique: exactness, order of surgery, capabilities, conflicts, and settings worth trying."""
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import Any, Protocol, runtime_checkable
+
+from lightning_fasttrain.core.messages import explain
 
 
 class Exactness(Enum):
@@ -80,6 +83,18 @@ class Conflict:
         if isinstance(self.other, Capability):
             return self.other in getattr(kind, "capabilities", ())
         return issubclass(kind, self.other)
+
+
+def refuse_conflicts(one: object, conflicts: Iterable[Conflict], others: Iterable[object]) -> None:
+    """Refuse the first of ``others`` that ``one`` cannot be used beside.
+
+    Raises:
+        ValueError: both names · why · the cheapest way out.
+    """
+    for conflict, other in itertools.product(conflicts, others):
+        if other is not one and conflict.names(other) and conflict.when(one, other):
+            names = f"{type(one).__name__} + {type(other).__name__}"
+            raise ValueError(explain(names, conflict.why, conflict.way_out))
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,14 @@
 import importlib.util
 import shutil
 import sysconfig
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import nn
+
+from lightning_fasttrain.core.modules.blocks import find_blocks
+from lightning_fasttrain.core.modules.heads import find_heads
 
 NO_BLOCKS = "no repeated blocks were found: name them in blocks="
 COMPILERS = ("g++", "clang++", "c++", "cl")
@@ -46,6 +50,20 @@ def facts_of_machine() -> Facts:
     # On the CPU Inductor writes C++, on CUDA Triton, which compiles its launchers against Python's headers too.
     compiler = find_compiler() is not None and has_python_headers() and (has_triton or not on_cuda)
     return Facts("cuda" if on_cuda else "cpu", compiler=compiler)
+
+
+def add_model(facts: Facts, model: nn.Module) -> Facts:
+    """Return the facts with the numbers of blocks and heads of a model."""
+    try:
+        blocks = len(find_blocks(model))
+    except ValueError:  # there are none, or they cannot be told apart
+        blocks = 0
+    return replace(facts, blocks=blocks, heads=len(find_heads(model)))
+
+
+def describe_clipping(value: float | None, algorithm: str | None) -> str:
+    """Return how a Trainer with these settings clips gradients: ``"norm"``, ``"value"`` or ``"no"``."""
+    return (algorithm or "norm") if value else "no"
 
 
 def find_compiler() -> str | None:

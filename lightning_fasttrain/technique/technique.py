@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any, ClassVar, Self
 from weakref import WeakSet
 
@@ -14,12 +14,19 @@ from lightning_fasttrain.core.checks import refuse_mixed_lightning
 from lightning_fasttrain.core.host.late_parameters import LateParameters
 from lightning_fasttrain.core.host.lightning import after_configure_model
 from lightning_fasttrain.core.messages import explain, warn
-from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
+from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.technique.arguments import describe, remember_arguments
-from lightning_fasttrain.technique.declarations import Capability, Conflict, Exactness, Setting, Surgery
+from lightning_fasttrain.technique.declarations import (
+    Capability,
+    Conflict,
+    Exactness,
+    Setting,
+    Surgery,
+    refuse_conflicts,
+)
 from lightning_fasttrain.technique.facts import Facts
 from lightning_fasttrain.technique.predicted_step import PredictedStep
-from lightning_fasttrain.technique.run_summary import RunSummary, is_empty_hook
+from lightning_fasttrain.technique.run_summary import RunSummary, leave_out_empty_hooks
 
 
 class Technique(L.Callback):
@@ -157,7 +164,7 @@ class Technique(L.Callback):
         for technique in techniques:
             technique.acting = True
             _push(undo, technique.attach(trainer, pl_module))
-            _leave_out_empty_hooks(technique, undo)  # after attach, which may give the technique a hook
+            leave_out_empty_hooks(technique, undo)  # after attach, which may give the technique a hook
         surgeons = [technique for technique in techniques if technique.surgery is not None]
 
         def operate() -> None:
@@ -180,15 +187,11 @@ class Technique(L.Callback):
     def on_after_setup(self, fabric: L.Fabric | None = None, module: nn.Module | None = None) -> None:
         """Hook: the one that Fabric itself calls. A technique that is listed there would never act: refused."""
         name = type(self).__name__
-        raise TypeError(
-            explain(
-                f"Fabric(callbacks=[{name}])",
-                "Fabric calls none of the hooks in which techniques act, so nothing would happen",
-                f"Leave it out, and before fabric.setup call apply(model, [{name}(...)])"
-                if self.surgery is not None
-                else f"Leave it out, and call {self.in_a_loop}",
-            )
-        )
+        why = "Fabric calls none of the hooks in which techniques act, so nothing would happen"
+        way_out = f"Leave it out, and call {self.in_a_loop}"
+        if self.surgery is not None:
+            way_out = f"Leave it out, and before fabric.setup call apply(model, [{name}(...)])"
+        raise TypeError(explain(f"Fabric(callbacks=[{name}])", why, way_out))
 
     def _close(self) -> None:
         undo, self._undo = self._undo, None
@@ -215,6 +218,23 @@ class Onlooker(L.Callback):
 def techniques_of(trainer: L.Trainer) -> list[Technique]:
     """Return the techniques among a Trainer's callbacks, in the user's order."""
     return [callback for callback in trainer.callbacks if isinstance(callback, Technique)]
+
+
+def find_surgeons(techniques: Iterable[Technique], step: PredictedStep) -> list[Technique]:
+    """Return the techniques that operate on a predicted model; each writes into ``step`` what it changes about it."""
+    surgeons: list[Technique] = []
+    for technique in techniques:
+        with suppress(ValueError):  # one that decides by measuring cannot be predicted
+            surgeon = technique.predict(step)
+            surgeons += [] if surgeon is None else [surgeon]
+    return surgeons
+
+
+def predict_window(techniques: Iterable[Technique]) -> int:
+    """Return the number of batches that techniques combine into one optimizer step; 1 if they combine none."""
+    planned = PredictedStep()
+    find_surgeons(techniques, planned)
+    return planned.window
 
 
 def apply(model: nn.Module, techniques: Sequence[Technique]) -> ExitStack:
@@ -264,23 +284,6 @@ _operated: WeakSet[nn.Module] = WeakSet()  # not a mark on the model, which its 
 def is_operated_on(model: object) -> bool:
     """Whether a Trainer or :func:`apply` ever operated on a model."""
     return model in _operated
-
-
-_HOOKS_OF_A_STEP = (
-    "on_train_batch_start",
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_train_batch_end",
-)
-
-
-def _leave_out_empty_hooks(technique: Technique, undo: ExitStack) -> None:
-    """Lightning calls every hook of every callback that is callable, which costs more than most of them do."""
-    for hook in _HOOKS_OF_A_STEP:
-        if is_empty_hook(technique, hook):
-            undo.callback(patch(technique, hook, None))
 
 
 def _push(undo: ExitStack, action: Undo | None) -> None:
@@ -343,15 +346,3 @@ def _list(techniques: object) -> list[Technique]:
 
 def _refuse_twice(what: str) -> None:
     raise ValueError(explain(what, "both would act on the same thing", "Remove one of them"))
-
-
-def refuse_conflicts(one: object, conflicts: Iterable[Conflict], others: Iterable[object]) -> None:
-    """Refuse the first of ``others`` that ``one`` cannot be used beside.
-
-    Raises:
-        ValueError: both names · why · the cheapest way out.
-    """
-    for conflict, other in itertools.product(conflicts, others):
-        if other is not one and conflict.names(other) and conflict.when(one, other):
-            names = f"{type(one).__name__} + {type(other).__name__}"
-            raise ValueError(explain(names, conflict.why, conflict.way_out))

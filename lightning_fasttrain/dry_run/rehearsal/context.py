@@ -1,7 +1,7 @@
 """Shared state of the stages of a rehearsal, and errors that end it on all ranks."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -20,7 +20,7 @@ from lightning_fasttrain.dry_run.rehearsal.rehearsal_report import RehearsalErro
 from lightning_fasttrain.dry_run.rehearsal.run_copy import RunCopy
 from lightning_fasttrain.dry_run.rehearsal.small_run import Course
 from lightning_fasttrain.run.checkpoint._gathered_states import gather, pack, unpack
-from lightning_fasttrain.technique.predicted_step import PredictedStep
+from lightning_fasttrain.technique.technique import predict_window
 
 A = TypeVar("A")
 
@@ -79,11 +79,7 @@ def fill_up(batches: list[Any], count: int) -> list[Any]:
 
 def find_window(trainer: L.Trainer, run: RunCopy) -> int:
     """Return the number of batches per optimizer step, set by the Trainer or by techniques."""
-    planned = PredictedStep()
-    for technique in run.techniques:
-        with suppress(ValueError):  # a technique that cannot be predicted
-            technique.predict(planned)
-    return max(trainer.accumulate_grad_batches, planned.window)
+    return max(trainer.accumulate_grad_batches, predict_window(run.techniques))
 
 
 def read_batches(trainer: L.Trainer, window: int, seconds: float) -> tuple[Sample, list[list[Any]]]:

@@ -34,7 +34,7 @@ from lightning_fasttrain.dry_run.verification.short_run import Steps, copy_modul
 from lightning_fasttrain.dry_run.verification.step_record import StepRecord
 from lightning_fasttrain.technique import Exactness, Technique
 from lightning_fasttrain.technique.declarations import least_exact
-from lightning_fasttrain.technique.predicted_step import PredictedStep
+from lightning_fasttrain.technique.technique import predict_window
 
 FULL = "32-true"
 _TIMES = 16.0  # the effect of rounding on a step is small and random; two steps may lie at opposite ends of it
@@ -302,14 +302,11 @@ class Proof:
 
 def _cut_into_windows(steps: Steps, techniques: list[Technique]) -> tuple[Steps, int]:
     """Split each batch into micro-batches if techniques make one step of several batches."""
-    planned = PredictedStep()
-    for technique in copy.deepcopy(techniques):  # a user's own technique may do anything in predict
-        with suppress(ValueError):  # a technique that cannot be predicted
-            technique.predict(planned)
-    if planned.window == 1:
+    window = predict_window(copy.deepcopy(techniques))  # a user's own technique may do anything in predict
+    if window == 1:
         return steps, 1
-    parts = [split_batch(batch, planned.window) for batch in steps.batches]
-    return replace(steps, batches=list(itertools.chain.from_iterable(parts))), planned.window
+    parts = [split_batch(batch, window) for batch in steps.batches]
+    return replace(steps, batches=list(itertools.chain.from_iterable(parts))), window
 
 
 def _device_of(settings: dict[str, Any]) -> torch.device:

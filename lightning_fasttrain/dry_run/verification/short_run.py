@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_fasttrain.core.device import return_unused_memory
-from lightning_fasttrain.core.host.lightning import without_trainer
+from lightning_fasttrain.core.host.lightning import list_callbacks, without_trainer
 from lightning_fasttrain.core.messages import FastTrainWarning, explain, log
 from lightning_fasttrain.core.modules.without_dropout import without_dropout
 from lightning_fasttrain.core.modules.wrapped_forward import patch
@@ -185,9 +185,7 @@ def _only_these_techniques(module: L.LightningModule) -> Iterator[None]:
     own = module.configure_callbacks
 
     def configure_callbacks() -> list[L.Callback]:
-        brought: Any = own() or []
-        listed = [brought] if isinstance(brought, L.Callback) else brought
-        return [callback for callback in listed if not isinstance(callback, Technique)]
+        return [callback for callback in list_callbacks(own) if not isinstance(callback, Technique)]
 
     restore = patch(module, "configure_callbacks", configure_callbacks)
     try:

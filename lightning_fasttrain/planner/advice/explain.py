@@ -12,11 +12,13 @@ from lightning_fasttrain.core.batch import count_batch
 from lightning_fasttrain.core.device import free_bytes
 from lightning_fasttrain.core.modules.parameters import count_parameters
 from lightning_fasttrain.dry_run.verification.short_run import quietly
-from lightning_fasttrain.planner.advice.setting import Loss, Setting, find_setting
-from lightning_fasttrain.predict.fake_model import Factory
+from lightning_fasttrain.planner.advice.setting import Setting, find_setting
+from lightning_fasttrain.predict.fake_model import Factory, fake_model
+from lightning_fasttrain.predict.predict_memory import Loss
 from lightning_fasttrain.technique import Technique
 from lightning_fasttrain.technique.explanation import Explanation, describe_acting, explain_run
 from lightning_fasttrain.technique.predicted_step import PredictedStep
+from lightning_fasttrain.technique.technique import find_surgeons
 
 
 def explain(
@@ -90,9 +92,9 @@ def explain(
 
 def _explain_ahead(setting: Setting, batch: Any) -> Explanation:
     planned = PredictedStep(setting.precision, setting.predicted_device == "cuda")
-    surgeons = setting.find_surgeons(planned)
+    surgeons = find_surgeons(setting.techniques, planned)
     strategy, ranks, accumulation = setting.as_trained
-    with quietly(), setting.copy_without_memory(surgeons) as copy:
+    with quietly(), fake_model(setting.module, surgeons) as copy:
         acting = describe_acting(setting.techniques, copy)
         trained, parameters = count_parameters(copy)
     samples, tokens = count_batch(batch)

@@ -1,7 +1,6 @@
 """Collect the subject of a question about techniques: a model, a Trainer if there is one, and the techniques in use."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,19 +8,16 @@ import lightning as L
 import torch
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import one_of
+from lightning_fasttrain.core.host.lightning import list_callbacks
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.predict.fake_model import Factory, fake_module
+from lightning_fasttrain.predict.fake_model import Factory
 from lightning_fasttrain.predict.memory_report import MemoryReport
-from lightning_fasttrain.predict.predict_memory import PRECISIONS, predict_memory
-from lightning_fasttrain.technique import Technique, apply, check_together
-from lightning_fasttrain.technique.predicted_step import PredictedStep
+from lightning_fasttrain.predict.predict_memory import PRECISIONS, Loss, predict_memory
+from lightning_fasttrain.technique import Technique, check_together
 from lightning_fasttrain.technique.technique import techniques_of
-
-Loss = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True)
@@ -60,25 +56,6 @@ class Setting:
         if trainer is None:
             return "no Trainer", 1, 1
         return type(trainer.strategy).__name__, trainer.world_size, trainer.accumulate_grad_batches
-
-    def find_surgeons(self, planned: PredictedStep) -> list[Technique]:
-        """The techniques that can operate on a copy; each writes into ``planned`` what it changes about a step."""
-        surgeons: list[Technique] = []
-        for technique in self.techniques:
-            with suppress(ValueError):  # one that decides by measuring says so
-                told = technique.predict(planned)
-                surgeons += [told] if told is not None else []
-        return surgeons
-
-    @contextmanager
-    def copy_without_memory(self, surgeons: Sequence[Technique] = ()) -> Iterator[nn.Module]:
-        """The model without memory, for the length of a block, with ``surgeons`` on it."""
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        with ExitStack() as undo:
-            copy = fake_module(self.module, mode)
-            undo.enter_context(mode)
-            undo.enter_context(apply(copy, surgeons))
-            yield copy
 
     def predict(
         self,
@@ -128,9 +105,9 @@ def find_setting(
 def _list_techniques(module: nn.Module | Factory, trainer: L.Trainer | None) -> list[Technique]:
     """The Trainer's, and those that the module would bring to it."""
     listed = [] if trainer is None else techniques_of(trainer)
-    brought: Any = module.configure_callbacks() if isinstance(module, L.LightningModule) else []
+    brought = list_callbacks(module.configure_callbacks) if isinstance(module, L.LightningModule) else []
     kinds = {type(technique) for technique in listed}  # a Trainer that has met the module has them already
-    for callback in brought if isinstance(brought, Sequence) else [brought]:
+    for callback in brought:
         if isinstance(callback, Technique) and type(callback) not in kinds:
             listed.append(callback)
     return listed

@@ -13,19 +13,19 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_fasttrain.core.messages import Report, format_bytes, titled_table
-from lightning_fasttrain.core.modules.blocks import find_blocks
-from lightning_fasttrain.core.modules.heads import find_heads
 from lightning_fasttrain.core.modules.parameters import count_parameters
 from lightning_fasttrain.core.modules.wrapped_forward import first_line
 from lightning_fasttrain.data import MicroBatching
 from lightning_fasttrain.dry_run.verification.short_run import quietly
 from lightning_fasttrain.model import LowPrecisionProducts
-from lightning_fasttrain.planner.advice.setting import Loss, Setting, find_setting
+from lightning_fasttrain.planner.advice.setting import Setting, find_setting
 from lightning_fasttrain.planner.catalogue import known_techniques
-from lightning_fasttrain.predict.fake_model import Factory
+from lightning_fasttrain.predict.fake_model import Factory, fake_model
+from lightning_fasttrain.predict.predict_memory import Loss
 from lightning_fasttrain.technique import Technique, check_together
-from lightning_fasttrain.technique.facts import Facts, facts_of_machine
+from lightning_fasttrain.technique.facts import Facts, add_model, describe_clipping, facts_of_machine
 from lightning_fasttrain.technique.predicted_step import PredictedStep
+from lightning_fasttrain.technique.technique import find_surgeons
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class _Asker:
         self.notes: list[str] = []
         self.peak_bytes: int | None = None
         planned = PredictedStep(setting.precision, setting.predicted_device == "cuda")
-        with setting.copy_without_memory(setting.find_surgeons(planned)) as copy:
+        with fake_model(setting.module, find_surgeons(setting.techniques, planned)) as copy:
             self.facts = _facts(setting, copy)
         if batch is None:
             return
@@ -175,7 +175,7 @@ class _Asker:
                 return replace(row, tried=repr(made), factor=predicted.peak_bytes / self.peak_bytes)
             if made.surgery is not None:
                 # Nothing is done with the copy: to operate on it shows whether the technique refuses.
-                with self.setting.copy_without_memory([made]):
+                with fake_model(self.setting.module, [made]):
                     pass
         except _REFUSED as error:
             return replace(row, why_not=str(error))
@@ -207,21 +207,12 @@ def _facts(setting: Setting, model: nn.Module) -> Facts:
     trained, parameters = count_parameters(model)
     trainer = setting.trainer
     facts = replace(
-        facts_of_machine(),
+        add_model(facts_of_machine(), model),
         device=setting.device.type,
-        blocks=_count_blocks(model),
-        heads=len(find_heads(model)),
         trains=trained / max(parameters, 1),
         precision=setting.precision,
     )
     if trainer is None:
         return facts
-    clips = (trainer.gradient_clip_algorithm or "norm") if trainer.gradient_clip_val else "no"
+    clips = describe_clipping(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
     return replace(facts, devices=trainer.world_size, accumulates=trainer.accumulate_grad_batches, clips=clips)
-
-
-def _count_blocks(model: nn.Module) -> int:
-    try:
-        return len(find_blocks(model))
-    except ValueError:
-        return 0

@@ -7,17 +7,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import lightning as L
-import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_fasttrain.core.modules.blocks import find_blocks
-from lightning_fasttrain.core.modules.heads import find_heads
 from lightning_fasttrain.data.split_batch import batch_size
 from lightning_fasttrain.planner.candidates.configuration import SWITCHES, Choice, budget_word
-from lightning_fasttrain.predict.fake_model import fake_module
+from lightning_fasttrain.predict.fake_model import fake_model
 from lightning_fasttrain.technique import Exactness, Technique, check_together
-from lightning_fasttrain.technique.facts import Facts
+from lightning_fasttrain.technique.facts import Facts, add_model
 
 _ORDER = list(Exactness)
 
@@ -78,7 +74,7 @@ def find_axes(
         fast_bf16: whether the device multiplies bfloat16.
         limit_gib: of memory, to which blocks may be recomputed one by one; None if they may not.
     """
-    facts = replace(facts, blocks=_count_blocks(module), heads=len(find_heads(module)))
+    facts = add_model(facts, module)
     parts, reason = _find_parts(module, batch, keep)
     axes = Axes(parts, [precision or "32-true"], {})
     if reason:
@@ -124,20 +120,10 @@ def _find_parts(module: nn.Module, batch: Any, keep: Exactness) -> tuple[list[in
     return [2**power for power in range(size.bit_length()) if 2**power <= size], ""
 
 
-def _count_blocks(module: nn.Module) -> int:
-    try:
-        return len(find_blocks(module))
-    except ValueError:
-        return 0
-
-
 def _why_not_on(module: L.LightningModule, technique: Technique) -> str | None:
     """Try it on a copy without memory."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        net = fake_module(module, mode)
-        with mode, torch.random.fork_rng(devices=[]):  # adapters draw their first weights; nothing is on a GPU
-            technique.apply(net)
+        with fake_model(module, [technique]):
+            return None
     except (ValueError, TypeError, ModuleNotFoundError, RuntimeError, NotImplementedError) as error:
         return str(error).partition("\n")[0]
-    return None

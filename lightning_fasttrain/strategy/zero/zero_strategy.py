@@ -27,7 +27,8 @@ from lightning_fasttrain.strategy.zero.stage_agreement import (
 )
 from lightning_fasttrain.strategy.zero.zero_checkpoint import folder_to_load, save_whole, warn_inside_window
 from lightning_fasttrain.technique import Surgery, Technique, check_together
-from lightning_fasttrain.technique.technique import refuse_conflicts, techniques_of
+from lightning_fasttrain.technique.declarations import refuse_conflicts
+from lightning_fasttrain.technique.technique import techniques_of
 
 
 class ZeROStrategy(DeepSpeedStrategy):
