@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import lightning as L
+import torch
 from torch import nn
 
 from lightning_fasttrain.core.batch import count_batch
@@ -165,25 +166,44 @@ def explain_run(
     ``training_step`` once more, with everything it prints, counts and sends elsewhere.
     """
     known = [callback.predicted_bytes for callback in trainer.callbacks if isinstance(callback, PredictsPeak)]
-    peaks = [
-        nbytes for nbytes in known if isinstance(nbytes, int)
-    ]  # another package's attribute of this name may mean something else
-    samples, tokens = count_batch(batch)
-    trained, parameters = count_parameters(module)
-    device = trainer.strategy.root_device
-    return Explanation(
-        techniques=describe_acting(techniques, module),
-        trained=trained,
-        parameters=parameters,
+    # Another package's attribute of this name may mean something else.
+    peaks = [nbytes for nbytes in known if isinstance(nbytes, int)]
+    return explain_model(
+        module,
+        techniques,
+        batch,
+        trainer.strategy.root_device,
         precision=str(trainer.precision),
         strategy=type(trainer.strategy).__name__,
-        device=device.type,
         ranks=_ranks(trainer),
+        accumulation=trainer.accumulate_grad_batches,
+        predicted_bytes=max(peaks, default=None),
+    )
+
+
+def explain_model(
+    model: nn.Module, techniques: Sequence[SaysWhatItHolds], batch: Any, device: torch.device, **settings: Any
+) -> Explanation:
+    """Explain what techniques act on in a model.
+
+    Args:
+        model: on which they operate already.
+        techniques: all that act.
+        batch: of one rank; None if it is unknown.
+        device: on which the model trains.
+        settings: the other fields of the :class:`Explanation`, which the Trainer decides.
+    """
+    samples, tokens = count_batch(batch)
+    trained, parameters = count_parameters(model)
+    return Explanation(
+        techniques=describe_acting(techniques, model),
+        trained=trained,
+        parameters=parameters,
+        device=device.type,
         samples=samples,
         tokens=tokens,
-        accumulation=trainer.accumulate_grad_batches,
         free_bytes=free_bytes(device),
-        predicted_bytes=max(peaks, default=None),
+        **settings,
     )
 
 

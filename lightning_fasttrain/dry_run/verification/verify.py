@@ -156,9 +156,8 @@ def as_lightning_module(
 
 def _list_techniques(module: L.LightningModule, techniques: Sequence[Technique] | None) -> list[Technique]:
     if techniques is None:
-        techniques = [
-            callback for callback in list_callbacks(module.configure_callbacks) if isinstance(callback, Technique)
-        ]
+        brought = list_callbacks(module.configure_callbacks)
+        techniques = [callback for callback in brought if isinstance(callback, Technique)]
     if not techniques:
         why = "expected at least one technique to compare with the plain step"
         raise ValueError(explain("techniques=[]", why, "Pass some, for example [ft.MicroBatching(4)]"))

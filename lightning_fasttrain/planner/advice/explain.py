@@ -8,15 +8,12 @@ import lightning as L
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_fasttrain.core.batch import count_batch
-from lightning_fasttrain.core.device import free_bytes
-from lightning_fasttrain.core.modules.parameters import count_parameters
 from lightning_fasttrain.dry_run.verification.short_run import quietly
 from lightning_fasttrain.planner.advice.setting import Setting, find_setting
 from lightning_fasttrain.predict.fake_model import Factory, fake_model
 from lightning_fasttrain.predict.predict_memory import Loss
 from lightning_fasttrain.technique import Technique
-from lightning_fasttrain.technique.explanation import Explanation, describe_acting, explain_run
+from lightning_fasttrain.technique.explanation import Explanation, explain_model, explain_run
 from lightning_fasttrain.technique.predicted_step import PredictedStep
 from lightning_fasttrain.technique.technique import find_surgeons
 
@@ -95,19 +92,13 @@ def _explain_ahead(setting: Setting, batch: Any) -> Explanation:
     surgeons = find_surgeons(setting.techniques, planned)
     strategy, ranks, accumulation = setting.as_trained
     with quietly(), fake_model(setting.module, surgeons) as copy:
-        acting = describe_acting(setting.techniques, copy)
-        trained, parameters = count_parameters(copy)
-    samples, tokens = count_batch(batch)
-    return Explanation(
-        techniques=acting,
-        trained=trained,
-        parameters=parameters,
-        precision=setting.precision,
-        strategy=strategy,
-        device=setting.device.type,
-        ranks=ranks,
-        samples=samples,
-        tokens=tokens,
-        accumulation=max(planned.window, accumulation),  # by a technique or by the Trainer
-        free_bytes=free_bytes(setting.device),
-    )
+        return explain_model(
+            copy,
+            setting.techniques,
+            batch,
+            setting.device,
+            precision=setting.precision,
+            strategy=strategy,
+            ranks=ranks,
+            accumulation=max(planned.window, accumulation),  # by a technique or by the Trainer
+        )
