@@ -1,7 +1,5 @@
 """A step in parts of a batch: how much memory it should take, and whether a copy of the run takes it on all ranks."""
 
-import contextlib
-import gc
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,12 +8,11 @@ import torch
 from lightning.pytorch.callbacks import Checkpoint
 
 from lightning_fasttrain.core.host.lightning import accumulation_continues
-from lightning_fasttrain.core.peak_memory import PeakMemory
 from lightning_fasttrain.data import BatchSizeWarmup, MicroBatching, SequenceLengthWarmup, TokenWeightedAccumulation
 from lightning_fasttrain.dry_run.rehearsal.context import fill_up
 from lightning_fasttrain.dry_run.rehearsal.nested_trainer import devices_again
 from lightning_fasttrain.dry_run.rehearsal.run_copy import RunCopy
-from lightning_fasttrain.dry_run.verification.short_run import EnoughError
+from lightning_fasttrain.dry_run.verification.short_run import EnoughError, PeakObserver
 
 _ROOM = 0.95  # of the memory of a GPU: what fragmentation and libraries take is not predicted
 
@@ -86,11 +83,6 @@ class PartTrial:
             if self.trainer.world_size > 1 or parts == self.most:
                 raise
             return Tried(parts + 1, 0)  # in the optimizer's step, say, after which MicroBatching cannot try again
-        finally:
-            watch.measuring.close()  # a step that failed has left its meter open
-            gc.collect()  # a trainer and its model know one another
-            if torch.cuda.is_initialized():
-                torch.cuda.empty_cache()
         return Tried(min(watch.parts, self.most), watch.peak_bytes)
 
 
@@ -105,29 +97,25 @@ def _at_full_size(run: RunCopy) -> list[L.Callback]:
     return grown
 
 
-class _Watch(Checkpoint):
+class _Watch(PeakObserver, Checkpoint):
     """Ends the run after some steps, and measures the last; itself the last callback, where Lightning puts savers."""
 
     def __init__(self, steps: int, window: int) -> None:
         self.steps, self.window = steps, window
-        self.parts = self.peak_bytes = 0
-        self.meter: PeakMemory | None = None
-        self.measuring = contextlib.ExitStack()
+        self.parts = 0
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         # On the CPU the meter is torch's profiler, of which a process can run one at a time.
         if batch_idx == (self.steps - 1) * self.window and not torch.autograd._profiler_enabled():
-            self.meter = PeakMemory(pl_module.device, pl_module, trainer.optimizers, batch)
-            self.measuring.enter_context(self.meter)
+            self.begin_measuring(pl_module.device, pl_module, trainer.optimizers, batch)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if accumulation_continues(trainer) or batch_idx + 1 < self.steps * self.window:
             return
-        self.measuring.close()
-        self.peak_bytes = 0 if self.meter is None else self.meter.peak_bytes
+        self.end_measuring()
         self.parts = next(callback.n for callback in trainer.callbacks if isinstance(callback, MicroBatching))
         raise EnoughError

@@ -1,16 +1,12 @@
 """Time a few steps on a copy, and estimate the time of choices from such measurements."""
 
-import contextlib
-import gc
 from dataclasses import dataclass, field
 from typing import Any
 
 import lightning as L
-import torch
 
 from lightning_fasttrain.core.device import device_clock
-from lightning_fasttrain.core.peak_memory import PeakMemory
-from lightning_fasttrain.dry_run.verification.short_run import EnoughError, Steps, run_steps
+from lightning_fasttrain.dry_run.verification.short_run import EnoughError, PeakObserver, Steps, run_steps
 from lightning_fasttrain.planner.candidates.configuration import Choice, is_budget, switch_of
 
 PER_PART = 0.01  # share of a step for each micro-batch, until it is measured
@@ -65,25 +61,16 @@ class Stopwatch:
         warmup = _TO_PLAN if is_budget(choice.recompute) else _WARMUP
         watch = _Watch(warmup, peak)
         batches = [self.batch] * (warmup + _MOST + peak)  # the same one each time: list entries take no memory
-        try:
-            run_steps(Steps(self.module, batches, settings), choice.techniques(), watch)
-        finally:
-            watch.measuring.close()  # a step that failed has left its meter open
-            gc.collect()  # a trainer and its model know one another
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+        run_steps(Steps(self.module, batches, settings), choice.techniques(), watch)
         return Timed(watch.times[warmup:], watch.times[0], watch.peak_bytes)
 
 
-class _Watch(L.Callback):
+class _Watch(PeakObserver):
     """Notes when steps begin and end. A step begins where the one before ended, so that loading counts."""
 
     def __init__(self, warmup: int, peak: bool) -> None:
         self.warmup, self.peak = warmup, peak
         self.times: list[float] = []
-        self.peak_bytes = 0
-        self.meter: PeakMemory | None = None
-        self.measuring = contextlib.ExitStack()
         self.since = 0.0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -94,16 +81,14 @@ class _Watch(L.Callback):
     ) -> None:
         if self._has_enough():
             # Only when all times are there: measuring memory slows a step down.
-            self.meter = PeakMemory(pl_module.device, pl_module, trainer.optimizers, batch)
-            self.measuring.enter_context(self.meter)
+            self.begin_measuring(pl_module.device, pl_module, trainer.optimizers, batch)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         now = device_clock(pl_module.device)
-        if self.meter is not None:
-            self.measuring.close()
-            self.peak_bytes = self.meter.peak_bytes
+        if self._meter is not None:
+            self.end_measuring()
             raise EnoughError
         self.times.append(1e3 * (now - self.since))
         self.since = now

@@ -50,25 +50,6 @@ def _make(name: str, arguments: dict[str, Any]) -> Any:
     return class_named(name)(**values)
 
 
-class Record(L.Callback):
-    """Hands a Trainer's steps to a :class:`Recorder`. Listed last, so that every other callback's work is inside."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
-
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Hook: right before the step."""
-        self.recorder.begin(batch_idx, pl_module, *trainer.optimizers, batch)
-
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Hook: the optimizer has stepped and the loss of the step is known."""
-        self.recorder.end(batch_idx, outputs["loss"])  # Lightning makes a dict of whatever training_step returns
-
-
 def run_in_trainer(
     module: GPTModule, loader: Iterable[Any], state: State, recorder: Recorder, folder: str
 ) -> list[L.Callback]:
@@ -82,7 +63,7 @@ def run_in_trainer(
         accelerator="gpu" if recorder.device.type == "cuda" else "cpu",
         devices=1,
         max_steps=recorder.steps,
-        callbacks=[*callbacks, Record(recorder)],
+        callbacks=[*callbacks, recorder],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -1,6 +1,5 @@
 """Save and restore everything that a rehearsal might change in this process."""
 
-import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
+from lightning_fasttrain.core.device import return_unused_memory
 from lightning_fasttrain.core.state.rng import random_state, set_random_state
 
 
@@ -25,9 +25,7 @@ def leaving_no_trace(trainer: L.Trainer, module: L.LightningModule) -> Iterator[
     try:
         yield
     finally:
-        gc.collect()  # the copies reference one another
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+        return_unused_memory()  # the copies reference one another
         move_back()  # once the copies' memory is freed
         _set_switches(switches)
         if dict(os.environ) != environment:

@@ -1,7 +1,6 @@
 """Make the runs of one verification in order, and draw conclusions from them."""
 
 import copy
-import gc
 import itertools
 import math
 from contextlib import suppress
@@ -152,8 +151,7 @@ class Proof:
                 rows = None
             # Outside of the handlers, whose exceptions keep the step's memory alive.
             if rows is not None:
-                gc.collect()
-                torch.cuda.empty_cache()
+                return_unused_memory()
                 steps = self._take_fewer_rows(steps, rows, "does not fit")
             else:
                 steps = replace(steps, validation=None)
