@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,37 @@ from lightning_fasttrain.technique.technique import techniques_of
 _FILE = "fasttrain_plan.json"
 
 
-class Auto(L.Callback):
+class AddsTechniques(L.Callback):
+    """Base class of callbacks that add techniques to the Trainer in ``setup``, for the length of a fit."""
+
+    _added: Sequence[Technique] = ()
+
+    def _refuse_earlier(self, trainer: L.Trainer, what_comes: str) -> None:
+        place = trainer.callbacks.index(self)
+        for technique in techniques_of(trainer):
+            if trainer.callbacks.index(technique) < place:
+                name, why = type(self).__name__, f"it has taken its place already when the {what_comes}"
+                raise ValueError(explain(f"{technique} is listed before {name}", why, f"List {name} first"))
+
+    def _add(self, trainer: L.Trainer, techniques: Sequence[Technique]) -> None:
+        self._added = techniques
+        trainer.callbacks += techniques  # in place: Lightning is going through this list, and calls their setup too
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Hook: the last of a run that ended well. A later fit adds fresh techniques."""
+        self._remove_added(trainer)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Hook: the only one that is called when a run fails."""
+        self._remove_added(trainer)
+
+    def _remove_added(self, trainer: L.Trainer) -> None:
+        # A new list: Lightning is going through the old one, and what was added must still hear of the end.
+        trainer.callbacks = [callback for callback in trainer.callbacks if callback not in self._added]
+        self._added = ()
+
+
+class Auto(AddsTechniques):
     """Plan with :func:`~lightning_fasttrain.make_plan` at the start of ``fit``, and add what was chosen to the Trainer.
 
     Precision and strategy are the Trainer's own and stay. Rank zero plans and all follow. The plan is kept in
@@ -64,41 +94,19 @@ class Auto(L.Callback):
         self.keep = one_of("keep", keep, tuple(each.value for each in Exactness))
         self.plan: Plan | None = None
         self.choice: Choice | None = None
-        self._added: list[Technique] = []
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Hook: Lightning's earliest; callbacks that are added here are called right after this one."""
         if stage != "fit":
             return
         if self.choice is None:
-            self._refuse_others_before(trainer)
+            self._refuse_earlier(trainer, "plan comes")
             self.choice = self._choose_on_rank_zero(trainer, pl_module)
-        self._added = self.choice.techniques()
-        trainer.callbacks += self._added  # in place: Lightning is going through this list, and calls their setup too
-
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Hook: the last of a run that ended well. A later fit adds fresh techniques."""
-        self._take_away(trainer)
-
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Hook: the only one that is called when a run fails."""
-        self._take_away(trainer)
-
-    def _take_away(self, trainer: L.Trainer) -> None:
-        """From a new list: Lightning is going through the old one, and what was added must still hear of the end."""
-        trainer.callbacks = [callback for callback in trainer.callbacks if callback not in self._added]
-        self._added = []
+        self._add(trainer, self.choice.techniques())
 
     def state_dict(self) -> dict[str, Any]:
         """Save the choice in the checkpoint."""
         return {} if self.choice is None else {"choice": asdict(self.choice)}
-
-    def _refuse_others_before(self, trainer: L.Trainer) -> None:
-        place = trainer.callbacks.index(self)
-        before = [technique for technique in techniques_of(trainer) if trainer.callbacks.index(technique) < place]
-        if before:
-            why = "it has taken its place already when the plan comes"
-            raise ValueError(explain(f"{before[0]} is listed before Auto", why, "List Auto first"))
 
     def _choose_on_rank_zero(self, trainer: L.Trainer, module: L.LightningModule) -> Choice:
         known: dict[str, Any] | None = None

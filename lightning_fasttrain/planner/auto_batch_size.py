@@ -17,11 +17,10 @@ from lightning_fasttrain.dry_run.rehearsal.isolation import leaving_no_trace
 from lightning_fasttrain.dry_run.rehearsal.nested_trainer import find_unrehearsable
 from lightning_fasttrain.dry_run.rehearsal.rehearsal import Rehearsing, is_rehearsing
 from lightning_fasttrain.dry_run.rehearsal.run_copy import RunCopy, copy_run
-from lightning_fasttrain.planner.auto import Auto
+from lightning_fasttrain.planner.auto import AddsTechniques, Auto
 from lightning_fasttrain.planner.micro_batch_trial import PartTrial
 from lightning_fasttrain.run.checkpoint._gathered_states import gather, pack, unpack
 from lightning_fasttrain.run.profiling.memory_meter import MemoryMeter
-from lightning_fasttrain.technique.technique import techniques_of
 
 A = TypeVar("A")
 
@@ -73,7 +72,7 @@ class _Found:
         return self
 
 
-class AutoBatchSize(L.Callback):
+class AutoBatchSize(AddsTechniques):
     """Run each batch in as few parts as fit, so that the loader's batch, and all that depends on it, stays.
 
     Before the first step the memory of a step is predicted for several numbers of parts, with all techniques. The
@@ -130,7 +129,6 @@ class AutoBatchSize(L.Callback):
         self.memory_gib, self.steps, self.seconds = memory_gib, steps, seconds
         self._found = _Found()
         self._run: RunCopy | None = None
-        self._added: MicroBatching | None = None
 
     @property
     def parts(self) -> int | None:
@@ -151,25 +149,18 @@ class AutoBatchSize(L.Callback):
         was_copied = is_rehearsing() and any(isinstance(callback, MicroBatching) for callback in trainer.callbacks)
         if not was_copied:
             self._refuse_others(trainer)
-            self._added = MicroBatching(1)  # now, as techniques are set up only here; its number comes later
-            trainer.callbacks.append(self._added)
+            self._add(trainer, [MicroBatching(1)])  # now, as techniques are set up only here; its number comes later
         if not is_rehearsing():
             self._found.parts = None
         self._run = copy_run(trainer, pl_module, (AutoBatchSize, MicroBatching, MemoryMeter))
 
     def _refuse_others(self, trainer: L.Trainer) -> None:
-        place = trainer.callbacks.index(self)
-        techniques = techniques_of(trainer)
-        early = [technique for technique in techniques if trainer.callbacks.index(technique) < place]
-        others = [callback for callback in trainer.callbacks if isinstance(callback, MicroBatching | Auto)]
         name, unrehearsable = type(self).__name__, find_unrehearsable(trainer)
-        unfit = [
-            (others, "both choose the number of parts", "Remove one of them"),
-            (early, "it has taken its place already when the parts come", f"List {name} before it"),
-        ]
-        for found, why, way_out in unfit:
-            if found:
-                raise ValueError(explain(f"{name} with {found[0]}", why, way_out))
+        for callback in trainer.callbacks:
+            if isinstance(callback, MicroBatching | Auto):
+                why = "both choose the number of parts"
+                raise ValueError(explain(f"{name} with {callback}", why, "Remove one of them"))
+        self._refuse_earlier(trainer, "parts come")
         if unrehearsable is not None:
             way_out = "Use MicroBatching('auto'), which tries in the steps of the run itself"
             raise ValueError(explain(name, unrehearsable, way_out))
@@ -185,19 +176,9 @@ class AutoBatchSize(L.Callback):
                 callback.n = self._found.parts or 1
                 callback.on_fit_start(trainer, pl_module)  # again: what several parts cannot be used with
 
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Hook: the last. A later fit adds a fresh one."""
-        self._leave(trainer)
-
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Hook: the only one that is called when a run fails."""
-        self._leave(trainer)
-
-    def _leave(self, trainer: L.Trainer) -> None:
-        added, self._added, self._run = self._added, None, None
-        if added is not None:
-            # a new list: the hooks of those in the old one are being called
-            trainer.callbacks = [callback for callback in trainer.callbacks if callback is not added]
+    def _remove_added(self, trainer: L.Trainer) -> None:
+        super()._remove_added(trainer)
+        self._run = None
 
     def state_dict(self) -> dict[str, Any]:
         return {"parts": self._found.parts}

@@ -68,24 +68,6 @@ def _flatten(path: str, value: object) -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-def find_differences(one: State, other: State) -> list[str]:
-    """Return the paths whose values differ, or that only one of the two has.
-
-    Example:
-        >>> nan = float("nan")
-        >>> find_differences({"a": 1, "b": nan, "c": 0.0}, {"a": 2, "b": nan, "d": 0.0})
-        ['a', 'c', 'd']
-    """
-    paths = dict.fromkeys([*one, *other])
-    return [path for path in paths if path not in one or path not in other or not _are_same(one[path], other[path])]
-
-
-def _are_same(one: object, other: object) -> bool:
-    if isinstance(one, Digest) and isinstance(other, Digest):
-        return one.is_same(other)
-    return type(one) is type(other) and bool(one == other or (one != one and other != other))  # NaN equals NaN
-
-
 def measure_distance(one: object, other: object) -> float:
     """Return the distance of two values; infinite if it is undefined."""
     if isinstance(one, Digest) and isinstance(other, Digest) and one.shape == other.shape:

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,6 +120,24 @@ def take_digest(tensor: Tensor, store: Path | None = None) -> Digest:
         kept = store
     sums = torch.empty(0) if entries is flat else _sum_under_signs(flat)
     return Digest(tuple(tensor.shape), tensor.dtype, sums, _sum_bits(flat), kept)
+
+
+def find_differences(one: Mapping[str, object], other: Mapping[str, object]) -> list[str]:
+    """Return the names whose values differ, or that only one of the two has.
+
+    Example:
+        >>> nan = float("nan")
+        >>> find_differences({"a": 1, "b": nan, "c": 0.0}, {"a": 2, "b": nan, "d": 0.0})
+        ['a', 'c', 'd']
+    """
+    names = dict.fromkeys([*one, *other])
+    return [name for name in names if name not in one or name not in other or not _are_same(one[name], other[name])]
+
+
+def _are_same(one: object, other: object) -> bool:
+    if isinstance(one, Digest) and isinstance(other, Digest):
+        return one.is_same(other)
+    return type(one) is type(other) and bool(one == other or (one != one and other != other))  # NaN equals NaN
 
 
 def _files() -> Any:

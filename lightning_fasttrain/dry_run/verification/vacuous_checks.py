@@ -1,12 +1,13 @@
 """Detect vacuous comparisons: two steps are also equal if neither does anything."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
 
 from lightning_fasttrain.core.messages import list_some
+from lightning_fasttrain.dry_run.verification.digest import find_differences
 from lightning_fasttrain.dry_run.verification.rounding_noise import Distances
 from lightning_fasttrain.dry_run.verification.step_record import StepRecord
 from lightning_fasttrain.technique import Technique
@@ -126,13 +127,13 @@ def find_other_conduct(plain: StepRecord, other: StepRecord) -> list[str]:
         other: record with them, if they do not declare that they change training.
     """
     found = [*_find_frozen(plain, other), *_find_modes(plain, other)]
-    keys = _find_unequal(plain.state, other.state)
+    keys = find_differences(plain.state, other.state)
     if keys:
         found.append(f"state_dict has different entries: {list_some(keys)}.")
     if plain.numbers != other.numbers:
         found.append("The random state after a step differs from that after the plain step.")
     # Only modules of the plain model: those that a technique added may stay.
-    acting = _find_unequal(plain.left_behind, {name: other.left_behind.get(name) for name in plain.left_behind})
+    acting = find_differences(plain.left_behind, {name: other.left_behind.get(name) for name in plain.left_behind})
     if acting:
         found.append(f"When the fit ends early, {_list(acting)} are left with different hooks from the plain model.")
     given = sorted(set(plain.validated) ^ set(other.validated))
@@ -154,15 +155,9 @@ def _find_modes(plain: StepRecord, other: StepRecord) -> Iterator[str]:
     for when, modes in plain.modes.items():
         theirs = {name: other.modes.get(when, modes).get(name, mode) for name, mode in modes.items()}
         for mode, called in ((False, "evaluation"), (True, "training")):
-            switched = [name for name in _find_unequal(modes, theirs) if theirs[name] is mode]
+            switched = [name for name in find_differences(modes, theirs) if theirs[name] is mode]
             if switched:
                 yield f"In {when} {_list(switched)} are in {called} mode, unlike without the techniques."
-
-
-def _find_unequal(one: Mapping[str, object], other: Mapping[str, object]) -> list[str]:
-    """Return the names whose values differ, or that only one of the two has."""
-    names = dict.fromkeys([*one, *other])
-    return [name for name in names if one.get(name) != other.get(name)]
 
 
 def _list(names: Iterable[str]) -> str:
