@@ -14,7 +14,7 @@ import yaml
 
 from lightning_fasttrain.bench.ladder.results import Climbed
 from lightning_fasttrain.bench.ladder.verdict import TIME_WORTH
-from lightning_fasttrain.planner.catalogue import known_techniques, public_path
+from lightning_fasttrain.planner.catalogue import config_of_call, known_techniques, public_path
 from lightning_fasttrain.technique import Exactness, Technique
 from lightning_fasttrain.technique.facts import Facts
 
@@ -253,26 +253,14 @@ def _example(technique: type[Technique]) -> ast.Call:
     raise LookupError(f"the docstring of {technique.__name__} makes none")
 
 
-def _settings(technique: type[Technique], example: ast.Call) -> dict[str, Any] | None:
-    """The arguments of the example by name; None where one of them is an object."""
-    names = list(inspect.signature(technique).parameters)
-    given = dict(zip(names, example.args, strict=False))
-    given |= {keyword.arg: keyword.value for keyword in example.keywords if keyword.arg is not None}
-    try:
-        return {name: ast.literal_eval(value) for name, value in given.items()}
-    except ValueError:
-        return None
-
-
 def _written_out(technique: type[Technique]) -> tuple[str, dict[str, Any] | None]:
     """The docstring's example as Python and as a configuration of LightningCLI; None if YAML cannot hold it."""
     example, path = _example(technique), public_path(technique)
     made = f"ft.{path.removesuffix(technique.__name__)}{ast.unparse(example)}"
-    settings = _settings(technique, example)
-    if settings is None:
+    try:
+        return made, {"trainer": {"callbacks": [config_of_call(example)]}}
+    except ValueError:
         return made, None
-    spec = {"class_path": f"lightning_fasttrain.{path}", **({"init_args": settings} if settings else {})}
-    return made, {"trainer": {"callbacks": [spec]}}
 
 
 def _exactness_in_words(technique: type[Technique]) -> str:

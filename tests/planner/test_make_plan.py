@@ -20,12 +20,11 @@ from lightning_fasttrain.planner.candidates.configuration import (
     SWITCHES,
     Choice,
     budget_word,
-    code_of,
-    config_of,
     switch_of,
 )
 from lightning_fasttrain.planner.candidates.predicted_memory import PredictedMemory
 from lightning_fasttrain.planner.candidates.search_space import find_axes
+from lightning_fasttrain.planner.catalogue import code_of, config_of
 from lightning_fasttrain.planner.search import Search
 from lightning_fasttrain.planner.timing import Costs, Stopwatch
 from lightning_fasttrain.technique.facts import facts_of_machine

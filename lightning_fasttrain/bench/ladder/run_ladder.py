@@ -29,8 +29,9 @@ from lightning_fasttrain.bench.ladder.verdict import (
     trainer_verdict,
     usual_noise,
 )
+from lightning_fasttrain.bench.ladder.worker import callbacks_of
 from lightning_fasttrain.core.machine import hardware, versions
-from lightning_fasttrain.planner.catalogue import class_named, public_path
+from lightning_fasttrain.planner.catalogue import code_of
 from lightning_fasttrain.technique import Exactness
 from lightning_fasttrain.technique.declarations import least_exact
 
@@ -45,7 +46,7 @@ def as_code(state: State) -> str:
         >>> print(as_code({"callbacks": {"MicroBatching": {"n": 4}}, "trainer": {"precision": "bf16-mixed"},
         ...                "optimizer": {"fused": True}, "loop": {"print_loss": False, "pin_memory": True}}))
         trainer = L.Trainer(
-            precision="bf16-mixed",
+            precision='bf16-mixed',
             callbacks=[
                 ft.MicroBatching(n=4),
             ],
@@ -54,34 +55,20 @@ def as_code(state: State) -> str:
         # no loss.item() or print in the step; DataLoader(..., pin_memory=True) for a GPU
     """
     lines = ["trainer = L.Trainer("]
-    lines += [f"    {name}={_value(value)}," for name, value in state["trainer"].items()]
+    lines += [f"    {name}={value!r}," for name, value in state["trainer"].items()]
     if state["callbacks"]:
-        callbacks = [f"        {_call(name, arguments)}," for name, arguments in state["callbacks"].items()]
+        callbacks = [f"        {code_of(callback)}," for callback in callbacks_of(state)]
         lines += ["    callbacks=[", *callbacks, "    ],"]
     lines.append(")")
     named = {key: value for key, value in state["optimizer"].items() if key != "fused"}
     if named:
-        arguments = ", ".join(f"{key}={_value(value)}" for key, value in named.items())
+        arguments = ", ".join(f"{key}={value!r}" for key, value in named.items())
         lines.append(f"# in configure_optimizers: ft.build_optimizer(self, {arguments})")
     elif state["optimizer"].get("fused"):
         lines.append("# in configure_optimizers: torch.optim.AdamW(..., fused=True)")
     if not state["loop"].get("print_loss"):
         lines.append("# no loss.item() or print in the step; DataLoader(..., pin_memory=True) for a GPU")
     return "\n".join(lines)
-
-
-def _call(name: str, arguments: dict[str, Any]) -> str:
-    given = ", ".join(f"{key}={_value(value)}" for key, value in arguments.items())
-    return f"ft.{public_path(class_named(name))}({given})"
-
-
-def _value(value: object) -> str:
-    if isinstance(value, dict):  # a policy: its name and its arguments
-        ((name, arguments),) = value.items()
-        return _call(name, arguments)
-    if isinstance(value, str):
-        return f'"{value}"'
-    return f"{value:.4g}" if isinstance(value, float) else repr(value)
 
 
 OnProgress = Callable[[str, dict[str, Any]], None]

@@ -126,7 +126,8 @@ def _budget(below: Row) -> State:
     share = 0.75
     if "ActivationCheckpointing" in callbacks:
         share = 1 + (_ROOM_TO_PLAN if "CompileBlocks" in callbacks else MEMORY_WORTH)
-    return _checkpoint_by({"MemoryBudget": {"budget_gib": below.peak_mib / 1024 * share}})
+    budget_gib = float(f"{below.peak_mib / 1024 * share:.6g}")  # as short in the code to paste as in the measured run
+    return _checkpoint_by({"MemoryBudget": {"budget_gib": budget_gib}})
 
 
 def warmup_of(state: State) -> int:

@@ -1,6 +1,5 @@
 """One way to make a step: how many parts, what is recomputed, in which precision, and what else is switched on."""
 
-import ast
 import copy
 import math
 from collections.abc import Mapping
@@ -9,7 +8,7 @@ from typing import Any
 
 from lightning_fasttrain import data, model
 from lightning_fasttrain.model.memory_budget.memory_budget import MemoryBudget
-from lightning_fasttrain.planner.catalogue import class_named, known_techniques, public_path
+from lightning_fasttrain.planner.catalogue import code_of, config_of, known_techniques
 from lightning_fasttrain.technique import Setting, Technique
 
 
@@ -29,45 +28,6 @@ class Switch:
         """A fresh one."""
         # Copies, as a policy may keep what it learned of a model.
         return self.technique(**copy.deepcopy(dict(self.setting.arguments)))
-
-
-def code_of(made: Technique) -> str:
-    """The Python that makes such a technique.
-
-    Example:
-        >>> code_of(model.ActivationCheckpointing(model.EveryBlock(2)))
-        'ft.ActivationCheckpointing(policy=ft.model.EveryBlock(k=2))'
-    """
-    call = ast.parse(repr(made), mode="eval")
-    for node in ast.walk(call):
-        if isinstance(node, ast.Call):
-            node.func = ast.Name(f"ft.{_path_of(node)}")
-    return ast.unparse(call)
-
-
-def config_of(made: Technique) -> dict[str, Any]:
-    """Return the configuration for LightningCLI.
-
-    Example:
-        >>> config_of(data.MicroBatching(4))
-        {'class_path': 'lightning_fasttrain.MicroBatching', 'init_args': {'n': 4}}
-    """
-    call = ast.parse(repr(made), mode="eval").body
-    assert isinstance(call, ast.Call)
-    return _config_of(call)
-
-
-def _config_of(call: ast.Call) -> dict[str, Any]:
-    arguments = {}
-    for keyword in call.keywords:
-        value = keyword.value
-        arguments[keyword.arg] = _config_of(value) if isinstance(value, ast.Call) else ast.literal_eval(value)
-    config: dict[str, Any] = {"class_path": f"lightning_fasttrain.{_path_of(call)}"}
-    return {**config, "init_args": arguments} if arguments else config
-
-
-def _path_of(call: ast.Call) -> str:
-    return public_path(class_named(ast.unparse(call.func)))
 
 
 _TO, _GIB = "to ", " GiB"
