@@ -1,6 +1,7 @@
 """The reference model, a GPT, and its sizes."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -281,3 +282,26 @@ def size_named(name: str) -> Size:
         256
     """
     return SIZES[one_of("size", name, tuple(SIZES))]
+
+
+@dataclass(frozen=True)
+class Specimen:
+    """A model and what it is trained on, both made when asked for.
+
+    Args:
+        module: makes the LightningModule, with random weights; it has ``loss(batch)`` and uses AdamW.
+        batch: makes one batch of random data, on the CPU.
+    """
+
+    module: Callable[[], L.LightningModule]
+    batch: Callable[[], Any]
+
+
+def reference_gpt(size: str = "nano", batch: int = 8) -> Specimen:
+    """The reference GPT in one of the ladder's sizes; its batch is of (inputs, targets), each [batch, context]."""
+    config = size_named(size).model
+
+    def draw() -> Tensor:
+        return torch.randint(config.vocabulary, (batch, config.context))
+
+    return Specimen(lambda: GPTModule(config), lambda: (draw(), draw()))

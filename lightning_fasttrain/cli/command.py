@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.status import Status
 
-    from lightning_fasttrain.bench.reference_models import Specimen
+    from lightning_fasttrain.bench.gpt import Specimen
     from lightning_fasttrain.core.messages import Report
 
 # Also the exit code for arguments that argparse itself refuses.
@@ -150,8 +150,8 @@ def _refuse_both_or_none(options: argparse.Namespace) -> None:
 
 
 def _reference(options: argparse.Namespace, usual_batch: int) -> "Specimen":
-    from lightning_fasttrain.bench import reference_models
+    from lightning_fasttrain.bench.gpt import reference_gpt
     from lightning_fasttrain.core.checks import positive_int
 
     batch = usual_batch if options.batch is None else options.batch
-    return reference_models.gpt(options.size, positive_int("batch", batch))
+    return reference_gpt(options.size, positive_int("batch", batch))
