@@ -44,8 +44,8 @@ def find_unsteady(record: StepRecord, noise: Distances) -> list[str]:
     unsteady = []
     for name, update in record.updates():
         if name in record.gradients:
-            rounding = noise.gradients.get(name, 0.0) / max(record.gradients[name].norm(), 1e-300)
-            moved = noise.updates.get(name, 0.0) / max(update.norm(), 1e-300)
+            rounding = noise["gradients"].get(name, 0.0) / max(record.gradients[name].norm(), 1e-300)
+            moved = noise["updates"].get(name, 0.0) / max(update.norm(), 1e-300)
             if rounding < _LITTLE and moved > _MUCH:
                 unsteady.append((moved, name))
     if not unsteady:
@@ -102,7 +102,7 @@ def find_unlike_evaluation(plain: StepRecord, other: StepRecord, noise: Distance
         return []
     if other.quantized:  # whose evaluation kernels round differently
         bound += _QUANTIZED
-    allowed = 16 * max(gap, *noise.evaluation, 0.0) + (_FAR + bound) * size
+    allowed = 16 * max(gap, *noise["evaluation"].values(), 0.0) + (_FAR + bound) * size
     if found <= allowed:
         return []
     what = f"Training and evaluation see different models: on the same batch their losses differ by {found:.1e}"
@@ -114,7 +114,7 @@ def find_changed_base(plain: StepRecord, other: StepRecord, noise: Distances) ->
     if other.base is None or plain.evaluation[0] is None:
         return []
     apart, size = abs(other.base - plain.evaluation[0]), abs(plain.evaluation[0])
-    if apart <= 16 * max(0.0, *noise.evaluation) + _FAR * size:
+    if apart <= 16 * max(0.0, *noise["evaluation"].values()) + _FAR * size:
         return []
     return [f"With adapters disabled the model differs from the plain one: its loss is off by {apart / size:.1e}."]
 
