@@ -117,7 +117,7 @@ class Auto(AddsTechniques):
             known = trainer.strategy.broadcast(known)
         if known is None:
             raise RuntimeError("rank zero could not make a plan: see its error")
-        return Choice(**known)
+        return Choice.read(known)
 
     def _choose(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, Any]:
         loader = training_loader(trainer)

@@ -194,7 +194,7 @@ def _limit(memory_gib: float | str, device: str, here: str) -> float:
 def _explain(chosen: Tried, search: Search) -> list[str]:
     """A sentence for each thing that is switched on: what there would be without it."""
     choice, reasons = chosen.choice, []
-    for other, name in _one_less(choice, search.axes.precisions[0]):
+    for other, name in _one_less(choice, search.axes.precision):
         needed = search.memory.predict(other)
         ms = search.estimate(other)
         now = search.estimate(choice)
@@ -216,4 +216,4 @@ def _one_less(choice: Choice, precision: str) -> Iterator[tuple[Choice, str]]:
         if axis != "precision":
             yield replace(choice, **{axis: ""}), code_of(switch_of(axis, word).make()).removeprefix("ft.")
         elif word != precision:
-            yield replace(choice, precision=precision), word
+            yield replace(choice, precision=precision), str(word)

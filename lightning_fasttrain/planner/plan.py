@@ -89,10 +89,15 @@ class Plan(Report):
     @property
     def settings(self) -> dict[str, Any]:
         """Further arguments of the Trainer."""
+        return self._settings_with(None if self.strategy is None else self.strategy.strategy())
+
+    def _settings_with(self, strategy: Any) -> dict[str, Any]:
         settings: dict[str, Any] = {"precision": self.chosen.choice.precision}
         if self.strategy is not None:
-            settings["strategy"] = self.strategy.strategy()
-        return {**settings, **self._devices()}
+            nodes = self.strategy.nodes
+            # Lightning counts devices on each node.
+            settings |= {"strategy": strategy, "devices": self.strategy.devices // nodes, "num_nodes": nodes}
+        return settings
 
     def trainer(self, **settings: Any) -> L.Trainer:
         """A Trainer that follows the plan.
@@ -106,26 +111,19 @@ class Plan(Report):
     def code(self) -> str:
         """Python that makes that Trainer."""
         lines = ["import lightning as L", "import lightning_fasttrain as ft", "", "trainer = L.Trainer("]
-        lines.append(f"    precision={self.chosen.choice.precision!r},")
-        if self.strategy is not None:
-            lines.append(f"    strategy={strategy_code(self.strategy.name)[0]},")
-        lines += [f"    {name}={number}," for name, number in self._devices().items()]
+        for name, value in self._settings_with(None).items():
+            written = repr(value)
+            if name == "strategy" and self.strategy is not None:
+                written = strategy_code(self.strategy.name)[0]
+            lines.append(f"    {name}={written},")
         made = ", ".join(self.chosen.choice.code())
         return "\n".join([*lines, f"    callbacks=[{made}],", ")"])
 
     def yaml(self) -> str:
         """Return the configuration for LightningCLI."""
-        trainer: dict[str, Any] = {"precision": self.chosen.choice.precision, **self._devices()}
-        if self.strategy is not None:
-            trainer["strategy"] = strategy_code(self.strategy.name)[1]
+        trainer = self._settings_with(None if self.strategy is None else strategy_code(self.strategy.name)[1])
         trainer["callbacks"] = [dict(config) for config in self.chosen.choice.configs()]
         return yaml.safe_dump({"trainer": trainer}, sort_keys=False)
-
-    def _devices(self) -> dict[str, int]:
-        if self.strategy is None:
-            return {}
-        nodes = self.strategy.nodes
-        return {"devices": self.strategy.devices // nodes, "num_nodes": nodes}  # Lightning counts devices on each node
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""

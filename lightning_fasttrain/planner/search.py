@@ -8,7 +8,7 @@ from dataclasses import replace
 from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.wrapped_forward import first_line
-from lightning_fasttrain.planner.candidates.configuration import Choice, is_budget
+from lightning_fasttrain.planner.candidates.configuration import Budget, Choice
 from lightning_fasttrain.planner.candidates.predicted_memory import PredictedMemory
 from lightning_fasttrain.planner.candidates.search_space import Axes
 from lightning_fasttrain.planner.plan import TELLS, Tried, simplest_of_equals_first, why_slower
@@ -75,7 +75,7 @@ class Search:
 
     def look_at_plain(self) -> Tried:
         """Return what is known of the plain step."""
-        choice = Choice(precision=self.axes.precisions[0])
+        choice = Choice(precision=self.axes.precision)
         return self.tried.get(choice) or self._look_at(choice)
 
     def _look_at(self, choice: Choice) -> Tried:
@@ -84,7 +84,7 @@ class Search:
     def estimate(self, choice: Choice) -> float:
         """Estimate the time of a step in ms. A budget takes its share of the time of recomputing all blocks."""
         least = self.costs.estimate(choice, self.steps)
-        if not is_budget(choice.recompute):
+        if not choice.has_budget:
             return least
         low, high = self.memory.most_recomputed(choice), self.memory.least_recomputed(choice)
         share = (high - self.memory.predict(choice)) / max(high - low, 1.0)
@@ -99,7 +99,7 @@ class Search:
         """A layer that looks like a head may be used for something else than a cross-entropy, as a prediction shows."""
         for word in self.axes.words["head"][1:]:
             try:
-                self.memory.predict(Choice(head=word, precision=self.axes.precisions[0]))
+                self.memory.predict(Choice(head=word, precision=self.axes.precision))
             except (AttributeError, RuntimeError, ValueError, TypeError) as error:
                 return self.axes.drop("head", str(error).partition("\n")[0])
         return None
@@ -107,7 +107,7 @@ class Search:
     def _find_base(self) -> Choice:
         """A choice that fits, with as little switched on as that takes."""
         leanest, least = Choice(), float("inf")
-        precision = self.axes.precisions[0]
+        precision = self.axes.precision
         for switched in self._ever_leaner():
             for parts in self.axes.parts:
                 choice = replace(switched, parts=parts, precision=precision)
@@ -150,8 +150,6 @@ class Search:
         for axis, words in self.axes.words.items():
             for word in words[1:]:
                 self._measure_switch(base, ms, axis, word)
-        for precision in self.axes.precisions[1:]:
-            self._measure_switch(base, ms, "precision", precision)
         if base.parts == self.axes.parts[-1] > 1:
             self._measure_fewer_parts(base, ms)
 
@@ -184,8 +182,8 @@ class Search:
         added = max(0.0, (other_ms - ms) / (parts - base.parts)) / factor
         self.costs.per_part, self.costs.whole = added, ms / factor - added * base.parts
 
-    def _measure_switch(self, base: Choice, ms: float, axis: str, word: str) -> None:
-        if getattr(base, axis) == word or is_budget(word) or (word == "in backward" and base.parts > 1):
+    def _measure_switch(self, base: Choice, ms: float, axis: str, word: str | Budget) -> None:
+        if getattr(base, axis) == word or isinstance(word, Budget) or (word == "in backward" and base.parts > 1):
             return
         choice = replace(base, **{axis: word})
         if not self.fits(choice, self.memory.predict(choice)):
@@ -197,9 +195,8 @@ class Search:
             if axis == "compile":
                 self.costs.compile_ms = max(0.0, timed.first_ms - timed.ms)  # the first step compiles
         elif choice in self.tried:
-            words = self.axes.words[axis] if axis != "precision" else self.axes.precisions
             self.axes.left_out[f"{axis} {word}"] = self.tried[choice].why_not
-            words.remove(word)
+            self.axes.words[axis].remove(word)
 
     def _factor_of(self, base: Choice, axis: str) -> float:
         """Return what the base has switched on for an axis."""
@@ -208,19 +205,25 @@ class Search:
 
     def _measure(self, choice: Choice, *, at_all_costs: bool = False) -> Timed | None:
         """Time a choice; None if it fails, which is noted, or if there is no time."""
-        assert self.watch is not None
         if time.monotonic() > self.deadline and not at_all_costs:
             self._say_late()
             return None
-        self.tell(f"measuring {choice}")
-        try:
-            timed = self.watch.time(choice)
-        except Exception as error:
-            self._note(replace(self._look_at(choice), why_not=first_line(error)))
-            return None
         tried = self._look_at(choice)
-        self._note(replace(tried, step_ms=(timed.ms,), why_not="slower by estimate than what was compared"))
+        timed = self._time(tried, "measuring")
+        if timed is not None:
+            self._note(replace(tried, step_ms=(timed.ms,), why_not="slower by estimate than what was compared"))
         return timed
+
+    def _time(self, tried: Tried, doing: str, *, peak: bool = False) -> Timed | None:
+        """Run steps of a choice; None if they fail, which is noted, and it is no finalist again."""
+        assert self.watch is not None
+        self.tell(f"{doing} {tried.choice}")
+        try:
+            return self.watch.time(tried.choice, peak=peak)
+        except Exception as error:
+            self.refused.add(tried.choice)
+            self._note(replace(tried, why_not=first_line(error)))
+            return None
 
     def _say_late(self) -> None:
         note = "There was no time to measure everything: what was not is estimated. Give more seconds."
@@ -256,7 +259,7 @@ class Search:
             if choice not in self.refused:
                 bound = self.costs.estimate(choice, self.steps)
                 # The number is unique, so the heap never compares two choices, which have no order.
-                row = bound, len(choice.words), choice.parts, number, is_budget(choice.recompute), choice
+                row = bound, len(choice.words), choice.parts, number, choice.has_budget, choice
                 heapq.heappush(queue, row)
         while queue:
             ms, words, parts, number, is_bound, choice = heapq.heappop(queue)
@@ -270,20 +273,17 @@ class Search:
 
         None if none of them runs within the limit.
         """
-        assert self.watch is not None
         times: dict[Choice, list[float]] = {tried.choice: [] for tried in finalists}
         for round_ in range(_ROUNDS):
             for tried in finalists:
                 # None: it failed in an earlier round. The first round is run to the end, or nothing could be chosen.
                 if times.get(tried.choice) is None or (round_ > 0 and time.monotonic() > self.deadline):
                     continue
-                self.tell(f"comparing {tried.choice}")
-                try:
-                    times[tried.choice].append(self.watch.time(tried.choice).ms)
-                except Exception as error:
+                timed = self._time(tried, "comparing")
+                if timed is None:
                     del times[tried.choice]
-                    self.refused.add(tried.choice)
-                    self._note(replace(tried, why_not=first_line(error)))
+                else:
+                    times[tried.choice].append(timed.ms)
         ranked = [replace(t, step_ms=tuple(times[t.choice])) for t in finalists if times.get(t.choice)]
         # The time that compiling takes is not in the steps that were measured, but in the run that is planned.
         share = lambda tried: self.costs.compile_ms / self.steps if tried.choice.compile else 0.0  # noqa: E731
@@ -291,25 +291,20 @@ class Search:
         ranked = simplest_of_equals_first(ranked)
         chosen: Tried | None = None
         for tried in ranked:
-            if chosen is not None:
-                self._note(replace(tried, why_not=why_slower(tried, chosen)))
-                continue
-            confirmed = self._confirm(tried)
-            if confirmed.why_not:
-                self.refused.add(tried.choice)
-                self._note(confirmed)
+            if chosen is None:
+                chosen = self._confirm(tried)
             else:
-                chosen = self._note(confirmed)
+                self._note(replace(tried, why_not=why_slower(tried, chosen)))
         return chosen
 
-    def _confirm(self, tried: Tried) -> Tried:
-        """Measure the peak of one step."""
-        assert self.watch is not None
-        self.tell(f"measuring the memory of {tried.choice}")
-        try:
-            peak = self.watch.time(tried.choice, peak=True).peak_bytes
-        except Exception as error:
-            return replace(tried, why_not=first_line(error))
-        if not self.fits(tried.choice, peak):
-            return replace(tried, peak_bytes=peak, why_not=f"does not fit: measured {peak / GIB:.3f} GiB")
-        return replace(tried, peak_bytes=peak)
+    def _confirm(self, tried: Tried) -> Tried | None:
+        """Measure the peak of one step; None if it fails or does not fit, which is noted."""
+        timed = self._time(tried, "measuring the memory of", peak=True)
+        if timed is None:
+            return None
+        confirmed = replace(tried, peak_bytes=timed.peak_bytes)
+        if self.fits(tried.choice, timed.peak_bytes):
+            return self._note(confirmed)
+        self.refused.add(tried.choice)
+        self._note(replace(confirmed, why_not=f"does not fit: measured {timed.peak_bytes / GIB:.3f} GiB"))
+        return None

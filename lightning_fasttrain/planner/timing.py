@@ -7,7 +7,7 @@ import lightning as L
 
 from lightning_fasttrain.core.device import device_clock
 from lightning_fasttrain.dry_run.verification.short_run import EnoughError, PeakObserver, Steps, run_steps
-from lightning_fasttrain.planner.candidates.configuration import Choice, is_budget, switch_of
+from lightning_fasttrain.planner.candidates.configuration import Budget, Choice, switch_of
 
 PER_PART = 0.01  # share of a step for each micro-batch, until it is measured
 _BF16 = 0.5
@@ -58,7 +58,7 @@ class Stopwatch:
             Exception: whatever they raise.
         """
         settings = {**self.settings, "precision": choice.precision}
-        warmup = _TO_PLAN if is_budget(choice.recompute) else _WARMUP
+        warmup = _TO_PLAN if choice.has_budget else _WARMUP
         watch = _Watch(warmup, peak)
         batches = [self.batch] * (warmup + _MOST + peak)  # the same one each time: list entries take no memory
         run_steps(Steps(self.module, batches, settings), choice.techniques(), watch)
@@ -113,7 +113,7 @@ class Costs:
 
     whole: float = 1.0
     per_part: float = PER_PART
-    factors: dict[tuple[str, str], float] = field(default_factory=dict)
+    factors: dict[tuple[str, str | Budget], float] = field(default_factory=dict)
     compile_ms: float = 0.0
 
     def estimate(self, choice: Choice, steps: int) -> float:
@@ -129,7 +129,7 @@ class Costs:
         return factor
 
 
-def assume_factor(axis: str, word: str) -> float:
+def assume_factor(axis: str, word: str | Budget) -> float:
     if axis == "precision":
         return _BF16
     return switch_of(axis, word).setting.cost

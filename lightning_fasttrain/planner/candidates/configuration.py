@@ -30,22 +30,28 @@ class Switch:
         return self.technique(**copy.deepcopy(dict(self.setting.arguments)))
 
 
-_TO, _GIB = "to ", " GiB"
+@dataclass(frozen=True)
+class Budget:
+    """A value of the axis ``recompute``: just as much as keeps a step within a limit.
 
-
-def budget_word(gib: float) -> str:
-    """The word of the axis ``recompute`` for just as much as keeps a step within a limit.
-
-    Example:
-        >>> budget_word(0.12345678)
-        'to 0.123456 GiB'
+    Attributes:
+        gib: the limit.
     """
-    return f"{_TO}{math.floor(gib * 1e6) / 1e6}{_GIB}"  # down, so that it is never above the limit
 
+    gib: float
 
-def is_budget(word: str) -> bool:
-    """Whether it is a :func:`budget_word`."""
-    return word.startswith(_TO)
+    @classmethod
+    def within(cls, gib: float) -> "Budget":
+        """Return a budget with few digits, which is never above ``gib``.
+
+        Example:
+            >>> print(Budget.within(0.12345678))
+            to 0.123456 GiB
+        """
+        return cls(math.floor(gib * 1e6) / 1e6)
+
+    def __str__(self) -> str:
+        return f"to {self.gib} GiB"
 
 
 @dataclass(frozen=True)
@@ -61,14 +67,25 @@ class Choice:
     precision: str = "32-true"
     adapter: str = ""
     head: str = ""
-    recompute: str = ""
+    recompute: str | Budget = ""
     compile: str = ""
     offload: str = ""
     gradients: str = ""
     loader: str = ""
 
+    @classmethod
+    def read(cls, values: Mapping[str, Any]) -> "Choice":
+        """Return the choice whose fields were written as JSON."""
+        recompute = values["recompute"]
+        return cls(**{**values, "recompute": recompute if isinstance(recompute, str) else Budget(**recompute)})
+
     @property
-    def words(self) -> list[tuple[str, str]]:
+    def has_budget(self) -> bool:
+        """Whether blocks are recomputed within a budget, which measures the first steps."""
+        return isinstance(self.recompute, Budget)
+
+    @property
+    def words(self) -> list[tuple[str, str | Budget]]:
         """(axis, word) wherever it is not the plain step, precision too."""
         found = [(axis, getattr(self, axis)) for axis in SWITCHES if getattr(self, axis)]
         return [*found, ("precision", self.precision)] if self.precision != "32-true" else found
@@ -105,10 +122,9 @@ def _find_switches() -> dict[str, dict[str, Switch]]:
 SWITCHES = _find_switches()
 
 
-def switch_of(axis: str, word: str) -> Switch:
+def switch_of(axis: str, word: str | Budget) -> Switch:
     """Return the meaning of a word of an axis."""
-    if not is_budget(word):
+    if isinstance(word, str):
         return SWITCHES[axis][word]
-    gib = float(word.removeprefix(_TO).removesuffix(_GIB))
-    setting = Setting(axis, word, {"policy": MemoryBudget(budget_gib=gib)})
+    setting = Setting(axis, str(word), {"policy": MemoryBudget(budget_gib=word.gib)})
     return Switch(model.ActivationCheckpointing, setting)

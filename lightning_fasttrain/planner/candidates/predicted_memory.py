@@ -8,7 +8,7 @@ import lightning as L
 
 from lightning_fasttrain.core.modules.blocks import find_blocks
 from lightning_fasttrain.dry_run.verification.short_run import quietly
-from lightning_fasttrain.planner.candidates.configuration import Choice, is_budget
+from lightning_fasttrain.planner.candidates.configuration import Choice
 from lightning_fasttrain.predict import predict_memory
 
 
@@ -22,7 +22,7 @@ class PredictedMemory:
         batch: one batch.
         device: whose memory.
         parts: the numbers of parts that may be asked for.
-        budget_bytes: to which a :func:`~lightning_fasttrain.planner.candidates.configuration.budget_word` keeps a step.
+        budget_bytes: to which a :class:`~lightning_fasttrain.planner.candidates.configuration.Budget` keeps a step.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class PredictedMemory:
         Raises:
             ValueError, TypeError: it cannot be predicted.
         """
-        if is_budget(choice.recompute):
+        if choice.has_budget:
             return self._within_budget(self.most_recomputed(choice), self.least_recomputed(choice))
         key = replace(choice, compile="")
         if key not in self.known:
@@ -63,7 +63,7 @@ class PredictedMemory:
 
     def predict_exactly(self, choice: Choice) -> float:
         """Predict as :meth:`predict` does, without a progress line."""
-        if is_budget(choice.recompute):
+        if choice.has_budget:
             for recompute in ("", "all"):
                 self.predict_exactly(replace(choice, recompute=recompute))
             return self.predict(choice)

@@ -10,7 +10,7 @@ import lightning as L
 from torch import nn
 
 from lightning_fasttrain.data.split_batch import batch_size
-from lightning_fasttrain.planner.candidates.configuration import SWITCHES, Choice, budget_word
+from lightning_fasttrain.planner.candidates.configuration import SWITCHES, Budget, Choice
 from lightning_fasttrain.predict.fake_model import fake_model
 from lightning_fasttrain.technique import Exactness, Technique, check_together
 from lightning_fasttrain.technique.facts import Facts, add_model
@@ -23,27 +23,28 @@ class Axes:
     """The possible choices, axis by axis.
 
     Attributes:
-        parts: numbers of parts.
-        precisions: the user's own first.
-        words: axis → its words, "" first.
+        parts: numbers of parts, 1 first.
+        words: axis → its words, "" first; of the precision the user's own.
         left_out: what is left out → why.
     """
 
     parts: list[int]
-    precisions: list[str]
-    words: dict[str, list[str]]
+    words: dict[str, list[str | Budget]]
     left_out: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def precision(self) -> str:
+        """The precision of the plain step."""
+        return str(self.words["precision"][0])
 
     def choices(self) -> Iterator[Choice]:
         """Every combination of techniques that go together."""
-        names = list(self.words)
-        for words in itertools.product(*self.words.values()):
-            switched = replace(Choice(), **dict(zip(names, words, strict=True)))
-            for parts, precision in itertools.product(self.parts, self.precisions):
-                choice = replace(switched, parts=parts, precision=precision)
-                with suppress(ValueError):  # some techniques do not go together
-                    check_together(choice.techniques())
-                    yield choice
+        names = [*self.words, "parts"]
+        for values in itertools.product(*self.words.values(), self.parts):
+            choice = replace(Choice(), **dict(zip(names, values, strict=True)))
+            with suppress(ValueError):  # some techniques do not go together
+                check_together(choice.techniques())
+                yield choice
 
     def drop(self, axis: str, why: str) -> None:
         """Go on with the plain word of an axis alone."""
@@ -76,11 +77,9 @@ def find_axes(
     """
     facts = add_model(facts, module)
     parts, reason = _find_parts(module, batch, keep)
-    axes = Axes(parts, [precision or "32-true"], {})
+    axes = Axes(parts, {})
     if reason:
         axes.left_out["parts"] = reason
-    if precision is None:
-        _add_precision(axes, keep, fast_bf16)
     for axis, words in SWITCHES.items():
         axes.words[axis] = [""]
         for word, switch in words.items():
@@ -95,7 +94,10 @@ def find_axes(
             else:
                 axes.left_out[f"{axis} {word}"] = why
     if limit_gib is not None and "all" in axes.words["recompute"]:
-        axes.words["recompute"].insert(-1, budget_word(limit_gib))  # before the leanest, which stays the last
+        axes.words["recompute"].insert(-1, Budget.within(limit_gib))  # before the leanest, which stays the last
+    axes.words["precision"] = [precision or "32-true"]
+    if precision is None:
+        _add_precision(axes, keep, fast_bf16)
     return axes
 
 
@@ -105,7 +107,7 @@ def _add_precision(axes: Axes, keep: Exactness, fast_bf16: bool) -> None:
     elif not fast_bf16:
         axes.left_out["bf16-mixed"] = "this device does not multiply bfloat16 faster"
     else:
-        axes.precisions.append("bf16-mixed")
+        axes.words["precision"].append("bf16-mixed")
 
 
 def _find_parts(module: nn.Module, batch: Any, keep: Exactness) -> tuple[list[int], str]:
