@@ -1,7 +1,7 @@
 """The largest part of a batch that fits, found before the first step, at the same global batch."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import lightning as L
 from lightning.pytorch.trainer.states import TrainerFn
@@ -12,17 +12,15 @@ from lightning_fasttrain.core.files.safe_load import first_line
 from lightning_fasttrain.core.messages import explain, format_bytes, number_of, say
 from lightning_fasttrain.data import MicroBatching
 from lightning_fasttrain.data.split_batch import batch_size
-from lightning_fasttrain.dry_run.rehearsal.context import find_window, read_batches
+from lightning_fasttrain.dry_run.rehearsal.context import find_window, gather_answers, read_batches
 from lightning_fasttrain.dry_run.rehearsal.isolation import leaving_no_trace
 from lightning_fasttrain.dry_run.rehearsal.nested_trainer import find_unrehearsable
 from lightning_fasttrain.dry_run.rehearsal.rehearsal import Rehearsing, is_rehearsing
 from lightning_fasttrain.dry_run.rehearsal.run_copy import RunCopy, copy_run
 from lightning_fasttrain.planner.auto import AddsTechniques, Auto
+from lightning_fasttrain.planner.make_plan import refuse_bad_limit
 from lightning_fasttrain.planner.micro_batch_trial import PartTrial
-from lightning_fasttrain.run.checkpoint._gathered_states import gather, pack, unpack
 from lightning_fasttrain.run.profiling.memory_meter import MemoryMeter
-
-A = TypeVar("A")
 
 
 def possible_parts(size: int) -> list[int]:
@@ -121,9 +119,7 @@ class AutoBatchSize(AddsTechniques):
     """
 
     def __init__(self, memory_gib: float | str = "fit", steps: int = 3, seconds: float = 5.0) -> None:
-        if memory_gib != "fit" and (isinstance(memory_gib, str) or not memory_gib > 0):
-            way_out = "Give a number above 0, or 'fit'"
-            raise ValueError(explain(f"memory_gib={memory_gib!r}", "it is a limit in GiB", way_out))
+        refuse_bad_limit(memory_gib)
         if positive_int("steps", steps) < 2:
             raise ValueError(explain("steps=1", "the first makes the optimizer's state", "Use steps=2 or more"))
         self.memory_gib, self.steps, self.seconds = memory_gib, steps, seconds
@@ -190,13 +186,13 @@ class AutoBatchSize(AddsTechniques):
         window = find_window(trainer, run)
         sample, _ = read_batches(trainer, window, self.seconds)
         batch = sample.first[0] if sample.largest is None else sample.largest
-        most = max(_of_all_ranks(trainer, batch_size(batch)))  # all ranks have to go through the same numbers of parts
+        most = max(gather_answers(trainer, batch_size(batch)))  # all ranks have to go through the same numbers of parts
         trial = PartTrial(trainer, run, batch, most, self.steps, window)
         limit, possible = self._limit(trainer), possible_parts(most)
-        parts = max(_of_all_ranks(trainer, _predict(trial, limit, possible)))
+        parts = max(gather_answers(trainer, _predict(trial, limit, possible)))
         while True:
             tried = trial.take_steps(parts)
-            peak = max(_of_all_ranks(trainer, tried.peak_bytes))
+            peak = max(gather_answers(trainer, tried.peak_bytes))
             if tried.parts == parts and (self.memory_gib == "fit" or peak <= limit):
                 break
             say("AutoBatchSize: batches in %s do not fit", number_of(parts, "part"))
@@ -220,7 +216,7 @@ class AutoBatchSize(AddsTechniques):
         if not isinstance(self.memory_gib, str):
             return self.memory_gib * GIB
         free = free_bytes(trainer.strategy.root_device)
-        return min(_of_all_ranks(trainer, float("inf") if free is None else float(free)))
+        return min(gather_answers(trainer, float("inf") if free is None else float(free)))
 
 
 def _predict(trial: PartTrial, limit: float, possible: list[int]) -> int:
@@ -230,9 +226,3 @@ def _predict(trial: PartTrial, limit: float, possible: list[int]) -> int:
     except Exception as error:
         say("AutoBatchSize: parts are only tried, since a step cannot be predicted: %s", first_line(error))
         return possible[0]
-
-
-def _of_all_ranks(trainer: L.Trainer, answer: A) -> list[A]:
-    """Gather the answers of all ranks, which must all call this."""
-    everyone = gather(pack({"answer": answer}), trainer.strategy.root_device)
-    return [unpack(one)["answer"] for one in everyone]

@@ -174,21 +174,25 @@ def _facts(device: str, devices: int, settings: Mapping[str, Any]) -> Facts:
     )
 
 
+def refuse_bad_limit(memory_gib: float | str) -> None:
+    """Refuse a limit of memory that is neither a positive number of GiB nor ``"fit"``."""
+    if memory_gib != "fit" and (isinstance(memory_gib, str) or not memory_gib > 0):
+        way_out = "Give a number above 0, or 'fit'"
+        raise ValueError(explain(f"memory_gib={memory_gib!r}", "it is a limit in GiB", way_out))
+
+
 def _limit(memory_gib: float | str, device: str, here: str) -> float:
-    if memory_gib == "fit":
-        if device != here:
-            why = f"there is no {device} here to be asked"
-            raise ValueError(explain("memory_gib='fit'", why, "Give the memory of one device: memory_gib=24"))
-        free = free_bytes(torch.device(device))
-        if free is None:
-            why = "this system does not report its free memory"
-            raise ValueError(explain("memory_gib='fit'", why, "Give a limit: memory_gib=16"))
-        return free / GIB
-    if isinstance(memory_gib, str) or not memory_gib > 0:
-        raise ValueError(
-            explain(f"memory_gib={memory_gib!r}", "it is a limit in GiB", "Give a number above 0, or 'fit'")
-        )
-    return float(memory_gib)
+    refuse_bad_limit(memory_gib)
+    if memory_gib != "fit":
+        return float(memory_gib)
+    if device != here:
+        why = f"there is no {device} here to be asked"
+        raise ValueError(explain("memory_gib='fit'", why, "Give the memory of one device: memory_gib=24"))
+    free = free_bytes(torch.device(device))
+    if free is None:
+        why = "this system does not report its free memory"
+        raise ValueError(explain("memory_gib='fit'", why, "Give a limit: memory_gib=16"))
+    return free / GIB
 
 
 def _explain(chosen: Tried, search: Search) -> list[str]:

@@ -238,7 +238,8 @@ class Search:
                 break
             needed = self.memory.predict(choice)
             if self.fits(choice, needed):
-                needed = self.memory.predict_exactly(choice)  # a second each, so only for those that fit by the line
+                # It takes a second each, so only for those that fit by the line.
+                needed = self.memory.predict(choice, exactly=True)
             if self.fits(choice, needed):
                 finalists.append(Tried(choice, needed, ms))
             elif len(self.tried) < 40:  # rows of a table that can still be read

@@ -177,7 +177,7 @@ def test_a_line_through_two_predictions_meets_the_others():
     memory = PredictedMemory(TinyLM(), BATCH, "cpu", [1, 2, 4, 8, 16])
     choice = Choice(parts=4)
     guessed = memory.predict(choice)
-    assert guessed == pytest.approx(memory.predict_exactly(choice), rel=0.05)
+    assert guessed == pytest.approx(memory.predict(choice, exactly=True), rel=0.05)
 
 
 def test_a_budget_keeps_whole_blocks_between_none_and_all():

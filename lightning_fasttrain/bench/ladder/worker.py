@@ -85,22 +85,22 @@ def run_in_a_bare_loop(module: GPTModule, loader: Iterable[Any], state: State, r
         ValueError: a technique of the state has no function that this loop calls.
     """
     callbacks = callbacks_of(state)
-    names = {type(callback).__name__ for callback in callbacks}
-    parts = state["callbacks"].get("MicroBatching", {}).get("n", 1)
+    kinds = {type(callback) for callback in callbacks}
+    parts = max([callback.n for callback in callbacks if isinstance(callback, data.MicroBatching)], default=1)
     device = recorder.device
     bf16 = state["trainer"].get("precision") == "bf16-mixed"
     surgeons = [c for c in callbacks if isinstance(c, Technique) and type(c).apply is not Technique.apply]
-    known = {"MicroBatching", "DevicePrefetch", "EagerGradientRelease", "OptimizerInBackward"}
-    unknown = names - known - {type(c).__name__ for c in surgeons}
+    known = {data.MicroBatching, data.DevicePrefetch, optim.EagerGradientRelease, optim.OptimizerInBackward}
+    unknown = sorted(kind.__name__ for kind in kinds - known - set(map(type, surgeons)))
     if unknown:
-        why = "it has no place in it yet"
-        raise ValueError(explain(f"{', '.join(sorted(unknown))} in a bare loop", why, "Add it to training_loops.py"))
+        what, way_out = f"{', '.join(unknown)} in a bare loop", "Add it to run_in_a_bare_loop"
+        raise ValueError(explain(what, "it has no place in it yet", way_out))
     with apply(module, surgeons):
         module.to(device)
         optimizer = module.configure_optimizers()
-        if "OptimizerInBackward" in names:
+        if optim.OptimizerInBackward in kinds:
             optim.optimize_in_backward_(optimizer)
-        batches = data.prefetch_to_device(loader, device) if "DevicePrefetch" in names else loader
+        batches = data.prefetch_to_device(loader, device) if data.DevicePrefetch in kinds else loader
 
         def loss_of(batch: Any) -> Tensor:
             with torch.autocast(device.type, torch.bfloat16, enabled=bf16, cache_enabled=False):  # as in the Trainer

@@ -57,14 +57,19 @@ class Rehearsed:
 
     def ask_all(self, answer: A) -> list[A]:
         """Return the answers of all ranks, as plain values. All ranks must call it."""
-        everyone = gather(pack({"answer": answer}), self.trainer.strategy.root_device)
-        return [unpack(one)["answer"] for one in everyone]
+        return gather_answers(self.trainer, answer)
 
     def raise_on_all(self, problem: str | None) -> None:
         """Raise the first problem of any rank on all ranks, since the others would wait for a failed one."""
         for rank, found in enumerate(self.ask_all(problem)):
             if found is not None:
                 raise RehearsalError(f"on rank {rank}, {found}" if rank > 0 else found)
+
+
+def gather_answers(trainer: L.Trainer, answer: A) -> list[A]:
+    """Return the answers of all ranks, as plain values. All ranks must call it."""
+    everyone = gather(pack({"answer": answer}), trainer.strategy.root_device)
+    return [unpack(one)["answer"] for one in everyone]
 
 
 def fill_up(batches: list[Any], count: int) -> list[Any]:

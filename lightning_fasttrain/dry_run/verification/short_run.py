@@ -13,6 +13,7 @@ import lightning as L
 import numpy as np
 import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
@@ -73,14 +74,14 @@ def run_steps(of: Steps, techniques: Sequence[Technique], watcher: L.Callback) -
         "accelerator": "auto",
         "devices": 1,
         "logger": False,
-        "enable_checkpointing": False,
         "limit_val_batches": int(validates),
         "val_check_interval": len(batches),
         "max_epochs": 1000,  # Lightning's default, without its warning
         **of.settings,
+        "enable_checkpointing": True,  # StopAfter is such a callback, and none is added beside it
     }
     # The callback that ends the run is last, so that the watcher sees the end of the last batch.
-    observers = [watcher, _StopAfter(len(batches))]
+    observers = [watcher, StopAfter(len(batches))]
     # Twice as many, so that none of the steps is the last of an epoch.
     loaders = [as_loader([*batches, *batches, batches[0]]), as_loader(validation) if validates else None]
     with isolate_rng(), _only_these_techniques(module):
@@ -187,8 +188,11 @@ class PeakObserver(L.Callback):
         self.end_measuring()
 
 
-class _StopAfter(L.Callback):
-    """Ends a fit after ``batches`` batches, and the validation that follows them."""
+class StopAfter(Checkpoint):
+    """Ends a fit after ``batches`` batches of its first epoch, and the validation that follows them.
+
+    A ``Checkpoint``, so that Lightning calls it last and does not add a ``ModelCheckpoint``.
+    """
 
     def __init__(self, batches: int) -> None:
         self.batches = batches

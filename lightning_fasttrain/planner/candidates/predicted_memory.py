@@ -34,17 +34,24 @@ class PredictedMemory:
         self.ends = [parts[1], parts[-1]] if len(parts) > 1 else []
         self.known: dict[Choice, float] = {}
 
-    def predict(self, choice: Choice) -> float:
+    def predict(self, choice: Choice, *, exactly: bool = False) -> float:
         """Peak bytes. What is compiled counts as it is eagerly, which is more.
+
+        Args:
+            choice: what.
+            exactly: whether it is predicted by itself, even if its number of parts lies between two that are known.
 
         Raises:
             ValueError, TypeError: it cannot be predicted.
         """
         if choice.has_budget:
-            return self._within_budget(self.most_recomputed(choice), self.least_recomputed(choice))
+            low = self.predict(replace(choice, recompute="all"), exactly=exactly)
+            return self._within_budget(low, self.predict(replace(choice, recompute=""), exactly=exactly))
         key = replace(choice, compile="")
-        if key not in self.known:
-            self.known[key] = self._interpolate(key) if self._is_between(key) else float(self._predict(key))
+        is_between = self._is_between(key)
+        if key not in self.known or (exactly and is_between):
+            guesses = is_between and not exactly
+            self.known[key] = self._interpolate(key) if guesses else float(self._predict(key))
         return self.known[key]
 
     def _within_budget(self, low: float, high: float) -> float:
@@ -60,17 +67,6 @@ class PredictedMemory:
     def most_recomputed(self, choice: Choice) -> float:
         """Peak bytes with every block recomputed."""
         return self.predict(replace(choice, recompute="all"))
-
-    def predict_exactly(self, choice: Choice) -> float:
-        """Predict as :meth:`predict` does, without a progress line."""
-        if choice.has_budget:
-            for recompute in ("", "all"):
-                self.predict_exactly(replace(choice, recompute=recompute))
-            return self.predict(choice)
-        key = replace(choice, compile="")
-        if self._is_between(key) or key not in self.known:
-            self.known[key] = float(self._predict(key))
-        return self.known[key]
 
     def _is_between(self, choice: Choice) -> bool:
         return bool(self.ends) and self.ends[0] < choice.parts < self.ends[1]
