@@ -28,7 +28,7 @@ def markdown_table(ladder: Climbed | None = None) -> str:
     Returns:
         The table, without a trailing newline.
     """
-    measured = _measured_factors(ladder) if ladder is not None else {}
+    measured = _measured_factors(ladder)
     head = ["technique", "what it does", "exactness", "in a Fabric or bare loop"]
     rows = []
     for technique in known_techniques():
@@ -67,7 +67,7 @@ def card(technique: type[Technique], ladder: Climbed | None = None, facts: Facts
         <BLANKLINE>
     """
     made, in_yaml = _written_out(technique)
-    measured = _measured_factors(ladder).get(technique.__name__) if ladder is not None else None
+    measured = _measured_factors(ladder).get(technique.__name__)
     lines = [("when", technique.when), ("exactness", technique.exactness.value.replace("_", " "))]
     idle = technique.why_not(facts) if facts is not None else None
     lines += [("not here", idle)] if idle is not None else []
@@ -135,7 +135,7 @@ def markdown_card(technique: type[Technique], ladder: Climbed | None = None) -> 
     """
     made, in_yaml = _written_out(technique)
     summary = " ".join((inspect.getdoc(technique) or "").partition("\n\n")[0].split())
-    measured = _measured_factors(ladder).get(technique.__name__) if ladder is not None else None
+    measured = _measured_factors(ladder).get(technique.__name__)
     excluded = [f"- `{other}`: {why}. {way_out}." for other, why, way_out in conflicts_of(technique)]
     paragraphs = [
         f"### {public_path(technique)}",
@@ -295,8 +295,10 @@ def _time_noise(ladder: Climbed) -> float:
     return max(TIME_WORTH, ladder.noise["time"] or 0.0)
 
 
-def _measured_factors(ladder: Climbed) -> dict[str, str]:
+def _measured_factors(ladder: Climbed | None) -> dict[str, str]:
     """For each technique that a rung added or changed alone: its time and memory as factors of the state below it."""
+    if ladder is None:
+        return {}
     found: dict[str, dict[str, str]] = {}
     noise = _time_noise(ladder)
     below = ladder.rungs[0]
@@ -308,10 +310,8 @@ def _measured_factors(ladder: Climbed) -> dict[str, str]:
             factors = f"{'≈' if abs(time - 1) <= noise else '×'}{time:.2f}, ×{memory:.2f}"
             found.setdefault(new[0], {})[rung.name] = factors
         below = rung if rung.carried else below
-    return {name: _of_rungs(rungs) for name, rungs in found.items()}
-
-
-def _of_rungs(factors: dict[str, str]) -> str:
-    if len(factors) == 1:
-        return next(iter(factors.values()))
-    return "; ".join(f"{rung} {found}" for rung, found in factors.items())
+    said: dict[str, str] = {}
+    for name, rungs in found.items():
+        # A single rung needs no name, as it is the technique's own.
+        said[name] = "; ".join(rungs.values() if len(rungs) == 1 else map(" ".join, rungs.items()))
+    return said

@@ -13,7 +13,6 @@ def climb_ladder(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from lightning_fasttrain.bench.ladder import preflight, report, run_ladder
-    from lightning_fasttrain.bench.ladder.progress import Live
     from lightning_fasttrain.core.messages import wide_enough
 
     console = wide_enough(Console())
@@ -36,7 +35,7 @@ def climb_ladder(options: argparse.Namespace) -> int:
         )
     for one in prepared.skipped:
         console.print(f"{one.title:<28} left out: {one.reason}", markup=False, highlight=False, soft_wrap=True)
-    with Live(console, run_ladder.number_of_rows(prepared)) as live:
+    with report.Live(console, run_ladder.number_of_rows(prepared)) as live:
         result = run_ladder.climb(prepared, live.row, live.progress)
     if not result.rungs:  # interrupted before the first one was done
         return INTERRUPTED

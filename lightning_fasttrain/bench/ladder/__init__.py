@@ -3,5 +3,5 @@
 It ends in a table, a picture, and code to paste.
 
 From the bottom up: ``results``, ``recorder``, ``verdict``, ``worker``, ``report``, ``rungs``, ``process``,
-``progress``, ``preflight``, ``run_ladder``.
+``preflight``, ``run_ladder``.
 """
