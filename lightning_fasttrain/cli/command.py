@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 # For annotations only: the command must answer --help without importing torch.
 if TYPE_CHECKING:
-    import lightning as L
     from rich.console import Console
     from rich.status import Status
+    from torch import nn
 
     from lightning_fasttrain.bench.gpt import Specimen
     from lightning_fasttrain.core.messages import Report
@@ -111,7 +111,7 @@ def model_options(batch: str) -> list[Option]:
     ]
 
 
-def load_model(options: argparse.Namespace) -> "tuple[L.LightningModule, Any]":
+def load_model(options: argparse.Namespace) -> "tuple[nn.Module, Any]":
     """Return the model, with its memory, and a batch, as the options name them.
 
     Raises:

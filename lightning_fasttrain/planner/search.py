@@ -99,7 +99,7 @@ class Search:
         """A layer that looks like a head may be used for something else than a cross-entropy, as a prediction shows."""
         for word in self.axes.words["head"][1:]:
             try:
-                self.memory.predict(Choice(head=word, precision=self.axes.precision))
+                self.memory.predict(Choice(head=str(word), precision=self.axes.precision))
             except (AttributeError, RuntimeError, ValueError, TypeError) as error:
                 return self.axes.drop("head", str(error).partition("\n")[0])
         return None

@@ -23,7 +23,10 @@ Factory = Callable[[], nn.Module]
 
 @contextmanager
 def fake_model(
-    module: nn.Module | Factory, techniques: Sequence[Technique] = (), dtype: torch.dtype | None = None
+    module: nn.Module | Factory,
+    techniques: Sequence[Technique] = (),
+    dtype: torch.dtype | None = None,
+    mode: FakeTensorMode | None = None,
 ) -> Iterator[nn.Module]:
     """Yield a model without memory on which ``techniques`` operate; random states stay as they are.
 
@@ -31,8 +34,9 @@ def fake_model(
         module: as for :func:`fake_module`.
         techniques: those with surgery.
         dtype: as for :func:`fake_module`.
+        mode: the fake mode of its tensors; by default a new one.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if mode is None else mode
     net = fake_module(module, mode, dtype)
     # Adapters draw their first weights; nothing is on a GPU.
     with mode, torch.random.fork_rng(devices=[]), apply(net, techniques):

@@ -26,10 +26,10 @@ from lightning_fasttrain.optim.named.state_bytes import tensors_in
 from lightning_fasttrain.predict.allocation_trace import AllocationTrace
 from lightning_fasttrain.predict.cuda_dispatch import CUBLAS_WORKSPACE, GRANULE, AsOnCuda, step_in_lists_
 from lightning_fasttrain.predict.data_dependent_values import AssumedNumbers
-from lightning_fasttrain.predict.fake_model import Factory, fake_batch, fake_module, settle_
+from lightning_fasttrain.predict.fake_model import Factory, fake_batch, fake_model, settle_
 from lightning_fasttrain.predict.kernel_workspace import CPU_WORKSPACE, CUDA_WORKSPACE, KEPT, quantized_workspace
 from lightning_fasttrain.predict.memory_report import MemoryReport, report
-from lightning_fasttrain.technique import Technique, apply, check_together
+from lightning_fasttrain.technique import Technique, check_together
 from lightning_fasttrain.technique.predicted_step import PredictedStep
 
 PRECISIONS: dict[str, Callable[[], Precision]] = {
@@ -150,9 +150,7 @@ def _trace_steps(
     mode, plugin = FakeTensorMode(allow_non_fake_inputs=True), PRECISIONS[planned.precision]()
     with ExitStack() as undo:
         dtype = torch.bfloat16 if planned.precision == "bf16-true" else None
-        net = fake_module(module, mode, dtype)
-        undo.enter_context(mode)
-        undo.enter_context(apply(net, surgeons))
+        net = undo.enter_context(fake_model(module, surgeons, dtype, mode))
         settle_(net, mode, dtype)  # includes weights that adapters have added
         trace.workspace = {**trace.workspace, **quantized_workspace()}  # now: techniques may have imported bitsandbytes
         with AssumedNumbers(truth=False):

@@ -1,7 +1,7 @@
 """Describe which techniques act on a training run, and how large the run is, in at most twelve lines."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -13,19 +13,26 @@ from lightning_fasttrain.core.batch import count_batch
 from lightning_fasttrain.core.device import free_bytes
 from lightning_fasttrain.core.messages import align, format_bytes, number_of
 from lightning_fasttrain.core.modules.parameters import count_parameters
+from lightning_fasttrain.technique.declarations import Exactness, Surgery
 
 _ROWS = 4  # for single techniques; the others share one, so that there are eleven lines at most
 _WEAKEST_FIRST = ("changes_training", "tolerance", "exact")
 
 
-class SaysWhatItHolds(Protocol):
-    """The methods of a technique that an explanation calls."""
+class Reporting(Protocol):
+    """The part of a technique that explanations and summaries ask, which stand below it."""
 
-    surgery: ClassVar[Any]
+    surgery: ClassVar[Surgery | None]
 
     def took_hold(self, model: nn.Module) -> str: ...
 
-    def exactness_on(self, model: nn.Module) -> Any: ...
+    def exactness_on(self, model: nn.Module) -> Exactness: ...
+
+    def why_idle(self, model: nn.Module) -> tuple[str, str] | None: ...
+
+    def outcome(self, model: nn.Module) -> str: ...
+
+    def measurements(self) -> Mapping[str, float]: ...
 
 
 @dataclass(frozen=True)
@@ -157,9 +164,7 @@ class PredictsPeak(Protocol):
     def predicted_bytes(self) -> int | None: ...
 
 
-def explain_run(
-    trainer: L.Trainer, module: nn.Module, techniques: Sequence[SaysWhatItHolds], batch: Any
-) -> Explanation:
+def explain_run(trainer: L.Trainer, module: nn.Module, techniques: Sequence[Reporting], batch: Any) -> Explanation:
     """Explain a run in progress from its model, without waiting for the device.
 
     A peak is stated where a callback has predicted it. Nothing is predicted here, since that would run the user's own
@@ -182,7 +187,7 @@ def explain_run(
 
 
 def explain_model(
-    model: nn.Module, techniques: Sequence[SaysWhatItHolds], batch: Any, device: torch.device, **settings: Any
+    model: nn.Module, techniques: Sequence[Reporting], batch: Any, device: torch.device, **settings: Any
 ) -> Explanation:
     """Explain what techniques act on in a model.
 
@@ -207,7 +212,7 @@ def explain_model(
     )
 
 
-def describe_acting(techniques: Sequence[SaysWhatItHolds], model: nn.Module) -> tuple[Acting, ...]:
+def describe_acting(techniques: Sequence[Reporting], model: nn.Module) -> tuple[Acting, ...]:
     """Describe each technique on ``model``: in the order of surgery, then those that act in the loop alone."""
     # Sorting is stable, so those without surgery stay as they were listed.
     in_order = sorted(techniques, key=lambda technique: technique.surgery or math.inf)

@@ -4,30 +4,19 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.loggers import Logger
-from torch import nn
 
 from lightning_fasttrain.core.messages import align, explain, format_bytes, number_of, say, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
-from lightning_fasttrain.technique.explanation import Explanation, SaysWhatItHolds, explain_run
+from lightning_fasttrain.technique.explanation import Explanation, Reporting, explain_run
 
 KEY = "fasttrain/techniques"
 _ROWS = 11  # of the report at the end, below its title
-
-
-class Reporting(SaysWhatItHolds, Protocol):
-    """The methods of a technique that a summary calls."""
-
-    def why_idle(self, model: nn.Module) -> tuple[str, str] | None: ...
-
-    def outcome(self, model: nn.Module) -> str: ...
-
-    def measurements(self) -> Mapping[str, float]: ...
 
 
 class RunSummary:

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_fasttrain.cli.command import CommandError, note
-from lightning_fasttrain.cli.rehearsal.rehearse_kills import FOLDER, Kills, rehearse_kills
+from lightning_fasttrain.cli.command import CommandError
+from lightning_fasttrain.cli.rehearsal.rehearse_kills import FOLDER, rehearse_kills
 from lightning_fasttrain.cli.rehearsal.run_script import RESULT, SECONDS, run_script
 
 _POINT = "lightning_fasttrain.cli.rehearsal.rehearsed_script:make_callbacks"
@@ -94,19 +94,13 @@ def _rehearse_kills(options: argparse.Namespace) -> int:
     )
     if options.json:
         print(json.dumps(found.as_dict(), indent=2))
-    else:
-        _print_kills(found)
-    return 0 if found.ok else 1
-
-
-def _print_kills(found: Kills) -> None:
+        return 0 if found.ok else 1
     for number, moment in enumerate(found.moments, 1):
         print(f"kill {number}: {moment}")
-    if found.problem:
-        note(f"fasttrain rehearse: {found.problem}")
-    else:
-        print(
-            f"the end: weights, buffers, optimizers and schedules after step {found.steps} are the uninterrupted "
-            f"run's, bit for bit"
-        )
+    if found.ok:
+        what = f"weights, buffers, optimizers and schedules after step {found.steps}"
+        print(f"the end: {what} are the uninterrupted run's, bit for bit")
     print(f"Rehearsed in {found.seconds:.1f} s.")
+    if not found.ok:
+        raise CommandError(found.problem, 1)
+    return 0

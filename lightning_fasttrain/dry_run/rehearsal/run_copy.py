@@ -29,7 +29,7 @@ from lightning_fasttrain.core.host.lightning import TRANSFER_HOOKS
 from lightning_fasttrain.core.modules.wrapped_forward import patch
 from lightning_fasttrain.data import MicroBatching, TokenWeightedAccumulation
 from lightning_fasttrain.data.closure.roles import SharedSplit
-from lightning_fasttrain.dry_run.verification.short_run import as_loader, copy_module, fit_quietly, quietly
+from lightning_fasttrain.dry_run.verification.short_run import as_loader, copy_module, fit_quietly, quietly, say_nothing
 from lightning_fasttrain.predict.predict_memory import predict_memory
 from lightning_fasttrain.run.guards.hang_watch import HangWatch
 from lightning_fasttrain.run.guards.preemption import Preemption
@@ -213,12 +213,8 @@ def _no_callbacks() -> list[L.Callback]:
 def _without_last_words(callback: L.Callback) -> L.Callback:
     """Disable ``on_exception`` of a user's callback, which may send messages; techniques use it to undo changes."""
     if not isinstance(callback, Technique):
-        callback.on_exception = _say_nothing
+        callback.on_exception = say_nothing
     return callback
-
-
-def _say_nothing(*_: object, **__: object) -> None:
-    pass
 
 
 def _with_loaders(datamodule: L.LightningDataModule, **loaders: Any) -> L.LightningDataModule:

@@ -21,7 +21,7 @@ from lightning_fasttrain.core.state.restore import remember
 from lightning_fasttrain.core.state.rng import random_state
 from lightning_fasttrain.data.normalizer.trial.step_function import loss_of
 from lightning_fasttrain.dry_run.verification.digest import Digest, take_digest
-from lightning_fasttrain.dry_run.verification.short_run import Steps, copy_batch, run_steps, seed_step
+from lightning_fasttrain.dry_run.verification.short_run import Steps, copy_batch, run_steps, say_nothing, seed_step
 from lightning_fasttrain.dry_run.verification.step_record import Digests, StepRecord
 from lightning_fasttrain.finetune.account_bytes import account_bytes
 from lightning_fasttrain.finetune.adapters.add_adapter import adapter_parameters
@@ -235,7 +235,7 @@ class _Recorder(L.Callback):
 def _run_aside(module: L.LightningModule, run: Callable[[], Any], training: bool = False) -> Any:
     """Return the result of ``run`` in evaluation or training, without dropout and side effects; None on error."""
     restore_all = remember([module])
-    restore_log = patch(module, "log", _say_nothing)
+    restore_log = patch(module, "log", say_nothing)
     restore_dropout = without_dropout(module)
     try:
         with _mode(module, training), torch.no_grad():
@@ -291,7 +291,3 @@ def _fingerprint(state: Any) -> str:
     words = blake2b(digest_size=8)
     words.update(repr(apply_to_collection(state, Tensor, lambda tensor: tensor.cpu().numpy().tobytes())).encode())
     return words.hexdigest()
-
-
-def _say_nothing(*_: object, **__: object) -> None:
-    pass
