@@ -74,7 +74,8 @@ def naive_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Te
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))  # [B, H, T, T]
     later = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
     weights = scores.masked_fill(later, float("-inf")).softmax(dim=-1)
-    return F.dropout(weights, dropout) @ v  # it always drops: the caller gives 0 in evaluation
+    # F.dropout drops in evaluation too, so the caller gives 0 there.
+    return F.dropout(weights, dropout) @ v
 
 
 class Attention(nn.Module):
@@ -144,7 +145,8 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
-        self.head.weight = self.tokens.weight  # before weights are drawn, so that the shared one is drawn once
+        # Tied before weights are drawn, so that the shared one is drawn once.
+        self.head.weight = self.tokens.weight
         self._draw_weights()
 
     def _draw_weights(self) -> None:

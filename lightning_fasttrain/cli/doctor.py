@@ -108,7 +108,8 @@ def _gpu() -> Finding:
 
 def _bf16() -> Finding:
     if torch.cuda.is_available():
-        if torch.cuda.is_bf16_supported(including_emulation=False):  # emulated, it is there on old GPUs too, and slow
+        # Old GPUs only emulate it, slowly.
+        if torch.cuda.is_bf16_supported(including_emulation=False):
             return Finding("bf16", "ok", "on the GPU")
         return Finding("bf16", "not here", "this GPU has none: use precision='16-mixed'")
     units = bf16_units()

@@ -112,7 +112,8 @@ def _import_target(path: str) -> Callable[..., Any]:
     if not (module and colon and name):
         raise ValueError(explain(f"{path!r}", "it does not name a thing in a module", "Write package.module:Name"))
     here = os.getcwd()
-    sys.path.insert(0, here)  # for an installed command Python puts the command's own folder there
+    # Python puts the folder of an installed command first, not the current one.
+    sys.path.insert(0, here)
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -37,7 +37,8 @@ def climb_ladder(options: argparse.Namespace) -> int:
         console.print(f"{one.title:<28} left out: {one.reason}", markup=False, highlight=False, soft_wrap=True)
     with report.Live(console, run_ladder.number_of_rows(prepared)) as live:
         result = run_ladder.climb(prepared, live.row, live.progress)
-    if not result.rungs:  # interrupted before the first one was done
+    # The ladder was interrupted before its first rung was done.
+    if not result.rungs:
         return INTERRUPTED
     console.print(report.as_table(result, console.width))
     each = report.as_table_of_each(result)

@@ -41,7 +41,8 @@ class AddsTechniques(L.Callback):
 
     def _add(self, trainer: L.Trainer, techniques: Sequence[Technique]) -> None:
         self._added = techniques
-        trainer.callbacks += techniques  # in place: Lightning is going through this list, and calls their setup too
+        # Changed in place: Lightning is going through this list, and calls their setup too.
+        trainer.callbacks += techniques
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Hook: the last of a run that ended well. A later fit adds fresh techniques."""

@@ -145,7 +145,8 @@ class AutoBatchSize(AddsTechniques):
         was_copied = is_rehearsing() and any(isinstance(callback, MicroBatching) for callback in trainer.callbacks)
         if not was_copied:
             self._refuse_others(trainer)
-            self._add(trainer, [MicroBatching(1)])  # now, as techniques are set up only here; its number comes later
+            # Techniques are set up only here; the number of micro-batches comes later.
+            self._add(trainer, [MicroBatching(1)])
         if not is_rehearsing():
             self._found.parts = None
         self._run = copy_run(trainer, pl_module, (AutoBatchSize, MicroBatching, MemoryMeter))
@@ -170,7 +171,8 @@ class AutoBatchSize(AddsTechniques):
         for callback in trainer.callbacks:
             if isinstance(callback, MicroBatching):
                 callback.n = self._found.parts or 1
-                callback.on_fit_start(trainer, pl_module)  # again: what several parts cannot be used with
+                # Called again, since it refuses what several micro-batches cannot be used with.
+                callback.on_fit_start(trainer, pl_module)
 
     def _remove_added(self, trainer: L.Trainer) -> None:
         super()._remove_added(trainer)
@@ -186,7 +188,8 @@ class AutoBatchSize(AddsTechniques):
         window = find_window(trainer, run)
         sample, _ = read_batches(trainer, window, self.seconds)
         batch = sample.first[0] if sample.largest is None else sample.largest
-        most = max(gather_answers(trainer, batch_size(batch)))  # all ranks have to go through the same numbers of parts
+        # All ranks must go through the same numbers of micro-batches.
+        most = max(gather_answers(trainer, batch_size(batch)))
         trial = PartTrial(trainer, run, batch, most, self.steps, window)
         limit, possible = self._limit(trainer), possible_parts(most)
         parts = max(gather_answers(trainer, _predict(trial, limit, possible)))

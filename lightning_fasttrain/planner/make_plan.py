@@ -121,7 +121,8 @@ def make_plan(
     fast_bf16 = device == "cuda" or bool(bf16_units())
     tell("looking at the model")
     usable = limit_gib * GIB * (_ROOM if device == "cuda" else 1.0)
-    budget_gib = usable / GIB if devices == 1 else None  # with several, what it may take depends on the strategy
+    # On several devices, the memory left for activations depends on the strategy.
+    budget_gib = usable / GIB if devices == 1 else None
     axes = find_axes(plain, batch, facts, keep_class, precision, fast_bf16, budget_gib)
     memory = PredictedMemory(plain, batch, device, axes.parts, usable)
     watch = Stopwatch(plain, batch, {"accelerator": device, **settings}) if device == here else None

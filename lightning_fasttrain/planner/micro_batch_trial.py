@@ -75,14 +75,16 @@ class PartTrial:
         """
         adaptive, watch = MicroBatching("auto"), _Watch(self.steps, self.window)
         adaptive.n = parts
-        batches = fill_up([self.batch], self.steps * self.window + 1)  # so that none of the steps ends an epoch
+        # One batch more than is run, so that none of the steps ends an epoch.
+        batches = fill_up([self.batch], self.steps * self.window + 1)
         copies = replace(self.run, callbacks=[*_at_full_size(self.run), adaptive])
         try:
             copies.fit(batches, [], watch, devices_again(self.trainer))
         except torch.OutOfMemoryError:
             if self.trainer.world_size > 1 or parts == self.most:
                 raise
-            return Tried(parts + 1, 0)  # in the optimizer's step, say, after which MicroBatching cannot try again
+            # Memory ran out where MicroBatching cannot retry, for example in the optimizer's step.
+            return Tried(parts + 1, 0)
         return Tried(min(watch.parts, self.most), watch.peak_bytes)
 
 

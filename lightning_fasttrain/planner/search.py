@@ -64,7 +64,8 @@ class Search:
             return self._take_first(self._find_finalists())
         self._measure_switches(base)
         chosen: Tried | None = None
-        while chosen is None:  # what a run refuses is no finalist again, and in the end there is none
+        # A refused choice is no finalist again, so in the end a choice is found or none is left.
+        while chosen is None:
             chosen = self._run_off(self._find_finalists())
         return chosen
 
@@ -111,7 +112,8 @@ class Search:
         for switched in self._ever_leaner():
             for parts in self.axes.parts:
                 choice = replace(switched, parts=parts, precision=precision)
-                if choice.gradients == "in backward" and parts > 1:  # its optimizer steps in each part's backward
+                # The optimizer would step in the backward of each micro-batch.
+                if choice.gradients == "in backward" and parts > 1:
                     continue
                 needed = self.memory.predict(choice)
                 if self.fits(choice, needed):
@@ -140,7 +142,8 @@ class Search:
 
     def _measure_switches(self, base: Choice) -> None:
         first = self._measure(base, at_all_costs=True)
-        if first is None and base.parts > 1:  # its loss cannot be cut, and the reason is noted
+        # The loss cannot be split, and the reason is noted.
+        if first is None and base.parts > 1:
             return
         if first is None:
             raise ValueError(explain(f"the plain step ({base})", "it fails", self.tried[base].why_not))
@@ -157,7 +160,8 @@ class Search:
         more = [parts for parts in self.axes.parts if parts > base.parts]
         if not more:
             return
-        other = replace(base, parts=more[min(1, len(more) - 1)])  # the next but one: over more parts noise matters less
+        # The next but one, since noise matters less over more micro-batches.
+        other = replace(base, parts=more[min(1, len(more) - 1)])
         timed = self._measure(other)
         if timed is not None:
             self._tell_parts_from(base, ms, other.parts, timed.ms)
@@ -215,7 +219,7 @@ class Search:
         return timed
 
     def _time(self, tried: Tried, doing: str, *, peak: bool = False) -> Timed | None:
-        """Run steps of a choice; None if they fail, which is noted, and it is no finalist again."""
+        """Run steps of a choice; None if they fail, which is noted and excludes it from the finalists."""
         assert self.watch is not None
         self.tell(f"{doing} {tried.choice}")
         try:

@@ -91,4 +91,5 @@ def _measure(loader: Any) -> float | None:
             times.append(1e3 * (time.perf_counter() - began))
             if sum(times) > 1e3 * _SECONDS:
                 break
-    return sorted(times)[len(times) // 2] if times else None  # median: the first sample may open files
+    # The median, since the first sample may open files.
+    return sorted(times)[len(times) // 2] if times else None

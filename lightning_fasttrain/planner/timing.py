@@ -60,7 +60,8 @@ class Stopwatch:
         settings = {**self.settings, "precision": choice.precision}
         warmup = _TO_PLAN if choice.has_budget else _WARMUP
         watch = _Watch(warmup, peak)
-        batches = [self.batch] * (warmup + _MOST + peak)  # the same one each time: list entries take no memory
+        # The same batch each time, so that the list takes no memory.
+        batches = [self.batch] * (warmup + _MOST + peak)
         run_steps(Steps(self.module, batches, settings), choice.techniques(), watch)
         return Timed(watch.times[warmup:], watch.times[0], watch.peak_bytes)
 

@@ -54,7 +54,8 @@ def fake_module(module: nn.Module | Factory, mode: FakeTensorMode, dtype: torch.
     Raises:
         TypeError: not a module nor a function that returns one, or a module that cannot be copied.
     """
-    exists = isinstance(module, nn.Module)  # perhaps without parameters before its configure_model
+    # An existing module may have no parameters before its configure_model.
+    exists = isinstance(module, nn.Module)
     if not isinstance(module, nn.Module):
         with mode, AssumedNumbers(truth=False), warnings.catch_warnings():  # for nn.init.trunc_normal_
             # Modules such as nn.TransformerEncoder copy their layers, and copying reads an address.
@@ -69,7 +70,8 @@ def fake_module(module: nn.Module | Factory, mode: FakeTensorMode, dtype: torch.
         module = _copy_module(module, mode)
     if isinstance(module, L.LightningModule):
         with mode, AssumedNumbers(truth=False):
-            module.configure_model()  # by Lightning's docs, a second call must do nothing
+            # By Lightning's documentation a second call must do nothing.
+            module.configure_model()
         module.log = module.log_dict = _say_nothing  # there is no Trainer to log to
     settle_(module, mode, dtype)
     return module
@@ -125,7 +127,8 @@ def settle_(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) 
 def _make_fake(tensor: Tensor, mode: FakeTensorMode, dtype: torch.dtype) -> Tensor:
     plain = not isinstance(tensor, FakeTensor) and tensor.device.type == "cpu" and tensor.dtype == dtype
     if plain and not isinstance(tensor, nn.Parameter):
-        return mode.from_tensor(tensor, static_shapes=True)  # tensors on one storage keep sharing it
+        # The mode keeps tensors on one storage together.
+        return mode.from_tensor(tensor, static_shapes=True)
     with mode:
         # With its strides: an expanded tensor takes no extra memory.
         like = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device="cpu")

@@ -22,7 +22,8 @@ def remember_arguments(cls: Any) -> None:
         for name in kwargs.keys() & self.names_elsewhere.keys():
             what, way_out = f"{type(self).__name__}({name}=...)", f"Use {self.names_elsewhere[name]}="
             raise TypeError(explain(what, "that is another library's name for it", way_out))
-        if type(self).__init__ is __init__:  # not called by a subclass, which says it itself
+        # A subclass that calls this __init__ has remembered its own arguments.
+        if type(self).__init__ is __init__:
             self._given, self._settings = _describe_arguments(make, self, *args, **kwargs)
         make(self, *args, **kwargs)
 
@@ -57,7 +58,8 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # of a function, or of an object o
 
 
 def _describe_arguments(make: Any, *args: Any, **kwargs: Any) -> tuple[tuple[str, ...], dict[str, str]]:
-    bound = inspect.signature(make).bind(*args, **kwargs)  # a wrong one ends here, as in the call itself
+    # A wrong argument raises here the error that the call itself would raise.
+    bound = inspect.signature(make).bind(*args, **kwargs)
     given = tuple(bound.arguments)[1:]  # the first is self
     bound.apply_defaults()
     return given, {name: _in_words(value) for name, value in list(bound.arguments.items())[1:]}
@@ -66,8 +68,10 @@ def _describe_arguments(make: Any, *args: Any, **kwargs: Any) -> tuple[tuple[str
 def _in_words(value: Any) -> str:
     if isinstance(value, nn.Module | Tensor):
         return type(value).__name__
-    if isinstance(value, set | frozenset):  # in an order that is the same in each process
+    # Sorted, so that the words are the same in each process.
+    if isinstance(value, set | frozenset):
         return f"{{{', '.join(sorted(map(repr, value)))}}}"
-    if isinstance(value, float) and value.is_integer():  # 32 and 32.0, which a YAML file makes of it, are one setting
+    # A YAML file may turn 32 into 32.0, which is the same setting.
+    if isinstance(value, float) and value.is_integer():
         return repr(int(value))
     return repr(value)

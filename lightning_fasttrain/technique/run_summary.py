@@ -94,7 +94,8 @@ class RunSummary:
 
     def _warn_of_idle(self, module: L.LightningModule) -> None:
         """Warn of techniques that did nothing in the first batch."""
-        self._timed = _progress(module.trainer)  # from the second batch on: the first one compiles and warms up
+        # Time counts from the second batch on, since the first one compiles and warms up.
+        self._timed = _progress(module.trainer)
         for technique in self.techniques:
             reason = technique.why_idle(module)
             if reason is not None:
@@ -107,7 +108,8 @@ class RunSummary:
             return
         device = trainer.strategy.root_device
         if device.type == "cuda":
-            torch.cuda.synchronize(device)  # work that is still queued takes time, too
+            # Work that is still queued takes time, too.
+            torch.cuda.synchronize(device)
         outcomes = [(type(one).__name__, text) for one in self.techniques if (text := one.outcome(module))]
         steps = number_of(trainer.global_step - self._begun[2], "step")
         rows = [*self._figures(trainer), *self._idle, *outcomes]
@@ -124,7 +126,8 @@ class RunSummary:
         if step_s:
             yield "Time", f"{step_s * 1e3:,.4g} ms/step (median)"
         elif steps and now[1] > self._timed[1] > 0:
-            batches_a_step = (now[1] - self._begun[1] + 1) / steps  # + 1: Lightning counts a batch before its hook
+            # Lightning counts a batch before its hook, hence + 1.
+            batches_a_step = (now[1] - self._begun[1] + 1) / steps
             step_s = (now[0] - self._timed[0]) / (now[1] - self._timed[1]) * batches_a_step
             yield "Time", f"{step_s * 1e3:,.4g} ms/step, including data loading and callbacks"
         tokens_per_s = measured.get("tokens_per_s", 0.0)
@@ -178,7 +181,8 @@ def _log_with(logger: Logger, ours: Mapping[str, str]) -> Undo:
 
     def log_all(params: Any, *args: Any, **kwargs: Any) -> None:
         restore()
-        waits.clear()  # so that log_ours has nothing left to log
+        # Emptied, so that log_ours has nothing left to log.
+        waits.clear()
         theirs = vars(params) if isinstance(params, Namespace) else params
         log({**ours, **theirs}, *args, **kwargs)
 

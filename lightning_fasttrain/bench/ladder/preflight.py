@@ -138,7 +138,8 @@ def _command_of(ladder: Ladder, names: list[str] | None, text: str | Path | None
     options += [f"--repeats {ladder.repeats}", f"--minutes {size.minutes:g}"]
     options += ["--each"] if ladder.each else []
     options += [f"--rungs {','.join(names)}"] if names else []
-    options += [f"--text {Path(text).name}"] if text is not None else []  # the name alone: no folders of this machine
+    # The name alone, since results say nothing about the folders of this machine.
+    options += [f"--text {Path(text).name}"] if text is not None else []
     return " ".join(["fasttrain ladder", *options])
 
 

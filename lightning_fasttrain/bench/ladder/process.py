@@ -35,7 +35,8 @@ def run_in_own_process(
         messages, teller = context.Pipe(duplex=False)
         process = context.Process(target=work, args=({**spec, "folder": folder}, result_file, stderr_file, teller))
         process.start()
-        teller.close()  # this process's end: without it there is no EOF when the worker ends
+        # Only the worker may hold this end, or there is no EOF when it ends.
+        teller.close()
         try:
             in_time = _listen(messages, on_progress, limit_s)
             if in_time:

@@ -71,7 +71,8 @@ class Recorder(PeakObserver):
     def end(self, step: int, loss: Tensor) -> None:
         """A step has ended, its optimizer step included."""
         self.end_measuring()
-        self.losses.append(loss.detach())  # not a number yet, for which the host would wait
+        # Kept as a tensor: to read its value the host would wait for the device.
+        self.losses.append(loss.detach())
         message: dict[str, Any] = {"step": step + 1, "steps": self.steps, "phase": self.phase(step)}
         if self.tell_loss:
             message["loss"] = loss.item()
@@ -88,7 +89,8 @@ class Recorder(PeakObserver):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Hook: the optimizer has stepped and the loss of the step is known."""
-        self.end(batch_idx, outputs["loss"])  # Lightning makes a dict of whatever training_step returns
+        # Lightning makes a dict of whatever training_step returns.
+        self.end(batch_idx, outputs["loss"])
 
     def result(self, tokens_per_step: int) -> dict[str, Any]:
         """The measurements, as plain JSON; waits for the device."""
@@ -107,7 +109,8 @@ class Recorder(PeakObserver):
     def _stamp(self) -> Any:
         if self.device.type != "cuda":
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # the device takes the time, the host does not wait
+        # An event lets the device take the time, so the host does not wait.
+        event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 

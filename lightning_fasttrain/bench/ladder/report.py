@@ -260,7 +260,8 @@ def save_picture(ladder: Climbed, path: str | Path) -> Path | None:
         return None
     rows = ladder.rungs
     figure = Figure(figsize=(12, 1.7 + 0.46 * len(rows)), layout="constrained")
-    FigureCanvasAgg(figure)  # instead of pyplot, which keeps figures and may look for a screen
+    # A canvas of its own, since pyplot keeps figures and may look for a screen.
+    FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, sharey=True)
     _bars(left, rows, "step_ms", "ms per step", "#3b6ea8", ladder.strong)
     _bars(right, rows, "peak_mib", "peak MiB", "#c4703c", ladder.strong)

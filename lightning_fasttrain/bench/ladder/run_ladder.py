@@ -89,7 +89,8 @@ def climb(ladder: Ladder, on_row: Callable[[Row], None], on_progress: OnProgress
     descriptor, tokens_file = tempfile.mkstemp(prefix="fasttrain-", suffix=".npy")
     try:
         with os.fdopen(descriptor, "wb") as stream:
-            np.save(stream, ladder.tokens, allow_pickle=False)  # the workers map it, instead of each being sent a copy
+            # The workers map this file, instead of each being sent a copy.
+            np.save(stream, ladder.tokens, allow_pickle=False)
         for row in _Climb(ladder, tokens_file, on_progress, result).rows():
             _save(result, ladder.out)
             on_row(row)
@@ -173,7 +174,8 @@ class _Climb:
             bare = runner.row(Rung(BARE, "the last state, bare loop", {}), top.state, top.exactness, host="bare")
             if bare.error is None:
                 while abs(bare.step_ms / top.step_ms - 1) > TIME_WORTH and self._may_repeat(bare, top):
-                    self.runner.add_run(top)  # both, in turn, so that whatever disturbs meets both
+                    # Both run again, in turn, so that whatever disturbs the machine meets both.
+                    self.runner.add_run(top)
                     self.runner.add_run(bare)
                 bare.trainer_overhead = top.step_ms / bare.step_ms
                 bare.verdict = trainer_verdict(bare.trainer_overhead, self._noise_of(top, bare))
@@ -184,7 +186,8 @@ class _Climb:
         """Judge ``row``; where its time and that below are too near to decide, run both again, in turn."""
         naive = self.result.rungs[0]
         if len(naive.step_ms_of_runs) == 1:
-            self.runner.add_run(naive)  # after the first rung: so the machine's noise is known from the beginning
+            # The noise of the machine must be known before the first verdict.
+            self.runner.add_run(naive)
         row.carried, row.verdict = judge(row, below, naive, self._noise_of(row, below))
         while row.carried is None and self._may_repeat(row, below):
             self.runner.add_run(below)
@@ -257,7 +260,8 @@ class _Runner:
         title = row.title
         spec = {**self.spec, "state": row.state, "host": row.host, "warmup": row.warmup}
         if row.name == STRONG:
-            spec["model"] = {**spec["model"], "attention": "sdpa"}  # strong whatever attention the ladder is run with
+            # The strong baseline has fused attention, whatever the ladder is run with.
+            spec["model"] = {**spec["model"], "attention": "sdpa"}
         self.on_progress(title, {"phase": "start", "run": len(row.step_ms_of_runs) + 1})
         found = run_in_own_process(spec, lambda message: self.on_progress(title, message))
         return Measured(**refuse_non_finite(found))

@@ -126,7 +126,8 @@ def _budget(below: Row) -> State:
     share = 0.75
     if "ActivationCheckpointing" in callbacks:
         share = 1 + (_ROOM_TO_PLAN if "CompileBlocks" in callbacks else MEMORY_WORTH)
-    budget_gib = float(f"{below.peak_mib / 1024 * share:.6g}")  # as short in the code to paste as in the measured run
+    # Rounded here, so that the code to paste has the value that was measured.
+    budget_gib = float(f"{below.peak_mib / 1024 * share:.6g}")
     return _checkpoint_by({"MemoryBudget": {"budget_gib": budget_gib}})
 
 
@@ -139,7 +140,8 @@ def warmup_of(state: State) -> int:
     """
     callbacks = state["callbacks"]
     if "MemoryBudget" in callbacks.get("ActivationCheckpointing", {}).get("policy", {}):
-        return 4  # three are measured, and the next compiles what was chosen
+        # A budget measures three steps, and the next one compiles what it has chosen.
+        return 4
     return 2 if "CompileBlocks" in callbacks else 1
 
 

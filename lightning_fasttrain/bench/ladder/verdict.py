@@ -55,7 +55,8 @@ def judge(row: Row, below: Row, naive: Row, noise: float) -> tuple[bool | None, 
     least_gain = 1.0 if memory < 1 else 1 - TIME_WORTH
     if time * memory >= least_gain and (memory >= 1 or time / (1 + noise) * memory >= 1):
         return False, f"{words or 'no clear gain here'}: not carried"
-    if time * (1 + noise) * memory >= least_gain:  # a gain as measured, perhaps none with the noise at its worst
+    # There is a gain as measured, but perhaps none with the noise at its worst.
+    if time * (1 + noise) * memory >= least_gain:
         return None, words
     if naive.error is None and row.step_ms > MOST_TIME * naive.step_ms:
         return False, f"{words}, over {MOST_TIME:g} times naive's time: not carried"

@@ -130,7 +130,8 @@ def work(spec: dict[str, Any], result_file: Path, stderr_file: Path, teller: "Co
     """
     with stderr_file.open("wb") as stream:
         for printed in (sys.stdout, sys.stderr):
-            os.dup2(stream.fileno(), printed.fileno())  # of the descriptor: what C++ prints goes there too
+            # The descriptor is replaced, since C++ code does not print through sys.stdout.
+            os.dup2(stream.fileno(), printed.fileno())
     for name in ("lightning", "lightning.pytorch", "lightning.fabric", "lightning_fasttrain"):
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
@@ -160,7 +161,8 @@ def run_rung(spec: dict[str, Any], tell: Callable[[dict[str, Any]], None] | None
     recorder = Recorder(
         device, spec["warmup"], spec["timed"], spec["memory"], tell, state["loop"].get("print_loss", False)
     )
-    torch.manual_seed(spec["seed"])  # the same initial weights on every rung
+    # Every rung starts with the same weights, so that losses can be compared.
+    torch.manual_seed(spec["seed"])
     module = GPTModule(config, lr=spec["lr"], **state["optimizer"])
     loader = batches(
         np.load(spec["tokens"], mmap_mode="r", allow_pickle=False),

@@ -94,12 +94,14 @@ class KilledOnTrial(L.Callback):
     def _die(self, trainer: L.Trainer, place: str) -> None:
         if trainer.is_global_zero:
             self._tell(trainer, {"killed": place, "step": trainer.global_step})
-            os.kill(os.getpid(), signal.SIGKILL)  # nothing can catch it, so nothing is tidied up
+            # No handler can catch SIGKILL, so nothing is tidied up, as in a real crash.
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def _end_well(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         state = record_state(trainer, module)
         self._tell(trainer, {"end": {path: fingerprint(value) for path, value in state.items()}})
-        trainer.strategy.barrier()  # no rank ends while another still reads its state
+        # A rank that ended here would leave others waiting in a collective of their records.
+        trainer.strategy.barrier()
         end_process(0)
 
     def _tell(self, trainer: L.Trainer, what: dict[str, Any]) -> None:

@@ -97,7 +97,8 @@ def _compare(runs: "_Runs", found: Kills, kills: int, draw: random.Random) -> No
     found.steps = int(whole["global step"])
     if found.steps <= kills:
         raise _ScriptError(f"{found.steps} steps are too few for {kills} kills. Use fewer kills, or more steps.")
-    after = sorted(draw.sample(range(1, found.steps), kills))  # after the first step and before the last
+    # Kills come after the first step, so that there may be a checkpoint, and before the last.
+    after = sorted(draw.sample(range(1, found.steps), kills))
     for step, until in zip(after, [*after[1:], found.steps - 1], strict=True):
         place, delay = draw.choice(PLACES), draw.uniform(0, _LONGEST_DELAY_S)
         found.moments.append(runs.until_killed(place=place, step=step, until=max(step, until), delay_s=delay))
@@ -152,7 +153,8 @@ class _Runs:
         return f"{killed['killed']}, after step {killed['step']}"
 
     def _run(self, name: str, orders: dict[str, Any]) -> list[dict[str, Any]]:
-        folder, record = self.folder / name, self.folder / "record.jsonl"  # beside it: the script may list its folder
+        # The record is beside the folder, since the script may list its files.
+        folder, record = self.folder / name, self.folder / "record.jsonl"
         folder.mkdir(exist_ok=True)
         record.unlink(missing_ok=True)
         order = json.dumps({"record": str(record), "steps": self.steps, **orders})

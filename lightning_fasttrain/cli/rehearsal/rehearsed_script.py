@@ -44,14 +44,16 @@ class RehearseAndEnd(Rehearsal):
         else:
             self._or_end(trainer, lambda: super(RehearseAndEnd, self).on_train_start(trainer, pl_module))
         assert self.report is not None
-        trainer.strategy.barrier()  # every rank has its report; then all may end
+        # A rank may end only when all have their report.
+        trainer.strategy.barrier()
         _end(trainer.is_global_zero, {"ok": True, "report": self.report.as_dict()})
 
     def _or_end(self, trainer: L.Trainer, act: Callable[[], Any]) -> None:
         try:
             act()
         except RehearsalError as error:
-            _end(True, {"ok": False, "error": str(error)})  # whichever rank: the others may wait for it
+            # Any rank reports this, since the others may be waiting for it.
+            _end(True, {"ok": False, "error": str(error)})
 
 
 class VerifyAndEnd(RehearseAndEnd):

@@ -34,7 +34,8 @@ def run_script(
     """
     with tempfile.TemporaryDirectory() as name:
         write_entry_point(Path(name), point)
-        path = [name, *filter(None, [os.environ.get("PYTHONPATH")])]  # an empty entry would mean the current folder
+        # An empty entry of the path would mean the current folder.
+        path = [name, *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), **orders}
         return _run([sys.executable, script, *arguments], environment, sys.stderr.fileno() if quiet else None)
 

@@ -33,8 +33,10 @@ def leaving_no_trace(trainer: L.Trainer, module: L.LightningModule) -> Iterator[
             os.environ.update(environment)
         dynamo = sys.modules.get("torch._dynamo")
         if dynamo is not None:
-            dynamo.reset()  # code compiled for the copies counts towards the recompilation limit
-        set_random_state(numbers)  # last, since the lines above may draw random numbers
+            # Code compiled for the copies would count towards the run's recompilation limit.
+            dynamo.reset()
+        # Random states come last, since the lines above may draw random numbers.
+        set_random_state(numbers)
 
 
 def _switches() -> tuple[Any, ...]:
@@ -58,7 +60,8 @@ def _park(trainer: L.Trainer, module: L.LightningModule) -> Callable[[], None]:
     for optimizer in trainer.optimizers:
         held += [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     for tensor in held:
-        alone = tensor.untyped_storage().nbytes() == tensor.nbytes  # false if others share its memory, as in an LSTM
+        # Others may share the memory, as in an LSTM, and would not follow.
+        alone = tensor.untyped_storage().nbytes() == tensor.nbytes
         # Subclasses, such as quantized weights, may hold other tensors, which `data` does not move.
         if tensor.is_cuda and alone and type(tensor) in (Tensor, nn.Parameter):
             parked.append((tensor, tensor.device))

@@ -87,7 +87,8 @@ class RunCopy:
         for name, weight in self.module.named_parameters():
             other = theirs.get(name)
             if other is None or type(weight) is not nn.Parameter or type(other) is not nn.Parameter:
-                continue  # subclasses, such as quantized weights, may hold other tensors
+                # Subclasses, such as quantized weights, may hold other tensors.
+                continue
             if (weight.dtype, weight.device) == (other.dtype, other.device) and torch.equal(weight, other):
                 weight.data = other.data
 
@@ -116,7 +117,8 @@ class RunCopy:
                 device=trainer.strategy.root_device.type,
             )
         buckets = 0
-        if trainer.world_size > 1:  # DDP holds a second copy of the gradients
+        # DDP holds a second copy of the gradients in its buckets.
+        if trainer.world_size > 1:
             buckets = sum(p.numel() * p.element_size() for p in self.module.parameters() if p.requires_grad)
         return report.peak_bytes + buckets
 
@@ -170,7 +172,8 @@ def copy_run(trainer: L.Trainer, module: L.LightningModule, without: tuple[type,
         try:
             callbacks.append(_copy_callback(callback, trainer, module))
             if isinstance(callbacks[-1], MicroBatching | TokenWeightedAccumulation):
-                callbacks[-1].shared = SharedSplit()  # all runs of a rehearsal use the same split
+                # All runs of a rehearsal use the same split, which is searched once.
+                callbacks[-1].shared = SharedSplit()
         except Exception as error:
             notes.append(
                 f"{type(callback).__name__} is left out: it cannot be copied ({type(error).__name__}: {error})."

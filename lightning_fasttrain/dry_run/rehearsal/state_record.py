@@ -103,7 +103,8 @@ def describe_change(before: Any, after: Any) -> str:
         return f"was {describe(before)} and is {describe(after)}"
     change = before - after
     apart = change.entries.abs()
-    if not apart.any():  # few values changed, and no sampled one
+    # Only few values changed, and none of the sampled ones.
+    if not apart.any():
         return f"is off by {change.norm():.2g}"
     seen = "its" if apart.numel() == before.numel else "the sampled"
     return f"is off by {float(apart.max()):.2g} in {int((apart != 0).sum())} of {seen} {apart.numel()} values"

@@ -137,7 +137,8 @@ def _of_tensors(
 ) -> Distance | None:
     if not apart:
         return None
-    if allow.bound:  # such a bound holds for the complete gradient, not for each tensor
+    # Such a bound holds for the complete gradient, not for each tensor.
+    if allow.bound:
         apart, sizes, noises = ({"": _norm(part)} for part in (apart, sizes, noises))
     distances = [_distance(what, name, apart[name], abs(sizes[name]), noises.get(name, 0.0), allow) for name in apart]
     return max(distances, key=lambda distance: distance.share)

@@ -172,12 +172,14 @@ class _Watcher(L.Callback):
     def _note(self, name: str, output: Any) -> None:
         if not _is_part_of_the_step():
             return
-        with torch._C.DisableTorchFunction():  # operations that read a value are not part of the step
+        # Operations that only read a value are not part of the step.
+        with torch._C.DisableTorchFunction():
             for tensor in _floats(output):
                 self.values.note(self.step, _OUTPUT, name, *self._describe_rows(tensor))
                 if tensor.requires_grad:
                     tensor.register_hook(partial(self._note_gradient, self.step, name))
-                break  # the first is enough to locate a difference
+                # The first is enough to locate a difference.
+                break
 
     def _note_gradient(self, step: int, name: str, gradient: Tensor) -> None:
         if _is_part_of_the_step(in_backward=True):
@@ -239,7 +241,8 @@ class _Operators(TorchFunctionMode):
     def watch_step(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(training_step)
         def watched(*args: Any, **kwargs: Any) -> Any:
-            self.callers[:] = ["training_step"]  # after a step that an error has ended too
+            # A step that an error has ended leaves its callers behind.
+            self.callers[:] = ["training_step"]
             with self:
                 return training_step(*args, **kwargs)
 
@@ -248,7 +251,8 @@ class _Operators(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         name = resolve_name(func) or str(func)
-        if "__get__" not in name:  # an attribute, such as a gradient or a shape
+        # Functions named __get__ read an attribute, such as a gradient or a shape.
+        if "__get__" not in name:
             self.note(f"{name} in {self.callers[-1]}", output)
         return output
 

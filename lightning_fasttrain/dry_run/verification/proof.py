@@ -210,11 +210,13 @@ class Proof:
         comparable = self._leave_out_drawing(reference)
         exact = [technique for technique in comparable if technique.exactness is Exactness.EXACT]
         together = [comparable]
-        if 0 < len(exact) < len(comparable):  # the bound of the others would hide errors of these
+        # Exact techniques are tried apart, since the bound of the others would hide their errors.
+        if 0 < len(exact) < len(comparable):
             together = [exact, comparable]
         wholes = [self._try(reference, precision, techniques) for techniques in together if techniques]
         self.rows += wholes
-        if all(row.ok for row in wholes) or len(comparable) < 2:  # a single technique has been tried already
+        # A single technique has been tried alone already.
+        if all(row.ok for row in wholes) or len(comparable) < 2:
             return
         alone = [self._try(reference, precision, [technique]) for technique in comparable]
         self.rows += alone
@@ -257,7 +259,8 @@ class Proof:
         self.notes += record.left
         self._note_idle(record)
         if precision == FULL:
-            if plain.trains != record.trains:  # with another loss, such as distillation, evaluation differs too
+            # With another loss, such as distillation, evaluation differs too.
+            if plain.trains != record.trains:
                 self.problems += vacuous_checks.find_unlike_evaluation(plain, record, noise)
             self.problems += vacuous_checks.find_changed_base(plain, record, noise)
         self.notes += record.warnings
@@ -300,7 +303,8 @@ class Proof:
 
 def _cut_into_windows(steps: Steps, techniques: list[Technique]) -> tuple[Steps, int]:
     """Split each batch into micro-batches if techniques make one step of several batches."""
-    window = predict_window(copy.deepcopy(techniques))  # a user's own technique may do anything in predict
+    # A user's own technique may do anything in predict.
+    window = predict_window(copy.deepcopy(techniques))
     if window == 1:
         return steps, 1
     parts = [split_batch(batch, window) for batch in steps.batches]

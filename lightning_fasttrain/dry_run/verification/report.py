@@ -100,7 +100,8 @@ class Verification(Report):
     def guilty(self) -> tuple[str, ...]:
         """The techniques that do not keep their promise when they act alone."""
         alone = [row.techniques[0] for row in self.rows if len(row.techniques) == 1 and not row.ok]
-        return tuple(dict.fromkeys(alone))  # each once, although it was run in several precisions
+        # Each is listed once, although it was run in several precisions.
+        return tuple(dict.fromkeys(alone))
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""

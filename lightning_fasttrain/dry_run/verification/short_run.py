@@ -76,9 +76,11 @@ def run_steps(of: Steps, techniques: Sequence[Technique], watcher: L.Callback) -
         "logger": False,
         "limit_val_batches": int(validates),
         "val_check_interval": len(batches),
-        "max_epochs": 1000,  # Lightning's default, without its warning
+        # Lightning's default number of epochs, without its warning.
+        "max_epochs": 1000,
         **of.settings,
-        "enable_checkpointing": True,  # StopAfter is such a callback, and none is added beside it
+        # StopAfter is a checkpoint callback, and Lightning adds none beside it.
+        "enable_checkpointing": True,
     }
     # The callback that ends the run is last, so that the watcher sees the end of the last batch.
     observers = [watcher, StopAfter(len(batches))]
@@ -125,9 +127,11 @@ def fit_quietly(
         return warned
     finally:
         for observer in observers:
-            for name in ("log", "log_dict"):  # methods of the module, which Lightning assigns to each callback
+            # Lightning assigns these methods of the module to each callback.
+            for name in ("log", "log_dict"):
                 vars(observer).pop(name, None)
-        return_unused_memory()  # a Trainer and its model reference each other, and would otherwise stay in memory
+        # A Trainer and its model reference each other, and would otherwise stay in memory.
+        return_unused_memory()
 
 
 def copy_module(module: L.LightningModule) -> L.LightningModule:

@@ -100,7 +100,8 @@ def find_unlike_evaluation(plain: StepRecord, other: StepRecord, noise: Distance
     found = _gap(other)
     if gap is None or found is None or gap > _SAME_LOSS * size:
         return []
-    if other.quantized:  # whose evaluation kernels round differently
+    # Kernels of quantized layers round differently in evaluation.
+    if other.quantized:
         bound += _QUANTIZED
     allowed = 16 * max(gap, *noise["evaluation"].values(), 0.0) + (_FAR + bound) * size
     if found <= allowed:
@@ -178,7 +179,8 @@ def find_idle(model: nn.Module, techniques: Sequence[Technique]) -> set[str]:
             continue
         before = _structure(model)
         undo = technique.apply(model)
-        if undo is None and _structure(model) == before:  # a technique that returns an undo has done something
+        # A technique that returns an undo has done something.
+        if undo is None and _structure(model) == before:
             idle.add(str(technique))
     return idle
 

@@ -106,7 +106,8 @@ def _list_techniques(module: nn.Module | Factory, trainer: L.Trainer | None) -> 
     """The Trainer's, and those that the module would bring to it."""
     listed = [] if trainer is None else techniques_of(trainer)
     brought = list_callbacks(module.configure_callbacks) if isinstance(module, L.LightningModule) else []
-    kinds = {type(technique) for technique in listed}  # a Trainer that has met the module has them already
+    # A Trainer that has met the module has them already.
+    kinds = {type(technique) for technique in listed}
     for callback in brought:
         if isinstance(callback, Technique) and type(callback) not in kinds:
             listed.append(callback)

@@ -198,7 +198,8 @@ class _Asker:
 
     def _changes_memory(self, made: Technique) -> bool:
         plain = PredictedStep(self.setting.precision, self.setting.predicted_device == "cuda")
-        planned = replace(plain, on_optimizer=[], notes=[])  # lists of its own, or `plain` would change too
+        # The copy has lists of its own, or `plain` would change with it.
+        planned = replace(plain, on_optimizer=[], notes=[])
         operates = made.predict(planned) is not None
         return operates or replace(planned, notes=[]) != plain  # a note alone changes nothing
 

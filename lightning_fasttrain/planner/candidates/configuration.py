@@ -114,7 +114,8 @@ def _find_switches() -> dict[str, dict[str, Switch]]:
     # Without parts and precision, which come first in Choice and are no switches.
     found: dict[str, dict[str, Switch]] = {one.name: {} for one in fields(Choice)[2:]}
     for technique in known_techniques():
-        for setting in vars(technique).get("worth_trying", ()):  # not inherited, or the word would be the subclass's
+        # An inherited setting would give its word to the subclass.
+        for setting in vars(technique).get("worth_trying", ()):
             found[setting.axis][setting.word] = Switch(technique, setting)
     return found
 

@@ -94,7 +94,8 @@ def find_axes(
             else:
                 axes.left_out[f"{axis} {word}"] = why
     if limit_gib is not None and "all" in axes.words["recompute"]:
-        axes.words["recompute"].insert(-1, Budget.within(limit_gib))  # before the leanest, which stays the last
+        # The leanest word must stay the last one.
+        axes.words["recompute"].insert(-1, Budget.within(limit_gib))
     axes.words["precision"] = [precision or "32-true"]
     if precision is None:
         _add_precision(axes, keep, fast_bf16)
