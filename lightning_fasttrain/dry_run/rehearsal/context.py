@@ -109,13 +109,10 @@ def explain_errors(course: Course, during: str = "") -> Iterator[None]:
     """Turn any error of a small run into a RehearsalError, which ends this rank at once, as in the run."""
     try:
         yield
-    except torch.OutOfMemoryError as error:  # before Exception, its base class
-        what = f"rehearsing {during}{course.reached}"
-        why = f"out of memory: {first_line(error)}".rstrip(".")
-        way_out = 'Use ft.MicroBatching("auto") or ft.ActivationCheckpointing(), or smaller batches'
-        raise RehearsalError(explain(what, why, way_out)) from error
     except Exception as error:
-        what = f"rehearsing {during}{course.reached}"
-        why = f"{type(error).__name__}: {first_line(error)}".rstrip(".")
-        way_out = "Fix the error above, which would have stopped the run"
-        raise RehearsalError(explain(what, why, way_out)) from error
+        kind, way_out = type(error).__name__, "Fix the error above, which would have stopped the run"
+        if isinstance(error, torch.OutOfMemoryError):
+            kind = "out of memory"
+            way_out = 'Use ft.MicroBatching("auto") or ft.ActivationCheckpointing(), or smaller batches'
+        why = f"{kind}: {first_line(error)}".rstrip(".")
+        raise RehearsalError(explain(f"rehearsing {during}{course.reached}", why, way_out)) from error

@@ -163,13 +163,13 @@ def _sum_under_signs(flat: Tensor) -> Tensor:
     for turn, part in zip(turns.tolist(), flat.split(block), strict=True):
         part = part.float() if part.element_size() == 1 else part  # 8-bit floats do not support addition
         total[: part.numel()].add_(part, alpha=1 if turn else -1)
-    return (total.view(_ROWS, _COLUMNS) * _signs().to(flat.device)).sum(0).cpu()
+    return (total.view(_ROWS, _COLUMNS) * draw_signs((_ROWS, _COLUMNS), 0).to(flat.device)).sum(0).cpu()
 
 
-@functools.lru_cache(maxsize=1)
-def _signs() -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(2, (_ROWS, _COLUMNS), generator=generator).mul_(2).sub_(1).float()
+@functools.lru_cache(maxsize=64)
+def draw_signs(shape: tuple[int, ...], seed: int) -> Tensor:
+    """Return random entries of 1 and -1, the same for the same seed, without advancing torch's generators."""
+    return torch.randint(2, shape, generator=torch.Generator().manual_seed(seed)).mul_(2).sub_(1).float()
 
 
 @functools.lru_cache(maxsize=64)

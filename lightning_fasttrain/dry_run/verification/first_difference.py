@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_fasttrain.core.modules.wrapped_forward import patch
 from lightning_fasttrain.data.normalizer.trial.deterministic_step import DeterministicStep
-from lightning_fasttrain.dry_run.verification.digest import take_digest
+from lightning_fasttrain.dry_run.verification.digest import draw_signs, take_digest
 from lightning_fasttrain.dry_run.verification.short_run import Steps, run_steps, seed_step
 from lightning_fasttrain.technique import Technique
 
@@ -147,7 +147,6 @@ class _Watcher(L.Callback):
         self.window, self.change, self.step = window, change, 1
         self.operators = _Operators(self._note) if operators else None
         self.values = _Values()
-        self.signs: dict[int, Tensor] = {}  # by width
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.change is not None:
@@ -192,13 +191,7 @@ class _Watcher(L.Callback):
         width, shown = rows.shape[1], min(_SHOWN, rows.shape[1])
         places = torch.arange(shown, device=rows.device) * (width - 1) // max(shown - 1, 1)
         wide = rows if rows.element_size() >= 4 else rows.float()
-        return rows[:, places], (wide @ self._signs_of(width, rows.device).to(wide.dtype))[:, None]
-
-    def _signs_of(self, width: int, device: torch.device) -> Tensor:
-        if width not in self.signs:
-            generator = torch.Generator().manual_seed(width)
-            self.signs[width] = torch.randint(2, (width,), generator=generator).float().mul_(2).sub_(1).to(device)
-        return self.signs[width]
+        return rows[:, places], (wide @ draw_signs((width,), width).to(wide))[:, None]
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
