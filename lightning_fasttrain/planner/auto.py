@@ -1,4 +1,4 @@
-"""Plan at the start of a fit, and train with the plan."""
+"""Plan at the start of a fit, and train with the planned techniques."""
 
 import hashlib
 import json
@@ -59,22 +59,22 @@ class AddsTechniques(L.Callback):
 
 
 class Auto(AddsTechniques):
-    """Plan with :func:`~lightning_fasttrain.make_plan` at the start of ``fit``, and add what was chosen to the Trainer.
+    """Plan with :func:`~lightning_fasttrain.make_plan` at the start of ``fit``, and add the techniques to the Trainer.
 
-    Precision and strategy are the Trainer's own and stay. Rank zero plans and all follow. The plan is kept in
-    ``fasttrain_plan.json`` in the Trainer's ``default_root_dir``, and read from there by the next run of the same model
-    on the same machine, so that a resumed run continues as it was; its state in checkpoints says what it was. List it
+    Precision and strategy of the Trainer are kept. Rank zero plans, and all ranks use its plan. The plan is stored in
+    ``fasttrain_plan.json`` in the Trainer's ``default_root_dir``, where the next run of the same model on the same
+    machine reads it, so that a resumed run continues with the same techniques; checkpoints name them too. List it
     before other techniques.
 
     Args:
         memory_gib: as for :func:`~lightning_fasttrain.make_plan`.
         keep: as for :func:`~lightning_fasttrain.make_plan`, here ``"exact"`` by default.
         seconds: as for :func:`~lightning_fasttrain.make_plan`.
-        batch: one to plan with; by default the loader's first, of an iterator of its own.
+        batch: the batch to plan with; by default the loader's first, from a separate iterator.
 
     Attributes:
-        plan: what was planned, on rank zero of a run that did plan.
-        choice: what is used.
+        plan: the plan, on rank zero of a run that made one.
+        choice: the techniques in use.
 
     Raises:
         ValueError: an unknown ``keep``; in ``fit``: another technique is listed before it, or there is no batch.
@@ -149,7 +149,7 @@ class Auto(AddsTechniques):
         return asdict(chosen)
 
     def _key_of(self, trainer: L.Trainer, module: L.LightningModule, batch: Any) -> str:
-        """Changes with whatever would change the plan."""
+        """Return a key that changes with everything that would change the plan."""
         shapes = [(name, str(p.dtype), tuple(p.shape), p.requires_grad) for name, p in module.named_parameters()]
         sizes: list[Any] = []
         apply_to_collection(batch, Tensor, lambda tensor: sizes.append((str(tensor.dtype), tuple(tensor.shape))))

@@ -1,4 +1,4 @@
-"""The largest part of a batch that fits, found before the first step, at the same global batch."""
+"""Find the largest micro-batch that fits before the first step, at the same global batch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +24,7 @@ from lightning_fasttrain.run.profiling.memory_meter import MemoryMeter
 
 
 def possible_parts(size: int) -> list[int]:
-    """The numbers of parts that make parts of other sizes.
+    """Return the numbers of micro-batches that give distinct micro-batch sizes.
 
     Example:
         >>> possible_parts(6)
@@ -34,18 +34,18 @@ def possible_parts(size: int) -> list[int]:
 
 
 def predict_parts(peak_of: Callable[[int], float], limit_bytes: float, parts: list[int]) -> int:
-    """The fewest parts whose predicted peak is within a limit; the most that there are, where none is.
+    """Return the fewest micro-batches whose predicted peak is within a limit; the most, if none is.
 
     Args:
-        peak_of: parts → bytes, which fall from two parts on. It is asked a few times only.
-        limit_bytes: of a device.
-        parts: that are possible, rising.
+        peak_of: number of micro-batches → bytes, which decrease from two on. It is called a few times only.
+        limit_bytes: limit of the peak.
+        parts: possible numbers of micro-batches, increasing.
 
     Example:
         >>> predict_parts(lambda n: 100 + 60 / n, limit_bytes=112, parts=[1, 2, 3, 6, 12])
         6
     """
-    # Asked by itself: a batch in one part is no point of the falling curve.
+    # Asked by itself, since an unsplit batch is not on the decreasing curve.
     if peak_of(parts[0]) <= limit_bytes:
         return parts[0]
     first, last = 1, len(parts) - 1
@@ -59,7 +59,7 @@ def predict_parts(peak_of: Callable[[int], float], limit_bytes: float, parts: li
 
 
 class _Found:
-    """Result of the search, shared by copies of the callback, of which one may search for all."""
+    """Result of the search, shared by all copies of the callback, one of which searches."""
 
     def __init__(self) -> None:
         self.parts: int | None = None
@@ -71,36 +71,36 @@ class _Found:
 
 
 class AutoBatchSize(AddsTechniques):
-    """Run each batch in as few parts as fit, so that the loader's batch, and all that depends on it, stays.
+    """Run each batch in as few micro-batches as fit into memory, so that the global batch does not change.
 
-    Before the first step the memory of a step is predicted for several numbers of parts, with all techniques. The
-    fewest that fit are tried: some steps of a copy of the run, with copies of its callbacks, its precision,
-    accumulation and clipping, on all its ranks; if they run out of memory, or take more than the limit, more parts are
-    tried. Then the run begins, as if nothing had been: weights, optimizer, random states and the place in the loader
-    are as they were, and loggers have heard nothing. The parts run as in
+    Before the first step the memory of a step is predicted for several numbers of micro-batches, with all techniques.
+    The fewest that fit are tried: some steps of a copy of the run, with copies of its callbacks, its precision,
+    accumulation and clipping, on all its ranks; if they run out of memory, or take more than the limit, more
+    micro-batches are tried. Then the run begins without a trace of this: weights, optimizer, random states and the
+    position in the loader are unchanged, and nothing was logged. The micro-batches run as in
     :class:`~lightning_fasttrain.MicroBatching`, which is added to the Trainer.
 
-    The batch is the largest of a sample of the loader's, with sequences and windows as they are once they have grown.
-    Under DDP the ranks agree on the number of the one with the least free memory. A resumed run continues with it.
+    The batch is the largest in a sample of the loader's, with sequences and windows at the end of their warm-up.
+    Under DDP the ranks use the number of the one with the least free memory. A resumed run continues with it.
 
-    Acts in ``on_train_start``, when loaders and optimizers are there, and takes its copies in ``setup``: list it
-    before techniques.
+    Acts in ``on_train_start``, when loaders and optimizers exist, and makes its copies in ``setup``: list it before
+    techniques.
 
     Args:
-        memory_gib: limit for a step's peak on each device; ``"fit"``: what is free there.
-        steps: that are tried, at least 2, since the first makes the optimizer's state.
-        seconds: that reading batches for the largest may take.
+        memory_gib: limit for a step's peak on each device in GiB; ``"fit"``: its free memory.
+        steps: number of tried steps, at least 2, since the first creates the optimizer's state.
+        seconds: time limit for reading batches to find the largest.
 
     Attributes:
-        parts: of a batch; None before it is known.
-        predicted_bytes: the peak of a step in these parts, on this rank; None where it could not be predicted.
-        measured_bytes: the peak of the last step that was tried, on this rank.
+        parts: number of micro-batches of a batch; None before it is known.
+        predicted_bytes: predicted peak of a step on this rank; None if it could not be predicted.
+        measured_bytes: peak of the last tried step on this rank.
 
     Raises:
-        TypeError, ValueError: a limit that is not positive, fewer than 2 steps; in ``fit``: it is listed after a
-            technique or beside MicroBatching or Auto, a strategy under which no copy can be run beside, single
-            samples take more than the limit.
-        torch.OutOfMemoryError: in ``fit``: single samples do not fit, on any rank; with what else helps.
+        TypeError, ValueError: the limit is not positive, or fewer than 2 steps; in ``fit``: it is listed after a
+            technique or beside MicroBatching or Auto, the strategy allows no copy of the run, or single samples take
+            more than the limit.
+        torch.OutOfMemoryError: in ``fit``: single samples do not fit on some rank; the message says what else helps.
 
     Example:
         >>> from lightning.pytorch.demos.boring_classes import BoringModel
@@ -139,7 +139,7 @@ class AutoBatchSize(AddsTechniques):
         return self._found.measured_bytes
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Hook: Lightning's earliest. What is added here is set up with the others."""
+        """Hook: Lightning's earliest. Callbacks that are added here are set up with the others."""
         if trainer.state.fn != TrainerFn.FITTING:
             return
         was_copied = is_rehearsing() and any(isinstance(callback, MicroBatching) for callback in trainer.callbacks)
@@ -163,7 +163,7 @@ class AutoBatchSize(AddsTechniques):
             raise ValueError(explain(name, unrehearsable, way_out))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook: the last before the first batch; a checkpoint is read."""
+        """Hook: the last before the first batch, when a checkpoint has been read."""
         run, self._run = self._run, None
         if run is not None and self._found.parts is None:
             with Rehearsing(), leaving_no_trace(trainer, pl_module):
@@ -215,7 +215,7 @@ class AutoBatchSize(AddsTechniques):
         say("AutoBatchSize: batches run in %s; a step took %s", in_parts, took)
 
     def _limit(self, trainer: L.Trainer) -> float:
-        """Bytes for a step on the rank with the least."""
+        """Return the bytes available for a step on the rank with the least free memory."""
         if not isinstance(self.memory_gib, str):
             return self.memory_gib * GIB
         free = free_bytes(trainer.strategy.root_device)
@@ -223,7 +223,7 @@ class AutoBatchSize(AddsTechniques):
 
 
 def _predict(trial: PartTrial, limit: float, possible: list[int]) -> int:
-    """The fewest parts that should fit this rank; the fewest of all where that cannot be predicted."""
+    """Return the fewest micro-batches that should fit this rank; the fewest of all if it cannot be predicted."""
     try:
         return predict_parts(trial.predict, limit, possible)
     except Exception as error:

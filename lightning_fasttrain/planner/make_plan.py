@@ -1,4 +1,4 @@
-"""The fastest way to train a model within a limit of memory, at the same global batch: measured, with reasons."""
+"""Plan the fastest training of a model within a memory limit, at the same global batch, by measuring it."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,13 +21,13 @@ from lightning_fasttrain.planner.catalogue import code_of
 from lightning_fasttrain.planner.plan import Plan, Tried
 from lightning_fasttrain.planner.search import Search
 from lightning_fasttrain.planner.several_devices import SeveralDevices
-from lightning_fasttrain.planner.suggestions import say_leaner_optimizer, say_workers
+from lightning_fasttrain.planner.suggestions import suggest_leaner_optimizer, suggest_workers
 from lightning_fasttrain.planner.timing import Stopwatch
 from lightning_fasttrain.predict.predict_memory import DEVICES, PRECISIONS
 from lightning_fasttrain.technique import Exactness
 from lightning_fasttrain.technique.facts import Facts, describe_clipping, facts_of_machine
 
-_ROOM = 0.95  # of the limit on a GPU: what fragmentation and libraries take is not predicted
+_ROOM = 0.95  # of the limit on a GPU: fragmentation and libraries are not predicted
 
 
 def make_plan(
@@ -48,33 +48,32 @@ def make_plan(
     tell: Callable[[str], None] = lambda what: None,
     **settings: Any,
 ) -> Plan:
-    """Choose the fastest mix of techniques that fits, for the same global batch, by measuring this model.
+    """Choose the fastest combination of techniques that fits, for the same global batch, by measuring this model.
 
-    The memory of each choice is predicted without running it. Time is measured: a few steps as they are, in more
-    parts, and with one thing switched on at a time; from that all combinations are estimated, fastest first, until
-    nothing that is left can be faster. The best few that fit are run in turn, and the peak of the fastest is measured.
-    Of what is equally fast the simplest is chosen. Nothing is left changed.
+    The memory of each choice is predicted without running it. Time is measured: a few plain steps, in more
+    micro-batches, and with one technique at a time; from these the times of all combinations are estimated, fastest
+    first, until no other can be faster. The best few that fit are run in turn, and the peak of the fastest is measured.
+    Among equally fast choices the simplest is taken. The model is not changed.
 
     Args:
-        module: left as it is, or a function that builds it.
-        batch: one batch, as the loader gives it.
-        memory_gib: limit for a step's peak on each device; ``"fit"``: what is free on this one.
-        devices: that train together, each with a batch like this; with several a strategy is chosen too, see
-            :func:`~lightning_fasttrain.choose_strategy`. What they send one another is counted in bytes, not in time.
-        nodes: machines that they are in.
+        module: the model, which is not changed, or a function that builds it.
+        batch: one batch of the loader.
+        memory_gib: limit for a step's peak memory on each device in GiB; ``"fit"``: the free memory of this device.
+        devices: number of devices, each with a batch like this; for several a strategy is chosen too, see
+            :func:`~lightning_fasttrain.choose_strategy`. Communication is counted in bytes, not in time.
+        nodes: number of machines.
         keep: ``"exact"``, ``"tolerance"`` (also bf16-mixed and compiled blocks) or ``"changes_training"`` (also LoRA
             and QLoRA; and what an optimizer in 8 bits would save is in the notes, since the optimizer is yours).
         loss: (module, batch) → loss, for a module without ``training_step``.
         optimizer: parameters → optimizer, for a module without ``configure_optimizers``.
-        precision: of your training, which then stays; None: "32-true", or "bf16-mixed" if that is faster and ``keep``
-            allows it.
-        device: ``"cuda"`` or ``"cpu"``; by default what is here. A device that is not here is planned for by prediction
-            alone.
-        steps: of the coming run; what compiling takes is shared by them.
-        seconds: that measuring may take, about.
-        loader: of the batches: a few of them are timed, and the notes say how many workers hide them behind steps.
+        precision: the precision to keep; None: "32-true", or "bf16-mixed" if that is faster and ``keep`` allows it.
+        device: ``"cuda"`` or ``"cpu"``; by default that of this machine. For a device that this machine does not have,
+            times are assumed, and only memory is predicted.
+        steps: number of steps of the coming run, which share the time of compilation.
+        seconds: approximate time limit for measurements.
+        loader: the loader of the batches: a few of them are timed, and the notes say how many workers hide that time.
         tell: called with a line on the current progress.
-        settings: of the Trainer, for the steps that are measured, such as ``gradient_clip_val=1.0``.
+        settings: Trainer settings for the measured steps, such as ``gradient_clip_val=1.0``.
 
     Returns:
         The plan: ``plan.trainer(...)``, ``plan.callbacks``, ``plan.code()``, ``plan.yaml()``; print it for a table.
@@ -143,15 +142,15 @@ def make_plan(
     if watch is None:
         search.notes.append(f"There is no {device} here: times are assumed, and nothing was measured.")
     elif loader is not None:
-        search.notes += filter(None, [say_workers(loader, chosen.ms)])
+        search.notes += filter(None, [suggest_workers(loader, chosen.ms)])
     if keep_class is Exactness.CHANGES_TRAINING:
-        search.notes += filter(None, [say_leaner_optimizer(plain)])
+        search.notes += filter(None, [suggest_leaner_optimizer(plain)])
     strategy = several.choose(chosen.choice, chosen.predicted_bytes) if several is not None else None
     # The chosen one alone has no reason why not, so it comes first.
     tried = sorted(search.tried.values(), key=lambda t: (bool(t.why_not), t.ms))
     return Plan(
         chosen,
-        search.look_at_plain(),
+        search.describe_plain(),
         tuple(tried),
         tuple(_explain(chosen, search)),
         axes.left_out,
@@ -197,7 +196,7 @@ def _limit(memory_gib: float | str, device: str, here: str) -> float:
 
 
 def _explain(chosen: Tried, search: Search) -> list[str]:
-    """A sentence for each thing that is switched on: what there would be without it."""
+    """Explain each technique of the choice by what a step without it would take."""
     choice, reasons = chosen.choice, []
     for other, name in _one_less(choice, search.axes.precision):
         needed = search.memory.predict(other)
@@ -214,7 +213,7 @@ def _explain(chosen: Tried, search: Search) -> list[str]:
 
 
 def _one_less(choice: Choice, precision: str) -> Iterator[tuple[Choice, str]]:
-    """The choice without each of what is switched on, and the name of that."""
+    """Yield the choice without each of its techniques, and the name of the technique."""
     if choice.parts > 1:
         yield replace(choice, parts=1), f"MicroBatching({choice.parts})"
     for axis, word in choice.words:

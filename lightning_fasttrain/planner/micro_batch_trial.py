@@ -1,4 +1,4 @@
-"""A step in parts of a batch: how much memory it should take, and whether a copy of the run takes it on all ranks."""
+"""Predict the memory of a step in micro-batches, and try it on a copy of the run on all ranks."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,7 +14,7 @@ from lightning_fasttrain.dry_run.rehearsal.nested_trainer import devices_again
 from lightning_fasttrain.dry_run.rehearsal.run_copy import RunCopy
 from lightning_fasttrain.dry_run.verification.short_run import EnoughError, PeakObserver
 
-_ROOM = 0.95  # of the memory of a GPU: what fragmentation and libraries take is not predicted
+_ROOM = 0.95  # of the memory of a GPU: fragmentation and libraries are not predicted
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Tried:
     """Result of the steps of a trial.
 
     Attributes:
-        parts: in which the last batch ran: more than asked for where those ran out of memory, on any rank.
-        peak_bytes: of the last step, on this rank.
+        parts: number of micro-batches of the last batch: more than requested if any rank ran out of memory.
+        peak_bytes: peak memory of the last step on this rank.
     """
 
     parts: int
@@ -35,13 +35,13 @@ class PartTrial:
     """Predicts and tries steps of a run.
 
     Attributes:
-        trainer: of the run.
-        run: a copy of what it is made of.
-        batch: of each step.
-        most: the samples of the largest batch of any rank.
-        steps: optimizer steps of a trial, at least 2.
-        window: batches of a step.
-        predicted: parts → bytes, of those that were asked about.
+        trainer: the Trainer of the run.
+        run: a copy of the run.
+        batch: the batch of each step.
+        most: number of samples in the largest batch of any rank.
+        steps: number of optimizer steps of a trial, at least 2.
+        window: number of batches per optimizer step.
+        predicted: number of micro-batches → predicted bytes.
     """
 
     trainer: L.Trainer
@@ -53,25 +53,25 @@ class PartTrial:
     predicted: dict[int, int] = field(default_factory=dict)
 
     def predict(self, parts: int) -> float:
-        """Bytes that a device should have for a step of this rank.
+        """Return the bytes that a device should have for a step of this rank.
 
         Raises:
-            Exception: it cannot be predicted; of the module's own too, which without values may go another way.
+            Exception: it cannot be predicted; also on errors of the module, which may take another path without values.
         """
         peak = self.run.predict_peak(self.trainer, self.batch, MicroBatching(parts))
         self.predicted[parts] = peak
         return peak / (_ROOM if self.trainer.strategy.root_device.type == "cuda" else 1.0)
 
     def take_steps(self, parts: int) -> Tried:
-        """Run some optimizer steps of a copy in so many parts a batch.
+        """Run some optimizer steps of a copy, with each batch in ``parts`` micro-batches.
 
         A rank that runs out of memory notifies the others, and all continue with more micro-batches, so that none
         waits, as in :class:`~lightning_fasttrain.MicroBatching`. The last step is measured, which has all state that
         is kept between steps.
 
         Raises:
-            torch.OutOfMemoryError: single samples do not fit; or on several ranks, of which others wait, outside of
-                forward and backward.
+            torch.OutOfMemoryError: single samples do not fit; or, on several ranks, memory ran out outside of forward
+                and backward, where the other ranks cannot follow.
         """
         adaptive, watch = MicroBatching("auto"), _Watch(self.steps, self.window)
         adaptive.n = parts
@@ -89,7 +89,7 @@ class PartTrial:
 
 
 def _at_full_size(run: RunCopy) -> list[L.Callback]:
-    """The callbacks as they act once nothing grows any more, which takes most."""
+    """Return the callbacks as they act at the end of all warm-ups, when a step takes most memory."""
     grown: list[L.Callback] = []
     for callback in run.callbacks:
         if isinstance(callback, BatchSizeWarmup):
@@ -100,7 +100,7 @@ def _at_full_size(run: RunCopy) -> list[L.Callback]:
 
 
 class _Watch(PeakObserver, Checkpoint):
-    """Ends the run after some steps, and measures the last; itself the last callback, where Lightning puts savers."""
+    """Measures the last of some steps, and then ends the run; a ``Checkpoint``, which Lightning calls last."""
 
     def __init__(self, steps: int, window: int) -> None:
         self.steps, self.window = steps, window

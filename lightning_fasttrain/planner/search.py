@@ -1,4 +1,4 @@
-"""Search for the fastest choice that fits: predict memory, measure single switches, then the best few in turn."""
+"""Search for the fastest choice that fits: predict memory, measure single techniques, then the best few in turn."""
 
 import heapq
 import time
@@ -23,13 +23,13 @@ class Search:
     """A search for the fastest choice that fits.
 
     Args:
-        axes: what may be chosen.
-        memory: predicts.
-        fits: bytes → whether that is within the limit.
-        limit_gib: for messages.
-        watch: measures; None if the device is not here.
-        steps: of the coming run, which share the time that compiling takes.
-        seconds: that measuring may take, about.
+        axes: the possible choices.
+        memory: predicts the peak memory of a choice.
+        fits: (choice, predicted bytes) → whether a step is within the limit.
+        limit_gib: the limit, for messages.
+        watch: measures steps; None if the device is not in this machine.
+        steps: number of steps of the coming run, which share the time of compilation.
+        seconds: approximate time limit for measurements.
         tell: called with a line on the current progress.
     """
 
@@ -53,7 +53,7 @@ class Search:
         self.notes: list[str] = []
 
     def run(self) -> Tried:
-        """The chosen one; all others are in ``tried``.
+        """Return the fastest choice that fits, with its measurements; all others are in ``tried``.
 
         Raises:
             ValueError: nothing fits.
@@ -66,7 +66,7 @@ class Search:
         chosen: Tried | None = None
         # A refused choice is no finalist again, so in the end a choice is found or none is left.
         while chosen is None:
-            chosen = self._run_off(self._find_finalists())
+            chosen = self._compare_in_turn(self._find_finalists())
         return chosen
 
     def _take_first(self, finalists: list[Tried]) -> Tried:
@@ -74,12 +74,12 @@ class Search:
             self._note(replace(other, why_not="a slower one, by estimate"))
         return self._note(finalists[0])
 
-    def look_at_plain(self) -> Tried:
+    def describe_plain(self) -> Tried:
         """Return what is known of the plain step."""
         choice = Choice(precision=self.axes.precision)
-        return self.tried.get(choice) or self._look_at(choice)
+        return self.tried.get(choice) or self._describe(choice)
 
-    def _look_at(self, choice: Choice) -> Tried:
+    def _describe(self, choice: Choice) -> Tried:
         return Tried(choice, self.memory.predict(choice), self.estimate(choice))
 
     def estimate(self, choice: Choice) -> float:
@@ -97,7 +97,7 @@ class Search:
         return tried
 
     def _drop_heads_that_cannot_be_fused(self) -> None:
-        """A layer that looks like a head may be used for something else than a cross-entropy, as a prediction shows."""
+        """Drop fused heads if a prediction fails, as for a layer whose output is not used for a cross-entropy."""
         for word in self.axes.words["head"][1:]:
             try:
                 self.memory.predict(Choice(head=str(word), precision=self.axes.precision))
@@ -106,10 +106,10 @@ class Search:
         return None
 
     def _find_base(self) -> Choice:
-        """A choice that fits, with as little switched on as that takes."""
+        """Return a choice that fits, with as few techniques as that takes."""
         leanest, least = Choice(), float("inf")
         precision = self.axes.precision
-        for switched in self._ever_leaner():
+        for switched in self._yield_leaner():
             for parts in self.axes.parts:
                 choice = replace(switched, parts=parts, precision=precision)
                 # The optimizer would step in the backward of each micro-batch.
@@ -127,8 +127,8 @@ class Search:
         why = f"the leanest choice ({leanest}) takes {least / GIB:.3f} GiB, {over:.3f} too much"
         raise ValueError(explain(f"memory_gib={self.limit_gib:.4g}", why, way_out))
 
-    def _ever_leaner(self) -> Iterator[Choice]:
-        """Nothing, then what recomputes, then also the head, the gradients, offload, and adapters."""
+    def _yield_leaner(self) -> Iterator[Choice]:
+        """Yield ever leaner choices: plain, with recomputation, then also head, gradients, offload, and adapters."""
         choice = Choice()
         yield choice
         for axis in ("recompute", "head", "gradients", "offload", "adapter"):
@@ -148,7 +148,7 @@ class Search:
         if first is None:
             raise ValueError(explain(f"the plain step ({base})", "it fails", self.tried[base].why_not))
         ms = first.ms
-        self._tell_parts_from(base, ms, base.parts + 1, ms * (1 + PER_PART))
+        self._learn_cost_of_parts(base, ms, base.parts + 1, ms * (1 + PER_PART))
         self._measure_more_parts(base, ms)
         for axis, words in self.axes.words.items():
             for word in words[1:]:
@@ -164,24 +164,24 @@ class Search:
         other = replace(base, parts=more[min(1, len(more) - 1)])
         timed = self._measure(other)
         if timed is not None:
-            self._tell_parts_from(base, ms, other.parts, timed.ms)
+            self._learn_cost_of_parts(base, ms, other.parts, timed.ms)
         elif base.parts == 1 and other in self.tried:
             self.axes.drop("parts", self.tried[other].why_not)
 
     def _measure_fewer_parts(self, base: Choice, ms: float) -> None:
         """Try a leaner choice with fewer micro-batches where the base has the most, to learn what they cost."""
-        for switched in self._ever_leaner():
+        for switched in self._yield_leaner():
             for parts in self.axes.parts[:-1]:
                 other = replace(switched, parts=parts, precision=base.precision)
                 if self.fits(other, self.memory.predict(other)):
                     timed = self._measure(other)
                     if timed is not None:
                         as_base = timed.ms * self.costs.factor(base) / self.costs.factor(other)
-                        self._tell_parts_from(base, ms, parts, as_base)
+                        self._learn_cost_of_parts(base, ms, parts, as_base)
                     return
 
-    def _tell_parts_from(self, base: Choice, ms: float, parts: int, other_ms: float) -> None:
-        """Two times that differ in the number of parts alone: what each part costs, and what is left."""
+    def _learn_cost_of_parts(self, base: Choice, ms: float, parts: int, other_ms: float) -> None:
+        """Derive the time of each micro-batch, and the rest, from two times that differ in their number alone."""
         factor = self.costs.factor(base)
         added = max(0.0, (other_ms - ms) / (parts - base.parts)) / factor
         self.costs.per_part, self.costs.whole = added, ms / factor - added * base.parts
@@ -203,16 +203,16 @@ class Search:
             self.axes.words[axis].remove(word)
 
     def _factor_of(self, base: Choice, axis: str) -> float:
-        """Return what the base has switched on for an axis."""
+        """Return the assumed factor of the technique that the base uses on an axis; 1 if it uses none."""
         word = getattr(base, axis)
         return assume_factor(axis, word) if (axis, word) in base.words else 1.0
 
     def _measure(self, choice: Choice, *, at_all_costs: bool = False) -> Timed | None:
-        """Time a choice; None if it fails, which is noted, or if there is no time."""
+        """Time a choice; None if it fails, which is noted, or if there is no time left."""
         if time.monotonic() > self.deadline and not at_all_costs:
-            self._say_late()
+            self._note_lateness()
             return None
-        tried = self._look_at(choice)
+        tried = self._describe(choice)
         timed = self._time(tried, "measuring")
         if timed is not None:
             self._note(replace(tried, step_ms=(timed.ms,), why_not="slower by estimate than what was compared"))
@@ -229,13 +229,13 @@ class Search:
             self._note(replace(tried, why_not=first_line(error)))
             return None
 
-    def _say_late(self) -> None:
+    def _note_lateness(self) -> None:
         note = "There was no time to measure everything: what was not is estimated. Give more seconds."
         if note not in self.notes:
             self.notes.append(note)
 
     def _find_finalists(self) -> list[Tried]:
-        """The fastest by estimate of those that fit: as long as they may yet turn out to be the fastest."""
+        """Return the fastest choices that fit, by estimate, as long as they may turn out to be the fastest."""
         finalists: list[Tried] = []
         for ms, choice in self._fastest_first():
             if finalists and (ms > finalists[0].estimated_ms * _NEAR or len(finalists) == _FINALISTS):
@@ -255,9 +255,9 @@ class Search:
         return finalists
 
     def _fastest_first(self) -> Iterator[tuple[float, Choice]]:
-        """Estimates in ms, and what they are for; of equals the simpler first.
+        """Yield (estimated ms, choice), the fastest first; of equal estimates the simpler choice first.
 
-        An estimate that needs predictions, which take a second each, waits until its lower bound comes to its turn.
+        Estimates of budgets need predictions of a second each, so they are made once their lower bound comes first.
         """
         queue: list[tuple[float, int, int, int, bool, Choice]] = []
         for number, choice in enumerate(self.axes.choices()):
@@ -273,10 +273,10 @@ class Search:
             elif not self.fits(choice, self.memory.least_recomputed(choice)):  # else nothing has to be recomputed
                 heapq.heappush(queue, (self.estimate(choice), words, parts, number, False, choice))
 
-    def _run_off(self, finalists: list[Tried]) -> Tried | None:
-        """Measure the finalists in turn, so that what else the machine does meets all of them; the fastest is taken.
+    def _compare_in_turn(self, finalists: list[Tried]) -> Tried | None:
+        """Return the fastest finalist; None if none of them runs within the limit.
 
-        None if none of them runs within the limit.
+        They are measured in turn, so that other work of the machine affects all of them.
         """
         times: dict[Choice, list[float]] = {tried.choice: [] for tried in finalists}
         for round_ in range(_ROUNDS):

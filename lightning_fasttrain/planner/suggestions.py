@@ -1,4 +1,4 @@
-"""Suggest improvements to what is the user's own: workers of the loader, state of the optimizer."""
+"""Suggest changes to the user's own code: workers of the loader, and a smaller optimizer state."""
 
 import math
 import os
@@ -20,20 +20,20 @@ _LEANER = "adamw8bit"
 _BATCHES, _SECONDS = 8, 5.0
 
 
-def say_workers(loader: Any, step_ms: float) -> str:
-    """Measure how long a batch takes in one process, and say how many workers hide it behind the steps.
+def suggest_workers(loader: Any, step_ms: float) -> str:
+    """Measure the time to load a batch in one process, and suggest how many workers hide it behind the steps.
 
-    The first samples are read and collated, beside the loader's own sampler, whose state stays as it is.
+    The first samples are read and collated without the loader's own sampler, whose state does not change.
 
     Args:
-        loader: as training uses it; one of another class than ``DataLoader`` is not looked into.
-        step_ms: of a step.
+        loader: the training loader; only a ``DataLoader`` is measured.
+        step_ms: time of a step.
 
     Returns:
-        A sentence; "" if nothing has to change.
+        A sentence; "" if there is nothing to change.
 
     Example:
-        >>> say_workers(DataLoader(range(100), batch_size=4), step_ms=50.0)
+        >>> suggest_workers(DataLoader(range(100), batch_size=4), step_ms=50.0)
         ''
     """
     batch_ms = _measure(loader)
@@ -50,14 +50,14 @@ def say_workers(loader: Any, step_ms: float) -> str:
     return ""
 
 
-def say_leaner_optimizer(module: L.LightningModule) -> str:
-    """Return how much smaller the state of Adam or AdamW would be in 8 bits.
+def suggest_leaner_optimizer(module: L.LightningModule) -> str:
+    """Suggest an 8-bit optimizer if it makes the state of Adam or AdamW smaller.
 
     Args:
-        module: whose ``configure_optimizers`` is asked, on a copy.
+        module: the model, of which a copy configures its optimizers.
 
     Returns:
-        A sentence; "" for another optimizer, or where nothing would be smaller.
+        A sentence; "" for another optimizer, or if the state would not be smaller.
     """
     copied = copy_module(module)
     with quietly(), isolate_rng():
@@ -77,7 +77,7 @@ def say_leaner_optimizer(module: L.LightningModule) -> str:
 
 
 def _measure(loader: Any) -> float | None:
-    """Milliseconds of a batch in one process; None where that cannot be told."""
+    """Return the milliseconds to load a batch in one process; None if it cannot be measured."""
     size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
     if not isinstance(loader, DataLoader) or size is None or not isinstance(loader.dataset, Sized):
         return None

@@ -1,4 +1,4 @@
-"""Time a few steps on a copy, and estimate the time of choices from such measurements."""
+"""Time a few steps on a copy of a model, and estimate the times of choices from such measurements."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,9 +20,9 @@ class Timed:
     """Measurements of a few steps.
 
     Attributes:
-        step_ms: of each step after the first.
-        first_ms: of the first, in which things are compiled and allocated.
-        peak_bytes: of the last step, if it was asked for.
+        step_ms: time of each step after the warm-up.
+        first_ms: time of the first step, which includes compilation and allocation.
+        peak_bytes: peak memory of the last step, if it was requested.
     """
 
     step_ms: list[float]
@@ -31,7 +31,7 @@ class Timed:
 
     @property
     def ms(self) -> float:
-        """The fastest: whatever else a machine does only adds."""
+        """The fastest step, since other work of the machine only adds time."""
         return min(self.step_ms)
 
 
@@ -39,23 +39,23 @@ class Stopwatch:
     """Times steps on copies of a module.
 
     Args:
-        module: left as it is.
-        batch: of each step.
-        settings: of the Trainer, such as ``accelerator``.
+        module: the model, which is not changed.
+        batch: the batch of each step.
+        settings: Trainer settings, such as ``accelerator``.
     """
 
     def __init__(self, module: L.LightningModule, batch: Any, settings: dict[str, Any]) -> None:
         self.module, self.batch, self.settings = module, batch, settings
 
     def time(self, choice: Choice, *, peak: bool = False) -> Timed:
-        """Run what comes first, and then steps that are timed: more of short ones, which are noisier.
+        """Run warm-up steps, and then timed ones: more of short steps, which are noisier.
 
         Args:
-            choice: how.
-            peak: whether there is one more at the end, whose memory is measured instead of its time.
+            choice: the techniques and the precision.
+            peak: whether the memory of one more step is measured at the end.
 
         Raises:
-            Exception: whatever they raise.
+            Exception: any error of the steps.
         """
         settings = {**self.settings, "precision": choice.precision}
         warmup = _TO_PLAN if choice.has_budget else _WARMUP
@@ -67,7 +67,7 @@ class Stopwatch:
 
 
 class _Watch(PeakObserver):
-    """Notes when steps begin and end. A step begins where the one before ended, so that loading counts."""
+    """Records when steps end. A step begins where the previous one ended, so that data loading counts."""
 
     def __init__(self, warmup: int, peak: bool) -> None:
         self.warmup, self.peak = warmup, peak
@@ -103,13 +103,13 @@ class _Watch(PeakObserver):
 
 @dataclass
 class Costs:
-    """Known times, in ms per step.
+    """Measured times, in ms per step.
 
     Attributes:
-        whole: of a batch in one part.
-        per_part: that each part adds.
-        factors: (axis, word) → the factor of a switch.
-        compile_ms: once.
+        whole: time of an unsplit batch.
+        per_part: time that each micro-batch adds.
+        factors: (axis, word) → factor of a technique on the time of a step.
+        compile_ms: time of compilation, once per run.
     """
 
     whole: float = 1.0
@@ -123,7 +123,7 @@ class Costs:
         return ms + (self.compile_ms / steps if choice.compile else 0.0)
 
     def factor(self, choice: Choice) -> float:
-        """Return the product of the factors of everything that is switched on."""
+        """Return the product of the factors of all techniques of a choice."""
         factor = 1.0
         for axis, word in choice.words:
             factor *= self.factors.get((axis, word), assume_factor(axis, word))

@@ -22,14 +22,14 @@ from lightning_fasttrain.technique.technique import techniques_of
 
 @dataclass(frozen=True)
 class Setting:
-    """A model and what it is trained with.
+    """A model, its Trainer, and its techniques.
 
     Args:
-        module: the model, or what builds it.
-        trainer: where there is one.
-        techniques: in use, or to be used.
-        precision: as the Trainer means it.
-        device: that is trained on.
+        module: the model, or a function that builds it.
+        trainer: the Trainer; None if there is none.
+        techniques: the techniques in use, or to be used.
+        precision: Lightning's name of the precision.
+        device: the device of the training.
     """
 
     module: nn.Module | Factory
@@ -46,12 +46,12 @@ class Setting:
 
     @property
     def predicted_device(self) -> str:
-        """The kind of device that memory is predicted for."""
+        """The type of the device for which memory is predicted."""
         return "cuda" if self.device.type == "cuda" else "cpu"
 
     @property
     def as_trained(self) -> tuple[str, int, int]:
-        """The strategy's name, its ranks, and batches a step, as the Trainer is set."""
+        """The name of the strategy, the number of ranks, and the batches per step, as set in the Trainer."""
         trainer = self.trainer
         if trainer is None:
             return "no Trainer", 1, 1
@@ -64,7 +64,7 @@ class Setting:
         optimizer: Callable[[Any], Optimizer] | None,
         techniques: Sequence[Technique] | None = None,
     ) -> MemoryReport:
-        """The peak of a step on this device, with other techniques if some are given."""
+        """Predict the memory of a step on this device, with its own techniques by default."""
         return predict_memory(
             self.module,
             batch,
@@ -82,10 +82,10 @@ def find_setting(
     trainer: L.Trainer | None,
     precision: str,
 ) -> Setting:
-    """Combine what a user gave with what follows from it.
+    """Complete the user's arguments with those that follow from them.
 
     Raises:
-        TypeError, ValueError: techniques that are none, or do not go together; a Trainer that has no model yet.
+        TypeError, ValueError: invalid or conflicting techniques, or a Trainer without a model.
     """
     if isinstance(module, L.Trainer):
         trainer, held = module, module.lightning_module
@@ -103,7 +103,7 @@ def find_setting(
 
 
 def _list_techniques(module: nn.Module | Factory, trainer: L.Trainer | None) -> list[Technique]:
-    """The Trainer's, and those that the module would bring to it."""
+    """Return the techniques of the Trainer, and those that the module would bring to it."""
     listed = [] if trainer is None else techniques_of(trainer)
     brought = list_callbacks(module.configure_callbacks) if isinstance(module, L.LightningModule) else []
     # A Trainer that has met the module has them already.

@@ -1,4 +1,4 @@
-"""Every technique that is not in use: why not, and what it would bring."""
+"""Explain for each unused technique why it cannot act, or predict how much memory it would save."""
 
 import inspect
 import math
@@ -30,14 +30,14 @@ from lightning_fasttrain.technique.technique import find_surgeons
 
 @dataclass(frozen=True)
 class Unused:
-    """One technique.
+    """A technique that is not in use.
 
     Args:
-        name: of its class.
-        why_not: why it cannot, or need not, act here; None if nothing speaks against trying it.
-        when: when it pays, anywhere.
-        tried: as what it was predicted, a call; "" if it was not.
-        factor: the predicted peak with it, as a factor of that without; None if it was not predicted.
+        name: name of its class.
+        why_not: why it cannot, or need not, act here; None if there is no reason against it.
+        when: when it pays in general.
+        tried: the call whose memory was predicted; "" if none was.
+        factor: predicted peak with the technique divided by that without; None if it was not predicted.
     """
 
     name: str
@@ -52,12 +52,12 @@ class UnusedReport(Report):
     """Techniques that are not in use; ``print`` shows a table.
 
     Args:
-        rows: first what may be worth trying, by how much memory it would save, then what is not.
+        rows: first the techniques that may be worth trying, those that save most memory first; then the others.
         used: names of the techniques in use.
-        peak_bytes: the predicted peak with those; None if nothing was predicted.
-        device: that it is about.
-        precision: as Lightning means it.
-        notes: sentences on what was not predicted.
+        peak_bytes: predicted peak with the techniques in use; None if nothing was predicted.
+        device: type of the device.
+        precision: Lightning's name of the precision.
+        notes: explanations of missing predictions.
     """
 
     rows: tuple[Unused, ...]
@@ -68,7 +68,7 @@ class UnusedReport(Report):
     notes: tuple[str, ...] = ()
 
     def as_table(self) -> Table:
-        """For ``rich``: what each would bring, and what speaks against it."""
+        """Build a ``rich`` table of the memory with each technique, and of the reasons against it."""
         peak = "" if self.peak_bytes is None else f", predicted peak {format_bytes(self.peak_bytes)}"
         used = ", ".join(self.used) or "nothing"
         table = titled_table(f"Not in use on {self.device}, {self.precision}; in use: {used}{peak}", self.notes)
@@ -141,8 +141,8 @@ class _Asker:
     """Asks techniques about one setting.
 
     Attributes:
-        peak_bytes: of a step with the techniques in use; None if it is not predicted.
-        notes: sentences on what is not.
+        peak_bytes: predicted peak of a step with the techniques in use; None if it is not predicted.
+        notes: explanations of missing predictions.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class _Asker:
         return None if self.setting.trainer is None else self.setting.trainer.strategy
 
     def _make(self, kind: type[Technique]) -> Technique | None:
-        """One as it would be tried first; None for those that need to be told more."""
+        """Make a technique with its default arguments; None if it requires some."""
         if kind is MicroBatching:
             return MicroBatching(4)
         if kind is LowPrecisionProducts:

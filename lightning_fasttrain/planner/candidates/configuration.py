@@ -1,4 +1,4 @@
-"""One way to make a step: how many parts, what is recomputed, in which precision, and what else is switched on."""
+"""A choice of techniques: number of micro-batches, precision, and one word for each further decision."""
 
 import copy
 import math
@@ -17,16 +17,16 @@ class Switch:
     """Meaning of one word of a :class:`Choice`.
 
     Attributes:
-        technique: its class.
-        setting: how it is made.
+        technique: class of the technique.
+        setting: its arguments and its assumed cost.
     """
 
     technique: type[Technique]
     setting: Setting
 
     def make(self) -> Technique:
-        """A fresh one."""
-        # Copies, as a policy may keep what it learned of a model.
+        """Return a new technique."""
+        # Arguments are copied, since a policy may keep what it has measured on a model.
         return self.technique(**copy.deepcopy(dict(self.setting.arguments)))
 
 
@@ -56,11 +56,11 @@ class Budget:
 
 @dataclass(frozen=True)
 class Choice:
-    """A word for each axis, "" for the plain step, and two that are not switches.
+    """A word for each axis, "" for the plain step, beside the number of micro-batches and the precision.
 
     Attributes:
-        parts: that each batch is run in.
-        precision: of the Trainer.
+        parts: number of micro-batches of each batch.
+        precision: precision of the Trainer.
     """
 
     parts: int = 1
@@ -86,21 +86,21 @@ class Choice:
 
     @property
     def words(self) -> list[tuple[str, str | Budget]]:
-        """(axis, word) wherever it is not the plain step, precision too."""
+        """(axis, word) of everything that differs from the plain step, precision included."""
         found = [(axis, getattr(self, axis)) for axis in SWITCHES if getattr(self, axis)]
         return [*found, ("precision", self.precision)] if self.precision != "32-true" else found
 
     def techniques(self) -> list[Technique]:
-        """Fresh ones, in the suite's order."""
+        """Return new techniques, micro-batching first."""
         made = [switch_of(axis, getattr(self, axis)).make() for axis in SWITCHES if getattr(self, axis)]
         return [data.MicroBatching(self.parts), *made] if self.parts > 1 else made
 
     def code(self) -> list[str]:
-        """The Python for each of :meth:`techniques`."""
+        """Return the Python code that makes each of :meth:`techniques`."""
         return list(map(code_of, self.techniques()))
 
     def configs(self) -> list[Mapping[str, Any]]:
-        """For LightningCLI, each of :meth:`techniques`."""
+        """Return the LightningCLI configuration of each of :meth:`techniques`."""
         return list(map(config_of, self.techniques()))
 
     def __str__(self) -> str:
@@ -110,7 +110,7 @@ class Choice:
 
 
 def _find_switches() -> dict[str, dict[str, Switch]]:
-    """axis → word → what it stands for, as the techniques themselves say. The word "" is the plain step."""
+    """Collect axis → word → its meaning, as declared by the techniques. The word "" is the plain step."""
     # Without parts and precision, which come first in Choice and are no switches.
     found: dict[str, dict[str, Switch]] = {one.name: {} for one in fields(Choice)[2:]}
     for technique in known_techniques():

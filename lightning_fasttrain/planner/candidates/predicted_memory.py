@@ -1,4 +1,4 @@
-"""The peak memory of choices, each predicted once; what differs in the size of a part alone, by a straight line."""
+"""Predict the peak memory of choices, each once; those that differ in micro-batches alone are interpolated."""
 
 import math
 from dataclasses import replace
@@ -13,16 +13,16 @@ from lightning_fasttrain.predict import predict_memory
 
 
 class PredictedMemory:
-    """Predicts peaks in bytes.
+    """Predicts peak memory in bytes.
 
-    From two parts on, a step's peak is a constant and a multiple of what one part holds: two predictions give both.
+    From two micro-batches on, a step's peak is a constant plus a multiple of the size of one, as two predictions show.
 
     Args:
         module: the model.
         batch: one batch.
-        device: whose memory.
-        parts: the numbers of parts that may be asked for.
-        budget_bytes: to which a :class:`~lightning_fasttrain.planner.candidates.configuration.Budget` keeps a step.
+        device: type of the device whose memory is predicted.
+        parts: the possible numbers of micro-batches.
+        budget_bytes: the limit of choices with a :class:`~lightning_fasttrain.planner.candidates.configuration.Budget`.
     """
 
     def __init__(
@@ -35,11 +35,11 @@ class PredictedMemory:
         self.known: dict[Choice, float] = {}
 
     def predict(self, choice: Choice, *, exactly: bool = False) -> float:
-        """Peak bytes. What is compiled counts as it is eagerly, which is more.
+        """Return the peak memory in bytes. Compiled blocks count as eager ones, which take more.
 
         Args:
-            choice: what.
-            exactly: whether it is predicted by itself, even if its number of parts lies between two that are known.
+            choice: the techniques and the precision.
+            exactly: whether it is predicted by itself rather than interpolated.
 
         Raises:
             ValueError, TypeError: it cannot be predicted.
@@ -55,17 +55,17 @@ class PredictedMemory:
         return self.known[key]
 
     def _within_budget(self, low: float, high: float) -> float:
-        """Peak with as many stored blocks as the budget allows, if all blocks are equal."""
+        """Return the peak with as many stored blocks as the budget allows, if all blocks are equal."""
         blocks = len(find_blocks(self.module))
         kept = math.floor(blocks * (self.budget_bytes - low) / max(high - low, 1.0))
         return low + (high - low) * min(max(kept, 0), blocks) / blocks
 
     def least_recomputed(self, choice: Choice) -> float:
-        """Peak bytes with nothing recomputed."""
+        """Return the peak memory with nothing recomputed."""
         return self.predict(replace(choice, recompute=""))
 
     def most_recomputed(self, choice: Choice) -> float:
-        """Peak bytes with every block recomputed."""
+        """Return the peak memory with every block recomputed."""
         return self.predict(replace(choice, recompute="all"))
 
     def _is_between(self, choice: Choice) -> bool:

@@ -1,4 +1,4 @@
-"""List the choices for a model on a machine, and the reasons against the others."""
+"""List the possible choices for a model on a machine, and the reasons against other techniques."""
 
 import itertools
 from collections.abc import Iterator
@@ -23,9 +23,9 @@ class Axes:
     """The possible choices, axis by axis.
 
     Attributes:
-        parts: numbers of parts, 1 first.
-        words: axis → its words, "" first; of the precision the user's own.
-        left_out: what is left out → why.
+        parts: numbers of micro-batches, 1 first.
+        words: axis → its words, that of the plain step first.
+        left_out: name of what is left out → the reason.
     """
 
     parts: list[int]
@@ -38,7 +38,7 @@ class Axes:
         return str(self.words["precision"][0])
 
     def choices(self) -> Iterator[Choice]:
-        """Every combination of techniques that go together."""
+        """Yield every combination of techniques that can be used together."""
         names = [*self.words, "parts"]
         for values in itertools.product(*self.words.values(), self.parts):
             choice = replace(Choice(), **dict(zip(names, values, strict=True)))
@@ -47,7 +47,7 @@ class Axes:
                 yield choice
 
     def drop(self, axis: str, why: str) -> None:
-        """Go on with the plain word of an axis alone."""
+        """Keep only the plain step's word of an axis."""
         self.left_out[axis] = why
         if axis == "parts":
             self.parts = [1]
@@ -64,16 +64,16 @@ def find_axes(
     fast_bf16: bool,
     limit_gib: float | None = None,
 ) -> Axes:
-    """Find what may be chosen for ``module``.
+    """Find the techniques that may be chosen for ``module``.
 
     Args:
         module: the model; techniques are tried on a copy without memory.
         batch: one batch.
-        facts: of the machine.
-        keep: how exact the choice must stay.
-        precision: the user's own, which stays; None if it may be chosen.
-        fast_bf16: whether the device multiplies bfloat16.
-        limit_gib: of memory, to which blocks may be recomputed one by one; None if they may not.
+        facts: facts about the machine and the Trainer.
+        keep: the least exact class of techniques that is allowed.
+        precision: the precision to keep; None if it may be chosen.
+        fast_bf16: whether the device multiplies bfloat16 fast.
+        limit_gib: memory limit of budgets, which recompute single blocks; None if there are none.
     """
     facts = add_model(facts, module)
     parts, reason = _find_parts(module, batch, keep)
@@ -112,7 +112,7 @@ def _add_precision(axes: Axes, keep: Exactness, fast_bf16: bool) -> None:
 
 
 def _find_parts(module: nn.Module, batch: Any, keep: Exactness) -> tuple[list[int], str]:
-    """Powers of two up to one sample a part; else why one part alone."""
+    """Return the powers of two up to one sample per micro-batch; or 1 alone, and why."""
     norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     if norms and keep is not Exactness.CHANGES_TRAINING:
         return [1], "BatchNorm takes its statistics over a part, which would be another training"
@@ -124,7 +124,7 @@ def _find_parts(module: nn.Module, batch: Any, keep: Exactness) -> tuple[list[in
 
 
 def _why_not_on(module: L.LightningModule, technique: Technique) -> str | None:
-    """Try it on a copy without memory."""
+    """Apply a technique to a copy without memory; return the error, or None."""
     try:
         with fake_model(module, [technique]):
             return None
