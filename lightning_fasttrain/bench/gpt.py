@@ -172,12 +172,12 @@ class GPT(nn.Module):
         return self.norm(x)
 
     def forward(self, idx: Tensor) -> Tensor:
-        """Token numbers [B, T] → logits [B, T, V]."""
+        """Map token ids (B, T) to logits (B, T, V)."""
         return self.head(self.hidden(idx))
 
 
 def matrices_and_others(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Split what trains: matrices decay, embeddings among them, and others do not; a tied one is listed once.
+    """Split the trainable parameters: matrices, embeddings included, decay; others do not; tied ones are listed once.
 
     Example:
         >>> [len(group["params"]) for group in matrices_and_others(nn.Linear(2, 2), 0.1)]
@@ -274,7 +274,7 @@ SIZES = {
 
 
 def size_named(name: str) -> Size:
-    """The size called ``name``.
+    """Look up a size by name.
 
     Raises:
         ValueError: there is none; the message lists the sizes.
@@ -288,7 +288,7 @@ def size_named(name: str) -> Size:
 
 @dataclass(frozen=True)
 class Specimen:
-    """A model and what it is trained on, both made when asked for.
+    """A model and a batch for it, both made on request.
 
     Args:
         module: makes the LightningModule, with random weights; it has ``loss(batch)`` and uses AdamW.
@@ -300,7 +300,7 @@ class Specimen:
 
 
 def reference_gpt(size: str = "nano", batch: int = 8) -> Specimen:
-    """The reference GPT in one of the ladder's sizes; its batch is of (inputs, targets), each [batch, context]."""
+    """Return the reference GPT in one of the ladder's sizes; its batch is (inputs, targets), each [batch, context]."""
     config = size_named(size).model
 
     def draw() -> Tensor:

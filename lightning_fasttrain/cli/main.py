@@ -1,4 +1,4 @@
-"""The ``fasttrain`` command: a row for each subcommand. What is heavy is imported by the one that needs it."""
+"""The ``fasttrain`` command: a row for each subcommand, which imports heavy packages only when it runs."""
 
 import argparse
 import sys
@@ -219,7 +219,7 @@ COMMANDS = (
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line; the usage of ten options above it hides the reason."""
+    """A parser whose errors are one line, without the usage of all options."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_INPUT, f"{self.prog}: {message}. See {self.prog} --help.\n")

@@ -1,4 +1,4 @@
-"""The table of techniques, and a card for each, from the code: what it does, when, how exact it is, how to use it."""
+"""Describe the techniques from their code, in a table and on cards: effect, exactness, and use."""
 
 import ast
 import doctest
@@ -20,7 +20,7 @@ from lightning_fasttrain.technique.facts import Facts
 
 
 def markdown_table(ladder: Climbed | None = None) -> str:
-    """The techniques as a Markdown table.
+    """Return the techniques as a Markdown table.
 
     Args:
         ladder: adds what its rungs measured, against the rung below.
@@ -43,7 +43,7 @@ def markdown_table(ladder: Climbed | None = None) -> str:
 
 
 def card(technique: type[Technique], ladder: Climbed | None = None, facts: Facts | None = None) -> str:
-    """All that a technique says about itself, for a terminal.
+    """Return everything that a technique states about itself, for a terminal.
 
     Args:
         technique: a class.
@@ -93,7 +93,7 @@ def card(technique: type[Technique], ladder: Climbed | None = None, facts: Facts
 
 
 def markdown_card(technique: type[Technique], ladder: Climbed | None = None) -> str:
-    """Everything that a technique states about itself, as a section of a Markdown page.
+    """Return everything that a technique states about itself, as a section of a Markdown page.
 
     Args:
         technique: a technique's class.
@@ -174,7 +174,7 @@ as factors of the rung below. Times marked ≈ are within the variation of the s
 
 
 def markdown_page(ladder: Climbed | None = None) -> str:
-    """The table of techniques followed by one card for each, as a Markdown page.
+    """Return the table of techniques followed by one card for each, as a Markdown page.
 
     Args:
         ladder: as for :func:`markdown_table`.
@@ -202,7 +202,7 @@ def markdown_page(ladder: Climbed | None = None) -> str:
 
 
 def source_of(technique: type[Technique]) -> str:
-    """The paper or reference implementation that the docstring names; "See" another docstring is followed.
+    """Return the paper or reference implementation that a docstring names; references to other docstrings are followed.
 
     Example:
         >>> from lightning_fasttrain.finetune import QLoRA
@@ -254,7 +254,7 @@ def _example(technique: type[Technique]) -> ast.Call:
 
 
 def _written_out(technique: type[Technique]) -> tuple[str, dict[str, Any] | None]:
-    """The docstring's example as Python and as a configuration of LightningCLI; None if YAML cannot hold it."""
+    """Return the docstring's example as Python and for LightningCLI; None if YAML cannot represent it."""
     example, path = _example(technique), public_path(technique)
     made = f"ft.{path.removesuffix(technique.__name__)}{ast.unparse(example)}"
     try:
@@ -264,7 +264,7 @@ def _written_out(technique: type[Technique]) -> tuple[str, dict[str, Any] | None
 
 
 def _exactness_in_words(technique: type[Technique]) -> str:
-    """The class of exactness with its bound.
+    """Return the class of exactness with its bound.
 
     Example:
         >>> from lightning_fasttrain.model import ActivationCheckpointing
@@ -278,7 +278,7 @@ def _exactness_in_words(technique: type[Technique]) -> str:
 
 
 def _as_markdown(text: str) -> str:
-    """reStructuredText's roles and literals of a docstring, as Markdown.
+    """Convert the reStructuredText roles and literals of a docstring to Markdown.
 
     Example:
         >>> _as_markdown("see :func:`~lightning_fasttrain.data.split_batch` and ``n``")
@@ -296,7 +296,7 @@ def _time_noise(ladder: Climbed) -> float:
 
 
 def _measured_factors(ladder: Climbed | None) -> dict[str, str]:
-    """For each technique that a rung added or changed alone: its time and memory as factors of the state below it."""
+    """Return technique → time and memory of the rung that changed it alone, as factors of the state below."""
     if ladder is None:
         return {}
     found: dict[str, dict[str, str]] = {}

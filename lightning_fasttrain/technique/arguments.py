@@ -1,4 +1,4 @@
-"""Remember the arguments of a technique for its repr, and answer other libraries' names of them."""
+"""Remember the arguments of a technique for its repr, and explain other libraries' names of them."""
 
 import functools
 import inspect
@@ -11,9 +11,9 @@ from lightning_fasttrain.core.messages import explain
 
 
 def remember_arguments(cls: Any) -> None:
-    """Let ``cls`` keep in words how it was made, and answer other libraries' names for its arguments with ours.
+    """Let ``cls`` remember its arguments as text, and refuse other libraries' names of them with ours.
 
-    In words, since a reference to a teacher, say, would be copied with the technique.
+    As text, since a reference to a teacher, say, would be copied with the technique.
     """
     make = cls.__init__
 
@@ -31,7 +31,7 @@ def remember_arguments(cls: Any) -> None:
 
 
 def describe(made: object) -> str:
-    """The call that made it: defaults left out, modules and tensors by their class.
+    """Return the call that made an object: without defaults, with modules and tensors by their class.
 
     Example:
         >>> from lightning_fasttrain.data import MicroBatching
@@ -44,7 +44,7 @@ def describe(made: object) -> str:
 
 
 def settings_of(made: object) -> dict[str, str]:
-    """Each of its arguments in words that are the same in another process; defaults too.
+    """Return each argument, defaults included, as text that is the same in every process.
 
     Example:
         >>> from lightning_fasttrain.data import TokenWeightedAccumulation

@@ -18,7 +18,7 @@ COMPILERS = ("g++", "clang++", "c++", "cl")
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts that are known before a run; None where unknown.
+    """Facts about a model and a machine before a run; None where unknown.
 
     Attributes:
         device: ``"cuda"`` or ``"cpu"``.
@@ -67,7 +67,7 @@ def describe_clipping(value: float | None, algorithm: str | None) -> str:
 
 
 def find_compiler() -> str | None:
-    """The C++ compiler that ``torch.compile`` would use on the CPU."""
+    """Return the name of the C++ compiler that ``torch.compile`` would use on the CPU; None if there is none."""
     return next((name for name in COMPILERS if shutil.which(name)), None)
 
 

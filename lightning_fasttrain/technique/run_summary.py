@@ -1,4 +1,4 @@
-"""Report what acts on a run when it starts, what came of it when it ends, and techniques that did nothing."""
+"""Report the techniques of a run at its start, their outcome at its end, and techniques without effect."""
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -56,7 +56,7 @@ class RunSummary:
         return undo.close
 
     def _log_hyperparameters(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Add ours to the call in which Lightning logs the user's, as TensorBoard shows the first call alone."""
+        """Add our hyperparameters to Lightning's call with the user's, since TensorBoard shows only the first call."""
         if not (trainer.is_global_zero and trainer.enable_autolog_hparams):
             return
         ours = {KEY: ", ".join(map(repr, self.techniques))}

@@ -1,4 +1,4 @@
-"""Measures each technique on top of those that helped, a process for each.
+"""Measure each technique on top of those that helped, each in a process of its own.
 
 It ends in a table, a picture, and code to paste.
 

@@ -61,7 +61,7 @@ class Recorder(PeakObserver):
         return "timed" if step < self.warmup + self.timed else "memory"
 
     def begin(self, step: int, *held: Any) -> None:
-        """A step begins; ``held`` is what is alive already: module, optimizer, batch."""
+        """Record the beginning of a step; ``held`` is in memory already: module, optimizer, batch."""
         # One stamp more than timed steps: the last of them ends where the next step begins.
         if self.warmup <= step <= self.warmup + self.timed:
             self._stamps.append(self._stamp())
@@ -69,7 +69,7 @@ class Recorder(PeakObserver):
             self.begin_measuring(self.device, *held)
 
     def end(self, step: int, loss: Tensor) -> None:
-        """A step has ended, its optimizer step included."""
+        """Record the end of a step, after its optimizer step."""
         self.end_measuring()
         # Kept as a tensor: to read its value the host would wait for the device.
         self.losses.append(loss.detach())
@@ -93,7 +93,7 @@ class Recorder(PeakObserver):
         self.end(batch_idx, outputs["loss"])
 
     def result(self, tokens_per_step: int) -> dict[str, Any]:
-        """The measurements, as plain JSON; waits for the device."""
+        """Return the measurements as plain JSON, after waiting for the device."""
         times_ms = self._times_ms()
         step_ms = statistics.median(times_ms)
         losses = [float(loss) for loss in self.losses]

@@ -1,4 +1,4 @@
-"""The ladder for people: lines while it runs, a table in the terminal, a picture in a file."""
+"""Show a ladder: lines while it runs, a table in the terminal, a picture in a file."""
 
 import io
 import math
@@ -32,7 +32,7 @@ _TEXT = ("rung", "exactness", "on this device")
 
 
 def as_table(ladder: Climbed, width: int = FULL_WIDTH) -> Table:
-    """The ladder as a table, against both baselines.
+    """Return the ladder as a table, compared with both baselines.
 
     Args:
         ladder: what ``ladder.json`` holds.
@@ -65,7 +65,7 @@ def _name_machine(ladder: Climbed) -> str:
 
 
 def _fitting_columns(rows: list[dict[str, str]], width: int) -> list[str]:
-    """The columns whose words are all shown whole in so many characters."""
+    """Return the columns that fit into so many characters without cutting a word."""
     kept, taken = [], 0
     for name in _BY_WEIGHT:
         taken += max(len(name), *(len(cells.get(name, "")) for cells in rows)) + _BETWEEN_COLUMNS
@@ -80,7 +80,7 @@ def _is_dim(cells: dict[str, str]) -> bool:
 
 
 def as_line(row: Row, naive: Row) -> str:
-    """A finished rung in one line.
+    """Describe a finished rung in one line.
 
     Example:
         >>> half = Row(title="bf16 mixed", step_ms=50, peak_mib=800, verdict="time ÷2.0")
@@ -95,7 +95,7 @@ def as_line(row: Row, naive: Row) -> str:
 
 
 class Live:
-    """Shows what is running. Where the output is no terminal there are only the lines of finished rungs, as they come.
+    """Shows the running rung, and a line for each finished one; only these lines if the output is not a terminal.
 
     Args:
         console: where to.
@@ -117,7 +117,7 @@ class Live:
         self._bar.stop()
 
     def progress(self, title: str, message: dict[str, Any]) -> None:
-        """One message of a worker, or ``{"phase": "start", "run": number}`` before the first."""
+        """Show a message of a worker, or ``{"phase": "start", "run": number}`` before its first."""
         if message["phase"] == "start":
             again = f", run {message['run']}" if message["run"] > 1 else ""
             self._bar.update(self._task, description=f"{title}{again}: starting")
@@ -126,7 +126,7 @@ class Live:
         self._bar.update(self._task, description=f"{title}: {step}")
 
     def row(self, row: Row) -> None:
-        """One finished rung."""
+        """Print the line of a finished rung, and its notes."""
         self._bar.advance(self._task)
         self._naive = self._naive or row
         self._say(as_line(row, self._naive))
@@ -143,7 +143,7 @@ class Live:
 
 
 def _cells(row: Row, naive: Row, strong: Row) -> dict[str, str]:
-    """The text of each column; those that a failed rung has nothing for are missing."""
+    """Return column → text; columns for which a failed rung has no value are missing."""
     in_chain = row.carried or row.host == "bare" or row.name == "strong"
     cells = {
         "rung": row.title if in_chain else f"({row.title})",
@@ -187,7 +187,7 @@ def ratio(base: float, value: float) -> str:
 
 
 def as_table_of_each(ladder: Climbed) -> Table | None:
-    """Each rung alone on top of naive, or None if they were not run."""
+    """Return a table of each rung alone on top of naive; None if they were not run."""
     pairs = [(row.title, row.alone) for row in ladder.rungs if row.alone is not None]
     if not pairs:
         return None
@@ -205,7 +205,7 @@ def as_table_of_each(ladder: Climbed) -> Table | None:
 
 
 def summary(ladder: Climbed) -> str:
-    """The two tops in a sentence each, each with its code; and what is to be said of this run."""
+    """Describe the two best rungs, each with its code, and the failures and disturbances of this run."""
     tops, noise = ladder.tops, ladder.noise["time"] or 0.0
     parts = [
         _top_in_words("Fastest with half of naive's memory", tops["fastest"], ladder.strong, noise),

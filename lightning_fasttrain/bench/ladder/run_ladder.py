@@ -1,4 +1,4 @@
-"""The ladder: rung after rung in processes of their own, each on top of those that helped."""
+"""Run the ladder: rung after rung in processes of their own, each on top of those that helped."""
 
 import os
 import statistics
@@ -132,12 +132,12 @@ def _describe_top(row: Row | None, naive: Row) -> Top | None:
 
 
 def number_of_rows(ladder: Ladder) -> int:
-    """Rows that :func:`climb` will give."""
+    """Return the number of rows of :func:`climb`."""
     return 1 + len(ladder.baselines) + len(ladder.rungs)
 
 
 class _Climb:
-    """Runs what the ladder asks for, row by row, and puts each into ``result``."""
+    """Runs a ladder row by row, and adds each row to ``result``."""
 
     def __init__(self, ladder: Ladder, tokens_file: str, on_progress: OnProgress, result: Climbed) -> None:
         self.ladder = ladder
@@ -146,7 +146,7 @@ class _Climb:
         self.started = time.monotonic()
 
     def rows(self) -> Iterator[Row]:
-        """The rows as they are finished."""
+        """Yield the rows as they are finished."""
         ladder, runner, result = self.ladder, self.runner, self.result
         naive = runner.row(Rung("naive", "naive loop", {}), NAIVE, Exactness.EXACT)
         naive.carried = True
@@ -183,7 +183,7 @@ class _Climb:
             yield bare
 
     def _decide(self, row: Row, below: Row) -> None:
-        """Judge ``row``; where its time and that below are too near to decide, run both again, in turn."""
+        """Judge ``row``; if its time is too close to that of the row below, run both again, in turn."""
         naive = self.result.rungs[0]
         if len(naive.step_ms_of_runs) == 1:
             # The noise of the machine must be known before the first verdict.
@@ -246,7 +246,7 @@ class _Runner:
         return row
 
     def add_run(self, row: Row) -> None:
-        """Run a row again: of all its runs the median counts, which more runs make surer but not smaller."""
+        """Run a row again; the median of all its runs counts, which more runs do not make smaller."""
         measured = self._run(row)
         if measured.error is not None:
             return

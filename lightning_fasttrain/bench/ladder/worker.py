@@ -31,7 +31,7 @@ from lightning_fasttrain.technique import Technique, apply
 
 
 def callbacks_of(state: State) -> list[L.Callback]:
-    """The callbacks that a state names, each a public name of this package.
+    """Make the callbacks of a state, whose names are public names of this package.
 
     Raises:
         ValueError: there is nothing of that name.
@@ -76,7 +76,7 @@ def run_in_trainer(
 
 
 def run_in_a_bare_loop(module: GPTModule, loader: Iterable[Any], state: State, recorder: Recorder) -> list[L.Callback]:
-    """Train with the same techniques as plain functions: what a Trainer costs is the difference.
+    """Train with the same techniques as plain functions, to measure the overhead of the Trainer.
 
     Returns:
         The callbacks of the state, for what they report after the run.
@@ -120,7 +120,7 @@ _QUIET_CORES = 0.3
 
 
 def work(spec: dict[str, Any], result_file: Path, stderr_file: Path, teller: "Connection[Any, Any]") -> None:
-    """Run :func:`run_rung` in this process, with a failure as ``{"error": ...}`` in the result.
+    """Run :func:`run_rung` in this process; an error becomes ``{"error": ...}`` in the result.
 
     Args:
         spec: what :func:`run_rung` takes.

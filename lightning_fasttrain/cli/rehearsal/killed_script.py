@@ -1,4 +1,4 @@
-"""In a script that is killed on trial: the callback that ends its process at a given moment, or notes its end."""
+"""The callback of a script under ``--kill``: kills its process at a given moment, or records its final state."""
 
 import hashlib
 import json
@@ -48,7 +48,7 @@ def make_callbacks() -> list[L.Callback]:
 
 
 class KilledOnTrial(L.Callback):
-    """Follows its orders, on rank zero: what is left of the others is killed from outside."""
+    """Follows its orders on rank zero; the processes of other ranks are killed from outside."""
 
     def __init__(self, orders: Orders) -> None:
         self.orders = orders
@@ -84,7 +84,7 @@ class KilledOnTrial(L.Callback):
             self._end_well(trainer, pl_module)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook: of a fit that has fewer steps."""
+        """Hook: the end of a fit with fewer steps."""
         self._end_well(trainer, pl_module)
 
     def _die_at(self, trainer: L.Trainer, place: str) -> None:

@@ -1,4 +1,4 @@
-"""The command ``fasttrain rehearse``: a user's own script, unchanged, up to its first step; or killed on trial."""
+"""The command ``fasttrain rehearse``: run a user's script, unchanged, up to its first step; or kill it repeatedly."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""The part ``--kill`` of ``fasttrain rehearse``: is a script that is killed over and over the same run in the end?"""
+"""Implement ``fasttrain rehearse --kill``: a script that is killed repeatedly must end as if it were not."""
 
 import json
 import random
@@ -45,12 +45,12 @@ class Kills:
         return not self.problem
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return plain values for JSON."""
         return {"ok": self.ok, **asdict(self)}
 
 
 class _ScriptError(Exception):
-    """A run did not do what it was to do."""
+    """A run did not behave as required."""
 
 
 def rehearse_kills(
@@ -128,7 +128,7 @@ def _find_differences(one: dict[str, str], other: dict[str, str]) -> list[str]:
 
 
 class _Runs:
-    """Starts the script, in the same folder as often as it is killed there."""
+    """Starts the script, again and again in the same folder if it is killed."""
 
     def __init__(
         self, script: str, arguments: Sequence[str], steps: int, folder: Path, start: Callable[..., int]
@@ -145,7 +145,7 @@ class _Runs:
         return end
 
     def until_killed(self, **orders: str | float) -> str:
-        """Run until the kill; say where it was."""
+        """Run until the kill, and describe its moment."""
         told = self._run("killed", orders)
         killed = next((line for line in told if "killed" in line), None)
         if killed is None:

@@ -1,4 +1,4 @@
-"""In a script that is rehearsed or verified: the callback that each Trainer of it gets, and that ends the process."""
+"""Callbacks of a script that is rehearsed or verified, which end its process."""
 
 import json
 import os
@@ -30,14 +30,14 @@ def make_callbacks() -> list[L.Callback]:
 
 
 class RehearseAndEnd(Rehearsal):
-    """A rehearsal after which the process ends, with nothing of the script done any more."""
+    """A rehearsal after which the process ends, without the rest of the script."""
 
     def look(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         # Named, because a lambda has no first argument from which super() could find class and object.
         self._or_end(trainer, lambda: super(RehearseAndEnd, self).look(trainer, pl_module))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook: see :class:`Rehearsal`. One that the script has itself is not done twice."""
+        """Hook: rehearse, unless the script has a rehearsal of its own, and end the process."""
         own = [one.report for one in trainer.callbacks if isinstance(one, Rehearsal) and one.report is not None]
         if own:
             self.report = own[0]
@@ -69,7 +69,7 @@ class VerifyAndEnd(RehearseAndEnd):
         self.techniques, self.steps = techniques, steps
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook: as of :class:`Rehearsal`, of which only the first stage is done."""
+        """Hook: verify the techniques on the first batches, and end the process."""
         run = self._run
         assert run is not None
         try:

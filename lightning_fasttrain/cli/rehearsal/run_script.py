@@ -1,4 +1,4 @@
-"""Runs a user's own script, unchanged, with a callback of ours in each of its Trainers."""
+"""Run a user's script, unchanged, with a callback of ours in each of its Trainers."""
 
 import os
 import signal
@@ -41,7 +41,7 @@ def run_script(
 
 
 def write_entry_point(folder: Path, point: str) -> None:
-    """Write into ``folder`` what an installed package with an entry point for Lightning's callbacks has."""
+    """Write the metadata of a package with an entry point for Lightning's callbacks into ``folder``."""
     about = folder / "fasttrain_rehearsal-0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: fasttrain-rehearsal\nVersion: 0\n")
@@ -49,7 +49,7 @@ def write_entry_point(folder: Path, point: str) -> None:
 
 
 def _run(command: list[str], environment: dict[str, str], stdout: int | None) -> int:
-    """Run it in a process group of its own, of which nothing is left afterwards."""
+    """Run a command in a process group of its own, all of whose processes are killed afterwards."""
     process = subprocess.Popen(command, env=environment, stdout=stdout, start_new_session=True)
     try:
         return process.wait()
