@@ -69,6 +69,7 @@ def working(says: str) -> Iterator["Status"]:
     """Show on stderr what is being done, as stdout has the report alone; errors about the input end the command."""
     from rich.console import Console
 
+    # Other errors are faults of the model or of this package, and keep their traceback.
     with refusing(ValueError, TypeError, ModuleNotFoundError), Console(stderr=True).status(says) as status:
         yield status
 

@@ -217,7 +217,7 @@ def source_of(technique: type[Technique]) -> str:
     return source
 
 
-def _written_source(described: Any) -> str:
+def _written_source(described: object) -> str:
     _, _, source = (inspect.getdoc(described) or "").partition("\nSource:\n")
     return " ".join(source.partition("\n\n")[0].split())
 

@@ -149,6 +149,7 @@ class AutoBatchSize(AddsTechniques):
             self._add(trainer, [MicroBatching(1)])
         if not is_rehearsing():
             self._found.parts = None
+        # Copied before any technique acts, so that the copies get their techniques as the run does.
         self._run = copy_run(trainer, pl_module, (AutoBatchSize, MicroBatching, MemoryMeter))
 
     def _refuse_others(self, trainer: L.Trainer) -> None:

@@ -125,6 +125,7 @@ def make_plan(
     axes = find_axes(plain, batch, facts, keep_class, precision, fast_bf16, budget_gib)
     memory = PredictedMemory(plain, batch, device, axes.parts, usable)
     watch = Stopwatch(plain, batch, {"accelerator": device, **settings}) if device == here else None
+    # Strategies shard the states of a model, so whether a choice fits depends on them.
     several = SeveralDevices(plain, devices, nodes, usable) if devices > 1 else None
     if several is not None:
         axes.drop("adapter", "states of adapters on several devices are not predicted: plan on one device first")

@@ -148,6 +148,7 @@ class Search:
         if first is None:
             raise ValueError(explain(f"the plain step ({base})", "it fails", self.tried[base].why_not))
         ms = first.ms
+        # An assumed cost, for models whose batches are never measured in more micro-batches.
         self._learn_cost_of_parts(base, ms, base.parts + 1, ms * (1 + PER_PART))
         self._measure_more_parts(base, ms)
         for axis, words in self.axes.words.items():
@@ -195,6 +196,7 @@ class Search:
         timed = self._measure(choice)
         if timed is not None:
             factor = timed.ms / ms * self._factor_of(base, axis)
+            # A difference within the noise counts as none, or noise would multiply over several techniques.
             self.costs.factors[axis, word] = 1.0 if abs(factor - 1) < TELLS else factor
             if axis == "compile":
                 self.costs.compile_ms = max(0.0, timed.first_ms - timed.ms)  # the first step compiles
@@ -262,6 +264,7 @@ class Search:
         queue: list[tuple[float, int, int, int, bool, Choice]] = []
         for number, choice in enumerate(self.axes.choices()):
             if choice not in self.refused:
+                # For a budget this is the time without any recomputation, a lower bound.
                 bound = self.costs.estimate(choice, self.steps)
                 # The number is unique, so the heap never compares two choices, which have no order.
                 row = bound, len(choice.words), choice.parts, number, choice.has_budget, choice

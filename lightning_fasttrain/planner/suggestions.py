@@ -20,7 +20,7 @@ _LEANER = "adamw8bit"
 _BATCHES, _SECONDS = 8, 5.0
 
 
-def suggest_workers(loader: Any, step_ms: float) -> str:
+def suggest_workers(loader: object, step_ms: float) -> str:
     """Measure the time to load a batch in one process, and suggest how many workers hide it behind the steps.
 
     The first samples are read and collated without the loader's own sampler, whose state does not change.
@@ -36,6 +36,8 @@ def suggest_workers(loader: Any, step_ms: float) -> str:
         >>> suggest_workers(DataLoader(range(100), batch_size=4), step_ms=50.0)
         ''
     """
+    if not isinstance(loader, DataLoader):
+        return ""
     batch_ms = _measure(loader)
     if batch_ms is None:
         return ""
@@ -76,10 +78,10 @@ def suggest_leaner_optimizer(module: L.LightningModule) -> str:
     return f"{name}'s state takes {format_bytes(now)}; {made} keeps it in {format_bytes(leaner)}, and rounds it."
 
 
-def _measure(loader: Any) -> float | None:
+def _measure(loader: DataLoader[Any]) -> float | None:
     """Return the milliseconds to load a batch in one process; None if it cannot be measured."""
-    size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
-    if not isinstance(loader, DataLoader) or size is None or not isinstance(loader.dataset, Sized):
+    size = getattr(loader.batch_sampler, "batch_size", None)
+    if size is None or not isinstance(loader.dataset, Sized):
         return None
     dataset, count = loader.dataset, len(loader.dataset)
     times: list[float] = []

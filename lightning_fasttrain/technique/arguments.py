@@ -3,6 +3,7 @@
 import functools
 import inspect
 import re
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -57,7 +58,7 @@ def settings_of(made: object) -> dict[str, str]:
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # of a function, or of an object of a class that says nothing of itself
 
 
-def _describe_arguments(make: Any, *args: Any, **kwargs: Any) -> tuple[tuple[str, ...], dict[str, str]]:
+def _describe_arguments(make: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[tuple[str, ...], dict[str, str]]:
     # A wrong argument raises here the error that the call itself would raise.
     bound = inspect.signature(make).bind(*args, **kwargs)
     given = tuple(bound.arguments)[1:]  # the first is self
@@ -65,7 +66,7 @@ def _describe_arguments(make: Any, *args: Any, **kwargs: Any) -> tuple[tuple[str
     return given, {name: _in_words(value) for name, value in list(bound.arguments.items())[1:]}
 
 
-def _in_words(value: Any) -> str:
+def _in_words(value: object) -> str:
     if isinstance(value, nn.Module | Tensor):
         return type(value).__name__
     # Sorted, so that the words are the same in each process.

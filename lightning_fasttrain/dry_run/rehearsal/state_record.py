@@ -89,7 +89,7 @@ def describe(value: object) -> str:
     return repr(value)[:40]
 
 
-def describe_change(before: Any, after: Any) -> str:
+def describe_change(before: object, after: object) -> str:
     """Describe how a value changed.
 
     Example:
@@ -98,9 +98,11 @@ def describe_change(before: Any, after: Any) -> str:
         >>> describe_change(before, after), describe_change(2, 5)
         ('is off by 0.5 in 1 of its 3 values', 'was 2 and is 5')
     """
-    tensors = isinstance(before, Digest) and isinstance(after, Digest) and before.shape == after.shape
-    if not tensors or before.numel == 1 or before.dtype != after.dtype:
-        return f"was {describe(before)} and is {describe(after)}"
+    changed = f"was {describe(before)} and is {describe(after)}"
+    if not isinstance(before, Digest) or not isinstance(after, Digest) or before.numel == 1:
+        return changed
+    if before.shape != after.shape or before.dtype != after.dtype:
+        return changed
     change = before - after
     apart = change.entries.abs()
     # Only few values changed, and none of the sampled ones.

@@ -75,6 +75,7 @@ def run_steps(of: Steps, techniques: Sequence[Technique], watcher: L.Callback) -
         "devices": 1,
         "logger": False,
         "limit_val_batches": int(validates),
+        # Validation follows the last step, since the end of the epoch is never reached.
         "val_check_interval": len(batches),
         # Lightning's default number of epochs, without its warning.
         "max_epochs": 1000,
@@ -87,6 +88,7 @@ def run_steps(of: Steps, techniques: Sequence[Technique], watcher: L.Callback) -
     # Twice as many, so that none of the steps is the last of an epoch.
     loaders = [as_loader([*batches, *batches, batches[0]]), as_loader(validation) if validates else None]
     with isolate_rng(), _only_these_techniques(module):
+        # Seeded before the fit too, since techniques may draw initial weights of adapters.
         seed_step(0)
         return fit_quietly(module, copy.deepcopy(list(techniques)), observers, settings, *loaders)
 

@@ -98,6 +98,7 @@ def find_setting(
         one_of("precision", precision, tuple(PRECISIONS))
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         return Setting(module, None, check_together(listed), precision, device)
+    # The strategy too may conflict with techniques.
     checked = check_together(listed, trainer.strategy)
     return Setting(module, trainer, checked, str(trainer.precision), trainer.strategy.root_device)
 
