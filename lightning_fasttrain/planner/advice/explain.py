@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_fasttrain.dry_run.verification.short_run import quietly
-from lightning_fasttrain.planner.advice.setting import Setting, find_setting
+from lightning_fasttrain.planner.advice.training_setup import TrainingSetup, find_setup
 from lightning_fasttrain.predict.fake_model import Factory, fake_model
 from lightning_fasttrain.predict.predict_memory import Loss
 from lightning_fasttrain.technique import Technique
@@ -71,33 +71,33 @@ def explain(
     Source:
         Ours.
     """
-    setting = find_setting(module, techniques, trainer, precision)
+    setup = find_setup(module, techniques, trainer, precision)
     # In a fit the techniques are on the model already, and a copy would get them twice.
-    if setting.trainer is not None and setting.is_fitting:
-        found = explain_run(setting.trainer, setting.trainer.lightning_module, setting.techniques, batch)
+    if setup.trainer is not None and setup.is_fitting:
+        found = explain_run(setup.trainer, setup.trainer.lightning_module, setup.techniques, batch)
     else:
-        found = _explain_ahead(setting, batch)
+        found = _explain_ahead(setup, batch)
     if batch is None:
         return found
     try:
         with quietly():
-            predicted = setting.predict(batch, loss, optimizer)
+            predicted = setup.predict(batch, loss, optimizer)
     except (TypeError, ValueError) as error:
         return replace(found, why_unpredicted=str(error).rstrip("."))
     return replace(found, predicted_bytes=predicted.peak_bytes)
 
 
-def _explain_ahead(setting: Setting, batch: Any) -> Explanation:
-    planned = PredictedStep(setting.precision, setting.predicted_device == "cuda")
-    surgeons = find_surgeons(setting.techniques, planned)
-    strategy, ranks, accumulation = setting.as_trained
-    with quietly(), fake_model(setting.module, surgeons) as copy:
+def _explain_ahead(setup: TrainingSetup, batch: Any) -> Explanation:
+    planned = PredictedStep(setup.precision, setup.predicted_device == "cuda")
+    surgeons = find_surgeons(setup.techniques, planned)
+    strategy, ranks, accumulation = setup.as_trained
+    with quietly(), fake_model(setup.module, surgeons) as copy:
         return explain_model(
             copy,
-            setting.techniques,
+            setup.techniques,
             batch,
-            setting.device,
-            precision=setting.precision,
+            setup.device,
+            precision=setup.precision,
             strategy=strategy,
             ranks=ranks,
             accumulation=max(planned.window, accumulation),  # by a technique or by the Trainer

@@ -18,7 +18,7 @@ from lightning_fasttrain.core.modules.wrapped_forward import first_line
 from lightning_fasttrain.data import MicroBatching
 from lightning_fasttrain.dry_run.verification.short_run import quietly
 from lightning_fasttrain.model import LowPrecisionProducts
-from lightning_fasttrain.planner.advice.setting import Setting, find_setting
+from lightning_fasttrain.planner.advice.training_setup import TrainingSetup, find_setup
 from lightning_fasttrain.planner.catalogue import known_techniques
 from lightning_fasttrain.predict.fake_model import Factory, fake_model
 from lightning_fasttrain.predict.predict_memory import Loss
@@ -128,17 +128,17 @@ def why_not(
     Source:
         Ours.
     """
-    setting = find_setting(module, techniques, trainer, precision)
+    setup = find_setup(module, techniques, trainer, precision)
     with quietly():
-        asker = _Asker(setting, batch, loss, optimizer)
-        rows = [asker.ask(kind) for kind in known_techniques() if kind not in map(type, setting.techniques)]
+        asker = _Asker(setup, batch, loss, optimizer)
+        rows = [asker.ask(kind) for kind in known_techniques() if kind not in map(type, setup.techniques)]
     rows.sort(key=lambda row: (row.why_not is not None, math.inf if row.factor is None else row.factor))
-    used = tuple(type(technique).__name__ for technique in setting.techniques)
-    return UnusedReport(tuple(rows), used, asker.peak_bytes, setting.device.type, setting.precision, tuple(asker.notes))
+    used = tuple(type(technique).__name__ for technique in setup.techniques)
+    return UnusedReport(tuple(rows), used, asker.peak_bytes, setup.device.type, setup.precision, tuple(asker.notes))
 
 
 class _Asker:
-    """Asks techniques about one setting.
+    """Asks techniques about one setup.
 
     Attributes:
         peak_bytes: predicted peak of a step with the techniques in use; None if it is not predicted.
@@ -146,18 +146,18 @@ class _Asker:
     """
 
     def __init__(
-        self, setting: Setting, batch: Any, loss: Loss | None, optimizer: Callable[[Any], Optimizer] | None
+        self, setup: TrainingSetup, batch: Any, loss: Loss | None, optimizer: Callable[[Any], Optimizer] | None
     ) -> None:
-        self.setting, self.step = setting, (batch, loss, optimizer)
+        self.setup, self.step = setup, (batch, loss, optimizer)
         self.notes: list[str] = []
         self.peak_bytes: int | None = None
-        planned = PredictedStep(setting.precision, setting.predicted_device == "cuda")
-        with fake_model(setting.module, find_surgeons(setting.techniques, planned)) as copy:
-            self.facts = _facts(setting, copy)
+        planned = PredictedStep(setup.precision, setup.predicted_device == "cuda")
+        with fake_model(setup.module, find_surgeons(setup.techniques, planned)) as copy:
+            self.facts = _facts(setup, copy)
         if batch is None:
             return
         try:
-            self.peak_bytes = setting.predict(*self.step).peak_bytes
+            self.peak_bytes = setup.predict(*self.step).peak_bytes
         except _REFUSED as error:
             self.notes.append(f"Nothing is predicted: {error}")
 
@@ -169,13 +169,13 @@ class _Asker:
             made = self._make(kind)
             if made is None:
                 return row
-            check_together([*self.setting.techniques, made], self._strategy)
+            check_together([*self.setup.techniques, made], self._strategy)
             if self.peak_bytes is not None and self._changes_memory(made):
-                predicted = self.setting.predict(*self.step, [*self.setting.techniques, made])
+                predicted = self.setup.predict(*self.step, [*self.setup.techniques, made])
                 return replace(row, tried=repr(made), factor=predicted.peak_bytes / self.peak_bytes)
             if made.surgery is not None:
                 # Nothing is done with the copy: to operate on it shows whether the technique refuses.
-                with fake_model(self.setting.module, [made]):
+                with fake_model(self.setup.module, [made]):
                     pass
         except _REFUSED as error:
             return replace(row, why_not=str(error))
@@ -185,7 +185,7 @@ class _Asker:
 
     @property
     def _strategy(self) -> Strategy | None:
-        return None if self.setting.trainer is None else self.setting.trainer.strategy
+        return None if self.setup.trainer is None else self.setup.trainer.strategy
 
     def _make(self, kind: type[Technique]) -> Technique | None:
         """Make a technique with its default arguments; None if it requires some."""
@@ -197,21 +197,21 @@ class _Asker:
         return None if needed else kind()
 
     def _changes_memory(self, made: Technique) -> bool:
-        plain = PredictedStep(self.setting.precision, self.setting.predicted_device == "cuda")
+        plain = PredictedStep(self.setup.precision, self.setup.predicted_device == "cuda")
         # The copy has lists of its own, or `plain` would change with it.
         planned = replace(plain, on_optimizer=[], notes=[])
         operates = made.predict(planned) is not None
         return operates or replace(planned, notes=[]) != plain  # a note alone changes nothing
 
 
-def _facts(setting: Setting, model: nn.Module) -> Facts:
+def _facts(setup: TrainingSetup, model: nn.Module) -> Facts:
     trained, parameters = count_parameters(model)
-    trainer = setting.trainer
+    trainer = setup.trainer
     facts = replace(
         add_model(facts_of_machine(), model),
-        device=setting.device.type,
+        device=setup.device.type,
         trains=trained / max(parameters, 1),
-        precision=setting.precision,
+        precision=setup.precision,
     )
     if trainer is None:
         return facts

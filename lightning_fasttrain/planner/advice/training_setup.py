@@ -21,7 +21,7 @@ from lightning_fasttrain.technique.technique import techniques_of
 
 
 @dataclass(frozen=True)
-class Setting:
+class TrainingSetup:
     """A model, its Trainer, and its techniques.
 
     Args:
@@ -76,12 +76,12 @@ class Setting:
         )
 
 
-def find_setting(
+def find_setup(
     module: nn.Module | Factory | L.Trainer,
     techniques: Sequence[Technique] | None,
     trainer: L.Trainer | None,
     precision: str,
-) -> Setting:
+) -> TrainingSetup:
     """Complete the user's arguments with those that follow from them.
 
     Raises:
@@ -97,10 +97,10 @@ def find_setting(
     if trainer is None:
         one_of("precision", precision, tuple(PRECISIONS))
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        return Setting(module, None, check_together(listed), precision, device)
+        return TrainingSetup(module, None, check_together(listed), precision, device)
     # The strategy too may conflict with techniques.
     checked = check_together(listed, trainer.strategy)
-    return Setting(module, trainer, checked, str(trainer.precision), trainer.strategy.root_device)
+    return TrainingSetup(module, trainer, checked, str(trainer.precision), trainer.strategy.root_device)
 
 
 def _list_techniques(module: nn.Module | Factory, trainer: L.Trainer | None) -> list[Technique]:
