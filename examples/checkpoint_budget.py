@@ -19,10 +19,10 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
+import reference_models
 import torch
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.bench import reference_models
 from lightning_fasttrain.core.machine import hardware, versions
 
 GIB, MIB = 2**30, 2**20

@@ -3,9 +3,10 @@
 import torch
 import torch.nn.functional as F
 import transformers as hf
+from reference_models import Supervised
 from torch import nn
 
-from lightning_fasttrain.bench.reference_models import Specimen, Supervised
+from lightning_fasttrain.bench.gpt import Specimen
 
 BATCH, LENGTH, WORDS, WIDTH = 8, 128, 4096, 128
 LAYERED = {"hidden_size": WIDTH, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 4 * WIDTH}

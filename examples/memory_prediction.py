@@ -17,11 +17,11 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
+import reference_models
 import torch
 from lightning.fabric.utilities import move_data_to_device
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.bench import reference_models
 from lightning_fasttrain.bench.ladder.process import without_paths
 from lightning_fasttrain.core.files.atomic_write import write_atomic
 from lightning_fasttrain.core.machine import hardware, versions

@@ -16,8 +16,9 @@ import sys
 import time
 from datetime import UTC, datetime
 
+import reference_models
+
 import lightning_fasttrain as ft
-from lightning_fasttrain.bench import reference_models
 from lightning_fasttrain.bench.ladder.process import without_paths
 from lightning_fasttrain.core.files.atomic_write import write_atomic
 from lightning_fasttrain.core.machine import hardware, versions

@@ -11,7 +11,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.bench.ladder.worker import Record
 from lightning_fasttrain.bench.text import Windows, encode_text, read_text
 
 LEARNING_RATE = 3e-4
@@ -148,7 +147,7 @@ def train_in_lightning(options, recorder, techniques=list):
             devices=1,
             max_steps=recorder.steps,
             precision=options.precision,
-            callbacks=[*techniques(), Record(recorder)],
+            callbacks=[*techniques(), recorder],
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,

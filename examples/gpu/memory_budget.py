@@ -19,7 +19,7 @@ import time
 import torch
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.bench import reference_models
+from lightning_fasttrain.bench.gpt import reference_gpt
 from lightning_fasttrain.core.files.atomic_write import write_atomic
 from lightning_fasttrain.core.machine import hardware, versions
 
@@ -32,7 +32,7 @@ def train(size, batch, policy):
     gc.collect()  # the model before this one is in cycles, and would count
     torch.cuda.empty_cache()
     torch.manual_seed(0)
-    specimen = reference_models.gpt(size, batch)
+    specimen = reference_gpt(size, batch)
     try:
         with torch.device("cuda"):
             module, data = specimen.module(), [part.cuda() for part in specimen.batch()]
@@ -62,7 +62,7 @@ def train(size, batch, policy):
 
 
 def predicted_gib(size, batch, techniques):
-    specimen = reference_models.gpt(size, batch)
+    specimen = reference_gpt(size, batch)
     report = ft.predict_memory(specimen.module, specimen.batch(), techniques=techniques, precision="bf16-mixed")
     return report.peak_bytes / GIB
 

@@ -24,7 +24,7 @@ import lightning as L
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_fasttrain.bench import reference_models
+from lightning_fasttrain.bench.gpt import reference_gpt
 from lightning_fasttrain.core.files.atomic_write import write_atomic
 from lightning_fasttrain.core.machine import hardware, versions
 from lightning_fasttrain.strategy.choose.model_states import predict_model_states
@@ -73,7 +73,7 @@ def train(size, batch, steps, stage, card_gib):
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, card_gib * GIB / total))
     torch.manual_seed(0)
-    specimen = reference_models.gpt(size, batch)
+    specimen = reference_gpt(size, batch)
     module, clock = specimen.module(), Clock()
     row = {"stage": stage, "size": size, "parameters": sum(p.numel() for p in module.parameters())}
     states = predict_model_states(module, world_size=1, precision="bf16-mixed", stages=(stage,))[0]

@@ -1,6 +1,6 @@
-"""The reference model, real text, and the ladder that measures each technique on them.
+"""The reference GPT, real text, and the ladder that measures each technique on them.
 
-From the bottom up: ``gpt``, ``text``, ``reference_models``, ``ladder``.
+From the bottom up: ``gpt``, ``text``, ``ladder``.
 """
 
 from lightning_fasttrain.bench.gpt import GPT, SIZES, Block, GPTConfig, GPTModule, Size

@@ -1,6 +1,7 @@
 """The reference model, a GPT, and its sizes."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +74,8 @@ def naive_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Te
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))  # [B, H, T, T]
     later = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
     weights = scores.masked_fill(later, float("-inf")).softmax(dim=-1)
-    return F.dropout(weights, dropout) @ v  # it always drops: the caller gives 0 in evaluation
+    # F.dropout drops in evaluation too, so the caller gives 0 there.
+    return F.dropout(weights, dropout) @ v
 
 
 class Attention(nn.Module):
@@ -143,7 +145,8 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
-        self.head.weight = self.tokens.weight  # before weights are drawn, so that the shared one is drawn once
+        # Tied before weights are drawn, so that the shared one is drawn once.
+        self.head.weight = self.tokens.weight
         self._draw_weights()
 
     def _draw_weights(self) -> None:
@@ -169,12 +172,12 @@ class GPT(nn.Module):
         return self.norm(x)
 
     def forward(self, idx: Tensor) -> Tensor:
-        """Token numbers [B, T] → logits [B, T, V]."""
+        """Map token ids (B, T) to logits (B, T, V)."""
         return self.head(self.hidden(idx))
 
 
 def matrices_and_others(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Split what trains: matrices decay, embeddings among them, and others do not; a tied one is listed once.
+    """Split the trainable parameters: matrices, embeddings included, decay; others do not; tied ones are listed once.
 
     Example:
         >>> [len(group["params"]) for group in matrices_and_others(nn.Linear(2, 2), 0.1)]
@@ -271,7 +274,7 @@ SIZES = {
 
 
 def size_named(name: str) -> Size:
-    """The size called ``name``.
+    """Look up a size by name.
 
     Raises:
         ValueError: there is none; the message lists the sizes.
@@ -281,3 +284,26 @@ def size_named(name: str) -> Size:
         256
     """
     return SIZES[one_of("size", name, tuple(SIZES))]
+
+
+@dataclass(frozen=True)
+class Specimen:
+    """A model and a batch for it, both made on request.
+
+    Args:
+        module: makes the LightningModule, with random weights; it has ``loss(batch)`` and uses AdamW.
+        batch: makes one batch of random data, on the CPU.
+    """
+
+    module: Callable[[], L.LightningModule]
+    batch: Callable[[], Any]
+
+
+def reference_gpt(size: str = "nano", batch: int = 8) -> Specimen:
+    """Return the reference GPT in one of the ladder's sizes; its batch is (inputs, targets), each [batch, context]."""
+    config = size_named(size).model
+
+    def draw() -> Tensor:
+        return torch.randint(config.vocabulary, (batch, config.context))
+
+    return Specimen(lambda: GPTModule(config), lambda: (draw(), draw()))

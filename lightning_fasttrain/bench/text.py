@@ -87,11 +87,11 @@ def encode_text(data: bytes, tokens: str, vocabulary: int) -> np.ndarray:
 
     Args:
         data: UTF-8 bytes.
-        tokens: ``"bytes"``: each byte is its own number; ``"bpe"``: a byte-pair encoding trained on ``data`` itself.
+        tokens: ``"bytes"``: each byte is a token id; ``"bpe"``: a byte-pair encoding trained on ``data`` itself.
         vocabulary: the model's number of tokens; the encoding uses at most so many.
 
     Returns:
-        Token numbers, one-dimensional, uint8 or int32.
+        Token ids, one-dimensional, uint8 or int32.
 
     Raises:
         ValueError: unknown ``tokens``, or a vocabulary smaller than the 256 bytes.
@@ -170,7 +170,7 @@ def check_enough(tokens: np.ndarray, batch: int, context: int) -> None:
 def batches(
     tokens: np.ndarray, context: int, batch: int, steps: int, seed: int = 0, pin_memory: bool = False
 ) -> DataLoader[tuple[Tensor, Tensor]]:
-    """``steps`` batches of (inputs, targets), each [batch, context], the same ones for the same ``seed``.
+    """Return a loader of ``steps`` batches (inputs, targets), each [batch, context], the same for the same ``seed``.
 
     Raises:
         ValueError: the text is shorter than one batch.

@@ -1,5 +1,5 @@
-"""The ``fasttrain`` command: ``main`` parses, one file for each subcommand. Importing them imports nothing heavy.
+"""The ``fasttrain`` command: ``main`` has a row for each subcommand. Importing it imports nothing heavy.
 
-From the bottom up: ``doctor``, ``technique_table``, ``subject``, ``target``, ``memory``, ``plan``, ``rehearsal``,
-``schedule``, ``shard``, ``why_not``, ``verify``, ``main``.
+From the bottom up: ``subject``, ``doctor``, ``technique_table``, ``command``, ``rehearsal``, ``tool_commands``,
+``model_commands``, ``main``.
 """

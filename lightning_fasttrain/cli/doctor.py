@@ -35,10 +35,10 @@ _PACKAGES = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked for.
+    """Result of one check.
 
     Args:
-        name: what was looked for.
+        name: name of the check.
         status: ``"ok"``; ``"missing"``, which ``fix`` mends; ``"not here"``, which no installation mends.
         detail: what was found, or what it would be for.
         fix: the command or step that brings it, or an empty string.
@@ -51,7 +51,7 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Look at this machine. Nothing is compiled, downloaded or changed, and no optional package is imported.
+    """Check this machine. Nothing is compiled, downloaded or changed, and no optional package is imported.
 
     Returns:
         Findings in the order in which they matter.
@@ -74,7 +74,7 @@ def examine() -> list[Finding]:
 
 
 def as_table(findings: list[Finding]) -> Table:
-    """The findings as a table for the terminal."""
+    """Return the findings as a table for the terminal."""
     table = Table(title="fasttrain doctor")
     for column in ("", "found", "how to get it"):
         table.add_column(column, overflow="fold")
@@ -108,7 +108,8 @@ def _gpu() -> Finding:
 
 def _bf16() -> Finding:
     if torch.cuda.is_available():
-        if torch.cuda.is_bf16_supported(including_emulation=False):  # emulated, it is there on old GPUs too, and slow
+        # Old GPUs only emulate it, slowly.
+        if torch.cuda.is_bf16_supported(including_emulation=False):
             return Finding("bf16", "ok", "on the GPU")
         return Finding("bf16", "not here", "this GPU has none: use precision='16-mixed'")
     units = bf16_units()

@@ -1,20 +1,225 @@
-"""The ``fasttrain`` command. What is heavy is imported by the subcommand that needs it."""
+"""The ``fasttrain`` command: a row for each subcommand, which imports heavy packages only when it runs."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from lightning_fasttrain.cli import memory, plan, schedule, shard, verify, why_not
-from lightning_fasttrain.cli.rehearsal import rehearse
-from lightning_fasttrain.cli.target import BAD_INPUT, Commands, refuse
+from lightning_fasttrain.cli import model_commands, tool_commands
+from lightning_fasttrain.cli.command import BAD_INPUT, Command, CommandError, model_options, option
+from lightning_fasttrain.cli.rehearsal.rehearse import rehearse
+from lightning_fasttrain.cli.tool_commands import INTERRUPTED
 from lightning_fasttrain.core.package import __version__
 
-INTERRUPTED = 130  # what shells give for a program that SIGINT ended: 128 + 2
+_PRECISION = option("--precision", default="32-true", help="32-true (default), bf16-mixed or bf16-true")
+_JSON = option("--json", action="store_true", help="print JSON; sizes are in bytes")
+_NODES = option("--nodes", type=int, default=1, metavar="M", help="machines they are in; default: 1")
+
+
+def _techniques(default: str) -> tuple[tuple[str, ...], dict[str, str]]:
+    return option("--techniques", default="", metavar="A,B=8", help=f"after = the first argument; {default}")
+
+
+COMMANDS = (
+    Command(
+        "ladder",
+        "measure on this machine what each technique gains",
+        [
+            option("--size", default="mini", help="nano, tiny, mini (default), gpt2-small, gpt2-medium or gpt2-xl"),
+            option("--text", metavar="PATH", help="file or folder; default: source of Python's standard library"),
+            option("--out", metavar="DIR", default="ladder", help="folder for the results; default: ladder"),
+            option("--steps", type=int, metavar="N", help="timed steps per rung; default: the size's own"),
+            option(
+                "--repeats",
+                type=int,
+                metavar="N",
+                default=2,
+                help="how often rungs whose times are too near to decide are run again, in turn; default: 2",
+            ),
+            option("--minutes", type=float, metavar="M", help="run nothing again after; default: the size's own"),
+            option("--each", action="store_true", help="also run each rung alone"),
+            option("--attention", default="sdpa", help="sdpa (default) or naive, in every rung"),
+            option("--batch", type=int, metavar="N", help="sequences per step; default: the size's own"),
+            option("--micro-batches", type=int, metavar="N", help="parts of a batch; default: the size's own"),
+            option("--rungs", metavar="A,B,C", help="only these, a wrong name lists them; default: all"),
+        ],
+        tool_commands.climb_ladder,
+        "Train a reference GPT on real text, with one optimisation after the other; print a table, write ladder.json "
+        "and ladder.png.",
+    ),
+    Command(
+        "memory",
+        "predict the peak memory of a training step, without the memory",
+        [
+            *model_options("sequences of that GPT's batch; default: the size's own"),
+            _techniques("default: none"),
+            _PRECISION,
+            option("--device", default="cuda", help="cuda (default) or cpu; none is touched"),
+            _JSON,
+        ],
+        model_commands.predict_peak,
+        "Predict the peak memory of one training step, by category, on a machine that need not fit it. TARGET is "
+        "imported and called, which runs its code.",
+    ),
+    Command(
+        "verify",
+        "run a step without and with techniques: is it the same training, on this model?",
+        [
+            *model_options("sequences of that GPT's batch; default: 4"),
+            option("--script", metavar="FILE", help="a Python script that trains with Lightning, instead of TARGET"),
+            option("--script-args", default="", metavar="ARGS", help="of the script, in one quoted word"),
+            _techniques("default: those of the model"),
+            option("--precision", default="32-true", help="as for the Trainer; default: 32-true"),
+            option("--steps", type=int, default=2, metavar="N", help="optimizer steps; default: 2"),
+            option("--operators", action="store_true", help="if it is another training, name the first operator"),
+            option("--accelerator", default="auto", help="as for the Trainer: auto (default), cpu or gpu"),
+            _JSON,
+        ],
+        model_commands.verify_training,
+        "Run the same steps without and with techniques on copies of a model, and compare loss, gradients, updates and "
+        "evaluation with what rounding alone does. The exit code is 0 if every technique keeps what it promises, 1 if "
+        "not. TARGET is imported and called, which runs its code. A script is run, unchanged, up to the first step of "
+        "its first fit, whose techniques, batches and precision are verified.",
+    ),
+    Command(
+        "rehearse",
+        "run a script up to its first step, and try out what its later hours will do",
+        [
+            option("--seconds", type=float, default=60.0, metavar="S", help="about how long; default: 60"),
+            option(
+                "--kill",
+                type=int,
+                default=0,
+                metavar="N",
+                help="kill it N times; write {folder} where it takes its folder",
+            ),
+            option("--steps", type=int, default=20, metavar="N", help="with --kill: of a run; default: 20"),
+            option("--seed", type=int, default=0, metavar="N", help="with --kill: for its moments; default: 0"),
+            option("--json", action="store_true", help="print JSON; what the script prints goes to stderr"),
+            option("script", metavar="SCRIPT", help="a Python file that trains with Lightning"),
+            # All that comes after the script is its own, even if it looks like an option of ours.
+            option("arguments", nargs=argparse.REMAINDER, metavar="...", help="of the script"),
+        ],
+        rehearse,
+        "Run a Python script, unchanged, with ft.dry_run.Rehearsal() in each of its Trainers. The script ends before "
+        "the first step of its first fit. With --kill it trains instead, once whole and once killed and started again, "
+        "and both must end identically, bit for bit. The exit code is 0 if all went well, 1 if the run would fail, 2 "
+        "if there is nothing to rehearse.",
+    ),
+    Command(
+        "plan",
+        "measure a model, and choose the fastest mix of techniques that fits a limit of memory",
+        [
+            *model_options("sequences of that GPT's batch; default: 4"),
+            option("--memory", metavar="GIB", default="fit", help="limit in GiB; default: what is free here"),
+            option("--devices", type=int, default=1, metavar="N", help="that train together; default: 1"),
+            _NODES,
+            option("--keep", default="tolerance", help="exact, tolerance (default) or changes_training"),
+            option("--precision", help="of your training, which then stays; default: it may be chosen"),
+            option("--device", help="cuda or cpu; one that is not here is planned for by prediction alone"),
+            option("--steps", type=int, default=1000, metavar="N", help="of the coming run; default: 1000"),
+            option("--seconds", type=float, default=120, metavar="S", help="for measuring, about; default: 120"),
+            option("--out", metavar="DIR", help="folder for plan.json, plan.yaml and plan.png"),
+            _JSON,
+        ],
+        model_commands.plan_training,
+        "Measure a model, predict what each mix of techniques takes, and choose the fastest that fits, for the same "
+        "global batch. Prints a table, reasons and code. TARGET is imported and called, which runs its code.",
+    ),
+    Command(
+        "why-not",
+        "every technique that is not in use: why not, and what it would bring",
+        [
+            *model_options("sequences of that GPT's batch; default: the size's own"),
+            _techniques("those in use"),
+            _PRECISION,
+            _JSON,
+        ],
+        model_commands.list_unused,
+        "Say of every technique that is not in use why it cannot, or need not, act on a model on this machine, and "
+        "predict what it would bring in memory. TARGET is imported and called, which runs its code.",
+    ),
+    Command(
+        "schedule",
+        "draw a learning rate over a run",
+        [
+            option(
+                "shape",
+                nargs="?",
+                default="cosine",
+                metavar="SHAPE",
+                help="cosine (default), linear, constant, inverse-sqrt, exponential, step, one-cycle or wsd",
+            ),
+            option("--total", required=True, metavar="LENGTH", help="of the run"),
+            option("--warmup", default="0", metavar="LENGTH", help="default: 0"),
+            option("--lr", type=float, default=1.0, metavar="RATE", help="the highest rate; default: 1"),
+            option("--final", type=float, default=0.0, metavar="SHARE", help="of the rate, at the end; default: 0"),
+            option("--at", default="", metavar="A,B", help="of step: when it falls"),
+            option("--by", type=float, default=0.1, metavar="FACTOR", help="of step: to what; default: 0.1"),
+            # In help, argparse takes a single % for the beginning of a format.
+            option("--decay", default="20%", metavar="LENGTH", help="of wsd: the fall at the end; default: 20%%"),
+            option("--epoch-steps", type=int, metavar="N", help="optimizer steps of an epoch, for lengths in ep"),
+            option("--out", metavar="FILE", help="also a picture: an .svg or .png file"),
+        ],
+        tool_commands.draw_schedule,
+        "Draw a schedule of build_schedule, with its numbers. Lengths are steps, or as 2ep, 50_000samples, 1e9tok, 5%% "
+        "of the whole.",
+    ),
+    Command(
+        "shard",
+        "compare DDP, FSDP2 and ZeRO for a model on any number of devices, without them",
+        [
+            *model_options("with --size: sequences on each device, to predict activations from"),
+            option("--devices", type=int, required=True, metavar="N", help="devices, on all nodes together"),
+            _NODES,
+            option("--memory", type=float, required=True, metavar="GIB", help="GiB of each device"),
+            option("--host", type=float, metavar="GIB", help="GiB of each node for offload; default: enough"),
+            _PRECISION,
+            option(
+                "--optimizer",
+                metavar="NAME",
+                help="known to ft.build_optimizer: adamw, muon, adamw8bit; default: TARGET's own",
+            ),
+            option("--activations", type=float, metavar="GIB", help="GiB of activations, instead of a prediction"),
+            _JSON,
+        ],
+        model_commands.compare_strategies,
+        "Predict what a model takes on each device under DDP, FSDP2 and the stages of ZeRO, what each sends in a step, "
+        "and choose. No GPU is needed, and the model is not allocated. TARGET is imported and called, which runs its "
+        "code.",
+    ),
+    Command(
+        "consolidate",
+        "write the whole weights of a sharded checkpoint to one file",
+        [
+            option("folder", metavar="DIR", help="the checkpoint, a folder"),
+            option("--out", metavar="FILE", help="file to write; default: DIR.safetensors, beside it"),
+        ],
+        tool_commands.write_consolidated,
+        "Write the float32 weights of a checkpoint of ZeRO or FSDP2 to one safetensors file, with the keys of the "
+        "plain model.",
+    ),
+    Command(
+        "doctor",
+        "what this machine offers, and how to get what is missing",
+        [],
+        tool_commands.examine_machine,
+    ),
+    Command(
+        "techniques",
+        "the table of techniques, as Markdown, or all about one of them",
+        [
+            option("name", nargs="?", metavar="NAME", help="of one: when to use it, how exact it is, its code"),
+            option("--ladder", metavar="JSON", help="a ladder.json, whose measurements are shown too"),
+            option("--markdown", action="store_true", help="write Markdown: the page docs/techniques.md, or one card"),
+        ],
+        tool_commands.describe_techniques,
+    ),
+)
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line; the usage of ten options above it hides the reason."""
+    """A parser whose errors are one line, without the usage of all options."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_INPUT, f"{self.prog}: {message}. See {self.prog} --help.\n")
@@ -31,185 +236,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = _Parser(prog="fasttrain", description="Train Lightning models faster and in less memory, with proof.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    _add_ladder(commands)
-    memory.add(commands)
-    verify.add(commands)
-    rehearse.add(commands)
-    plan.add(commands)
-    why_not.add(commands)
-    schedule.add(commands)
-    shard.add(commands)
-    _add_consolidate(commands)
-    _add_doctor(commands)
-    _add_techniques(commands)
+    parsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
+    for command in COMMANDS:
+        subparser = parsers.add_parser(command.name, help=command.help, description=command.description)
+        for names, settings in command.options:
+            subparser.add_argument(*names, **settings)
+        subparser.set_defaults(run=command.run)
     options = parser.parse_args(arguments)
     try:
-        return options.run(options)
+        return options.run(options) or 0
+    except CommandError as error:
+        # Errors of torch have many lines, and a refusal is one.
+        print(f"fasttrain {options.command}: {' '.join(str(error).split())}", file=sys.stderr)
+        return error.code
     except KeyboardInterrupt:
         print("fasttrain: interrupted", file=sys.stderr)
         return INTERRUPTED
-
-
-def _add_ladder(commands: Commands) -> None:
-    parser = commands.add_parser(
-        "ladder",
-        help="measure on this machine what each technique gains",
-        description="Train a reference GPT on real text, with one optimisation after the other; "
-        "print a table, write ladder.json and ladder.png.",
-    )
-    parser.add_argument("--size", default="mini", help="nano, tiny, mini (default), gpt2-small, gpt2-medium or gpt2-xl")
-    parser.add_argument("--text", metavar="PATH", help="file or folder; default: source of Python's standard library")
-    parser.add_argument("--out", metavar="DIR", default="ladder", help="folder for the results; default: ladder")
-    parser.add_argument("--steps", type=int, metavar="N", help="timed steps per rung; default: the size's own")
-    parser.add_argument(
-        "--repeats",
-        type=int,
-        metavar="N",
-        default=2,
-        help="how often rungs whose times are too near to decide are run again, in turn; default: 2",
-    )
-    parser.add_argument("--minutes", type=float, metavar="M", help="run nothing again after; default: the size's own")
-    parser.add_argument("--each", action="store_true", help="also run each rung alone")
-    parser.add_argument("--attention", default="sdpa", help="sdpa (default) or naive, in every rung")
-    parser.add_argument("--batch", type=int, metavar="N", help="sequences per step; default: the size's own")
-    parser.add_argument("--micro-batches", type=int, metavar="N", help="parts of a batch; default: the size's own")
-    parser.add_argument("--rungs", metavar="A,B,C", help="only these, a wrong name lists them; default: all")
-    parser.set_defaults(run=_ladder)
-
-
-def _ladder(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from lightning_fasttrain.bench.ladder import preflight, report, run_ladder
-    from lightning_fasttrain.bench.ladder.progress import Live
-    from lightning_fasttrain.core.messages import wide_enough
-
-    console = wide_enough(Console())
-    names = None
-    if options.rungs:
-        names = [name.strip() for name in options.rungs.split(",")]
-    try:
-        prepared = preflight.prepare(
-            options.size,
-            text=options.text,
-            out=options.out,
-            steps=options.steps,
-            repeats=options.repeats,
-            minutes=options.minutes,
-            each=options.each,
-            attention=options.attention,
-            batch=options.batch,
-            micro_batches=options.micro_batches,
-            names=names,
-        )
-    except (ValueError, ModuleNotFoundError) as error:
-        return refuse("ladder", error)
-    for one in prepared.skipped:
-        console.print(f"{one.title:<28} left out: {one.reason}", markup=False, highlight=False, soft_wrap=True)
-    with Live(console, run_ladder.number_of_rows(prepared)) as live:
-        result = run_ladder.climb(prepared, live.row, live.progress)
-    if not result.rungs:  # interrupted before the first one was done
-        return INTERRUPTED
-    console.print(report.as_table(result, console.width))
-    each = report.as_table_of_each(result)
-    if each is not None:
-        console.print(each)
-    console.print(report.summary(result), markup=False, highlight=False, soft_wrap=True)
-    picture = report.save_picture(result, prepared.out / "ladder.png")
-    written = [str(prepared.out / "ladder.json"), *([str(picture)] if picture else [])]
-    console.print(f"Written: {', '.join(written)}", soft_wrap=True)
-    if picture is None:
-        # The backslash keeps rich from reading [plots] as a style.
-        console.print("No picture: matplotlib is missing. pip install 'lightning-fasttrain\\[plots]'")
-    if result.interrupted:
-        print("fasttrain ladder: interrupted; what was measured is kept", file=sys.stderr)
-        return INTERRUPTED
-    naive, *others = result.rungs
-    # Without naive and at least one rung there is nothing to compare.
-    worked = naive.error is None and any(row.error is None for row in others)
-    return 0 if worked else 1
-
-
-def _add_consolidate(commands: Commands) -> None:
-    parser = commands.add_parser(
-        "consolidate",
-        help="write the whole weights of a sharded checkpoint to one file",
-        description="Write the float32 weights of a checkpoint of ZeRO or FSDP2 to one safetensors file, with the "
-        "keys of the plain model.",
-    )
-    parser.add_argument("folder", metavar="DIR", help="the checkpoint, a folder")
-    parser.add_argument("--out", metavar="FILE", help="file to write; default: DIR.safetensors, beside it")
-    parser.set_defaults(run=_consolidate)
-
-
-def _consolidate(options: argparse.Namespace) -> int:
-    from pathlib import Path
-
-    from lightning_fasttrain.core.messages import format_bytes
-    from lightning_fasttrain.strategy.consolidate import consolidate
-
-    folder = Path(options.folder)
-    # Resolved, since "." has no name that could get a suffix.
-    out = Path(options.out) if options.out else Path(f"{str(folder.resolve()).removesuffix('.ckpt')}.safetensors")
-    try:
-        written = consolidate(folder, out)
-    except (OSError, ValueError, ModuleNotFoundError) as error:
-        return refuse("consolidate", " ".join(str(error).split()))  # torch's errors have many lines; a refusal is one
-    size = format_bytes(written.nbytes)
-    print(
-        f"Written: {written.path}, {written.tensors} tensors, {written.numel:,} numbers, {size}, from {written.source}"
-    )
-    return 0
-
-
-def _add_doctor(commands: Commands) -> None:
-    parser = commands.add_parser("doctor", help="what this machine offers, and how to get what is missing")
-    parser.set_defaults(run=_doctor)
-
-
-def _doctor(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from lightning_fasttrain.cli import doctor
-    from lightning_fasttrain.core.messages import wide_enough
-
-    wide_enough(Console()).print(doctor.as_table(doctor.examine()))
-    return 0
-
-
-def _add_techniques(commands: Commands) -> None:
-    parser = commands.add_parser("techniques", help="the table of techniques, as Markdown, or all about one of them")
-    parser.add_argument("name", nargs="?", metavar="NAME", help="of one: when to use it, how exact it is, its code")
-    parser.add_argument("--ladder", metavar="JSON", help="a ladder.json, whose measurements are shown too")
-    parser.add_argument(
-        "--markdown", action="store_true", help="write Markdown: the page docs/techniques.md, or one card"
-    )
-    parser.set_defaults(run=_techniques)
-
-
-def _techniques(options: argparse.Namespace) -> int:
-    from lightning_fasttrain.bench.ladder.results import Climbed
-    from lightning_fasttrain.cli.technique_table import card, markdown_card, markdown_page, markdown_table
-    from lightning_fasttrain.core.checks import one_of
-    from lightning_fasttrain.planner.catalogue import known_techniques
-    from lightning_fasttrain.technique.facts import facts_of_machine
-
-    known = {technique.__name__: technique for technique in known_techniques()}
-    try:
-        if options.name is not None:
-            one_of("technique", options.name, tuple(known))
-    except ValueError as error:
-        return refuse("techniques", error)
-    try:
-        measured = Climbed.read(options.ladder) if options.ladder else None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not what `fasttrain ladder` writes"
-        return refuse("techniques", f"{options.ladder}: {reason}")
-    if options.markdown:
-        print(markdown_card(known[options.name], measured) if options.name else markdown_page(measured).rstrip("\n"))
-    elif options.name is None:
-        print(markdown_table(measured))
-    else:
-        print(card(known[options.name], measured, facts_of_machine()))
-    return 0

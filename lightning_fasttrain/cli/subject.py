@@ -1,4 +1,4 @@
-"""Load what a command line names: a model with a batch, and techniques. Values are literals; nothing is evaluated."""
+"""Load a model, a batch and techniques that a command line names. Values are literals; nothing is evaluated."""
 
 import ast
 import importlib
@@ -22,7 +22,7 @@ from lightning_fasttrain.technique import Technique
 def load_subject(
     path: str, arguments: Sequence[str] = (), *, data: str = "", fake: bool = True
 ) -> tuple[nn.Module, Any]:
-    """Import what ``path`` names, call it, and take a batch. This runs its code.
+    """Import a function or class by its path, call it, and take a batch. This runs its code.
 
     Args:
         path: ``"package.module:name"``, looked for in the current folder too. A LightningModule's class, whose
@@ -68,7 +68,7 @@ def load_subject(
 
 
 def _with_data(module: object, path: str, data: str) -> tuple[nn.Module, Any]:
-    """The module, which does to batches what the datamodule does, and the first batch of the datamodule."""
+    """Return the module with the datamodule's transfer hooks, and the first batch of the datamodule."""
     if not isinstance(module, nn.Module):
         why = "the data are named beside it, and a model is needed"
         raise TypeError(explain(f"{path} gives {type(module).__name__}", why, "Name a LightningModule's class"))
@@ -85,7 +85,7 @@ def _with_data(module: object, path: str, data: str) -> tuple[nn.Module, Any]:
 
 
 def techniques_named(text: str) -> list[Technique]:
-    """The techniques in a list such as ``"ActivationCheckpointing,MicroBatching=8"``; after ``=`` the first argument.
+    """Make the techniques of a list such as ``"ActivationCheckpointing,MicroBatching=8"``, with a first argument each.
 
     Raises:
         ValueError: no technique has this name.
@@ -112,7 +112,8 @@ def _import_target(path: str) -> Callable[..., Any]:
     if not (module and colon and name):
         raise ValueError(explain(f"{path!r}", "it does not name a thing in a module", "Write package.module:Name"))
     here = os.getcwd()
-    sys.path.insert(0, here)  # for an installed command Python puts the command's own folder there
+    # Python puts the folder of an installed command first, not the current one.
+    sys.path.insert(0, here)
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:

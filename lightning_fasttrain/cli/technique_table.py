@@ -1,4 +1,4 @@
-"""The table of techniques, and a card for each, from the code: what it does, when, how exact it is, how to use it."""
+"""Describe the techniques from their code, in a table and on cards: effect, exactness, and use."""
 
 import ast
 import doctest
@@ -14,13 +14,13 @@ import yaml
 
 from lightning_fasttrain.bench.ladder.results import Climbed
 from lightning_fasttrain.bench.ladder.verdict import TIME_WORTH
-from lightning_fasttrain.planner.catalogue import known_techniques, public_path
+from lightning_fasttrain.planner.catalogue import config_of_call, known_techniques, public_path
 from lightning_fasttrain.technique import Exactness, Technique
 from lightning_fasttrain.technique.facts import Facts
 
 
 def markdown_table(ladder: Climbed | None = None) -> str:
-    """The techniques as a Markdown table.
+    """Return the techniques as a Markdown table.
 
     Args:
         ladder: adds what its rungs measured, against the rung below.
@@ -28,7 +28,7 @@ def markdown_table(ladder: Climbed | None = None) -> str:
     Returns:
         The table, without a trailing newline.
     """
-    measured = _measured_factors(ladder) if ladder is not None else {}
+    measured = _measured_factors(ladder)
     head = ["technique", "what it does", "exactness", "in a Fabric or bare loop"]
     rows = []
     for technique in known_techniques():
@@ -43,7 +43,7 @@ def markdown_table(ladder: Climbed | None = None) -> str:
 
 
 def card(technique: type[Technique], ladder: Climbed | None = None, facts: Facts | None = None) -> str:
-    """All that a technique says about itself, for a terminal.
+    """Return everything that a technique states about itself, for a terminal.
 
     Args:
         technique: a class.
@@ -67,7 +67,7 @@ def card(technique: type[Technique], ladder: Climbed | None = None, facts: Facts
         <BLANKLINE>
     """
     made, in_yaml = _written_out(technique)
-    measured = _measured_factors(ladder).get(technique.__name__) if ladder is not None else None
+    measured = _measured_factors(ladder).get(technique.__name__)
     lines = [("when", technique.when), ("exactness", technique.exactness.value.replace("_", " "))]
     idle = technique.why_not(facts) if facts is not None else None
     lines += [("not here", idle)] if idle is not None else []
@@ -93,7 +93,7 @@ def card(technique: type[Technique], ladder: Climbed | None = None, facts: Facts
 
 
 def markdown_card(technique: type[Technique], ladder: Climbed | None = None) -> str:
-    """Everything that a technique states about itself, as a section of a Markdown page.
+    """Return everything that a technique states about itself, as a section of a Markdown page.
 
     Args:
         technique: a technique's class.
@@ -135,7 +135,7 @@ def markdown_card(technique: type[Technique], ladder: Climbed | None = None) -> 
     """
     made, in_yaml = _written_out(technique)
     summary = " ".join((inspect.getdoc(technique) or "").partition("\n\n")[0].split())
-    measured = _measured_factors(ladder).get(technique.__name__) if ladder is not None else None
+    measured = _measured_factors(ladder).get(technique.__name__)
     excluded = [f"- `{other}`: {why}. {way_out}." for other, why, way_out in conflicts_of(technique)]
     paragraphs = [
         f"### {public_path(technique)}",
@@ -174,7 +174,7 @@ as factors of the rung below. Times marked ≈ are within the variation of the s
 
 
 def markdown_page(ladder: Climbed | None = None) -> str:
-    """The table of techniques followed by one card for each, as a Markdown page.
+    """Return the table of techniques followed by one card for each, as a Markdown page.
 
     Args:
         ladder: as for :func:`markdown_table`.
@@ -202,7 +202,7 @@ def markdown_page(ladder: Climbed | None = None) -> str:
 
 
 def source_of(technique: type[Technique]) -> str:
-    """The paper or reference implementation that the docstring names; "See" another docstring is followed.
+    """Return the paper or reference implementation that a docstring names; references to other docstrings are followed.
 
     Example:
         >>> from lightning_fasttrain.finetune import QLoRA
@@ -217,7 +217,7 @@ def source_of(technique: type[Technique]) -> str:
     return source
 
 
-def _written_source(described: Any) -> str:
+def _written_source(described: object) -> str:
     _, _, source = (inspect.getdoc(described) or "").partition("\nSource:\n")
     return " ".join(source.partition("\n\n")[0].split())
 
@@ -253,30 +253,18 @@ def _example(technique: type[Technique]) -> ast.Call:
     raise LookupError(f"the docstring of {technique.__name__} makes none")
 
 
-def _settings(technique: type[Technique], example: ast.Call) -> dict[str, Any] | None:
-    """The arguments of the example by name; None where one of them is an object."""
-    names = list(inspect.signature(technique).parameters)
-    given = dict(zip(names, example.args, strict=False))
-    given |= {keyword.arg: keyword.value for keyword in example.keywords if keyword.arg is not None}
-    try:
-        return {name: ast.literal_eval(value) for name, value in given.items()}
-    except ValueError:
-        return None
-
-
 def _written_out(technique: type[Technique]) -> tuple[str, dict[str, Any] | None]:
-    """The docstring's example as Python and as a configuration of LightningCLI; None if YAML cannot hold it."""
+    """Return the docstring's example as Python and for LightningCLI; None if YAML cannot represent it."""
     example, path = _example(technique), public_path(technique)
     made = f"ft.{path.removesuffix(technique.__name__)}{ast.unparse(example)}"
-    settings = _settings(technique, example)
-    if settings is None:
+    try:
+        return made, {"trainer": {"callbacks": [config_of_call(example)]}}
+    except ValueError:
         return made, None
-    spec = {"class_path": f"lightning_fasttrain.{path}", **({"init_args": settings} if settings else {})}
-    return made, {"trainer": {"callbacks": [spec]}}
 
 
 def _exactness_in_words(technique: type[Technique]) -> str:
-    """The class of exactness with its bound.
+    """Return the class of exactness with its bound.
 
     Example:
         >>> from lightning_fasttrain.model import ActivationCheckpointing
@@ -290,7 +278,7 @@ def _exactness_in_words(technique: type[Technique]) -> str:
 
 
 def _as_markdown(text: str) -> str:
-    """reStructuredText's roles and literals of a docstring, as Markdown.
+    """Convert the reStructuredText roles and literals of a docstring to Markdown.
 
     Example:
         >>> _as_markdown("see :func:`~lightning_fasttrain.data.split_batch` and ``n``")
@@ -307,8 +295,10 @@ def _time_noise(ladder: Climbed) -> float:
     return max(TIME_WORTH, ladder.noise["time"] or 0.0)
 
 
-def _measured_factors(ladder: Climbed) -> dict[str, str]:
-    """For each technique that a rung added or changed alone: its time and memory as factors of the state below it."""
+def _measured_factors(ladder: Climbed | None) -> dict[str, str]:
+    """Return technique → time and memory of the rung that changed it alone, as factors of the state below."""
+    if ladder is None:
+        return {}
     found: dict[str, dict[str, str]] = {}
     noise = _time_noise(ladder)
     below = ladder.rungs[0]
@@ -320,10 +310,8 @@ def _measured_factors(ladder: Climbed) -> dict[str, str]:
             factors = f"{'≈' if abs(time - 1) <= noise else '×'}{time:.2f}, ×{memory:.2f}"
             found.setdefault(new[0], {})[rung.name] = factors
         below = rung if rung.carried else below
-    return {name: _of_rungs(rungs) for name, rungs in found.items()}
-
-
-def _of_rungs(factors: dict[str, str]) -> str:
-    if len(factors) == 1:
-        return next(iter(factors.values()))
-    return "; ".join(f"{rung} {found}" for rung, found in factors.items())
+    said: dict[str, str] = {}
+    for name, rungs in found.items():
+        # A single rung needs no name, as it is the technique's own.
+        said[name] = "; ".join(rungs.values() if len(rungs) == 1 else map(" ".join, rungs.items()))
+    return said

@@ -76,8 +76,10 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def return_unused_memory() -> None:
-    """Free what only reference cycles hold, and return the C library's unused pages to the system."""
+    """Free what only reference cycles hold, and return unused memory of the allocators to the system and the GPU."""
     gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
     # A heap that freed tensors have left full of holes keeps its pages, so the next run's come on top of them.
     if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "malloc_trim"):  # of glibc
         ctypes.CDLL(None).malloc_trim(0)

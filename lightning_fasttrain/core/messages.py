@@ -1,12 +1,16 @@
-"""Messages of this package: errors in three parts, one class of warning, notes that appear once, and formats."""
+"""Messages: errors in three parts, one class of warning, notes that appear once, reports, and formats."""
 
 import functools
 import logging
 import warnings
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from io import StringIO
+from typing import Any, ClassVar
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from rich.console import Console
+from rich.table import Table
 
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 FULL_WIDTH = 190  # columns that the widest of our tables fits in
@@ -119,3 +123,32 @@ def align(title: str, rows: Iterable[tuple[str, str]]) -> str:
     listed = list(rows)
     width = max([len(label) for label, _ in listed], default=0)
     return "\n".join([title, *[f"  {label:<{width}}  {fact}" for label, fact in listed]])
+
+
+class Report:
+    """Base class of dataclasses that print as a table, and are plain values for programs.
+
+    Attributes:
+        width: columns of the table when it is printed.
+    """
+
+    width: ClassVar[int] = 120
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON; sizes are in bytes."""
+        return asdict(self)
+
+    def as_table(self) -> Table:
+        """Build a ``rich`` table."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        text = StringIO()
+        Console(file=text, width=self.width).print(self.as_table())
+        return text.getvalue().rstrip()
+
+
+def titled_table(title: str, notes: Iterable[str] = ()) -> Table:
+    """Return an empty table with a title above it and ``notes`` below it, one a line."""
+    return Table(title=title, caption="\n".join(notes) or None, title_justify="left", caption_justify="left")

@@ -1,8 +1,8 @@
-"""Plan at the start of a fit, and train with the plan."""
+"""Plan at the start of a fit, and train with the planned techniques."""
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,23 +27,54 @@ from lightning_fasttrain.technique.technique import techniques_of
 _FILE = "fasttrain_plan.json"
 
 
-class Auto(L.Callback):
-    """Plan with :func:`~lightning_fasttrain.make_plan` at the start of ``fit``, and add what was chosen to the Trainer.
+class AddsTechniques(L.Callback):
+    """Base class of callbacks that add techniques to the Trainer in ``setup``, for the length of a fit."""
 
-    Precision and strategy are the Trainer's own and stay. Rank zero plans and all follow. The plan is kept in
-    ``fasttrain_plan.json`` in the Trainer's ``default_root_dir``, and read from there by the next run of the same model
-    on the same machine, so that a resumed run continues as it was; its state in checkpoints says what it was. List it
+    _added: Sequence[Technique] = ()
+
+    def _refuse_earlier(self, trainer: L.Trainer, what_comes: str) -> None:
+        place = trainer.callbacks.index(self)
+        for technique in techniques_of(trainer):
+            if trainer.callbacks.index(technique) < place:
+                name, why = type(self).__name__, f"it has taken its place already when the {what_comes}"
+                raise ValueError(explain(f"{technique} is listed before {name}", why, f"List {name} first"))
+
+    def _add(self, trainer: L.Trainer, techniques: Sequence[Technique]) -> None:
+        self._added = techniques
+        # Changed in place: Lightning is going through this list, and calls their setup too.
+        trainer.callbacks += techniques
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Hook: the last of a run that ended well. A later fit adds fresh techniques."""
+        self._remove_added(trainer)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Hook: the only one that is called when a run fails."""
+        self._remove_added(trainer)
+
+    def _remove_added(self, trainer: L.Trainer) -> None:
+        # A new list: Lightning is going through the old one, and what was added must still hear of the end.
+        trainer.callbacks = [callback for callback in trainer.callbacks if callback not in self._added]
+        self._added = ()
+
+
+class Auto(AddsTechniques):
+    """Plan with :func:`~lightning_fasttrain.make_plan` at the start of ``fit``, and add the techniques to the Trainer.
+
+    Precision and strategy of the Trainer are kept. Rank zero plans, and all ranks use its plan. The plan is stored in
+    ``fasttrain_plan.json`` in the Trainer's ``default_root_dir``, where the next run of the same model on the same
+    machine reads it, so that a resumed run continues with the same techniques; checkpoints name them too. List it
     before other techniques.
 
     Args:
         memory_gib: as for :func:`~lightning_fasttrain.make_plan`.
         keep: as for :func:`~lightning_fasttrain.make_plan`, here ``"exact"`` by default.
         seconds: as for :func:`~lightning_fasttrain.make_plan`.
-        batch: one to plan with; by default the loader's first, of an iterator of its own.
+        batch: the batch to plan with; by default the loader's first, from a separate iterator.
 
     Attributes:
-        plan: what was planned, on rank zero of a run that did plan.
-        choice: what is used.
+        plan: the plan, on rank zero of a run that made one.
+        choice: the techniques in use.
 
     Raises:
         ValueError: an unknown ``keep``; in ``fit``: another technique is listed before it, or there is no batch.
@@ -64,41 +95,19 @@ class Auto(L.Callback):
         self.keep = one_of("keep", keep, tuple(each.value for each in Exactness))
         self.plan: Plan | None = None
         self.choice: Choice | None = None
-        self._added: list[Technique] = []
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Hook: Lightning's earliest; callbacks that are added here are called right after this one."""
         if stage != "fit":
             return
         if self.choice is None:
-            self._refuse_others_before(trainer)
+            self._refuse_earlier(trainer, "plan comes")
             self.choice = self._choose_on_rank_zero(trainer, pl_module)
-        self._added = self.choice.techniques()
-        trainer.callbacks += self._added  # in place: Lightning is going through this list, and calls their setup too
-
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Hook: the last of a run that ended well. A later fit adds fresh techniques."""
-        self._take_away(trainer)
-
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Hook: the only one that is called when a run fails."""
-        self._take_away(trainer)
-
-    def _take_away(self, trainer: L.Trainer) -> None:
-        """From a new list: Lightning is going through the old one, and what was added must still hear of the end."""
-        trainer.callbacks = [callback for callback in trainer.callbacks if callback not in self._added]
-        self._added = []
+        self._add(trainer, self.choice.techniques())
 
     def state_dict(self) -> dict[str, Any]:
         """Save the choice in the checkpoint."""
         return {} if self.choice is None else {"choice": asdict(self.choice)}
-
-    def _refuse_others_before(self, trainer: L.Trainer) -> None:
-        place = trainer.callbacks.index(self)
-        before = [technique for technique in techniques_of(trainer) if trainer.callbacks.index(technique) < place]
-        if before:
-            why = "it has taken its place already when the plan comes"
-            raise ValueError(explain(f"{before[0]} is listed before Auto", why, "List Auto first"))
 
     def _choose_on_rank_zero(self, trainer: L.Trainer, module: L.LightningModule) -> Choice:
         known: dict[str, Any] | None = None
@@ -109,7 +118,7 @@ class Auto(L.Callback):
             known = trainer.strategy.broadcast(known)
         if known is None:
             raise RuntimeError("rank zero could not make a plan: see its error")
-        return Choice(**known)
+        return Choice.read(known)
 
     def _choose(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, Any]:
         loader = training_loader(trainer)
@@ -140,7 +149,7 @@ class Auto(L.Callback):
         return asdict(chosen)
 
     def _key_of(self, trainer: L.Trainer, module: L.LightningModule, batch: Any) -> str:
-        """Changes with whatever would change the plan."""
+        """Return a key that changes with everything that would change the plan."""
         shapes = [(name, str(p.dtype), tuple(p.shape), p.requires_grad) for name, p in module.named_parameters()]
         sizes: list[Any] = []
         apply_to_collection(batch, Tensor, lambda tensor: sizes.append((str(tensor.dtype), tuple(tensor.shape))))

@@ -1,7 +1,7 @@
-"""The largest part of a batch that fits, found before the first step, at the same global batch."""
+"""Find the largest micro-batch that fits before the first step, at the same global batch."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import lightning as L
 from lightning.pytorch.trainer.states import TrainerFn
@@ -12,22 +12,19 @@ from lightning_fasttrain.core.files.safe_load import first_line
 from lightning_fasttrain.core.messages import explain, format_bytes, number_of, say
 from lightning_fasttrain.data import MicroBatching
 from lightning_fasttrain.data.split_batch import batch_size
-from lightning_fasttrain.dry_run.rehearsal.context import find_window, read_batches
+from lightning_fasttrain.dry_run.rehearsal.context import find_window, gather_answers, read_batches
 from lightning_fasttrain.dry_run.rehearsal.isolation import leaving_no_trace
 from lightning_fasttrain.dry_run.rehearsal.nested_trainer import find_unrehearsable
 from lightning_fasttrain.dry_run.rehearsal.rehearsal import Rehearsing, is_rehearsing
 from lightning_fasttrain.dry_run.rehearsal.run_copy import RunCopy, copy_run
-from lightning_fasttrain.planner.auto import Auto
+from lightning_fasttrain.planner.auto import AddsTechniques, Auto
+from lightning_fasttrain.planner.make_plan import refuse_bad_limit
 from lightning_fasttrain.planner.micro_batch_trial import PartTrial
-from lightning_fasttrain.run.checkpoint._gathered_states import gather, pack, unpack
 from lightning_fasttrain.run.profiling.memory_meter import MemoryMeter
-from lightning_fasttrain.technique.technique import techniques_of
-
-A = TypeVar("A")
 
 
 def possible_parts(size: int) -> list[int]:
-    """The numbers of parts that make parts of other sizes.
+    """Return the numbers of micro-batches that give distinct micro-batch sizes.
 
     Example:
         >>> possible_parts(6)
@@ -37,18 +34,18 @@ def possible_parts(size: int) -> list[int]:
 
 
 def predict_parts(peak_of: Callable[[int], float], limit_bytes: float, parts: list[int]) -> int:
-    """The fewest parts whose predicted peak is within a limit; the most that there are, where none is.
+    """Return the fewest micro-batches whose predicted peak is within a limit; the most, if none is.
 
     Args:
-        peak_of: parts → bytes, which fall from two parts on. It is asked a few times only.
-        limit_bytes: of a device.
-        parts: that are possible, rising.
+        peak_of: number of micro-batches → bytes, which decrease from two on. It is called a few times only.
+        limit_bytes: limit of the peak.
+        parts: possible numbers of micro-batches, increasing.
 
     Example:
         >>> predict_parts(lambda n: 100 + 60 / n, limit_bytes=112, parts=[1, 2, 3, 6, 12])
         6
     """
-    # Asked by itself: a batch in one part is no point of the falling curve.
+    # Asked by itself, since an unsplit batch is not on the decreasing curve.
     if peak_of(parts[0]) <= limit_bytes:
         return parts[0]
     first, last = 1, len(parts) - 1
@@ -62,7 +59,7 @@ def predict_parts(peak_of: Callable[[int], float], limit_bytes: float, parts: li
 
 
 class _Found:
-    """Result of the search, shared by copies of the callback, of which one may search for all."""
+    """Result of the search, shared by all copies of the callback, one of which searches."""
 
     def __init__(self) -> None:
         self.parts: int | None = None
@@ -73,37 +70,37 @@ class _Found:
         return self
 
 
-class AutoBatchSize(L.Callback):
-    """Run each batch in as few parts as fit, so that the loader's batch, and all that depends on it, stays.
+class AutoBatchSize(AddsTechniques):
+    """Run each batch in as few micro-batches as fit into memory, so that the global batch does not change.
 
-    Before the first step the memory of a step is predicted for several numbers of parts, with all techniques. The
-    fewest that fit are tried: some steps of a copy of the run, with copies of its callbacks, its precision,
-    accumulation and clipping, on all its ranks; if they run out of memory, or take more than the limit, more parts are
-    tried. Then the run begins, as if nothing had been: weights, optimizer, random states and the place in the loader
-    are as they were, and loggers have heard nothing. The parts run as in
+    Before the first step the memory of a step is predicted for several numbers of micro-batches, with all techniques.
+    The fewest that fit are tried: some steps of a copy of the run, with copies of its callbacks, its precision,
+    accumulation and clipping, on all its ranks; if they run out of memory, or take more than the limit, more
+    micro-batches are tried. Then the run begins without a trace of this: weights, optimizer, random states and the
+    position in the loader are unchanged, and nothing was logged. The micro-batches run as in
     :class:`~lightning_fasttrain.MicroBatching`, which is added to the Trainer.
 
-    The batch is the largest of a sample of the loader's, with sequences and windows as they are once they have grown.
-    Under DDP the ranks agree on the number of the one with the least free memory. A resumed run continues with it.
+    The batch is the largest in a sample of the loader's, with sequences and windows at the end of their warm-up.
+    Under DDP the ranks use the number of the one with the least free memory. A resumed run continues with it.
 
-    Acts in ``on_train_start``, when loaders and optimizers are there, and takes its copies in ``setup``: list it
-    before techniques.
+    Acts in ``on_train_start``, when loaders and optimizers exist, and makes its copies in ``setup``: list it before
+    techniques.
 
     Args:
-        memory_gib: limit for a step's peak on each device; ``"fit"``: what is free there.
-        steps: that are tried, at least 2, since the first makes the optimizer's state.
-        seconds: that reading batches for the largest may take.
+        memory_gib: limit for a step's peak on each device in GiB; ``"fit"``: its free memory.
+        steps: number of tried steps, at least 2, since the first creates the optimizer's state.
+        seconds: time limit for reading batches to find the largest.
 
     Attributes:
-        parts: of a batch; None before it is known.
-        predicted_bytes: the peak of a step in these parts, on this rank; None where it could not be predicted.
-        measured_bytes: the peak of the last step that was tried, on this rank.
+        parts: number of micro-batches of a batch; None before it is known.
+        predicted_bytes: predicted peak of a step on this rank; None if it could not be predicted.
+        measured_bytes: peak of the last tried step on this rank.
 
     Raises:
-        TypeError, ValueError: a limit that is not positive, fewer than 2 steps; in ``fit``: it is listed after a
-            technique or beside MicroBatching or Auto, a strategy under which no copy can be run beside, single
-            samples take more than the limit.
-        torch.OutOfMemoryError: in ``fit``: single samples do not fit, on any rank; with what else helps.
+        TypeError, ValueError: the limit is not positive, or fewer than 2 steps; in ``fit``: it is listed after a
+            technique or beside MicroBatching or Auto, the strategy allows no copy of the run, or single samples take
+            more than the limit.
+        torch.OutOfMemoryError: in ``fit``: single samples do not fit on some rank; the message says what else helps.
 
     Example:
         >>> from lightning.pytorch.demos.boring_classes import BoringModel
@@ -122,15 +119,12 @@ class AutoBatchSize(L.Callback):
     """
 
     def __init__(self, memory_gib: float | str = "fit", steps: int = 3, seconds: float = 5.0) -> None:
-        if memory_gib != "fit" and (isinstance(memory_gib, str) or not memory_gib > 0):
-            way_out = "Give a number above 0, or 'fit'"
-            raise ValueError(explain(f"memory_gib={memory_gib!r}", "it is a limit in GiB", way_out))
+        refuse_bad_limit(memory_gib)
         if positive_int("steps", steps) < 2:
             raise ValueError(explain("steps=1", "the first makes the optimizer's state", "Use steps=2 or more"))
         self.memory_gib, self.steps, self.seconds = memory_gib, steps, seconds
         self._found = _Found()
         self._run: RunCopy | None = None
-        self._added: MicroBatching | None = None
 
     @property
     def parts(self) -> int | None:
@@ -145,37 +139,32 @@ class AutoBatchSize(L.Callback):
         return self._found.measured_bytes
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Hook: Lightning's earliest. What is added here is set up with the others."""
+        """Hook: Lightning's earliest. Callbacks that are added here are set up with the others."""
         if trainer.state.fn != TrainerFn.FITTING:
             return
         was_copied = is_rehearsing() and any(isinstance(callback, MicroBatching) for callback in trainer.callbacks)
         if not was_copied:
             self._refuse_others(trainer)
-            self._added = MicroBatching(1)  # now, as techniques are set up only here; its number comes later
-            trainer.callbacks.append(self._added)
+            # Techniques are set up only here; the number of micro-batches comes later.
+            self._add(trainer, [MicroBatching(1)])
         if not is_rehearsing():
             self._found.parts = None
+        # Copied before any technique acts, so that the copies get their techniques as the run does.
         self._run = copy_run(trainer, pl_module, (AutoBatchSize, MicroBatching, MemoryMeter))
 
     def _refuse_others(self, trainer: L.Trainer) -> None:
-        place = trainer.callbacks.index(self)
-        techniques = techniques_of(trainer)
-        early = [technique for technique in techniques if trainer.callbacks.index(technique) < place]
-        others = [callback for callback in trainer.callbacks if isinstance(callback, MicroBatching | Auto)]
         name, unrehearsable = type(self).__name__, find_unrehearsable(trainer)
-        unfit = [
-            (others, "both choose the number of parts", "Remove one of them"),
-            (early, "it has taken its place already when the parts come", f"List {name} before it"),
-        ]
-        for found, why, way_out in unfit:
-            if found:
-                raise ValueError(explain(f"{name} with {found[0]}", why, way_out))
+        for callback in trainer.callbacks:
+            if isinstance(callback, MicroBatching | Auto):
+                why = "both choose the number of parts"
+                raise ValueError(explain(f"{name} with {callback}", why, "Remove one of them"))
+        self._refuse_earlier(trainer, "parts come")
         if unrehearsable is not None:
             way_out = "Use MicroBatching('auto'), which tries in the steps of the run itself"
             raise ValueError(explain(name, unrehearsable, way_out))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook: the last before the first batch; a checkpoint is read."""
+        """Hook: the last before the first batch, when a checkpoint has been read."""
         run, self._run = self._run, None
         if run is not None and self._found.parts is None:
             with Rehearsing(), leaving_no_trace(trainer, pl_module):
@@ -183,21 +172,12 @@ class AutoBatchSize(L.Callback):
         for callback in trainer.callbacks:
             if isinstance(callback, MicroBatching):
                 callback.n = self._found.parts or 1
-                callback.on_fit_start(trainer, pl_module)  # again: what several parts cannot be used with
+                # Called again, since it refuses what several micro-batches cannot be used with.
+                callback.on_fit_start(trainer, pl_module)
 
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Hook: the last. A later fit adds a fresh one."""
-        self._leave(trainer)
-
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Hook: the only one that is called when a run fails."""
-        self._leave(trainer)
-
-    def _leave(self, trainer: L.Trainer) -> None:
-        added, self._added, self._run = self._added, None, None
-        if added is not None:
-            # a new list: the hooks of those in the old one are being called
-            trainer.callbacks = [callback for callback in trainer.callbacks if callback is not added]
+    def _remove_added(self, trainer: L.Trainer) -> None:
+        super()._remove_added(trainer)
+        self._run = None
 
     def state_dict(self) -> dict[str, Any]:
         return {"parts": self._found.parts}
@@ -209,13 +189,14 @@ class AutoBatchSize(L.Callback):
         window = find_window(trainer, run)
         sample, _ = read_batches(trainer, window, self.seconds)
         batch = sample.first[0] if sample.largest is None else sample.largest
-        most = max(_of_all_ranks(trainer, batch_size(batch)))  # all ranks have to go through the same numbers of parts
+        # All ranks must go through the same numbers of micro-batches.
+        most = max(gather_answers(trainer, batch_size(batch)))
         trial = PartTrial(trainer, run, batch, most, self.steps, window)
         limit, possible = self._limit(trainer), possible_parts(most)
-        parts = max(_of_all_ranks(trainer, _predict(trial, limit, possible)))
+        parts = max(gather_answers(trainer, _predict(trial, limit, possible)))
         while True:
             tried = trial.take_steps(parts)
-            peak = max(_of_all_ranks(trainer, tried.peak_bytes))
+            peak = max(gather_answers(trainer, tried.peak_bytes))
             if tried.parts == parts and (self.memory_gib == "fit" or peak <= limit):
                 break
             say("AutoBatchSize: batches in %s do not fit", number_of(parts, "part"))
@@ -235,23 +216,17 @@ class AutoBatchSize(L.Callback):
         say("AutoBatchSize: batches run in %s; a step took %s", in_parts, took)
 
     def _limit(self, trainer: L.Trainer) -> float:
-        """Bytes for a step on the rank with the least."""
+        """Return the bytes available for a step on the rank with the least free memory."""
         if not isinstance(self.memory_gib, str):
             return self.memory_gib * GIB
         free = free_bytes(trainer.strategy.root_device)
-        return min(_of_all_ranks(trainer, float("inf") if free is None else float(free)))
+        return min(gather_answers(trainer, float("inf") if free is None else float(free)))
 
 
 def _predict(trial: PartTrial, limit: float, possible: list[int]) -> int:
-    """The fewest parts that should fit this rank; the fewest of all where that cannot be predicted."""
+    """Return the fewest micro-batches that should fit this rank; the fewest of all if it cannot be predicted."""
     try:
         return predict_parts(trial.predict, limit, possible)
     except Exception as error:
         say("AutoBatchSize: parts are only tried, since a step cannot be predicted: %s", first_line(error))
         return possible[0]
-
-
-def _of_all_ranks(trainer: L.Trainer, answer: A) -> list[A]:
-    """Gather the answers of all ranks, which must all call this."""
-    everyone = gather(pack({"answer": answer}), trainer.strategy.root_device)
-    return [unpack(one)["answer"] for one in everyone]

@@ -1,7 +1,9 @@
-"""Look up the techniques of the package, and the policies they take, by name."""
+"""Look up the techniques of the package and their policies by name, and write the code that makes them."""
 
+import ast
 import inspect
 from collections.abc import Iterator
+from typing import Any
 
 from lightning_fasttrain import data, finetune, loss, model, optim, run
 from lightning_fasttrain.core.messages import explain
@@ -51,3 +53,54 @@ def public_path(kind: type) -> str:
     """
     subpackage = kind.__module__.split(".")[1]  # lightning_fasttrain.SUBPACKAGE.file
     return kind.__name__ if kind.__name__ in PUBLIC else f"{subpackage}.{kind.__name__}"
+
+
+def code_of(made: object) -> str:
+    """Return the Python that makes a technique or a policy like this one.
+
+    Example:
+        >>> code_of(model.ActivationCheckpointing(model.EveryBlock(2)))
+        'ft.ActivationCheckpointing(policy=ft.model.EveryBlock(k=2))'
+    """
+    call = _call_that_makes(made)
+    for node in ast.walk(call):
+        if isinstance(node, ast.Call):
+            node.func = ast.Name(f"ft.{public_path(_class_in(node))}")
+    return ast.unparse(call)
+
+
+def config_of(made: object) -> dict[str, Any]:
+    """Return the configuration with which LightningCLI makes one like this.
+
+    Example:
+        >>> config_of(data.MicroBatching(4))
+        {'class_path': 'lightning_fasttrain.MicroBatching', 'init_args': {'n': 4}}
+    """
+    return config_of_call(_call_that_makes(made))
+
+
+def config_of_call(call: ast.Call) -> dict[str, Any]:
+    """Return the configuration with which LightningCLI makes what a call of one of our classes makes.
+
+    Raises:
+        ValueError: an argument is neither a literal nor such a call.
+    """
+    kind = _class_in(call)
+    values: dict[str, ast.expr] = dict(zip(inspect.signature(kind).parameters, call.args, strict=False))
+    values |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
+    arguments: dict[str, Any] = {}
+    for name, value in values.items():
+        arguments[name] = config_of_call(value) if isinstance(value, ast.Call) else ast.literal_eval(value)
+    config: dict[str, Any] = {"class_path": f"lightning_fasttrain.{public_path(kind)}"}
+    return {**config, "init_args": arguments} if arguments else config
+
+
+def _call_that_makes(made: object) -> ast.Call:
+    # Techniques keep their arguments in words alone: a reference to a teacher, say, would be copied with them.
+    call = ast.parse(repr(made), mode="eval").body
+    assert isinstance(call, ast.Call)
+    return call
+
+
+def _class_in(call: ast.Call) -> type:
+    return class_named(ast.unparse(call.func).split(".")[-1])

@@ -1,4 +1,4 @@
-"""The fastest way to train a model within a limit of memory, at the same global batch: measured, with reasons."""
+"""Plan the fastest training of a model within a memory limit, at the same global batch, by measuring it."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -14,19 +14,20 @@ from lightning_fasttrain.core.device import GIB, free_bytes
 from lightning_fasttrain.core.machine import bf16_units
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.dry_run.verification.verify import as_lightning_module
-from lightning_fasttrain.planner.candidates.configuration import Choice, code_of, switch_of
+from lightning_fasttrain.planner.candidates.configuration import Choice, switch_of
 from lightning_fasttrain.planner.candidates.predicted_memory import PredictedMemory
 from lightning_fasttrain.planner.candidates.search_space import find_axes
+from lightning_fasttrain.planner.catalogue import code_of
 from lightning_fasttrain.planner.plan import Plan, Tried
 from lightning_fasttrain.planner.search import Search
 from lightning_fasttrain.planner.several_devices import SeveralDevices
-from lightning_fasttrain.planner.suggestions import say_leaner_optimizer, say_workers
+from lightning_fasttrain.planner.suggestions import suggest_leaner_optimizer, suggest_workers
 from lightning_fasttrain.planner.timing import Stopwatch
 from lightning_fasttrain.predict.predict_memory import DEVICES, PRECISIONS
 from lightning_fasttrain.technique import Exactness
-from lightning_fasttrain.technique.facts import Facts, facts_of_machine
+from lightning_fasttrain.technique.facts import Facts, describe_clipping, facts_of_machine
 
-_ROOM = 0.95  # of the limit on a GPU: what fragmentation and libraries take is not predicted
+_ROOM = 0.95  # of the limit on a GPU: fragmentation and libraries are not predicted
 
 
 def make_plan(
@@ -47,33 +48,32 @@ def make_plan(
     tell: Callable[[str], None] = lambda what: None,
     **settings: Any,
 ) -> Plan:
-    """Choose the fastest mix of techniques that fits, for the same global batch, by measuring this model.
+    """Choose the fastest combination of techniques that fits, for the same global batch, by measuring this model.
 
-    The memory of each choice is predicted without running it. Time is measured: a few steps as they are, in more
-    parts, and with one thing switched on at a time; from that all combinations are estimated, fastest first, until
-    nothing that is left can be faster. The best few that fit are run in turn, and the peak of the fastest is measured.
-    Of what is equally fast the simplest is chosen. Nothing is left changed.
+    The memory of each choice is predicted without running it. Time is measured: a few plain steps, in more
+    micro-batches, and with one technique at a time; from these the times of all combinations are estimated, fastest
+    first, until no other can be faster. The best few that fit are run in turn, and the peak of the fastest is measured.
+    Among equally fast choices the simplest is taken. The model is not changed.
 
     Args:
-        module: left as it is, or a function that builds it.
-        batch: one batch, as the loader gives it.
-        memory_gib: limit for a step's peak on each device; ``"fit"``: what is free on this one.
-        devices: that train together, each with a batch like this; with several a strategy is chosen too, see
-            :func:`~lightning_fasttrain.choose_strategy`. What they send one another is counted in bytes, not in time.
-        nodes: machines that they are in.
+        module: the model, which is not changed, or a function that builds it.
+        batch: one batch of the loader.
+        memory_gib: limit for a step's peak memory on each device in GiB; ``"fit"``: the free memory of this device.
+        devices: number of devices, each with a batch like this; for several a strategy is chosen too, see
+            :func:`~lightning_fasttrain.choose_strategy`. Communication is counted in bytes, not in time.
+        nodes: number of machines.
         keep: ``"exact"``, ``"tolerance"`` (also bf16-mixed and compiled blocks) or ``"changes_training"`` (also LoRA
             and QLoRA; and what an optimizer in 8 bits would save is in the notes, since the optimizer is yours).
         loss: (module, batch) → loss, for a module without ``training_step``.
         optimizer: parameters → optimizer, for a module without ``configure_optimizers``.
-        precision: of your training, which then stays; None: "32-true", or "bf16-mixed" if that is faster and ``keep``
-            allows it.
-        device: ``"cuda"`` or ``"cpu"``; by default what is here. A device that is not here is planned for by prediction
-            alone.
-        steps: of the coming run; what compiling takes is shared by them.
-        seconds: that measuring may take, about.
-        loader: of the batches: a few of them are timed, and the notes say how many workers hide them behind steps.
+        precision: the precision to keep; None: "32-true", or "bf16-mixed" if that is faster and ``keep`` allows it.
+        device: ``"cuda"`` or ``"cpu"``; by default that of this machine. For a device that this machine does not have,
+            times are assumed, and only memory is predicted.
+        steps: number of steps of the coming run, which share the time of compilation.
+        seconds: approximate time limit for measurements.
+        loader: the loader of the batches: a few of them are timed, and the notes say how many workers hide that time.
         tell: called with a line on the current progress.
-        settings: of the Trainer, for the steps that are measured, such as ``gradient_clip_val=1.0``.
+        settings: Trainer settings for the measured steps, such as ``gradient_clip_val=1.0``.
 
     Returns:
         The plan: ``plan.trainer(...)``, ``plan.callbacks``, ``plan.code()``, ``plan.yaml()``; print it for a table.
@@ -120,10 +120,12 @@ def make_plan(
     fast_bf16 = device == "cuda" or bool(bf16_units())
     tell("looking at the model")
     usable = limit_gib * GIB * (_ROOM if device == "cuda" else 1.0)
-    budget_gib = usable / GIB if devices == 1 else None  # with several, what it may take depends on the strategy
+    # On several devices, the memory left for activations depends on the strategy.
+    budget_gib = usable / GIB if devices == 1 else None
     axes = find_axes(plain, batch, facts, keep_class, precision, fast_bf16, budget_gib)
     memory = PredictedMemory(plain, batch, device, axes.parts, usable)
     watch = Stopwatch(plain, batch, {"accelerator": device, **settings}) if device == here else None
+    # Strategies shard the states of a model, so whether a choice fits depends on them.
     several = SeveralDevices(plain, devices, nodes, usable) if devices > 1 else None
     if several is not None:
         axes.drop("adapter", "states of adapters on several devices are not predicted: plan on one device first")
@@ -141,15 +143,15 @@ def make_plan(
     if watch is None:
         search.notes.append(f"There is no {device} here: times are assumed, and nothing was measured.")
     elif loader is not None:
-        search.notes += filter(None, [say_workers(loader, chosen.ms)])
+        search.notes += filter(None, [suggest_workers(loader, chosen.ms)])
     if keep_class is Exactness.CHANGES_TRAINING:
-        search.notes += filter(None, [say_leaner_optimizer(plain)])
+        search.notes += filter(None, [suggest_leaner_optimizer(plain)])
     strategy = several.choose(chosen.choice, chosen.predicted_bytes) if several is not None else None
     # The chosen one alone has no reason why not, so it comes first.
     tried = sorted(search.tried.values(), key=lambda t: (bool(t.why_not), t.ms))
     return Plan(
         chosen,
-        search.look_at_plain(),
+        search.describe_plain(),
         tuple(tried),
         tuple(_explain(chosen, search)),
         axes.left_out,
@@ -164,37 +166,40 @@ def make_plan(
 
 def _facts(device: str, devices: int, settings: Mapping[str, Any]) -> Facts:
     """Collect the facts of this machine and of the Trainer that the plan is for."""
-    clips = settings.get("gradient_clip_algorithm") or "norm"
     return replace(
         facts_of_machine(),
         device=device,
         devices=devices,
         accumulates=settings.get("accumulate_grad_batches", 1),
-        clips=clips if settings.get("gradient_clip_val") else "no",
+        clips=describe_clipping(settings.get("gradient_clip_val"), settings.get("gradient_clip_algorithm")),
     )
 
 
+def refuse_bad_limit(memory_gib: float | str) -> None:
+    """Refuse a limit of memory that is neither a positive number of GiB nor ``"fit"``."""
+    if memory_gib != "fit" and (isinstance(memory_gib, str) or not memory_gib > 0):
+        way_out = "Give a number above 0, or 'fit'"
+        raise ValueError(explain(f"memory_gib={memory_gib!r}", "it is a limit in GiB", way_out))
+
+
 def _limit(memory_gib: float | str, device: str, here: str) -> float:
-    if memory_gib == "fit":
-        if device != here:
-            why = f"there is no {device} here to be asked"
-            raise ValueError(explain("memory_gib='fit'", why, "Give the memory of one device: memory_gib=24"))
-        free = free_bytes(torch.device(device))
-        if free is None:
-            why = "this system does not report its free memory"
-            raise ValueError(explain("memory_gib='fit'", why, "Give a limit: memory_gib=16"))
-        return free / GIB
-    if isinstance(memory_gib, str) or not memory_gib > 0:
-        raise ValueError(
-            explain(f"memory_gib={memory_gib!r}", "it is a limit in GiB", "Give a number above 0, or 'fit'")
-        )
-    return float(memory_gib)
+    refuse_bad_limit(memory_gib)
+    if memory_gib != "fit":
+        return float(memory_gib)
+    if device != here:
+        why = f"there is no {device} here to be asked"
+        raise ValueError(explain("memory_gib='fit'", why, "Give the memory of one device: memory_gib=24"))
+    free = free_bytes(torch.device(device))
+    if free is None:
+        why = "this system does not report its free memory"
+        raise ValueError(explain("memory_gib='fit'", why, "Give a limit: memory_gib=16"))
+    return free / GIB
 
 
 def _explain(chosen: Tried, search: Search) -> list[str]:
-    """A sentence for each thing that is switched on: what there would be without it."""
+    """Explain each technique of the choice by what a step without it would take."""
     choice, reasons = chosen.choice, []
-    for other, name in _one_less(choice, search.axes.precisions[0]):
+    for other, name in _one_less(choice, search.axes.precision):
         needed = search.memory.predict(other)
         ms = search.estimate(other)
         now = search.estimate(choice)
@@ -209,11 +214,11 @@ def _explain(chosen: Tried, search: Search) -> list[str]:
 
 
 def _one_less(choice: Choice, precision: str) -> Iterator[tuple[Choice, str]]:
-    """The choice without each of what is switched on, and the name of that."""
+    """Yield the choice without each of its techniques, and the name of the technique."""
     if choice.parts > 1:
         yield replace(choice, parts=1), f"MicroBatching({choice.parts})"
     for axis, word in choice.words:
         if axis != "precision":
             yield replace(choice, **{axis: ""}), code_of(switch_of(axis, word).make()).removeprefix("ft.")
         elif word != precision:
-            yield replace(choice, precision=precision), word
+            yield replace(choice, precision=precision), str(word)

@@ -1,7 +1,5 @@
-"""A step in parts of a batch: how much memory it should take, and whether a copy of the run takes it on all ranks."""
+"""Predict the memory of a step in micro-batches, and try it on a copy of the run on all ranks."""
 
-import contextlib
-import gc
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,14 +8,13 @@ import torch
 from lightning.pytorch.callbacks import Checkpoint
 
 from lightning_fasttrain.core.host.lightning import accumulation_continues
-from lightning_fasttrain.core.peak_memory import PeakMemory
 from lightning_fasttrain.data import BatchSizeWarmup, MicroBatching, SequenceLengthWarmup, TokenWeightedAccumulation
 from lightning_fasttrain.dry_run.rehearsal.context import fill_up
 from lightning_fasttrain.dry_run.rehearsal.nested_trainer import devices_again
 from lightning_fasttrain.dry_run.rehearsal.run_copy import RunCopy
-from lightning_fasttrain.dry_run.verification.short_run import EnoughError
+from lightning_fasttrain.dry_run.verification.short_run import EnoughError, PeakObserver
 
-_ROOM = 0.95  # of the memory of a GPU: what fragmentation and libraries take is not predicted
+_ROOM = 0.95  # of the memory of a GPU: fragmentation and libraries are not predicted
 
 
 @dataclass(frozen=True)
@@ -25,8 +22,8 @@ class Tried:
     """Result of the steps of a trial.
 
     Attributes:
-        parts: in which the last batch ran: more than asked for where those ran out of memory, on any rank.
-        peak_bytes: of the last step, on this rank.
+        parts: number of micro-batches of the last batch: more than requested if any rank ran out of memory.
+        peak_bytes: peak memory of the last step on this rank.
     """
 
     parts: int
@@ -38,13 +35,13 @@ class PartTrial:
     """Predicts and tries steps of a run.
 
     Attributes:
-        trainer: of the run.
-        run: a copy of what it is made of.
-        batch: of each step.
-        most: the samples of the largest batch of any rank.
-        steps: optimizer steps of a trial, at least 2.
-        window: batches of a step.
-        predicted: parts → bytes, of those that were asked about.
+        trainer: the Trainer of the run.
+        run: a copy of the run.
+        batch: the batch of each step.
+        most: number of samples in the largest batch of any rank.
+        steps: number of optimizer steps of a trial, at least 2.
+        window: number of batches per optimizer step.
+        predicted: number of micro-batches → predicted bytes.
     """
 
     trainer: L.Trainer
@@ -56,46 +53,43 @@ class PartTrial:
     predicted: dict[int, int] = field(default_factory=dict)
 
     def predict(self, parts: int) -> float:
-        """Bytes that a device should have for a step of this rank.
+        """Return the bytes that a device should have for a step of this rank.
 
         Raises:
-            Exception: it cannot be predicted; of the module's own too, which without values may go another way.
+            Exception: it cannot be predicted; also on errors of the module, which may take another path without values.
         """
         peak = self.run.predict_peak(self.trainer, self.batch, MicroBatching(parts))
         self.predicted[parts] = peak
         return peak / (_ROOM if self.trainer.strategy.root_device.type == "cuda" else 1.0)
 
     def take_steps(self, parts: int) -> Tried:
-        """Run some optimizer steps of a copy in so many parts a batch.
+        """Run some optimizer steps of a copy, with each batch in ``parts`` micro-batches.
 
         A rank that runs out of memory notifies the others, and all continue with more micro-batches, so that none
         waits, as in :class:`~lightning_fasttrain.MicroBatching`. The last step is measured, which has all state that
         is kept between steps.
 
         Raises:
-            torch.OutOfMemoryError: single samples do not fit; or on several ranks, of which others wait, outside of
-                forward and backward.
+            torch.OutOfMemoryError: single samples do not fit; or, on several ranks, memory ran out outside of forward
+                and backward, where the other ranks cannot follow.
         """
         adaptive, watch = MicroBatching("auto"), _Watch(self.steps, self.window)
         adaptive.n = parts
-        batches = fill_up([self.batch], self.steps * self.window + 1)  # so that none of the steps ends an epoch
+        # One batch more than is run, so that none of the steps ends an epoch.
+        batches = fill_up([self.batch], self.steps * self.window + 1)
         copies = replace(self.run, callbacks=[*_at_full_size(self.run), adaptive])
         try:
             copies.fit(batches, [], watch, devices_again(self.trainer))
         except torch.OutOfMemoryError:
             if self.trainer.world_size > 1 or parts == self.most:
                 raise
-            return Tried(parts + 1, 0)  # in the optimizer's step, say, after which MicroBatching cannot try again
-        finally:
-            watch.measuring.close()  # a step that failed has left its meter open
-            gc.collect()  # a trainer and its model know one another
-            if torch.cuda.is_initialized():
-                torch.cuda.empty_cache()
+            # Memory ran out where MicroBatching cannot retry, for example in the optimizer's step.
+            return Tried(parts + 1, 0)
         return Tried(min(watch.parts, self.most), watch.peak_bytes)
 
 
 def _at_full_size(run: RunCopy) -> list[L.Callback]:
-    """The callbacks as they act once nothing grows any more, which takes most."""
+    """Return the callbacks as they act at the end of all warm-ups, when a step takes most memory."""
     grown: list[L.Callback] = []
     for callback in run.callbacks:
         if isinstance(callback, BatchSizeWarmup):
@@ -105,29 +99,25 @@ def _at_full_size(run: RunCopy) -> list[L.Callback]:
     return grown
 
 
-class _Watch(Checkpoint):
-    """Ends the run after some steps, and measures the last; itself the last callback, where Lightning puts savers."""
+class _Watch(PeakObserver, Checkpoint):
+    """Measures the last of some steps, and then ends the run; a ``Checkpoint``, which Lightning calls last."""
 
     def __init__(self, steps: int, window: int) -> None:
         self.steps, self.window = steps, window
-        self.parts = self.peak_bytes = 0
-        self.meter: PeakMemory | None = None
-        self.measuring = contextlib.ExitStack()
+        self.parts = 0
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         # On the CPU the meter is torch's profiler, of which a process can run one at a time.
         if batch_idx == (self.steps - 1) * self.window and not torch.autograd._profiler_enabled():
-            self.meter = PeakMemory(pl_module.device, pl_module, trainer.optimizers, batch)
-            self.measuring.enter_context(self.meter)
+            self.begin_measuring(pl_module.device, pl_module, trainer.optimizers, batch)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if accumulation_continues(trainer) or batch_idx + 1 < self.steps * self.window:
             return
-        self.measuring.close()
-        self.peak_bytes = 0 if self.meter is None else self.meter.peak_bytes
+        self.end_measuring()
         self.parts = next(callback.n for callback in trainer.callbacks if isinstance(callback, MicroBatching))
         raise EnoughError

@@ -1,22 +1,20 @@
-"""A plan: the choice, what else was tried, and the code that uses it."""
+"""A plan: the chosen techniques, the other candidates, and the code that uses them."""
 
 import json
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import yaml
-from rich.console import Console
 from rich.table import Table
 
 from lightning_fasttrain.core.checks import require
 from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.files.atomic_write import write_atomic
-from lightning_fasttrain.core.messages import FULL_WIDTH
+from lightning_fasttrain.core.messages import FULL_WIDTH, Report, titled_table
 from lightning_fasttrain.planner.candidates.configuration import Choice
 from lightning_fasttrain.planner.several_devices import strategy_code
 from lightning_fasttrain.strategy.choose_strategy import StrategyChoice
@@ -27,14 +25,14 @@ TELLS = 0.05  # of a step: a difference below that is noise
 
 @dataclass(frozen=True)
 class Tried:
-    """One choice, and what is known of it.
+    """A candidate, with its prediction, its estimate, and its measurements.
 
     Attributes:
-        choice: what.
-        predicted_bytes: its peak.
-        estimated_ms: of a step, from steps that switch on one thing each.
-        step_ms: of each run that was measured the fastest step; empty if none was.
-        peak_bytes: measured; 0 if not.
+        choice: the techniques and the precision.
+        predicted_bytes: predicted peak memory of a step.
+        estimated_ms: estimated time of a step, from steps with one technique each.
+        step_ms: the fastest step of each measured run; empty if none was measured.
+        peak_bytes: measured peak memory of a step; 0 if it was not measured.
         why_not: why it was not chosen; "" for the chosen one.
     """
 
@@ -47,27 +45,29 @@ class Tried:
 
     @property
     def ms(self) -> float:
-        """The fastest that was measured, since whatever else a machine does only adds; or the estimate."""
+        """The fastest measured step, since other work of the machine only adds time; or else the estimate."""
         return min(self.step_ms, default=self.estimated_ms)
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The fastest of what fits; print it for a table.
+class Plan(Report):
+    """The fastest combination of techniques that fits; print it for a table.
 
     Attributes:
-        chosen: the choice with what is known of it.
-        plain: the same of the plain step.
-        tried: all that were looked at, the chosen one too, fastest first.
+        chosen: the chosen candidate.
+        plain: the plain step, without techniques.
+        tried: all candidates that were considered, the chosen one included, fastest first.
         reasons: a sentence for each technique that is used.
-        left_out: what could not be chosen → why.
-        limit_gib: of memory.
-        device: that it was planned for.
-        measured: whether steps were run there; else all is predicted.
-        strategy: for several devices; None for one.
-        seconds: that planning took.
-        notes: what was assumed.
+        left_out: name of a technique that could not be chosen → the reason.
+        limit_gib: limit of the memory of each device.
+        device: type of the device.
+        measured: whether steps were measured on that device; otherwise everything is predicted.
+        strategy: the strategy for several devices; None for one.
+        seconds: duration of the planning.
+        notes: assumptions.
     """
+
+    width: ClassVar[int] = FULL_WIDTH
 
     chosen: Tried
     plain: Tried
@@ -83,52 +83,50 @@ class Plan:
 
     @property
     def callbacks(self) -> list[Technique]:
-        """Fresh techniques, for the Trainer or :func:`~lightning_fasttrain.apply`."""
+        """New techniques, for the Trainer or :func:`~lightning_fasttrain.apply`."""
         return self.chosen.choice.techniques()
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Further arguments of the Trainer."""
+        """Further arguments of the Trainer: precision, and for several devices the strategy and their number."""
+        return self._settings_with(None if self.strategy is None else self.strategy.strategy())
+
+    def _settings_with(self, strategy: Any) -> dict[str, Any]:
         settings: dict[str, Any] = {"precision": self.chosen.choice.precision}
         if self.strategy is not None:
-            settings["strategy"] = self.strategy.strategy()
-        return {**settings, **self._devices()}
+            nodes = self.strategy.nodes
+            # Lightning counts devices on each node.
+            settings |= {"strategy": strategy, "devices": self.strategy.devices // nodes, "num_nodes": nodes}
+        return settings
 
     def trainer(self, **settings: Any) -> L.Trainer:
-        """A Trainer that follows the plan.
+        """Return a Trainer that follows the plan.
 
         Args:
-            settings: more of the Trainer's; its ``callbacks`` come beside the plan's.
+            settings: further arguments of the Trainer, which override the plan's; ``callbacks`` are added to its own.
         """
         callbacks = [*settings.pop("callbacks", []), *self.callbacks]
         return L.Trainer(**{**self.settings, **settings}, callbacks=callbacks)  # what the caller gives wins
 
     def code(self) -> str:
-        """Python that makes that Trainer."""
+        """Return the Python code that makes this Trainer."""
         lines = ["import lightning as L", "import lightning_fasttrain as ft", "", "trainer = L.Trainer("]
-        lines.append(f"    precision={self.chosen.choice.precision!r},")
-        if self.strategy is not None:
-            lines.append(f"    strategy={strategy_code(self.strategy.name)[0]},")
-        lines += [f"    {name}={number}," for name, number in self._devices().items()]
+        for name, value in self._settings_with(None).items():
+            written = repr(value)
+            if name == "strategy" and self.strategy is not None:
+                written = strategy_code(self.strategy.name)[0]
+            lines.append(f"    {name}={written},")
         made = ", ".join(self.chosen.choice.code())
         return "\n".join([*lines, f"    callbacks=[{made}],", ")"])
 
     def yaml(self) -> str:
         """Return the configuration for LightningCLI."""
-        trainer: dict[str, Any] = {"precision": self.chosen.choice.precision, **self._devices()}
-        if self.strategy is not None:
-            trainer["strategy"] = strategy_code(self.strategy.name)[1]
+        trainer = self._settings_with(None if self.strategy is None else strategy_code(self.strategy.name)[1])
         trainer["callbacks"] = [dict(config) for config in self.chosen.choice.configs()]
         return yaml.safe_dump({"trainer": trainer}, sort_keys=False)
 
-    def _devices(self) -> dict[str, int]:
-        if self.strategy is None:
-            return {}
-        nodes = self.strategy.nodes
-        return {"devices": self.strategy.devices // nodes, "num_nodes": nodes}  # Lightning counts devices on each node
-
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON, with the code."""
         strategy = None if self.strategy is None else self.strategy.as_dict()
         return {**asdict(replace(self, strategy=None)), "strategy": strategy, "code": self.code()}
 
@@ -137,17 +135,13 @@ class Plan:
         return write_atomic(path, json.dumps(self.as_dict(), indent=2))
 
     def as_table(self) -> Table:
-        """For ``rich``: what was tried, predicted, measured, and why it was not taken."""
+        """Build a ``rich`` table of the candidates: predicted and measured memory, time, and why not."""
         how = "measured" if self.measured else "predicted alone"
         if self.strategy is not None:
             how += f", {self.strategy.devices} devices with {self.strategy.name}"
         said = [*self.reasons, *(f"{name}: {why}" for name, why in self.left_out.items()), *self.notes]
-        table = Table(
-            title=f"Plan for {self.limit_gib:.4g} GiB on {self.device}, {how}: {self.chosen.choice}",
-            caption="\n".join(said) or None,
-            title_justify="left",
-            caption_justify="left",
-        )
+        title = f"Plan for {self.limit_gib:.4g} GiB on {self.device}, {how}: {self.chosen.choice}"
+        table = titled_table(title, said)
         for name in ("choice", "predicted GiB", "measured GiB", "ms/step", "why not"):
             table.add_column(name, justify="right" if "GiB" in name or "ms" in name else "left")
         for tried in self.tried:
@@ -157,13 +151,8 @@ class Plan:
             table.add_row(str(tried.choice), *cells)
         return table
 
-    def __str__(self) -> str:
-        text = StringIO()
-        Console(file=text, width=FULL_WIDTH).print(self.as_table())
-        return text.getvalue().rstrip()
-
     def save_picture(self, path: str | Path) -> Path:
-        """Draw time against memory: all that was tried, the frontier, the limit and the choice.
+        """Draw time against memory: all candidates, the frontier, the limit and the choice.
 
         Raises:
             ModuleNotFoundError: matplotlib is missing.
@@ -187,7 +176,7 @@ def _gib(tried: Tried) -> float:
 
 
 def _places(tried: Sequence[Tried]) -> tuple[list[float], list[float]]:
-    """Across and up in a picture."""
+    """Return the coordinates of candidates: peak memory in GiB, and ms per step."""
     return list(map(_gib, tried)), list(map(operator.attrgetter("ms"), tried))
 
 
@@ -202,7 +191,7 @@ def _frontier(tried: tuple[Tried, ...]) -> list[Tried]:
 
 
 def simplest_of_equals_first(ranked: list[Tried]) -> list[Tried]:
-    """Sort candidates within the noise of the fastest by how much they switch on."""
+    """Sort candidates whose times are within the noise of the fastest by their number of techniques."""
     # Whatever lies within the runs of the fastest itself counts as equal.
     slowest = max(*ranked[0].step_ms, ranked[0].ms * (1 + TELLS)) if ranked else 0.0
     equal = [tried for tried in ranked if tried.ms <= slowest]
@@ -211,7 +200,7 @@ def simplest_of_equals_first(ranked: list[Tried]) -> list[Tried]:
 
 
 def why_slower(tried: Tried, chosen: Tried) -> str:
-    """Why ``tried`` gives way to ``chosen``."""
+    """Explain why ``chosen`` was preferred to ``tried``."""
     slower = tried.ms / chosen.ms - 1
     spread = max(tried.step_ms) / min(tried.step_ms) - 1
     if abs(slower) > max(spread, TELLS):

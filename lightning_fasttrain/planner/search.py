@@ -1,4 +1,4 @@
-"""Search for the fastest choice that fits: predict memory, measure single switches, then the best few in turn."""
+"""Search for the fastest choice that fits: predict memory, measure single techniques, then the best few in turn."""
 
 import heapq
 import time
@@ -8,7 +8,7 @@ from dataclasses import replace
 from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.wrapped_forward import first_line
-from lightning_fasttrain.planner.candidates.configuration import Choice, is_budget
+from lightning_fasttrain.planner.candidates.configuration import Budget, Choice
 from lightning_fasttrain.planner.candidates.predicted_memory import PredictedMemory
 from lightning_fasttrain.planner.candidates.search_space import Axes
 from lightning_fasttrain.planner.plan import TELLS, Tried, simplest_of_equals_first, why_slower
@@ -23,13 +23,13 @@ class Search:
     """A search for the fastest choice that fits.
 
     Args:
-        axes: what may be chosen.
-        memory: predicts.
-        fits: bytes → whether that is within the limit.
-        limit_gib: for messages.
-        watch: measures; None if the device is not here.
-        steps: of the coming run, which share the time that compiling takes.
-        seconds: that measuring may take, about.
+        axes: the possible choices.
+        memory: predicts the peak memory of a choice.
+        fits: (choice, predicted bytes) → whether a step is within the limit.
+        limit_gib: the limit, for messages.
+        watch: measures steps; None if the device is not in this machine.
+        steps: number of steps of the coming run, which share the time of compilation.
+        seconds: approximate time limit for measurements.
         tell: called with a line on the current progress.
     """
 
@@ -53,7 +53,7 @@ class Search:
         self.notes: list[str] = []
 
     def run(self) -> Tried:
-        """The chosen one; all others are in ``tried``.
+        """Return the fastest choice that fits, with its measurements; all others are in ``tried``.
 
         Raises:
             ValueError: nothing fits.
@@ -64,8 +64,9 @@ class Search:
             return self._take_first(self._find_finalists())
         self._measure_switches(base)
         chosen: Tried | None = None
-        while chosen is None:  # what a run refuses is no finalist again, and in the end there is none
-            chosen = self._run_off(self._find_finalists())
+        # A refused choice is no finalist again, so in the end a choice is found or none is left.
+        while chosen is None:
+            chosen = self._compare_in_turn(self._find_finalists())
         return chosen
 
     def _take_first(self, finalists: list[Tried]) -> Tried:
@@ -73,18 +74,18 @@ class Search:
             self._note(replace(other, why_not="a slower one, by estimate"))
         return self._note(finalists[0])
 
-    def look_at_plain(self) -> Tried:
+    def describe_plain(self) -> Tried:
         """Return what is known of the plain step."""
-        choice = Choice(precision=self.axes.precisions[0])
-        return self.tried.get(choice) or self._look_at(choice)
+        choice = Choice(precision=self.axes.precision)
+        return self.tried.get(choice) or self._describe(choice)
 
-    def _look_at(self, choice: Choice) -> Tried:
+    def _describe(self, choice: Choice) -> Tried:
         return Tried(choice, self.memory.predict(choice), self.estimate(choice))
 
     def estimate(self, choice: Choice) -> float:
         """Estimate the time of a step in ms. A budget takes its share of the time of recomputing all blocks."""
         least = self.costs.estimate(choice, self.steps)
-        if not is_budget(choice.recompute):
+        if not choice.has_budget:
             return least
         low, high = self.memory.most_recomputed(choice), self.memory.least_recomputed(choice)
         share = (high - self.memory.predict(choice)) / max(high - low, 1.0)
@@ -96,22 +97,23 @@ class Search:
         return tried
 
     def _drop_heads_that_cannot_be_fused(self) -> None:
-        """A layer that looks like a head may be used for something else than a cross-entropy, as a prediction shows."""
+        """Drop fused heads if a prediction fails, as for a layer whose output is not used for a cross-entropy."""
         for word in self.axes.words["head"][1:]:
             try:
-                self.memory.predict(Choice(head=word, precision=self.axes.precisions[0]))
+                self.memory.predict(Choice(head=str(word), precision=self.axes.precision))
             except (AttributeError, RuntimeError, ValueError, TypeError) as error:
                 return self.axes.drop("head", str(error).partition("\n")[0])
         return None
 
     def _find_base(self) -> Choice:
-        """A choice that fits, with as little switched on as that takes."""
+        """Return a choice that fits, with as few techniques as that takes."""
         leanest, least = Choice(), float("inf")
-        precision = self.axes.precisions[0]
-        for switched in self._ever_leaner():
+        precision = self.axes.precision
+        for switched in self._yield_leaner():
             for parts in self.axes.parts:
                 choice = replace(switched, parts=parts, precision=precision)
-                if choice.gradients == "in backward" and parts > 1:  # its optimizer steps in each part's backward
+                # The optimizer would step in the backward of each micro-batch.
+                if choice.gradients == "in backward" and parts > 1:
                     continue
                 needed = self.memory.predict(choice)
                 if self.fits(choice, needed):
@@ -125,8 +127,8 @@ class Search:
         why = f"the leanest choice ({leanest}) takes {least / GIB:.3f} GiB, {over:.3f} too much"
         raise ValueError(explain(f"memory_gib={self.limit_gib:.4g}", why, way_out))
 
-    def _ever_leaner(self) -> Iterator[Choice]:
-        """Nothing, then what recomputes, then also the head, the gradients, offload, and adapters."""
+    def _yield_leaner(self) -> Iterator[Choice]:
+        """Yield ever leaner choices: plain, with recomputation, then also head, gradients, offload, and adapters."""
         choice = Choice()
         yield choice
         for axis in ("recompute", "head", "gradients", "offload", "adapter"):
@@ -140,18 +142,18 @@ class Search:
 
     def _measure_switches(self, base: Choice) -> None:
         first = self._measure(base, at_all_costs=True)
-        if first is None and base.parts > 1:  # its loss cannot be cut, and the reason is noted
+        # The loss cannot be split, and the reason is noted.
+        if first is None and base.parts > 1:
             return
         if first is None:
             raise ValueError(explain(f"the plain step ({base})", "it fails", self.tried[base].why_not))
         ms = first.ms
-        self._tell_parts_from(base, ms, base.parts + 1, ms * (1 + PER_PART))
+        # An assumed cost, for models whose batches are never measured in more micro-batches.
+        self._learn_cost_of_parts(base, ms, base.parts + 1, ms * (1 + PER_PART))
         self._measure_more_parts(base, ms)
         for axis, words in self.axes.words.items():
             for word in words[1:]:
                 self._measure_switch(base, ms, axis, word)
-        for precision in self.axes.precisions[1:]:
-            self._measure_switch(base, ms, "precision", precision)
         if base.parts == self.axes.parts[-1] > 1:
             self._measure_fewer_parts(base, ms)
 
@@ -159,33 +161,34 @@ class Search:
         more = [parts for parts in self.axes.parts if parts > base.parts]
         if not more:
             return
-        other = replace(base, parts=more[min(1, len(more) - 1)])  # the next but one: over more parts noise matters less
+        # The next but one, since noise matters less over more micro-batches.
+        other = replace(base, parts=more[min(1, len(more) - 1)])
         timed = self._measure(other)
         if timed is not None:
-            self._tell_parts_from(base, ms, other.parts, timed.ms)
+            self._learn_cost_of_parts(base, ms, other.parts, timed.ms)
         elif base.parts == 1 and other in self.tried:
             self.axes.drop("parts", self.tried[other].why_not)
 
     def _measure_fewer_parts(self, base: Choice, ms: float) -> None:
         """Try a leaner choice with fewer micro-batches where the base has the most, to learn what they cost."""
-        for switched in self._ever_leaner():
+        for switched in self._yield_leaner():
             for parts in self.axes.parts[:-1]:
                 other = replace(switched, parts=parts, precision=base.precision)
                 if self.fits(other, self.memory.predict(other)):
                     timed = self._measure(other)
                     if timed is not None:
                         as_base = timed.ms * self.costs.factor(base) / self.costs.factor(other)
-                        self._tell_parts_from(base, ms, parts, as_base)
+                        self._learn_cost_of_parts(base, ms, parts, as_base)
                     return
 
-    def _tell_parts_from(self, base: Choice, ms: float, parts: int, other_ms: float) -> None:
-        """Two times that differ in the number of parts alone: what each part costs, and what is left."""
+    def _learn_cost_of_parts(self, base: Choice, ms: float, parts: int, other_ms: float) -> None:
+        """Derive the time of each micro-batch, and the rest, from two times that differ in their number alone."""
         factor = self.costs.factor(base)
         added = max(0.0, (other_ms - ms) / (parts - base.parts)) / factor
         self.costs.per_part, self.costs.whole = added, ms / factor - added * base.parts
 
-    def _measure_switch(self, base: Choice, ms: float, axis: str, word: str) -> None:
-        if getattr(base, axis) == word or is_budget(word) or (word == "in backward" and base.parts > 1):
+    def _measure_switch(self, base: Choice, ms: float, axis: str, word: str | Budget) -> None:
+        if getattr(base, axis) == word or isinstance(word, Budget) or (word == "in backward" and base.parts > 1):
             return
         choice = replace(base, **{axis: word})
         if not self.fits(choice, self.memory.predict(choice)):
@@ -193,49 +196,56 @@ class Search:
         timed = self._measure(choice)
         if timed is not None:
             factor = timed.ms / ms * self._factor_of(base, axis)
+            # A difference within the noise counts as none, or noise would multiply over several techniques.
             self.costs.factors[axis, word] = 1.0 if abs(factor - 1) < TELLS else factor
             if axis == "compile":
                 self.costs.compile_ms = max(0.0, timed.first_ms - timed.ms)  # the first step compiles
         elif choice in self.tried:
-            words = self.axes.words[axis] if axis != "precision" else self.axes.precisions
             self.axes.left_out[f"{axis} {word}"] = self.tried[choice].why_not
-            words.remove(word)
+            self.axes.words[axis].remove(word)
 
     def _factor_of(self, base: Choice, axis: str) -> float:
-        """Return what the base has switched on for an axis."""
+        """Return the assumed factor of the technique that the base uses on an axis; 1 if it uses none."""
         word = getattr(base, axis)
         return assume_factor(axis, word) if (axis, word) in base.words else 1.0
 
     def _measure(self, choice: Choice, *, at_all_costs: bool = False) -> Timed | None:
-        """Time a choice; None if it fails, which is noted, or if there is no time."""
-        assert self.watch is not None
+        """Time a choice; None if it fails, which is noted, or if there is no time left."""
         if time.monotonic() > self.deadline and not at_all_costs:
-            self._say_late()
+            self._note_lateness()
             return None
-        self.tell(f"measuring {choice}")
-        try:
-            timed = self.watch.time(choice)
-        except Exception as error:
-            self._note(replace(self._look_at(choice), why_not=first_line(error)))
-            return None
-        tried = self._look_at(choice)
-        self._note(replace(tried, step_ms=(timed.ms,), why_not="slower by estimate than what was compared"))
+        tried = self._describe(choice)
+        timed = self._time(tried, "measuring")
+        if timed is not None:
+            self._note(replace(tried, step_ms=(timed.ms,), why_not="slower by estimate than what was compared"))
         return timed
 
-    def _say_late(self) -> None:
+    def _time(self, tried: Tried, doing: str, *, peak: bool = False) -> Timed | None:
+        """Run steps of a choice; None if they fail, which is noted and excludes it from the finalists."""
+        assert self.watch is not None
+        self.tell(f"{doing} {tried.choice}")
+        try:
+            return self.watch.time(tried.choice, peak=peak)
+        except Exception as error:
+            self.refused.add(tried.choice)
+            self._note(replace(tried, why_not=first_line(error)))
+            return None
+
+    def _note_lateness(self) -> None:
         note = "There was no time to measure everything: what was not is estimated. Give more seconds."
         if note not in self.notes:
             self.notes.append(note)
 
     def _find_finalists(self) -> list[Tried]:
-        """The fastest by estimate of those that fit: as long as they may yet turn out to be the fastest."""
+        """Return the fastest choices that fit, by estimate, as long as they may turn out to be the fastest."""
         finalists: list[Tried] = []
         for ms, choice in self._fastest_first():
             if finalists and (ms > finalists[0].estimated_ms * _NEAR or len(finalists) == _FINALISTS):
                 break
             needed = self.memory.predict(choice)
             if self.fits(choice, needed):
-                needed = self.memory.predict_exactly(choice)  # a second each, so only for those that fit by the line
+                # It takes a second each, so only for those that fit by the line.
+                needed = self.memory.predict(choice, exactly=True)
             if self.fits(choice, needed):
                 finalists.append(Tried(choice, needed, ms))
             elif len(self.tried) < 40:  # rows of a table that can still be read
@@ -247,16 +257,17 @@ class Search:
         return finalists
 
     def _fastest_first(self) -> Iterator[tuple[float, Choice]]:
-        """Estimates in ms, and what they are for; of equals the simpler first.
+        """Yield (estimated ms, choice), the fastest first; of equal estimates the simpler choice first.
 
-        An estimate that needs predictions, which take a second each, waits until its lower bound comes to its turn.
+        Estimates of budgets need predictions of a second each, so they are made once their lower bound comes first.
         """
         queue: list[tuple[float, int, int, int, bool, Choice]] = []
         for number, choice in enumerate(self.axes.choices()):
             if choice not in self.refused:
+                # For a budget this is the time without any recomputation, a lower bound.
                 bound = self.costs.estimate(choice, self.steps)
                 # The number is unique, so the heap never compares two choices, which have no order.
-                row = bound, len(choice.words), choice.parts, number, is_budget(choice.recompute), choice
+                row = bound, len(choice.words), choice.parts, number, choice.has_budget, choice
                 heapq.heappush(queue, row)
         while queue:
             ms, words, parts, number, is_bound, choice = heapq.heappop(queue)
@@ -265,25 +276,22 @@ class Search:
             elif not self.fits(choice, self.memory.least_recomputed(choice)):  # else nothing has to be recomputed
                 heapq.heappush(queue, (self.estimate(choice), words, parts, number, False, choice))
 
-    def _run_off(self, finalists: list[Tried]) -> Tried | None:
-        """Measure the finalists in turn, so that what else the machine does meets all of them; the fastest is taken.
+    def _compare_in_turn(self, finalists: list[Tried]) -> Tried | None:
+        """Return the fastest finalist; None if none of them runs within the limit.
 
-        None if none of them runs within the limit.
+        They are measured in turn, so that other work of the machine affects all of them.
         """
-        assert self.watch is not None
         times: dict[Choice, list[float]] = {tried.choice: [] for tried in finalists}
         for round_ in range(_ROUNDS):
             for tried in finalists:
                 # None: it failed in an earlier round. The first round is run to the end, or nothing could be chosen.
                 if times.get(tried.choice) is None or (round_ > 0 and time.monotonic() > self.deadline):
                     continue
-                self.tell(f"comparing {tried.choice}")
-                try:
-                    times[tried.choice].append(self.watch.time(tried.choice).ms)
-                except Exception as error:
+                timed = self._time(tried, "comparing")
+                if timed is None:
                     del times[tried.choice]
-                    self.refused.add(tried.choice)
-                    self._note(replace(tried, why_not=first_line(error)))
+                else:
+                    times[tried.choice].append(timed.ms)
         ranked = [replace(t, step_ms=tuple(times[t.choice])) for t in finalists if times.get(t.choice)]
         # The time that compiling takes is not in the steps that were measured, but in the run that is planned.
         share = lambda tried: self.costs.compile_ms / self.steps if tried.choice.compile else 0.0  # noqa: E731
@@ -291,25 +299,20 @@ class Search:
         ranked = simplest_of_equals_first(ranked)
         chosen: Tried | None = None
         for tried in ranked:
-            if chosen is not None:
-                self._note(replace(tried, why_not=why_slower(tried, chosen)))
-                continue
-            confirmed = self._confirm(tried)
-            if confirmed.why_not:
-                self.refused.add(tried.choice)
-                self._note(confirmed)
+            if chosen is None:
+                chosen = self._confirm(tried)
             else:
-                chosen = self._note(confirmed)
+                self._note(replace(tried, why_not=why_slower(tried, chosen)))
         return chosen
 
-    def _confirm(self, tried: Tried) -> Tried:
-        """Measure the peak of one step."""
-        assert self.watch is not None
-        self.tell(f"measuring the memory of {tried.choice}")
-        try:
-            peak = self.watch.time(tried.choice, peak=True).peak_bytes
-        except Exception as error:
-            return replace(tried, why_not=first_line(error))
-        if not self.fits(tried.choice, peak):
-            return replace(tried, peak_bytes=peak, why_not=f"does not fit: measured {peak / GIB:.3f} GiB")
-        return replace(tried, peak_bytes=peak)
+    def _confirm(self, tried: Tried) -> Tried | None:
+        """Measure the peak of one step; None if it fails or does not fit, which is noted."""
+        timed = self._time(tried, "measuring the memory of", peak=True)
+        if timed is None:
+            return None
+        confirmed = replace(tried, peak_bytes=timed.peak_bytes)
+        if self.fits(tried.choice, timed.peak_bytes):
+            return self._note(confirmed)
+        self.refused.add(tried.choice)
+        self._note(replace(confirmed, why_not=f"does not fit: measured {timed.peak_bytes / GIB:.3f} GiB"))
+        return None

@@ -1,4 +1,4 @@
-"""Predict what choices take on each of several devices, and choose the strategy."""
+"""Predict the memory of choices on each of several devices, and choose the strategy."""
 
 import math
 from dataclasses import replace
@@ -9,17 +9,17 @@ import lightning as L
 from lightning_fasttrain.planner.candidates.configuration import Choice
 from lightning_fasttrain.strategy.choose_strategy import StrategyChoice, choose_strategy
 
-_ANYTHING = 1e9  # GiB: what all strategies fit into
+_ANYTHING = 1e9  # GiB: all strategies fit
 
 
 class SeveralDevices:
-    """Knows for each choice what the strategies make of it.
+    """Predicts the memory of choices under each strategy.
 
     Args:
         module: the model.
-        devices: all of them.
-        nodes: machines they are in.
-        usable: bytes of each device.
+        devices: total number of devices.
+        nodes: number of machines.
+        usable: usable bytes of each device.
     """
 
     def __init__(self, module: L.LightningModule, devices: int, nodes: int, usable: float) -> None:
@@ -27,16 +27,16 @@ class SeveralDevices:
         self.known: dict[str, StrategyChoice] = {}
 
     def fits(self, choice: Choice, needed: float) -> bool:
-        """Whether any strategy fits.
+        """Whether a choice fits under any strategy.
 
         Args:
-            choice: what.
-            needed: bytes that it takes on one device alone.
+            choice: the techniques and the precision.
+            needed: peak memory in bytes on a single device.
         """
         return self._find_least(choice, needed) <= self.usable
 
     def choose(self, choice: Choice, needed: float) -> StrategyChoice:
-        """The strategy of those that fit which moves the fewest bytes in a step."""
+        """Return the strategy that fits and moves the fewest bytes in a step."""
         compared = self._compare(choice.precision)
         activations = self._activations(choice, needed)
         fitting = [c for c in compared.candidates if self._goes_with(choice, c.name) and not c.rounds]
@@ -56,7 +56,7 @@ class SeveralDevices:
         return max(0.0, needed - whole.states.device)
 
     def _goes_with(self, choice: Choice, strategy: str) -> bool:
-        return choice.parts == 1 or not strategy.startswith("zero")  # ZeRO counts parts by itself
+        return choice.parts == 1 or not strategy.startswith("zero")  # ZeRO counts micro-batches by itself
 
     def _compare(self, precision: str) -> StrategyChoice:
         if precision not in self.known:
@@ -74,7 +74,7 @@ class SeveralDevices:
 
 
 def strategy_code(name: str) -> tuple[str, Any]:
-    """The Python that makes a strategy of the name that ``choose_strategy`` gives it, and the same for LightningCLI.
+    """Return the Python code and the LightningCLI configuration of a strategy that ``choose_strategy`` names.
 
     Example:
         >>> strategy_code("fsdp2+offload")[0]

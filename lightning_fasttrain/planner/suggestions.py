@@ -1,4 +1,4 @@
-"""Suggest improvements to what is the user's own: workers of the loader, state of the optimizer."""
+"""Suggest changes to the user's own code: workers of the loader, and a smaller optimizer state."""
 
 import math
 import os
@@ -20,22 +20,24 @@ _LEANER = "adamw8bit"
 _BATCHES, _SECONDS = 8, 5.0
 
 
-def say_workers(loader: Any, step_ms: float) -> str:
-    """Measure how long a batch takes in one process, and say how many workers hide it behind the steps.
+def suggest_workers(loader: object, step_ms: float) -> str:
+    """Measure the time to load a batch in one process, and suggest how many workers hide it behind the steps.
 
-    The first samples are read and collated, beside the loader's own sampler, whose state stays as it is.
+    The first samples are read and collated without the loader's own sampler, whose state does not change.
 
     Args:
-        loader: as training uses it; one of another class than ``DataLoader`` is not looked into.
-        step_ms: of a step.
+        loader: the training loader; only a ``DataLoader`` is measured.
+        step_ms: time of a step.
 
     Returns:
-        A sentence; "" if nothing has to change.
+        A sentence; "" if there is nothing to change.
 
     Example:
-        >>> say_workers(DataLoader(range(100), batch_size=4), step_ms=50.0)
+        >>> suggest_workers(DataLoader(range(100), batch_size=4), step_ms=50.0)
         ''
     """
+    if not isinstance(loader, DataLoader):
+        return ""
     batch_ms = _measure(loader)
     if batch_ms is None:
         return ""
@@ -50,14 +52,14 @@ def say_workers(loader: Any, step_ms: float) -> str:
     return ""
 
 
-def say_leaner_optimizer(module: L.LightningModule) -> str:
-    """Return how much smaller the state of Adam or AdamW would be in 8 bits.
+def suggest_leaner_optimizer(module: L.LightningModule) -> str:
+    """Suggest an 8-bit optimizer if it makes the state of Adam or AdamW smaller.
 
     Args:
-        module: whose ``configure_optimizers`` is asked, on a copy.
+        module: the model, of which a copy configures its optimizers.
 
     Returns:
-        A sentence; "" for another optimizer, or where nothing would be smaller.
+        A sentence; "" for another optimizer, or if the state would not be smaller.
     """
     copied = copy_module(module)
     with quietly(), isolate_rng():
@@ -76,10 +78,10 @@ def say_leaner_optimizer(module: L.LightningModule) -> str:
     return f"{name}'s state takes {format_bytes(now)}; {made} keeps it in {format_bytes(leaner)}, and rounds it."
 
 
-def _measure(loader: Any) -> float | None:
-    """Milliseconds of a batch in one process; None where that cannot be told."""
-    size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
-    if not isinstance(loader, DataLoader) or size is None or not isinstance(loader.dataset, Sized):
+def _measure(loader: DataLoader[Any]) -> float | None:
+    """Return the milliseconds to load a batch in one process; None if it cannot be measured."""
+    size = getattr(loader.batch_sampler, "batch_size", None)
+    if size is None or not isinstance(loader.dataset, Sized):
         return None
     dataset, count = loader.dataset, len(loader.dataset)
     times: list[float] = []
@@ -91,4 +93,5 @@ def _measure(loader: Any) -> float | None:
             times.append(1e3 * (time.perf_counter() - began))
             if sum(times) > 1e3 * _SECONDS:
                 break
-    return sorted(times)[len(times) // 2] if times else None  # median: the first sample may open files
+    # The median, since the first sample may open files.
+    return sorted(times)[len(times) // 2] if times else None

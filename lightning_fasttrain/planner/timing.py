@@ -1,17 +1,13 @@
-"""Time a few steps on a copy, and estimate the time of choices from such measurements."""
+"""Time a few steps on a copy of a model, and estimate the times of choices from such measurements."""
 
-import contextlib
-import gc
 from dataclasses import dataclass, field
 from typing import Any
 
 import lightning as L
-import torch
 
 from lightning_fasttrain.core.device import device_clock
-from lightning_fasttrain.core.peak_memory import PeakMemory
-from lightning_fasttrain.dry_run.verification.short_run import EnoughError, Steps, run_steps
-from lightning_fasttrain.planner.candidates.configuration import Choice, is_budget, switch_of
+from lightning_fasttrain.dry_run.verification.short_run import EnoughError, PeakObserver, Steps, run_steps
+from lightning_fasttrain.planner.candidates.configuration import Budget, Choice, switch_of
 
 PER_PART = 0.01  # share of a step for each micro-batch, until it is measured
 _BF16 = 0.5
@@ -24,9 +20,9 @@ class Timed:
     """Measurements of a few steps.
 
     Attributes:
-        step_ms: of each step after the first.
-        first_ms: of the first, in which things are compiled and allocated.
-        peak_bytes: of the last step, if it was asked for.
+        step_ms: time of each step after the warm-up.
+        first_ms: time of the first step, which includes compilation and allocation.
+        peak_bytes: peak memory of the last step, if it was requested.
     """
 
     step_ms: list[float]
@@ -35,7 +31,7 @@ class Timed:
 
     @property
     def ms(self) -> float:
-        """The fastest: whatever else a machine does only adds."""
+        """The fastest step, since other work of the machine only adds time."""
         return min(self.step_ms)
 
 
@@ -43,47 +39,39 @@ class Stopwatch:
     """Times steps on copies of a module.
 
     Args:
-        module: left as it is.
-        batch: of each step.
-        settings: of the Trainer, such as ``accelerator``.
+        module: the model, which is not changed.
+        batch: the batch of each step.
+        settings: Trainer settings, such as ``accelerator``.
     """
 
     def __init__(self, module: L.LightningModule, batch: Any, settings: dict[str, Any]) -> None:
         self.module, self.batch, self.settings = module, batch, settings
 
     def time(self, choice: Choice, *, peak: bool = False) -> Timed:
-        """Run what comes first, and then steps that are timed: more of short ones, which are noisier.
+        """Run warm-up steps, and then timed ones: more of short steps, which are noisier.
 
         Args:
-            choice: how.
-            peak: whether there is one more at the end, whose memory is measured instead of its time.
+            choice: the techniques and the precision.
+            peak: whether the memory of one more step is measured at the end.
 
         Raises:
-            Exception: whatever they raise.
+            Exception: any error of the steps.
         """
         settings = {**self.settings, "precision": choice.precision}
-        warmup = _TO_PLAN if is_budget(choice.recompute) else _WARMUP
+        warmup = _TO_PLAN if choice.has_budget else _WARMUP
         watch = _Watch(warmup, peak)
-        batches = [self.batch] * (warmup + _MOST + peak)  # the same one each time: list entries take no memory
-        try:
-            run_steps(Steps(self.module, batches, settings), choice.techniques(), watch)
-        finally:
-            watch.measuring.close()  # a step that failed has left its meter open
-            gc.collect()  # a trainer and its model know one another
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+        # The same batch each time, so that the list takes no memory.
+        batches = [self.batch] * (warmup + _MOST + peak)
+        run_steps(Steps(self.module, batches, settings), choice.techniques(), watch)
         return Timed(watch.times[warmup:], watch.times[0], watch.peak_bytes)
 
 
-class _Watch(L.Callback):
-    """Notes when steps begin and end. A step begins where the one before ended, so that loading counts."""
+class _Watch(PeakObserver):
+    """Records when steps end. A step begins where the previous one ended, so that data loading counts."""
 
     def __init__(self, warmup: int, peak: bool) -> None:
         self.warmup, self.peak = warmup, peak
         self.times: list[float] = []
-        self.peak_bytes = 0
-        self.meter: PeakMemory | None = None
-        self.measuring = contextlib.ExitStack()
         self.since = 0.0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -94,16 +82,14 @@ class _Watch(L.Callback):
     ) -> None:
         if self._has_enough():
             # Only when all times are there: measuring memory slows a step down.
-            self.meter = PeakMemory(pl_module.device, pl_module, trainer.optimizers, batch)
-            self.measuring.enter_context(self.meter)
+            self.begin_measuring(pl_module.device, pl_module, trainer.optimizers, batch)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         now = device_clock(pl_module.device)
-        if self.meter is not None:
-            self.measuring.close()
-            self.peak_bytes = self.meter.peak_bytes
+        if self._meter is not None:
+            self.end_measuring()
             raise EnoughError
         self.times.append(1e3 * (now - self.since))
         self.since = now
@@ -117,18 +103,18 @@ class _Watch(L.Callback):
 
 @dataclass
 class Costs:
-    """Known times, in ms per step.
+    """Measured times, in ms per step.
 
     Attributes:
-        whole: of a batch in one part.
-        per_part: that each part adds.
-        factors: (axis, word) → the factor of a switch.
-        compile_ms: once.
+        whole: time of an unsplit batch.
+        per_part: time that each micro-batch adds.
+        factors: (axis, word) → factor of a technique on the time of a step.
+        compile_ms: time of compilation, once per run.
     """
 
     whole: float = 1.0
     per_part: float = PER_PART
-    factors: dict[tuple[str, str], float] = field(default_factory=dict)
+    factors: dict[tuple[str, str | Budget], float] = field(default_factory=dict)
     compile_ms: float = 0.0
 
     def estimate(self, choice: Choice, steps: int) -> float:
@@ -137,14 +123,14 @@ class Costs:
         return ms + (self.compile_ms / steps if choice.compile else 0.0)
 
     def factor(self, choice: Choice) -> float:
-        """Return the product of the factors of everything that is switched on."""
+        """Return the product of the factors of all techniques of a choice."""
         factor = 1.0
         for axis, word in choice.words:
             factor *= self.factors.get((axis, word), assume_factor(axis, word))
         return factor
 
 
-def assume_factor(axis: str, word: str) -> float:
+def assume_factor(axis: str, word: str | Budget) -> float:
     if axis == "precision":
         return _BF16
     return switch_of(axis, word).setting.cost

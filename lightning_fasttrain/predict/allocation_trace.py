@@ -97,12 +97,14 @@ class AllocationTrace(AssumedNumbers):
         self._module_of_node: dict[int, str] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default:  # only a query, which autograd makes at every node
+        # Autograd queries the device at every node, which allocates nothing.
+        if func is torch.ops.prim.device.default:
             return func(*args)
         phase, module = self._phase(), self._module()
         if self._in_forward != (phase in ("forward", "recomputation")):
             self._in_forward, self._period = not self._in_forward, self._period + 1
-        if phase == "forward":  # autograd has just numbered the node that will run this operation's backward, if any
+        # Autograd has just numbered the node that will run this operation's backward, if any.
+        if phase == "forward":
             self._module_of_node.setdefault(torch.autograd._get_sequence_nr() - 1, module)
         op = str(func.overloadpacket).removeprefix("aten.")
         result = self.answer(func, args, kwargs or {})
@@ -130,7 +132,8 @@ class AllocationTrace(AssumedNumbers):
 
     def _note(self, tensor: Tensor, module: str, op: str, phase: str) -> Allocation:
         storage = tensor.untyped_storage()
-        key = storage._cdata  # identifies the memory, which all views share
+        # The key identifies the memory, which all views share.
+        key = storage._cdata
         if key in self._alive:
             return self._alive[key][1]
         if tensor.device.type != "cpu":

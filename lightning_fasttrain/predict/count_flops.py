@@ -41,7 +41,8 @@ def count_flops(module: nn.Module | Factory, batch: Any, *, loss: Loss | None = 
         ``FlopCounterMode``.
     """
     mode, counter = FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False)
-    with isolate_rng(include_cuda=False), explaining_errors():  # nothing is drawn on CUDA; a query would initialize it
+    # Nothing is drawn on CUDA, and asking for its state would initialize it.
+    with isolate_rng(include_cuda=False), explaining_errors():
         net = fake_module(module, mode)
         forward = forward_of(net, loss, Precision())
         # Torch does not count the CPU kernel of attention, but does count its matrix products.

@@ -14,12 +14,13 @@ from torch.utils._pytree import tree_map_only
 GRANULE = 512  # the caching allocator rounds up to multiples of this many bytes
 CUBLAS_WORKSPACE = 32 * 2**20  # on Hopper; 8.1 MiB before
 
-# Functions that autocast runs in float32 on CUDA but not on the CPU.
-_IN_FLOAT32 = (  # noqa: SIM905
+_NAMES = (  # noqa: SIM905
     "layer_norm group_norm softmax log_softmax cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss kl_div "
     "binary_cross_entropy_with_logits cosine_similarity normalize norm sum prod cumsum pow __pow__ exp log log1p "
     "rsqrt reciprocal softplus"
 ).split()
+# Functions that autocast runs in float32 on CUDA but not on the CPU, wherever torch offers them.
+_IN_FLOAT32 = {getattr(place, name) for place in (torch, F, Tensor) for name in _NAMES if hasattr(place, name)}
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
@@ -38,7 +39,7 @@ class AsOnCuda(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             # Without dropout: fused CPU kernels do not support it, and on CUDA a seed is kept instead of a mask.
             return _attention(**{**dict(zip(_ATTENTION, args, strict=False)), **kwargs, "dropout_p": 0.0})
-        if getattr(func, "__name__", "") in _IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
+        if func in _IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
             args, kwargs = tree_map_only(Tensor, _in_float32, (args, kwargs))
         return func(*args, **kwargs)
 

@@ -2,7 +2,8 @@
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
@@ -15,8 +16,31 @@ from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.finetune.quantized._quantized_layer import fake_parts, is_quantized
 from lightning_fasttrain.finetune.selection._float32_adapters import stays_in_float32
 from lightning_fasttrain.predict.data_dependent_values import AssumedNumbers
+from lightning_fasttrain.technique import Technique, apply
 
 Factory = Callable[[], nn.Module]
+
+
+@contextmanager
+def fake_model(
+    module: nn.Module | Factory,
+    techniques: Sequence[Technique] = (),
+    dtype: torch.dtype | None = None,
+    mode: FakeTensorMode | None = None,
+) -> Iterator[nn.Module]:
+    """Yield a model without memory on which ``techniques`` operate; random states stay as they are.
+
+    Args:
+        module: as for :func:`fake_module`.
+        techniques: those with surgery.
+        dtype: as for :func:`fake_module`.
+        mode: the fake mode of its tensors; by default a new one.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if mode is None else mode
+    net = fake_module(module, mode, dtype)
+    # Adapters draw their first weights; nothing is on a GPU.
+    with mode, torch.random.fork_rng(devices=[]), apply(net, techniques):
+        yield net
 
 
 def fake_module(module: nn.Module | Factory, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> nn.Module:
@@ -30,7 +54,8 @@ def fake_module(module: nn.Module | Factory, mode: FakeTensorMode, dtype: torch.
     Raises:
         TypeError: not a module nor a function that returns one, or a module that cannot be copied.
     """
-    exists = isinstance(module, nn.Module)  # perhaps without parameters before its configure_model
+    # An existing module may have no parameters before its configure_model.
+    exists = isinstance(module, nn.Module)
     if not isinstance(module, nn.Module):
         with mode, AssumedNumbers(truth=False), warnings.catch_warnings():  # for nn.init.trunc_normal_
             # Modules such as nn.TransformerEncoder copy their layers, and copying reads an address.
@@ -45,7 +70,8 @@ def fake_module(module: nn.Module | Factory, mode: FakeTensorMode, dtype: torch.
         module = _copy_module(module, mode)
     if isinstance(module, L.LightningModule):
         with mode, AssumedNumbers(truth=False):
-            module.configure_model()  # by Lightning's docs, a second call must do nothing
+            # By Lightning's documentation a second call must do nothing.
+            module.configure_model()
         module.log = module.log_dict = _say_nothing  # there is no Trainer to log to
     settle_(module, mode, dtype)
     return module
@@ -101,7 +127,8 @@ def settle_(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) 
 def _make_fake(tensor: Tensor, mode: FakeTensorMode, dtype: torch.dtype) -> Tensor:
     plain = not isinstance(tensor, FakeTensor) and tensor.device.type == "cpu" and tensor.dtype == dtype
     if plain and not isinstance(tensor, nn.Parameter):
-        return mode.from_tensor(tensor, static_shapes=True)  # tensors on one storage keep sharing it
+        # The mode keeps tensors on one storage together.
+        return mode.from_tensor(tensor, static_shapes=True)
     with mode:
         # With its strides: an expanded tensor takes no extra memory.
         like = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device="cpu")

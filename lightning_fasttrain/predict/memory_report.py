@@ -2,14 +2,12 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from io import StringIO
+from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
-from lightning_fasttrain.core.messages import format_bytes
+from lightning_fasttrain.core.messages import Report, format_bytes, titled_table
 from lightning_fasttrain.predict.allocation_trace import Allocation
 from lightning_fasttrain.run.profiling.memory_record import CATEGORIES
 
@@ -36,7 +34,7 @@ class Holder:
 
 
 @dataclass(frozen=True)
-class MemoryReport:
+class MemoryReport(Report):
     """The memory of one training step, in bytes.
 
     Args:
@@ -63,19 +61,11 @@ class MemoryReport:
     precision: str
     notes: tuple[str, ...] = ()
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        return asdict(self)
-
     def as_table(self) -> Table:
         """Build a ``rich`` table with the categories and the largest holders."""
         where = f"{self.phase} of {self.module}" if self.module else self.phase
-        table = Table(
-            title=f"Peak {format_bytes(self.peak_bytes)} on {self.device}, {self.precision}, in the {where}: {self.op}",
-            caption="\n".join(self.notes) or None,
-            title_justify="left",
-            caption_justify="left",
-        )
+        peak = f"Peak {format_bytes(self.peak_bytes)} on {self.device}, {self.precision}"
+        table = titled_table(f"{peak}, in the {where}: {self.op}", self.notes)
         table.add_column("")
         table.add_column("at the peak", justify="right")
         table.add_column("at most", justify="right")
@@ -87,11 +77,6 @@ class MemoryReport:
             name = f"{holder.module or 'outside of modules'}: {holder.count} {holder.category}{made_by}"
             table.add_row(name, format_bytes(holder.nbytes), "")
         return table
-
-    def __str__(self) -> str:
-        text = StringIO()
-        Console(file=text, width=120).print(self.as_table())
-        return text.getvalue().rstrip()
 
 
 def report(allocations: Sequence[Allocation], since: int, **about: Any) -> MemoryReport:

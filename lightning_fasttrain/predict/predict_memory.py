@@ -26,10 +26,10 @@ from lightning_fasttrain.optim.named.state_bytes import tensors_in
 from lightning_fasttrain.predict.allocation_trace import AllocationTrace
 from lightning_fasttrain.predict.cuda_dispatch import CUBLAS_WORKSPACE, GRANULE, AsOnCuda, step_in_lists_
 from lightning_fasttrain.predict.data_dependent_values import AssumedNumbers
-from lightning_fasttrain.predict.fake_model import Factory, fake_batch, fake_module, settle_
+from lightning_fasttrain.predict.fake_model import Factory, fake_batch, fake_model, settle_
 from lightning_fasttrain.predict.kernel_workspace import CPU_WORKSPACE, CUDA_WORKSPACE, KEPT, quantized_workspace
 from lightning_fasttrain.predict.memory_report import MemoryReport, report
-from lightning_fasttrain.technique import Technique, apply, check_together
+from lightning_fasttrain.technique import Technique, check_together
 from lightning_fasttrain.technique.predicted_step import PredictedStep
 
 PRECISIONS: dict[str, Callable[[], Precision]] = {
@@ -130,7 +130,8 @@ def predict_memory(
 def _ask(techniques: Sequence[Technique], planned: PredictedStep) -> list[Technique]:
     """Let each technique add its share to ``planned``; return those to apply to the model."""
     for technique in techniques:
-        if not technique.predicted:  # of an unknown class only the effect of apply() on the model is seen
+        # For an unknown class only the effect of apply() on the model is seen.
+        if not technique.predicted:
             name = type(technique).__name__
             planned.notes.append(f"{name} cannot be predicted: memory that its hooks keep or free is not counted.")
     told = [technique.predict(planned) for technique in techniques]
@@ -150,16 +151,17 @@ def _trace_steps(
     mode, plugin = FakeTensorMode(allow_non_fake_inputs=True), PRECISIONS[planned.precision]()
     with ExitStack() as undo:
         dtype = torch.bfloat16 if planned.precision == "bf16-true" else None
-        net = fake_module(module, mode, dtype)
-        undo.enter_context(mode)
-        undo.enter_context(apply(net, surgeons))
-        settle_(net, mode, dtype)  # includes weights that adapters have added
-        trace.workspace = {**trace.workspace, **quantized_workspace()}  # now: techniques may have imported bitsandbytes
+        net = undo.enter_context(fake_model(module, surgeons, dtype, mode))
+        # Settled after the surgery, which may have added weights.
+        settle_(net, mode, dtype)
+        # Asked for only now, since techniques may have imported bitsandbytes.
+        trace.workspace = {**trace.workspace, **quantized_workspace()}
         with AssumedNumbers(truth=False):
             stepper = _make_optimizer(net, optimizer)
         for act in planned.on_optimizer:
             act(stepper)
-        undo.enter_context(trace)  # the optimizer is created before: its construction does not belong to a step
+        # The trace begins after the optimizer is built, which does not belong to a step.
+        undo.enter_context(trace)
         undo.enter_context(trace.watch(net))
         data = plugin.convert_input(fake_batch(batch, mode))
         if loss is None and isinstance(net, L.LightningModule):
@@ -170,7 +172,8 @@ def _trace_steps(
         if planned.on_cuda:
             step_in_lists_(stepper)
             trace.reserve(CUBLAS_WORKSPACE, "cuBLAS workspace")
-            undo.enter_context(AsOnCuda())  # for the backward too, which recomputes blocks
+            # It covers the backward too, which may recompute blocks.
+            undo.enter_context(AsOnCuda())
         forward = forward_of(net, loss, plugin)
         since = 0
         for _ in range(2):
@@ -202,10 +205,13 @@ def _step(
                 loss = loss_of(forward(part))
                 trace.phase = "backward"
                 _backward(loss)
-                del loss  # frees the graph, which would otherwise exist beside that of the next micro-batch
+                # The graph would otherwise still exist beside that of the next micro-batch.
+                del loss
     trace.phase = "optimizer step"
-    if not (planned.on_cuda and isinstance(optimizer, HostOptimizer)):  # a step in host memory takes no device memory
-        with torch.compiler.set_stance("force_eager"):  # torchao compiles its step, which fake tensors cannot
+    # A step in host memory takes no device memory.
+    if not (planned.on_cuda and isinstance(optimizer, HostOptimizer)):
+        # torchao compiles its step, which fake tensors do not support.
+        with torch.compiler.set_stance("force_eager"):
             optimizer.step()
     if planned.releases:
         release_gradients_(p for group in optimizer.param_groups for p in group["params"])

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import positive_int
 from lightning_fasttrain.core.device import GIB
-from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.messages import Report, explain, titled_table
 from lightning_fasttrain.strategy._sharded_groups import ddp_states, fsdp2_states
 from lightning_fasttrain.strategy.choose._limits import Fit, Limits, check_limits, find_nearest, gib, name_leaner_ways
 from lightning_fasttrain.strategy.choose._model_sizes import Held, ZeROSizes, held_by, predict_activations
@@ -46,7 +46,7 @@ class Candidate(Fit):
 
 
 @dataclass(frozen=True)
-class StrategyChoice:
+class StrategyChoice(Report):
     """The chosen strategy, and the predicted memory and traffic of every candidate.
 
     Args:
@@ -113,12 +113,8 @@ class StrategyChoice:
         activations = self.activation_bytes or 0
         where = f"{self.devices} devices" if self.nodes == 1 else f"{self.devices} devices in {self.nodes} nodes"
         usable = f"On each device {gib(self.usable_bytes)} GiB are usable; activations take {gib(activations)} GiB."
-        table = Table(
-            title=f"{where}, {self.precision}: GiB on one rank, and GiB that it moves in a step",
-            caption="\n".join([self.why, usable, *self.notes]),
-            title_justify="left",
-            caption_justify="left",
-        )
+        title = f"{where}, {self.precision}: GiB on one rank, and GiB that it moves in a step"
+        table = titled_table(title, [self.why, usable, *self.notes])
         table.add_column("strategy")
         headings = ("params", "grads", "optimizer", "buffers", "device", "host", "to ranks")
         for heading in (*headings, "to host"):

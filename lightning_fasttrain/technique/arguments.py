@@ -1,8 +1,9 @@
-"""Remember the arguments of a technique for its repr, and answer other libraries' names of them."""
+"""Remember the arguments of a technique for its repr, and explain other libraries' names of them."""
 
 import functools
 import inspect
 import re
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,9 +12,9 @@ from lightning_fasttrain.core.messages import explain
 
 
 def remember_arguments(cls: Any) -> None:
-    """Let ``cls`` keep in words how it was made, and answer other libraries' names for its arguments with ours.
+    """Let ``cls`` remember its arguments as text, and refuse other libraries' names of them with ours.
 
-    In words, since a reference to a teacher, say, would be copied with the technique.
+    As text, since a reference to a teacher, say, would be copied with the technique.
     """
     make = cls.__init__
 
@@ -22,7 +23,8 @@ def remember_arguments(cls: Any) -> None:
         for name in kwargs.keys() & self.names_elsewhere.keys():
             what, way_out = f"{type(self).__name__}({name}=...)", f"Use {self.names_elsewhere[name]}="
             raise TypeError(explain(what, "that is another library's name for it", way_out))
-        if type(self).__init__ is __init__:  # not called by a subclass, which says it itself
+        # A subclass that calls this __init__ has remembered its own arguments.
+        if type(self).__init__ is __init__:
             self._given, self._settings = _describe_arguments(make, self, *args, **kwargs)
         make(self, *args, **kwargs)
 
@@ -30,7 +32,7 @@ def remember_arguments(cls: Any) -> None:
 
 
 def describe(made: object) -> str:
-    """The call that made it: defaults left out, modules and tensors by their class.
+    """Return the call that made an object: without defaults, with modules and tensors by their class.
 
     Example:
         >>> from lightning_fasttrain.data import MicroBatching
@@ -43,7 +45,7 @@ def describe(made: object) -> str:
 
 
 def settings_of(made: object) -> dict[str, str]:
-    """Each of its arguments in words that are the same in another process; defaults too.
+    """Return each argument, defaults included, as text that is the same in every process.
 
     Example:
         >>> from lightning_fasttrain.data import TokenWeightedAccumulation
@@ -56,18 +58,21 @@ def settings_of(made: object) -> dict[str, str]:
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # of a function, or of an object of a class that says nothing of itself
 
 
-def _describe_arguments(make: Any, *args: Any, **kwargs: Any) -> tuple[tuple[str, ...], dict[str, str]]:
-    bound = inspect.signature(make).bind(*args, **kwargs)  # a wrong one ends here, as in the call itself
+def _describe_arguments(make: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[tuple[str, ...], dict[str, str]]:
+    # A wrong argument raises here the error that the call itself would raise.
+    bound = inspect.signature(make).bind(*args, **kwargs)
     given = tuple(bound.arguments)[1:]  # the first is self
     bound.apply_defaults()
     return given, {name: _in_words(value) for name, value in list(bound.arguments.items())[1:]}
 
 
-def _in_words(value: Any) -> str:
+def _in_words(value: object) -> str:
     if isinstance(value, nn.Module | Tensor):
         return type(value).__name__
-    if isinstance(value, set | frozenset):  # in an order that is the same in each process
+    # Sorted, so that the words are the same in each process.
+    if isinstance(value, set | frozenset):
         return f"{{{', '.join(sorted(map(repr, value)))}}}"
-    if isinstance(value, float) and value.is_integer():  # 32 and 32.0, which a YAML file makes of it, are one setting
+    # A YAML file may turn 32 into 32.0, which is the same setting.
+    if isinstance(value, float) and value.is_integer():
         return repr(int(value))
     return repr(value)

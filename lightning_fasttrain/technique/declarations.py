@@ -1,9 +1,12 @@
 """Declarations of a technique: exactness, order of surgery, capabilities, conflicts, and settings worth trying."""
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import Any, Protocol, runtime_checkable
+
+from lightning_fasttrain.core.messages import explain
 
 
 class Exactness(Enum):
@@ -15,7 +18,7 @@ class Exactness(Enum):
 
 
 def least_exact(*classes: Exactness) -> Exactness:
-    """The class of several techniques together: that of the least exact one; of none, exact.
+    """Return the class of several techniques together: that of the least exact one; of none, exact.
 
     Example:
         >>> least_exact(Exactness.EXACT, Exactness.TOLERANCE).value
@@ -25,7 +28,7 @@ def least_exact(*classes: Exactness) -> Exactness:
 
 
 class Surgery(IntEnum):
-    """The order in which models are operated on, however the techniques were listed."""
+    """Order in which techniques operate on a model, however they were listed."""
 
     QUANTIZE = 1
     ADAPT = 2
@@ -47,7 +50,7 @@ class Capability(Enum):
 
 @runtime_checkable
 class CanDo(Protocol):
-    """A technique, for :class:`Conflict`, which stands below it."""
+    """The part of a technique that :class:`Conflict` needs, which is defined below it."""
 
     def does(self, capability: Capability) -> bool: ...
 
@@ -70,16 +73,28 @@ class Conflict:
     when: Callable[[Any, Any], bool] = lambda technique, other: True
 
     def names(self, other: object) -> bool:
-        """Whether ``other`` is of that class, or a technique that does what is named."""
+        """Whether ``other`` is of this class, or a technique with this capability."""
         if isinstance(self.other, Capability):
             return isinstance(other, CanDo) and other.does(self.other)
         return isinstance(other, self.other)
 
     def may_name(self, kind: type) -> bool:
-        """Whether objects of a class may be named."""
+        """Whether the conflict may concern objects of a class."""
         if isinstance(self.other, Capability):
             return self.other in getattr(kind, "capabilities", ())
         return issubclass(kind, self.other)
+
+
+def refuse_conflicts(one: object, conflicts: Iterable[Conflict], others: Iterable[object]) -> None:
+    """Refuse the first of ``others`` that cannot be combined with ``one``.
+
+    Raises:
+        ValueError: both names · why · the cheapest way out.
+    """
+    for conflict, other in itertools.product(conflicts, others):
+        if other is not one and conflict.names(other) and conflict.when(one, other):
+            names = f"{type(one).__name__} + {type(other).__name__}"
+            raise ValueError(explain(names, conflict.why, conflict.way_out))
 
 
 @dataclass(frozen=True)

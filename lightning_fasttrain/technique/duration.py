@@ -1,4 +1,4 @@
-"""Lengths within a run as people write them: in steps, epochs, samples, tokens, or a share of the run."""
+"""Parse lengths within a run: in steps, epochs, samples, tokens, or as a share of the run."""
 
 import math
 import re
@@ -49,7 +49,7 @@ class Length:
 
 
 def read_length(name: str, value: int | str | Length) -> Length:
-    """Understand a length.
+    """Parse a length.
 
     Args:
         name: of the argument, for the error.

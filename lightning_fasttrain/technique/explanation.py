@@ -1,30 +1,38 @@
 """Describe which techniques act on a training run, and how large the run is, in at most twelve lines."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import lightning as L
+import torch
 from torch import nn
 
 from lightning_fasttrain.core.batch import count_batch
 from lightning_fasttrain.core.device import free_bytes
 from lightning_fasttrain.core.messages import align, format_bytes, number_of
 from lightning_fasttrain.core.modules.parameters import count_parameters
+from lightning_fasttrain.technique.declarations import Exactness, Surgery
 
 _ROWS = 4  # for single techniques; the others share one, so that there are eleven lines at most
 _WEAKEST_FIRST = ("changes_training", "tolerance", "exact")
 
 
-class SaysWhatItHolds(Protocol):
-    """The methods of a technique that an explanation calls."""
+class Reporting(Protocol):
+    """The part of a technique that explanations and summaries ask, which stand below it."""
 
-    surgery: ClassVar[Any]
+    surgery: ClassVar[Surgery | None]
 
     def took_hold(self, model: nn.Module) -> str: ...
 
-    def exactness_on(self, model: nn.Module) -> Any: ...
+    def exactness_on(self, model: nn.Module) -> Exactness: ...
+
+    def why_idle(self, model: nn.Module) -> tuple[str, str] | None: ...
+
+    def outcome(self, model: nn.Module) -> str: ...
+
+    def measurements(self) -> Mapping[str, float]: ...
 
 
 @dataclass(frozen=True)
@@ -156,38 +164,55 @@ class PredictsPeak(Protocol):
     def predicted_bytes(self) -> int | None: ...
 
 
-def explain_run(
-    trainer: L.Trainer, module: nn.Module, techniques: Sequence[SaysWhatItHolds], batch: Any
-) -> Explanation:
+def explain_run(trainer: L.Trainer, module: nn.Module, techniques: Sequence[Reporting], batch: Any) -> Explanation:
     """Explain a run in progress from its model, without waiting for the device.
 
     A peak is stated where a callback has predicted it. Nothing is predicted here, since that would run the user's own
     ``training_step`` once more, with everything it prints, counts and sends elsewhere.
     """
     known = [callback.predicted_bytes for callback in trainer.callbacks if isinstance(callback, PredictsPeak)]
-    peaks = [
-        nbytes for nbytes in known if isinstance(nbytes, int)
-    ]  # another package's attribute of this name may mean something else
-    samples, tokens = count_batch(batch)
-    trained, parameters = count_parameters(module)
-    device = trainer.strategy.root_device
-    return Explanation(
-        techniques=describe_acting(techniques, module),
-        trained=trained,
-        parameters=parameters,
+    # Another package's attribute of this name may mean something else.
+    peaks = [nbytes for nbytes in known if isinstance(nbytes, int)]
+    return explain_model(
+        module,
+        techniques,
+        batch,
+        trainer.strategy.root_device,
         precision=str(trainer.precision),
         strategy=type(trainer.strategy).__name__,
-        device=device.type,
         ranks=_ranks(trainer),
-        samples=samples,
-        tokens=tokens,
         accumulation=trainer.accumulate_grad_batches,
-        free_bytes=free_bytes(device),
         predicted_bytes=max(peaks, default=None),
     )
 
 
-def describe_acting(techniques: Sequence[SaysWhatItHolds], model: nn.Module) -> tuple[Acting, ...]:
+def explain_model(
+    model: nn.Module, techniques: Sequence[Reporting], batch: Any, device: torch.device, **settings: Any
+) -> Explanation:
+    """Explain what techniques act on in a model.
+
+    Args:
+        model: on which they operate already.
+        techniques: all that act.
+        batch: of one rank; None if it is unknown.
+        device: on which the model trains.
+        settings: the other fields of the :class:`Explanation`, which the Trainer decides.
+    """
+    samples, tokens = count_batch(batch)
+    trained, parameters = count_parameters(model)
+    return Explanation(
+        techniques=describe_acting(techniques, model),
+        trained=trained,
+        parameters=parameters,
+        device=device.type,
+        samples=samples,
+        tokens=tokens,
+        free_bytes=free_bytes(device),
+        **settings,
+    )
+
+
+def describe_acting(techniques: Sequence[Reporting], model: nn.Module) -> tuple[Acting, ...]:
     """Describe each technique on ``model``: in the order of surgery, then those that act in the loop alone."""
     # Sorting is stable, so those without surgery stay as they were listed.
     in_order = sorted(techniques, key=lambda technique: technique.surgery or math.inf)

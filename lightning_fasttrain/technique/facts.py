@@ -3,10 +3,14 @@
 import importlib.util
 import shutil
 import sysconfig
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import nn
+
+from lightning_fasttrain.core.modules.blocks import find_blocks
+from lightning_fasttrain.core.modules.heads import find_heads
 
 NO_BLOCKS = "no repeated blocks were found: name them in blocks="
 COMPILERS = ("g++", "clang++", "c++", "cl")
@@ -14,7 +18,7 @@ COMPILERS = ("g++", "clang++", "c++", "cl")
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts that are known before a run; None where unknown.
+    """Facts about a model and a machine before a run; None where unknown.
 
     Attributes:
         device: ``"cuda"`` or ``"cpu"``.
@@ -48,8 +52,22 @@ def facts_of_machine() -> Facts:
     return Facts("cuda" if on_cuda else "cpu", compiler=compiler)
 
 
+def add_model(facts: Facts, model: nn.Module) -> Facts:
+    """Return the facts with the numbers of blocks and heads of a model."""
+    try:
+        blocks = len(find_blocks(model))
+    except ValueError:  # there are none, or they cannot be told apart
+        blocks = 0
+    return replace(facts, blocks=blocks, heads=len(find_heads(model)))
+
+
+def describe_clipping(value: float | None, algorithm: str | None) -> str:
+    """Return how a Trainer with these settings clips gradients: ``"norm"``, ``"value"`` or ``"no"``."""
+    return (algorithm or "norm") if value else "no"
+
+
 def find_compiler() -> str | None:
-    """The C++ compiler that ``torch.compile`` would use on the CPU."""
+    """Return the name of the C++ compiler that ``torch.compile`` would use on the CPU; None if there is none."""
     return next((name for name in COMPILERS if shutil.which(name)), None)
 
 

@@ -1,4 +1,4 @@
-"""A step whose memory is predicted, as techniques change it."""
+"""Description of a training step for memory predictions, which techniques modify."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -9,17 +9,17 @@ from torch.optim import Optimizer
 
 @dataclass
 class PredictedStep:
-    """The memory of a step as techniques change it; each writes its share in ``Technique.predict``.
+    """A training step as techniques change its memory; each technique modifies it in ``Technique.predict``.
 
     Attributes:
-        precision: as the Trainer means it.
+        precision: Lightning's name of the precision.
         on_cuda: whether it is predicted for a GPU.
-        split: batch → the parts that are run one after the other.
-        window: batches whose gradients are summed.
+        split: batch → its micro-batches, which run one after the other.
+        window: number of batches whose gradients are summed.
         releases: whether gradients are freed right after the optimizer's step.
         prefetches: whether the next batch is on the device too.
-        on_optimizer: each is called with the optimizer when it is made.
-        notes: sentences on what is not counted.
+        on_optimizer: functions that are called with the new optimizer.
+        notes: sentences on memory that is not counted.
     """
 
     precision: str = "32-true"
@@ -32,5 +32,5 @@ class PredictedStep:
     notes: list[str] = field(default_factory=list)
 
     def leave_out(self, technique: object, why: str) -> None:
-        """Note that a technique is not part of the prediction: which bound that leaves, and why."""
+        """Add a note that a technique is not part of the prediction, with the reason."""
         self.notes.append(f"{type(technique).__name__} is left out: {why}.")

@@ -14,12 +14,12 @@ _WAY_OUT = "Give the total, as total=10_000"
 
 
 def is_length_known(trainer: L.Trainer) -> bool:
-    """Whether :func:`total_steps` and :func:`steps_of_epochs` can answer: from when the training loaders are there."""
+    """Whether the length of the run can be computed, which needs the training loaders."""
     return training_loaders(trainer) is not None
 
 
 def total_steps(trainer: L.Trainer) -> int:
-    """The optimizer steps of the whole run: what ``max_steps`` allows, or what the epochs give, whichever is less.
+    """Return the number of optimizer steps of the run: ``max_steps``, or those of its epochs if they are fewer.
 
     Accumulation counts as it will be, with short windows at the ends of epochs and schedules of factors. Unlike
     ``trainer.estimated_stepping_batches`` it makes no loaders: ask once Lightning has made them.
@@ -39,7 +39,7 @@ def total_steps(trainer: L.Trainer) -> int:
 
 
 def steps_of_epochs(trainer: L.Trainer, epochs: float) -> float:
-    """The optimizer steps of the first epochs of a run; of a part of an epoch, its share.
+    """Return the number of optimizer steps in the first epochs of a run; of a fraction of an epoch, its share.
 
     Raises:
         ValueError: as for :func:`total_steps`.
@@ -58,7 +58,7 @@ def steps_of_epochs(trainer: L.Trainer, epochs: float) -> float:
 
 
 def _windows_of(trainer: L.Trainer) -> Callable[[int, int, int], int]:
-    """(batches of an epoch, the epoch, optimizer steps before it) → its optimizer steps; the last window may be short.
+    """Return a function (batches of an epoch, the epoch, earlier steps) → its steps; the last window may be short.
 
     Who decides about windows is asked: the first of them, as two are refused.
     """

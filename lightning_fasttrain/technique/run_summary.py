@@ -1,33 +1,22 @@
-"""Report what acts on a run when it starts, what came of it when it ends, and techniques that did nothing."""
+"""Report the techniques of a run at its start, their outcome at its end, and techniques without effect."""
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.loggers import Logger
-from torch import nn
 
 from lightning_fasttrain.core.messages import align, explain, format_bytes, number_of, say, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
-from lightning_fasttrain.technique.explanation import Explanation, SaysWhatItHolds, explain_run
+from lightning_fasttrain.technique.explanation import Explanation, Reporting, explain_run
 
 KEY = "fasttrain/techniques"
 _ROWS = 11  # of the report at the end, below its title
-
-
-class Reporting(SaysWhatItHolds, Protocol):
-    """The methods of a technique that a summary calls."""
-
-    def why_idle(self, model: nn.Module) -> tuple[str, str] | None: ...
-
-    def outcome(self, model: nn.Module) -> str: ...
-
-    def measurements(self) -> Mapping[str, float]: ...
 
 
 class RunSummary:
@@ -67,7 +56,7 @@ class RunSummary:
         return undo.close
 
     def _log_hyperparameters(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Add ours to the call in which Lightning logs the user's, as TensorBoard shows the first call alone."""
+        """Add our hyperparameters to Lightning's call with the user's, since TensorBoard shows only the first call."""
         if not (trainer.is_global_zero and trainer.enable_autolog_hparams):
             return
         ours = {KEY: ", ".join(map(repr, self.techniques))}
@@ -105,7 +94,8 @@ class RunSummary:
 
     def _warn_of_idle(self, module: L.LightningModule) -> None:
         """Warn of techniques that did nothing in the first batch."""
-        self._timed = _progress(module.trainer)  # from the second batch on: the first one compiles and warms up
+        # Time counts from the second batch on, since the first one compiles and warms up.
+        self._timed = _progress(module.trainer)
         for technique in self.techniques:
             reason = technique.why_idle(module)
             if reason is not None:
@@ -118,7 +108,8 @@ class RunSummary:
             return
         device = trainer.strategy.root_device
         if device.type == "cuda":
-            torch.cuda.synchronize(device)  # work that is still queued takes time, too
+            # Work that is still queued takes time, too.
+            torch.cuda.synchronize(device)
         outcomes = [(type(one).__name__, text) for one in self.techniques if (text := one.outcome(module))]
         steps = number_of(trainer.global_step - self._begun[2], "step")
         rows = [*self._figures(trainer), *self._idle, *outcomes]
@@ -135,7 +126,8 @@ class RunSummary:
         if step_s:
             yield "Time", f"{step_s * 1e3:,.4g} ms/step (median)"
         elif steps and now[1] > self._timed[1] > 0:
-            batches_a_step = (now[1] - self._begun[1] + 1) / steps  # + 1: Lightning counts a batch before its hook
+            # Lightning counts a batch before its hook, hence + 1.
+            batches_a_step = (now[1] - self._begun[1] + 1) / steps
             step_s = (now[0] - self._timed[0]) / (now[1] - self._timed[1]) * batches_a_step
             yield "Time", f"{step_s * 1e3:,.4g} ms/step, including data loading and callbacks"
         tokens_per_s = measured.get("tokens_per_s", 0.0)
@@ -189,7 +181,8 @@ def _log_with(logger: Logger, ours: Mapping[str, str]) -> Undo:
 
     def log_all(params: Any, *args: Any, **kwargs: Any) -> None:
         restore()
-        waits.clear()  # so that log_ours has nothing left to log
+        # Emptied, so that log_ours has nothing left to log.
+        waits.clear()
         theirs = vars(params) if isinstance(params, Namespace) else params
         log({**ours, **theirs}, *args, **kwargs)
 
@@ -206,3 +199,20 @@ def _log_with(logger: Logger, ours: Mapping[str, str]) -> Undo:
 def is_empty_hook(callback: L.Callback, hook: str) -> bool:
     """Whether a callback does nothing in a hook."""
     return getattr(type(callback), hook) is getattr(L.Callback, hook) and hook not in vars(callback)
+
+
+_HOOKS_OF_A_STEP = (
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+)
+
+
+def leave_out_empty_hooks(callback: L.Callback, undo: ExitStack) -> None:
+    """Hide the hooks of a step that do nothing: Lightning calls each, which costs more than most of them do."""
+    for hook in _HOOKS_OF_A_STEP:
+        if is_empty_hook(callback, hook):
+            undo.callback(patch(callback, hook, None))

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any, ClassVar, Self
 from weakref import WeakSet
 
@@ -14,12 +14,19 @@ from lightning_fasttrain.core.checks import refuse_mixed_lightning
 from lightning_fasttrain.core.host.late_parameters import LateParameters
 from lightning_fasttrain.core.host.lightning import after_configure_model
 from lightning_fasttrain.core.messages import explain, warn
-from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
+from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.technique.arguments import describe, remember_arguments
-from lightning_fasttrain.technique.declarations import Capability, Conflict, Exactness, Setting, Surgery
+from lightning_fasttrain.technique.declarations import (
+    Capability,
+    Conflict,
+    Exactness,
+    Setting,
+    Surgery,
+    refuse_conflicts,
+)
 from lightning_fasttrain.technique.facts import Facts
 from lightning_fasttrain.technique.predicted_step import PredictedStep
-from lightning_fasttrain.technique.run_summary import RunSummary, is_empty_hook
+from lightning_fasttrain.technique.run_summary import RunSummary, leave_out_empty_hooks
 
 
 class Technique(L.Callback):
@@ -31,11 +38,11 @@ class Technique(L.Callback):
     exists, on every entry point of the Trainer, and undoes everything at teardown or when the run fails.
 
     Attributes:
-        exactness: how near the technique keeps to the plain run.
-        bound: of the class tolerance: how far loss and gradients of a float32 step may be off, relative.
-        bitwise: whether a step's numbers are those of the plain step to the last bit, as beside all that only looks on.
-        keeps_draws: whether random layers, such as dropout, draw what they draw in the plain step.
-        capabilities: what it may do that conflicts of other techniques name; :meth:`does` is asked of an object.
+        exactness: its class of agreement with the plain run.
+        bound: maximum relative error of loss and gradients of a float32 step, for the class tolerance.
+        bitwise: whether the values of a step are bitwise those of the plain step.
+        keeps_draws: whether random layers, such as dropout, draw the same numbers as in the plain step.
+        capabilities: effects that conflicts of other techniques name; :meth:`does` is asked of an object.
         surgery: its place in the order of surgery; None if it does not operate on the model. A class
             that overrides :meth:`apply` alone would never be called, and its objects are refused.
         effect: one line for the table of techniques.
@@ -81,7 +88,7 @@ class Technique(L.Callback):
         return describe(self)
 
     def does(self, capability: Capability) -> bool:
-        """Whether it does this as it is set now."""
+        """Whether it has this capability with its current settings."""
         return capability in self.capabilities
 
     @classmethod
@@ -91,7 +98,7 @@ class Technique(L.Callback):
 
     @classmethod
     def why_not(cls, facts: Facts) -> str | None:
-        """Why it cannot, or need not, act there; None if it may be worth trying."""
+        """Return why it cannot, or need not, act there; None if it may be worth trying."""
         return None
 
     def apply(self, model: nn.Module) -> Undo | None:
@@ -101,36 +108,36 @@ class Technique(L.Callback):
         raise TypeError(explain(f"apply(model, [{type(self).__name__}])", why, way_out))
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
-        """Take a place in ``trainer``; return how to leave it. Called before the model is configured."""
+        """Attach to ``trainer`` before the model is configured; return how to detach, if anything is to be undone."""
         return None
 
     def predict(self, step: PredictedStep) -> "Technique | None":
-        """Write into ``step`` what it changes; return what to operate on the predicted model with, if anything."""
+        """Write its changes into ``step``; return the technique to apply to the predicted model, if any."""
         return self if self.surgery is not None else None
 
     def why_idle(self, model: nn.Module) -> tuple[str, str] | None:
-        """Asked after the first training batch: why nothing came of it, and what to do; None if something did."""
+        """Return, after the first training batch, why it had no effect and what to do; None if it had one."""
         return None
 
     def took_hold(self, model: nn.Module) -> str:
-        """Half a sentence for the start of a run: what it took hold of; "" if how it was made says enough."""
+        """Return half a sentence on what it acts on, for the start of a run; "" if its arguments say enough."""
         return ""
 
     def exactness_on(self, model: nn.Module) -> Exactness:
-        """Return its exactness on this model, as it is set; by default that of its class."""
+        """Return its exactness on this model with its settings; by default that of its class."""
         return self.exactness
 
     def outcome(self, model: nn.Module) -> str:
-        """Half a sentence for the end of a run: what fell back, was found, or gained nothing; "" if nothing did."""
+        """Return half a sentence on its fall-backs and findings, for the end of a run; "" if there are none."""
         return ""
 
     def count_windows(self, batches: int, epoch: int, before: int) -> int | None:
-        """Optimizer steps that it makes of the batches of an epoch; None to step as the Trainer is set.
+        """Return its number of optimizer steps in an epoch; None to step as the Trainer is set.
 
         Args:
-            batches: of the epoch.
-            epoch: its number.
-            before: optimizer steps before it.
+            batches: number of batches in the epoch.
+            epoch: index of the epoch.
+            before: number of optimizer steps before it.
         """
         return None
 
@@ -157,7 +164,7 @@ class Technique(L.Callback):
         for technique in techniques:
             technique.acting = True
             _push(undo, technique.attach(trainer, pl_module))
-            _leave_out_empty_hooks(technique, undo)  # after attach, which may give the technique a hook
+            leave_out_empty_hooks(technique, undo)  # after attach, which may give the technique a hook
         surgeons = [technique for technique in techniques if technique.surgery is not None]
 
         def operate() -> None:
@@ -178,17 +185,13 @@ class Technique(L.Callback):
         self._close()
 
     def on_after_setup(self, fabric: L.Fabric | None = None, module: nn.Module | None = None) -> None:
-        """Hook: the one that Fabric itself calls. A technique that is listed there would never act: refused."""
+        """Hook of Fabric: refuse a technique in its list of callbacks, where it would never act."""
         name = type(self).__name__
-        raise TypeError(
-            explain(
-                f"Fabric(callbacks=[{name}])",
-                "Fabric calls none of the hooks in which techniques act, so nothing would happen",
-                f"Leave it out, and before fabric.setup call apply(model, [{name}(...)])"
-                if self.surgery is not None
-                else f"Leave it out, and call {self.in_a_loop}",
-            )
-        )
+        why = "Fabric calls none of the hooks in which techniques act, so nothing would happen"
+        way_out = f"Leave it out, and call {self.in_a_loop}"
+        if self.surgery is not None:
+            way_out = f"Leave it out, and before fabric.setup call apply(model, [{name}(...)])"
+        raise TypeError(explain(f"Fabric(callbacks=[{name}])", why, way_out))
 
     def _close(self) -> None:
         undo, self._undo = self._undo, None
@@ -205,7 +208,7 @@ class Onlooker(L.Callback):
     """A callback that looks at model and Trainer while they are as the user made them: before any technique acts."""
 
     def look(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Called by the first technique, and by :meth:`setup`: the second time of a run changes nothing."""
+        """Look at the run. Called by the first technique and by :meth:`setup`, so possibly twice."""
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Hook: Lightning's earliest, for runs without techniques."""
@@ -215,6 +218,23 @@ class Onlooker(L.Callback):
 def techniques_of(trainer: L.Trainer) -> list[Technique]:
     """Return the techniques among a Trainer's callbacks, in the user's order."""
     return [callback for callback in trainer.callbacks if isinstance(callback, Technique)]
+
+
+def find_surgeons(techniques: Iterable[Technique], step: PredictedStep) -> list[Technique]:
+    """Return the techniques that operate on a predicted model; each writes into ``step`` what it changes about it."""
+    surgeons: list[Technique] = []
+    for technique in techniques:
+        with suppress(ValueError):  # one that decides by measuring cannot be predicted
+            surgeon = technique.predict(step)
+            surgeons += [] if surgeon is None else [surgeon]
+    return surgeons
+
+
+def predict_window(techniques: Iterable[Technique]) -> int:
+    """Return the number of batches that techniques combine into one optimizer step; 1 if they combine none."""
+    planned = PredictedStep()
+    find_surgeons(techniques, planned)
+    return planned.window
 
 
 def apply(model: nn.Module, techniques: Sequence[Technique]) -> ExitStack:
@@ -266,23 +286,6 @@ def is_operated_on(model: object) -> bool:
     return model in _operated
 
 
-_HOOKS_OF_A_STEP = (
-    "on_train_batch_start",
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_train_batch_end",
-)
-
-
-def _leave_out_empty_hooks(technique: Technique, undo: ExitStack) -> None:
-    """Lightning calls every hook of every callback that is callable, which costs more than most of them do."""
-    for hook in _HOOKS_OF_A_STEP:
-        if is_empty_hook(technique, hook):
-            undo.callback(patch(technique, hook, None))
-
-
 def _push(undo: ExitStack, action: Undo | None) -> None:
     if action is not None:
         undo.callback(action)
@@ -299,17 +302,17 @@ def _refuse_all_frozen(model: nn.Module) -> None:
 def check_together(
     techniques: Iterable[Technique], strategy: Strategy | None = None, callbacks: Sequence[L.Callback] = ()
 ) -> list[Technique]:
-    """Refuse a technique that is listed twice, and what the techniques cannot be used beside.
+    """Refuse a technique that is listed twice, and techniques that conflict with anything in use.
 
     Args:
-        techniques: all that are to act.
-        strategy, callbacks: the Trainer's, where there is one.
+        techniques: all techniques of the run.
+        strategy, callbacks: those of the Trainer, if there is one.
 
     Returns:
         ``techniques``, which may be a generator, as a list.
 
     Raises:
-        TypeError: no list, or one that holds something else.
+        TypeError: not a list of techniques.
         ValueError: what conflicts · why · the cheapest way out.
     """
     listed = _list(techniques)
@@ -343,15 +346,3 @@ def _list(techniques: object) -> list[Technique]:
 
 def _refuse_twice(what: str) -> None:
     raise ValueError(explain(what, "both would act on the same thing", "Remove one of them"))
-
-
-def refuse_conflicts(one: object, conflicts: Iterable[Conflict], others: Iterable[object]) -> None:
-    """Refuse the first of ``others`` that ``one`` cannot be used beside.
-
-    Raises:
-        ValueError: both names · why · the cheapest way out.
-    """
-    for conflict, other in itertools.product(conflicts, others):
-        if other is not one and conflict.names(other) and conflict.when(one, other):
-            names = f"{type(one).__name__} + {type(other).__name__}"
-            raise ValueError(explain(names, conflict.why, conflict.way_out))

@@ -11,8 +11,9 @@ import torch
 
 from lightning_fasttrain.cli.main import main
 from lightning_fasttrain.cli.rehearsal import rehearse as command
-from lightning_fasttrain.cli.rehearsal.killed_script import digest
+from lightning_fasttrain.cli.rehearsal.killed_script import fingerprint
 from lightning_fasttrain.cli.rehearsal.rehearse_kills import rehearse_kills
+from lightning_fasttrain.dry_run.verification.digest import take_digest
 from tests.cli.forked_script import start_fork
 
 SCRIPT = """
@@ -122,9 +123,13 @@ def test_bad_input(script):
         assert (done.returncode, words in done.stderr) == (2, True), done.stderr
 
 
-def test_a_digest_tells_the_last_bit():
+def test_a_fingerprint_tells_the_last_bit():
+    def digest(tensor):
+        return fingerprint(take_digest(tensor))
+
     numbers = torch.randn(5)
     nearly = torch.nextafter(numbers, numbers + 1)
     assert digest(numbers) == digest(numbers[:].clone())
     assert digest(numbers[1:3]) == digest(numbers[1:3].clone())
+    assert digest(numbers) != digest(numbers.flip(0))
     assert len({digest(numbers), digest(nearly), digest(numbers.double()), digest(numbers[None])}) == 4

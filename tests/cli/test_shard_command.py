@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fasttrain.bench.reference_models import gpt
+from lightning_fasttrain.bench.gpt import reference_gpt as gpt
 from lightning_fasttrain.cli.main import main
 from lightning_fasttrain.strategy.choose_strategy import CANDIDATES, choose_strategy
 from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import save_sharded

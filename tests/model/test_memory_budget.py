@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import lightning_fasttrain as ft
+from examples import reference_models
 from lightning_fasttrain import ActivationCheckpointing, MemoryBudget
-from lightning_fasttrain.bench import reference_models
 from lightning_fasttrain.bench.gpt import GPTConfig, GPTModule
 from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.model import EveryBlock

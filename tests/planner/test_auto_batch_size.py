@@ -196,7 +196,7 @@ def test_a_rehearsal_beside_it_runs_in_the_parts_that_were_found(tmp_path, first
     [
         (lambda auto: [auto, ft.MicroBatching(2)], {}, "both choose the number of parts"),
         (lambda auto: [auto, ft.Auto()], {}, "both choose the number of parts"),
-        (lambda auto: [ft.ActivationCheckpointing(), auto], {}, "List AutoBatchSize before it"),
+        (lambda auto: [ft.ActivationCheckpointing(), auto], {}, "List AutoBatchSize first"),
         (lambda auto: [auto], {"strategy": "fasttrain_fsdp2"}, r"Use MicroBatching\('auto'\)"),
     ],
 )

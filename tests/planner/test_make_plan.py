@@ -18,14 +18,13 @@ from lightning_fasttrain.core.device import free_bytes
 from lightning_fasttrain.planner.auto import first_batch
 from lightning_fasttrain.planner.candidates.configuration import (
     SWITCHES,
+    Budget,
     Choice,
-    budget_word,
-    code_of,
-    config_of,
     switch_of,
 )
 from lightning_fasttrain.planner.candidates.predicted_memory import PredictedMemory
 from lightning_fasttrain.planner.candidates.search_space import find_axes
+from lightning_fasttrain.planner.catalogue import code_of, config_of
 from lightning_fasttrain.planner.search import Search
 from lightning_fasttrain.planner.timing import Costs, Stopwatch
 from lightning_fasttrain.technique.facts import facts_of_machine
@@ -178,7 +177,7 @@ def test_a_line_through_two_predictions_meets_the_others():
     memory = PredictedMemory(TinyLM(), BATCH, "cpu", [1, 2, 4, 8, 16])
     choice = Choice(parts=4)
     guessed = memory.predict(choice)
-    assert guessed == pytest.approx(memory.predict_exactly(choice), rel=0.05)
+    assert guessed == pytest.approx(memory.predict(choice, exactly=True), rel=0.05)
 
 
 def test_a_budget_keeps_whole_blocks_between_none_and_all():
@@ -188,7 +187,7 @@ def test_a_budget_keeps_whole_blocks_between_none_and_all():
         limit = low + (high - low) * share
         free.budget_bytes = limit + 1
         expected = low + (high - low) * kept / 4
-        assert free.predict(Choice(recompute=budget_word(limit / GIB))) == pytest.approx(expected)
+        assert free.predict(Choice(recompute=Budget.within(limit / GIB))) == pytest.approx(expected)
 
 
 def test_a_budget_is_chosen_where_it_is_the_fastest():
@@ -205,7 +204,7 @@ def test_a_budget_is_chosen_where_it_is_the_fastest():
     )
     search.costs.factors = {("recompute", "selective"): 1.2}
     best = search._find_finalists()[0]
-    assert best.choice == Choice(recompute=budget_word(limit))
+    assert best.choice == Choice(recompute=Budget.within(limit))
     share = (plain - memory.predict(best.choice)) / (plain - memory.predict(Choice(recompute="all")))
     assert 0 < share < 0.5
     assert best.estimated_ms == pytest.approx(search.costs.estimate(Choice(), 1) * (1 + share * 0.32))
@@ -220,7 +219,7 @@ def test_costs_multiply_and_compiling_is_shared_by_the_steps():
     assert costs.estimate(replace(choice, compile="blocks"), 100) == pytest.approx(108 * 1.3 * 0.5 + 10)
 
 
-WORDS = [(axis, word) for axis, words in SWITCHES.items() for word in words] + [("recompute", budget_word(1.5))]
+WORDS = [(axis, word) for axis, words in SWITCHES.items() for word in words] + [("recompute", Budget.within(1.5))]
 
 
 @pytest.mark.parametrize(("axis", "word"), WORDS)
@@ -312,7 +311,7 @@ def test_what_auto_has_added_is_undone_at_the_end_and_a_second_fit_is_as_the_fir
                 raise OSError("as it was told to")
 
     auto = ft.Auto(1.0)
-    auto.choice = Choice(recompute=budget_word(1.0))
+    auto.choice = Choice(recompute=Budget.within(1.0))
     for _ in range(2):
         net = TwoBlocks()
         t = trainer([auto, Fails()], default_root_dir=tmp_path)

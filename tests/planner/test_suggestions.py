@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.planner import suggestions
-from lightning_fasttrain.planner.suggestions import say_leaner_optimizer, say_workers
+from lightning_fasttrain.planner.suggestions import suggest_leaner_optimizer, suggest_workers
 from tests.support.nets import TinyLM, lm_batches
 
 
@@ -54,7 +54,7 @@ def slow(monkeypatch):
     ],
 )
 def test_as_many_as_keep_up(slow, step_ms, workers, said):
-    found = say_workers(DataLoader(slow, batch_size=8, num_workers=workers), step_ms)
+    found = suggest_workers(DataLoader(slow, batch_size=8, num_workers=workers), step_ms)
     assert said in found
     assert bool(found) == bool(said)
 
@@ -63,7 +63,7 @@ def test_nothing_is_drawn_and_no_sampler_moves(slow):
     generator = torch.Generator().manual_seed(1)
     loader = DataLoader(slow, batch_size=8, shuffle=True, generator=generator)
     before = torch.get_rng_state(), generator.get_state()
-    say_workers(loader, 10.0)
+    suggest_workers(loader, 10.0)
     assert slow.read == list(range(64))
     assert torch.equal(torch.get_rng_state(), before[0])
     assert torch.equal(generator.get_state(), before[1])
@@ -74,8 +74,8 @@ def test_a_stream_is_not_looked_into():
         def __iter__(self):
             raise AssertionError
 
-    assert say_workers(DataLoader(Stream()), 1.0) == ""
-    assert say_workers([1, 2], 1.0) == ""
+    assert suggest_workers(DataLoader(Stream()), 1.0) == ""
+    assert suggest_workers([1, 2], 1.0) == ""
 
 
 def test_a_plan_says_it():
@@ -105,7 +105,7 @@ def test_what_eight_bits_would_save():
 
     large = Net(torch.optim.AdamW, 512)
     now = 8 * sum(parameter.numel() for parameter in large.parameters())
-    said = say_leaner_optimizer(large)
+    said = suggest_leaner_optimizer(large)
     assert said.startswith(f"AdamW's state takes {now / 2**20:.2f} MiB; ft.build_optimizer(self, 'adamw8bit', ...)")
-    assert say_leaner_optimizer(Net(torch.optim.SGD, 512)) == ""
-    assert say_leaner_optimizer(Net(torch.optim.AdamW, 4)) == ""  # tensors this small stay in 32 bits
+    assert suggest_leaner_optimizer(Net(torch.optim.SGD, 512)) == ""
+    assert suggest_leaner_optimizer(Net(torch.optim.AdamW, 4)) == ""  # tensors this small stay in 32 bits

@@ -3,7 +3,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.bench import reference_models
+from examples import reference_models
 from lightning_fasttrain.predict import count_flops
 
 

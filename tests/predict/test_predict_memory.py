@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import BatchEncoding, GPT2Config, GPT2LMHeadModel
 
 import lightning_fasttrain as ft
+from examples import reference_models
 from lightning_fasttrain import predict_memory
-from lightning_fasttrain.bench import reference_models
 from lightning_fasttrain.bench.gpt import GPTConfig, GPTModule
 from lightning_fasttrain.finetune import QuantizedBase, quantize_base_, quantized_bytes
 from lightning_fasttrain.predict import MemoryReport

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.bench.reference_models import gpt
+from lightning_fasttrain.bench.gpt import reference_gpt as gpt
 from lightning_fasttrain.optim.named.state_bytes import groups_of, state_bytes
 from lightning_fasttrain.strategy.choose._model_sizes import ZeROSizes
 from lightning_fasttrain.strategy.choose._optimizer_state import refuse_unshardable

@@ -1,7 +1,7 @@
-"""Measures each technique on top of those that helped, a process for each.
+"""Measure each technique on top of those that helped, each in a process of its own.
 
 It ends in a table, a picture, and code to paste.
 
 From the bottom up: ``results``, ``recorder``, ``verdict``, ``worker``, ``report``, ``rungs``, ``process``,
-``progress``, ``preflight``, ``run_ladder``.
+``preflight``, ``run_ladder``.
 """

@@ -22,7 +22,7 @@ STRONG, BARE = "strong", "bare-loop"
 
 @dataclass(frozen=True)
 class Ladder:
-    """Everything a ladder needs, checked. Made by :func:`prepare`."""
+    """Checked arguments of a ladder, made by :func:`prepare`."""
 
     size_name: str
     size: Size
@@ -54,7 +54,7 @@ def prepare(
     repeats: int = 2,
     minutes: float | None = None,
 ) -> Ladder:
-    """Check every argument and read the text, so that what can go wrong goes wrong before the first rung.
+    """Check every argument and read the text, so that errors come before the first rung.
 
     Args:
         size: a name of :data:`.sizes.SIZES`, or a Size of your own.
@@ -114,7 +114,7 @@ def prepare(
 
 
 def _resize(size: Size, attention: str, given: dict[str, float | None]) -> Size:
-    """``size`` with what is given instead of its own, checked."""
+    """Return ``size`` with the given values instead of its own, checked."""
     own = {name: getattr(size, name) for name in given}
     values = own | {name: value for name, value in given.items() if value is not None}
     for name in ("batch", "steps", "micro_batches"):
@@ -131,24 +131,25 @@ def _resize(size: Size, attention: str, given: dict[str, float | None]) -> Size:
 
 
 def _command_of(ladder: Ladder, names: list[str] | None, text: str | Path | None) -> str:
-    """The command that runs this ladder again."""
+    """Return the command that runs this ladder again."""
     size = ladder.size
     options = [f"--size {ladder.size_name}", f"--batch {size.batch}", f"--steps {size.steps}"]
     options += [f"--attention {size.model.attention}", f"--micro-batches {size.micro_batches}"]
     options += [f"--repeats {ladder.repeats}", f"--minutes {size.minutes:g}"]
     options += ["--each"] if ladder.each else []
     options += [f"--rungs {','.join(names)}"] if names else []
-    options += [f"--text {Path(text).name}"] if text is not None else []  # the name alone: no folders of this machine
+    # The name alone, since results say nothing about the folders of this machine.
+    options += [f"--text {Path(text).name}"] if text is not None else []
     return " ".join(["fasttrain ladder", *options])
 
 
 def fast_bf16(device: str) -> bool:
-    """Whether products in bfloat16 are fast there: on a GPU, and on a processor with units for them."""
+    """Whether matrix products in bfloat16 are fast: on a GPU, and on a processor with units for them."""
     return device == "cuda" or bool(bf16_units())
 
 
 def _why_not(rung: Rung, device: str, fast_bf16: bool) -> str:
-    """Why a rung means nothing here; empty if it can be run."""
+    """Return why a rung cannot be run on this machine; empty if it can."""
     if rung.needs in (None, device) or (rung.needs == "bf16" and fast_bf16):
         return ""
     if rung.needs == "bf16":
@@ -160,7 +161,7 @@ def _why_not(rung: Rung, device: str, fast_bf16: bool) -> str:
 
 
 def writable_folder(path: str | Path) -> Path:
-    """The folder, made if missing, with a file written to it and removed again.
+    """Return the folder, created if missing, after a test that files can be written to it.
 
     Raises:
         ValueError: it cannot be made, or nothing can be written there.

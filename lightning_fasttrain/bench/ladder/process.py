@@ -1,4 +1,4 @@
-"""Run one spec in a process of its own, hear of its progress, and get its result or the reason there is none."""
+"""Run one rung in a process of its own, pass on its progress, and return its result or its error."""
 
 import json
 import multiprocessing
@@ -18,7 +18,7 @@ Progress = Callable[[dict[str, Any]], None]
 def run_in_own_process(
     spec: dict[str, Any], on_progress: Progress, limit_s: float = 3600.0, work: Callable[..., None] = worker.work
 ) -> dict[str, Any]:
-    """Run one rung so that it inherits no other's compiled code, allocator state or switches, and a crash is its own.
+    """Run one rung in a new process, so that it inherits no compiled code, allocator state or global settings.
 
     Args:
         spec: what :func:`.worker.run_rung` takes.
@@ -35,7 +35,8 @@ def run_in_own_process(
         messages, teller = context.Pipe(duplex=False)
         process = context.Process(target=work, args=({**spec, "folder": folder}, result_file, stderr_file, teller))
         process.start()
-        teller.close()  # this process's end: without it there is no EOF when the worker ends
+        # Only the worker may hold this end, or there is no EOF when it ends.
+        teller.close()
         try:
             in_time = _listen(messages, on_progress, limit_s)
             if in_time:
@@ -53,17 +54,18 @@ def run_in_own_process(
 
 
 def _way_to_start(device: str) -> Any:
-    """Importing torch and Lightning takes longer than many a run, so on a CPU one process does it and the workers are
-    forks of it. CUDA does not survive a fork, and Windows has none."""
+    """Return the multiprocessing context: a fork server on a CPU, otherwise new processes."""
+    # CUDA does not survive a fork, and Windows has none.
     if device != "cpu" or "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
+    # Importing torch and Lightning takes longer than many a run, so one process does it, and the workers are its forks.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([worker.__name__])
     return context
 
 
 def _listen(messages: "Connection[Any, Any]", on_progress: Progress, limit_s: float) -> bool:
-    """Pass on what the worker says until it ends; False if it is still at work after ``limit_s``."""
+    """Pass on the worker's messages until it ends; return False if it still runs after ``limit_s``."""
     end = time.monotonic() + limit_s
     while messages.poll(max(0.0, end - time.monotonic())):
         try:
@@ -83,7 +85,7 @@ def _cause_of_death(exitcode: int, stderr_file: Path) -> str:
 
 
 def without_paths(text: str) -> str:
-    """``text`` with absolute paths cut to their last part: a result file says nothing about the machine's folders.
+    """Shorten absolute paths in ``text`` to their last part, so that results do not name the machine's folders.
 
     Example:
         >>> without_paths("no module in /home/someone/project/net.py")

@@ -3,17 +3,21 @@
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
+import lightning as L
 import torch
 from torch import Tensor
+
+from lightning_fasttrain.dry_run.verification.short_run import PeakObserver
 
 MIB = 2**20
 
 
-class Recorder:
+class Recorder(PeakObserver):
     """Watches a training loop that calls :meth:`begin` before each step and :meth:`end` after it.
+
+    As a callback it does so itself. List it last, so that the work of every other callback is inside.
 
     Steps come in three phases: warm-up; timed, from the beginning of one step to the beginning of the next, so that
     the loader's and the loop's own time count; and memory, after the timed ones, because watching every allocation
@@ -49,10 +53,7 @@ class Recorder:
         self.tell = tell
         self.tell_loss = tell_loss
         self.losses: list[Tensor] = []
-        self.peak_bytes = 0
         self._stamps: list[Any] = []
-        self._watching: ExitStack | None = None
-        self._meter: Any = None
 
     def phase(self, step: int) -> str:
         if step < self.warmup:
@@ -60,32 +61,39 @@ class Recorder:
         return "timed" if step < self.warmup + self.timed else "memory"
 
     def begin(self, step: int, *held: Any) -> None:
-        """A step begins; ``held`` is what is alive already: module, optimizer, batch."""
+        """Record the beginning of a step; ``held`` is in memory already: module, optimizer, batch."""
         # One stamp more than timed steps: the last of them ends where the next step begins.
         if self.warmup <= step <= self.warmup + self.timed:
             self._stamps.append(self._stamp())
         if self.phase(step) == "memory":
-            from lightning_fasttrain.run import PeakMemory
-
-            self._meter = PeakMemory(self.device, *held)
-            self._watching = ExitStack()
-            self._watching.enter_context(self._meter)
+            self.begin_measuring(self.device, *held)
 
     def end(self, step: int, loss: Tensor) -> None:
-        """A step has ended, its optimizer step included."""
-        if self._watching is not None:
-            self._watching.close()
-            self._watching = None
-            self.peak_bytes = max(self.peak_bytes, self._meter.peak_bytes)
-        self.losses.append(loss.detach())  # not a number yet, for which the host would wait
+        """Record the end of a step, after its optimizer step."""
+        self.end_measuring()
+        # Kept as a tensor: to read its value the host would wait for the device.
+        self.losses.append(loss.detach())
         message: dict[str, Any] = {"step": step + 1, "steps": self.steps, "phase": self.phase(step)}
         if self.tell_loss:
             message["loss"] = loss.item()
         if self.tell is not None:
             self.tell(message)
 
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Hook: right before the step."""
+        self.begin(batch_idx, pl_module, *trainer.optimizers, batch)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Hook: the optimizer has stepped and the loss of the step is known."""
+        # Lightning makes a dict of whatever training_step returns.
+        self.end(batch_idx, outputs["loss"])
+
     def result(self, tokens_per_step: int) -> dict[str, Any]:
-        """The measurements, as plain JSON; waits for the device."""
+        """Return the measurements as plain JSON, after waiting for the device."""
         times_ms = self._times_ms()
         step_ms = statistics.median(times_ms)
         losses = [float(loss) for loss in self.losses]
@@ -101,7 +109,8 @@ class Recorder:
     def _stamp(self) -> Any:
         if self.device.type != "cuda":
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # the device takes the time, the host does not wait
+        # An event lets the device take the time, so the host does not wait.
+        event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 

@@ -1,4 +1,4 @@
-"""The ladder for people: a table in the terminal, a picture in a file."""
+"""Show a ladder: lines while it runs, a table in the terminal, a picture in a file."""
 
 import io
 import math
@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from lightning_fasttrain.bench.ladder.results import Climbed, Row, Top
@@ -24,12 +26,13 @@ _COLUMNS = (
     *("rung", "ms/step", "tokens/s", "× naive", "× strong", "peak MiB", "÷ naive", "÷ strong"),
     *("loss", "max |Δloss|", "exactness", "on this device"),
 )
+_OF_EACH = ("ms/step", "× naive", "peak MiB", "÷ naive", "max |Δloss|")
 _BETWEEN_COLUMNS = 3  # a space on both sides, and one of the box
 _TEXT = ("rung", "exactness", "on this device")
 
 
 def as_table(ladder: Climbed, width: int = FULL_WIDTH) -> Table:
-    """The ladder as a table, against both baselines.
+    """Return the ladder as a table, compared with both baselines.
 
     Args:
         ladder: what ``ladder.json`` holds.
@@ -62,7 +65,7 @@ def _name_machine(ladder: Climbed) -> str:
 
 
 def _fitting_columns(rows: list[dict[str, str]], width: int) -> list[str]:
-    """The columns whose words are all shown whole in so many characters."""
+    """Return the columns that fit into so many characters without cutting a word."""
     kept, taken = [], 0
     for name in _BY_WEIGHT:
         taken += max(len(name), *(len(cells.get(name, "")) for cells in rows)) + _BETWEEN_COLUMNS
@@ -77,7 +80,7 @@ def _is_dim(cells: dict[str, str]) -> bool:
 
 
 def as_line(row: Row, naive: Row) -> str:
-    """A finished rung in one line.
+    """Describe a finished rung in one line.
 
     Example:
         >>> half = Row(title="bf16 mixed", step_ms=50, peak_mib=800, verdict="time ÷2.0")
@@ -91,8 +94,56 @@ def as_line(row: Row, naive: Row) -> str:
     return f"{row.title:<28} {time} {memory:<20}  {row.verdict}".rstrip()
 
 
+class Live:
+    """Shows the running rung, and a line for each finished one; only these lines if the output is not a terminal.
+
+    Args:
+        console: where to.
+        rows: number of rungs and baselines.
+    """
+
+    def __init__(self, console: Console, rows: int) -> None:
+        columns = (BarColumn(16), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+        self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._console = console
+        self._task = self._bar.add_task("", total=rows)
+        self._naive: Row | None = None
+
+    def __enter__(self) -> "Live":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.stop()
+
+    def progress(self, title: str, message: dict[str, Any]) -> None:
+        """Show a message of a worker, or ``{"phase": "start", "run": number}`` before its first."""
+        if message["phase"] == "start":
+            again = f", run {message['run']}" if message["run"] > 1 else ""
+            self._bar.update(self._task, description=f"{title}{again}: starting")
+            return
+        step = f"{message['phase']} {message['step']}/{message['steps']}"
+        self._bar.update(self._task, description=f"{title}: {step}")
+
+    def row(self, row: Row) -> None:
+        """Print the line of a finished rung, and its notes."""
+        self._bar.advance(self._task)
+        self._naive = self._naive or row
+        self._say(as_line(row, self._naive))
+        notes = list(row.notes)
+        if row.disturbed_cores:
+            notes.append(f"other processes kept {row.disturbed_cores:.1f} cores busy: do not trust this time")
+        for note in notes:
+            self._say(f"    {note}")
+
+    def _say(self, line: str) -> None:
+        # No wrapping: a pipe gets whole lines, a terminal folds them itself.
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self._console.file.flush()
+
+
 def _cells(row: Row, naive: Row, strong: Row) -> dict[str, str]:
-    """The text of each column; those that a failed rung has nothing for are missing."""
+    """Return column → text; columns for which a failed rung has no value are missing."""
     in_chain = row.carried or row.host == "bare" or row.name == "strong"
     cells = {
         "rung": row.title if in_chain else f"({row.title})",
@@ -136,28 +187,25 @@ def ratio(base: float, value: float) -> str:
 
 
 def as_table_of_each(ladder: Climbed) -> Table | None:
-    """Each rung alone on top of naive, or None if they were not run."""
+    """Return a table of each rung alone on top of naive; None if they were not run."""
     pairs = [(row.title, row.alone) for row in ladder.rungs if row.alone is not None]
     if not pairs:
         return None
-    naive = ladder.rungs[0]
     table = Table(title="each rung alone, on top of naive")
     table.add_column("rung", no_wrap=True)
-    for column in ("ms/step", "× naive", "peak MiB", "÷ naive", "max |Δloss|"):
+    for column in _OF_EACH:
         table.add_column(column, justify="right", no_wrap=True)
     for title, alone in pairs:
         if alone.error is not None:
             table.add_row(title, f"[red]failed[/]: {_escape(alone.error)}")
             continue
-        delta = "–" if alone.max_loss_delta is None else f"{alone.max_loss_delta:.1e}"
-        cells = (f"{alone.step_ms:,.1f}", ratio(naive.step_ms, alone.step_ms))
-        cells += (f"{alone.peak_mib:,.1f}", ratio(naive.peak_mib, alone.peak_mib), delta)
-        table.add_row(title, *cells)
+        cells = _cells(alone, ladder.rungs[0], Row())
+        table.add_row(title, *(cells[column] for column in _OF_EACH))
     return table
 
 
 def summary(ladder: Climbed) -> str:
-    """The two tops in a sentence each, each with its code; and what is to be said of this run."""
+    """Describe the two best rungs, each with its code, and the failures and disturbances of this run."""
     tops, noise = ladder.tops, ladder.noise["time"] or 0.0
     parts = [
         _top_in_words("Fastest with half of naive's memory", tops["fastest"], ladder.strong, noise),
@@ -212,7 +260,8 @@ def save_picture(ladder: Climbed, path: str | Path) -> Path | None:
         return None
     rows = ladder.rungs
     figure = Figure(figsize=(12, 1.7 + 0.46 * len(rows)), layout="constrained")
-    FigureCanvasAgg(figure)  # instead of pyplot, which keeps figures and may look for a screen
+    # A canvas of its own, since pyplot keeps figures and may look for a screen.
+    FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, sharey=True)
     _bars(left, rows, "step_ms", "ms per step", "#3b6ea8", ladder.strong)
     _bars(right, rows, "peak_mib", "peak MiB", "#c4703c", ladder.strong)

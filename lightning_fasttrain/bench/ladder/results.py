@@ -38,7 +38,7 @@ class Measured:
 
 @dataclass
 class Row(Measured):
-    """A rung with what it measured, and what is said of it.
+    """A rung with its measurements and its verdict.
 
     ``step_ms`` is the median of ``step_ms_of_runs``; ``exactness`` is that of the whole state, ``own_exactness`` that
     of the rung. ``carried`` is None while it is undecided.
@@ -59,13 +59,13 @@ class Row(Measured):
     alone: "Row | None" = None
 
     def take(self, measured: Measured) -> None:
-        """Take over what a run measured."""
+        """Copy the measurements of a run."""
         for one in fields(Measured):
             setattr(self, one.name, getattr(measured, one.name))
 
     @classmethod
     def read(cls, values: dict[str, Any]) -> Self:
-        """A row from its JSON."""
+        """Read a row from its JSON."""
         known = {key: value for key, value in values.items() if value is not None}  # null: nothing was measured
         for key in ("exactness", "own_exactness"):
             known[key] = Exactness(known[key])
@@ -76,7 +76,7 @@ class Row(Measured):
 
 @dataclass
 class Top:
-    """The best rung by some measure, beside naive, with the code that a user writes for it."""
+    """The best rung by some criterion, compared with naive, with the code that makes it."""
 
     name: str
     title: str
@@ -92,7 +92,7 @@ class Top:
 
 @dataclass
 class Skipped:
-    """A rung that means nothing on this machine, and why."""
+    """A rung that cannot be run on this machine, and the reason."""
 
     name: str
     title: str
@@ -101,7 +101,7 @@ class Skipped:
 
 @dataclass
 class Climbed:
-    """A whole ladder: what ``ladder.json`` holds."""
+    """A complete ladder: the content of ``ladder.json``."""
 
     hardware: dict[str, Any]
     versions: dict[str, str]
@@ -123,12 +123,12 @@ class Climbed:
         return [row for row in (self.strong, self.bare_loop) if row is not None]
 
     def write(self, path: Path) -> None:
-        """Write the JSON, whole or not at all."""
+        """Write the JSON atomically."""
         write_atomic(path, json.dumps(_to_json(asdict(self)), indent=1, allow_nan=False) + "\n")
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
-        """A ladder from its file.
+        """Read a ladder from its file.
 
         Raises:
             OSError: there is no such file.
@@ -147,7 +147,7 @@ def _read_top(values: dict[str, Any] | None) -> Top | None:
 
 
 def _to_json(value: Any) -> Any:
-    """``value`` in JSON's own kinds: null for NaN and infinity."""
+    """Convert ``value`` to JSON's own types, with null for NaN and infinity."""
     if isinstance(value, dict):
         return {key: _to_json(inner) for key, inner in value.items()}
     if isinstance(value, list):

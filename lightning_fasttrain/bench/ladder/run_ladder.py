@@ -1,4 +1,4 @@
-"""The ladder: rung after rung in processes of their own, each on top of those that helped."""
+"""Run the ladder: rung after rung in processes of their own, each on top of those that helped."""
 
 import os
 import statistics
@@ -29,8 +29,9 @@ from lightning_fasttrain.bench.ladder.verdict import (
     trainer_verdict,
     usual_noise,
 )
+from lightning_fasttrain.bench.ladder.worker import callbacks_of
 from lightning_fasttrain.core.machine import hardware, versions
-from lightning_fasttrain.planner.catalogue import class_named, public_path
+from lightning_fasttrain.planner.catalogue import code_of
 from lightning_fasttrain.technique import Exactness
 from lightning_fasttrain.technique.declarations import least_exact
 
@@ -45,7 +46,7 @@ def as_code(state: State) -> str:
         >>> print(as_code({"callbacks": {"MicroBatching": {"n": 4}}, "trainer": {"precision": "bf16-mixed"},
         ...                "optimizer": {"fused": True}, "loop": {"print_loss": False, "pin_memory": True}}))
         trainer = L.Trainer(
-            precision="bf16-mixed",
+            precision='bf16-mixed',
             callbacks=[
                 ft.MicroBatching(n=4),
             ],
@@ -54,34 +55,20 @@ def as_code(state: State) -> str:
         # no loss.item() or print in the step; DataLoader(..., pin_memory=True) for a GPU
     """
     lines = ["trainer = L.Trainer("]
-    lines += [f"    {name}={_value(value)}," for name, value in state["trainer"].items()]
+    lines += [f"    {name}={value!r}," for name, value in state["trainer"].items()]
     if state["callbacks"]:
-        callbacks = [f"        {_call(name, arguments)}," for name, arguments in state["callbacks"].items()]
+        callbacks = [f"        {code_of(callback)}," for callback in callbacks_of(state)]
         lines += ["    callbacks=[", *callbacks, "    ],"]
     lines.append(")")
     named = {key: value for key, value in state["optimizer"].items() if key != "fused"}
     if named:
-        arguments = ", ".join(f"{key}={_value(value)}" for key, value in named.items())
+        arguments = ", ".join(f"{key}={value!r}" for key, value in named.items())
         lines.append(f"# in configure_optimizers: ft.build_optimizer(self, {arguments})")
     elif state["optimizer"].get("fused"):
         lines.append("# in configure_optimizers: torch.optim.AdamW(..., fused=True)")
     if not state["loop"].get("print_loss"):
         lines.append("# no loss.item() or print in the step; DataLoader(..., pin_memory=True) for a GPU")
     return "\n".join(lines)
-
-
-def _call(name: str, arguments: dict[str, Any]) -> str:
-    given = ", ".join(f"{key}={_value(value)}" for key, value in arguments.items())
-    return f"ft.{public_path(class_named(name))}({given})"
-
-
-def _value(value: object) -> str:
-    if isinstance(value, dict):  # a policy: its name and its arguments
-        ((name, arguments),) = value.items()
-        return _call(name, arguments)
-    if isinstance(value, str):
-        return f'"{value}"'
-    return f"{value:.4g}" if isinstance(value, float) else repr(value)
 
 
 OnProgress = Callable[[str, dict[str, Any]], None]
@@ -102,7 +89,8 @@ def climb(ladder: Ladder, on_row: Callable[[Row], None], on_progress: OnProgress
     descriptor, tokens_file = tempfile.mkstemp(prefix="fasttrain-", suffix=".npy")
     try:
         with os.fdopen(descriptor, "wb") as stream:
-            np.save(stream, ladder.tokens, allow_pickle=False)  # the workers map it, instead of each being sent a copy
+            # The workers map this file, instead of each being sent a copy.
+            np.save(stream, ladder.tokens, allow_pickle=False)
         for row in _Climb(ladder, tokens_file, on_progress, result).rows():
             _save(result, ladder.out)
             on_row(row)
@@ -144,12 +132,12 @@ def _describe_top(row: Row | None, naive: Row) -> Top | None:
 
 
 def number_of_rows(ladder: Ladder) -> int:
-    """Rows that :func:`climb` will give."""
+    """Return the number of rows of :func:`climb`."""
     return 1 + len(ladder.baselines) + len(ladder.rungs)
 
 
 class _Climb:
-    """Runs what the ladder asks for, row by row, and puts each into ``result``."""
+    """Runs a ladder row by row, and adds each row to ``result``."""
 
     def __init__(self, ladder: Ladder, tokens_file: str, on_progress: OnProgress, result: Climbed) -> None:
         self.ladder = ladder
@@ -158,7 +146,7 @@ class _Climb:
         self.started = time.monotonic()
 
     def rows(self) -> Iterator[Row]:
-        """The rows as they are finished."""
+        """Yield the rows as they are finished."""
         ladder, runner, result = self.ladder, self.runner, self.result
         naive = runner.row(Rung("naive", "naive loop", {}), NAIVE, Exactness.EXACT)
         naive.carried = True
@@ -186,7 +174,8 @@ class _Climb:
             bare = runner.row(Rung(BARE, "the last state, bare loop", {}), top.state, top.exactness, host="bare")
             if bare.error is None:
                 while abs(bare.step_ms / top.step_ms - 1) > TIME_WORTH and self._may_repeat(bare, top):
-                    self.runner.add_run(top)  # both, in turn, so that whatever disturbs meets both
+                    # Both run again, in turn, so that whatever disturbs the machine meets both.
+                    self.runner.add_run(top)
                     self.runner.add_run(bare)
                 bare.trainer_overhead = top.step_ms / bare.step_ms
                 bare.verdict = trainer_verdict(bare.trainer_overhead, self._noise_of(top, bare))
@@ -194,10 +183,11 @@ class _Climb:
             yield bare
 
     def _decide(self, row: Row, below: Row) -> None:
-        """Judge ``row``; where its time and that below are too near to decide, run both again, in turn."""
+        """Judge ``row``; if its time is too close to that of the row below, run both again, in turn."""
         naive = self.result.rungs[0]
         if len(naive.step_ms_of_runs) == 1:
-            self.runner.add_run(naive)  # after the first rung: so the machine's noise is known from the beginning
+            # The noise of the machine must be known before the first verdict.
+            self.runner.add_run(naive)
         row.carried, row.verdict = judge(row, below, naive, self._noise_of(row, below))
         while row.carried is None and self._may_repeat(row, below):
             self.runner.add_run(below)
@@ -256,7 +246,7 @@ class _Runner:
         return row
 
     def add_run(self, row: Row) -> None:
-        """Run a row again: of all its runs the median counts, which more runs make surer but not smaller."""
+        """Run a row again; the median of all its runs counts, which more runs do not make smaller."""
         measured = self._run(row)
         if measured.error is not None:
             return
@@ -270,7 +260,8 @@ class _Runner:
         title = row.title
         spec = {**self.spec, "state": row.state, "host": row.host, "warmup": row.warmup}
         if row.name == STRONG:
-            spec["model"] = {**spec["model"], "attention": "sdpa"}  # strong whatever attention the ladder is run with
+            # The strong baseline has fused attention, whatever the ladder is run with.
+            spec["model"] = {**spec["model"], "attention": "sdpa"}
         self.on_progress(title, {"phase": "start", "run": len(row.step_ms_of_runs) + 1})
         found = run_in_own_process(spec, lambda message: self.on_progress(title, message))
         return Measured(**refuse_non_finite(found))

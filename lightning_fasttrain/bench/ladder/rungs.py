@@ -42,12 +42,12 @@ class Rung:
     needs: str | None = None
 
     def on(self, below: Row) -> State:
-        """The state of this rung on top of the one that the row ``below`` was measured with."""
+        """Return the state of this rung on top of that of the row ``below``."""
         return on_top_of(below.state, self.change(below) if callable(self.change) else self.change)
 
 
 def rungs(micro_batches: int = 4) -> tuple[Rung, ...]:
-    """All rungs above naive, from the bottom up: first what costs nothing, then what takes time to save memory.
+    """Return all rungs above naive, bottom up: first those without cost, then those that trade time for memory.
 
     Args:
         micro_batches: parts that a batch is split into.
@@ -115,8 +115,7 @@ def _checkpoint_by(policy: dict[str, Any]) -> State:
 
 
 def _budget(below: Row) -> State:
-    """A limit: the peak of the checkpointed state below, up to a negligible difference, to be kept in less time;
-    three quarters of one that keeps everything.
+    """Return a budget: the peak of a checkpointed state below, to be kept in less time; otherwise three quarters of it.
 
     Compiled blocks are planned uncompiled, when they take more, so with them the plan needs a margin.
     """
@@ -126,7 +125,9 @@ def _budget(below: Row) -> State:
     share = 0.75
     if "ActivationCheckpointing" in callbacks:
         share = 1 + (_ROOM_TO_PLAN if "CompileBlocks" in callbacks else MEMORY_WORTH)
-    return _checkpoint_by({"MemoryBudget": {"budget_gib": below.peak_mib / 1024 * share}})
+    # Rounded here, so that the code to paste has the value that was measured.
+    budget_gib = float(f"{below.peak_mib / 1024 * share:.6g}")
+    return _checkpoint_by({"MemoryBudget": {"budget_gib": budget_gib}})
 
 
 def warmup_of(state: State) -> int:
@@ -138,14 +139,15 @@ def warmup_of(state: State) -> int:
     """
     callbacks = state["callbacks"]
     if "MemoryBudget" in callbacks.get("ActivationCheckpointing", {}).get("policy", {}):
-        return 4  # three are measured, and the next compiles what was chosen
+        # A budget measures three steps, and the next one compiles what it has chosen.
+        return 4
     return 2 if "CompileBlocks" in callbacks else 1
 
 
 def choose_rungs(
     everything: tuple[Rung, ...], names: list[str] | None, extra: tuple[str, ...] = ()
 ) -> tuple[Rung, ...]:
-    """The rungs with these names, in the ladder's order; all of them for None.
+    """Return the rungs with these names, in the ladder's order; all of them for None.
 
     Args:
         everything: the rungs to choose from.
@@ -169,7 +171,7 @@ def choose_rungs(
 
 
 def on_top_of(state: State, change: State) -> State:
-    """``state`` with ``change`` in it; neither is altered. A callback named again gets the new arguments, or goes.
+    """Return ``state`` with ``change`` applied, on copies. A callback named again gets new arguments, or is removed.
 
     Example:
         >>> on_top_of(NAIVE, {"optimizer": {"fused": True}})["optimizer"], NAIVE["optimizer"]
@@ -183,7 +185,7 @@ def on_top_of(state: State, change: State) -> State:
 
 
 def strong_baseline(fast_bf16: bool) -> Rung:
-    """List what an informed user writes without this package: rungs to compare with, which are not carried.
+    """Return the strong baseline: the settings that an informed user writes without this package.
 
     Fused AdamW, SDPA, no loss printed, and bf16 where the device multiplies it.
 

@@ -18,7 +18,7 @@ MOST_TIME = 1.5
 
 
 def judge(row: Row, below: Row, naive: Row, noise: float) -> tuple[bool | None, str]:
-    """Whether a rung is carried into the next, and what to say of it.
+    """Decide whether a rung is carried into the next, and describe it in a few words.
 
     It is carried if ms/step × peak MiB falls, time lost being won back in memory and the other way round, and if it
     stays within :data:`MOST_TIME` of naive's time. That must hold wherever in the noise the times really lie.
@@ -55,7 +55,8 @@ def judge(row: Row, below: Row, naive: Row, noise: float) -> tuple[bool | None, 
     least_gain = 1.0 if memory < 1 else 1 - TIME_WORTH
     if time * memory >= least_gain and (memory >= 1 or time / (1 + noise) * memory >= 1):
         return False, f"{words or 'no clear gain here'}: not carried"
-    if time * (1 + noise) * memory >= least_gain:  # a gain as measured, perhaps none with the noise at its worst
+    # There is a gain as measured, but perhaps none with the noise at its worst.
+    if time * (1 + noise) * memory >= least_gain:
         return None, words
     if naive.error is None and row.step_ms > MOST_TIME * naive.step_ms:
         return False, f"{words}, over {MOST_TIME:g} times naive's time: not carried"
@@ -63,7 +64,7 @@ def judge(row: Row, below: Row, naive: Row, noise: float) -> tuple[bool | None, 
 
 
 def judge_by_memory(row: Row, below: Row, noise: float) -> tuple[bool, str]:
-    """The verdict where times vary too much to have a say.
+    """Decide by memory alone, if times vary too much.
 
     Example:
         >>> judge_by_memory(Row(step_ms=103, peak_mib=720), Row(step_ms=100, peak_mib=800), 0.2)
@@ -75,7 +76,7 @@ def judge_by_memory(row: Row, below: Row, noise: float) -> tuple[bool, str]:
 
 
 def time_noise(*rows: Row, usual: float) -> float:
-    """By which share the ratio of these rows' times may be wrong: ``usual``, divided by √k for medians of k runs.
+    """Return the relative error of the ratio of these rows' times: ``usual``, divided by √k for medians of k runs.
 
     Args:
         rows: of which the one with the fewest runs counts.
@@ -89,8 +90,9 @@ def time_noise(*rows: Row, usual: float) -> float:
 
 
 def usual_noise(rows: Iterable[Row]) -> float:
-    """By which share a single run may be wrong: from the fastest to the slowest run of a row, the median of all rows
-    that were run more than once; 0 where there is none.
+    """Return the relative error of the time of a single run; 0 if no row was run more than once.
+
+    It is the median, over the rows that were run several times, of the range from the fastest to the slowest run.
 
     Example:
         >>> round(usual_noise([Row(step_ms_of_runs=[100.0, 110.0]), Row(step_ms_of_runs=[50.0])]), 2)
@@ -115,7 +117,7 @@ def _words(time: float, memory: float) -> str:
 
 
 def _change(ratio: float) -> str:
-    """A ratio as people say it: percent while it is small, a factor when it is not."""
+    """Format a ratio: as a percentage while it is small, otherwise as a factor."""
     if ratio >= 1.5:
         return f"×{ratio:.1f}"
     if ratio <= 1 / 1.5:
@@ -138,7 +140,7 @@ def trainer_verdict(overhead: float, noise: float) -> str:
 
 
 def fastest_with_half_the_memory(rows: list[Row], noise: float) -> Row | None:
-    """The fastest row that takes at most half of naive's memory; of times within the noise, the leanest.
+    """Return the fastest row with at most half of naive's memory; of times within the noise, the leanest.
 
     Args:
         rows: the ladder's, naive first.
@@ -155,7 +157,7 @@ def fastest_with_half_the_memory(rows: list[Row], noise: float) -> Row | None:
 
 
 def leanest_in_time(rows: list[Row], noise: float) -> Row | None:
-    """The leanest row within :data:`MOST_TIME` of naive's time; of equal peaks the fastest. None if none is leaner.
+    """Return the leanest row within :data:`MOST_TIME` of naive's time, the fastest of equal ones; None without one.
 
     Args:
         rows, noise: as for :func:`fastest_with_half_the_memory`.
@@ -175,12 +177,12 @@ def _near_least(rows: list[Row], cost: Callable[[Row], float], share: float) -> 
 
 
 def _pick_least(rows: list[Row], cost: Callable[[Row], float], share: float) -> Row | None:
-    """The row with the least; of nearly equal ones the first, which took the fewest techniques."""
+    """Return the row with the least cost; of nearly equal ones the first, which has the fewest techniques."""
     return next(iter(_near_least(rows, cost, share)), None)
 
 
 def _finished_rows(rows: list[Row]) -> list[Row]:
-    """The rows above naive that ran and are the same training, where naive ran."""
+    """Return the rows above naive that ran and keep training the same; none if naive failed."""
     naive, *above = rows
     if naive.error is not None:
         return []
@@ -188,7 +190,7 @@ def _finished_rows(rows: list[Row]) -> list[Row]:
 
 
 def loss_parity(measured: Measured, naive: Measured | None) -> float | None:
-    """The largest difference of any step's loss from naive's, over the steps that both ran. None: no naive.
+    """Return the largest difference of any step's loss from naive's; None if one of the two failed.
 
     Args:
         measured: a run.
@@ -208,7 +210,7 @@ def loss_parity(measured: Measured, naive: Measured | None) -> float | None:
 
 
 def refuse_non_finite(measured: dict[str, Any]) -> dict[str, Any]:
-    """``measured``, or a failure if one of its losses is NaN: such a run has not trained anything.
+    """Return ``measured``, or an error if one of its losses is not finite, since such a run trains nothing.
 
     Example:
         >>> refuse_non_finite({"losses": [3.0, float("nan")]})

@@ -31,7 +31,7 @@ from lightning_fasttrain.technique import Technique, apply
 
 
 def callbacks_of(state: State) -> list[L.Callback]:
-    """The callbacks that a state names, each a public name of this package.
+    """Make the callbacks of a state, whose names are public names of this package.
 
     Raises:
         ValueError: there is nothing of that name.
@@ -50,25 +50,6 @@ def _make(name: str, arguments: dict[str, Any]) -> Any:
     return class_named(name)(**values)
 
 
-class Record(L.Callback):
-    """Hands a Trainer's steps to a :class:`Recorder`. Listed last, so that every other callback's work is inside."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
-
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Hook: right before the step."""
-        self.recorder.begin(batch_idx, pl_module, *trainer.optimizers, batch)
-
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Hook: the optimizer has stepped and the loss of the step is known."""
-        self.recorder.end(batch_idx, outputs["loss"])  # Lightning makes a dict of whatever training_step returns
-
-
 def run_in_trainer(
     module: GPTModule, loader: Iterable[Any], state: State, recorder: Recorder, folder: str
 ) -> list[L.Callback]:
@@ -82,7 +63,7 @@ def run_in_trainer(
         accelerator="gpu" if recorder.device.type == "cuda" else "cpu",
         devices=1,
         max_steps=recorder.steps,
-        callbacks=[*callbacks, Record(recorder)],
+        callbacks=[*callbacks, recorder],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -95,7 +76,7 @@ def run_in_trainer(
 
 
 def run_in_a_bare_loop(module: GPTModule, loader: Iterable[Any], state: State, recorder: Recorder) -> list[L.Callback]:
-    """Train with the same techniques as plain functions: what a Trainer costs is the difference.
+    """Train with the same techniques as plain functions, to measure the overhead of the Trainer.
 
     Returns:
         The callbacks of the state, for what they report after the run.
@@ -104,22 +85,22 @@ def run_in_a_bare_loop(module: GPTModule, loader: Iterable[Any], state: State, r
         ValueError: a technique of the state has no function that this loop calls.
     """
     callbacks = callbacks_of(state)
-    names = {type(callback).__name__ for callback in callbacks}
-    parts = state["callbacks"].get("MicroBatching", {}).get("n", 1)
+    kinds = {type(callback) for callback in callbacks}
+    parts = max([callback.n for callback in callbacks if isinstance(callback, data.MicroBatching)], default=1)
     device = recorder.device
     bf16 = state["trainer"].get("precision") == "bf16-mixed"
     surgeons = [c for c in callbacks if isinstance(c, Technique) and type(c).apply is not Technique.apply]
-    known = {"MicroBatching", "DevicePrefetch", "EagerGradientRelease", "OptimizerInBackward"}
-    unknown = names - known - {type(c).__name__ for c in surgeons}
+    known = {data.MicroBatching, data.DevicePrefetch, optim.EagerGradientRelease, optim.OptimizerInBackward}
+    unknown = sorted(kind.__name__ for kind in kinds - known - set(map(type, surgeons)))
     if unknown:
-        why = "it has no place in it yet"
-        raise ValueError(explain(f"{', '.join(sorted(unknown))} in a bare loop", why, "Add it to training_loops.py"))
+        what, way_out = f"{', '.join(unknown)} in a bare loop", "Add it to run_in_a_bare_loop"
+        raise ValueError(explain(what, "it has no place in it yet", way_out))
     with apply(module, surgeons):
         module.to(device)
         optimizer = module.configure_optimizers()
-        if "OptimizerInBackward" in names:
+        if optim.OptimizerInBackward in kinds:
             optim.optimize_in_backward_(optimizer)
-        batches = data.prefetch_to_device(loader, device) if "DevicePrefetch" in names else loader
+        batches = data.prefetch_to_device(loader, device) if data.DevicePrefetch in kinds else loader
 
         def loss_of(batch: Any) -> Tensor:
             with torch.autocast(device.type, torch.bfloat16, enabled=bf16, cache_enabled=False):  # as in the Trainer
@@ -139,7 +120,7 @@ _QUIET_CORES = 0.3
 
 
 def work(spec: dict[str, Any], result_file: Path, stderr_file: Path, teller: "Connection[Any, Any]") -> None:
-    """Run :func:`run_rung` in this process, with a failure as ``{"error": ...}`` in the result.
+    """Run :func:`run_rung` in this process; an error becomes ``{"error": ...}`` in the result.
 
     Args:
         spec: what :func:`run_rung` takes.
@@ -149,7 +130,8 @@ def work(spec: dict[str, Any], result_file: Path, stderr_file: Path, teller: "Co
     """
     with stderr_file.open("wb") as stream:
         for printed in (sys.stdout, sys.stderr):
-            os.dup2(stream.fileno(), printed.fileno())  # of the descriptor: what C++ prints goes there too
+            # The descriptor is replaced, since C++ code does not print through sys.stdout.
+            os.dup2(stream.fileno(), printed.fileno())
     for name in ("lightning", "lightning.pytorch", "lightning.fabric", "lightning_fasttrain"):
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
@@ -179,7 +161,8 @@ def run_rung(spec: dict[str, Any], tell: Callable[[dict[str, Any]], None] | None
     recorder = Recorder(
         device, spec["warmup"], spec["timed"], spec["memory"], tell, state["loop"].get("print_loss", False)
     )
-    torch.manual_seed(spec["seed"])  # the same initial weights on every rung
+    # Every rung starts with the same weights, so that losses can be compared.
+    torch.manual_seed(spec["seed"])
     module = GPTModule(config, lr=spec["lr"], **state["optimizer"])
     loader = batches(
         np.load(spec["tokens"], mmap_mode="r", allow_pickle=False),

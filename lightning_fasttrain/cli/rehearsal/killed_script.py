@@ -1,24 +1,23 @@
-"""In a script that is killed on trial: the callback that ends its process at a given moment, or notes its end."""
+"""The callback of a script under ``--kill``: kills its process at a given moment, or records its final state."""
 
 import hashlib
 import json
 import os
 import signal
-import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fasttrain.cli.rehearsal.rehearse_kills import BATCH, ORDERS, SAVE, UPDATE
+from lightning_fasttrain.cli.rehearsal.run_script import end_process
 from lightning_fasttrain.core.host.lightning import accumulation_continues
 from lightning_fasttrain.dry_run.rehearsal.nested_trainer import find_unrehearsable
 from lightning_fasttrain.dry_run.rehearsal.state_record import record_state
+from lightning_fasttrain.dry_run.verification.digest import Digest
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ def make_callbacks() -> list[L.Callback]:
 
 
 class KilledOnTrial(L.Callback):
-    """Follows its orders, on rank zero: what is left of the others is killed from outside."""
+    """Follows its orders on rank zero; the processes of other ranks are killed from outside."""
 
     def __init__(self, orders: Orders) -> None:
         self.orders = orders
@@ -58,7 +57,7 @@ class KilledOnTrial(L.Callback):
         why = find_unrehearsable(trainer)
         if why is not None:
             self._tell(trainer, {"refused": why})
-            _end(1)
+            end_process(1)
         self._tell(trainer, {"from": trainer.global_step})
         if trainer.global_step >= self.orders.steps:
             self._end_well(trainer, pl_module)
@@ -85,7 +84,7 @@ class KilledOnTrial(L.Callback):
             self._end_well(trainer, pl_module)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook: of a fit that has fewer steps."""
+        """Hook: the end of a fit with fewer steps."""
         self._end_well(trainer, pl_module)
 
     def _die_at(self, trainer: L.Trainer, place: str) -> None:
@@ -95,13 +94,15 @@ class KilledOnTrial(L.Callback):
     def _die(self, trainer: L.Trainer, place: str) -> None:
         if trainer.is_global_zero:
             self._tell(trainer, {"killed": place, "step": trainer.global_step})
-            os.kill(os.getpid(), signal.SIGKILL)  # nothing can catch it, so nothing is tidied up
+            # No handler can catch SIGKILL, so nothing is tidied up, as in a real crash.
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def _end_well(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         state = record_state(trainer, module)
-        self._tell(trainer, {"end": {path: digest(value) for path, value in state.items()}})
-        trainer.strategy.barrier()  # no rank ends while another still reads its state
-        _end(0)
+        self._tell(trainer, {"end": {path: fingerprint(value) for path, value in state.items()}})
+        # A rank that ended here would leave others waiting in a collective of their records.
+        trainer.strategy.barrier()
+        end_process(0)
 
     def _tell(self, trainer: L.Trainer, what: dict[str, Any]) -> None:
         if trainer.is_global_zero:
@@ -109,20 +110,18 @@ class KilledOnTrial(L.Callback):
                 file.write(f"{json.dumps(what)}\n")
 
 
-def digest(value: object) -> str:
-    """Return what distinguishes two values to the last bit.
+def fingerprint(value: object) -> str:
+    """Return text that distinguishes two values of a record, or digests of tensors, to the last bit.
 
     Example:
-        >>> digest(1.5), digest(torch.tensor([1.0])) == digest(torch.tensor([1.0 + 2**-23]))
+        >>> import torch
+        >>> from lightning_fasttrain.dry_run.verification.digest import take_digest
+        >>> one, other = torch.tensor([1.0]), torch.tensor([1.0 + 2**-23])
+        >>> fingerprint(1.5), fingerprint(take_digest(one)) == fingerprint(take_digest(other))
         ('1.5', False)
     """
-    if not isinstance(value, Tensor):
+    if not isinstance(value, Digest):
         return repr(value)
-    content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(content).hexdigest()}"
-
-
-def _end(code: int) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # neither what the script does after fit, nor what it does at its end
+    # The checksum alone is the same for other orders of the same values.
+    content = value.sums.numpy().tobytes() + value.entries.numpy().tobytes()
+    return f"{value.dtype} {value.shape} {value.checksum} {hashlib.sha256(content).hexdigest()}"

@@ -1,79 +1,54 @@
-"""The command ``fasttrain rehearse``: a user's own script, unchanged, up to its first step; or killed on trial."""
+"""The command ``fasttrain rehearse``: run a user's script, unchanged, up to its first step; or kill it repeatedly."""
 
 import argparse
 import json
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_fasttrain.cli.rehearsal.rehearse_kills import FOLDER, Kills, rehearse_kills
-from lightning_fasttrain.cli.rehearsal.run_script import run_script
-from lightning_fasttrain.cli.target import Commands
+from lightning_fasttrain.cli.command import CommandError
+from lightning_fasttrain.cli.rehearsal.rehearse_kills import FOLDER, rehearse_kills
+from lightning_fasttrain.cli.rehearsal.run_script import RESULT, SECONDS, run_script
 
-_BAD_INPUT = 2
 _POINT = "lightning_fasttrain.cli.rehearsal.rehearsed_script:make_callbacks"
 
 
-def add(commands: Commands) -> None:
-    """Add the subcommand."""
-    parser = commands.add_parser(
-        "rehearse",
-        help="run a script up to its first step, and try out what its later hours will do",
-        description="Run a Python script, unchanged, with ft.dry_run.Rehearsal() in each of its Trainers. The script "
-        "ends before the first step of its first fit. With --kill it trains instead, once whole and once killed and "
-        "started again, and both must end identically, bit for bit. The exit code is 0 if all went well, 1 if the run "
-        "would fail, 2 if there is nothing to rehearse.",
-    )
-    parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="about how long; default: 60")
-    parser.add_argument(
-        "--kill", type=int, default=0, metavar="N", help="kill it N times; write {folder} where it takes its folder"
-    )
-    parser.add_argument("--steps", type=int, default=20, metavar="N", help="with --kill: of a run; default: 20")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="with --kill: for its moments; default: 0")
-    parser.add_argument("--json", action="store_true", help="print JSON; what the script prints goes to stderr")
-    parser.add_argument("script", metavar="SCRIPT", help="a Python file that trains with Lightning")
-    # All that comes after the script is its own, even if it looks like an option of ours.
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="of the script")
-    parser.set_defaults(run=_run)
-
-
-def _run(options: argparse.Namespace) -> int:
-    problem = _find_bad_input(options)
-    if problem:
-        print(f"fasttrain rehearse: {problem}", file=sys.stderr)
-        return _BAD_INPUT
+def rehearse(options: argparse.Namespace) -> int:
+    """Run ``fasttrain rehearse``: a script up to its first step, or killed and started again."""
+    _refuse_bad_kills(options)
     return _rehearse_kills(options) if options.kill else _rehearse(options)
 
 
-def _find_bad_input(options: argparse.Namespace) -> str:
-    if not Path(options.script).is_file():
-        return f"there is no script {options.script}. Give a Python file."
+def _refuse_bad_kills(options: argparse.Namespace) -> None:
+    _refuse_missing(options.script)
     if options.kill < 0:
-        return f"--kill {options.kill}: it is a number of kills. Use --kill 5."
+        raise CommandError(f"--kill {options.kill}: it is a number of kills. Use --kill 5.")
     if options.kill and not any(FOLDER in argument for argument in options.arguments):
-        return (
+        raise CommandError(
             f"--kill needs {FOLDER} among the script's arguments: the script writes real checkpoints, and every run "
             f"needs a folder of its own. Give it where the script takes its folder: {options.script} --out {FOLDER}"
         )
     if options.kill and options.kill >= options.steps:
-        return f"--kill {options.kill} with --steps {options.steps}: there is a kill a step at most. Use more steps."
-    return ""
+        why = "there is a kill a step at most. Use more steps."
+        raise CommandError(f"--kill {options.kill} with --steps {options.steps}: {why}")
+
+
+def _refuse_missing(script: str) -> None:
+    if not Path(script).is_file():
+        raise CommandError(f"there is no script {script}. Give a Python file.")
 
 
 def _rehearse(options: argparse.Namespace) -> int:
     result, code = rehearse_script(options.script, options.arguments, options.seconds, quiet=options.json)
     if result is None and code == 0:
-        print("fasttrain rehearse: the script ended without a Trainer.fit. Nothing was rehearsed.", file=sys.stderr)
-        return _BAD_INPUT
+        raise CommandError("the script ended without a Trainer.fit. Nothing was rehearsed.")
     if result is None:
-        print(f"fasttrain rehearse: the script ended with {code} before its first step, see above.", file=sys.stderr)
-        return 1
+        raise CommandError(f"the script ended with {code} before its first step, see above.", 1)
     if options.json:
         print(json.dumps(result, indent=2))
     elif not result["ok"]:
-        print(f"fasttrain rehearse: {result['error']}", file=sys.stderr)
+        raise CommandError(result["error"], 1)
     else:
         for line in _describe(result["report"]):
             print(line)
@@ -94,16 +69,17 @@ def rehearse_script(
     Returns:
         What was found, None if no fit began; and the exit code of the script.
     """
-    return ask_script(script, arguments, {"FASTTRAIN_REHEARSAL_SECONDS": str(seconds)}, quiet=quiet)
+    return ask_script(script, arguments, {SECONDS: str(seconds)}, quiet=quiet)
 
 
 def ask_script(
     script: str, arguments: Sequence[str], orders: Mapping[str, str], *, quiet: bool
 ) -> tuple[dict[str, Any] | None, int]:
     """Run a script up to its first step; returns what the callback found, None if no fit began, and the exit code."""
+    _refuse_missing(script)
     with tempfile.TemporaryDirectory() as name:
         result = Path(name) / "result.json"
-        code = run_script(script, arguments, _POINT, {"FASTTRAIN_REHEARSAL_RESULT": str(result), **orders}, quiet=quiet)
+        code = run_script(script, arguments, _POINT, {RESULT: str(result), **orders}, quiet=quiet)
         return json.loads(result.read_text()) if result.exists() else None, code
 
 
@@ -118,19 +94,13 @@ def _rehearse_kills(options: argparse.Namespace) -> int:
     )
     if options.json:
         print(json.dumps(found.as_dict(), indent=2))
-    else:
-        _print_kills(found)
-    return 0 if found.ok else 1
-
-
-def _print_kills(found: Kills) -> None:
+        return 0 if found.ok else 1
     for number, moment in enumerate(found.moments, 1):
         print(f"kill {number}: {moment}")
-    if found.problem:
-        print(f"fasttrain rehearse: {found.problem}", file=sys.stderr)
-    else:
-        print(
-            f"the end: weights, buffers, optimizers and schedules after step {found.steps} are the uninterrupted "
-            f"run's, bit for bit"
-        )
+    if found.ok:
+        what = f"weights, buffers, optimizers and schedules after step {found.steps}"
+        print(f"the end: {what} are the uninterrupted run's, bit for bit")
     print(f"Rehearsed in {found.seconds:.1f} s.")
+    if not found.ok:
+        raise CommandError(found.problem, 1)
+    return 0

@@ -1,4 +1,4 @@
-"""The part ``--kill`` of ``fasttrain rehearse``: is a script that is killed over and over the same run in the end?"""
+"""Implement ``fasttrain rehearse --kill``: a script that is killed repeatedly must end as if it were not."""
 
 import json
 import random
@@ -45,12 +45,12 @@ class Kills:
         return not self.problem
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return plain values for JSON."""
         return {"ok": self.ok, **asdict(self)}
 
 
 class _ScriptError(Exception):
-    """A run did not do what it was to do."""
+    """A run did not behave as required."""
 
 
 def rehearse_kills(
@@ -97,7 +97,8 @@ def _compare(runs: "_Runs", found: Kills, kills: int, draw: random.Random) -> No
     found.steps = int(whole["global step"])
     if found.steps <= kills:
         raise _ScriptError(f"{found.steps} steps are too few for {kills} kills. Use fewer kills, or more steps.")
-    after = sorted(draw.sample(range(1, found.steps), kills))  # after the first step and before the last
+    # Kills come after the first step, so that there may be a checkpoint, and before the last.
+    after = sorted(draw.sample(range(1, found.steps), kills))
     for step, until in zip(after, [*after[1:], found.steps - 1], strict=True):
         place, delay = draw.choice(PLACES), draw.uniform(0, _LONGEST_DELAY_S)
         found.moments.append(runs.until_killed(place=place, step=step, until=max(step, until), delay_s=delay))
@@ -127,7 +128,7 @@ def _find_differences(one: dict[str, str], other: dict[str, str]) -> list[str]:
 
 
 class _Runs:
-    """Starts the script, in the same folder as often as it is killed there."""
+    """Starts the script, again and again in the same folder if it is killed."""
 
     def __init__(
         self, script: str, arguments: Sequence[str], steps: int, folder: Path, start: Callable[..., int]
@@ -144,7 +145,7 @@ class _Runs:
         return end
 
     def until_killed(self, **orders: str | float) -> str:
-        """Run until the kill; say where it was."""
+        """Run until the kill, and describe its moment."""
         told = self._run("killed", orders)
         killed = next((line for line in told if "killed" in line), None)
         if killed is None:
@@ -152,7 +153,8 @@ class _Runs:
         return f"{killed['killed']}, after step {killed['step']}"
 
     def _run(self, name: str, orders: dict[str, Any]) -> list[dict[str, Any]]:
-        folder, record = self.folder / name, self.folder / "record.jsonl"  # beside it: the script may list its folder
+        # The record is beside the folder, since the script may list its files.
+        folder, record = self.folder / name, self.folder / "record.jsonl"
         folder.mkdir(exist_ok=True)
         record.unlink(missing_ok=True)
         order = json.dumps({"record": str(record), "steps": self.steps, **orders})

@@ -1,13 +1,13 @@
-"""In a script that is rehearsed or verified: the callback that each Trainer of it gets, and that ends the process."""
+"""Callbacks of a script that is rehearsed or verified, which end its process."""
 
 import json
 import os
-import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import lightning as L
 
+from lightning_fasttrain.cli.rehearsal.run_script import RESULT, SECONDS, VERIFY, end_process
 from lightning_fasttrain.cli.subject import techniques_named
 from lightning_fasttrain.core.files.atomic_write import write_atomic
 from lightning_fasttrain.dry_run.rehearsal.context import read_batches
@@ -15,9 +15,6 @@ from lightning_fasttrain.dry_run.rehearsal.isolation import leaving_no_trace
 from lightning_fasttrain.dry_run.rehearsal.rehearsal import Rehearsal, Rehearsing, is_rehearsing
 from lightning_fasttrain.dry_run.rehearsal.rehearsal_report import RehearsalError
 from lightning_fasttrain.dry_run.rehearsal.stages import verify_run
-
-# In the environment.
-RESULT, SECONDS, VERIFY = "FASTTRAIN_REHEARSAL_RESULT", "FASTTRAIN_REHEARSAL_SECONDS", "FASTTRAIN_VERIFY"
 
 
 def make_callbacks() -> list[L.Callback]:
@@ -33,28 +30,30 @@ def make_callbacks() -> list[L.Callback]:
 
 
 class RehearseAndEnd(Rehearsal):
-    """A rehearsal after which the process ends, with nothing of the script done any more."""
+    """A rehearsal after which the process ends, without the rest of the script."""
 
     def look(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         # Named, because a lambda has no first argument from which super() could find class and object.
         self._or_end(trainer, lambda: super(RehearseAndEnd, self).look(trainer, pl_module))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook: see :class:`Rehearsal`. One that the script has itself is not done twice."""
+        """Hook: rehearse, unless the script has a rehearsal of its own, and end the process."""
         own = [one.report for one in trainer.callbacks if isinstance(one, Rehearsal) and one.report is not None]
         if own:
             self.report = own[0]
         else:
             self._or_end(trainer, lambda: super(RehearseAndEnd, self).on_train_start(trainer, pl_module))
         assert self.report is not None
-        trainer.strategy.barrier()  # every rank has its report; then all may end
+        # A rank may end only when all have their report.
+        trainer.strategy.barrier()
         _end(trainer.is_global_zero, {"ok": True, "report": self.report.as_dict()})
 
     def _or_end(self, trainer: L.Trainer, act: Callable[[], Any]) -> None:
         try:
             act()
         except RehearsalError as error:
-            _end(True, {"ok": False, "error": str(error)})  # whichever rank: the others may wait for it
+            # Any rank reports this, since the others may be waiting for it.
+            _end(True, {"ok": False, "error": str(error)})
 
 
 class VerifyAndEnd(RehearseAndEnd):
@@ -70,7 +69,7 @@ class VerifyAndEnd(RehearseAndEnd):
         self.techniques, self.steps = techniques, steps
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook: as of :class:`Rehearsal`, of which only the first stage is done."""
+        """Hook: verify the techniques on the first batches, and end the process."""
         run = self._run
         assert run is not None
         try:
@@ -88,6 +87,4 @@ class VerifyAndEnd(RehearseAndEnd):
 def _end(tells: bool, result: dict[str, Any]) -> NoReturn:
     if tells:
         write_atomic(os.environ[RESULT], json.dumps(result))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0 if result["ok"] else 1)  # neither what the script does after fit, nor what it does at its end
+    end_process(0 if result["ok"] else 1)

@@ -1,4 +1,4 @@
-"""Runs a user's own script, unchanged, with a callback of ours in each of its Trainers."""
+"""Run a user's script, unchanged, with a callback of ours in each of its Trainers."""
 
 import os
 import signal
@@ -8,6 +8,10 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
+
+# In the environment of the script: a file for the result, and what is asked for.
+RESULT, SECONDS, VERIFY = "FASTTRAIN_REHEARSAL_RESULT", "FASTTRAIN_REHEARSAL_SECONDS", "FASTTRAIN_VERIFY"
 
 
 def run_script(
@@ -30,13 +34,14 @@ def run_script(
     """
     with tempfile.TemporaryDirectory() as name:
         write_entry_point(Path(name), point)
-        path = [name, *filter(None, [os.environ.get("PYTHONPATH")])]  # an empty entry would mean the current folder
+        # An empty entry of the path would mean the current folder.
+        path = [name, *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), **orders}
         return _run([sys.executable, script, *arguments], environment, sys.stderr.fileno() if quiet else None)
 
 
 def write_entry_point(folder: Path, point: str) -> None:
-    """Write into ``folder`` what an installed package with an entry point for Lightning's callbacks has."""
+    """Write the metadata of a package with an entry point for Lightning's callbacks into ``folder``."""
     about = folder / "fasttrain_rehearsal-0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: fasttrain-rehearsal\nVersion: 0\n")
@@ -44,10 +49,17 @@ def write_entry_point(folder: Path, point: str) -> None:
 
 
 def _run(command: list[str], environment: dict[str, str], stdout: int | None) -> int:
-    """Run it in a process group of its own, of which nothing is left afterwards."""
+    """Run a command in a process group of its own, all of whose processes are killed afterwards."""
     process = subprocess.Popen(command, env=environment, stdout=stdout, start_new_session=True)
     try:
         return process.wait()
     finally:  # other ranks and workers, and all of them after Ctrl-C
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+
+
+def end_process(code: int) -> NoReturn:
+    """End this process at once, without anything that the script does after ``fit`` or at its end."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

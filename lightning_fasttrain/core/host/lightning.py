@@ -316,3 +316,9 @@ def after_configure_model(pl_module: L.LightningModule, undo: ExitStack, then: C
 
     restore = patch(pl_module, "configure_model", configure_model)
     undo.callback(restore)
+
+
+def list_callbacks(configure_callbacks: Callable[[], Any]) -> list[L.Callback]:
+    """Return the callbacks that a module's ``configure_callbacks`` gives; Lightning takes a single one too."""
+    brought = configure_callbacks() or []
+    return [brought] if isinstance(brought, L.Callback) else list(brought)

@@ -1,7 +1,7 @@
 """Shared state of the stages of a rehearsal, and errors that end it on all ranks."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -20,7 +20,7 @@ from lightning_fasttrain.dry_run.rehearsal.rehearsal_report import RehearsalErro
 from lightning_fasttrain.dry_run.rehearsal.run_copy import RunCopy
 from lightning_fasttrain.dry_run.rehearsal.small_run import Course
 from lightning_fasttrain.run.checkpoint._gathered_states import gather, pack, unpack
-from lightning_fasttrain.technique.predicted_step import PredictedStep
+from lightning_fasttrain.technique.technique import predict_window
 
 A = TypeVar("A")
 
@@ -57,14 +57,19 @@ class Rehearsed:
 
     def ask_all(self, answer: A) -> list[A]:
         """Return the answers of all ranks, as plain values. All ranks must call it."""
-        everyone = gather(pack({"answer": answer}), self.trainer.strategy.root_device)
-        return [unpack(one)["answer"] for one in everyone]
+        return gather_answers(self.trainer, answer)
 
     def raise_on_all(self, problem: str | None) -> None:
         """Raise the first problem of any rank on all ranks, since the others would wait for a failed one."""
         for rank, found in enumerate(self.ask_all(problem)):
             if found is not None:
                 raise RehearsalError(f"on rank {rank}, {found}" if rank > 0 else found)
+
+
+def gather_answers(trainer: L.Trainer, answer: A) -> list[A]:
+    """Return the answers of all ranks, as plain values. All ranks must call it."""
+    everyone = gather(pack({"answer": answer}), trainer.strategy.root_device)
+    return [unpack(one)["answer"] for one in everyone]
 
 
 def fill_up(batches: list[Any], count: int) -> list[Any]:
@@ -79,11 +84,7 @@ def fill_up(batches: list[Any], count: int) -> list[Any]:
 
 def find_window(trainer: L.Trainer, run: RunCopy) -> int:
     """Return the number of batches per optimizer step, set by the Trainer or by techniques."""
-    planned = PredictedStep()
-    for technique in run.techniques:
-        with suppress(ValueError):  # a technique that cannot be predicted
-            technique.predict(planned)
-    return max(trainer.accumulate_grad_batches, planned.window)
+    return max(trainer.accumulate_grad_batches, predict_window(run.techniques))
 
 
 def read_batches(trainer: L.Trainer, window: int, seconds: float) -> tuple[Sample, list[list[Any]]]:
@@ -108,13 +109,10 @@ def explain_errors(course: Course, during: str = "") -> Iterator[None]:
     """Turn any error of a small run into a RehearsalError, which ends this rank at once, as in the run."""
     try:
         yield
-    except torch.OutOfMemoryError as error:  # before Exception, its base class
-        what = f"rehearsing {during}{course.reached}"
-        why = f"out of memory: {first_line(error)}".rstrip(".")
-        way_out = 'Use ft.MicroBatching("auto") or ft.ActivationCheckpointing(), or smaller batches'
-        raise RehearsalError(explain(what, why, way_out)) from error
     except Exception as error:
-        what = f"rehearsing {during}{course.reached}"
-        why = f"{type(error).__name__}: {first_line(error)}".rstrip(".")
-        way_out = "Fix the error above, which would have stopped the run"
-        raise RehearsalError(explain(what, why, way_out)) from error
+        kind, way_out = type(error).__name__, "Fix the error above, which would have stopped the run"
+        if isinstance(error, torch.OutOfMemoryError):
+            kind = "out of memory"
+            way_out = 'Use ft.MicroBatching("auto") or ft.ActivationCheckpointing(), or smaller batches'
+        why = f"{kind}: {first_line(error)}".rstrip(".")
+        raise RehearsalError(explain(f"rehearsing {during}{course.reached}", why, way_out)) from error

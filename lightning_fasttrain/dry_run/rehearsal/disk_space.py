@@ -75,7 +75,8 @@ def find_places(trainer: L.Trainer) -> list[Place]:
 
 def count_kept(trainer: L.Trainer, writer: ModelCheckpoint) -> float:
     """Return an upper bound on the number of checkpoints that exist at once."""
-    last = 1 if writer.save_last is True else 0  # "link" creates a link, which takes no space
+    # save_last="link" creates a link, which takes no space.
+    last = 1 if writer.save_last is True else 0
     if writer.save_top_k == -1:
         return _count_saves(trainer, writer) + last
     return min(writer.save_top_k, _count_saves(trainer, writer)) + last
@@ -119,7 +120,8 @@ def describe_free_space(places: list[Place], nbytes: int) -> str:
             words.append(f"all are kept, their number is unknown; {fit} fit into {free / GIB:.2f} GiB free")
             continue
         kept = int(sum(place.kept for place in together))
-        if to_come > 0 and to_come + 1 > fit:  # one is written before another is removed
+        # A checkpoint is written before another one is removed.
+        if to_come > 0 and to_come + 1 > fit:
             _refuse_to_fill(folder, together, kept, nbytes, free)
         keeps_all = any(place.all_kept for place in together)
         all_of = "all, " if keeps_all else ""
@@ -131,7 +133,8 @@ def _refuse_to_fill(folder: Path, places: list[Place], kept: int, nbytes: int, f
     needed = int(sum(place.kept - place.there for place in places) + 1) * nbytes
     what = f"{folder} has {free / GIB:.2f} GiB free, {(needed - free) / GIB:.2f} GiB are missing"
     why = f"a checkpoint takes {nbytes / GIB:.2f} GiB, and the run will keep {kept} of them and write one more"
-    fit = free // max(1, nbytes) - 1  # one is written before another is removed
+    # A checkpoint is written before another one is removed.
+    fit = free // max(1, nbytes) - 1
     way_out = "Free some space, or give ModelCheckpoint another dirpath"
     if fit >= 1:
         way_out = f"Keep fewer: ModelCheckpoint(save_top_k={fit}), or free some space"
@@ -172,7 +175,8 @@ def _make_folder(places: list[Place], stack: ExitStack) -> Path:
     folder = beside / f"{TEMPORARY}rehearsal-{os.getpid()}-{secrets.token_hex(4)}"
     folder.mkdir()
     stack.callback(shutil.rmtree, folder, ignore_errors=True)
-    stack.enter_context(mark_folder(folder))  # exited first: its lock is released, then the folder is removed
+    # Entered last, so that its lock is released before the folder is removed.
+    stack.enter_context(mark_folder(folder))
     return folder
 
 

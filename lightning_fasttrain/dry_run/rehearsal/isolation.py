@@ -1,6 +1,5 @@
 """Save and restore everything that a rehearsal might change in this process."""
 
-import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
+from lightning_fasttrain.core.device import return_unused_memory
 from lightning_fasttrain.core.state.rng import random_state, set_random_state
 
 
@@ -25,9 +25,7 @@ def leaving_no_trace(trainer: L.Trainer, module: L.LightningModule) -> Iterator[
     try:
         yield
     finally:
-        gc.collect()  # the copies reference one another
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+        return_unused_memory()  # the copies reference one another
         move_back()  # once the copies' memory is freed
         _set_switches(switches)
         if dict(os.environ) != environment:
@@ -35,8 +33,10 @@ def leaving_no_trace(trainer: L.Trainer, module: L.LightningModule) -> Iterator[
             os.environ.update(environment)
         dynamo = sys.modules.get("torch._dynamo")
         if dynamo is not None:
-            dynamo.reset()  # code compiled for the copies counts towards the recompilation limit
-        set_random_state(numbers)  # last, since the lines above may draw random numbers
+            # Code compiled for the copies would count towards the run's recompilation limit.
+            dynamo.reset()
+        # Random states come last, since the lines above may draw random numbers.
+        set_random_state(numbers)
 
 
 def _switches() -> tuple[Any, ...]:
@@ -60,7 +60,8 @@ def _park(trainer: L.Trainer, module: L.LightningModule) -> Callable[[], None]:
     for optimizer in trainer.optimizers:
         held += [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     for tensor in held:
-        alone = tensor.untyped_storage().nbytes() == tensor.nbytes  # false if others share its memory, as in an LSTM
+        # Others may share the memory, as in an LSTM, and would not follow.
+        alone = tensor.untyped_storage().nbytes() == tensor.nbytes
         # Subclasses, such as quantized weights, may hold other tensors, which `data` does not move.
         if tensor.is_cuda and alone and type(tensor) in (Tensor, nn.Parameter):
             parked.append((tensor, tensor.device))

@@ -57,10 +57,12 @@ def reading_ahead(loaders: CombinedLoader) -> Iterator[Iterator[Any]]:
             raise RehearsalError(explain(f"the loader is a {type(loader).__name__}", why, way_out))
     numbers = random_state()
     states = [(generator, generator_state(generator)) for generator in generators_of(*plain)]
-    fresh = copy.copy(loaders)  # keeps the mode in which the loaders are combined
+    # A copy keeps the mode in which the loaders are combined.
+    fresh = copy.copy(loaders)
     fresh.flattened = [_copy_loader(loader) for loader in plain]
     try:
-        yield (item[0] for item in iter(fresh))  # of (batch, its index, the index of its loader)
+        # CombinedLoader yields (batch, its index, the index of its loader).
+        yield (item[0] for item in iter(fresh))
     finally:
         fresh.reset()  # ends the workers
         for generator, state in states:

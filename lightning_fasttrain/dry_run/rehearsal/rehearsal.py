@@ -68,7 +68,8 @@ def _go_through(trainer: L.Trainer, run: RunCopy, seconds: float, report: Rehear
         measure_checkpoint(on, saving)
         resume_from_checkpoint(on, saving, whole)
         run_largest(on)
-        trainer.strategy.barrier()  # no rank reads from the folder any more
+        # The folder is removed next, so no rank may still read from it.
+        trainer.strategy.barrier()
 
 
 class Rehearsing:

@@ -9,12 +9,11 @@ from lightning_fasttrain.dry_run.rehearsal.small_run import Course, Follower, Sa
 from lightning_fasttrain.dry_run.rehearsal.state_record import (
     describe,
     describe_change,
-    find_differences,
     measure_distance,
     measure_size,
     persistent_only,
 )
-from lightning_fasttrain.dry_run.verification.digest import take_digest
+from lightning_fasttrain.dry_run.verification.digest import find_differences, take_digest
 from lightning_fasttrain.run.checkpoint.exact_resume import ExactResume
 
 _TIMES = 8.0  # multiple of the step's own rounding that is allowed, if it is not deterministic

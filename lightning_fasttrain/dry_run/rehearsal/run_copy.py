@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MethodType
@@ -29,7 +29,7 @@ from lightning_fasttrain.core.host.lightning import TRANSFER_HOOKS
 from lightning_fasttrain.core.modules.wrapped_forward import patch
 from lightning_fasttrain.data import MicroBatching, TokenWeightedAccumulation
 from lightning_fasttrain.data.closure.roles import SharedSplit
-from lightning_fasttrain.dry_run.verification.short_run import EnoughError, as_loader, copy_module, forget_run, quietly
+from lightning_fasttrain.dry_run.verification.short_run import as_loader, copy_module, fit_quietly, quietly, say_nothing
 from lightning_fasttrain.predict.predict_memory import predict_memory
 from lightning_fasttrain.run.guards.hang_watch import HangWatch
 from lightning_fasttrain.run.guards.preemption import Preemption
@@ -87,7 +87,8 @@ class RunCopy:
         for name, weight in self.module.named_parameters():
             other = theirs.get(name)
             if other is None or type(weight) is not nn.Parameter or type(other) is not nn.Parameter:
-                continue  # subclasses, such as quantized weights, may hold other tensors
+                # Subclasses, such as quantized weights, may hold other tensors.
+                continue
             if (weight.dtype, weight.device) == (other.dtype, other.device) and torch.equal(weight, other):
                 weight.data = other.data
 
@@ -116,7 +117,8 @@ class RunCopy:
                 device=trainer.strategy.root_device.type,
             )
         buckets = 0
-        if trainer.world_size > 1:  # DDP holds a second copy of the gradients
+        # DDP holds a second copy of the gradients in its buckets.
+        if trainer.world_size > 1:
             buckets = sum(p.numel() * p.element_size() for p in self.module.parameters() if p.requires_grad)
         return report.peak_bytes + buckets
 
@@ -128,7 +130,7 @@ class RunCopy:
         where: dict[str, Any],
         ckpt_path: Path | None = None,
     ) -> None:
-        """Run copies of all objects in a separate Trainer, until ``follower`` raises :class:`EnoughError`.
+        """Run copies of all objects in a separate Trainer, until ``follower`` raises ``EnoughError``.
 
         Args:
             train: batches of an epoch.
@@ -137,40 +139,15 @@ class RunCopy:
             where: Trainer settings that select the devices.
             ckpt_path: a checkpoint to resume from.
         """
-        try:
-            self._fit(train, validation, follower, where, ckpt_path)
-        finally:
-            forget_run(follower)
-
-    def _fit(
-        self,
-        train: Sequence[Any],
-        validation: Sequence[Sequence[Any]],
-        follower: L.Callback,
-        where: dict[str, Any],
-        ckpt_path: Path | None,
-    ) -> None:
-        module = copy.deepcopy(self.module)
         callbacks = [_without_last_words(callback) for callback in copy.deepcopy(self.callbacks)]
-        with quietly(), suppress(EnoughError):
-            trainer = L.Trainer(
-                **self.settings,
-                **where,
-                plugins=copy.deepcopy(self.plugins),
-                callbacks=[*callbacks, follower],
-                logger=DummyLogger(),
-                enable_progress_bar=False,
-                enable_model_summary=False,
-                use_distributed_sampler=False,  # the batches already belong to this rank
-                num_sanity_val_steps=0,  # validation runs at the end of the epoch
-            )
-            loaders: Any = [as_loader(batches) for batches in validation] or None
-            if isinstance(loaders, list) and len(loaders) == 1:
-                loaders = loaders[0]
-            data: dict[str, Any] = {"train_dataloaders": as_loader(train), "val_dataloaders": loaders}
-            if self.datamodule is not None:
-                data = {"datamodule": _with_loaders(self.datamodule, **data)}
-            trainer.fit(module, **data, ckpt_path=ckpt_path)
+        settings = {**self.settings, **where, "plugins": copy.deepcopy(self.plugins), "logger": DummyLogger()}
+        loaders: Any = [as_loader(batches) for batches in validation] or None
+        if isinstance(loaders, list) and len(loaders) == 1:
+            loaders = loaders[0]
+        data: dict[str, Any] = {"train_dataloaders": as_loader(train), "val_dataloaders": loaders}
+        if self.datamodule is not None:
+            data = {"datamodule": _with_loaders(self.datamodule, **data)}
+        fit_quietly(copy.deepcopy(self.module), callbacks, [follower], settings, **data, ckpt_path=ckpt_path)
 
 
 def copy_run(trainer: L.Trainer, module: L.LightningModule, without: tuple[type, ...] = ()) -> RunCopy:
@@ -195,7 +172,8 @@ def copy_run(trainer: L.Trainer, module: L.LightningModule, without: tuple[type,
         try:
             callbacks.append(_copy_callback(callback, trainer, module))
             if isinstance(callbacks[-1], MicroBatching | TokenWeightedAccumulation):
-                callbacks[-1].shared = SharedSplit()  # all runs of a rehearsal use the same split
+                # All runs of a rehearsal use the same split, which is searched once.
+                callbacks[-1].shared = SharedSplit()
         except Exception as error:
             notes.append(
                 f"{type(callback).__name__} is left out: it cannot be copied ({type(error).__name__}: {error})."
@@ -238,12 +216,8 @@ def _no_callbacks() -> list[L.Callback]:
 def _without_last_words(callback: L.Callback) -> L.Callback:
     """Disable ``on_exception`` of a user's callback, which may send messages; techniques use it to undo changes."""
     if not isinstance(callback, Technique):
-        callback.on_exception = _say_nothing
+        callback.on_exception = say_nothing
     return callback
-
-
-def _say_nothing(*_: object, **__: object) -> None:
-    pass
 
 
 def _with_loaders(datamodule: L.LightningDataModule, **loaders: Any) -> L.LightningDataModule:

@@ -71,7 +71,7 @@ class Follower(Checkpoint):
     def __init__(self, saving: Saving | None) -> None:
         self.course = Course()
         self.saving = saving
-        self.is_saved = saving is None
+        self.is_saved = False
         self.began: float | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -94,8 +94,8 @@ class Follower(Checkpoint):
         if accumulation_continues(trainer):
             return
         self.course.step_s, self.began = device_clock(trainer.strategy.root_device) - (self.began or 0.0), None
-        if self.saving is not None and self.saving.within_epochs and not self.is_saved:
-            self._save(trainer, pl_module, self.saving)
+        if self.saving is not None and self.saving.within_epochs:
+            self._save_once(trainer, pl_module)
         if trainer.current_epoch > 0:
             self.course.end = record_state(trainer, pl_module)
             if self.saving is not None and self.saving.twice:
@@ -108,16 +108,17 @@ class Follower(Checkpoint):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.course.metrics += list(trainer.callback_metrics)
-        if self.saving is not None and not self.is_saved:
-            self._save(trainer, pl_module, self.saving)
+        self._save_once(trainer, pl_module)
         self.course.reached = "the end of an epoch"
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.course.metrics += list(trainer.callback_metrics)
-        if self.saving is not None and not self.is_saved:
-            self._save(trainer, pl_module, self.saving)
+        self._save_once(trainer, pl_module)
 
-    def _save(self, trainer: L.Trainer, module: L.LightningModule, saving: Saving) -> None:
+    def _save_once(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        saving = self.saving
+        if saving is None or self.is_saved:
+            return
         self.is_saved = True
         self._record(trainer, module)
         self.course.reached = "the save of a checkpoint"
@@ -130,15 +131,3 @@ class Follower(Checkpoint):
     def _record(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self.course.saved = record_state(trainer, module)
         self.course.saved_attributes = record_attributes(trainer, module)
-
-
-class StopAfter(Checkpoint):
-    """Stop after ``batches`` batches. A ``Checkpoint``, so that Lightning does not add a ``ModelCheckpoint``."""
-
-    def __init__(self, batches: int) -> None:
-        self.batches = batches
-
-    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        self.batches -= 1
-        if self.batches == 0:
-            raise EnoughError

@@ -23,9 +23,9 @@ from lightning_fasttrain.dry_run.rehearsal.nested_trainer import devices_again, 
 from lightning_fasttrain.dry_run.rehearsal.peek_batches import describe_batch
 from lightning_fasttrain.dry_run.rehearsal.rehearsal_report import RehearsalError
 from lightning_fasttrain.dry_run.rehearsal.run_copy import RunCopy
-from lightning_fasttrain.dry_run.rehearsal.small_run import Course, Follower, Saving, StopAfter
+from lightning_fasttrain.dry_run.rehearsal.small_run import Course, Follower, Saving
 from lightning_fasttrain.dry_run.verification.report import Verification
-from lightning_fasttrain.dry_run.verification.short_run import as_loader
+from lightning_fasttrain.dry_run.verification.short_run import StopAfter, as_loader
 from lightning_fasttrain.dry_run.verification.verify import verify
 from lightning_fasttrain.run.checkpoint.atomic_checkpoints import AtomicCheckpointIO
 from lightning_fasttrain.run.checkpoint.exact_resume import ExactResume

@@ -68,24 +68,6 @@ def _flatten(path: str, value: object) -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-def find_differences(one: State, other: State) -> list[str]:
-    """Return the paths whose values differ, or that only one of the two has.
-
-    Example:
-        >>> nan = float("nan")
-        >>> find_differences({"a": 1, "b": nan, "c": 0.0}, {"a": 2, "b": nan, "d": 0.0})
-        ['a', 'c', 'd']
-    """
-    paths = dict.fromkeys([*one, *other])
-    return [path for path in paths if path not in one or path not in other or not _are_same(one[path], other[path])]
-
-
-def _are_same(one: object, other: object) -> bool:
-    if isinstance(one, Digest) and isinstance(other, Digest):
-        return one.is_same(other)
-    return type(one) is type(other) and bool(one == other or (one != one and other != other))  # NaN equals NaN
-
-
 def measure_distance(one: object, other: object) -> float:
     """Return the distance of two values; infinite if it is undefined."""
     if isinstance(one, Digest) and isinstance(other, Digest) and one.shape == other.shape:
@@ -107,7 +89,7 @@ def describe(value: object) -> str:
     return repr(value)[:40]
 
 
-def describe_change(before: Any, after: Any) -> str:
+def describe_change(before: object, after: object) -> str:
     """Describe how a value changed.
 
     Example:
@@ -116,12 +98,15 @@ def describe_change(before: Any, after: Any) -> str:
         >>> describe_change(before, after), describe_change(2, 5)
         ('is off by 0.5 in 1 of its 3 values', 'was 2 and is 5')
     """
-    tensors = isinstance(before, Digest) and isinstance(after, Digest) and before.shape == after.shape
-    if not tensors or before.numel == 1 or before.dtype != after.dtype:
-        return f"was {describe(before)} and is {describe(after)}"
+    changed = f"was {describe(before)} and is {describe(after)}"
+    if not isinstance(before, Digest) or not isinstance(after, Digest) or before.numel == 1:
+        return changed
+    if before.shape != after.shape or before.dtype != after.dtype:
+        return changed
     change = before - after
     apart = change.entries.abs()
-    if not apart.any():  # few values changed, and no sampled one
+    # Only few values changed, and none of the sampled ones.
+    if not apart.any():
         return f"is off by {change.norm():.2g}"
     seen = "its" if apart.numel() == before.numel else "the sampled"
     return f"is off by {float(apart.max()):.2g} in {int((apart != 0).sum())} of {seen} {apart.numel()} values"

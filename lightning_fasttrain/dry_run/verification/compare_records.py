@@ -1,6 +1,6 @@
 """Compare the distance of a record from the plain one with the limit of its exactness class."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -69,45 +69,30 @@ def compare(plain: StepRecord, other: StepRecord, meaning: Meaning, allow: Allow
     """
     apart, noise = measure_distances(plain, other, meaning), allow.noise
     moved = {name: update.norm() for name, update in plain.updates()}
-    rounded = _with_rounded_weights(noise.updates, plain.before)
+    rounded = _with_rounded_weights(noise["updates"], plain.before)
     few = {name: _TURNED * size / max(plain.before[name].numel, 1) ** 0.5 for name, size in moved.items()}
-    all_rounded = _with_rounded_weights(noise.moves, plain.before, few)
+    all_rounded = _with_rounded_weights(noise["moves"], plain.before, few)
     buffers, others = {**plain.buffers, **plain.frozen}, {**other.buffers, **other.frozen}
     found = [
-        _of_numbers("loss", plain.losses, other.losses, apart.losses, noise.losses, allow),
-        _of_digests("gradients", plain.gradients, other.gradients, apart.gradients, noise.gradients, allow),
+        _of_numbers("loss", plain.losses, other.losses, apart, allow),
+        _of_digests("gradients", plain.gradients, other.gradients, apart, allow),
         _worse(
-            _of_tensors("updates", apart.updates, moved, rounded, allow),
-            _of_tensors("updates", apart.moves, moved, all_rounded, allow),
+            _of_tensors("updates", apart["updates"], moved, rounded, allow),
+            _of_tensors("updates", apart["moves"], moved, all_rounded, allow),
             _are_bitwise(plain.after, other.after),
         ),
-        _of_digests("buffers", buffers, others, apart.buffers, noise.buffers, allow),
-        _of_evaluations(plain, other, apart, allow),
+        _of_digests("buffers", buffers, others, apart, allow),
+        _of_numbers("evaluation", plain.evaluation, other.evaluation, apart, allow),
     ]
     if allow.validates:
-        validated = plain.validated, other.validated, apart.validated, noise.validated
-        found.append(_of_digests("validation", *validated, allow))
+        found.append(_of_digests("validation", plain.validated, other.validated, apart, allow))
     return [distance for distance in found if distance is not None]
 
 
-def _of_evaluations(plain: StepRecord, other: StepRecord, apart: Distances, allow: Allowance) -> Distance | None:
-    sizes, others, distances, noises = [], [], [], []
-    for place, (one, another) in enumerate(zip(plain.evaluation, other.evaluation, strict=False)):
-        if one is not None and another is not None:
-            # If rounding was not evaluated, its effect on the step's own loss is used.
-            noise = max([*allow.noise.evaluation[place : place + 1], *allow.noise.losses[:1]], default=0.0)
-            sizes.append(one)
-            others.append(another)
-            distances.append(apart.evaluation[place])
-            noises.append(noise)
-    return _of_numbers("evaluation", sizes, others, distances, noises, allow)
-
-
-def _of_digests(
-    what: str, plain: Digests, other: Digests, apart: Mapping[str, float], noises: Mapping[str, float], allow: Allowance
-) -> Distance | None:
-    sizes = {name: plain[name].norm() for name in apart}
-    return _worse(_of_tensors(what, apart, sizes, noises, allow), None, _are_bitwise(plain, other))
+def _of_digests(what: str, plain: Digests, other: Digests, apart: Distances, allow: Allowance) -> Distance | None:
+    sizes = {name: plain[name].norm() for name in apart[what]}
+    worst = _of_tensors(what, apart[what], sizes, allow.noise[what], allow)
+    return _worse(worst, None, _are_bitwise(plain, other))
 
 
 def _worse(one: Distance | None, other: Distance | None, bitwise: bool) -> Distance | None:
@@ -131,15 +116,20 @@ def _with_rounded_weights(
 
 
 def _of_numbers(
-    what: str, plain: list[float], other: list[float], apart: list[float], noises: list[float], allow: Allowance
+    what: str, plain: Sequence[float | None], other: Sequence[float | None], apart: Distances, allow: Allowance
 ) -> Distance | None:
-    """Return the worst distance among a few scalars."""
-    names = [str(number) for number in range(len(apart))]
-    padded = [*noises, *[0.0] * len(names)]  # noise may be known for only some of the losses
-    named = dict(zip(names, padded, strict=False))
-    sizes = dict(zip(names, plain, strict=False))
-    worst = _of_tensors(what, dict(zip(names, apart, strict=True)), sizes, named, allow)
-    return worst and replace(worst, where="", bitwise=plain == other)
+    """Return the worst distance among a few scalars; those that one of the records does not know are left out."""
+    known: dict[str, tuple[float, float]] = {}
+    for number, (one, another) in enumerate(zip(plain, other, strict=False)):
+        if one is not None and another is not None:
+            known[str(number)] = one, another
+    noises = {name: allow.noise[what].get(name, 0.0) for name in known}
+    if what == "evaluation":
+        # If rounding was not evaluated, its effect on the step's own loss is used.
+        noises = {name: max(noise, allow.noise["loss"].get("0", 0.0)) for name, noise in noises.items()}
+    sizes = {name: one for name, (one, _) in known.items()}
+    worst = _of_tensors(what, {name: apart[what][name] for name in known}, sizes, noises, allow)
+    return worst and replace(worst, where="", bitwise=all(one == another for one, another in known.values()))
 
 
 def _of_tensors(
@@ -147,7 +137,8 @@ def _of_tensors(
 ) -> Distance | None:
     if not apart:
         return None
-    if allow.bound:  # such a bound holds for the complete gradient, not for each tensor
+    # Such a bound holds for the complete gradient, not for each tensor.
+    if allow.bound:
         apart, sizes, noises = ({"": _norm(part)} for part in (apart, sizes, noises))
     distances = [_distance(what, name, apart[name], abs(sizes[name]), noises.get(name, 0.0), allow) for name in apart]
     return max(distances, key=lambda distance: distance.share)

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,6 +122,24 @@ def take_digest(tensor: Tensor, store: Path | None = None) -> Digest:
     return Digest(tuple(tensor.shape), tensor.dtype, sums, _sum_bits(flat), kept)
 
 
+def find_differences(one: Mapping[str, object], other: Mapping[str, object]) -> list[str]:
+    """Return the names whose values differ, or that only one of the two has.
+
+    Example:
+        >>> nan = float("nan")
+        >>> find_differences({"a": 1, "b": nan, "c": 0.0}, {"a": 2, "b": nan, "d": 0.0})
+        ['a', 'c', 'd']
+    """
+    names = dict.fromkeys([*one, *other])
+    return [name for name in names if name not in one or name not in other or not _are_same(one[name], other[name])]
+
+
+def _are_same(one: object, other: object) -> bool:
+    if isinstance(one, Digest) and isinstance(other, Digest):
+        return one.is_same(other)
+    return type(one) is type(other) and bool(one == other or (one != one and other != other))  # NaN equals NaN
+
+
 def _files() -> Any:
     return require("safetensors.torch", extra="finetune")
 
@@ -145,13 +163,13 @@ def _sum_under_signs(flat: Tensor) -> Tensor:
     for turn, part in zip(turns.tolist(), flat.split(block), strict=True):
         part = part.float() if part.element_size() == 1 else part  # 8-bit floats do not support addition
         total[: part.numel()].add_(part, alpha=1 if turn else -1)
-    return (total.view(_ROWS, _COLUMNS) * _signs().to(flat.device)).sum(0).cpu()
+    return (total.view(_ROWS, _COLUMNS) * draw_signs((_ROWS, _COLUMNS), 0).to(flat.device)).sum(0).cpu()
 
 
-@functools.lru_cache(maxsize=1)
-def _signs() -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(2, (_ROWS, _COLUMNS), generator=generator).mul_(2).sub_(1).float()
+@functools.lru_cache(maxsize=64)
+def draw_signs(shape: tuple[int, ...], seed: int) -> Tensor:
+    """Return random entries of 1 and -1, the same for the same seed, without advancing torch's generators."""
+    return torch.randint(2, shape, generator=torch.Generator().manual_seed(seed)).mul_(2).sub_(1).float()
 
 
 @functools.lru_cache(maxsize=64)

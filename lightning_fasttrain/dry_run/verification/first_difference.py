@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_fasttrain.core.modules.wrapped_forward import patch
 from lightning_fasttrain.data.normalizer.trial.deterministic_step import DeterministicStep
-from lightning_fasttrain.dry_run.verification.digest import take_digest
+from lightning_fasttrain.dry_run.verification.digest import draw_signs, take_digest
 from lightning_fasttrain.dry_run.verification.short_run import Steps, run_steps, seed_step
 from lightning_fasttrain.technique import Technique
 
@@ -147,7 +147,6 @@ class _Watcher(L.Callback):
         self.window, self.change, self.step = window, change, 1
         self.operators = _Operators(self._note) if operators else None
         self.values = _Values()
-        self.signs: dict[int, Tensor] = {}  # by width
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.change is not None:
@@ -172,12 +171,14 @@ class _Watcher(L.Callback):
     def _note(self, name: str, output: Any) -> None:
         if not _is_part_of_the_step():
             return
-        with torch._C.DisableTorchFunction():  # operations that read a value are not part of the step
+        # Operations that only read a value are not part of the step.
+        with torch._C.DisableTorchFunction():
             for tensor in _floats(output):
                 self.values.note(self.step, _OUTPUT, name, *self._describe_rows(tensor))
                 if tensor.requires_grad:
                     tensor.register_hook(partial(self._note_gradient, self.step, name))
-                break  # the first is enough to locate a difference
+                # The first is enough to locate a difference.
+                break
 
     def _note_gradient(self, step: int, name: str, gradient: Tensor) -> None:
         if _is_part_of_the_step(in_backward=True):
@@ -190,13 +191,7 @@ class _Watcher(L.Callback):
         width, shown = rows.shape[1], min(_SHOWN, rows.shape[1])
         places = torch.arange(shown, device=rows.device) * (width - 1) // max(shown - 1, 1)
         wide = rows if rows.element_size() >= 4 else rows.float()
-        return rows[:, places], (wide @ self._signs_of(width, rows.device).to(wide.dtype))[:, None]
-
-    def _signs_of(self, width: int, device: torch.device) -> Tensor:
-        if width not in self.signs:
-            generator = torch.Generator().manual_seed(width)
-            self.signs[width] = torch.randint(2, (width,), generator=generator).float().mul_(2).sub_(1).to(device)
-        return self.signs[width]
+        return rows[:, places], (wide @ draw_signs((width,), width).to(wide))[:, None]
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -239,7 +234,8 @@ class _Operators(TorchFunctionMode):
     def watch_step(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(training_step)
         def watched(*args: Any, **kwargs: Any) -> Any:
-            self.callers[:] = ["training_step"]  # after a step that an error has ended too
+            # A step that an error has ended leaves its callers behind.
+            self.callers[:] = ["training_step"]
             with self:
                 return training_step(*args, **kwargs)
 
@@ -248,7 +244,8 @@ class _Operators(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         name = resolve_name(func) or str(func)
-        if "__get__" not in name:  # an attribute, such as a gradient or a shape
+        # Functions named __get__ read an attribute, such as a gradient or a shape.
+        if "__get__" not in name:
             self.note(f"{name} in {self.callers[-1]}", output)
         return output
 

@@ -1,7 +1,6 @@
 """Make the runs of one verification in order, and draw conclusions from them."""
 
 import copy
-import gc
 import itertools
 import math
 from contextlib import suppress
@@ -34,7 +33,7 @@ from lightning_fasttrain.dry_run.verification.short_run import Steps, copy_modul
 from lightning_fasttrain.dry_run.verification.step_record import StepRecord
 from lightning_fasttrain.technique import Exactness, Technique
 from lightning_fasttrain.technique.declarations import least_exact
-from lightning_fasttrain.technique.predicted_step import PredictedStep
+from lightning_fasttrain.technique.technique import predict_window
 
 FULL = "32-true"
 _TIMES = 16.0  # the effect of rounding on a step is small and random; two steps may lie at opposite ends of it
@@ -152,8 +151,7 @@ class Proof:
                 rows = None
             # Outside of the handlers, whose exceptions keep the step's memory alive.
             if rows is not None:
-                gc.collect()
-                torch.cuda.empty_cache()
+                return_unused_memory()
                 steps = self._take_fewer_rows(steps, rows, "does not fit")
             else:
                 steps = replace(steps, validation=None)
@@ -212,11 +210,13 @@ class Proof:
         comparable = self._leave_out_drawing(reference)
         exact = [technique for technique in comparable if technique.exactness is Exactness.EXACT]
         together = [comparable]
-        if 0 < len(exact) < len(comparable):  # the bound of the others would hide errors of these
+        # Exact techniques are tried apart, since the bound of the others would hide their errors.
+        if 0 < len(exact) < len(comparable):
             together = [exact, comparable]
         wholes = [self._try(reference, precision, techniques) for techniques in together if techniques]
         self.rows += wholes
-        if all(row.ok for row in wholes) or len(comparable) < 2:  # a single technique has been tried already
+        # A single technique has been tried alone already.
+        if all(row.ok for row in wholes) or len(comparable) < 2:
             return
         alone = [self._try(reference, precision, [technique]) for technique in comparable]
         self.rows += alone
@@ -259,7 +259,8 @@ class Proof:
         self.notes += record.left
         self._note_idle(record)
         if precision == FULL:
-            if plain.trains != record.trains:  # with another loss, such as distillation, evaluation differs too
+            # With another loss, such as distillation, evaluation differs too.
+            if plain.trains != record.trains:
                 self.problems += vacuous_checks.find_unlike_evaluation(plain, record, noise)
             self.problems += vacuous_checks.find_changed_base(plain, record, noise)
         self.notes += record.warnings
@@ -302,14 +303,12 @@ class Proof:
 
 def _cut_into_windows(steps: Steps, techniques: list[Technique]) -> tuple[Steps, int]:
     """Split each batch into micro-batches if techniques make one step of several batches."""
-    planned = PredictedStep()
-    for technique in copy.deepcopy(techniques):  # a user's own technique may do anything in predict
-        with suppress(ValueError):  # a technique that cannot be predicted
-            technique.predict(planned)
-    if planned.window == 1:
+    # A user's own technique may do anything in predict.
+    window = predict_window(copy.deepcopy(techniques))
+    if window == 1:
         return steps, 1
-    parts = [split_batch(batch, planned.window) for batch in steps.batches]
-    return replace(steps, batches=list(itertools.chain.from_iterable(parts))), planned.window
+    parts = [split_batch(batch, window) for batch in steps.batches]
+    return replace(steps, batches=list(itertools.chain.from_iterable(parts))), window
 
 
 def _device_of(settings: dict[str, Any]) -> torch.device:

@@ -21,7 +21,7 @@ from lightning_fasttrain.core.state.restore import remember
 from lightning_fasttrain.core.state.rng import random_state
 from lightning_fasttrain.data.normalizer.trial.step_function import loss_of
 from lightning_fasttrain.dry_run.verification.digest import Digest, take_digest
-from lightning_fasttrain.dry_run.verification.short_run import Steps, copy_batch, run_steps, seed_step
+from lightning_fasttrain.dry_run.verification.short_run import Steps, copy_batch, run_steps, say_nothing, seed_step
 from lightning_fasttrain.dry_run.verification.step_record import Digests, StepRecord
 from lightning_fasttrain.finetune.account_bytes import account_bytes
 from lightning_fasttrain.finetune.adapters.add_adapter import adapter_parameters
@@ -91,7 +91,8 @@ class _Recorder(L.Callback):
             if parameter.requires_grad:
                 record.trains.append(name)
                 record.before[name] = self._keep(parameter)
-                parameter.register_hook(self._arrive(name))  # called before the gradient is added to `grad`
+                # Autograd calls this hook before the gradient is added to `grad`.
+                parameter.register_hook(self._arrive(name))
             elif self.evaluates:
                 self.unmoved[name] = take_digest(parameter)
         if not record.trains:
@@ -127,7 +128,8 @@ class _Recorder(L.Callback):
         if batch_idx == 0:
             self.first = copy_batch(batch)
             self.record.evaluation.append(self._evaluate(trainer, pl_module) if self.from_start else None)
-            self._predict(trainer, pl_module)  # before the steps, which would add their rounding
+            # Predictions come before the steps, which would add their rounding.
+            self._predict(trainer, pl_module)
         # After the evaluation, which may draw: the step must start with the same random state in every record.
         if batch_idx % self.window == 0:
             seed_step(batch_idx // self.window)
@@ -162,7 +164,8 @@ class _Recorder(L.Callback):
 
     def _end_step(self) -> None:
         for name, digest in self.arrived.items():
-            self.record.gradients.setdefault(self._key(name), digest)  # consumed before the hook, or without it
+            # Gradients that an optimizer consumed before its hook, or without one, are known from here.
+            self.record.gradients.setdefault(self._key(name), digest)
         self.arrived = {}
         self.record.numbers.append(_fingerprint(random_state()))
         self.step += 1
@@ -196,7 +199,8 @@ class _Recorder(L.Callback):
                 self.record.validated[name] = take_digest(value)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self.record.left_behind = dict(_hooks(pl_module))  # the techniques, which run first, have ended
+        # This hook of the techniques has run already, so what is left is left for good.
+        self.record.left_behind = dict(_hooks(pl_module))
 
     def _keep_output(self, what: str, output: Any) -> None:
         kept = self.record.validated
@@ -223,7 +227,8 @@ class _Recorder(L.Callback):
 
     def _evaluate(self, trainer: L.Trainer, module: L.LightningModule, training: bool = False) -> float | None:
         """Return the first batch's loss in evaluation, or in training without dropout; None on error."""
-        if self.window > 1:  # the first batch is a micro-batch, whose loss differs
+        # The first batch is only a micro-batch here, whose loss differs.
+        if self.window > 1:
             return None
         arguments = [copy_batch(self.first), 0]
         if not is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2):
@@ -235,7 +240,7 @@ class _Recorder(L.Callback):
 def _run_aside(module: L.LightningModule, run: Callable[[], Any], training: bool = False) -> Any:
     """Return the result of ``run`` in evaluation or training, without dropout and side effects; None on error."""
     restore_all = remember([module])
-    restore_log = patch(module, "log", _say_nothing)
+    restore_log = patch(module, "log", say_nothing)
     restore_dropout = without_dropout(module)
     try:
         with _mode(module, training), torch.no_grad():
@@ -250,7 +255,8 @@ def _run_aside(module: L.LightningModule, run: Callable[[], Any], training: bool
 
 @contextmanager
 def _mode(module: nn.Module, training: bool) -> Iterator[None]:
-    modes = [(each, each.training) for each in module.modules()]  # one by one: frozen submodules may stay in eval mode
+    # Modes are kept one by one, since frozen submodules may stay in evaluation mode.
+    modes = [(each, each.training) for each in module.modules()]
     module.train(training)
     try:
         yield
@@ -291,7 +297,3 @@ def _fingerprint(state: Any) -> str:
     words = blake2b(digest_size=8)
     words.update(repr(apply_to_collection(state, Tensor, lambda tensor: tensor.cpu().numpy().tobytes())).encode())
     return words.hexdigest()
-
-
-def _say_nothing(*_: object, **__: object) -> None:
-    pass

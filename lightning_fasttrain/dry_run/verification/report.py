@@ -1,13 +1,11 @@
 """Results of a verification, for users and for programs."""
 
 from dataclasses import asdict, dataclass
-from io import StringIO
-from typing import Any
+from typing import Any, ClassVar
 
-from rich.console import Console
 from rich.table import Table
 
-from lightning_fasttrain.core.messages import FULL_WIDTH
+from lightning_fasttrain.core.messages import FULL_WIDTH, Report, titled_table
 from lightning_fasttrain.dry_run.verification.compare_records import Distance
 from lightning_fasttrain.dry_run.verification.first_difference import FirstDifference
 from lightning_fasttrain.technique import Exactness
@@ -70,7 +68,7 @@ class Verified:
 
 
 @dataclass(frozen=True)
-class Verification:
+class Verification(Report):
     """Whether a model's training with techniques is the same as without them; print it for a table.
 
     Attributes:
@@ -80,6 +78,8 @@ class Verification:
         notes: assumptions, omissions and observations.
         begins: the first module or weight that differs by more than the model's own rounding.
     """
+
+    width: ClassVar[int] = FULL_WIDTH
 
     model: str
     rows: tuple[Verified, ...]
@@ -100,7 +100,8 @@ class Verification:
     def guilty(self) -> tuple[str, ...]:
         """The techniques that do not keep their promise when they act alone."""
         alone = [row.techniques[0] for row in self.rows if len(row.techniques) == 1 and not row.ok]
-        return tuple(dict.fromkeys(alone))  # each once, although it was run in several precisions
+        # Each is listed once, although it was run in several precisions.
+        return tuple(dict.fromkeys(alone))
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -112,12 +113,7 @@ class Verification:
         """Build a ``rich`` table with the relative error of each quantity and its limit."""
         begins = [] if self.begins is None else [f"✗ {self.begins}"]
         said = [*begins, *(f"✗ {problem}" for problem in self.problems), *self.notes]
-        table = Table(
-            title=f"{self.model}: {'verified' if self.ok else 'not verified'}",
-            caption="\n".join(said) or None,
-            title_justify="left",
-            caption_justify="left",
-        )
+        table = titled_table(f"{self.model}: {'verified' if self.ok else 'not verified'}", said)
         measured = {distance.what for row in self.rows for distance in row.distances}
         shown = [what for what in QUANTITIES if what in measured]
         for name in ("techniques", "precision", *shown, "verdict"):
@@ -127,11 +123,6 @@ class Verification:
             cells = [found.get(what, "") for what in shown]
             table.add_row("\n".join(row.techniques) or "none", row.precision, *cells, row.verdict)
         return table
-
-    def __str__(self) -> str:
-        text = StringIO()
-        Console(file=text, width=FULL_WIDTH).print(self.as_table())
-        return text.getvalue().rstrip()
 
 
 def _describe(distance: Distance, exactness: str) -> str:

@@ -1,7 +1,6 @@
 """Measure the distance between two records of the same steps, and the distance that rounding alone causes."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -11,28 +10,10 @@ from lightning_fasttrain.dry_run.verification.step_record import Digests, StepRe
 _ABOVE_NOISE = 8.0  # times the typical rounding error: larger entries of a gradient are significant
 
 
-@dataclass
-class Distances:
-    """Absolute distances between two records, each a Euclidean norm.
-
-    Attributes:
-        losses: one for each batch.
-        gradients, updates, buffers, validated: by name; for updates only significant entries; buffers include frozen
-            weights that both records changed.
-        moves: distances over all entries of the updates.
-        evaluation: at the start and at the end.
-    """
-
-    losses: list[float] = field(default_factory=list)
-    gradients: dict[str, float] = field(default_factory=dict)
-    updates: dict[str, float] = field(default_factory=dict)
-    moves: dict[str, float] = field(default_factory=dict)
-    buffers: dict[str, float] = field(default_factory=dict)
-    validated: dict[str, float] = field(default_factory=dict)
-    evaluation: list[float] = field(default_factory=list)
-
-
-BY_NAME = ("gradients", "updates", "moves", "buffers", "validated")
+# Quantity → name → absolute distance of two records, a Euclidean norm. Losses and evaluations have numbers as names.
+# "updates" covers the significant entries of the optimizer's updates, "moves" all of them; "buffers" also frozen
+# weights that both records changed.
+Distances = dict[str, dict[str, float]]
 Meaning = dict[str, Tensor]
 
 
@@ -46,26 +27,24 @@ def measure_distances(one: StepRecord, other: StepRecord, meaning: Meaning) -> D
             that are not listed.
     """
     updates, moves = _differences_of_updates(one, other, meaning)
-    return Distances(
-        losses=_differences(one.losses, other.losses),
-        gradients=_norms_of_differences(one.gradients, other.gradients),
-        updates=updates,
-        moves=moves,
-        buffers=_norms_of_differences({**one.buffers, **one.frozen}, {**other.buffers, **other.frozen}),
-        validated=_norms_of_differences(one.validated, other.validated),
-        evaluation=_differences(one.evaluation, other.evaluation),
-    )
+    return {
+        "loss": _differences(one.losses, other.losses),
+        "gradients": _norms_of_differences(one.gradients, other.gradients),
+        "updates": updates,
+        "moves": moves,
+        "buffers": _norms_of_differences({**one.buffers, **one.frozen}, {**other.buffers, **other.frozen}),
+        "validation": _norms_of_differences(one.validated, other.validated),
+        "evaluation": _differences(one.evaluation, other.evaluation),
+    }
 
 
 def take_largest(distances: Iterable[Distances]) -> Distances:
     """Return the largest of each distance."""
-    largest = Distances()
+    largest: Distances = {}
     for each in distances:
-        largest.losses = _larger_of_lists(largest.losses, each.losses)
-        largest.evaluation = _larger_of_lists(largest.evaluation, each.evaluation)
-        for quantity in BY_NAME:
-            kept: dict[str, float] = getattr(largest, quantity)
-            for name, norm in getattr(each, quantity).items():
+        for quantity, found in each.items():
+            kept = largest.setdefault(quantity, {})
+            for name, norm in found.items():
                 kept[name] = max(norm, kept.get(name, 0.0))
     return largest
 
@@ -83,7 +62,7 @@ def find_meaning(plain: StepRecord, noise: Distances) -> Meaning:
     meaning: Meaning = {}
     for key, gradient in plain.gradients.items():
         name = key.partition(", step ")[0]
-        typical = noise.gradients.get(key, 0.0) / max(gradient.numel, 1) ** 0.5  # ‖noise‖ / √n: noise of one entry
+        typical = noise["gradients"].get(key, 0.0) / max(gradient.numel, 1) ** 0.5  # ‖noise‖ / √n: noise of one entry
         means = gradient.entries.abs() > _ABOVE_NOISE * typical
         meaning[name] = means & meaning[name] if name in meaning else means
     return meaning
@@ -106,12 +85,11 @@ def nudge(seed: int) -> Callable[[nn.Module], None]:
     return change
 
 
-def _differences(one: Sequence[float | None], other: Sequence[float | None]) -> list[float]:
-    return [_difference(a, b) for a, b in zip(one, other, strict=False)]
-
-
-def _difference(one: float | None, other: float | None) -> float:
-    return 0.0 if one is None or other is None else abs(one - other)
+def _differences(one: Sequence[float | None], other: Sequence[float | None]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for number, (a, b) in enumerate(zip(one, other, strict=False)):
+        found[str(number)] = 0.0 if a is None or b is None else abs(a - b)
+    return found
 
 
 def _norms_of_differences(one: Digests, other: Digests) -> dict[str, float]:
@@ -133,13 +111,3 @@ def _differences_of_updates(
             difference = other.after[name] - theirs[name] - update
             updates[name], moves[name] = difference.norm(meaning.get(name)), difference.norm()
     return updates, moves
-
-
-def _larger_of_lists(one: list[float], other: list[float]) -> list[float]:
-    longest = max(len(one), len(other))
-    pairs = zip(_pad(one, longest), _pad(other, longest), strict=True)
-    return [max(pair) for pair in pairs]
-
-
-def _pad(numbers: list[float], length: int) -> list[float]:
-    return [*numbers, *[0.0] * (length - len(numbers))]

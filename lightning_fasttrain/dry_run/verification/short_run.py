@@ -4,7 +4,7 @@ import copy
 import logging
 import random
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -13,16 +13,18 @@ import lightning as L
 import numpy as np
 import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_fasttrain.core.device import return_unused_memory
-from lightning_fasttrain.core.host.lightning import without_trainer
+from lightning_fasttrain.core.host.lightning import list_callbacks, without_trainer
 from lightning_fasttrain.core.messages import FastTrainWarning, explain, log
 from lightning_fasttrain.core.modules.without_dropout import without_dropout
 from lightning_fasttrain.core.modules.wrapped_forward import patch
+from lightning_fasttrain.core.peak_memory import PeakMemory
 from lightning_fasttrain.technique import Technique
 
 _LOW = (torch.bfloat16, torch.float16)
@@ -60,20 +62,6 @@ def run_steps(of: Steps, techniques: Sequence[Technique], watcher: L.Callback) -
         TypeError: the module cannot be copied.
         Exception: any error of the module or a technique.
     """
-    try:
-        return _run_copy(of, techniques, watcher)
-    finally:
-        forget_run(watcher)
-
-
-def forget_run(watcher: L.Callback) -> None:
-    """Free the memory of a finished run of which only a callback is still needed."""
-    for name in ("log", "log_dict"):  # methods of the module, which Lightning assigns to each callback
-        vars(watcher).pop(name, None)
-    return_unused_memory()  # a Trainer and its model reference each other, and would otherwise stay in memory
-
-
-def _run_copy(of: Steps, techniques: Sequence[Technique], watcher: L.Callback) -> list[str]:
     module, batches, validation = copy_module(of.module), list(of.batches), [of.validation]
     validates = of.validation is not None and is_overridden("validation_step", module)
     if not of.dropout:
@@ -82,31 +70,70 @@ def _run_copy(of: Steps, techniques: Sequence[Technique], watcher: L.Callback) -
         batches, validation = apply_to_collection([batches, validation], Tensor, _in_float32)
         for tensor in (*module.parameters(), *module.buffers()):
             tensor.data = _in_float32(tensor.data)
-    with isolate_rng(), quietly() as warned, _only_these_techniques(module):
+    settings = {
+        "accelerator": "auto",
+        "devices": 1,
+        "logger": False,
+        "limit_val_batches": int(validates),
+        # Validation follows the last step, since the end of the epoch is never reached.
+        "val_check_interval": len(batches),
+        # Lightning's default number of epochs, without its warning.
+        "max_epochs": 1000,
+        **of.settings,
+        # StopAfter is a checkpoint callback, and Lightning adds none beside it.
+        "enable_checkpointing": True,
+    }
+    # The callback that ends the run is last, so that the watcher sees the end of the last batch.
+    observers = [watcher, StopAfter(len(batches))]
+    # Twice as many, so that none of the steps is the last of an epoch.
+    loaders = [as_loader([*batches, *batches, batches[0]]), as_loader(validation) if validates else None]
+    with isolate_rng(), _only_these_techniques(module):
+        # Seeded before the fit too, since techniques may draw initial weights of adapters.
         seed_step(0)
-        trainer = L.Trainer(
-            **{
-                "accelerator": "auto",
-                "devices": 1,
-                "logger": False,
-                "enable_checkpointing": False,
-                "enable_progress_bar": False,
-                "enable_model_summary": False,
-                "use_distributed_sampler": False,
-                "num_sanity_val_steps": 0,
-                "limit_val_batches": int(validates),
-                "val_check_interval": len(batches),
-                "max_epochs": 1000,  # Lightning's default, without its warning
-                **of.settings,
-            },
-            # The callback that ends the run is last, so that the watcher sees the end of the last batch.
-            callbacks=[*copy.deepcopy(list(techniques)), watcher, _StopAfter(len(batches))],
-        )
-        # Twice as many, so that none of the steps is the last of an epoch.
-        loader = as_loader([*batches, *batches, batches[0]])
-        with suppress(EnoughError):
-            trainer.fit(module, loader, as_loader(validation) if validates else None)
-    return warned
+        return fit_quietly(module, copy.deepcopy(list(techniques)), observers, settings, *loaders)
+
+
+def fit_quietly(
+    module: L.LightningModule,
+    callbacks: Sequence[L.Callback],
+    observers: Sequence[L.Callback],
+    settings: Mapping[str, Any],
+    *data: Any,
+    **more: Any,
+) -> list[str]:
+    """Fit in a Trainer of its own until an observer raises :class:`EnoughError`, and free the memory of the run.
+
+    Args:
+        module: a copy, which is trained.
+        callbacks: copies of those of the run.
+        observers: callbacks that are called last, and kept.
+        settings: of the Trainer.
+        data, more: further arguments of ``fit``.
+
+    Returns:
+        Warnings of the suite.
+    """
+    try:
+        with quietly() as warned, suppress(EnoughError):
+            trainer = L.Trainer(
+                **{
+                    "enable_progress_bar": False,
+                    "enable_model_summary": False,
+                    "use_distributed_sampler": False,  # the batches belong to this rank
+                    "num_sanity_val_steps": 0,  # validation comes after the steps
+                    **settings,
+                },
+                callbacks=[*callbacks, *observers],
+            )
+            trainer.fit(module, *data, **more)
+        return warned
+    finally:
+        for observer in observers:
+            # Lightning assigns these methods of the module to each callback.
+            for name in ("log", "log_dict"):
+                vars(observer).pop(name, None)
+        # A Trainer and its model reference each other, and would otherwise stay in memory.
+        return_unused_memory()
 
 
 def copy_module(module: L.LightningModule) -> L.LightningModule:
@@ -140,8 +167,38 @@ class EnoughError(Exception):
     """Ends a fit before the end of an epoch is processed."""
 
 
-class _StopAfter(L.Callback):
-    """Ends a fit after ``batches`` batches, and the validation that follows them."""
+class PeakObserver(L.Callback):
+    """Base class of observers that measure the peak memory of one step.
+
+    Attributes:
+        peak_bytes: of the step; the largest, if several are measured.
+    """
+
+    peak_bytes = 0
+    _meter: PeakMemory | None = None
+
+    def begin_measuring(self, device: torch.device, *held: Any) -> None:
+        """Begin before a step; ``held`` is in memory already: the model, its optimizers and the batch."""
+        self._meter = PeakMemory(device, *held)
+        self._meter.__enter__()
+
+    def end_measuring(self) -> None:
+        """End after the step, if it is measured."""
+        if self._meter is not None:
+            meter, self._meter = self._meter, None
+            meter.__exit__()
+            self.peak_bytes = max(self.peak_bytes, meter.peak_bytes)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Hook: a step that failed has left its meter open, and torch's profiler runs once in a process."""
+        self.end_measuring()
+
+
+class StopAfter(Checkpoint):
+    """Ends a fit after ``batches`` batches of its first epoch, and the validation that follows them.
+
+    A ``Checkpoint``, so that Lightning calls it last and does not add a ``ModelCheckpoint``.
+    """
 
     def __init__(self, batches: int) -> None:
         self.batches = batches
@@ -171,6 +228,10 @@ def as_loader(batches: Sequence[Any]) -> DataLoader[Any]:
     return DataLoader(_Listed(batches), batch_size=None, collate_fn=as_it_is)
 
 
+def say_nothing(*_: object, **__: object) -> None:
+    """Stand in for a method that logs or sends messages."""
+
+
 def as_it_is(batch: Any) -> Any:
     return batch
 
@@ -185,9 +246,7 @@ def _only_these_techniques(module: L.LightningModule) -> Iterator[None]:
     own = module.configure_callbacks
 
     def configure_callbacks() -> list[L.Callback]:
-        brought: Any = own() or []
-        listed = [brought] if isinstance(brought, L.Callback) else brought
-        return [callback for callback in listed if not isinstance(callback, Technique)]
+        return [callback for callback in list_callbacks(own) if not isinstance(callback, Technique)]
 
     restore = patch(module, "configure_callbacks", configure_callbacks)
     try:

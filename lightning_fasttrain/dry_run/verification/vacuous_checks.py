@@ -1,12 +1,13 @@
 """Detect vacuous comparisons: two steps are also equal if neither does anything."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
 
 from lightning_fasttrain.core.messages import list_some
+from lightning_fasttrain.dry_run.verification.digest import find_differences
 from lightning_fasttrain.dry_run.verification.rounding_noise import Distances
 from lightning_fasttrain.dry_run.verification.step_record import StepRecord
 from lightning_fasttrain.technique import Technique
@@ -43,8 +44,8 @@ def find_unsteady(record: StepRecord, noise: Distances) -> list[str]:
     unsteady = []
     for name, update in record.updates():
         if name in record.gradients:
-            rounding = noise.gradients.get(name, 0.0) / max(record.gradients[name].norm(), 1e-300)
-            moved = noise.updates.get(name, 0.0) / max(update.norm(), 1e-300)
+            rounding = noise["gradients"].get(name, 0.0) / max(record.gradients[name].norm(), 1e-300)
+            moved = noise["updates"].get(name, 0.0) / max(update.norm(), 1e-300)
             if rounding < _LITTLE and moved > _MUCH:
                 unsteady.append((moved, name))
     if not unsteady:
@@ -99,9 +100,10 @@ def find_unlike_evaluation(plain: StepRecord, other: StepRecord, noise: Distance
     found = _gap(other)
     if gap is None or found is None or gap > _SAME_LOSS * size:
         return []
-    if other.quantized:  # whose evaluation kernels round differently
+    # Kernels of quantized layers round differently in evaluation.
+    if other.quantized:
         bound += _QUANTIZED
-    allowed = 16 * max(gap, *noise.evaluation, 0.0) + (_FAR + bound) * size
+    allowed = 16 * max(gap, *noise["evaluation"].values(), 0.0) + (_FAR + bound) * size
     if found <= allowed:
         return []
     what = f"Training and evaluation see different models: on the same batch their losses differ by {found:.1e}"
@@ -113,7 +115,7 @@ def find_changed_base(plain: StepRecord, other: StepRecord, noise: Distances) ->
     if other.base is None or plain.evaluation[0] is None:
         return []
     apart, size = abs(other.base - plain.evaluation[0]), abs(plain.evaluation[0])
-    if apart <= 16 * max(0.0, *noise.evaluation) + _FAR * size:
+    if apart <= 16 * max(0.0, *noise["evaluation"].values()) + _FAR * size:
         return []
     return [f"With adapters disabled the model differs from the plain one: its loss is off by {apart / size:.1e}."]
 
@@ -126,13 +128,13 @@ def find_other_conduct(plain: StepRecord, other: StepRecord) -> list[str]:
         other: record with them, if they do not declare that they change training.
     """
     found = [*_find_frozen(plain, other), *_find_modes(plain, other)]
-    keys = _find_unequal(plain.state, other.state)
+    keys = find_differences(plain.state, other.state)
     if keys:
         found.append(f"state_dict has different entries: {list_some(keys)}.")
     if plain.numbers != other.numbers:
         found.append("The random state after a step differs from that after the plain step.")
     # Only modules of the plain model: those that a technique added may stay.
-    acting = _find_unequal(plain.left_behind, {name: other.left_behind.get(name) for name in plain.left_behind})
+    acting = find_differences(plain.left_behind, {name: other.left_behind.get(name) for name in plain.left_behind})
     if acting:
         found.append(f"When the fit ends early, {_list(acting)} are left with different hooks from the plain model.")
     given = sorted(set(plain.validated) ^ set(other.validated))
@@ -154,15 +156,9 @@ def _find_modes(plain: StepRecord, other: StepRecord) -> Iterator[str]:
     for when, modes in plain.modes.items():
         theirs = {name: other.modes.get(when, modes).get(name, mode) for name, mode in modes.items()}
         for mode, called in ((False, "evaluation"), (True, "training")):
-            switched = [name for name in _find_unequal(modes, theirs) if theirs[name] is mode]
+            switched = [name for name in find_differences(modes, theirs) if theirs[name] is mode]
             if switched:
                 yield f"In {when} {_list(switched)} are in {called} mode, unlike without the techniques."
-
-
-def _find_unequal(one: Mapping[str, object], other: Mapping[str, object]) -> list[str]:
-    """Return the names whose values differ, or that only one of the two has."""
-    names = dict.fromkeys([*one, *other])
-    return [name for name in names if one.get(name) != other.get(name)]
 
 
 def _list(names: Iterable[str]) -> str:
@@ -183,7 +179,8 @@ def find_idle(model: nn.Module, techniques: Sequence[Technique]) -> set[str]:
             continue
         before = _structure(model)
         undo = technique.apply(model)
-        if undo is None and _structure(model) == before:  # a technique that returns an undo has done something
+        # A technique that returns an undo has done something.
+        if undo is None and _structure(model) == before:
             idle.add(str(technique))
     return idle
 

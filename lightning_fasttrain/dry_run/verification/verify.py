@@ -12,15 +12,15 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_fasttrain.core.checks import positive_int
+from lightning_fasttrain.core.host.lightning import list_callbacks
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.dry_run.verification.batches import take_batches, take_validation
 from lightning_fasttrain.dry_run.verification.proof import FULL, Proof
 from lightning_fasttrain.dry_run.verification.report import Verification
 from lightning_fasttrain.dry_run.verification.short_run import Steps
 from lightning_fasttrain.optim.named.build_optimizer import make_optimizer
+from lightning_fasttrain.predict.predict_memory import Loss
 from lightning_fasttrain.technique import Technique, check_together
-
-Loss = Callable[[Any, Any], Any]
 
 
 def verify(
@@ -156,9 +156,8 @@ def as_lightning_module(
 
 def _list_techniques(module: L.LightningModule, techniques: Sequence[Technique] | None) -> list[Technique]:
     if techniques is None:
-        brought: Any = module.configure_callbacks()
-        listed = brought if isinstance(brought, Sequence) else [brought]
-        techniques = [callback for callback in listed if isinstance(callback, Technique)]
+        brought = list_callbacks(module.configure_callbacks)
+        techniques = [callback for callback in brought if isinstance(callback, Technique)]
     if not techniques:
         why = "expected at least one technique to compare with the plain step"
         raise ValueError(explain("techniques=[]", why, "Pass some, for example [ft.MicroBatching(4)]"))

@@ -8,15 +8,14 @@ import lightning as L
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_fasttrain.core.batch import count_batch
-from lightning_fasttrain.core.device import free_bytes
-from lightning_fasttrain.core.modules.parameters import count_parameters
 from lightning_fasttrain.dry_run.verification.short_run import quietly
-from lightning_fasttrain.planner.advice.setting import Loss, Setting, find_setting
-from lightning_fasttrain.predict.fake_model import Factory
+from lightning_fasttrain.planner.advice.training_setup import TrainingSetup, find_setup
+from lightning_fasttrain.predict.fake_model import Factory, fake_model
+from lightning_fasttrain.predict.predict_memory import Loss
 from lightning_fasttrain.technique import Technique
-from lightning_fasttrain.technique.explanation import Explanation, describe_acting, explain_run
+from lightning_fasttrain.technique.explanation import Explanation, explain_model, explain_run
 from lightning_fasttrain.technique.predicted_step import PredictedStep
+from lightning_fasttrain.technique.technique import find_surgeons
 
 
 def explain(
@@ -72,40 +71,34 @@ def explain(
     Source:
         Ours.
     """
-    setting = find_setting(module, techniques, trainer, precision)
+    setup = find_setup(module, techniques, trainer, precision)
     # In a fit the techniques are on the model already, and a copy would get them twice.
-    if setting.trainer is not None and setting.is_fitting:
-        found = explain_run(setting.trainer, setting.trainer.lightning_module, setting.techniques, batch)
+    if setup.trainer is not None and setup.is_fitting:
+        found = explain_run(setup.trainer, setup.trainer.lightning_module, setup.techniques, batch)
     else:
-        found = _explain_ahead(setting, batch)
+        found = _explain_ahead(setup, batch)
     if batch is None:
         return found
     try:
         with quietly():
-            predicted = setting.predict(batch, loss, optimizer)
+            predicted = setup.predict(batch, loss, optimizer)
     except (TypeError, ValueError) as error:
         return replace(found, why_unpredicted=str(error).rstrip("."))
     return replace(found, predicted_bytes=predicted.peak_bytes)
 
 
-def _explain_ahead(setting: Setting, batch: Any) -> Explanation:
-    planned = PredictedStep(setting.precision, setting.predicted_device == "cuda")
-    surgeons = setting.find_surgeons(planned)
-    strategy, ranks, accumulation = setting.as_trained
-    with quietly(), setting.copy_without_memory(surgeons) as copy:
-        acting = describe_acting(setting.techniques, copy)
-        trained, parameters = count_parameters(copy)
-    samples, tokens = count_batch(batch)
-    return Explanation(
-        techniques=acting,
-        trained=trained,
-        parameters=parameters,
-        precision=setting.precision,
-        strategy=strategy,
-        device=setting.device.type,
-        ranks=ranks,
-        samples=samples,
-        tokens=tokens,
-        accumulation=max(planned.window, accumulation),  # by a technique or by the Trainer
-        free_bytes=free_bytes(setting.device),
-    )
+def _explain_ahead(setup: TrainingSetup, batch: Any) -> Explanation:
+    planned = PredictedStep(setup.precision, setup.predicted_device == "cuda")
+    surgeons = find_surgeons(setup.techniques, planned)
+    strategy, ranks, accumulation = setup.as_trained
+    with quietly(), fake_model(setup.module, surgeons) as copy:
+        return explain_model(
+            copy,
+            setup.techniques,
+            batch,
+            setup.device,
+            precision=setup.precision,
+            strategy=strategy,
+            ranks=ranks,
+            accumulation=max(planned.window, accumulation),  # by a technique or by the Trainer
+        )

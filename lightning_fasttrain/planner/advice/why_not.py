@@ -1,45 +1,43 @@
-"""Every technique that is not in use: why not, and what it would bring."""
+"""Explain for each unused technique why it cannot act, or predict how much memory it would save."""
 
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from io import StringIO
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.strategies import Strategy
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_fasttrain.core.messages import format_bytes
-from lightning_fasttrain.core.modules.blocks import find_blocks
-from lightning_fasttrain.core.modules.heads import find_heads
+from lightning_fasttrain.core.messages import Report, format_bytes, titled_table
 from lightning_fasttrain.core.modules.parameters import count_parameters
 from lightning_fasttrain.core.modules.wrapped_forward import first_line
 from lightning_fasttrain.data import MicroBatching
 from lightning_fasttrain.dry_run.verification.short_run import quietly
 from lightning_fasttrain.model import LowPrecisionProducts
-from lightning_fasttrain.planner.advice.setting import Loss, Setting, find_setting
+from lightning_fasttrain.planner.advice.training_setup import TrainingSetup, find_setup
 from lightning_fasttrain.planner.catalogue import known_techniques
-from lightning_fasttrain.predict.fake_model import Factory
+from lightning_fasttrain.predict.fake_model import Factory, fake_model
+from lightning_fasttrain.predict.predict_memory import Loss
 from lightning_fasttrain.technique import Technique, check_together
-from lightning_fasttrain.technique.facts import Facts, facts_of_machine
+from lightning_fasttrain.technique.facts import Facts, add_model, describe_clipping, facts_of_machine
 from lightning_fasttrain.technique.predicted_step import PredictedStep
+from lightning_fasttrain.technique.technique import find_surgeons
 
 
 @dataclass(frozen=True)
 class Unused:
-    """One technique.
+    """A technique that is not in use.
 
     Args:
-        name: of its class.
-        why_not: why it cannot, or need not, act here; None if nothing speaks against trying it.
-        when: when it pays, anywhere.
-        tried: as what it was predicted, a call; "" if it was not.
-        factor: the predicted peak with it, as a factor of that without; None if it was not predicted.
+        name: name of its class.
+        why_not: why it cannot, or need not, act here; None if there is no reason against it.
+        when: when it pays in general.
+        tried: the call whose memory was predicted; "" if none was.
+        factor: predicted peak with the technique divided by that without; None if it was not predicted.
     """
 
     name: str
@@ -50,16 +48,16 @@ class Unused:
 
 
 @dataclass(frozen=True)
-class UnusedReport:
+class UnusedReport(Report):
     """Techniques that are not in use; ``print`` shows a table.
 
     Args:
-        rows: first what may be worth trying, by how much memory it would save, then what is not.
+        rows: first the techniques that may be worth trying, those that save most memory first; then the others.
         used: names of the techniques in use.
-        peak_bytes: the predicted peak with those; None if nothing was predicted.
-        device: that it is about.
-        precision: as Lightning means it.
-        notes: sentences on what was not predicted.
+        peak_bytes: predicted peak with the techniques in use; None if nothing was predicted.
+        device: type of the device.
+        precision: Lightning's name of the precision.
+        notes: explanations of missing predictions.
     """
 
     rows: tuple[Unused, ...]
@@ -69,19 +67,11 @@ class UnusedReport:
     precision: str
     notes: tuple[str, ...] = ()
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, in bytes, for JSON."""
-        return asdict(self)
-
     def as_table(self) -> Table:
-        """For ``rich``: what each would bring, and what speaks against it."""
+        """Build a ``rich`` table of the memory with each technique, and of the reasons against it."""
         peak = "" if self.peak_bytes is None else f", predicted peak {format_bytes(self.peak_bytes)}"
-        table = Table(
-            title=f"Not in use on {self.device}, {self.precision}; in use: {', '.join(self.used) or 'nothing'}{peak}",
-            caption="\n".join(self.notes) or None,
-            title_justify="left",
-            caption_justify="left",
-        )
+        used = ", ".join(self.used) or "nothing"
+        table = titled_table(f"Not in use on {self.device}, {self.precision}; in use: {used}{peak}", self.notes)
         table.add_column("technique")
         table.add_column("peak", justify="right")
         table.add_column("why not, or when it pays", overflow="fold")
@@ -91,11 +81,6 @@ class UnusedReport:
             style = "dim" if row.why_not is not None else None
             table.add_row(row.tried or row.name, factor, says, style=style)
         return table
-
-    def __str__(self) -> str:
-        text = StringIO()
-        Console(file=text, width=120).print(self.as_table())
-        return text.getvalue().rstrip()
 
 
 _REFUSED = (TypeError, ValueError, ModuleNotFoundError)
@@ -143,36 +128,36 @@ def why_not(
     Source:
         Ours.
     """
-    setting = find_setting(module, techniques, trainer, precision)
+    setup = find_setup(module, techniques, trainer, precision)
     with quietly():
-        asker = _Asker(setting, batch, loss, optimizer)
-        rows = [asker.ask(kind) for kind in known_techniques() if kind not in map(type, setting.techniques)]
+        asker = _Asker(setup, batch, loss, optimizer)
+        rows = [asker.ask(kind) for kind in known_techniques() if kind not in map(type, setup.techniques)]
     rows.sort(key=lambda row: (row.why_not is not None, math.inf if row.factor is None else row.factor))
-    used = tuple(type(technique).__name__ for technique in setting.techniques)
-    return UnusedReport(tuple(rows), used, asker.peak_bytes, setting.device.type, setting.precision, tuple(asker.notes))
+    used = tuple(type(technique).__name__ for technique in setup.techniques)
+    return UnusedReport(tuple(rows), used, asker.peak_bytes, setup.device.type, setup.precision, tuple(asker.notes))
 
 
 class _Asker:
-    """Asks techniques about one setting.
+    """Asks techniques about one setup.
 
     Attributes:
-        peak_bytes: of a step with the techniques in use; None if it is not predicted.
-        notes: sentences on what is not.
+        peak_bytes: predicted peak of a step with the techniques in use; None if it is not predicted.
+        notes: explanations of missing predictions.
     """
 
     def __init__(
-        self, setting: Setting, batch: Any, loss: Loss | None, optimizer: Callable[[Any], Optimizer] | None
+        self, setup: TrainingSetup, batch: Any, loss: Loss | None, optimizer: Callable[[Any], Optimizer] | None
     ) -> None:
-        self.setting, self.step = setting, (batch, loss, optimizer)
+        self.setup, self.step = setup, (batch, loss, optimizer)
         self.notes: list[str] = []
         self.peak_bytes: int | None = None
-        planned = PredictedStep(setting.precision, setting.predicted_device == "cuda")
-        with setting.copy_without_memory(setting.find_surgeons(planned)) as copy:
-            self.facts = _facts(setting, copy)
+        planned = PredictedStep(setup.precision, setup.predicted_device == "cuda")
+        with fake_model(setup.module, find_surgeons(setup.techniques, planned)) as copy:
+            self.facts = _facts(setup, copy)
         if batch is None:
             return
         try:
-            self.peak_bytes = setting.predict(*self.step).peak_bytes
+            self.peak_bytes = setup.predict(*self.step).peak_bytes
         except _REFUSED as error:
             self.notes.append(f"Nothing is predicted: {error}")
 
@@ -184,13 +169,13 @@ class _Asker:
             made = self._make(kind)
             if made is None:
                 return row
-            check_together([*self.setting.techniques, made], self._strategy)
+            check_together([*self.setup.techniques, made], self._strategy)
             if self.peak_bytes is not None and self._changes_memory(made):
-                predicted = self.setting.predict(*self.step, [*self.setting.techniques, made])
+                predicted = self.setup.predict(*self.step, [*self.setup.techniques, made])
                 return replace(row, tried=repr(made), factor=predicted.peak_bytes / self.peak_bytes)
             if made.surgery is not None:
                 # Nothing is done with the copy: to operate on it shows whether the technique refuses.
-                with self.setting.copy_without_memory([made]):
+                with fake_model(self.setup.module, [made]):
                     pass
         except _REFUSED as error:
             return replace(row, why_not=str(error))
@@ -200,10 +185,10 @@ class _Asker:
 
     @property
     def _strategy(self) -> Strategy | None:
-        return None if self.setting.trainer is None else self.setting.trainer.strategy
+        return None if self.setup.trainer is None else self.setup.trainer.strategy
 
     def _make(self, kind: type[Technique]) -> Technique | None:
-        """One as it would be tried first; None for those that need to be told more."""
+        """Make a technique with its default arguments; None if it requires some."""
         if kind is MicroBatching:
             return MicroBatching(4)
         if kind is LowPrecisionProducts:
@@ -212,31 +197,23 @@ class _Asker:
         return None if needed else kind()
 
     def _changes_memory(self, made: Technique) -> bool:
-        plain = PredictedStep(self.setting.precision, self.setting.predicted_device == "cuda")
-        planned = replace(plain, on_optimizer=[], notes=[])  # lists of its own, or `plain` would change too
+        plain = PredictedStep(self.setup.precision, self.setup.predicted_device == "cuda")
+        # The copy has lists of its own, or `plain` would change with it.
+        planned = replace(plain, on_optimizer=[], notes=[])
         operates = made.predict(planned) is not None
         return operates or replace(planned, notes=[]) != plain  # a note alone changes nothing
 
 
-def _facts(setting: Setting, model: nn.Module) -> Facts:
+def _facts(setup: TrainingSetup, model: nn.Module) -> Facts:
     trained, parameters = count_parameters(model)
-    trainer = setting.trainer
+    trainer = setup.trainer
     facts = replace(
-        facts_of_machine(),
-        device=setting.device.type,
-        blocks=_count_blocks(model),
-        heads=len(find_heads(model)),
+        add_model(facts_of_machine(), model),
+        device=setup.device.type,
         trains=trained / max(parameters, 1),
-        precision=setting.precision,
+        precision=setup.precision,
     )
     if trainer is None:
         return facts
-    clips = (trainer.gradient_clip_algorithm or "norm") if trainer.gradient_clip_val else "no"
+    clips = describe_clipping(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
     return replace(facts, devices=trainer.world_size, accumulates=trainer.accumulate_grad_batches, clips=clips)
-
-
-def _count_blocks(model: nn.Module) -> int:
-    try:
-        return len(find_blocks(model))
-    except ValueError:
-        return 0

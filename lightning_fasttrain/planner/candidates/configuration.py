@@ -1,6 +1,5 @@
-"""One way to make a step: how many parts, what is recomputed, in which precision, and what else is switched on."""
+"""A choice of techniques: number of micro-batches, precision, and one word for each further decision."""
 
-import ast
 import copy
 import math
 from collections.abc import Mapping
@@ -9,7 +8,7 @@ from typing import Any
 
 from lightning_fasttrain import data, model
 from lightning_fasttrain.model.memory_budget.memory_budget import MemoryBudget
-from lightning_fasttrain.planner.catalogue import class_named, known_techniques, public_path
+from lightning_fasttrain.planner.catalogue import code_of, config_of, known_techniques
 from lightning_fasttrain.technique import Setting, Technique
 
 
@@ -18,112 +17,90 @@ class Switch:
     """Meaning of one word of a :class:`Choice`.
 
     Attributes:
-        technique: its class.
-        setting: how it is made.
+        technique: class of the technique.
+        setting: its arguments and its assumed cost.
     """
 
     technique: type[Technique]
     setting: Setting
 
     def make(self) -> Technique:
-        """A fresh one."""
-        # Copies, as a policy may keep what it learned of a model.
+        """Return a new technique."""
+        # Arguments are copied, since a policy may keep what it has measured on a model.
         return self.technique(**copy.deepcopy(dict(self.setting.arguments)))
 
 
-def code_of(made: Technique) -> str:
-    """The Python that makes such a technique.
+@dataclass(frozen=True)
+class Budget:
+    """A value of the axis ``recompute``: just as much as keeps a step within a limit.
 
-    Example:
-        >>> code_of(model.ActivationCheckpointing(model.EveryBlock(2)))
-        'ft.ActivationCheckpointing(policy=ft.model.EveryBlock(k=2))'
+    Attributes:
+        gib: the limit.
     """
-    call = ast.parse(repr(made), mode="eval")
-    for node in ast.walk(call):
-        if isinstance(node, ast.Call):
-            node.func = ast.Name(f"ft.{_path_of(node)}")
-    return ast.unparse(call)
 
+    gib: float
 
-def config_of(made: Technique) -> dict[str, Any]:
-    """Return the configuration for LightningCLI.
+    @classmethod
+    def within(cls, gib: float) -> "Budget":
+        """Return a budget with few digits, which is never above ``gib``.
 
-    Example:
-        >>> config_of(data.MicroBatching(4))
-        {'class_path': 'lightning_fasttrain.MicroBatching', 'init_args': {'n': 4}}
-    """
-    call = ast.parse(repr(made), mode="eval").body
-    assert isinstance(call, ast.Call)
-    return _config_of(call)
+        Example:
+            >>> print(Budget.within(0.12345678))
+            to 0.123456 GiB
+        """
+        return cls(math.floor(gib * 1e6) / 1e6)
 
-
-def _config_of(call: ast.Call) -> dict[str, Any]:
-    arguments = {}
-    for keyword in call.keywords:
-        value = keyword.value
-        arguments[keyword.arg] = _config_of(value) if isinstance(value, ast.Call) else ast.literal_eval(value)
-    config: dict[str, Any] = {"class_path": f"lightning_fasttrain.{_path_of(call)}"}
-    return {**config, "init_args": arguments} if arguments else config
-
-
-def _path_of(call: ast.Call) -> str:
-    return public_path(class_named(ast.unparse(call.func)))
-
-
-_TO, _GIB = "to ", " GiB"
-
-
-def budget_word(gib: float) -> str:
-    """The word of the axis ``recompute`` for just as much as keeps a step within a limit.
-
-    Example:
-        >>> budget_word(0.12345678)
-        'to 0.123456 GiB'
-    """
-    return f"{_TO}{math.floor(gib * 1e6) / 1e6}{_GIB}"  # down, so that it is never above the limit
-
-
-def is_budget(word: str) -> bool:
-    """Whether it is a :func:`budget_word`."""
-    return word.startswith(_TO)
+    def __str__(self) -> str:
+        return f"to {self.gib} GiB"
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A word for each axis, "" for the plain step, and two that are not switches.
+    """A word for each axis, "" for the plain step, beside the number of micro-batches and the precision.
 
     Attributes:
-        parts: that each batch is run in.
-        precision: of the Trainer.
+        parts: number of micro-batches of each batch.
+        precision: precision of the Trainer.
     """
 
     parts: int = 1
     precision: str = "32-true"
     adapter: str = ""
     head: str = ""
-    recompute: str = ""
+    recompute: str | Budget = ""
     compile: str = ""
     offload: str = ""
     gradients: str = ""
     loader: str = ""
 
+    @classmethod
+    def read(cls, values: Mapping[str, Any]) -> "Choice":
+        """Return the choice whose fields were written as JSON."""
+        recompute = values["recompute"]
+        return cls(**{**values, "recompute": recompute if isinstance(recompute, str) else Budget(**recompute)})
+
     @property
-    def words(self) -> list[tuple[str, str]]:
-        """(axis, word) wherever it is not the plain step, precision too."""
+    def has_budget(self) -> bool:
+        """Whether blocks are recomputed within a budget, which measures the first steps."""
+        return isinstance(self.recompute, Budget)
+
+    @property
+    def words(self) -> list[tuple[str, str | Budget]]:
+        """(axis, word) of everything that differs from the plain step, precision included."""
         found = [(axis, getattr(self, axis)) for axis in SWITCHES if getattr(self, axis)]
         return [*found, ("precision", self.precision)] if self.precision != "32-true" else found
 
     def techniques(self) -> list[Technique]:
-        """Fresh ones, in the suite's order."""
+        """Return new techniques, micro-batching first."""
         made = [switch_of(axis, getattr(self, axis)).make() for axis in SWITCHES if getattr(self, axis)]
         return [data.MicroBatching(self.parts), *made] if self.parts > 1 else made
 
     def code(self) -> list[str]:
-        """The Python for each of :meth:`techniques`."""
+        """Return the Python code that makes each of :meth:`techniques`."""
         return list(map(code_of, self.techniques()))
 
     def configs(self) -> list[Mapping[str, Any]]:
-        """For LightningCLI, each of :meth:`techniques`."""
+        """Return the LightningCLI configuration of each of :meth:`techniques`."""
         return list(map(config_of, self.techniques()))
 
     def __str__(self) -> str:
@@ -133,11 +110,12 @@ class Choice:
 
 
 def _find_switches() -> dict[str, dict[str, Switch]]:
-    """axis → word → what it stands for, as the techniques themselves say. The word "" is the plain step."""
+    """Collect axis → word → its meaning, as declared by the techniques. The word "" is the plain step."""
     # Without parts and precision, which come first in Choice and are no switches.
     found: dict[str, dict[str, Switch]] = {one.name: {} for one in fields(Choice)[2:]}
     for technique in known_techniques():
-        for setting in vars(technique).get("worth_trying", ()):  # not inherited, or the word would be the subclass's
+        # An inherited setting would give its word to the subclass.
+        for setting in vars(technique).get("worth_trying", ()):
             found[setting.axis][setting.word] = Switch(technique, setting)
     return found
 
@@ -145,10 +123,9 @@ def _find_switches() -> dict[str, dict[str, Switch]]:
 SWITCHES = _find_switches()
 
 
-def switch_of(axis: str, word: str) -> Switch:
+def switch_of(axis: str, word: str | Budget) -> Switch:
     """Return the meaning of a word of an axis."""
-    if not is_budget(word):
+    if isinstance(word, str):
         return SWITCHES[axis][word]
-    gib = float(word.removeprefix(_TO).removesuffix(_GIB))
-    setting = Setting(axis, word, {"policy": MemoryBudget(budget_gib=gib)})
+    setting = Setting(axis, str(word), {"policy": MemoryBudget(budget_gib=word.gib)})
     return Switch(model.ActivationCheckpointing, setting)

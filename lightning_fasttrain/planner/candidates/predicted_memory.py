@@ -1,4 +1,4 @@
-"""The peak memory of choices, each predicted once; what differs in the size of a part alone, by a straight line."""
+"""Predict the peak memory of choices, each once; those that differ in micro-batches alone are interpolated."""
 
 import math
 from dataclasses import replace
@@ -8,21 +8,21 @@ import lightning as L
 
 from lightning_fasttrain.core.modules.blocks import find_blocks
 from lightning_fasttrain.dry_run.verification.short_run import quietly
-from lightning_fasttrain.planner.candidates.configuration import Choice, is_budget
+from lightning_fasttrain.planner.candidates.configuration import Choice
 from lightning_fasttrain.predict import predict_memory
 
 
 class PredictedMemory:
-    """Predicts peaks in bytes.
+    """Predicts peak memory in bytes.
 
-    From two parts on, a step's peak is a constant and a multiple of what one part holds: two predictions give both.
+    From two micro-batches on, a step's peak is a constant plus a multiple of the size of one, as two predictions show.
 
     Args:
         module: the model.
         batch: one batch.
-        device: whose memory.
-        parts: the numbers of parts that may be asked for.
-        budget_bytes: to which a :func:`~lightning_fasttrain.planner.candidates.configuration.budget_word` keeps a step.
+        device: type of the device whose memory is predicted.
+        parts: the possible numbers of micro-batches.
+        budget_bytes: the limit of choices with a :class:`~lightning_fasttrain.planner.candidates.configuration.Budget`.
     """
 
     def __init__(
@@ -34,43 +34,39 @@ class PredictedMemory:
         self.ends = [parts[1], parts[-1]] if len(parts) > 1 else []
         self.known: dict[Choice, float] = {}
 
-    def predict(self, choice: Choice) -> float:
-        """Peak bytes. What is compiled counts as it is eagerly, which is more.
+    def predict(self, choice: Choice, *, exactly: bool = False) -> float:
+        """Return the peak memory in bytes. Compiled blocks count as eager ones, which take more.
+
+        Args:
+            choice: the techniques and the precision.
+            exactly: whether it is predicted by itself rather than interpolated.
 
         Raises:
             ValueError, TypeError: it cannot be predicted.
         """
-        if is_budget(choice.recompute):
-            return self._within_budget(self.most_recomputed(choice), self.least_recomputed(choice))
+        if choice.has_budget:
+            low = self.predict(replace(choice, recompute="all"), exactly=exactly)
+            return self._within_budget(low, self.predict(replace(choice, recompute=""), exactly=exactly))
         key = replace(choice, compile="")
-        if key not in self.known:
-            self.known[key] = self._interpolate(key) if self._is_between(key) else float(self._predict(key))
+        is_between = self._is_between(key)
+        if key not in self.known or (exactly and is_between):
+            guesses = is_between and not exactly
+            self.known[key] = self._interpolate(key) if guesses else float(self._predict(key))
         return self.known[key]
 
     def _within_budget(self, low: float, high: float) -> float:
-        """Peak with as many stored blocks as the budget allows, if all blocks are equal."""
+        """Return the peak with as many stored blocks as the budget allows, if all blocks are equal."""
         blocks = len(find_blocks(self.module))
         kept = math.floor(blocks * (self.budget_bytes - low) / max(high - low, 1.0))
         return low + (high - low) * min(max(kept, 0), blocks) / blocks
 
     def least_recomputed(self, choice: Choice) -> float:
-        """Peak bytes with nothing recomputed."""
+        """Return the peak memory with nothing recomputed."""
         return self.predict(replace(choice, recompute=""))
 
     def most_recomputed(self, choice: Choice) -> float:
-        """Peak bytes with every block recomputed."""
+        """Return the peak memory with every block recomputed."""
         return self.predict(replace(choice, recompute="all"))
-
-    def predict_exactly(self, choice: Choice) -> float:
-        """Predict as :meth:`predict` does, without a progress line."""
-        if is_budget(choice.recompute):
-            for recompute in ("", "all"):
-                self.predict_exactly(replace(choice, recompute=recompute))
-            return self.predict(choice)
-        key = replace(choice, compile="")
-        if self._is_between(key) or key not in self.known:
-            self.known[key] = float(self._predict(key))
-        return self.known[key]
 
     def _is_between(self, choice: Choice) -> bool:
         return bool(self.ends) and self.ends[0] < choice.parts < self.ends[1]

@@ -1,4 +1,4 @@
-"""List the choices for a model on a machine, and the reasons against the others."""
+"""List the possible choices for a model on a machine, and the reasons against other techniques."""
 
 import itertools
 from collections.abc import Iterator
@@ -7,17 +7,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import lightning as L
-import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_fasttrain.core.modules.blocks import find_blocks
-from lightning_fasttrain.core.modules.heads import find_heads
 from lightning_fasttrain.data.split_batch import batch_size
-from lightning_fasttrain.planner.candidates.configuration import SWITCHES, Choice, budget_word
-from lightning_fasttrain.predict.fake_model import fake_module
+from lightning_fasttrain.planner.candidates.configuration import SWITCHES, Budget, Choice
+from lightning_fasttrain.predict.fake_model import fake_model
 from lightning_fasttrain.technique import Exactness, Technique, check_together
-from lightning_fasttrain.technique.facts import Facts
+from lightning_fasttrain.technique.facts import Facts, add_model
 
 _ORDER = list(Exactness)
 
@@ -27,30 +23,31 @@ class Axes:
     """The possible choices, axis by axis.
 
     Attributes:
-        parts: numbers of parts.
-        precisions: the user's own first.
-        words: axis → its words, "" first.
-        left_out: what is left out → why.
+        parts: numbers of micro-batches, 1 first.
+        words: axis → its words, that of the plain step first.
+        left_out: name of what is left out → the reason.
     """
 
     parts: list[int]
-    precisions: list[str]
-    words: dict[str, list[str]]
+    words: dict[str, list[str | Budget]]
     left_out: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def precision(self) -> str:
+        """The precision of the plain step."""
+        return str(self.words["precision"][0])
+
     def choices(self) -> Iterator[Choice]:
-        """Every combination of techniques that go together."""
-        names = list(self.words)
-        for words in itertools.product(*self.words.values()):
-            switched = replace(Choice(), **dict(zip(names, words, strict=True)))
-            for parts, precision in itertools.product(self.parts, self.precisions):
-                choice = replace(switched, parts=parts, precision=precision)
-                with suppress(ValueError):  # some techniques do not go together
-                    check_together(choice.techniques())
-                    yield choice
+        """Yield every combination of techniques that can be used together."""
+        names = [*self.words, "parts"]
+        for values in itertools.product(*self.words.values(), self.parts):
+            choice = replace(Choice(), **dict(zip(names, values, strict=True)))
+            with suppress(ValueError):  # some techniques do not go together
+                check_together(choice.techniques())
+                yield choice
 
     def drop(self, axis: str, why: str) -> None:
-        """Go on with the plain word of an axis alone."""
+        """Keep only the plain step's word of an axis."""
         self.left_out[axis] = why
         if axis == "parts":
             self.parts = [1]
@@ -67,24 +64,22 @@ def find_axes(
     fast_bf16: bool,
     limit_gib: float | None = None,
 ) -> Axes:
-    """Find what may be chosen for ``module``.
+    """Find the techniques that may be chosen for ``module``.
 
     Args:
         module: the model; techniques are tried on a copy without memory.
         batch: one batch.
-        facts: of the machine.
-        keep: how exact the choice must stay.
-        precision: the user's own, which stays; None if it may be chosen.
-        fast_bf16: whether the device multiplies bfloat16.
-        limit_gib: of memory, to which blocks may be recomputed one by one; None if they may not.
+        facts: facts about the machine and the Trainer.
+        keep: the least exact class of techniques that is allowed.
+        precision: the precision to keep; None if it may be chosen.
+        fast_bf16: whether the device multiplies bfloat16 fast.
+        limit_gib: memory limit of budgets, which recompute single blocks; None if there are none.
     """
-    facts = replace(facts, blocks=_count_blocks(module), heads=len(find_heads(module)))
+    facts = add_model(facts, module)
     parts, reason = _find_parts(module, batch, keep)
-    axes = Axes(parts, [precision or "32-true"], {})
+    axes = Axes(parts, {})
     if reason:
         axes.left_out["parts"] = reason
-    if precision is None:
-        _add_precision(axes, keep, fast_bf16)
     for axis, words in SWITCHES.items():
         axes.words[axis] = [""]
         for word, switch in words.items():
@@ -99,7 +94,11 @@ def find_axes(
             else:
                 axes.left_out[f"{axis} {word}"] = why
     if limit_gib is not None and "all" in axes.words["recompute"]:
-        axes.words["recompute"].insert(-1, budget_word(limit_gib))  # before the leanest, which stays the last
+        # The leanest word must stay the last one.
+        axes.words["recompute"].insert(-1, Budget.within(limit_gib))
+    axes.words["precision"] = [precision or "32-true"]
+    if precision is None:
+        _add_precision(axes, keep, fast_bf16)
     return axes
 
 
@@ -109,11 +108,11 @@ def _add_precision(axes: Axes, keep: Exactness, fast_bf16: bool) -> None:
     elif not fast_bf16:
         axes.left_out["bf16-mixed"] = "this device does not multiply bfloat16 faster"
     else:
-        axes.precisions.append("bf16-mixed")
+        axes.words["precision"].append("bf16-mixed")
 
 
 def _find_parts(module: nn.Module, batch: Any, keep: Exactness) -> tuple[list[int], str]:
-    """Powers of two up to one sample a part; else why one part alone."""
+    """Return the powers of two up to one sample per micro-batch; or 1 alone, and why."""
     norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     if norms and keep is not Exactness.CHANGES_TRAINING:
         return [1], "BatchNorm takes its statistics over a part, which would be another training"
@@ -124,20 +123,10 @@ def _find_parts(module: nn.Module, batch: Any, keep: Exactness) -> tuple[list[in
     return [2**power for power in range(size.bit_length()) if 2**power <= size], ""
 
 
-def _count_blocks(module: nn.Module) -> int:
-    try:
-        return len(find_blocks(module))
-    except ValueError:
-        return 0
-
-
 def _why_not_on(module: L.LightningModule, technique: Technique) -> str | None:
-    """Try it on a copy without memory."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    """Apply a technique to a copy without memory; return the error, or None."""
     try:
-        net = fake_module(module, mode)
-        with mode, torch.random.fork_rng(devices=[]):  # adapters draw their first weights; nothing is on a GPU
-            technique.apply(net)
+        with fake_model(module, [technique]):
+            return None
     except (ValueError, TypeError, ModuleNotFoundError, RuntimeError, NotImplementedError) as error:
         return str(error).partition("\n")[0]
-    return None

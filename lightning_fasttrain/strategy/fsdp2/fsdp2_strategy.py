@@ -30,7 +30,7 @@ from lightning_fasttrain.strategy.fsdp2.oom_safe_gathers import FSDP2Together
 from lightning_fasttrain.strategy.fsdp2.shard_blocks import check_sharded, reshard_, without_gradient_reduction
 from lightning_fasttrain.strategy.fsdp2.sharding import STEPS, FSDP2Host, Sharding
 from lightning_fasttrain.technique import Conflict
-from lightning_fasttrain.technique.technique import refuse_conflicts
+from lightning_fasttrain.technique.declarations import refuse_conflicts
 
 _PATIENCE_S = 60.0  # to wait for a checkpoint in flight when a run fails
 # Lightning's own callbacks that cannot be used here; techniques declare their conflicts themselves.

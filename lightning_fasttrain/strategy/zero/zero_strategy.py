@@ -21,7 +21,8 @@ from lightning_fasttrain.strategy.zero.stage_question import predicted_activatio
 from lightning_fasttrain.strategy.zero.zero_checkpoint import folder_to_load, save_whole
 from lightning_fasttrain.strategy.zero.zero_host import ZeROHost, fit_buckets, refuse_unfit_optimizer
 from lightning_fasttrain.technique import Conflict, Surgery, Technique, check_together
-from lightning_fasttrain.technique.technique import refuse_conflicts, techniques_of
+from lightning_fasttrain.technique.declarations import refuse_conflicts
+from lightning_fasttrain.technique.technique import techniques_of
 
 # Lightning's own callbacks that cannot be used under ZeRO; techniques declare their conflicts themselves.
 CONFLICTS_OF_ZERO = (

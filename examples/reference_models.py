@@ -1,7 +1,6 @@
 """Five small models of the usual kinds, with batches for them, to hold predictions against measurements."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
@@ -9,21 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_fasttrain.bench.gpt import GPTModule, size_named
+from lightning_fasttrain.bench.gpt import Specimen
+from lightning_fasttrain.bench.gpt import reference_gpt as gpt
 from lightning_fasttrain.core.checks import require
-
-
-@dataclass(frozen=True)
-class Specimen:
-    """A model and what it is trained on, both made when asked for.
-
-    Args:
-        module: makes the LightningModule, with random weights; it has ``loss(batch)`` and uses AdamW.
-        batch: makes one batch of random data, on the CPU.
-    """
-
-    module: Callable[[], L.LightningModule]
-    batch: Callable[[], Any]
 
 
 class Supervised(L.LightningModule):
@@ -44,15 +31,6 @@ class Supervised(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=self.lr)
-
-
-def gpt(size: str = "nano", batch: int = 8) -> Specimen:
-    """The reference GPT in one of the ladder's sizes; its batch is of (inputs, targets), each [batch, context]."""
-    config = size_named(size).model
-    shape = (batch, config.context)
-    return Specimen(
-        lambda: GPTModule(config), lambda: (_tokens(config.vocabulary, shape), _tokens(config.vocabulary, shape))
-    )
 
 
 def llama(layers: int = 4, width: int = 128, batch: int = 8, length: int = 256, vocabulary: int = 4096) -> Specimen:

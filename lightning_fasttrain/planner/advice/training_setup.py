@@ -1,7 +1,6 @@
 """Collect the subject of a question about techniques: a model, a Trainer if there is one, and the techniques in use."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,31 +8,28 @@ import lightning as L
 import torch
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import one_of
+from lightning_fasttrain.core.host.lightning import list_callbacks
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.predict.fake_model import Factory, fake_module
+from lightning_fasttrain.predict.fake_model import Factory
 from lightning_fasttrain.predict.memory_report import MemoryReport
-from lightning_fasttrain.predict.predict_memory import PRECISIONS, predict_memory
-from lightning_fasttrain.technique import Technique, apply, check_together
-from lightning_fasttrain.technique.predicted_step import PredictedStep
+from lightning_fasttrain.predict.predict_memory import PRECISIONS, Loss, predict_memory
+from lightning_fasttrain.technique import Technique, check_together
 from lightning_fasttrain.technique.technique import techniques_of
-
-Loss = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True)
-class Setting:
-    """A model and what it is trained with.
+class TrainingSetup:
+    """A model, its Trainer, and its techniques.
 
     Args:
-        module: the model, or what builds it.
-        trainer: where there is one.
-        techniques: in use, or to be used.
-        precision: as the Trainer means it.
-        device: that is trained on.
+        module: the model, or a function that builds it.
+        trainer: the Trainer; None if there is none.
+        techniques: the techniques in use, or to be used.
+        precision: Lightning's name of the precision.
+        device: the device of the training.
     """
 
     module: nn.Module | Factory
@@ -50,35 +46,16 @@ class Setting:
 
     @property
     def predicted_device(self) -> str:
-        """The kind of device that memory is predicted for."""
+        """The type of the device for which memory is predicted."""
         return "cuda" if self.device.type == "cuda" else "cpu"
 
     @property
     def as_trained(self) -> tuple[str, int, int]:
-        """The strategy's name, its ranks, and batches a step, as the Trainer is set."""
+        """The name of the strategy, the number of ranks, and the batches per step, as set in the Trainer."""
         trainer = self.trainer
         if trainer is None:
             return "no Trainer", 1, 1
         return type(trainer.strategy).__name__, trainer.world_size, trainer.accumulate_grad_batches
-
-    def find_surgeons(self, planned: PredictedStep) -> list[Technique]:
-        """The techniques that can operate on a copy; each writes into ``planned`` what it changes about a step."""
-        surgeons: list[Technique] = []
-        for technique in self.techniques:
-            with suppress(ValueError):  # one that decides by measuring says so
-                told = technique.predict(planned)
-                surgeons += [told] if told is not None else []
-        return surgeons
-
-    @contextmanager
-    def copy_without_memory(self, surgeons: Sequence[Technique] = ()) -> Iterator[nn.Module]:
-        """The model without memory, for the length of a block, with ``surgeons`` on it."""
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        with ExitStack() as undo:
-            copy = fake_module(self.module, mode)
-            undo.enter_context(mode)
-            undo.enter_context(apply(copy, surgeons))
-            yield copy
 
     def predict(
         self,
@@ -87,7 +64,7 @@ class Setting:
         optimizer: Callable[[Any], Optimizer] | None,
         techniques: Sequence[Technique] | None = None,
     ) -> MemoryReport:
-        """The peak of a step on this device, with other techniques if some are given."""
+        """Predict the memory of a step on this device, with its own techniques by default."""
         return predict_memory(
             self.module,
             batch,
@@ -99,16 +76,16 @@ class Setting:
         )
 
 
-def find_setting(
+def find_setup(
     module: nn.Module | Factory | L.Trainer,
     techniques: Sequence[Technique] | None,
     trainer: L.Trainer | None,
     precision: str,
-) -> Setting:
-    """Combine what a user gave with what follows from it.
+) -> TrainingSetup:
+    """Complete the user's arguments with those that follow from them.
 
     Raises:
-        TypeError, ValueError: techniques that are none, or do not go together; a Trainer that has no model yet.
+        TypeError, ValueError: invalid or conflicting techniques, or a Trainer without a model.
     """
     if isinstance(module, L.Trainer):
         trainer, held = module, module.lightning_module
@@ -120,17 +97,19 @@ def find_setting(
     if trainer is None:
         one_of("precision", precision, tuple(PRECISIONS))
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        return Setting(module, None, check_together(listed), precision, device)
+        return TrainingSetup(module, None, check_together(listed), precision, device)
+    # The strategy too may conflict with techniques.
     checked = check_together(listed, trainer.strategy)
-    return Setting(module, trainer, checked, str(trainer.precision), trainer.strategy.root_device)
+    return TrainingSetup(module, trainer, checked, str(trainer.precision), trainer.strategy.root_device)
 
 
 def _list_techniques(module: nn.Module | Factory, trainer: L.Trainer | None) -> list[Technique]:
-    """The Trainer's, and those that the module would bring to it."""
+    """Return the techniques of the Trainer, and those that the module would bring to it."""
     listed = [] if trainer is None else techniques_of(trainer)
-    brought: Any = module.configure_callbacks() if isinstance(module, L.LightningModule) else []
-    kinds = {type(technique) for technique in listed}  # a Trainer that has met the module has them already
-    for callback in brought if isinstance(brought, Sequence) else [brought]:
+    brought = list_callbacks(module.configure_callbacks) if isinstance(module, L.LightningModule) else []
+    # A Trainer that has met the module has them already.
+    kinds = {type(technique) for technique in listed}
+    for callback in brought:
         if isinstance(callback, Technique) and type(callback) not in kinds:
             listed.append(callback)
     return listed

@@ -1,0 +1,158 @@
+"""Share among subcommands: their rows, errors in one line, options that name a model, and the printing of reports."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+# For annotations only: the command must answer --help without importing torch.
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.status import Status
+    from torch import nn
+
+    from lightning_fasttrain.bench.gpt import Specimen
+    from lightning_fasttrain.core.messages import Report
+
+# Also the exit code for arguments that argparse itself refuses.
+BAD_INPUT = 2
+
+Option = tuple[tuple[str, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand of ``fasttrain``.
+
+    Attributes:
+        name: the word after ``fasttrain``.
+        help: its line in the list of commands.
+        options: its arguments, made by :func:`option`.
+        run: what it does with them; returns the exit code, None for 0.
+        description: what ``--help`` says above the options.
+    """
+
+    name: str
+    help: str
+    options: Sequence[Option]
+    run: Callable[[argparse.Namespace], int | None]
+    description: str = ""
+
+
+def option(*names: str, **settings: Any) -> Option:
+    """Keep the arguments of ``add_argument`` until there is a parser."""
+    return names, settings
+
+
+class CommandError(Exception):
+    """Ends a command with a reason, which is printed in one line, and an exit code."""
+
+    def __init__(self, reason: object, code: int = BAD_INPUT) -> None:
+        super().__init__(str(reason))
+        self.code = code
+
+
+@contextmanager
+def refusing(*errors: type[Exception]) -> Iterator[None]:
+    """End the command as for bad input if one of these errors is raised."""
+    try:
+        yield
+    except errors as error:
+        raise CommandError(error) from error
+
+
+@contextmanager
+def working(says: str) -> Iterator["Status"]:
+    """Show on stderr what is being done, as stdout has the report alone; errors about the input end the command."""
+    from rich.console import Console
+
+    # Other errors are faults of the model or of this package, and keep their traceback.
+    with refusing(ValueError, TypeError, ModuleNotFoundError), Console(stderr=True).status(says) as status:
+        yield status
+
+
+def show_report(report: "Report", in_json: bool) -> "Console":
+    """Print a report; return the console for anything else that is printed."""
+    from rich.console import Console
+
+    from lightning_fasttrain.core.messages import wide_enough
+
+    console = wide_enough(Console())
+    if in_json:
+        print(json.dumps(report.as_dict(), indent=2))
+    else:
+        console.print(report.as_table())
+    return console
+
+
+def note(text: object) -> None:
+    """Print a line on stderr, beside the report on stdout."""
+    print(text, file=sys.stderr)
+
+
+def model_options(batch: str) -> list[Option]:
+    """Options that name a model by its import path, or a reference GPT by its size; ``batch`` is the help of that."""
+    return [
+        option(
+            "target",
+            nargs="?",
+            metavar="TARGET",
+            help="package.module:Name of a LightningModule with a train_dataloader, or of a function that returns "
+            "(module, batch)",
+        ),
+        option("--arg", action="append", default=[], metavar="KEY=VALUE", help="an argument for TARGET, repeatable"),
+        option(
+            "--data", default="", metavar="TARGET", help="package.module:Name of a LightningDataModule, for its batches"
+        ),
+        option("--size", help="a reference GPT instead: nano, tiny, mini, gpt2-small, gpt2-medium or gpt2-xl"),
+        option("--batch", type=int, metavar="N", help=batch),
+    ]
+
+
+def load_model(options: argparse.Namespace) -> "tuple[nn.Module, Any]":
+    """Return the model, with its memory, and a batch, as the options name them.
+
+    Raises:
+        ValueError, TypeError: there is none, or it cannot be had.
+    """
+    from lightning_fasttrain.cli.subject import load_subject
+
+    _refuse_both_or_none(options)
+    if options.size is None:
+        return load_subject(options.target, options.arg, data=options.data, fake=False)
+    specimen = _reference(options, 4)
+    return specimen.module(), specimen.batch()
+
+
+def load_model_without_memory(options: argparse.Namespace) -> tuple[Any, Any]:
+    """Return the model, or its factory, without memory, and a batch; of a reference GPT by default the size's own.
+
+    Raises:
+        ValueError, TypeError: there is none, or it cannot be had.
+    """
+    from lightning_fasttrain.bench.gpt import size_named
+    from lightning_fasttrain.cli.subject import load_subject
+
+    _refuse_both_or_none(options)
+    if options.size is None:
+        return load_subject(options.target, options.arg, data=options.data)
+    specimen = _reference(options, size_named(options.size).batch)
+    return specimen.module, specimen.batch()
+
+
+def _refuse_both_or_none(options: argparse.Namespace) -> None:
+    if (options.target is None) == (options.size is None):
+        raise ValueError("give either TARGET or --size, see --help.")
+    if options.data and options.target is None:
+        raise ValueError("--data names batches for TARGET; a reference GPT has its own. Give TARGET instead of --size.")
+
+
+def _reference(options: argparse.Namespace, usual_batch: int) -> "Specimen":
+    from lightning_fasttrain.bench.gpt import reference_gpt
+    from lightning_fasttrain.core.checks import positive_int
+
+    batch = usual_batch if options.batch is None else options.batch
+    return reference_gpt(options.size, positive_int("batch", batch))

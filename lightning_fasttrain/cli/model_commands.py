@@ -1,0 +1,154 @@
+"""Subcommands about one model: its memory, its plan, its strategy, unused techniques, and verification."""
+
+import argparse
+import json
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightning_fasttrain.cli.command import (
+    CommandError,
+    load_model,
+    load_model_without_memory,
+    note,
+    show_report,
+    working,
+)
+from lightning_fasttrain.cli.rehearsal.rehearse import ask_script
+from lightning_fasttrain.cli.rehearsal.run_script import VERIFY
+
+if TYPE_CHECKING:
+    from lightning_fasttrain.planner import Plan
+
+
+def predict_peak(options: argparse.Namespace) -> None:
+    """Run ``fasttrain memory``: the peak memory of a training step, without the memory."""
+    from lightning_fasttrain.cli.subject import techniques_named
+    from lightning_fasttrain.predict import predict_memory
+
+    with working("Predicting…"):
+        report = predict_memory(
+            *load_model_without_memory(options),
+            techniques=techniques_named(options.techniques),
+            precision=options.precision,
+            device=options.device,
+        )
+    show_report(report, options.json)
+
+
+def list_unused(options: argparse.Namespace) -> None:
+    """Run ``fasttrain why-not``: every technique that is not in use, and why."""
+    from lightning_fasttrain.cli.subject import techniques_named
+    from lightning_fasttrain.planner import why_not
+
+    with working("Asking each technique…"):
+        module, batch = load_model_without_memory(options)
+        techniques = techniques_named(options.techniques) or None
+        report = why_not(module, batch, techniques, precision=options.precision)
+    show_report(report, options.json)
+
+
+def compare_strategies(options: argparse.Namespace) -> None:
+    """Run ``fasttrain shard``: DDP, FSDP2 and ZeRO for a model on any number of devices, without them."""
+    from lightning_fasttrain.strategy.choose._optimizer_state import optimizer_named
+    from lightning_fasttrain.strategy.choose_strategy import choose_strategy
+
+    if options.size is None and options.batch is not None:
+        raise CommandError("--batch goes with --size; TARGET brings its own batch.")
+    with working("Predicting…"):
+        optimizer = optimizer_named(options.optimizer) if options.optimizer else None
+        module, batch = load_model_without_memory(options)
+        # Of a reference GPT activations are counted only if --batch asks for them.
+        counted = options.activations is None and (options.size is None or options.batch is not None)
+        choice = choose_strategy(
+            module,
+            optimizer,
+            options.devices,
+            memory_gib=options.memory,
+            batch=batch if counted else None,
+            nodes=options.nodes,
+            precision=options.precision,
+            activation_gib=options.activations,
+            host_gib=options.host,
+        )
+    show_report(choice, options.json)
+
+
+def plan_training(options: argparse.Namespace) -> None:
+    """Run ``fasttrain plan``: the fastest way to train a model within a limit of memory."""
+    from lightning_fasttrain.planner import make_plan
+
+    with working("looking at the model") as status:
+        module, batch = load_model(options)
+        plan = make_plan(
+            module,
+            batch,
+            _number_or_word(options.memory),
+            options.devices,
+            nodes=options.nodes,
+            keep=options.keep,
+            precision=options.precision,
+            device=options.device,
+            steps=options.steps,
+            seconds=options.seconds,
+            tell=status.update,
+        )
+    console = show_report(plan, options.json)
+    if not options.json:
+        console.print(plan.code(), markup=False, highlight=False, soft_wrap=True)
+    if options.out:
+        _write(plan, Path(options.out))
+
+
+def _number_or_word(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text  # "fit", or what make_plan will refuse
+
+
+def _write(plan: "Plan", folder: Path) -> None:
+    from lightning_fasttrain.core.files.atomic_write import write_atomic
+
+    folder.mkdir(parents=True, exist_ok=True)
+    written = [plan.save(folder / "plan.json"), write_atomic(folder / "plan.yaml", plan.yaml())]
+    try:
+        written.append(plan.save_picture(folder / "plan.png"))
+    except ModuleNotFoundError as error:
+        note(error)
+    note(f"Written: {', '.join(map(str, written))}")
+
+
+def verify_training(options: argparse.Namespace) -> int:
+    """Run ``fasttrain verify``: whether training is the same with techniques, for a model or a script."""
+    if options.script is not None:
+        return _verify_script(options)
+    from lightning_fasttrain.cli.subject import techniques_named
+    from lightning_fasttrain.dry_run import verify
+
+    with working("Running the same steps without and with techniques…"):
+        module, batch = load_model(options)
+        verified = verify(
+            module,
+            batch,
+            techniques_named(options.techniques) or None,
+            precision=options.precision,
+            steps=options.steps,
+            operators=options.operators,
+            accelerator=options.accelerator,
+        )
+    show_report(verified, options.json)
+    return 0 if verified.ok else 1
+
+
+def _verify_script(options: argparse.Namespace) -> int:
+    if options.target is not None or options.size is not None:
+        raise CommandError("give either TARGET, --size or --script, see --help.")
+    orders = {VERIFY: json.dumps({"techniques": options.techniques, "steps": options.steps})}
+    result, code = ask_script(options.script, shlex.split(options.script_args), orders, quiet=options.json)
+    if result is None:
+        raise CommandError(f"the script ended with {code} before a first step. Nothing was verified.")
+    if "error" in result:
+        raise CommandError(result["error"])
+    print(json.dumps(result["report"], indent=2) if options.json else result["table"])
+    return 0 if result["ok"] else 1

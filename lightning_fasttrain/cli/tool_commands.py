@@ -1,0 +1,137 @@
+"""Subcommands without a model of the user's: the ladder, techniques, schedules, checkpoints, and this machine."""
+
+import argparse
+from pathlib import Path
+
+from lightning_fasttrain.cli.command import BAD_INPUT, CommandError, refusing
+
+INTERRUPTED = 130  # what shells give for a program that SIGINT ended: 128 + 2
+
+
+def climb_ladder(options: argparse.Namespace) -> int:
+    """Run ``fasttrain ladder``: what each technique gains on this machine."""
+    from rich.console import Console
+
+    from lightning_fasttrain.bench.ladder import preflight, report, run_ladder
+    from lightning_fasttrain.core.messages import wide_enough
+
+    console = wide_enough(Console())
+    names = None
+    if options.rungs:
+        names = [name.strip() for name in options.rungs.split(",")]
+    with refusing(ValueError, ModuleNotFoundError):
+        prepared = preflight.prepare(
+            options.size,
+            text=options.text,
+            out=options.out,
+            steps=options.steps,
+            repeats=options.repeats,
+            minutes=options.minutes,
+            each=options.each,
+            attention=options.attention,
+            batch=options.batch,
+            micro_batches=options.micro_batches,
+            names=names,
+        )
+    for one in prepared.skipped:
+        console.print(f"{one.title:<28} left out: {one.reason}", markup=False, highlight=False, soft_wrap=True)
+    with report.Live(console, run_ladder.number_of_rows(prepared)) as live:
+        result = run_ladder.climb(prepared, live.row, live.progress)
+    # The ladder was interrupted before its first rung was done.
+    if not result.rungs:
+        return INTERRUPTED
+    console.print(report.as_table(result, console.width))
+    each = report.as_table_of_each(result)
+    if each is not None:
+        console.print(each)
+    console.print(report.summary(result), markup=False, highlight=False, soft_wrap=True)
+    picture = report.save_picture(result, prepared.out / "ladder.png")
+    written = [str(prepared.out / "ladder.json"), *([str(picture)] if picture else [])]
+    console.print(f"Written: {', '.join(written)}", soft_wrap=True)
+    if picture is None:
+        # The backslash keeps rich from reading [plots] as a style.
+        console.print("No picture: matplotlib is missing. pip install 'lightning-fasttrain\\[plots]'")
+    if result.interrupted:
+        raise CommandError("interrupted; what was measured is kept", INTERRUPTED)
+    naive, *others = result.rungs
+    # Without naive and at least one rung there is nothing to compare.
+    worked = naive.error is None and any(row.error is None for row in others)
+    return 0 if worked else 1
+
+
+def draw_schedule(options: argparse.Namespace) -> None:
+    """Run ``fasttrain schedule``: a learning rate over a run, drawn before it is run."""
+    from rich.console import Console
+
+    from lightning_fasttrain.optim.schedule.picture import draw_text, sample_rates, save_picture
+    from lightning_fasttrain.optim.schedule.schedule_shapes import read_request
+
+    marks = [mark for mark in options.at.split(",") if mark]
+    with refusing(ValueError, OSError, ModuleNotFoundError):
+        request = read_request(
+            options.shape, options.warmup, options.total, options.final, marks, options.by, options.decay
+        )
+        in_epochs = [length for length in request.lengths if length.unit == "epochs"]
+        if in_epochs and options.epoch_steps is None:
+            raise CommandError(f"{in_epochs[0]}: give --epoch-steps, the optimizer steps of an epoch.")
+        plan = request.plan(steps_of_epochs=lambda epochs: epochs * options.epoch_steps)
+        console = Console(highlight=False)
+        # 12 columns are for the labels at the left.
+        columns = min(100, console.width - 12) if console.is_terminal else 88
+        print(draw_text(sample_rates(plan, options.lr, columns)))
+        title = f"{plan.shape}: {plan.total:,.0f} {plan.clock}, warm-up {plan.warmup:,.0f}"
+        print(f"{'':9}{title}, rate {options.lr:g} → {sample_rates(plan, options.lr, 2)[-1][1]:.3g}")
+        if options.out:
+            written = save_picture(sample_rates(plan, options.lr, 1000), title, plan.clock, options.out)
+            print(f"Written: {written}")
+
+
+def write_consolidated(options: argparse.Namespace) -> None:
+    """Run ``fasttrain consolidate``: the whole weights of a sharded checkpoint in one file."""
+    from lightning_fasttrain.core.messages import format_bytes
+    from lightning_fasttrain.strategy.consolidate import consolidate
+
+    folder = Path(options.folder)
+    # Resolved, since "." has no name that could get a suffix.
+    out = Path(options.out) if options.out else Path(f"{str(folder.resolve()).removesuffix('.ckpt')}.safetensors")
+    with refusing(OSError, ValueError, ModuleNotFoundError):
+        written = consolidate(folder, out)
+    size = format_bytes(written.nbytes)
+    print(
+        f"Written: {written.path}, {written.tensors} tensors, {written.numel:,} numbers, {size}, from {written.source}"
+    )
+
+
+def examine_machine(options: argparse.Namespace) -> None:
+    """Run ``fasttrain doctor``: what this machine offers, and how to get what is missing."""
+    from rich.console import Console
+
+    from lightning_fasttrain.cli import doctor
+    from lightning_fasttrain.core.messages import wide_enough
+
+    wide_enough(Console()).print(doctor.as_table(doctor.examine()))
+
+
+def describe_techniques(options: argparse.Namespace) -> None:
+    """Run ``fasttrain techniques``: the table of techniques, or all about one of them."""
+    from lightning_fasttrain.bench.ladder.results import Climbed
+    from lightning_fasttrain.cli.technique_table import card, markdown_card, markdown_page, markdown_table
+    from lightning_fasttrain.core.checks import one_of
+    from lightning_fasttrain.planner.catalogue import known_techniques
+    from lightning_fasttrain.technique.facts import facts_of_machine
+
+    known = {technique.__name__: technique for technique in known_techniques()}
+    with refusing(ValueError):
+        if options.name is not None:
+            one_of("technique", options.name, tuple(known))
+    try:
+        measured = Climbed.read(options.ladder) if options.ladder else None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not what `fasttrain ladder` writes"
+        raise CommandError(f"{options.ladder}: {reason}", BAD_INPUT) from error
+    if options.markdown:
+        print(markdown_card(known[options.name], measured) if options.name else markdown_page(measured).rstrip("\n"))
+    elif options.name is None:
+        print(markdown_table(measured))
+    else:
+        print(card(known[options.name], measured, facts_of_machine()))
