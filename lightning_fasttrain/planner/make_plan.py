@@ -21,7 +21,7 @@ from lightning_fasttrain.planner.catalogue import code_of
 from lightning_fasttrain.planner.plan import Plan, Tried
 from lightning_fasttrain.planner.search import Search
 from lightning_fasttrain.planner.several_devices import SeveralDevices
-from lightning_fasttrain.planner.suggestions import suggest_leaner_optimizer, suggest_workers
+from lightning_fasttrain.planner.suggestions import suggest_leaner_optimizer, suggest_trimming, suggest_workers
 from lightning_fasttrain.planner.timing import Stopwatch
 from lightning_fasttrain.predict.predict_memory import DEVICES, PRECISIONS
 from lightning_fasttrain.technique import Exactness
@@ -144,6 +144,8 @@ def make_plan(
         search.notes.append(f"There is no {device} here: times are assumed, and nothing was measured.")
     elif loader is not None:
         search.notes += filter(None, [suggest_workers(loader, chosen.ms)])
+    if chosen.choice.parts == 1:
+        search.notes += filter(None, [suggest_trimming(batch)])
     if keep_class is Exactness.CHANGES_TRAINING:
         search.notes += filter(None, [suggest_leaner_optimizer(plain)])
     strategy = several.choose(chosen.choice, chosen.predicted_bytes) if several is not None else None

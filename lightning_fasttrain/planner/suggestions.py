@@ -1,4 +1,4 @@
-"""Suggest changes to the user's own code: workers of the loader, and a smaller optimizer state."""
+"""Suggest changes: workers of the loader, batches without padding, and a smaller optimizer state."""
 
 import math
 import os
@@ -13,10 +13,14 @@ from torch.utils.data import DataLoader
 
 from lightning_fasttrain.core.host.lightning import configured_optimizers
 from lightning_fasttrain.core.messages import format_bytes
+from lightning_fasttrain.data.padding.find_padding import likeliest_padding, propose_padding
+from lightning_fasttrain.data.padding.trim_batch import group_rows_evenly, trim_batch
 from lightning_fasttrain.dry_run.verification.short_run import copy_module, quietly
 from lightning_fasttrain.optim import build_optimizer, optimizer_state_bytes
 
 _LEANER = "adamw8bit"
+_PARTS = 8
+_LEAST_PADDING = 0.05
 _BATCHES, _SECONDS = 8, 5.0
 
 
@@ -50,6 +54,36 @@ def suggest_workers(loader: object, step_ms: float) -> str:
     if needed > cores:
         return f"{took}: more than {loader.num_workers} workers on {cores} cores can hide. Prepare samples ahead."
     return ""
+
+
+def suggest_trimming(batch: Any) -> str:
+    """Suggest micro-batches without padding if much of a batch seems to be padding.
+
+    Args:
+        batch: one batch of the loader.
+
+    Returns:
+        A sentence with the share of padding, and of the tokens that would be left; "" if there is little padding.
+
+    Example:
+        >>> import torch
+        >>> ids = torch.tensor([[5, 6] + [0] * 62, [7] * 64, *[[8] + [0] * 63] * 14])
+        >>> print(suggest_trimming({"input_ids": ids, "attention_mask": (ids != 0).long()}))
+        92% of the batch seems to be padding (['attention_mask'] = 0): MicroBatching(8) would run ×0.18 of its tokens...
+    """
+    try:
+        proposals = propose_padding(batch)
+    except ValueError:  # a batch without samples
+        return ""
+    extents = likeliest_padding(proposals).read(batch) if proposals else None
+    if extents is None or extents.share < _LEAST_PADDING:
+        return ""
+    rows = group_rows_evenly(extents, _PARTS, 8)
+    left = trim_batch(batch, extents, rows, 8).tokens / extents.padded
+    return (
+        f"{extents.share:.0%} of the batch seems to be padding ({extents.padding}): MicroBatching({_PARTS}) would run "
+        f"×{left:.2f} of its tokens, where a trial shows that padding has no effect."
+    )
 
 
 def suggest_leaner_optimizer(module: L.LightningModule) -> str:

@@ -457,8 +457,37 @@ def test_groups_hold_every_row_once_within_the_budget(seed, multiple_of):
     for n in (1, 4, 17, 30):
         even = group_rows_evenly(extents, n, multiple_of)
         assert len(even) <= n
-        equal = -(-17 // n) * int(lengths.max() + multiple_of)
+        equal = max(-(-17 // n) * 50, int(lengths.max() + multiple_of))
         assert max(part.numel() for part in trim_batch(ids, extents, even, multiple_of).parts) <= equal
+
+
+def divisions(rows: list[int], most: int) -> list[list[list[int]]]:
+    """Return all ways to divide rows in order into groups."""
+    if not rows:
+        return [[]]
+    if most == 0:
+        return []
+    found = []
+    for end in range(1, len(rows) + 1):
+        found += [[rows[:end], *rest] for rest in divisions(rows[end:], most - 1)]
+    return found
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_groups_have_nearly_the_fewest_tokens_of_all_ways_to_divide_the_sorted_rows(seed, n):
+    lengths = torch.randint(1, 40, (9,), generator=torch.Generator().manual_seed(seed))
+    ids = (torch.arange(40)[None] < lengths[:, None]).long()
+    extents = padding_of(ids).read(ids)
+    budget = -(-9 // n) * 40
+    order = lengths.argsort(descending=True).tolist()
+
+    def tokens(groups: list[list[int]]) -> int:
+        sizes = [len(rows) * int(lengths[rows].max()) for rows in groups]
+        return sum(sizes) if max(sizes) <= budget else 10**9
+
+    fewest = min(tokens(groups) for groups in divisions(order, n))
+    assert tokens(group_rows_evenly(extents, n, 1)) <= 1.25 * fewest
 
 
 def test_two_sided_padding_is_cut_on_both_sides():

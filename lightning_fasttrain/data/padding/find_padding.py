@@ -65,7 +65,7 @@ def propose_padding(batch: Any, lengths: str | Lengths | None = None, *, zeros: 
         ValueError: ``lengths`` names no tensor of the batch.
 
     Example:
-        >>> ids = torch.tensor([[5, 6, 7], [8, 9, 0]])
+        >>> ids = torch.tensor([[5, 6, 7], [8, 0, 0]])
         >>> [[str(one.axis) for one in axis] for axis in propose_padding({"ids": ids, "mask": ids != 0})]
         [["['mask'] = 0", "['mask'] = 1", "['ids'] = 0"]]
     """
