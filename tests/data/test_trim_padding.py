@@ -263,6 +263,35 @@ def test_a_mask_that_disagrees_with_the_labels_is_refused_with_the_sample():
         ft.accumulate_gradients(step, {"ids": ids, "mask": tokens, "labels": labels}, 3, trim_padding=True)
 
 
+def test_a_side_on_which_entries_take_part_is_not_cut():
+    """Labels of -100 are padding at the end of a row, but a prompt at its beginning."""
+    torch.manual_seed(0)
+    net, (ids, tokens) = Tagger(), texts()
+    prompts = torch.tensor([0, 0, 0, 10, 0, 0, 0, 0])[:, None]
+    labels = ids.masked_fill(~tokens | (torch.arange(LONGEST)[None] < prompts), -100)
+    causal = torch.ones(LONGEST, LONGEST).triu(1).bool()
+
+    def step(batch: Any) -> Tensor:
+        x = net.embed(batch["ids"])
+        length = x.shape[1]
+        attended, _ = net.attend(x, x, x, attn_mask=causal[:length, :length], need_weights=False)
+        return F.cross_entropy(net.head(attended).transpose(1, 2), batch["labels"])
+
+    batch = {"ids": ids + torch.arange(LONGEST)[None] % 5, "labels": labels}  # no padding in the ids themselves
+    batch["ids"] = batch["ids"].remainder(WORDS)
+    step(batch).backward()
+    expected = flat_gradient(net)
+    net.zero_grad()
+    ft.accumulate_gradients(step, batch, 3)
+    torch.testing.assert_close(flat_gradient(net), expected, rtol=1e-4, atol=1e-6)
+    net.zero_grad()
+    seen: list[int] = []
+    net.embed.register_forward_pre_hook(lambda _, args: seen.append(args[0].numel()))
+    ft.accumulate_gradients(step, batch, 3)
+    torch.testing.assert_close(flat_gradient(net), expected, rtol=1e-4, atol=1e-6)
+    assert sum(seen[-3:]) < 0.75 * ids.numel()
+
+
 def test_a_loss_that_is_split_at_the_trunk_refuses_to_cut_padding():
     torch.manual_seed(0)
     net, (ids, tokens) = Tagger(), texts()

@@ -1,7 +1,7 @@
 """Find the axes of a batch that may be padded, and the tensors that may show it."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -67,7 +67,7 @@ def propose_padding(batch: Any, lengths: str | Lengths | None = None, *, zeros: 
     Example:
         >>> ids = torch.tensor([[5, 6, 7], [8, 0, 0]])
         >>> [[str(one.axis) for one in axis] for axis in propose_padding({"ids": ids, "mask": ids != 0})]
-        [["['mask'] = 0", "['mask'] = 1", "['ids'] = 0"]]
+        [["['mask'] = 0", "['mask'] = 1 on the left", "['ids'] = 0"]]
     """
     leaves, rows = list_leaves(batch), batch_size(batch)
     if isinstance(lengths, str):
@@ -77,9 +77,10 @@ def propose_padding(batch: Any, lengths: str | Lengths | None = None, *, zeros: 
     for size, members in axes.items():
         proposals: list[Proposal] = []
         for axis, kind, ends in _look_at_axis(batch, leaves, size, members, lengths):
-            share = 1 - float((ends[:, 1] - ends[:, 0]).sum()) / (rows * size)
-            if 0 < share < 1:
-                proposals.append(Proposal(axis, kind, ends, share))
+            for one, cut in _choose_sides(axis, ends, size):
+                share = 1 - float((cut[:, 1] - cut[:, 0]).sum()) / (rows * size)
+                if 0 < share < 1:
+                    proposals.append(Proposal(one, kind, cut, share))
         _count_support(proposals)
         kept = [one for one in proposals if zeros or lengths is not None or one.kind != _ZEROS]
         if kept:
@@ -131,6 +132,17 @@ def _look_at_axis(
         elif _may_be_lengths(leaf, size):
             axis = PaddedAxis(shared, path, None)
             yield axis, _LENGTHS, axis.read(batch, leaves, size)
+
+
+def _choose_sides(axis: PaddedAxis, ends: Tensor, size: int) -> Iterator[tuple[PaddedAxis, Tensor]]:
+    """Yield the axis with the sides on which rows are padded; if they are on both, also with each of them alone."""
+    filled = ends[ends[:, 1] > 0]
+    left, right = bool((filled[:, 0] > 0).any()), bool((filled[:, 1] < size).any())
+    yield replace(axis, left=left, right=right), ends
+    if left and right:
+        starts, stops = ends.unbind(1)
+        yield replace(axis, left=False), torch.stack([torch.zeros_like(starts), stops], 1)
+        yield replace(axis, right=False), torch.stack([starts, torch.full_like(stops, size)], 1)
 
 
 def _may_be_lengths(leaf: Tensor, size: int) -> bool:

@@ -38,17 +38,24 @@ class PaddedAxis:
         members: path of each tensor with this axis, and the places of the axis in its shape.
         source: path of the tensor that shows the padding, or a function that maps a batch to the lengths of its rows.
         value: value of that tensor's padded entries; None where it holds the lengths of the rows.
+        left: whether rows are cut at their beginning.
+        right: whether rows are cut at their end.
     """
 
     members: tuple[tuple[str, tuple[int, ...]], ...]
     source: str | Lengths
     value: float | None
+    left: bool = True
+    right: bool = True
 
     def __str__(self) -> str:
         if not isinstance(self.source, str):
             return "lengths="
         name = self.source.removeprefix("batch")
-        return name if self.value is None else f"{name} = {self.value:g}"
+        if self.value is None:
+            return name
+        side = {(True, True): " on both sides", (True, False): " on the left"}.get((self.left, self.right), "")
+        return f"{name} = {self.value:g}{side}"
 
     def size_in(self, leaves: Leaves) -> int | None:
         """Return the length of the axis; None where the batch does not have it, or in another place."""
@@ -68,7 +75,11 @@ class PaddedAxis:
         if self.value is None:
             return _from_lengths(leaves[self.source], size)
         axes = dict(self.members)[self.source]
-        return find_extents(leaves[self.source], axes[-1], self.value)
+        ends = find_extents(leaves[self.source], axes[-1], self.value)
+        starts, stops = ends.unbind(1)
+        starts = starts if self.left else torch.zeros_like(starts)
+        stops = stops if self.right else torch.full_like(stops, size)
+        return torch.stack([starts, stops], 1)
 
 
 def _from_lengths(lengths: Tensor, size: int) -> Tensor:
@@ -121,7 +132,8 @@ class Padding:
     def as_state(self) -> list[dict[str, Any]]:
         """Return the axes as plain values for a checkpoint; a function of the user's is not part of them."""
         named = [axis for axis in self.axes if isinstance(axis.source, str)]
-        return [{"members": axis.members, "source": axis.source, "value": axis.value} for axis in named]
+        kept = ("members", "source", "value", "left", "right")
+        return [{name: getattr(axis, name) for name in kept} for axis in named]
 
 
 def padding_in(state: Sequence[dict[str, Any]]) -> Padding | None:
@@ -129,7 +141,7 @@ def padding_in(state: Sequence[dict[str, Any]]) -> Padding | None:
     axes: list[PaddedAxis] = []
     for axis in state:
         members = tuple((path, tuple(places)) for path, places in axis["members"])
-        axes.append(PaddedAxis(members, axis["source"], axis["value"]))
+        axes.append(PaddedAxis(members, axis["source"], axis["value"], axis["left"], axis["right"]))
     return Padding(tuple(axes)) if axes else None
 
 

@@ -23,7 +23,6 @@ from lightning_fasttrain.data.padding.padded_axes import Extents, PaddedAxis, Pa
 from lightning_fasttrain.data.padding.trim_batch import trim_batch
 from lightning_fasttrain.data.split_batch import pick_rows
 
-_ROWS = 3
 _PROPOSALS = 3  # proposals that are tried for one axis, if the likeliest of all axes do not hold together
 _SURE = 1e-5
 _UNSURE = 0.3
@@ -118,38 +117,59 @@ def _try(stage: Stage, batch: Any, split: LossSplit, padding: Padding, most_rows
     if extents is None:
         return Outcome(f"this batch has no {padding}", is_known=False)
     outcome = Outcome("no row is short enough", is_known=False)
-    rows = _choose_rows(extents, most_rows)
+    for rows in _choose_rows(extents, most_rows, in_step=not stage.gradients):
+        outcome = _try_rows(stage, batch, split, extents, rows, multiple_of)
+        if outcome.error > _SURE and outcome.why_not:
+            outcome = _explain_labels(outcome, batch, extents, rows)
+            outcome = _name_module(outcome, stage, batch, extents, rows[0])
+        if outcome.why_not:
+            break
+    return outcome
+
+
+def _try_rows(
+    stage: Stage, batch: Any, split: LossSplit, extents: Extents, rows: list[int], multiple_of: int
+) -> Outcome:
+    outcome = Outcome("no row is short enough", is_known=False)
     # Models that need a multiple of some length are tried with that, all others with the exact lengths.
     for multiple in dict.fromkeys((1, multiple_of)):
-        if stage.gradients and extents.is_whole(rows[1:], multiple):
+        if stage.gradients and all(extents.is_whole([row], multiple) for row in rows):
             break  # nothing would be cut off
         sample = _cut_sample(batch, extents, rows, multiple)
         trial = try_split(stage, iter([sample]))
         outcome = _compare(stage, sample, trial, split)
         if not trial.failed or not stage.gradients:
             break
-    if outcome.error > _SURE and outcome.why_not:
-        outcome = _explain_labels(outcome, batch, extents, rows)
-        outcome = _name_module(outcome, stage, batch, extents, rows[-1])
     return outcome
 
 
-def _choose_rows(extents: Extents, most_rows: int) -> list[int]:
-    """Return the longest row, and the two shortest ones that are not empty."""
-    order = sorted(range(len(extents.rows)), key=lambda row: -count_tokens(extents.rows[row]))
-    filled = [row for row in order if count_tokens(extents.rows[row])]
-    if len(filled) < _ROWS:
-        filled = order
-    rows = list(dict.fromkeys([filled[0], *reversed(filled[-2:])]))[: max(2, min(_ROWS, most_rows))]
-    # A rank with one row takes part, too.
-    return rows if len(rows) > 1 else rows * 2
+def _choose_rows(extents: Extents, most_rows: int, *, in_step: bool) -> list[list[int]]:
+    """Return groups of rows: those of which the most is cut off, on each side of each axis, each with a long row.
+
+    Args:
+        extents: where the rows begin and end.
+        most_rows: number of rows that is known to fit in memory.
+        in_step: whether ranks must choose equally many rows.
+    """
+    filled = [row for row, ends in enumerate(extents.rows) if count_tokens(ends)] or [0]
+    chosen: list[int] = []
+    for axis in range(len(extents.sizes)):
+        chosen.append(max(filled, key=lambda row, axis=axis: extents.rows[row][axis][0]))
+        chosen.append(min(filled, key=lambda row, axis=axis: extents.rows[row][axis][1]))
+    longest = max(filled, key=lambda row: count_tokens(extents.rows[row]))
+    if in_step:
+        return [[*chosen, longest]]
+    chosen = list(dict.fromkeys(chosen))
+    each = max(1, most_rows - 1)
+    return [[*chosen[start : start + each], longest] for start in range(0, len(chosen), each)]
 
 
 def _cut_sample(batch: Any, extents: Extents, rows: list[int], multiple: int) -> Sample:
-    """Return rows with their padding, and in two micro-batches without it: the longest, and the others."""
-    trimmed = trim_batch(batch, extents, [rows[:1], rows[1:]], multiple)
-    first, others = trimmed.parts
-    cutting: list[tuple[Any, slice | None]] = [(first, slice(0, 1)), (others, slice(1, len(rows)))]
+    """Return rows with their padding, and each of them without it."""
+    trimmed = trim_batch(batch, extents, [[row] for row in rows], multiple)
+    cutting: list[tuple[Any, slice | None]] = []
+    for place, part in enumerate(trimmed.parts):
+        cutting.append((part, slice(place, place + 1)))
     return Sample(pick_rows(batch, rows), len(rows), [cutting])
 
 
