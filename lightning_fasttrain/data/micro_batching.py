@@ -62,7 +62,8 @@ class MicroBatching(Technique):
             longest row, so that less padding runs. None does so where the padding is found (masks, lengths, labels of
             -100, token ids) and a trial on a few samples shows that the gradient stays the same; True refuses a run in
             which it would change; a :class:`~lightning_fasttrain.data.TrimPadding` names what shows the padding. What
-            the step returns for each sample keeps the batch's order, with zeros where padding was cut off.
+            the step returns for each sample keeps the batch's order, with zeros where padding was cut off. Where the
+            batch is on a device, the host waits for its lengths, once a batch.
         max_tokens: instead of n: as few micro-batches as hold at most so many tokens each, the remaining padding
             included; a longer row runs alone.
 
