@@ -100,23 +100,14 @@ NAMES = {
 
 # the same, for what subclasses of its strategies override or call on themselves
 INHERITED = {
-    "_configure_launcher": (f"{PYTORCH}.strategies.ddp", ["strategy/zero/zero_strategy", "strategy/zero/zero_fabric"]),
+    "_configure_launcher": (f"{PYTORCH}.strategies.ddp", ["strategy/zero/zero_host"]),
     "_format_config": (f"{FABRIC}.strategies.deepspeed", ["strategy/zero/zero_fabric"]),
     "_init_config_if_needed": (f"{PYTORCH}.strategies.deepspeed", ["strategy/zero/zero_strategy"]),
-    "_init_deepspeed_distributed": (
-        f"{PYTORCH}.strategies.deepspeed",
-        ["strategy/zero/zero_strategy", "strategy/zero/zero_fabric"],
-    ),
+    "_init_deepspeed_distributed": (f"{PYTORCH}.strategies.deepspeed", ["strategy/zero/zero_host"]),
     "_init_optimizers": (f"{PYTORCH}.strategies.deepspeed", ["strategy/zero/zero_strategy"]),
-    "_set_world_ranks": (f"{FABRIC}.strategies.ddp", ["strategy/zero/zero_fabric"]),
-    "_setup_distributed": (
-        f"{PYTORCH}.strategies.model_parallel",
-        ["strategy/fsdp2/fsdp2_strategy", "strategy/fsdp2/fsdp2_fabric"],
-    ),
-    "_timeout": (
-        f"{PYTORCH}.strategies.ddp",
-        ["strategy/fsdp2/fsdp2_strategy", "strategy/zero/zero_strategy", "strategy/zero/zero_fabric"],
-    ),
+    "_set_world_ranks": (f"{FABRIC}.strategies.ddp", ["strategy/zero/zero_host", "strategy/zero/zero_strategy"]),
+    "_setup_distributed": (f"{PYTORCH}.strategies.model_parallel", ["strategy/fsdp2/sharding"]),
+    "_timeout": (f"{PYTORCH}.strategies.ddp", ["strategy/fsdp2/sharding", "strategy/zero/zero_host"]),
 }
 
 

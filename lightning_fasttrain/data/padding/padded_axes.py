@@ -131,9 +131,7 @@ class Padding:
 
     def as_state(self) -> list[dict[str, Any]]:
         """Return the axes as plain values for a checkpoint; a function of the user's is not part of them."""
-        named = [axis for axis in self.axes if isinstance(axis.source, str)]
-        kept = ("members", "source", "value", "left", "right")
-        return [{name: getattr(axis, name) for name in kept} for axis in named]
+        return [dict(vars(axis)) for axis in self.axes if isinstance(axis.source, str)]
 
 
 def padding_in(state: Sequence[dict[str, Any]]) -> Padding | None:
