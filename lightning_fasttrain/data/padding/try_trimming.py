@@ -159,7 +159,7 @@ def _choose_rows(extents: Extents, most_rows: int, *, in_step: bool) -> list[lis
     longest = max(filled, key=lambda row: count_tokens(extents.rows[row]))
     if in_step:
         return [[*chosen, longest]]
-    chosen = list(dict.fromkeys(chosen))
+    chosen = [row for row in dict.fromkeys(chosen) if not extents.is_whole([row], 1)] or [longest]
     each = max(1, most_rows - 1)
     return [[*chosen[start : start + each], longest] for start in range(0, len(chosen), each)]
 
