@@ -31,7 +31,7 @@ import lightning_fasttrain as ft
 from lightning_fasttrain.bench.text import read_text
 from lightning_fasttrain.core.machine import hardware, versions
 
-ROWS, PARTS, VOCABULARY, LONGEST, MEL = 32, 8, 4096, 512, 64
+ROWS, PARTS, VOCABULARY, LONGEST, MEL = 32, 8, 4096, 384, 64
 MIB = 2**20
 WAYS = {
     "whole batch": {"n": 1},
@@ -48,11 +48,11 @@ def draw_lengths(kind, count, generator):
     elif kind == "bimodal":  # short answers, and a quarter of long ones
         is_long = torch.rand(count, generator=generator) < 0.25
         short, long = (
-            low + (high - low) * torch.rand(count, generator=generator) for low, high in ((20, 90), (300, 512))
+            low + (high - low) * torch.rand(count, generator=generator) for low, high in ((16, 70), (250, 384))
         )
         lengths = torch.where(is_long, long, short)
     else:
-        lengths = 300 + 90 * torch.randn(count, generator=generator)
+        lengths = 220 + 65 * torch.randn(count, generator=generator)
     return lengths.long().clamp(8, LONGEST)
 
 
@@ -100,7 +100,7 @@ class Listener(torch.nn.Module):
         super().__init__()
         layer = torch.nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
         self.enter, self.head = torch.nn.Linear(MEL, width), torch.nn.Linear(width, 10)
-        self.encoder = torch.nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.encoder = torch.nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
 
     def forward(self, frames, attention_mask, labels):
         x = self.encoder(self.enter(frames), src_key_padding_mask=attention_mask == 0)
@@ -117,7 +117,7 @@ def build_model(kind):
     config = transformers.BertConfig(
         vocab_size=VOCABULARY,
         hidden_size=192,
-        num_hidden_layers=4,
+        num_hidden_layers=3,
         num_attention_heads=4,
         intermediate_size=768,
         max_position_embeddings=LONGEST,

@@ -101,6 +101,21 @@ def test_the_table_of_the_chunked_loss_is_what_was_measured():
         assert cells == [f"{row['step_ms']:.0f} ms, {row['added_mib']:.0f} MiB" for row in found]
 
 
+def test_the_table_of_padded_batches_is_what_was_measured():
+    written = RESULTS.split("<!-- ragged -->\n")[1].split("\n<!-- /ragged -->")[0].splitlines()[2:]
+    measured = json.loads((ROOT / "examples" / "results" / "ragged_cpu.json").read_text())["distributions"]
+    expected = []
+    for one in measured:
+        whole, *others = one["ways"]
+        cells = [one["lengths"], f"{one['padding']:.0%}", f"{whole['added_mib']:,.0f} MiB"]
+        for way in others:
+            speed = f"×{way['speed']:.2f} ({way['slowest']:.2f}–{way['fastest']:.2f})"
+            cells.append(f"{speed}, {way['added_mib']:,.0f} MiB")
+        expected.append(f"| {' | '.join(cells)} |")
+        assert max(way["error"] for way in others) < 1e-5
+    assert written == expected
+
+
 def test_the_table_of_what_a_proof_costs_is_what_was_measured():
     written = RESULTS.split("<!-- proof cost -->\n")[1].split("\n<!-- /proof cost -->")[0].splitlines()[2:]
     rows = json.loads((ROOT / "examples" / "results" / "proof_cost_cpu.json").read_text())["rows"]
