@@ -14,9 +14,8 @@ from lightning_fasttrain.data.padding.padded_axes import (
     PaddedAxis,
     Padding,
     find_extents,
-    list_leaves,
 )
-from lightning_fasttrain.data.split_batch import batch_size
+from lightning_fasttrain.data.split_batch import batch_size, list_leaves
 
 _IGNORED = -100
 # Kinds of evidence, the most reliable first.
@@ -65,7 +64,7 @@ def propose_padding(batch: Any, lengths: str | Lengths | None = None, *, zeros: 
         ValueError: ``lengths`` names no tensor of the batch.
 
     Example:
-        >>> ids = torch.tensor([[5, 6, 7], [8, 9, 0]])
+        >>> ids = torch.tensor([[5, 6, 7], [8, 0, 0]])
         >>> [[str(one.axis) for one in axis] for axis in propose_padding({"ids": ids, "mask": ids != 0})]
         [["['mask'] = 0", "['mask'] = 1", "['ids'] = 0"]]
     """

@@ -13,7 +13,7 @@ from lightning_fasttrain.core.messages import explain, say, warn
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit
 from lightning_fasttrain.data.normalizer.trial.try_split import Stage
 from lightning_fasttrain.data.padding.find_padding import propose_padding
-from lightning_fasttrain.data.padding.padded_axes import Extents, Lengths, Padding, list_leaves
+from lightning_fasttrain.data.padding.padded_axes import Extents, Lengths, Padding
 from lightning_fasttrain.data.padding.trim_batch import (
     TrimmedParts,
     group_rows,
@@ -22,7 +22,7 @@ from lightning_fasttrain.data.padding.trim_batch import (
     trim_batch,
 )
 from lightning_fasttrain.data.padding.try_trimming import Outcome, find_trimming, list_candidates
-from lightning_fasttrain.data.split_batch import batch_size, split_batch
+from lightning_fasttrain.data.split_batch import batch_size, list_tensors, split_batch
 
 _LEAST = 0.05  # a smaller share of padding is not worth a trial
 _WAY_OUT = "Leave trim_padding out, which cuts padding off only where the gradient stays the same"
@@ -255,9 +255,7 @@ class TrimSearch:
 def _count_padded(batch: Any) -> int:
     """Return the number of tokens of a batch with their padding; 0 where no tensor has a sequence axis."""
     most = 0
-    for leaf in list_leaves(batch).values():
-        if not isinstance(leaf, Tensor):
-            continue
+    for leaf in list_tensors(batch).values():
         # Token ids or masks, and features of shape (rows, length, features).
         if (leaf.ndim == 2 and not leaf.is_floating_point()) or leaf.ndim == 3:
             most = max(most, leaf.shape[0] * leaf.shape[1])

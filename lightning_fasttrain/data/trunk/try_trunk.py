@@ -1,7 +1,6 @@
 """Check whether a step gives the same result as the unsplit step if submodules run in micro-batches."""
 
-import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -15,7 +14,7 @@ from lightning_fasttrain.data.normalizer.find_split import error_limit
 from lightning_fasttrain.data.normalizer.trial.runs import Run, Split, entries_of
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample
 from lightning_fasttrain.data.normalizer.trial.try_split import Stage, Trial, run_again, try_unsplit
-from lightning_fasttrain.data.split_batch import batch_size
+from lightning_fasttrain.data.split_batch import batch_size, list_tensors
 from lightning_fasttrain.data.trunk.micro_batch_forward import Trunk, find_batch_size
 
 # Errors that a user's model may raise when it is called with unfamiliar shapes.
@@ -226,7 +225,7 @@ def _recording_calls(modules: Iterable[nn.Module], values: bool = False) -> Iter
     calls: _Calls = {}
 
     def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        inputs, outputs = dict(_tensors_in((args, kwargs), "input")), dict(_tensors_in(output, "output"))
+        inputs, outputs = list_tensors((args, kwargs), "input"), list_tensors(output, "output")
         call = _Call(_shapes_of(inputs), _shapes_of(outputs), find_batch_size((args, kwargs)), {})
         if values:
             call.values.update({path: entries_of(tensor, tensor) for path, tensor in outputs.items()})
@@ -244,18 +243,3 @@ def _all_modules(models: Sequence[nn.Module]) -> list[nn.Module]:
 
 def _shapes_of(tensors: dict[str, Tensor]) -> dict[str, torch.Size]:
     return {path: tensor.shape for path, tensor in tensors.items()}
-
-
-def _tensors_in(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in a value, with the paths that :class:`MicroBatchedForward` uses."""
-    if isinstance(value, Tensor):
-        yield path, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _tensors_in(item, f"{path}[{key!r}]")
-    elif isinstance(value, list | tuple):
-        for place, item in enumerate(value):
-            yield from _tensors_in(item, f"{path}[{place}]")
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for one in dataclasses.fields(value):
-            yield from _tensors_in(getattr(value, one.name), f"{path}.{one.name}")

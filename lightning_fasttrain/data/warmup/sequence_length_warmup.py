@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
-from lightning_fasttrain.data.split_batch import walk_leaves
+from lightning_fasttrain.data.split_batch import list_tensors, walk_leaves
 from lightning_fasttrain.data.warmup.growth_schedule import Growth
 from lightning_fasttrain.technique import Exactness, Technique
 from lightning_fasttrain.technique.duration import Length
@@ -78,18 +78,13 @@ def _axes_of_tokens(leaf: Tensor, path: str, full: int) -> list[int]:
 
 def _find_real_tokens(batch: Any, full: int) -> Tensor | None:
     """Return (B, T), True for real tokens; None where no such mask exists."""
-    found: list[Tensor] = []
-
-    def look(leaf: Any, path: str) -> Any:
-        if isinstance(leaf, Tensor) and leaf.ndim == 2 and leaf.shape[1] == full and not leaf.is_floating_point():
+    for path, leaf in list_tensors(batch).items():
+        if leaf.ndim == 2 and leaf.shape[1] == full and not leaf.is_floating_point():
             if re.search(r"\battention_mask\b", path):
-                found.append(leaf != 0)
-            elif re.search(r"padding_mask\b", path) and leaf.dtype is torch.bool:  # torch's convention: True is padding
-                found.append(~leaf)
-        return leaf
-
-    walk_leaves(batch, look, "batch")
-    return found[0] if found else None
+                return leaf != 0
+            if re.search(r"padding_mask\b", path) and leaf.dtype is torch.bool:  # torch's convention: True is padding
+                return ~leaf
+    return None
 
 
 def _window(leaf: Tensor, axis: int, start: Tensor, length: int) -> Tensor:
@@ -102,18 +97,11 @@ def _window(leaf: Tensor, axis: int, start: Tensor, length: int) -> Tensor:
 
 def find_length(batch: Any) -> int:
     """Return the length of the sequences in a batch, by the rule of :func:`cut_sequences`."""
-    found: list[int] = []
-
-    def look(leaf: Any, path: str) -> Any:
-        if isinstance(leaf, Tensor) and leaf.ndim > 1 and leaf.dtype in _IDS:
-            found.append(leaf.shape[1])
-        return leaf
-
-    walk_leaves(batch, look, "batch")
-    if not found:
-        why = "no integer tensor has a second axis, so the length of its sequences is unknown"
-        raise ValueError(explain(f"a batch of type {type(batch).__name__}", why, "Give cut=(batch, length) → batch"))
-    return found[0]
+    for leaf in list_tensors(batch).values():
+        if leaf.ndim > 1 and leaf.dtype in _IDS:
+            return leaf.shape[1]
+    why = "no integer tensor has a second axis, so the length of its sequences is unknown"
+    raise ValueError(explain(f"a batch of type {type(batch).__name__}", why, "Give cut=(batch, length) → batch"))
 
 
 def grow_sequences(batches: Iterable[Any], growth: Growth, window: int = 1, cut: Cut = cut_sequences) -> Iterator[Any]:
