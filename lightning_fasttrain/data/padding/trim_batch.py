@@ -177,7 +177,7 @@ def split_groups(groups: Sequence[Sequence[int]], n: int) -> list[list[int]]:
 
     Example:
         >>> split_groups([[0], [1, 2, 3], [4, 5]], 5)
-        [[0], [1, 2], [3], [4], [5]]
+        [[0], [1], [2], [3], [4, 5]]
     """
     split = [list(group) for group in groups]
     while len(split) < n:
