@@ -1,5 +1,6 @@
 """Exact gradients of a whole batch, or of several batches, computed one micro-batch at a time."""
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,15 +17,15 @@ from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule, named_count
 from lightning_fasttrain.data.normalizer.find_count import find_split_of, stage_of
 from lightning_fasttrain.data.normalizer.find_split import CannotSplitError
-from lightning_fasttrain.data.normalizer.micro_batch_weights import MicroBatchWeights, Number
+from lightning_fasttrain.data.normalizer.micro_batch_weights import Number
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit, OtherSplitError
-from lightning_fasttrain.data.normalizer.step_weights import DeferredCheck, StepWeights
+from lightning_fasttrain.data.normalizer.step_weights import StepWeights
 from lightning_fasttrain.data.normalizer.trial.sample_rows import sample_rows
 from lightning_fasttrain.data.normalizer.trial.step_function import key_of, loss_of
 from lightning_fasttrain.data.normalizer.trial.try_split import Stage
 from lightning_fasttrain.data.padding.trim_search import TrimPadding, TrimSearch, check_budget
-from lightning_fasttrain.data.split_batch import batch_size
-from lightning_fasttrain.data.step_gradients import StepGradients, sum_gradients_in_float32
+from lightning_fasttrain.data.split_batch import batch_size, list_tensors
+from lightning_fasttrain.data.step_gradients import StepGradients, add_gradients, sum_gradients_in_float32
 from lightning_fasttrain.data.trunk.batch_search import (
     OUT_OF_TRIES,
     TRIES,
@@ -296,50 +297,31 @@ def _accumulate(
     ranks: int,
     gradients: StepGradients,
 ) -> Tensor:
-    weights = StepWeights(split, parts)
-    weights.in_window = ranks > 1  # other ranks may hold targets where this one has none
-    if weights.known is not None and ranks > 1 and not split.is_sum:
-        # Either all ranks get here or none, since they found the same rule.
-        weights.known = MicroBatchWeights(weights.known.counts, _sum_over_ranks(weights.known.total, parts[0]))
+    over_ranks = functools.partial(_sum_over_ranks, parts[0]) if ranks > 1 else None
+    weights = StepWeights(split, parts, over_ranks=over_ranks)
+
+    def add_share(loss: Tensor) -> None:
+        backward(loss * ranks if ranks > 1 else loss)  # DDP averages over ranks; make it the sum
+
     with sum_gradients_in_float32(split.parameters if len(parts) > 1 else ()) as sums:
-        total = None if weights.known is None else weights.known.total
-        if total is None:
-            gradients.set_aside()
-        for i, part in enumerate(parts):
-            last = i == len(parts) - 1
-            with nullcontext() if last else no_sync():
-                loss = weights.scale_loss(loss_of(step(part)), i)
-                if last and total is None:
-                    total = weights.total if ranks == 1 else _sum_over_ranks(weights.total, parts[0])
-                    loss = gradients.finish(loss, weights.settle(total))
-                check = DeferredCheck(weights.disagreement()) if last else None
-                if last and rank_count() > 1:
-                    sums.finish()  # DDP's buckets have the parameters' dtype
-                backward(loss * ranks if ranks > 1 else loss)  # DDP averages over ranks; make it the sum
-                if check is not None:
-                    _look_at(check)
-            del loss  # free the graph before the next micro-batch
-    return weights.loss(total)
+        add_gradients(
+            parts,
+            weights,
+            lambda part, _: loss_of(step(part)),
+            add_share,
+            gradients=gradients if weights.known is None else None,
+            sums=sums,
+            no_sync=no_sync,
+            is_shared=rank_count() > 1,
+        )
+    return weights.loss()
 
 
-def _look_at(check: DeferredCheck) -> None:
-    try:
-        check.refuse()
-    except OtherSplitError as error:
-        if rank_count() > 1:  # this rank alone cannot run the step again
-            raise CannotSplitError(f"{error}, and other ranks already have this rank's gradients") from error
-        raise
-
-
-def _sum_over_ranks(number: Number, part: Any) -> Tensor:
-    device = number.device if isinstance(number, Tensor) else _any_device(part)
+def _sum_over_ranks(example: Any, number: Number) -> Tensor:
+    device = next((leaf.device for leaf in list_tensors(example).values()), torch.device("cpu"))
+    if isinstance(number, Tensor):
+        device = number.device
     total = torch.as_tensor(number, device=device, dtype=torch.float64 if device.type == "cpu" else torch.float32)
     total = total.clone()
     dist.all_reduce(total)
     return total
-
-
-def _any_device(part: Any) -> torch.device:
-    from torch.utils._pytree import tree_leaves
-
-    return next((leaf.device for leaf in tree_leaves(part) if isinstance(leaf, Tensor)), torch.device("cpu"))

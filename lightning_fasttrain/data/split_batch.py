@@ -131,7 +131,9 @@ def _select(batch: Any, rows: slice | list[int], size: int) -> Any:
         if isinstance(leaf, Tensor | np.ndarray) and leaf.ndim > 0:
             return leaf[rows]
         if isinstance(leaf, list | tuple) and len(leaf) == size:
-            return leaf[rows] if isinstance(rows, slice) else type(leaf)(leaf[row] for row in rows)
+            if isinstance(rows, slice):
+                return leaf[rows]
+            return type(leaf)(leaf[row] for row in rows)
         return leaf
 
     return walk_leaves(batch, select, "batch")

@@ -14,7 +14,6 @@ from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.data.closure.micro_batch_logging import LogCall, LogWeights
 from lightning_fasttrain.data.closure.roles import Counting, Splitter, Window
-from lightning_fasttrain.data.closure.scale_gradients import own_scaling
 from lightning_fasttrain.data.normalizer.count_targets import CountRule, count_targets
 from lightning_fasttrain.data.normalizer.find_split import CannotSplitError, find_split
 from lightning_fasttrain.data.normalizer.log_rules import FoundRule, merge_log_rules
@@ -27,6 +26,7 @@ from lightning_fasttrain.data.normalizer.try_log_rules import settle_log_rules
 from lightning_fasttrain.data.out_of_memory.deferred_gradient_sync import CollectivesWatch
 from lightning_fasttrain.data.padding.trim_search import Parts
 from lightning_fasttrain.data.split_batch import batch_size, split_batch
+from lightning_fasttrain.data.step_gradients import own_scaling
 from lightning_fasttrain.data.trunk.batch_search import BatchSearch, Looks, prefer_what_shows_something, say_trunk
 from lightning_fasttrain.data.trunk.find_trunk import Through, name_trunk, refuse_dependent_samples
 from lightning_fasttrain.data.trunk.micro_batch_forward import MicroBatchedForward, Trunk
