@@ -126,6 +126,14 @@ def batch_size(batch: Any) -> int:
     return size
 
 
+def can_be_cut(batch: Any) -> bool:
+    """Whether a batch can be split into samples, by the rule of :func:`split_batch`."""
+    try:
+        return batch_size(batch) > 0
+    except ValueError:
+        return False
+
+
 def _select(batch: Any, rows: slice | list[int], size: int) -> Any:
     def select(leaf: Any, path: str) -> Any:
         if isinstance(leaf, Tensor | np.ndarray) and leaf.ndim > 0:
