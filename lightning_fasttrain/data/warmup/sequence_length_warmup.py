@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.data.split_batch import list_tensors, walk_leaves
-from lightning_fasttrain.data.warmup.growth_schedule import Growth
+from lightning_fasttrain.data.warmup.growth_schedule import Growth, KeepsGrowth
 from lightning_fasttrain.technique import Exactness, Technique
 from lightning_fasttrain.technique.duration import Length
 from lightning_fasttrain.technique.predicted_step import PredictedStep
@@ -126,7 +126,7 @@ def grow_sequences(batches: Iterable[Any], growth: Growth, window: int = 1, cut:
         growth.steps += number % window == 0
 
 
-class SequenceLengthWarmup(Technique):
+class SequenceLengthWarmup(KeepsGrowth, Technique):
     """Start with the first ``start`` tokens of each sequence, and grow to ``full`` in equal increments of ``grid``.
 
     Short sequences cost less, and early in a run they are as informative; steps are more stable, too. Tokens beyond the
@@ -210,16 +210,3 @@ class SequenceLengthWarmup(Technique):
             batch = self.cut(batch, growth.size)
         growth.add(batch)
         return batch
-
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook: count the remaining samples and tokens of all processes."""
-        self.growth.agree(trainer.strategy, trainer.world_size)
-
-    def state_dict(self) -> dict[str, Any]:
-        # All processes save; after an error of one of them the others may not take part.
-        if self._trainer is not None and not self._trainer.interrupted:
-            self.growth.agree(self._trainer.strategy, self._trainer.world_size)
-        return self.growth.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.growth.load_state_dict(state_dict)
