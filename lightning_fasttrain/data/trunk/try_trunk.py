@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_fasttrain.core.distributed import from_all_ranks
 from lightning_fasttrain.data.normalizer.classify_terms import gradient_floor
 from lightning_fasttrain.data.normalizer.find_split import error_limit
-from lightning_fasttrain.data.normalizer.trial.runs import Run, Split, entries_of
+from lightning_fasttrain.data.normalizer.trial.runs import Run, Split, entries_of, relative_difference
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample
 from lightning_fasttrain.data.normalizer.trial.try_split import Stage, Trial, run_again, try_unsplit
 from lightning_fasttrain.data.split_batch import batch_size, list_tensors
@@ -106,7 +106,7 @@ class TrialOnOutputs(TrialOnSamples):
             for one, other in zip(calls, seen[module], strict=True):
                 pairs += [(value, other.values[path]) for path, value in one.values.items() if path in other.values]
         limit = _LOW_PRECISION if self._trial.rounding else _FLOAT32
-        return all(one.shape == other.shape and _differ(one, other) <= limit for one, other in pairs)
+        return all(one.shape == other.shape and relative_difference(one, other) <= limit for one, other in pairs)
 
 
 class TrialOnBatch:
@@ -150,10 +150,6 @@ class TrialOnBatch:
             return False
         as_unsplit = replace(one, loss=whole.loss, changed=whole.changed)
         return all(_is_near(self._trial, trunk, as_unsplit, run) for run in (one, other))
-
-
-def _differ(one: Tensor, other: Tensor) -> float:
-    return float((one - other).norm() / one.norm().clamp(min=1e-30))
 
 
 def _run_through(stage: Stage, trial: Trial, trunk: Trunk, n: int) -> Run | None:

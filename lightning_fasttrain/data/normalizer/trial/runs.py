@@ -116,6 +116,12 @@ class Split:
         return torch.zeros(len(sizes), dtype=gradient.dtype).index_add(0, owner, gradient.square()).sqrt()
 
 
+def relative_difference(one: Tensor, other: Tensor) -> float:
+    """Return the norm of ``one - other``, relative to that of ``one``."""
+    # 1e-30: if both are zero, 0 / 0 would be NaN.
+    return float((one - other).norm() / one.norm().clamp(min=1e-30))
+
+
 def entries_of(parameter: Tensor, gradient: Tensor | None) -> Tensor:
     if gradient is None:
         return torch.zeros(len(_choose_entries(parameter)), dtype=torch.float64)
