@@ -17,10 +17,9 @@ from torch.autograd.graph import _engine_run_backward
 from lightning_fasttrain.core.modules.wrapped_forward import patch, without_rounding
 from lightning_fasttrain.core.state.restore import remember
 from lightning_fasttrain.data.normalizer.log_rules import LoggedValue, own_divisor
-from lightning_fasttrain.data.normalizer.read_normalizers import Term, read_normalizers
-from lightning_fasttrain.data.normalizer.summed_values import count_summed, is_of_parameters
+from lightning_fasttrain.data.normalizer.read_normalizers import read_normalizers
 from lightning_fasttrain.data.normalizer.trial.deterministic_step import DeterministicStep, autocast_device
-from lightning_fasttrain.data.normalizer.trial.runs import LOW, ReadTerm, Run, Split, entries_of
+from lightning_fasttrain.data.normalizer.trial.runs import LOW, Run, Split, as_numbers, entries_of
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample
 from lightning_fasttrain.data.normalizer.trial.step_function import loss_of
 
@@ -227,7 +226,7 @@ def _run_once(stage: Stage, mode: DeterministicStep, rows: Any, where: slice | N
                     note_value(logged, f"return {key}", value)
                 leaves = _leaves_of(loss) if stage.gradients else []
                 read = read_normalizers(loss)
-                terms = tuple(_as_numbers(term) for term in read.terms)
+                terms = tuple(as_numbers(term) for term in read.terms)
                 gradients = _gradients(loss, leaves)
     entries = {leaf: entries_of(leaf, gradient) for leaf, gradient in zip(leaves, gradients, strict=True)}
     changed = [name for name, buffer in _buffers(stage.models) if before.get(name) != (id(buffer), buffer._version)]
@@ -246,16 +245,6 @@ def _run_once(stage: Stage, mode: DeterministicStep, rows: Any, where: slice | N
 def _buffers(models: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
     for model in models:
         yield from model.named_buffers()
-
-
-def _as_numbers(term: Term) -> ReadTerm:
-    summed = count_summed(term.node) if term.kind in ("sum", "quotient") else None
-    slots = tuple((float(slot.value), slot.divides) for slot in term.slots)
-    ignored = getattr(term.node, "_saved_ignore_index", None)
-    if ignored is not None and ignored >= 2**63:  # autograd stores it unsigned
-        ignored -= 2**64
-    summed = None if summed is None else float(summed)
-    return ReadTerm(term.kind, term.name, slots, summed, is_of_parameters(term.node), ignored)
 
 
 def _read_randomness() -> tuple[Any, ...]:
