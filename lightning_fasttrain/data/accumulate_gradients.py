@@ -192,7 +192,7 @@ _MOST_FOUND = 64  # bounded, for programs that create many models
 
 @dataclass
 class _Call:
-    """A call of one of the functions above, with their arguments."""
+    """Arguments of one call of :func:`accumulate_gradients` or :func:`accumulate_window`."""
 
     step: Step
     n: int

@@ -22,7 +22,7 @@ class AheadLoader(WrappedLoader):
 
 
 class StatefulAheadLoader(AheadLoader):
-    """The same over a loader that can resume.
+    """Loader over one that can resume, with the state of the last batch yielded.
 
     A class of its own, since Lightning treats any loader with these methods as one that can.
     """
