@@ -179,7 +179,7 @@ def accumulate_window(
 
 @dataclass
 class _Found:
-    """How the loss of a step function is split and its padding cut off, and when this is examined again."""
+    """Rules for splitting the loss of a step function and cutting its padding off, and when they are checked again."""
 
     split: LossSplit | Trunk
     trimming: TrimSearch
