@@ -1,7 +1,8 @@
 """Exact gradients of a whole batch, or of several batches, computed one micro-batch at a time."""
 
+import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,22 +15,21 @@ from lightning_fasttrain.core.checks import positive_int
 from lightning_fasttrain.core.distributed import rank_count
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule, named_count
-from lightning_fasttrain.data.normalizer.find_count import find_split_of, stage_of
-from lightning_fasttrain.data.normalizer.find_split import CannotSplitError
-from lightning_fasttrain.data.normalizer.micro_batch_weights import MicroBatchWeights, Number
+from lightning_fasttrain.data.normalizer.find_count import stage_of
+from lightning_fasttrain.data.normalizer.find_split import CannotSplitError, find_split
+from lightning_fasttrain.data.normalizer.micro_batch_weights import Number
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit, OtherSplitError
-from lightning_fasttrain.data.normalizer.step_weights import DeferredCheck, StepWeights
-from lightning_fasttrain.data.normalizer.trial.sample_rows import sample_rows
+from lightning_fasttrain.data.normalizer.step_weights import StepWeights
+from lightning_fasttrain.data.normalizer.trial.looks import Looks
+from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample, sample_rows
 from lightning_fasttrain.data.normalizer.trial.step_function import key_of, loss_of
-from lightning_fasttrain.data.normalizer.trial.try_split import Stage
 from lightning_fasttrain.data.padding.trim_search import TrimPadding, TrimSearch, check_budget
-from lightning_fasttrain.data.split_batch import batch_size
-from lightning_fasttrain.data.step_gradients import StepGradients, sum_gradients_in_float32
+from lightning_fasttrain.data.split_batch import batch_size, list_tensors
+from lightning_fasttrain.data.step_gradients import StepGradients, add_gradients, sum_gradients_in_float32
 from lightning_fasttrain.data.trunk.batch_search import (
     OUT_OF_TRIES,
     TRIES,
     BatchSearch,
-    Looks,
     prefer_what_shows_something,
 )
 from lightning_fasttrain.data.trunk.micro_batch_forward import Trunk
@@ -101,24 +101,18 @@ def accumulate_gradients(
     # A rank with a single sample takes part, too.
     most = n if rank_count() > 1 else min(n, batch_size(batch))
     most = max(most, 2) if trimming.is_asked_for else most  # a single micro-batch is trimmed, too
-    key = (*_key(step, named_count(count), is_window=False), *_key_of_trimming(trimming))
-    found = _find(key, step, batch, n, count, check, no_sync, most, is_window=False)
-    if found.trimming is None:
-        found.trimming = trimming
-    stage = stage_of(step, no_sync)
-    if (n > 1 or trimming.is_asked_for) and (check or trimming.wanted):
-        found.look_for_padding(stage, batch, n)
+    call = _Call(step, n, count, check, backward, no_sync)
+    found = call.find(batch, most, trimming)
     for attempt in range(TRIES):
         if isinstance(found.split, Trunk):
             trimming.refuse_trunk(found.split)
             return _run_through(found.split, step, batch, n, backward)
-        parts = found.trimming.cut(batch, n, in_lockstep=rank_count() > 1 and not stage.may_scale).parts
         gradients = StepGradients(found.split.parameters)
         try:
-            return _accumulate(step, parts, found.split, backward, no_sync, 1, gradients)
+            return call.accumulate(call.cut(batch, found.trimming), found.split, gradients)
         except OtherSplitError as error:
             gradients.discard(error)
-            search = _search(step, batch, n, "auto", True, no_sync, is_window=False)
+            search = replace(call, count="auto", check=True).search(batch)
             found.split = search.find_another(found.split, error, attempt)
     raise CannotSplitError(OUT_OF_TRIES)
 
@@ -171,175 +165,138 @@ def accumulate_window(
     if not held:
         raise ValueError(explain("no batches", "a window without batches has no gradient", "Skip the step"))
     positive_int("n", n)
-    ranks = rank_count()
     # With other ranks, a single micro-batch is one of several.
-    trimming = TrimSearch(trim_padding)
-    key = (*_key(step, named_count(count), is_window=True), *_key_of_trimming(trimming))
-    most = sum(min(n, batch_size(batch)) for batch in held) * ranks
-    found = _find(key, step, held[0], n, count, check, no_sync, most, is_window=True)
-    trimming = found.trimming = found.trimming or trimming
-    stage = stage_of(step, no_sync)
-    if (n > 1 or trimming.is_asked_for) and (check or trimming.wanted):
-        found.look_for_padding(stage, held[0], n)
-    in_lockstep = ranks > 1 and not stage.may_scale
-    parts = [part for batch in held for part in trimming.cut(batch, n, in_lockstep=in_lockstep).parts]
-    split = found.split
-    assert isinstance(split, LossSplit)
+    most = sum(min(n, batch_size(batch)) for batch in held) * rank_count()
+    call = _Call(step, n, count, check, backward, no_sync, is_window=True)
+    found = call.find(held[0], most, TrimSearch(trim_padding))
+    parts = [part for batch in held for part in call.cut(batch, found.trimming)]
+    assert isinstance(found.split, LossSplit)
     try:
-        return _accumulate(step, parts, split, backward, no_sync, ranks, StepGradients(split.parameters))
+        return call.accumulate(parts, found.split, StepGradients(found.split.parameters))
     except OtherSplitError as error:
         raise CannotSplitError(f"in a window of several batches {error}") from error
 
 
 @dataclass
 class _Found:
-    """The split of a step function's loss and its padding, and the batches at which they are checked again."""
+    """Rules for splitting the loss of a step function and cutting its padding off, and when they are checked again."""
 
     split: LossSplit | Trunk
-    looks: Looks
-    trimming: TrimSearch | None = None
-    trim_looks: Looks = field(default_factory=lambda: Looks(from_first=True))
-
-    def look_for_padding(self, stage: Stage, batch: Any, n: int) -> None:
-        """Look for padding in the first batch, and in batches 2, 4, 8, ... while that takes little time."""
-        if self.trimming is None or not self.trimming.is_open:
-            return
-        # All ranks are asked, though one of them may have found another split, or the trunk, by itself.
-        is_due = self.trim_looks.is_due(lambda: isinstance(self.split, LossSplit) and not self.split.provisional)
-        if is_due and isinstance(self.split, LossSplit):
-            with self.trim_looks.timed():
-                self.trimming.look_at(stage, batch, self.split, -(-batch_size(batch) // n))
+    trimming: TrimSearch
+    looks: Looks = field(default_factory=Looks)
 
 
 _found: OrderedDict[Any, _Found] = OrderedDict()  # keyed by step and count
 _MOST_FOUND = 64  # bounded, for programs that create many models
 
 
-def _find(
-    key: tuple[Any, ...],
-    step: Step,
-    batch: Any,
-    n: int,
-    count: Count,
-    check: bool,
-    no_sync: NoSync,
-    parts: int,
-    is_window: bool,
-) -> _Found:
-    """Return how the loss is split, searching in the first call with several micro-batches (one alone has weight 1)."""
-    count = named_count(count)
-    if callable(count) and not check:
-        return _Found(LossSplit(None, count), Looks())
-    known = _found.get(key)
-    if known is None and parts == 1:  # "sum" needs no labels in the batch
-        return _Found(LossSplit(None, count if callable(count) else CountRule("sum")), Looks())
-    looks = Looks() if known is None else known.looks
+@dataclass
+class _Call:
+    """Arguments of one call of :func:`accumulate_gradients` or :func:`accumulate_window`."""
 
-    def may_show_more() -> bool:
-        reads = known is not None and isinstance(known.split, LossSplit) and known.split.read is not None
-        return reads and check and not is_window and batch_size(batch) > 1
+    step: Step
+    n: int
+    count: Count
+    check: bool
+    backward: Backward
+    no_sync: NoSync
+    is_window: bool = False
 
-    is_due = looks.is_due(may_show_more)
-    has_shown_nothing = known is not None and isinstance(known.split, LossSplit) and known.split.provisional
-    if known is None or has_shown_nothing or is_due:
+    def __post_init__(self) -> None:
+        self.count = named_count(self.count)
+        self.stage = stage_of(self.step, self.no_sync)
+
+    def find(self, batch: Any, most: int, trimming: TrimSearch) -> _Found:
+        """Return how the loss is split and its padding cut off; all ranks have ``most`` micro-batches together."""
+        found = self._find_split(batch, most, trimming)
+        if (self.n > 1 or trimming.is_asked_for) and (self.check or trimming.wanted) and found.trimming.is_open:
+            split = found.split if isinstance(found.split, LossSplit) else None
+            found.trimming.look_at(lambda: self.stage, batch, split, self.n)
+        return found
+
+    def _find_split(self, batch: Any, most: int, trimming: TrimSearch) -> _Found:
+        """Search in the first call with several micro-batches (one alone has weight 1), and where one may show more."""
+        if callable(self.count) and not self.check:
+            return _Found(LossSplit(None, self.count), trimming)
+        key = self._key(trimming)
+        known = _found.get(key)
+        if known is None and most == 1:  # "sum" needs no labels in the batch
+            return _Found(LossSplit(None, self.count if callable(self.count) else CountRule("sum")), trimming)
         before = None if known is None else known.split
-        with looks.timed():
-            split = _search(step, batch, n, count, check, no_sync, is_window).find(together=True)
-        split = prefer_what_shows_something(split, before)
-        assert split is not None  # this stage refuses a step that returns None
-        known = _found[key] = _Found(split, looks) if known is None else replace(known, split=split)
-        if len(_found) > _MOST_FOUND:
-            _found.popitem(last=False)
-    return known
+        looks = Looks() if known is None else known.looks
+
+        def may_show_more() -> bool:
+            reads = isinstance(before, LossSplit) and before.read is not None
+            return reads and self.check and not self.is_window and batch_size(batch) > 1
+
+        is_due = looks.is_due(may_show_more)
+        if known is None or is_due or (isinstance(before, LossSplit) and before.provisional):
+            with looks.timed():
+                split = prefer_what_shows_something(self.search(batch).find(together=True), before)
+            assert split is not None  # this stage refuses a step that returns None
+            known = _found.setdefault(key, _Found(split, trimming, looks))
+            known.split = split
+            if len(_found) > _MOST_FOUND:
+                _found.popitem(last=False)
+        return known
+
+    def _key(self, trimming: TrimSearch) -> tuple[Any, ...]:
+        """Return a key that is equal for calls of the same function with the same settings."""
+        how = trimming.how
+        count = key_of(self.count) if callable(self.count) and not isinstance(self.count, CountRule) else self.count
+        lengths = key_of(how.lengths) if callable(how.lengths) else how.lengths
+        key = (key_of(self.step), count, self.is_window, lengths)
+        return (*key, how.multiple_of, trimming.wanted, trimming.max_tokens)
+
+    def search(self, batch: Any) -> BatchSearch:
+        """Return the search on a batch."""
+
+        def samples() -> Iterator[Sample]:
+            return sample_rows(batch, -(-batch_size(batch) // self.n))
+
+        def find(together: bool) -> LossSplit | None:
+            whole_batches = self.is_window and self.n == 1
+            return find_split(
+                self.stage, samples(), self.count, check=self.check, together=together, whole_batches=whole_batches
+            )
+
+        # A trunk cannot run several batches as one.
+        may_use_trunk = self.count == "auto" and not self.is_window
+        return BatchSearch("accumulate_gradients", self.stage, batch, self.n, samples, find, may_use_trunk)
+
+    def cut(self, batch: Any, trimming: TrimSearch) -> Sequence[Any]:
+        """Return the micro-batches of a batch."""
+        in_lockstep = rank_count() > 1 and not self.stage.may_scale
+        return trimming.cut(batch, self.n, in_lockstep=in_lockstep).parts
+
+    def accumulate(self, parts: Sequence[Any], split: LossSplit, gradients: StepGradients) -> Tensor:
+        """Add the gradients of the micro-batches, and return their loss: in a window, this rank's share of it."""
+        ranks = rank_count() if self.is_window else 1
+        over_ranks = functools.partial(_sum_over_ranks, parts[0]) if ranks > 1 else None
+        weights = StepWeights(split, parts, over_ranks=over_ranks)
+
+        def add_share(loss: Tensor) -> None:
+            self.backward(loss * ranks if ranks > 1 else loss)  # DDP averages over ranks; make it the sum
+
+        with sum_gradients_in_float32(split.parameters if len(parts) > 1 else ()) as sums:
+            add_gradients(
+                parts,
+                weights,
+                lambda part, _: loss_of(self.step(part)),
+                add_share,
+                gradients=gradients if weights.known is None else None,
+                sums=sums,
+                no_sync=self.no_sync,
+                is_shared=rank_count() > 1,
+            )
+        return weights.loss()
 
 
-def _search(step: Step, batch: Any, n: int, count: Count, check: bool, no_sync: NoSync, is_window: bool) -> BatchSearch:
-    def find_split(together: bool) -> LossSplit:
-        return find_split_of(
-            step,
-            batch,
-            n,
-            count=count,
-            check=check,
-            no_sync=no_sync,
-            whole_batches=is_window and n == 1,
-            together=together,
-        )
-
-    return BatchSearch(
-        "accumulate_gradients",
-        stage_of(step, no_sync),
-        batch,
-        n,
-        lambda: sample_rows(batch, -(-batch_size(batch) // n)),
-        find_split,
-        may_use_trunk=count == "auto" and not is_window,  # a trunk cannot run several batches as one
-    )
-
-
-def _key(step: Step, count: Count, is_window: bool) -> tuple[Any, ...]:
-    return key_of(step), count if count == "auto" or isinstance(count, CountRule) else key_of(count), is_window
-
-
-def _key_of_trimming(trimming: TrimSearch) -> tuple[Any, ...]:
-    lengths = trimming.how.lengths
-    source = key_of(lengths) if callable(lengths) else lengths
-    return source, trimming.how.multiple_of, trimming.wanted, trimming.max_tokens
-
-
-def _accumulate(
-    step: Step,
-    parts: Sequence[Any],
-    split: LossSplit,
-    backward: Backward,
-    no_sync: NoSync,
-    ranks: int,
-    gradients: StepGradients,
-) -> Tensor:
-    weights = StepWeights(split, parts)
-    weights.in_window = ranks > 1  # other ranks may hold targets where this one has none
-    if weights.known is not None and ranks > 1 and not split.is_sum:
-        # Either all ranks get here or none, since they found the same rule.
-        weights.known = MicroBatchWeights(weights.known.counts, _sum_over_ranks(weights.known.total, parts[0]))
-    with sum_gradients_in_float32(split.parameters if len(parts) > 1 else ()) as sums:
-        total = None if weights.known is None else weights.known.total
-        if total is None:
-            gradients.set_aside()
-        for i, part in enumerate(parts):
-            last = i == len(parts) - 1
-            with nullcontext() if last else no_sync():
-                loss = weights.scale_loss(loss_of(step(part)), i)
-                if last and total is None:
-                    total = weights.total if ranks == 1 else _sum_over_ranks(weights.total, parts[0])
-                    loss = gradients.finish(loss, weights.settle(total))
-                check = DeferredCheck(weights.disagreement()) if last else None
-                if last and rank_count() > 1:
-                    sums.finish()  # DDP's buckets have the parameters' dtype
-                backward(loss * ranks if ranks > 1 else loss)  # DDP averages over ranks; make it the sum
-                if check is not None:
-                    _look_at(check)
-            del loss  # free the graph before the next micro-batch
-    return weights.loss(total)
-
-
-def _look_at(check: DeferredCheck) -> None:
-    try:
-        check.refuse()
-    except OtherSplitError as error:
-        if rank_count() > 1:  # this rank alone cannot run the step again
-            raise CannotSplitError(f"{error}, and other ranks already have this rank's gradients") from error
-        raise
-
-
-def _sum_over_ranks(number: Number, part: Any) -> Tensor:
-    device = number.device if isinstance(number, Tensor) else _any_device(part)
+def _sum_over_ranks(example: Any, number: Number) -> Tensor:
+    device = next((leaf.device for leaf in list_tensors(example).values()), torch.device("cpu"))
+    if isinstance(number, Tensor):
+        device = number.device
     total = torch.as_tensor(number, device=device, dtype=torch.float64 if device.type == "cpu" else torch.float32)
     total = total.clone()
     dist.all_reduce(total)
     return total
-
-
-def _any_device(part: Any) -> torch.device:
-    from torch.utils._pytree import tree_leaves
-
-    return next((leaf.device for leaf in tree_leaves(part) if isinstance(leaf, Tensor)), torch.device("cpu"))

@@ -147,6 +147,7 @@ class MicroBatching(Technique):
         if trainer.state.fn != "fit":
             return None
         leave = BatchClosures.join(trainer, pl_module, micro=self)
+        self.trimming.begin()
         if not self.adaptive:
             return leave
         # Techniques applied later must be compatible with the others: this is checked now, not during the run.

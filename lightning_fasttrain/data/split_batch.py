@@ -42,7 +42,7 @@ def split_batch(batch: Any, n: int) -> list[Any]:
     positive_int("n", n)
     size = batch_size(batch)
     stops = list(itertools.accumulate(split_sizes(size, n)))
-    return [_rows(batch, start, stop, size) for start, stop in zip([0, *stops[:-1]], stops, strict=True)]
+    return [_select(batch, slice(start, stop), size) for start, stop in zip([0, *stops[:-1]], stops, strict=True)]
 
 
 def split_sizes(size: int, n: int) -> list[int]:
@@ -64,7 +64,7 @@ def take_rows(batch: Any, start: int, stop: int) -> Any:
         >>> take_rows((torch.arange(5), "train"), 1, 3)
         (tensor([1, 2]), 'train')
     """
-    return _rows(batch, start, stop, batch_size(batch))
+    return _select(batch, slice(start, stop), batch_size(batch))
 
 
 def pick_rows(batch: Any, rows: list[int]) -> Any:
@@ -75,16 +75,7 @@ def pick_rows(batch: Any, rows: list[int]) -> Any:
         >>> pick_rows((torch.arange(5), ["a", "b", "c", "d", "e"]), [4, 0, 4])
         (tensor([4, 0, 4]), ['e', 'a', 'e'])
     """
-    size = batch_size(batch)
-
-    def pick(leaf: Any, path: str) -> Any:
-        if isinstance(leaf, Tensor | np.ndarray) and leaf.ndim > 0:
-            return leaf[rows]
-        if isinstance(leaf, list | tuple) and len(leaf) == size:
-            return type(leaf)(leaf[row] for row in rows)
-        return leaf
-
-    return walk_leaves(batch, pick, "batch")
+    return _select(batch, rows, batch_size(batch))
 
 
 def reverse_rows(batch: Any) -> Any:
@@ -95,18 +86,8 @@ def reverse_rows(batch: Any) -> Any:
         >>> reverse_rows((torch.arange(3), ["a", "b", "c"]))
         (tensor([2, 1, 0]), ['c', 'b', 'a'])
     """
-    size = batch_size(batch)
-
-    def turn(leaf: Any, path: str) -> Any:
-        if isinstance(leaf, Tensor) and leaf.ndim > 0:
-            return leaf.flip(0)
-        if isinstance(leaf, np.ndarray) and leaf.ndim > 0:
-            return leaf[::-1].copy()  # torch does not accept arrays with negative strides
-        if isinstance(leaf, list | tuple) and len(leaf) == size:
-            return leaf[::-1]
-        return leaf
-
-    return walk_leaves(batch, turn, "batch")
+    # By indices, since torch does not accept arrays with negative strides.
+    return pick_rows(batch, list(reversed(range(batch_size(batch)))))
 
 
 def batch_size(batch: Any) -> int:
@@ -121,13 +102,9 @@ def batch_size(batch: Any) -> int:
         3
     """
     lengths: dict[str, int] = {}
-
-    def note(leaf: Any, path: str) -> Any:
+    for path, leaf in list_leaves(batch).items():
         if isinstance(leaf, Tensor | np.ndarray) and leaf.ndim > 0:
             lengths[path] = leaf.shape[0]
-        return leaf
-
-    walk_leaves(batch, note, "batch")
     if not lengths:
         why = "it holds no tensor with a batch axis"
         way_out = "Return tensors from the loader, or give MicroBatching a split= function"
@@ -149,15 +126,47 @@ def batch_size(batch: Any) -> int:
     return size
 
 
-def _rows(batch: Any, start: int, stop: int, size: int) -> Any:
-    def cut(leaf: Any, path: str) -> Any:
+def can_be_cut(batch: Any) -> bool:
+    """Whether a batch can be split into samples, by the rule of :func:`split_batch`."""
+    try:
+        return batch_size(batch) > 0
+    except ValueError:
+        return False
+
+
+def _select(batch: Any, rows: slice | list[int], size: int) -> Any:
+    def select(leaf: Any, path: str) -> Any:
         if isinstance(leaf, Tensor | np.ndarray) and leaf.ndim > 0:
-            return leaf[start:stop]
+            return leaf[rows]
         if isinstance(leaf, list | tuple) and len(leaf) == size:
-            return leaf[start:stop]
+            if isinstance(rows, slice):
+                return leaf[rows]
+            return type(leaf)(leaf[row] for row in rows)
         return leaf
 
-    return walk_leaves(batch, cut, "batch")
+    return walk_leaves(batch, select, "batch")
+
+
+def list_leaves(value: Any, path: str = "batch") -> dict[str, Any]:
+    """Return the leaves of a batch, or of any arguments and outputs, by their paths.
+
+    Example:
+        >>> list_leaves({"ids": [1, 2], "name": "train"})
+        {"batch['ids']": [1, 2], "batch['name']": 'train'}
+    """
+    found: dict[str, Any] = {}
+
+    def note(leaf: Any, path: str) -> Any:
+        found[path] = leaf
+        return leaf
+
+    walk_leaves(value, note, path)
+    return found
+
+
+def list_tensors(value: Any, path: str = "batch") -> dict[str, Tensor]:
+    """Return the tensors among the leaves by their paths."""
+    return {place: leaf for place, leaf in list_leaves(value, path).items() if isinstance(leaf, Tensor)}
 
 
 def walk_leaves(value: Any, visit: Callable[[Any, str], Any], path: str) -> Any:

@@ -1,16 +1,18 @@
-"""Gradients of a step: set aside, scaled, and summed in float32."""
+"""Gradients of a step: added up over micro-batches, set aside, scaled, and summed in float32."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.data.normalizer.micro_batch_weights import Number
+from lightning_fasttrain.data.normalizer.step_weights import DeferredCheck, StepWeights
 
 
 class StepGradients:
@@ -87,6 +89,36 @@ def scale_(parameters: Iterable[Tensor], factor: Number) -> int:
         # By a tensor, so that the host need not wait for counts on the device.
         torch._foreach_mul_(some, torch.as_tensor(factor, dtype=dtype, device=device))
     return len(grads)
+
+
+def scale_gradients_(
+    optimizer: Optimizer, numerator: Number, denominator: Number, strategy: Strategy | None = None
+) -> int:
+    """Multiply all gradients by ``numerator / denominator`` (0 where the denominator is 0) and return their number.
+
+    A strategy whose gradients are not visible in ``parameter.grad`` provides a ``scale_gradients_`` of its own.
+    """
+    own = own_scaling(strategy)
+    parameters = list_parameters(optimizer)
+    if strategy is not None and own is not None:
+        own(ratio(numerator, denominator, strategy.root_device, torch.float32))
+        return len(parameters)
+    device = strategy.root_device if strategy is not None else parameters[0].device
+    return scale_(parameters, ratio(numerator, denominator, device, torch.float64))
+
+
+def list_parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def own_scaling(strategy: Strategy | None) -> Callable[[Tensor], None] | None:
+    """Return the method by which a strategy with sharded gradients multiplies those of the coming step, or None."""
+    return getattr(strategy, "scale_gradients_", None)
+
+
+def ratio(numerator: Number, denominator: Number, device: torch.device, dtype: torch.dtype) -> Tensor:
+    up, down = (torch.as_tensor(number, dtype=dtype, device=device) for number in (numerator, denominator))
+    return torch.where(down > 0, up / down, torch.zeros((), dtype=dtype, device=device))
 
 
 LOW = (torch.bfloat16, torch.float16)
@@ -194,7 +226,7 @@ def takes_float32_gradients(optimizer: Optimizer) -> bool:
     An optimizer declares it by a class attribute ``float32_gradients_for``, the dtypes of such parameters. Those of
     torch do not: Adam, AdamW and all fused ones raise, and the others round state or update to the parameter's dtype.
     """
-    dtypes = {parameter.dtype for group in optimizer.param_groups for parameter in group["params"]}
+    dtypes = {parameter.dtype for parameter in list_parameters(optimizer)}
     return not dtypes.intersection(LOW).difference(getattr(type(optimizer), "float32_gradients_for", ()))
 
 
@@ -213,3 +245,55 @@ def _set_gradient_dtype(parameter: Tensor, dtype: torch.dtype) -> None:
     parameter.grad_dtype = dtype
     if gradient is not None:
         parameter.grad = gradient.to(dtype)
+
+
+def add_gradients(
+    parts: Sequence[Any],
+    weights: StepWeights,
+    run: Callable[[Any, int], Tensor | None],
+    backward: Callable[[Tensor], object],
+    *,
+    gradients: StepGradients | None,
+    sums: Float32GradientSums,
+    no_sync: Callable[[], AbstractContextManager[Any]],
+    is_shared: bool,
+) -> None:
+    """Run forward and backward of each micro-batch, so that their gradients add up to that of the unsplit step.
+
+    Args:
+        parts: the micro-batches.
+        weights: their weights.
+        run: maps a micro-batch and its index to its loss; None where the step returned none.
+        backward: adds the gradient of a weighted loss.
+        gradients: scales the gradients once the total of the weights is known; None where it is known beforehand, or
+            the gradients are scaled later.
+        sums: the sums in float32, which end before a backward that other ranks take part in.
+        no_sync: a context in which ranks do not wait for one another, entered for all micro-batches but the last.
+        is_shared: whether the last backward averages gradients over ranks.
+
+    Raises:
+        OtherSplitError: the losses are not split as the weights say.
+        CannotSplitError: nor can the step run again.
+    """
+    if gradients is not None:
+        gradients.set_aside()
+    for i, part in enumerate(parts):
+        last = i == len(parts) - 1
+        with nullcontext() if last else no_sync():
+            loss = run(part, i)
+            if loss is None:
+                continue
+            loss = weights.scale_loss(loss, i)
+            if not last:
+                backward(loss)
+            else:
+                if gradients is not None:
+                    loss = gradients.finish(loss, weights.settle())
+                check = DeferredCheck(weights.disagreement())
+                if is_shared:
+                    sums.finish()  # DDP's buckets have the parameters' dtype
+                backward(loss)
+                check.refuse(is_shared=is_shared)
+        del loss  # free the graph before the next micro-batch runs
+    if gradients is not None and not gradients.closed:  # the last micro-batch's step returned None
+        gradients.close(weights.settle() if weights.held else None)

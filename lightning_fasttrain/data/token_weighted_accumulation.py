@@ -16,7 +16,6 @@ from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.data.closure.micro_batch_closure import BatchClosures
 from lightning_fasttrain.data.closure.roles import SharedSplit
-from lightning_fasttrain.data.closure.scale_gradients import own_scaling, scale_gradients_
 from lightning_fasttrain.data.normalizer.count_targets import (
     Count,
     CountRule,
@@ -26,6 +25,7 @@ from lightning_fasttrain.data.normalizer.count_targets import (
 )
 from lightning_fasttrain.data.normalizer.micro_batch_weights import Number
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit
+from lightning_fasttrain.data.step_gradients import own_scaling, scale_gradients_
 from lightning_fasttrain.technique import Capability, Technique
 from lightning_fasttrain.technique.facts import Facts
 from lightning_fasttrain.technique.predicted_step import PredictedStep

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 import lightning_fasttrain as ft
 from lightning_fasttrain.data.normalizer.find_split import CannotSplitError
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit, OtherSplitError
+from lightning_fasttrain.data.normalizer.trial import looks
+from lightning_fasttrain.data.normalizer.trial.looks import Looks
 from lightning_fasttrain.data.normalizer.trial.try_split import Stage
 from lightning_fasttrain.data.trunk import batch_search
-from lightning_fasttrain.data.trunk.batch_search import BatchSearch, Looks, prefer_what_shows_something
+from lightning_fasttrain.data.trunk.batch_search import BatchSearch, prefer_what_shows_something
 from tests.support.nets import Gradients, as_loader, gradients, largest_difference, trainer
 
 BATCHES = 4
@@ -52,7 +54,7 @@ def batches(mixed_from: int) -> list[tuple[Tensor, Tensor]]:
 def clock(monkeypatch):
     """A clock that advances on request only, so that checks take no time."""
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(batch_search, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(looks, "time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
 
 
@@ -125,14 +127,14 @@ def test_an_inconclusive_first_batch_is_followed_by_a_second_search():
 
 
 def test_checks_of_later_batches_take_at_most_one_percent_of_the_time(clock):
-    looks = Looks()
-    with looks.timed():
+    later = Looks()
+    with later.timed():
         clock.now += 2
     clock.now += 100
-    assert [looks.is_due(lambda: True) for _ in range(4)] == [False, False, False, False]
+    assert [later.is_due(lambda: True) for _ in range(4)] == [False, False, False, False]
     clock.now += 200
-    assert [looks.is_due(lambda: True) for _ in range(4)] == [False, False, False, True]
-    assert not any(looks.is_due(lambda: False) for _ in range(8))
+    assert [later.is_due(lambda: True) for _ in range(4)] == [False, False, False, True]
+    assert not any(later.is_due(lambda: False) for _ in range(8))
 
 
 def test_an_inconclusive_batch_does_not_change_the_split():

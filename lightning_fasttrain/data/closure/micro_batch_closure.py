@@ -7,7 +7,7 @@ strategy's own methods, so that autocast, loss scaling, forward redirection and 
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -32,19 +32,25 @@ from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.data.closure.micro_batch_logging import LogCall, LogWeights, PartLogs
 from lightning_fasttrain.data.closure.roles import Splitter, Window
-from lightning_fasttrain.data.closure.scale_gradients import list_parameters, ratio
 from lightning_fasttrain.data.closure.split_search import SplitSearch
 from lightning_fasttrain.data.normalizer.count_targets import count_targets
 from lightning_fasttrain.data.normalizer.find_split import CannotSplitError
 from lightning_fasttrain.data.normalizer.log_rules import own_divisor
-from lightning_fasttrain.data.normalizer.micro_batch_weights import Number
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit, OtherSplitError
-from lightning_fasttrain.data.normalizer.step_weights import DeferredCheck, StepWeights
+from lightning_fasttrain.data.normalizer.step_weights import StepWeights
 from lightning_fasttrain.data.normalizer.trial.step_function import loss_of
 from lightning_fasttrain.data.out_of_memory.retry_with_smaller_micro_batches import split_until_it_fits
 from lightning_fasttrain.data.padding.trim_search import Parts, WholeParts
 from lightning_fasttrain.data.split_batch import batch_size, split_batch
-from lightning_fasttrain.data.step_gradients import Float32GradientSums, StepGradients, scale_, takes_float32_gradients
+from lightning_fasttrain.data.step_gradients import (
+    Float32GradientSums,
+    StepGradients,
+    add_gradients,
+    list_parameters,
+    ratio,
+    scale_,
+    takes_float32_gradients,
+)
 from lightning_fasttrain.data.trunk.batch_search import OUT_OF_TRIES, TRIES
 
 _MANY = 2**16  # upper limit where only the user's split function knows the number of samples
@@ -189,12 +195,11 @@ class BatchClosures:
             reference = self.search.window.reference
         weights = StepWeights(self.search.split or LossSplit(None, count_targets), parts, reference)
         with self.logs.of_parts(self.trainer.lightning_module, parts, weights.split.log_rules) as logs:
-            outputs = self._forward_backward(parts, rest, weights, optimizer)
+            outputs, returned = self._forward_backward(parts, rest, weights, optimizer)
         means = weights.counts
         if weights.split.is_sum:
             means = [batch_size(parts[part]) for part in weights.held]
         weighting = LogWeights(parts, dict(zip(weights.held, means, strict=True)), weights.split.log_rules)
-        returned = _list_returned(outputs, weights.held)
         if len(parts) > 1:
             weighting.rules = self.search.settle_logs(batch, cut, rest, weighting, {**logs.calls, **returned})
         output = _combine(outputs, cut, weights, weighting, returned)
@@ -211,69 +216,50 @@ class BatchClosures:
 
     def _forward_backward(
         self, parts: list[Any], rest: list[Any], weights: StepWeights, optimizer: Optimizer
-    ) -> list[Any]:
+    ) -> tuple[list[Any], dict[str, list[LogCall]]]:
+        """Return the outputs of the micro-batches, and the numbers among them by their names."""
         trainer, strategy = self.trainer, self.trainer.strategy
         outputs: list[Any] = []
+        returned: dict[str, list[LogCall]] = {}
         if len(parts) > 1 or accumulation_continues(trainer) or self._sums.is_open:
             self._sums.begin(list_parameters(optimizer))
+
+        def run(part: Any, i: int) -> Tensor | None:
+            self.logs.part = i
+            output = call_strategy(trainer, "training_step", part, *rest)
+            if output is None:
+                self._refuse_none()
+                return None
+            outputs.append(_detach(output))
+            _note_returned(returned, i, output)
+            loss = loss_of(output)
+            if weights.split.is_sum:
+                self.logs.note_sum(loss)
+            return loss
+
+        def backward(loss: Tensor) -> None:
+            if self.search.window is None and trainer.accumulate_grad_batches > 1:
+                # Lightning's ClosureResult divides the loss of a whole batch by the same number.
+                loss = loss / trainer.accumulate_grad_batches
+            call_strategy(trainer, "backward", loss, optimizer)
+
         scaled_here = weights.known is None and self.search.window is None
-        gradients = StepGradients(trainer.lightning_module.parameters() if scaled_here else ())
-        if scaled_here:
-            gradients.set_aside()
-        for i, part in enumerate(parts):
-            # Only these strategies have block_backward_sync: others have no ranks to wait for.
-            last = i == len(parts) - 1
-            with strategy.block_backward_sync() if self._has_sync and not last else nullcontext():
-                self.logs.part = i
-                output = call_strategy(trainer, "training_step", part, *rest)
-                if output is None:
-                    self._refuse_none()
-                    continue
-                outputs.append((_detach(output), _read_divisors(output)))
-                weighted = self._scale_loss(loss_of(output), weights, i)
-                del output
-                if not last:
-                    call_strategy(trainer, "backward", weighted, optimizer)
-                else:
-                    check = DeferredCheck(weights.disagreement())
-                    if scaled_here:
-                        weighted = gradients.finish(weighted, weights.settle())
-                    if self._reduces_gradients:
-                        self._sums.finish()  # DDP's buckets have the parameters' dtype
-                    call_strategy(trainer, "backward", weighted, optimizer)
-                    self._look_at(check)
-                del weighted  # free its graph before the next micro-batch runs
-        if scaled_here:  # the last micro-batch's step returned None
-            gradients.close(weights.settle() if weights.held else None)
-        else:
+        # Other strategies have no ranks to wait for.
+        no_sync = strategy.block_backward_sync if isinstance(strategy, ParallelStrategy) else nullcontext
+        add_gradients(
+            parts,
+            weights,
+            run,
+            backward,
+            gradients=StepGradients(trainer.lightning_module.parameters()) if scaled_here else None,
+            sums=self._sums,
+            no_sync=no_sync,
+            # The last backward of this batch averages gradients over ranks.
+            is_shared=trainer.world_size > 1 and not accumulation_continues(trainer),
+        )
+        if not scaled_here:
             self._forget_missing(weights, len(parts), optimizer)
-        return outputs
-
-    def _look_at(self, check: DeferredCheck) -> None:
-        try:
-            check.refuse()
-        except OtherSplitError as error:
-            if self._reduces_gradients:  # this rank alone cannot run the step again
-                raise CannotSplitError(f"{error}, and other ranks already have this rank's gradients") from error
-            raise
-
-    def _scale_loss(self, loss: Tensor, weights: StepWeights, part: int) -> Tensor:
-        if weights.split.is_sum:
-            self.logs.note_sum(loss)
-        weighted = weights.scale_loss(loss, part)
-        if self.search.window is None and self.trainer.accumulate_grad_batches > 1:
-            # Lightning's ClosureResult divides the loss of a whole batch by the same number.
-            weighted = weighted / self.trainer.accumulate_grad_batches
-        return weighted
-
-    @property
-    def _reduces_gradients(self) -> bool:
-        """Whether the last backward of this batch averages gradients over ranks."""
-        return self.trainer.world_size > 1 and not accumulation_continues(self.trainer)
-
-    @property
-    def _has_sync(self) -> bool:
-        return isinstance(self.trainer.strategy, ParallelStrategy)
+        return outputs, returned
 
     def _refuse_none(self) -> None:
         if self.trainer.world_size > 1:
@@ -301,18 +287,12 @@ def _detach(output: Any) -> Any:
     return apply_to_collection(output, Tensor, torch.Tensor.detach)
 
 
-def _list_returned(outputs: list[Any], held: Sequence[int]) -> dict[str, list[LogCall]]:
-    """Return the values that micro-batches returned beside the loss, in the form of logged values."""
-    first_output = outputs[0][0] if outputs else None
-    returned: dict[str, list[LogCall]] = {}
-    for key, first in first_output.items() if isinstance(first_output, dict) else ():
-        if key != "loss" and _is_number(first):
-            calls = [
-                LogCall(part, output[key], {}, divisors.get(key))
-                for part, (output, divisors) in zip(held, outputs, strict=True)
-            ]
-            returned[f"return {key}"] = calls
-    return returned
+def _note_returned(returned: dict[str, list[LogCall]], part: int, output: Any) -> None:
+    """Note the numbers that a micro-batch returned beside the loss, in the form of logged values."""
+    for key, value in output.items() if isinstance(output, dict) else ():
+        if key != "loss" and _is_number(value):
+            own = own_divisor(value) if isinstance(value, Tensor) else None
+            returned.setdefault(f"return {key}", []).append(LogCall(part, _detach(value), {}, own))
 
 
 def _combine(
@@ -326,18 +306,18 @@ def _combine(
     if not outputs:
         return None
     loss = weights.loss()
-    first_output = outputs[0][0]
-    if not isinstance(first_output, dict):
+    if not isinstance(outputs[0], dict):
         return loss
     extras: dict[str, Any] = {}
-    for key, first in first_output.items():
-        values = [output[key] for output, _ in outputs]
+    for key, first in outputs[0].items():
+        values = [output[key] for output in outputs]
+        name = f"return {key}"
         if key == "loss":
             continue
         if isinstance(first, Tensor) and first.ndim > 0:
             extras[key] = cut.join(values, weights.held)
-        elif _is_number(first):
-            extras[key] = weighting.combine(f"return {key}", returned[f"return {key}"])
+        elif name in returned:
+            extras[key] = weighting.combine(name, returned[name])
         else:
             extras[key] = values[-1]
     return {**extras, "loss": loss}
@@ -347,13 +327,3 @@ def _is_number(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.ndim == 0
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _read_divisors(output: Any) -> dict[str, Number]:
-    """Return the divisors that the graphs of the values beside the loss show."""
-    found: dict[str, Number] = {}
-    for key, value in output.items() if isinstance(output, dict) else ():
-        own = own_divisor(value) if key != "loss" and isinstance(value, Tensor) and value.numel() == 1 else None
-        if own is not None:
-            found[key] = own
-    return found

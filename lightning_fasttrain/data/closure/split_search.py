@@ -14,20 +14,21 @@ from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.data.closure.micro_batch_logging import LogCall, LogWeights
 from lightning_fasttrain.data.closure.roles import Counting, Splitter, Window
-from lightning_fasttrain.data.closure.scale_gradients import own_scaling
 from lightning_fasttrain.data.normalizer.count_targets import CountRule, count_targets
 from lightning_fasttrain.data.normalizer.find_split import CannotSplitError, find_split
 from lightning_fasttrain.data.normalizer.log_rules import FoundRule, merge_log_rules
 from lightning_fasttrain.data.normalizer.micro_batch_weights import Number
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit, OtherSplitError
 from lightning_fasttrain.data.normalizer.step_weights import DeferredFlag
+from lightning_fasttrain.data.normalizer.trial.looks import Looks
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample, first_micro_batch, sample_pairs, sample_rows
 from lightning_fasttrain.data.normalizer.trial.try_split import Stage
 from lightning_fasttrain.data.normalizer.try_log_rules import settle_log_rules
 from lightning_fasttrain.data.out_of_memory.deferred_gradient_sync import CollectivesWatch
 from lightning_fasttrain.data.padding.trim_search import Parts
-from lightning_fasttrain.data.split_batch import batch_size, split_batch
-from lightning_fasttrain.data.trunk.batch_search import BatchSearch, Looks, prefer_what_shows_something, say_trunk
+from lightning_fasttrain.data.split_batch import batch_size, can_be_cut, split_batch
+from lightning_fasttrain.data.step_gradients import own_scaling
+from lightning_fasttrain.data.trunk.batch_search import BatchSearch, prefer_what_shows_something, say_trunk
 from lightning_fasttrain.data.trunk.find_trunk import Through, name_trunk, refuse_dependent_samples
 from lightning_fasttrain.data.trunk.micro_batch_forward import MicroBatchedForward, Trunk
 
@@ -56,7 +57,6 @@ class SplitSearch:
         self.forwards: list[MicroBatchedForward] = []
         self._undo_trunk: Undo = _do_nothing
         self._looks = Looks()
-        self._trim_looks = Looks(from_first=True)
         self._log_looks = 0
         self._differing: dict[str, DeferredFlag] = {}
 
@@ -71,31 +71,18 @@ class SplitSearch:
             return
         if self.split is None or self.split.provisional or is_due:
             self._find_split(batch, rest)
-        # All ranks are asked, though one of them may have found another split, or the trunk, by itself.
-        asks = self._asks_for_padding and not (votes and self._trim_looks.has_begun)
-        if asks and self._trim_looks.is_due(lambda: self._may_trim(batch)):
-            self._look_for_padding(batch, rest)
+        if self.micro is not None and self._may_be_trimmed(self.micro, votes):
+            split = self.split if self.trunk is None else None
+            self.micro.trimming.look_at(lambda: self._stage(rest, CollectivesWatch()), batch, split, self.micro.n)
+            if self.micro.shared is not None:
+                self.micro.shared.trimming = self.micro.trimming
 
-    @property
-    def _asks_for_padding(self) -> bool:
-        """Whether padding is looked for in this run, which all ranks answer identically."""
-        if self.micro is None or self.micro.split is not split_batch:
+    def _may_be_trimmed(self, micro: Splitter, votes: bool) -> bool:
+        """Whether padding may be looked for in this batch, which all ranks answer identically."""
+        if votes and micro.trimming.looks.has_begun:
             return False
-        is_tried = self._counting.check or self.micro.trimming.wanted
-        return bool(is_tried) and self.micro.trimming.is_open
-
-    def _may_trim(self, batch: Any) -> bool:
-        is_split = self.trunk is None and self.split is not None and not self.split.provisional
-        return is_split and can_be_cut(batch)
-
-    def _look_for_padding(self, batch: Any, rest: list[Any]) -> None:
-        assert self.micro is not None
-        assert self.split is not None
-        most_rows = -(-batch_size(batch) // self.micro.n)
-        with self._trim_looks.timed():
-            self.micro.trimming.look_at(self._stage(rest, CollectivesWatch()), batch, self.split, most_rows)
-        if self.micro.shared is not None:
-            self.micro.shared.trimming = self.micro.trimming
+        is_tried = self._counting.check or micro.trimming.wanted
+        return bool(is_tried) and micro.split is split_batch and micro.trimming.is_open
 
     def _may_show_more(self, batch: Any) -> bool:
         """Whether a later batch could change the result."""
@@ -113,7 +100,6 @@ class SplitSearch:
         self._use(shared.split)
         if self.micro is not None and shared.trimming is not None:
             self.micro.trimming.take(shared.trimming)
-            self._trim_looks = Looks()
         return True
 
     def size_of(self, batch: Any) -> Number:
@@ -319,11 +305,3 @@ def _pick_rows(cut: Parts, seen: Sequence[LogCall]) -> tuple[list[int], list[int
 
 def _do_nothing() -> None:
     pass
-
-
-def can_be_cut(batch: Any) -> bool:
-    """Whether a batch can be split into samples, by the rule of :func:`~lightning_fasttrain.data.split_batch`."""
-    try:
-        return batch_size(batch) > 0
-    except ValueError:
-        return False

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_iter
 
 from lightning_fasttrain.core.messages import explain, note_once, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
+from lightning_fasttrain.data.loaders.fetch_ahead import AheadLoader, StatefulAheadLoader, can_resume
 from lightning_fasttrain.technique import Setting, Technique
 from lightning_fasttrain.technique.facts import Facts
 from lightning_fasttrain.technique.predicted_step import PredictedStep
@@ -41,25 +42,24 @@ def prefetch_to_device(iterable: Iterable[Any], device: torch.device | str) -> "
     Source:
         The side-stream pattern of NVIDIA Apex's ``data_prefetcher``, with ``Tensor.record_stream`` for the allocator.
     """
-    stateful = hasattr(iterable, "state_dict") and hasattr(iterable, "load_state_dict")
-    # Two classes, since Lightning treats a loader with these methods as one that can resume.
-    kind = StatefulDevicePrefetcher if stateful else DevicePrefetcher
+    kind = StatefulDevicePrefetcher if can_resume(iterable) else DevicePrefetcher
     return kind(iterable, torch.device(device))
 
 
-class DevicePrefetcher:
+class DevicePrefetcher(AheadLoader):
     """See :func:`prefetch_to_device`."""
 
+    device: torch.device
+
     def __init__(self, inner: Iterable[Any], device: torch.device) -> None:
-        self.inner = inner
-        self.device = device
+        super().__init__(inner)
+        object.__setattr__(self, "device", device)  # of this object, where other attributes are those of the loader
         self._pinned: bool | None = None
         self._in_turn = False  # the copy starts after the device's earlier work
 
     def __iter__(self) -> Iterator[Any]:
         if self.device.type == "cpu":
-            for batch in self.inner:
-                yield self._hand_out(batch)
+            yield from self.inner
             return
         stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         ahead: list[Any] = []
@@ -92,7 +92,8 @@ class DevicePrefetcher:
                     tensor.record_stream(current)
                 except NotImplementedError:  # sparse and nested tensors
                     self._in_turn = True
-        return self._hand_out(moved, state)
+        self._hand_out(state)
+        return moved
 
     def _check_pinned(self, copies: "_Copies") -> None:
         if self._pinned is None:
@@ -103,46 +104,9 @@ class DevicePrefetcher:
                     "no copy overlaps with the step. Use DataLoader(pin_memory=True)."
                 )
 
-    def _state_now(self) -> Any:
-        return None
 
-    def _hand_out(self, batch: Any, state: Any = None) -> Any:
-        return batch
-
-    def __len__(self) -> int:
-        return len(self.inner)  # type: ignore[arg-type]
-
-    def __getattr__(self, name: str) -> Any:
-        # Without an `inner`, as during unpickling, the line below would recurse endlessly.
-        if name == "inner" or name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.inner, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        own = name in ("inner", "device") or name.startswith("_")
-        object.__setattr__(self if own else self.inner, name, value)  # Lightning sets the loader's worker_init_fn
-
-
-class StatefulDevicePrefetcher(DevicePrefetcher):
-    """A prefetcher over a loader that can resume: its state is that of the last batch yielded."""
-
-    def __init__(self, inner: Any, device: torch.device) -> None:
-        super().__init__(inner, device)
-        self._state: Any = None
-
-    def _state_now(self) -> Any:
-        return self.inner.state_dict()  # type: ignore[attr-defined]
-
-    def _hand_out(self, batch: Any, state: Any = None) -> Any:
-        self._state = state
-        return batch
-
-    def state_dict(self) -> Any:
-        return self._state if self._state is not None else self._state_now()
-
-    def load_state_dict(self, state: Any) -> None:
-        self._state = None
-        self.inner.load_state_dict(state)  # type: ignore[attr-defined]
+class StatefulDevicePrefetcher(StatefulAheadLoader, DevicePrefetcher):
+    """A prefetcher over a loader that can resume."""
 
 
 class _Copies(TorchDispatchMode):

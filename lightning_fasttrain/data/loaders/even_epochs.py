@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
 from lightning_fasttrain.core.distributed import rank_count
-from lightning_fasttrain.core.host.loader_wrapper import WrappedLoader, find_innermost, wrap_training_loaders
+from lightning_fasttrain.core.host.loader_wrapper import find_innermost, wrap_training_loaders
 from lightning_fasttrain.core.messages import number_of, say
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
+from lightning_fasttrain.data.loaders.fetch_ahead import AheadLoader, StatefulAheadLoader, can_resume
 from lightning_fasttrain.technique import Technique
 from lightning_fasttrain.technique.facts import Facts
 
@@ -44,11 +45,10 @@ def even_epochs(loader: Iterable[Any]) -> "EvenLoader":
         ``torch.distributed.algorithms.Join`` continues instead, with a collective that shadows each of the step's. It
         must know all of them; it knows those of DDP, but not those of FSDP2, of metrics and of the user.
     """
-    stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-    return StatefulEvenLoader(loader) if stateful else EvenLoader(loader)
+    return StatefulEvenLoader(loader) if can_resume(loader) else EvenLoader(loader)
 
 
-class EvenLoader(WrappedLoader):
+class EvenLoader(AheadLoader):
     """See :func:`even_epochs`."""
 
     def __init__(self, inner: Iterable[Any]) -> None:
@@ -128,32 +128,9 @@ class EvenLoader(WrappedLoader):
             work.wait()
         return bool(self._vote)
 
-    def _state_now(self) -> Any:
-        return None
 
-    def _hand_out(self, state: Any) -> None:
-        pass
-
-
-class StatefulEvenLoader(EvenLoader):
-    """An even loader over a loader that can resume: its state is that of the last batch yielded."""
-
-    def __init__(self, inner: Iterable[Any]) -> None:
-        super().__init__(inner)
-        self._state: Any = None
-
-    def _state_now(self) -> Any:
-        return self.inner.state_dict()
-
-    def _hand_out(self, state: Any) -> None:
-        self._state = state
-
-    def state_dict(self) -> Any:
-        return self._state_now() if self._state is None else self._state
-
-    def load_state_dict(self, state: Any) -> None:
-        self._state = None
-        self.inner.load_state_dict(state)
+class StatefulEvenLoader(StatefulAheadLoader, EvenLoader):
+    """An even loader over a loader that can resume."""
 
 
 def _length_of(loader: Any) -> int | None:

@@ -11,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_fasttrain.core.distributed import is_sharded
 from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule, CountTargets, named_count
 from lightning_fasttrain.data.normalizer.find_split import CannotSplitError, find_split
-from lightning_fasttrain.data.normalizer.split_rule import LossSplit
 from lightning_fasttrain.data.normalizer.trial.sample_rows import sample_rows
 from lightning_fasttrain.data.normalizer.trial.step_function import models_of
 from lightning_fasttrain.data.normalizer.trial.try_split import Stage
@@ -59,36 +58,15 @@ def find_count(
         CountRule(name='sum', ignore_index=-100)
     """
     named = named_count(count)
-    split = find_split_of(step, batch, n, count=named, check=check, no_sync=no_sync)
+    samples = sample_rows(batch, -(-batch_size(batch) // n))
+    split = find_split(stage_of(step, no_sync), samples, named, check=check)
+    assert split is not None  # this stage rejects a step that returns None
     if split.is_sum:
         return CountRule("sum")
     if split.count is None:
         why = f"it is divided by {split.read}, which is not a number of samples or labels"
         raise CannotSplitError(f"{why}, so no rule can count it beforehand; micro-batches can still read it")
     return split.count
-
-
-def find_split_of(
-    step: Callable[[Any], Any],
-    batch: Any,
-    n: int,
-    *,
-    count: Count = "auto",
-    check: bool = True,
-    no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    whole_batches: bool = False,
-    together: bool = True,
-) -> LossSplit:
-    """Return how the loss of a step function is split, found from some samples of a batch.
-
-    Raises:
-        CannotSplitError: the loss is not a weighted sum of its micro-batches' losses.
-    """
-    stage = stage_of(step, no_sync)
-    samples = sample_rows(batch, -(-batch_size(batch) // n))
-    found = find_split(stage, samples, count, check=check, together=together, whole_batches=whole_batches)
-    assert found is not None  # this stage rejects a step that returns None
-    return found
 
 
 def stage_of(step: Callable[[Any], Any], no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Stage:

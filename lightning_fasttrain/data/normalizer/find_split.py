@@ -26,6 +26,7 @@ from lightning_fasttrain.data.normalizer.count_targets import (
     CountTargets,
 )
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit
+from lightning_fasttrain.data.normalizer.trial.runs import relative_difference
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample, list_altered
 from lightning_fasttrain.data.normalizer.trial.try_split import Stage, Trial, try_split
 from lightning_fasttrain.data.normalizer.try_log_rules import find_log_rules_of
@@ -88,9 +89,8 @@ def find_split(
         facts |= {"statistics": _name_statistics(trial, stage), "changed": changed}
     verdict = _judge(trial, count, preferred)
     if verdict.is_unsure:
-        precise = try_split(stage, iter([trial.sample]), "float64")
-        if precise.precise and not precise.why_not and is_the_same_step(trial, precise):
-            trial, verdict = precise, _judge(precise, count, preferred)
+        trial = try_in_float64(stage, trial)
+        verdict = _judge(trial, count, preferred)
     altered = _try_altered(verdict, trial, stage)
     verdict = replace(_judge_altered(verdict, altered), **facts)
     if together:
@@ -106,10 +106,14 @@ def find_split(
     return replace(split, leaves=leaves, per_sample=per_sample, log_rules=log_rules)
 
 
-def is_the_same_step(trial: Trial, precise: Trial) -> bool:
-    """Whether float64 changed rounding alone: kernels of quantized layers, for instance, do not support it."""
+def try_in_float64(stage: Stage, trial: Trial) -> Trial:
+    """Return a trial in float64, which distinguishes rounding from a real difference; the given one where it fails."""
+    precise = try_split(stage, iter([trial.sample]), "float64")
+    if not precise.precise or precise.why_not:
+        return trial
+    # It must change rounding alone: kernels of quantized layers, for instance, do not support it.
     one, other = trial.splits[0].whole.everything, precise.splits[0].whole.everything
-    return one.shape == other.shape and float((one - other).norm()) <= 0.1 * float(one.norm())
+    return precise if one.shape == other.shape and relative_difference(one, other) <= 0.1 else trial
 
 
 def _name_statistics(trial: Trial, stage: Stage) -> str:

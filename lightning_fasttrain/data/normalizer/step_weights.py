@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_fasttrain.data.normalizer.count_targets import weights_of
+from lightning_fasttrain.data.normalizer.find_split import CannotSplitError
 from lightning_fasttrain.data.normalizer.micro_batch_weights import (
     MicroBatchWeights,
     Number,
@@ -24,6 +25,7 @@ from lightning_fasttrain.data.normalizer.split_rule import (
     on_host,
 )
 
+_SEVERAL = "the loss of this batch has several normalizers, or factors that depend on samples"
 _UNCLEAR = "its divisor may be clamped away from zero, or is zero beside a nonzero sum"
 
 
@@ -38,16 +40,23 @@ class StepWeights:
         split: how the loss is split.
         parts: the micro-batches.
         reference: the divisor of counts in a window of several batches, whose total is not known yet.
-
-    Attributes:
-        in_window: whether other batches or ranks contribute, too.
+        over_ranks: sums a number over the ranks that share a total, a collective; None where each has its own.
     """
 
-    def __init__(self, split: LossSplit, parts: Sequence[Any], reference: Number | None = None) -> None:
+    def __init__(
+        self,
+        split: LossSplit,
+        parts: Sequence[Any],
+        reference: Number | None = None,
+        over_ranks: Callable[[Number], Number] | None = None,
+    ) -> None:
         self.split = split
         self.parts = len(parts)
         self.reference = reference
-        self.in_window = reference is not None
+        self._over_ranks = over_ranks
+        # Other batches or ranks may hold targets where this one has none.
+        self._has_others = reference is not None or over_ranks is not None
+        self._settled: Number | None = None
         self.losses: list[Tensor] = []
         self.readings: list[Reading] = []
         self.held: list[int] = []  # micro-batches that gave a loss
@@ -57,6 +66,9 @@ class StepWeights:
             self.known = MicroBatchWeights([1] * self.parts, one)
         elif split.count is not None:
             counts, total = weights_of(split.count, parts)
+            if over_ranks is not None:
+                # Either all ranks get here or none, since they found the same rule.
+                total = over_ranks(total)
             self.known = MicroBatchWeights(counts, total if reference is None else reference)
 
     def scale_loss(self, loss: Tensor, part: int) -> Tensor:
@@ -90,7 +102,7 @@ class StepWeights:
 
     def _counts_nothing(self, part: int) -> bool:
         """Whether this is the last micro-batch and none has a count; then it is treated as the unsplit step."""
-        return part == self.parts - 1 and not self.in_window and _is_zero(on_host(self.total))
+        return part == self.parts - 1 and not self._has_others and _is_zero(on_host(self.total))
 
     def _refuse_other(self, reading: Reading, part: int) -> None:
         assert self.known is not None
@@ -120,15 +132,11 @@ class StepWeights:
         counted = add_counts(self.counts)
         return counted if self.known is not None or _is_zero(counted) else counted + self._offset
 
-    def settle(self, total: Number | None = None) -> Number | None:
-        """Return the factor for the gradients so far and for the last loss; None where none is needed.
-
-        Args:
-            total: the total of all ranks, where they share it.
-        """
+    def settle(self) -> Number | None:
+        """Return the factor for the gradients so far and for the last loss; None where none is needed."""
         if self.known is not None or self.reference is None:
             return None
-        total = self.total if total is None else total
+        total = self._settled = self.total if self._over_ranks is None else self._over_ranks(self.total)
         if isinstance(total, Tensor) or isinstance(self.reference, Tensor):
             total, reference = torch.as_tensor(total), torch.as_tensor(self.reference)
             return torch.where(total > 0, reference.to(total.device) / total, 1.0)
@@ -162,15 +170,14 @@ class StepWeights:
             for divisor, other in zip(divisors, others, strict=True):
                 yield other * total, divisor * others_total
 
-    def loss(self, total: Number | None = None) -> Tensor:
+    def loss(self) -> Tensor:
         """Return the loss of the step, detached; this rank's share of it, where the total is that of all ranks."""
-        if self.readings and not self.in_window and _is_zero(on_host(self.total if total is None else total)):
+        if self.readings and not self._has_others and _is_zero(on_host(self.total)):
             return self.losses[-1]
         if self.known is not None:
             return self.known.select(self.held).add_up(self.losses)
-        total = self.total if total is None else total
         divisors = [reading.divisor for reading in self.readings if reading.divisor is not None]
-        return MicroBatchWeights(divisors, total).add_up(self.losses)
+        return MicroBatchWeights(divisors, self.total if self._settled is None else self._settled).add_up(self.losses)
 
 
 class DeferredFlag:
@@ -205,17 +212,24 @@ class DeferredCheck:
 
     def __init__(self, disagrees: bool | Tensor) -> None:
         if disagrees is True:
-            self.refuse_now()
+            raise OtherSplitError(_SEVERAL)
         self._flag = DeferredFlag(disagrees) if isinstance(disagrees, Tensor) else None
 
-    def refuse(self) -> None:
-        """Raises: OtherSplitError: the readings did not agree."""
-        if self._flag is not None and self._flag.read():
-            self.refuse_now()
+    def refuse(self, *, is_shared: bool) -> None:
+        """Refuse readings that do not agree, after the last backward.
 
-    @staticmethod
-    def refuse_now() -> None:
-        raise OtherSplitError("the loss of this batch has several normalizers, or factors that depend on samples")
+        Args:
+            is_shared: whether that backward has passed the gradients to other ranks.
+
+        Raises:
+            OtherSplitError: the readings did not agree.
+            CannotSplitError: nor can this rank alone run the step again.
+        """
+        if self._flag is None or not self._flag.read():
+            return
+        if is_shared:
+            raise CannotSplitError(f"{_SEVERAL}, and other ranks already have this rank's gradients")
+        raise OtherSplitError(_SEVERAL)
 
 
 def _estimate_total(count: Number, parts: int) -> Number:

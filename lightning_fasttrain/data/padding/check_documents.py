@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.data.normalizer.find_count import stage_of
-from lightning_fasttrain.data.normalizer.trial.runs import Run
+from lightning_fasttrain.data.normalizer.trial.runs import Run, relative_difference
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample
 from lightning_fasttrain.data.normalizer.trial.try_split import run_again, try_unsplit
 from lightning_fasttrain.data.split_batch import pick_rows
@@ -81,5 +81,4 @@ def _compare(one: Run, other: Run) -> float:
     entries = list(dict.fromkeys([*one.entries, *other.entries]))
     for run in (one, other):
         run.take(entries)
-    size = float(one.everything.norm())
-    return float((one.everything - other.everything).norm()) / size if size else 0.0
+    return relative_difference(one.everything, other.everything)

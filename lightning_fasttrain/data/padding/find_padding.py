@@ -14,9 +14,8 @@ from lightning_fasttrain.data.padding.padded_axes import (
     PaddedAxis,
     Padding,
     find_extents,
-    list_leaves,
 )
-from lightning_fasttrain.data.split_batch import batch_size
+from lightning_fasttrain.data.split_batch import batch_size, list_leaves
 
 _IGNORED = -100
 # Kinds of evidence, the most reliable first.

@@ -7,27 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fasttrain.data.split_batch import walk_leaves
+from lightning_fasttrain.data.split_batch import list_leaves
 
 Leaves = dict[str, Any]
 Lengths = Callable[[Any], Tensor]
-
-
-def list_leaves(batch: Any) -> Leaves:
-    """Return the leaves of a batch by their paths.
-
-    Example:
-        >>> list_leaves({"ids": torch.tensor([[1, 2]]), "names": ["a"]})
-        {"batch['ids']": tensor([[1, 2]]), "batch['names']": ['a']}
-    """
-    found: Leaves = {}
-
-    def note(leaf: Any, path: str) -> Any:
-        found[path] = leaf
-        return leaf
-
-    walk_leaves(batch, note, "batch")
-    return found
 
 
 @dataclass(frozen=True)

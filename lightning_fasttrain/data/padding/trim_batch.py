@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fasttrain.data.padding.padded_axes import Ends, Extents, count_tokens, list_leaves
-from lightning_fasttrain.data.split_batch import walk_leaves
+from lightning_fasttrain.data.padding.padded_axes import Ends, Extents, count_tokens
+from lightning_fasttrain.data.split_batch import list_tensors, walk_leaves
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def trim_batch(batch: Any, extents: Extents, rows: Sequence[Sequence[int]], mult
                 [1, 0]])]
     """
     spans = [extents.spans_of(group, multiple_of) for group in rows]
-    device = next((leaf.device for leaf in list_leaves(batch).values() if isinstance(leaf, Tensor)), None)
+    device = next((leaf.device for leaf in list_tensors(batch).values()), None)
     order = torch.tensor([row for group in rows for row in group], device=device)  # one copy to a device for all groups
     parts: list[Any] = []
     for group, places, span in zip(rows, order.split([len(group) for group in rows]), spans, strict=True):

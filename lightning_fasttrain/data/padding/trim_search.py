@@ -11,9 +11,10 @@ from lightning_fasttrain.core.checks import positive_int
 from lightning_fasttrain.core.distributed import from_all_ranks
 from lightning_fasttrain.core.messages import explain, say, warn
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit
+from lightning_fasttrain.data.normalizer.trial.looks import Looks
 from lightning_fasttrain.data.normalizer.trial.try_split import Stage
 from lightning_fasttrain.data.padding.find_padding import propose_padding
-from lightning_fasttrain.data.padding.padded_axes import Extents, Lengths, Padding, list_leaves
+from lightning_fasttrain.data.padding.padded_axes import Extents, Lengths, Padding
 from lightning_fasttrain.data.padding.trim_batch import (
     TrimmedParts,
     group_rows,
@@ -22,7 +23,7 @@ from lightning_fasttrain.data.padding.trim_batch import (
     trim_batch,
 )
 from lightning_fasttrain.data.padding.try_trimming import Outcome, find_trimming, list_candidates
-from lightning_fasttrain.data.split_batch import batch_size, split_batch
+from lightning_fasttrain.data.split_batch import batch_size, can_be_cut, list_tensors, split_batch
 
 _LEAST = 0.05  # a smaller share of padding is not worth a trial
 _WAY_OUT = "Leave trim_padding out, which cuts padding off only where the gradient stays the same"
@@ -92,6 +93,7 @@ class TrimSearch:
         why_not: why none is cut off; empty as long as that is not known.
         padded: number of tokens of the batches so far.
         computed: number of tokens that ran.
+        looks: the batches of this run in which padding is looked for.
     """
 
     def __init__(self, wanted: bool | TrimPadding | None, max_tokens: int | None = None) -> None:
@@ -101,6 +103,7 @@ class TrimSearch:
         self.padding: Padding | None = None
         self.why_not = ""
         self.padded = self.computed = 0
+        self.looks = Looks(from_first=True)
         self._has_warned = False
 
     @property
@@ -118,9 +121,14 @@ class TrimSearch:
         """The share of the tokens so far that did not run."""
         return 1 - self.computed / self.padded if self.padded else 0.0
 
+    def begin(self) -> None:
+        """Start a run, in whose first batch padding is looked for again: its model may be another one."""
+        self.looks = Looks(from_first=True)
+
     def take(self, other: "TrimSearch") -> None:
         """Take over what another run of the same steps has found."""
         self.padding, self.why_not = other.padding, other.why_not
+        self.looks = Looks()
 
     def refuse_trunk(self, trunk: object) -> None:
         """Raises: ValueError: padding must be cut off, but the loss sees the whole batch."""
@@ -128,12 +136,27 @@ class TrimSearch:
             why = f"{trunk} runs in micro-batches, and the loss sees the whole batch with its padding"
             raise ValueError(explain("trim_padding=True with a loss that cannot be split", why, _WAY_OUT))
 
-    def look_at(self, stage: Stage, batch: Any, split: LossSplit, most_rows: int) -> None:
-        """Find the padding of a batch, and try on a few of its rows whether it can be cut off; all ranks call this.
+    def look_at(self, make_stage: Callable[[], Stage], batch: Any, split: LossSplit | None, n: int) -> None:
+        """Find padding in the first batch, and in batches 2, 4, 8, ... while that takes little time.
+
+        Whether it can be cut off is tried on a few of the batch's rows. All ranks call this.
+
+        Args:
+            make_stage: returns the stage on which the step runs.
+            batch: the batch.
+            split: how its loss is split; None where it is not.
+            n: number of micro-batches, each of which fits in memory.
 
         Raises:
-            ValueError: it must be cut off and cannot be.
+            ValueError: padding must be cut off and cannot be.
         """
+        # All ranks are asked, though one of them may have found another split, or the trunk, by itself.
+        is_due = self.looks.is_due(lambda: split is not None and not split.provisional and can_be_cut(batch))
+        if is_due and split is not None:
+            with self.looks.timed():
+                self._try(make_stage(), batch, split, -(-batch_size(batch) // n))
+
+    def _try(self, stage: Stage, batch: Any, split: LossSplit, most_rows: int) -> None:
         candidates = [self.padding] if self.padding is not None else self._list_candidates(batch)
         found, outcome = find_trimming(stage, batch, split, candidates, most_rows, self.how.multiple_of)
         if found is not None:
@@ -255,9 +278,7 @@ class TrimSearch:
 def _count_padded(batch: Any) -> int:
     """Return the number of tokens of a batch with their padding; 0 where no tensor has a sequence axis."""
     most = 0
-    for leaf in list_leaves(batch).values():
-        if not isinstance(leaf, Tensor):
-            continue
+    for leaf in list_tensors(batch).values():
         # Token ids or masks, and features of shape (rows, length, features).
         if (leaf.ndim == 2 and not leaf.is_floating_point()) or leaf.ndim == 3:
             most = max(most, leaf.shape[0] * leaf.shape[1])

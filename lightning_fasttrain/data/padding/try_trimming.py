@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_fasttrain.core.batch import find_labels
 from lightning_fasttrain.core.distributed import from_all_ranks
 from lightning_fasttrain.data.normalizer.classify_terms import error_of_read, error_of_rule
-from lightning_fasttrain.data.normalizer.find_split import error_limit, is_the_same_step
+from lightning_fasttrain.data.normalizer.find_split import error_limit, try_in_float64
 from lightning_fasttrain.data.normalizer.log_rules import settle_rivals
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample
@@ -137,7 +137,7 @@ def _try_rows(
             break  # nothing would be cut off
         sample = _cut_sample(batch, extents, rows, multiple)
         trial = try_split(stage, iter([sample]))
-        outcome = _compare(stage, sample, trial, split)
+        outcome = _compare(stage, trial, split)
         if not trial.failed or not stage.gradients:
             break
     return outcome
@@ -173,15 +173,14 @@ def _cut_sample(batch: Any, extents: Extents, rows: list[int], multiple: int) ->
     return Sample(pick_rows(batch, rows), len(rows), [cutting])
 
 
-def _compare(stage: Stage, sample: Sample, trial: Trial, split: LossSplit) -> Outcome:
+def _compare(stage: Stage, trial: Trial, split: LossSplit) -> Outcome:
     if trial.why_not:
         is_known = trial.failed or not (trial.is_skipped or trial.shows_nothing)
         return Outcome(trial.why_not, is_known)
     error = _error_of(split, trial)
     if _SURE < error <= _UNSURE and stage.gradients:
-        precise = try_split(stage, iter([sample]), "float64")
-        if precise.precise and not precise.why_not and is_the_same_step(trial, precise):
-            trial, error = precise, _error_of(split, precise)
+        trial = try_in_float64(stage, trial)
+        error = _error_of(split, trial)
     if error > error_limit(trial):
         why = f"the gradient then differs by {error:.1g}" if error < float("inf") else "the loss then has other terms"
         return Outcome(f"{why}: padded entries take part in it, or the places of the others count", error=error)

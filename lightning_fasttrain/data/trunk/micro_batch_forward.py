@@ -16,7 +16,7 @@ from lightning_fasttrain.core.checks import positive_int
 from lightning_fasttrain.core.messages import explain, list_some
 from lightning_fasttrain.core.modules.recomputed_forward import RecomputedForward, recomputed_outside
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
-from lightning_fasttrain.data.split_batch import split_sizes, walk_leaves
+from lightning_fasttrain.data.split_batch import list_tensors, split_sizes, walk_leaves
 from lightning_fasttrain.data.trunk.float32_uses import Float32Uses
 
 
@@ -104,20 +104,14 @@ class MicroBatchedForward(RecomputedForward):
         """Return the outputs whose first axis does not follow the number of rows, such as a table of positions."""
         shapes: list[dict[str, torch.Size]] = []
         for rows in (1, 2):
-            found: dict[str, torch.Size] = {}
 
             def take(leaf: Any, path: str, rows: int = rows) -> Any:
                 return leaf[:rows] if is_batched(leaf, path, size, self.shared) else leaf
 
-            def note(leaf: Any, path: str, found: dict[str, torch.Size] = found) -> Any:
-                if isinstance(leaf, Tensor):
-                    found[path] = leaf.shape
-                return leaf
-
             with self.leaving_no_trace():
                 some_args, some_kwargs = walk_leaves((args, kwargs), take, "input")
-                walk_leaves(self.inner(*some_args, **some_kwargs), note, "output")
-            shapes.append(found)
+                outputs = list_tensors(self.inner(*some_args, **some_kwargs), "output")
+            shapes.append({path: output.shape for path, output in outputs.items()})
         return frozenset(path for path, shape in shapes[0].items() if shapes[1].get(path) == shape)
 
     def _run_rows(self, args: Any, kwargs: Any, start: int, rows: int, size: int, uses: Float32Uses) -> Any:
@@ -254,13 +248,9 @@ class NotJoined:
 def find_batch_size(arguments: Any, shared: frozenset[str] = frozenset()) -> int:
     """Return the most frequent first axis of the tensors in arguments, the first of equals; 1 without tensors."""
     found: dict[int, int] = {}
-
-    def look_at(leaf: Any, path: str) -> Any:
-        if isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] > 1 and path not in shared:
-            found[leaf.shape[0]] = found.get(leaf.shape[0], 0) + 1
-        return leaf
-
-    walk_leaves(arguments, look_at, "input")
+    for path, tensor in list_tensors(arguments, "input").items():
+        if tensor.ndim > 0 and tensor.shape[0] > 1 and path not in shared:
+            found[tensor.shape[0]] = found.get(tensor.shape[0], 0) + 1
     return max(found, key=lambda size: found[size], default=1)
 
 

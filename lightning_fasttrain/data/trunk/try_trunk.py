@@ -1,7 +1,6 @@
 """Check whether a step gives the same result as the unsplit step if submodules run in micro-batches."""
 
-import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -12,10 +11,10 @@ from torch import Tensor, nn
 from lightning_fasttrain.core.distributed import from_all_ranks
 from lightning_fasttrain.data.normalizer.classify_terms import gradient_floor
 from lightning_fasttrain.data.normalizer.find_split import error_limit
-from lightning_fasttrain.data.normalizer.trial.runs import Run, Split, entries_of
+from lightning_fasttrain.data.normalizer.trial.runs import Run, Split, entries_of, relative_difference
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample
 from lightning_fasttrain.data.normalizer.trial.try_split import Stage, Trial, run_again, try_unsplit
-from lightning_fasttrain.data.split_batch import batch_size
+from lightning_fasttrain.data.split_batch import batch_size, list_tensors
 from lightning_fasttrain.data.trunk.micro_batch_forward import Trunk, find_batch_size
 
 # Errors that a user's model may raise when it is called with unfamiliar shapes.
@@ -107,7 +106,7 @@ class TrialOnOutputs(TrialOnSamples):
             for one, other in zip(calls, seen[module], strict=True):
                 pairs += [(value, other.values[path]) for path, value in one.values.items() if path in other.values]
         limit = _LOW_PRECISION if self._trial.rounding else _FLOAT32
-        return all(one.shape == other.shape and _differ(one, other) <= limit for one, other in pairs)
+        return all(one.shape == other.shape and relative_difference(one, other) <= limit for one, other in pairs)
 
 
 class TrialOnBatch:
@@ -151,10 +150,6 @@ class TrialOnBatch:
             return False
         as_unsplit = replace(one, loss=whole.loss, changed=whole.changed)
         return all(_is_near(self._trial, trunk, as_unsplit, run) for run in (one, other))
-
-
-def _differ(one: Tensor, other: Tensor) -> float:
-    return float((one - other).norm() / one.norm().clamp(min=1e-30))
 
 
 def _run_through(stage: Stage, trial: Trial, trunk: Trunk, n: int) -> Run | None:
@@ -226,7 +221,7 @@ def _recording_calls(modules: Iterable[nn.Module], values: bool = False) -> Iter
     calls: _Calls = {}
 
     def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        inputs, outputs = dict(_tensors_in((args, kwargs), "input")), dict(_tensors_in(output, "output"))
+        inputs, outputs = list_tensors((args, kwargs), "input"), list_tensors(output, "output")
         call = _Call(_shapes_of(inputs), _shapes_of(outputs), find_batch_size((args, kwargs)), {})
         if values:
             call.values.update({path: entries_of(tensor, tensor) for path, tensor in outputs.items()})
@@ -244,18 +239,3 @@ def _all_modules(models: Sequence[nn.Module]) -> list[nn.Module]:
 
 def _shapes_of(tensors: dict[str, Tensor]) -> dict[str, torch.Size]:
     return {path: tensor.shape for path, tensor in tensors.items()}
-
-
-def _tensors_in(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in a value, with the paths that :class:`MicroBatchedForward` uses."""
-    if isinstance(value, Tensor):
-        yield path, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _tensors_in(item, f"{path}[{key!r}]")
-    elif isinstance(value, list | tuple):
-        for place, item in enumerate(value):
-            yield from _tensors_in(item, f"{path}[{place}]")
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for one in dataclasses.fields(value):
-            yield from _tensors_in(getattr(value, one.name), f"{path}.{one.name}")

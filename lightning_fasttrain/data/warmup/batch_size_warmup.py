@@ -14,7 +14,7 @@ from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.data.normalizer.count_targets import Count
 from lightning_fasttrain.data.token_weighted_accumulation import TokenWeightedAccumulation
-from lightning_fasttrain.data.warmup.growth_schedule import Growth
+from lightning_fasttrain.data.warmup.growth_schedule import Growth, KeepsGrowth
 from lightning_fasttrain.technique import Exactness
 from lightning_fasttrain.technique.duration import Length
 from lightning_fasttrain.technique.facts import Facts
@@ -102,7 +102,7 @@ def grow_windows(batches: Iterable[Any], growth: Growth) -> Iterator[list[Any]]:
         growth.agree()
 
 
-class BatchSizeWarmup(TokenWeightedAccumulation):
+class BatchSizeWarmup(KeepsGrowth, TokenWeightedAccumulation):
     """Start with optimizer steps of ``start`` batches, and grow to ``full`` batches in equal increments.
 
     Early in a run, small batches are as informative with fewer samples; large ones are needed later. The loader's
@@ -237,16 +237,3 @@ class BatchSizeWarmup(TokenWeightedAccumulation):
         """Hook: called before this batch is counted; the window is set first."""
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         self.growth.add(batch)
-
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook: count the remaining samples and tokens of all processes."""
-        self.growth.agree(trainer.strategy, trainer.world_size)
-
-    def state_dict(self) -> dict[str, Any]:
-        # All processes save; after an error of one of them the others may not take part.
-        if self._trainer is not None and not self._trainer.interrupted:
-            self.growth.agree(self._trainer.strategy, self._trainer.world_size)
-        return self.growth.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.growth.load_state_dict(state_dict)

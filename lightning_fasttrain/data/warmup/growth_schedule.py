@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import lightning as L
 from lightning.pytorch.strategies import Strategy
 
 from lightning_fasttrain.core.batch import count_batch
@@ -94,3 +95,23 @@ class Growth:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         self.steps, self.samples, self.tokens = state["steps"], state["samples"], state["tokens"]
         self._unsaid = [0, 0]
+
+
+class KeepsGrowth:
+    """Saves and restores the counts of a technique's growth, over all processes."""
+
+    growth: Growth
+    _trainer: L.Trainer | None
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Hook: count the remaining samples and tokens of all processes."""
+        self.growth.agree(trainer.strategy, trainer.world_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        # All processes save; after an error of one of them the others may not take part.
+        if self._trainer is not None and not self._trainer.interrupted:
+            self.growth.agree(self._trainer.strategy, self._trainer.world_size)
+        return self.growth.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.growth.load_state_dict(state_dict)

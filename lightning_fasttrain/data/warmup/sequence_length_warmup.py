@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
-from lightning_fasttrain.data.split_batch import walk_leaves
-from lightning_fasttrain.data.warmup.growth_schedule import Growth
+from lightning_fasttrain.data.split_batch import list_tensors, walk_leaves
+from lightning_fasttrain.data.warmup.growth_schedule import Growth, KeepsGrowth
 from lightning_fasttrain.technique import Exactness, Technique
 from lightning_fasttrain.technique.duration import Length
 from lightning_fasttrain.technique.predicted_step import PredictedStep
@@ -78,18 +78,13 @@ def _axes_of_tokens(leaf: Tensor, path: str, full: int) -> list[int]:
 
 def _find_real_tokens(batch: Any, full: int) -> Tensor | None:
     """Return (B, T), True for real tokens; None where no such mask exists."""
-    found: list[Tensor] = []
-
-    def look(leaf: Any, path: str) -> Any:
-        if isinstance(leaf, Tensor) and leaf.ndim == 2 and leaf.shape[1] == full and not leaf.is_floating_point():
+    for path, leaf in list_tensors(batch).items():
+        if leaf.ndim == 2 and leaf.shape[1] == full and not leaf.is_floating_point():
             if re.search(r"\battention_mask\b", path):
-                found.append(leaf != 0)
-            elif re.search(r"padding_mask\b", path) and leaf.dtype is torch.bool:  # torch's convention: True is padding
-                found.append(~leaf)
-        return leaf
-
-    walk_leaves(batch, look, "batch")
-    return found[0] if found else None
+                return leaf != 0
+            if re.search(r"padding_mask\b", path) and leaf.dtype is torch.bool:  # torch's convention: True is padding
+                return ~leaf
+    return None
 
 
 def _window(leaf: Tensor, axis: int, start: Tensor, length: int) -> Tensor:
@@ -102,18 +97,11 @@ def _window(leaf: Tensor, axis: int, start: Tensor, length: int) -> Tensor:
 
 def find_length(batch: Any) -> int:
     """Return the length of the sequences in a batch, by the rule of :func:`cut_sequences`."""
-    found: list[int] = []
-
-    def look(leaf: Any, path: str) -> Any:
-        if isinstance(leaf, Tensor) and leaf.ndim > 1 and leaf.dtype in _IDS:
-            found.append(leaf.shape[1])
-        return leaf
-
-    walk_leaves(batch, look, "batch")
-    if not found:
-        why = "no integer tensor has a second axis, so the length of its sequences is unknown"
-        raise ValueError(explain(f"a batch of type {type(batch).__name__}", why, "Give cut=(batch, length) → batch"))
-    return found[0]
+    for leaf in list_tensors(batch).values():
+        if leaf.ndim > 1 and leaf.dtype in _IDS:
+            return leaf.shape[1]
+    why = "no integer tensor has a second axis, so the length of its sequences is unknown"
+    raise ValueError(explain(f"a batch of type {type(batch).__name__}", why, "Give cut=(batch, length) → batch"))
 
 
 def grow_sequences(batches: Iterable[Any], growth: Growth, window: int = 1, cut: Cut = cut_sequences) -> Iterator[Any]:
@@ -138,7 +126,7 @@ def grow_sequences(batches: Iterable[Any], growth: Growth, window: int = 1, cut:
         growth.steps += number % window == 0
 
 
-class SequenceLengthWarmup(Technique):
+class SequenceLengthWarmup(KeepsGrowth, Technique):
     """Start with the first ``start`` tokens of each sequence, and grow to ``full`` in equal increments of ``grid``.
 
     Short sequences cost less, and early in a run they are as informative; steps are more stable, too. Tokens beyond the
@@ -222,16 +210,3 @@ class SequenceLengthWarmup(Technique):
             batch = self.cut(batch, growth.size)
         growth.add(batch)
         return batch
-
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook: count the remaining samples and tokens of all processes."""
-        self.growth.agree(trainer.strategy, trainer.world_size)
-
-    def state_dict(self) -> dict[str, Any]:
-        # All processes save; after an error of one of them the others may not take part.
-        if self._trainer is not None and not self._trainer.interrupted:
-            self.growth.agree(self._trainer.strategy, self._trainer.world_size)
-        return self.growth.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.growth.load_state_dict(state_dict)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_fasttrain.data.normalizer.log_rules import LoggedValue
-from lightning_fasttrain.data.normalizer.read_normalizers import Kind
+from lightning_fasttrain.data.normalizer.read_normalizers import Kind, Term
+from lightning_fasttrain.data.normalizer.summed_values import count_summed, is_of_parameters
 
 _ENTRIES = 4096  # per parameter's gradient; equal sums are equal in every entry, so a sample of them suffices
 LOW = (torch.bfloat16, torch.float16)
@@ -27,6 +28,17 @@ class ReadTerm:
     summed: float | None
     of_parameters: bool
     ignored: int | None = None
+
+
+def as_numbers(term: Term) -> ReadTerm:
+    """Return a term without its graph; this waits for the device."""
+    summed = count_summed(term.node) if term.kind in ("sum", "quotient") else None
+    slots = tuple((float(slot.value), slot.divides) for slot in term.slots)
+    ignored = getattr(term.node, "_saved_ignore_index", None)
+    if ignored is not None and ignored >= 2**63:  # autograd stores it unsigned
+        ignored -= 2**64
+    summed = None if summed is None else float(summed)
+    return ReadTerm(term.kind, term.name, slots, summed, is_of_parameters(term.node), ignored)
 
 
 @dataclass
@@ -114,6 +126,12 @@ class Split:
         sizes = torch.tensor([len(_choose_entries(parameter)) for parameter in self.parameters], dtype=torch.int64)
         owner = torch.arange(len(sizes)).repeat_interleave(sizes)
         return torch.zeros(len(sizes), dtype=gradient.dtype).index_add(0, owner, gradient.square()).sqrt()
+
+
+def relative_difference(one: Tensor, other: Tensor) -> float:
+    """Return the norm of ``one - other``, relative to that of ``one``."""
+    # 1e-30: if both are zero, 0 / 0 would be NaN.
+    return float((one - other).norm() / one.norm().clamp(min=1e-30))
 
 
 def entries_of(parameter: Tensor, gradient: Tensor | None) -> Tensor:

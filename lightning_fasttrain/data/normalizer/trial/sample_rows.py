@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_fasttrain.core.batch import find_labels
-from lightning_fasttrain.data.split_batch import batch_size, pick_rows, take_rows, walk_leaves
+from lightning_fasttrain.data.split_batch import batch_size, list_leaves, pick_rows, take_rows, walk_leaves
 
 _ROWS = 6
 # Values that labels and masks use for entries that are not counted.
@@ -50,11 +50,8 @@ def sample_rows(batch: Any, micro_batch_size: int) -> Iterator[Sample]:
         picks.insert(0, [rows[0], *rows[:most]])
     for pick in dict.fromkeys(map(tuple, picks)):
         whole, number = pick_rows(batch, list(pick)), len(pick)
-        cuttings: list[list[tuple[Any, slice | None]]] = []
-        for cut in sorted({1, number - 1}):
-            slices = (slice(0, cut), slice(cut, number))
-            cuttings.append([(take_rows(whole, some.start, some.stop), some) for some in slices])
-        yield Sample(whole, number, cuttings)
+        slices = [[slice(0, cut), slice(cut, number)] for cut in sorted({1, number - 1})]
+        yield _cut(whole, number, slices)
 
 
 def sample_pairs(batch: Any, first: Sequence[int], second: Sequence[int]) -> Iterator[Sample]:
@@ -65,8 +62,7 @@ def sample_pairs(batch: Any, first: Sequence[int], second: Sequence[int]) -> Ite
         [tensor([3, 1]), tensor([2, 1])]
     """
     for pair in zip(first, second, strict=False):
-        whole = pick_rows(batch, list(pair))
-        yield Sample(whole, 2, [[(take_rows(whole, row, row + 1), slice(row, row + 1)) for row in (0, 1)]])
+        yield _cut(pick_rows(batch, list(pair)), 2, [[slice(0, 1), slice(1, 2)]])
 
 
 def list_altered(sample: Sample, ignored: int | None = None) -> Iterator[Sample]:
@@ -117,11 +113,17 @@ def _alter(leaf: Any, path: str) -> Any:
 
 
 def _cut_as(sample: Sample, whole: Any) -> Sample:
-    cuttings: list[list[tuple[Any, slice | None]]] = []
+    slices: list[list[slice]] = []
     for cutting in sample.cuttings:
-        slices = [rows for _, rows in cutting if rows is not None]
-        cuttings.append([(take_rows(whole, rows.start, rows.stop), rows) for rows in slices])
-    return Sample(whole, sample.size, cuttings)
+        slices.append([rows for _, rows in cutting if rows is not None])
+    return _cut(whole, sample.size, slices)
+
+
+def _cut(whole: Any, size: int, slices: Sequence[Sequence[slice]]) -> Sample:
+    cuttings: list[list[tuple[Any, slice | None]]] = []
+    for cutting in slices:
+        cuttings.append([(take_rows(whole, rows.start, rows.stop), rows) for rows in cutting])
+    return Sample(whole, size, cuttings)
 
 
 def _pattern(leaf: Tensor) -> Tensor:
@@ -146,17 +148,13 @@ def first_micro_batch(batch: Any, n: int, split: Callable[[Any, int], list[Any]]
 def rank_rows(batch: Any, size: int) -> list[int]:
     """Return the rows, starting with those that have the most or the fewest counted entries in some tensor."""
     order: dict[int, None] = {}
-
-    def look_at(leaf: Any, path: str) -> Any:
+    for leaf in list_leaves(batch).values():
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
             leaf = torch.as_tensor(leaf)
         if isinstance(leaf, Tensor) and leaf.ndim > 0 and not leaf.is_complex():
             for feature in _count_features(leaf):
                 order.setdefault(int(feature.argmax()))
                 order.setdefault(int(feature.argmin()))
-        return leaf
-
-    walk_leaves(batch, look_at, "batch")
     return list(dict.fromkeys([*order, 0, size - 1, *range(size)]))
 
 

@@ -3,7 +3,7 @@
 import itertools
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,10 +17,9 @@ from torch.autograd.graph import _engine_run_backward
 from lightning_fasttrain.core.modules.wrapped_forward import patch, without_rounding
 from lightning_fasttrain.core.state.restore import remember
 from lightning_fasttrain.data.normalizer.log_rules import LoggedValue, own_divisor
-from lightning_fasttrain.data.normalizer.read_normalizers import Term, read_normalizers
-from lightning_fasttrain.data.normalizer.summed_values import count_summed, is_of_parameters
+from lightning_fasttrain.data.normalizer.read_normalizers import read_normalizers
 from lightning_fasttrain.data.normalizer.trial.deterministic_step import DeterministicStep, autocast_device
-from lightning_fasttrain.data.normalizer.trial.runs import LOW, ReadTerm, Run, Split, entries_of
+from lightning_fasttrain.data.normalizer.trial.runs import LOW, Run, Split, as_numbers, entries_of
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample
 from lightning_fasttrain.data.normalizer.trial.step_function import loss_of
 
@@ -140,12 +139,8 @@ def _skip_or_refuse(stage: Stage, sample: Sample, error: "_NoLossError") -> Tria
 
 def _try(stage: Stage, sample: Sample, precision: str) -> Trial:
     mode = DeterministicStep(precision)
-    restore = remember(stage.models)
-    try:
-        with _parameters_in_float64(stage.models) if precision == "float64" else nullcontext():
-            whole, parameters, splits = _run_cuttings(stage, mode, sample, restore)
-    finally:
-        restore()
+    with _undone(stage, precision) as restore:
+        whole, parameters, splits = _run_cuttings(stage, mode, sample, restore)
     rounding = mode.autocast or mode.rounds or _uses_tf32(parameters)
     return Trial(sample, splits, rounding, precision, mode.statistics, whole, _why_not(mode, splits, stage))
 
@@ -173,18 +168,25 @@ def _run_cuttings(
 
 
 @contextmanager
-def _parameters_in_float64(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Keep parameters in float64, so that their gradients are not rounded to the parameters' own dtype."""
-    held = {id(parameter): parameter for model in models for parameter in model.parameters()}
-    cast = [parameter for parameter in held.values() if parameter.dtype in (torch.float32, *LOW)]
+def _undone(stage: Stage, precision: str) -> Iterator[Callable[[], None]]:
+    """Undo what runs of the step change; the yielded function does so between two runs.
+
+    In float64 the parameters are, too, so that their gradients are not rounded to the parameters' own dtype.
+    """
+    restore = remember(stage.models)
+    held = {id(parameter): parameter for model in stage.models for parameter in model.parameters()}
+    cast: list[nn.Parameter] = []
+    if precision == "float64":
+        cast = [parameter for parameter in held.values() if parameter.dtype in (torch.float32, *LOW)]
     before = [parameter.data for parameter in cast]
     try:
         for parameter in cast:
             parameter.data = parameter.data.double()
-        yield
+        yield restore
     finally:
         for parameter, data in zip(cast, before, strict=True):
             parameter.data = data
+        restore()
 
 
 def _why_not(mode: DeterministicStep, splits: list[Split], stage: Stage) -> str:
@@ -206,12 +208,8 @@ def run_again(stage: Stage, trial: Trial, micro_batch: int | None = None) -> Run
     mode = DeterministicStep(trial.precision)
     sample = trial.sample
     rows, where = (sample.whole, None) if micro_batch is None else sample.cuttings[0][micro_batch]
-    restore = remember(stage.models)
-    try:
-        with _parameters_in_float64(stage.models) if trial.precise else nullcontext():
-            return _run_once(stage, mode, rows, where, sample.size)
-    finally:
-        restore()
+    with _undone(stage, trial.precision):
+        return _run_once(stage, mode, rows, where, sample.size)
 
 
 def _run_once(stage: Stage, mode: DeterministicStep, rows: Any, where: slice | None, samples: int) -> Run:
@@ -228,7 +226,7 @@ def _run_once(stage: Stage, mode: DeterministicStep, rows: Any, where: slice | N
                     note_value(logged, f"return {key}", value)
                 leaves = _leaves_of(loss) if stage.gradients else []
                 read = read_normalizers(loss)
-                terms = tuple(_as_numbers(term) for term in read.terms)
+                terms = tuple(as_numbers(term) for term in read.terms)
                 gradients = _gradients(loss, leaves)
     entries = {leaf: entries_of(leaf, gradient) for leaf, gradient in zip(leaves, gradients, strict=True)}
     changed = [name for name, buffer in _buffers(stage.models) if before.get(name) != (id(buffer), buffer._version)]
@@ -247,16 +245,6 @@ def _run_once(stage: Stage, mode: DeterministicStep, rows: Any, where: slice | N
 def _buffers(models: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
     for model in models:
         yield from model.named_buffers()
-
-
-def _as_numbers(term: Term) -> ReadTerm:
-    summed = count_summed(term.node) if term.kind in ("sum", "quotient") else None
-    slots = tuple((float(slot.value), slot.divides) for slot in term.slots)
-    ignored = getattr(term.node, "_saved_ignore_index", None)
-    if ignored is not None and ignored >= 2**63:  # autograd stores it unsigned
-        ignored -= 2**64
-    summed = None if summed is None else float(summed)
-    return ReadTerm(term.kind, term.name, slots, summed, is_of_parameters(term.node), ignored)
 
 
 def _read_randomness() -> tuple[Any, ...]:
