@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lightning_fasttrain.core.host.lightning import accumulation_continues
 from lightning_fasttrain.core.messages import explain, note_once
+from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.technique import Conflict, Setting, Technique
 from lightning_fasttrain.technique.facts import Facts
 from lightning_fasttrain.technique.predicted_step import PredictedStep
@@ -99,7 +100,7 @@ class EagerGradientRelease(Technique):
         """Hook: the first one after the optimizer step."""
         if not (trainer.strategy.handles_gradient_accumulation or accumulation_continues(trainer)):
             for optimizer in trainer.optimizers:
-                release_gradients_(p for group in optimizer.param_groups for p in group["params"])
+                release_gradients_(parameters_of(optimizer))
 
 
 def _would_take_from_the_host(release: EagerGradientRelease, zero: DeepSpeedStrategy) -> bool:

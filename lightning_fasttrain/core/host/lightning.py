@@ -32,7 +32,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch, patched
 
 FabricModule, FabricOptimizer = _FabricModule, _FabricOptimizer
 BackwardSyncControl, Stateful = _BackwardSyncControl, _Stateful
@@ -86,11 +86,8 @@ def trainer_of(module: nn.Module) -> L.Trainer | None:
 @contextmanager
 def without_trainer(module: L.LightningModule) -> Iterator[None]:
     """A module without the Trainer that it is attached to, which a copy would copy too."""
-    restore = patch(module, "_trainer", None)
-    try:
+    with patched(module, "_trainer", None):
         yield
-    finally:
-        restore()
 
 
 def training_loader(trainer: L.Trainer) -> Any:
@@ -270,11 +267,8 @@ def wrap_again(strategy: DDPStrategy) -> None:
     """DDP averages the gradients of the parameters that train when it is made, and waits for all of them."""
     strategy.model = strategy.lightning_module
     # The processes agree already; to send the first one's buffers round would change those that are each one's own.
-    restore = patch(strategy, "_ddp_kwargs", {"init_sync": False, **strategy._ddp_kwargs})
-    try:
+    with patched(strategy, "_ddp_kwargs", {"init_sync": False, **strategy._ddp_kwargs}):
         strategy.configure_ddp()
-    finally:
-        restore()
     strategy._pl_static_graph_delay_done = False  # as for any new wrapper
 
 

@@ -4,13 +4,12 @@ Techniques of other subpackages wrap loaders, too; all of them keep the wrapped 
 """
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import lightning as L
 
 from lightning_fasttrain.core.host.lightning import without_fabric
-from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch, undo_all
 
 
 class WrappedLoader:
@@ -55,7 +54,8 @@ def wrap_training_loaders(trainer: L.Trainer, wrap: Callable[[Any], Any]) -> Und
         finally:
             taken.clear()
 
-    undo = ExitStack()
-    undo.callback(patch(fit_loop, "setup_data", setting_up_data))
-    undo.callback(patch(strategy, "process_dataloader", lambda one: wrap(process(one)) if taken else process(one)))
-    return undo.close
+    def process_dataloader(loader: object) -> object:
+        return wrap(process(loader)) if taken else process(loader)
+
+    restore_setup = patch(fit_loop, "setup_data", setting_up_data)
+    return undo_all([restore_setup, patch(strategy, "process_dataloader", process_dataloader)])

@@ -1,7 +1,7 @@
 """Replace a module's ``forward``, and ask models for their heads."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar, TypeVar
 
@@ -188,6 +188,11 @@ def patch(target: object, name: str, value: object) -> Undo:
             setattr(target, name, previous)
 
     return undo
+
+
+def patch_all(target: object, values: Mapping[str, object]) -> Undo:
+    """Set several attributes on one instance and return how to restore them; see :func:`patch`."""
+    return undo_all([patch(target, name, value) for name, value in values.items()])
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from lightning_fasttrain.core.modules.layer_kinds import find_tuners, is_tuner
-from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, patch, wrapper_on, wrappers_in
+from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, patched, wrapper_on, wrappers_in
 
 # Attributes that torch checks only to choose the fast path.
 _SWITCHES: dict[type[nn.Module], tuple[str, int]] = {
@@ -27,11 +27,8 @@ class SlowPath(WrappedForward):
         if self.module.training or not _is_adapted_inside(self.module):
             return self.inner(*args, **kwargs)
         name, off = next(switch for kind, switch in _SWITCHES.items() if isinstance(self.module, kind))
-        restore = patch(self.module, name, off)
-        try:
+        with patched(self.module, name, off):
             return self.inner(*args, **kwargs)
-        finally:
-            restore()
 
 
 class KeepsBaseWeights(WrappedForward):

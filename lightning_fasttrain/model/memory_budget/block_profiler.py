@@ -15,13 +15,14 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils._pytree import tree_iter
 
 from lightning_fasttrain.core.device import GIB, free_bytes
-from lightning_fasttrain.core.distributed import rank_count
+from lightning_fasttrain.core.distributed import largest_over_ranks, rank_count
 from lightning_fasttrain.core.messages import explain, note_once, say
+from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.core.modules.wrapped_forward import patch
 from lightning_fasttrain.core.peak_memory import PeakMemory
 from lightning_fasttrain.model.activation_checkpointing import SelectiveOps
 from lightning_fasttrain.model.checkpointed_forward import Again, CheckpointedForward
-from lightning_fasttrain.model.memory_budget.block_cost import BlockCost, Stopwatch, measure_block
+from lightning_fasttrain.model.memory_budget.block_cost import BlockCost, Stopwatch, costs_over_ranks, measure_block
 from lightning_fasttrain.model.memory_budget.checkpoint_plan import (
     KEPT,
     RECOMPUTED,
@@ -29,7 +30,6 @@ from lightning_fasttrain.model.memory_budget.checkpoint_plan import (
     CheckpointPlan,
     make_plan,
 )
-from lightning_fasttrain.model.memory_budget.rank_agreement import for_all, highest_of_all
 
 EXPENSIVE = SelectiveOps()
 _FIT = 0.92  # of the free memory: the rest is for fragmentation, and for libraries that allocate memory themselves
@@ -205,7 +205,7 @@ class StepWatch:
             return
         mine = {id(p) for p in self.model.parameters()}
         sharded = rank_count() > 1  # then it may hold shards of the parameters
-        if sharded or any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+        if sharded or any(id(p) in mine for p in parameters_of(optimizer)):
             self._optimizers.add(optimizer)
             self._watch_step(optimizer)
             if self._stage is _Stage.COSTS:
@@ -261,7 +261,7 @@ class StepWatch:
     def _decide(self) -> None:
         """Make the plan; it applies from the next pass on."""
         costs = {name: cost.times(self._calls[name]) for name, cost in self._costs.items()}
-        costs, peaks = for_all(costs, self._peaks, self._device)
+        costs, peaks = costs_over_ranks(costs, self._peaks)
         budget = self.budget_gib
         limit = _what_fits(self._device, self._in_use) if isinstance(budget, str) else round(budget * GIB)
         self._aim = limit if self._aim is None else min(limit, self._aim)
@@ -285,7 +285,7 @@ class StepWatch:
         """Compare the peak with the limit; if it is higher, make a new plan for a lower limit."""
         plan = self.plan
         assert plan is not None
-        peak = int(highest_of_all([peak], self._device)[0])
+        peak = int(largest_over_ranks([peak])[0])
         # If no block holds memory, the peak cannot be lowered further.
         if peak > plan.limit_bytes and any(block.held_bytes for block in plan.blocks):
             # Lower the limit more each time, down to the plan that is known to fit.

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.optim.closure_optimizer import ClosureOptimizer, groups_over, take_settings
 
 
@@ -54,7 +55,7 @@ class HostOptimizer(ClosureOptimizer):
 
     def update_parameters(self) -> None:
         groups = self._host_groups()
-        moved = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        moved = [p for p in parameters_of(self) if p.grad is not None]
         # All copies are started before any is waited for, so that they follow each other without gaps.
         for parameter in moved:
             hosted = self._hosted[parameter]

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import one_of
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.optim.closure_optimizer import ClosureOptimizer, groups_over, take_settings
 from lightning_fasttrain.optim.optimizer_in_backward import refuse_changed_group
 
@@ -67,8 +68,7 @@ class LowPrecisionUpdates(ClosureOptimizer):
 
     def __init__(self, optimizer: Optimizer, updates: str) -> None:
         self.updates = one_of("updates", updates, UPDATES)
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        _refuse_parameters(parameters, updates)
+        _refuse_parameters(parameters_of(optimizer), updates)
         self.inner = optimizer
         super().__init__(optimizer.param_groups, optimizer.defaults)
 
@@ -117,8 +117,7 @@ class LowPrecisionUpdates(ClosureOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         # Loaded state gets the dtype of its parameter, so empty float32 parameters stand in meanwhile.
-        held = [parameter for group in self.param_groups for parameter in group["params"]]
-        stand_ins = {parameter: _stand_in(parameter) for parameter in held}
+        stand_ins = {parameter: _stand_in(parameter) for parameter in parameters_of(self)}
         groups = groups_over(self.param_groups, stand_ins.__getitem__)
         self.inner.param_groups, self.inner.state = groups, defaultdict(dict)
         self.inner.load_state_dict(state_dict)

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_fasttrain.core.checks import require
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.optim.named.host_optimizer import HostOptimizer
 from lightning_fasttrain.optim.named.state_bytes import make_twin
 
@@ -117,9 +118,9 @@ def hand_over_state_(source: Optimizer, target: Optimizer) -> int:
 
 def _places_of(optimizer: Optimizer) -> dict[Tensor, tuple[Optimizer, Tensor]]:
     """Map each parameter to the optimizer and the tensor that hold its state."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = parameters_of(optimizer)
     if isinstance(optimizer, HostOptimizer):
-        hosted = [p for group in optimizer.on_host().param_groups for p in group["params"]]
+        hosted = parameters_of(optimizer.on_host())
         return {p: (optimizer.inner, host) for p, host in zip(parameters, hosted, strict=True)}
     return {p: (optimizer, p) for p in parameters}
 

@@ -20,6 +20,7 @@ from lightning_fasttrain.core.host.lightning import (
     when_loaders_are_made,
 )
 from lightning_fasttrain.core.messages import explain, note_once, say
+from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.optim.schedule.schedule_shapes import RatePlan, RateRequest, read_request
 from lightning_fasttrain.technique.duration import Length
 from lightning_fasttrain.technique.run_length import is_length_known, steps_of_epochs, total_steps
@@ -269,4 +270,4 @@ def _copy(rate: float | Tensor) -> float | Tensor:
 
 
 def _is_predicted(optimizer: Optimizer) -> bool:
-    return any(isinstance(parameter, FakeTensor) for group in optimizer.param_groups for parameter in group["params"])
+    return any(isinstance(parameter, FakeTensor) for parameter in parameters_of(optimizer))

@@ -1,14 +1,13 @@
 """Track the last checkpoint that a run saved, and restore it without ending the run."""
 
 import os
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 
 from lightning_fasttrain.core.host.lightning import call_module
-from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch_all
 
 
 class LastCheckpoint:
@@ -37,10 +36,8 @@ class LastCheckpoint:
             if os.fspath(filepath) == self.path:  # ModelCheckpoint keeps only the best ones
                 self.path = ""
 
-        undo = ExitStack()
-        undo.callback(patch(strategy, "save_checkpoint", save_checkpoint))
-        undo.callback(patch(strategy, "remove_checkpoint", remove_checkpoint))
-        return undo.close
+        changed = {"save_checkpoint": save_checkpoint, "remove_checkpoint": remove_checkpoint}
+        return patch_all(strategy, changed)
 
     def begin(self, trainer: L.Trainer) -> None:
         """Start with the checkpoint that the run was resumed from, if any."""
