@@ -64,14 +64,16 @@ class WatchedLogits(Tensor):
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-        if torch.compiler.is_compiling():  # records made while tracing would be missing at run time
+        # Records made while tracing would be missing at run time.
+        if torch.compiler.is_compiling():
             return result
         watched = [one for one in tree_leaves((args, kwargs)) if _is_watched(one)]
         if not watched or func in _ASKED_OF_TENSORS:
             return result
         try:
             deferred = _do_likewise(func, tree_map(_deferred_of, tuple(args)), tree_map(_deferred_of, kwargs))
-        except Exception as error:  # training with deferred logits would raise it, too
+        except Exception as error:
+            # Training with deferred logits would raise the error, too.
             for one in watched:
                 one.evidence.refused = one.evidence.refused or _refused_in(error)
             return result

@@ -149,7 +149,8 @@ class DeferredLogits:
         shape = getattr(torch.empty(self.shape, device="meta"), name)(*args).shape
         if shape == self.shape:
             return self
-        if self.classes_second or shape[-1] != self.classes:  # rows are preserved if their length is
+        # Rows are preserved if their length is.
+        if self.classes_second or shape[-1] != self.classes:
             raise _refusal(f".{name}{args}")
         return self._copy_with(hidden=self.hidden.reshape(*shape[:-1], self.hidden.shape[-1]))
 
@@ -204,7 +205,8 @@ class DeferredLogits:
     def __mul__(self, factor: object) -> "DeferredLogits":
         if not isinstance(factor, int | float) or self.normalised:
             raise _refusal(f"* {type(factor).__name__}")
-        if self.cap is not None:  # applied outside of the tanh, so f and b inside it stay
+        # The cap is applied outside of the tanh, so f and b inside it stay.
+        if self.cap is not None:
             return self._copy_with(cap=self.cap * factor)
         return self._copy_with(factor=self.factor * factor, bias=None if self.bias is None else self.bias * factor)
 
@@ -281,7 +283,8 @@ def _register_with_einops() -> None:
         return
 
     class DeferredLogitsBackend(AbstractBackend):
-        framework_name = __name__  # einops uses the backend once this module is imported
+        # einops uses this backend as soon as this module is imported.
+        framework_name = __name__
 
         def is_appropriate_type(self, tensor: object) -> bool:
             return isinstance(tensor, DeferredLogits)

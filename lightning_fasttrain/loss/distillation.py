@@ -243,7 +243,8 @@ class Distillation(Technique):
         return undo
 
     def apply(self, model: nn.Module) -> Undo | None:
-        if self._stage not in (None, "fit"):  # create only what the training run's checkpoint contains
+        # Create only what the training run's checkpoint contains.
+        if self._stage not in (None, "fit"):
             _add_projections_(model, self.features)
             return None
         there = distiller_on(student_of(model, self.student))

@@ -194,7 +194,8 @@ class FusedHead(WrappedForward):
 
     def _look_for_loss(self, input: Tensor, search: HeadSearch) -> Tensor:
         """Return the plain output, watched as long as this layer may be the head."""
-        if self.evidence.ended:  # a gradient came from elsewhere than a cross-entropy
+        # A gradient came from elsewhere than a cross-entropy.
+        if self.evidence.ended:
             search.tell()
             self.undo()
             return self.inner(input)

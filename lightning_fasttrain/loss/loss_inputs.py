@@ -97,7 +97,8 @@ class Seen:
             return
 
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            if "then" not in kwargs:  # such a call is a fused head computing its loss
+            # A call with `then` is that of a fused head that computes its loss.
+            if "then" not in kwargs:
                 self.at[name] = (next(iter(args), None), output)
 
         handle = module.register_forward_hook(note, with_kwargs=True)

@@ -123,7 +123,8 @@ class SelectiveOps(CheckpointPolicy):
         return f"SelectiveOps(also={also})" if also else "SelectiveOps()"
 
     def wrap(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, Undo]:
-        savings = CheckpointSavings(repr(self))  # one for all blocks, whose sum is compared
+        # One for all blocks, because their sum is compared.
+        savings = CheckpointSavings(repr(self))
         return {name: CheckpointedForward(block, self.keeps, savings).install() for name, block in blocks.items()}
 
     def keeps(self, context: SelectiveCheckpointContext | None, op: OpOverload, *args: Any, **kwargs: Any) -> Keep:

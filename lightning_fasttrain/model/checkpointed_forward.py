@@ -71,7 +71,8 @@ class CheckpointedForward(RecomputedForward):
 
         @contextmanager
         def recompute() -> Iterator[None]:
-            savings.tell()  # the backward has begun, so all blocks have been called
+            # The backward has begun, so all blocks have been called.
+            savings.tell()
             with again:
                 yield
 

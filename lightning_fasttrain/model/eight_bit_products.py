@@ -32,7 +32,8 @@ FORMATS = {
     "int8": Format(torch.int8, 127.0, 8, (7, 5)),
 }
 _FEWEST_ROWS = 17  # minimum rows of the first factor in CUDA's int8 product
-_LONGEST = 2**17  # values in a row: 127² times as many are below 2³¹, the limit of an int32 sum
+# Values in a row: 127² times as many stay below 2³¹, the limit of an int32 sum.
+_LONGEST = 2**17
 
 
 def round_rows(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor]:

@@ -56,7 +56,8 @@ def clip_adaptively_(parameters: Iterable[Tensor], factor: float = 0.01, eps: fl
             continue
         count += 1
         weight: Tensor = parameter
-        if gradient.is_sparse:  # an embedding's gradient holds the rows that were looked up
+        # The sparse gradient of an embedding holds only the rows that were looked up.
+        if gradient.is_sparse:
             gradient = parameter.grad = gradient.coalesce()
             weight, gradient = _rows_of(parameter, gradient), gradient.values()
         largest = factor * _unit_norms(weight).clamp(min=eps)

@@ -11,7 +11,8 @@ from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
 from lightning_fasttrain.core.modules.heads import heads_beside, is_inside, warn_of_blocks_beyond
 from lightning_fasttrain.core.modules.select import find_module, matches_pattern
 
-_NORMS = (nn.LayerNorm, nn.RMSNorm)  # other norms have one-dimensional parameters anyway
+# Other norms have one-dimensional parameters anyway.
+_NORMS = (nn.LayerNorm, nn.RMSNorm)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 # Names of bare tensors that are embeddings: learned positions, class tokens, and the latents and queries that a model
 # starts with; or logarithms, as in Mamba, which weight decay would draw towards a rate of 1.

@@ -106,7 +106,8 @@ class BackgroundSave:
             write_to_stderr(f"the last checkpoint was not completed:\n{''.join(traceback.format_exception(error))}")
 
     def _join(self, seconds: float | None) -> None:
-        atexit.unregister(self._finish)  # this call waits, so the exit handler need not
+        # This call waits, so the exit handler need not.
+        atexit.unregister(self._finish)
         if self._thread is not None:
             self._thread.join(seconds)
             self._thread = self._thread if self._thread.is_alive() else None

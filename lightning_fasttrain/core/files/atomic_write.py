@@ -54,7 +54,8 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | str | Callable[[Bin
             if target.exists():
                 os.chmod(name, target.stat().st_mode & 0o777)
             os.replace(name, target)
-    except BaseException:  # an interrupt too: nothing else knows the temporary name
+    except BaseException:
+        # On an interrupt too, since nothing else knows the temporary name.
         name.unlink(missing_ok=True)
         raise
     sync_folder(target.parent)

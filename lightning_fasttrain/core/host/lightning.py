@@ -171,7 +171,8 @@ def replaced_closures(trainer: L.Trainer) -> Callable[..., Closure] | None:
 def plain_closure(trainer: L.Trainer, kwargs: Any, optimizer: Optimizer, batch_idx: int) -> Closure:
     """The closure that Lightning itself makes."""
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
-    return type(loop)._make_closure(loop, kwargs, optimizer, batch_idx)  # of the class, as ours may stand on the object
+    # The method of the class, since a replacement may stand on the object.
+    return type(loop)._make_closure(loop, kwargs, optimizer, batch_idx)
 
 
 def zero_grad_of_batch(trainer: L.Trainer, batch_idx: int, optimizer: Optimizer) -> Callable[[], None] | None:

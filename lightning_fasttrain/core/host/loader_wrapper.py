@@ -29,7 +29,8 @@ class WrappedLoader:
 
     def __setattr__(self, name: str, value: Any) -> None:
         own = name == "inner" or (name.startswith("_") and name != "_iterator")
-        object.__setattr__(self if own else self.inner, name, value)  # Lightning sets worker_init_fn and _iterator
+        # Lightning sets worker_init_fn and _iterator, which the wrapped loader must see.
+        object.__setattr__(self if own else self.inner, name, value)
 
 
 def find_innermost(loader: Any) -> Any:

@@ -180,7 +180,8 @@ class _Search:
 def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
     if is_lazy(parameter):
         return (1, 1)  # it has no shape yet, and has to count as a matrix
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))  # that of the whole, where DeepSpeed holds a part
+    # DeepSpeed leaves a part of the parameter here, and keeps the shape of the whole.
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def _has_weight(module: nn.Module) -> bool:
@@ -208,7 +209,8 @@ def _runs(model: nn.Module, neighbours: bool) -> Iterator[list[tuple[str, nn.Mod
     for prefix, parent in model.named_modules():
         children = [(f"{prefix}.{name}".removeprefix("."), child) for name, child in parent.named_children()]
         if not neighbours:
-            children.sort(key=lambda item: id(type(item[1])))  # stable: the members keep their order
+            # A stable sort, so that the members of a class keep their order.
+            children.sort(key=lambda item: id(type(item[1])))
         for _, run in groupby(children, key=lambda item: type(item[1])):
             members = list(run)
             if len(members) > 1 and has_parameters(members[0][1]):

@@ -77,7 +77,8 @@ class WrappedForward:
     def inner(self, *args: Any, **kwargs: Any) -> Any:
         if self.previous is not None:
             return self.previous(*args, **kwargs)
-        return type(self.module).forward(self.module, *args, **kwargs)  # the class's own, looked up when called
+        # Looked up at each call, so that a method that is replaced on the class later counts.
+        return type(self.module).forward(self.module, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.inner(*args, **kwargs)

@@ -106,7 +106,8 @@ def _names_in_part(
     refuse_other_base(checkpoint[FINGERPRINT], module, "the checkpoint")
     known = set(module.state_dict())
     missing = [name for name in trained_names(module) if name not in saved]
-    more = sorted(saved - known)  # modules that are unfrozen later need not train yet
+    # Modules that are unfrozen later need not train yet.
+    more = sorted(saved - known)
     if strict and (missing or more):
         why = f"it lacks {missing[:3]}" if missing else f"this run has no {more[:3]}"
         way_out = "Resume with the same adapter (targets, rank, train=)"

@@ -311,7 +311,8 @@ def _inject(config: Any, root: nn.Module, name: str) -> None:
                 raise
             what = f"{config.peft_type.value} on {config.target_modules}"
             raise TypeError(explain(what, f"PEFT reports: {error}", "Leave these layers out of the targets")) from error
-    use_held_tensors_(root)  # only now, since PEFT creates its wrappers for plain parameters
+    # Only now, since PEFT creates its wrappers for plain parameters.
+    use_held_tensors_(root)
 
 
 def _as_peft_keeps(names: list[str] | str) -> set[str] | str:

@@ -65,7 +65,8 @@ class Adapter(Technique):
     _resumed: dict[str, Any] | None = None
     _alone = False
     _looked = False
-    _rounds = False  # DeepSpeed needs one dtype, and updates its own float32 copies
+    # DeepSpeed needs one dtype, and updates its own float32 copies.
+    _rounds = False
 
     @classmethod
     def conflicts(cls) -> tuple[Conflict, ...]:

@@ -45,7 +45,8 @@ _STARTS = (True, False, "gaussian", "orthogonal", "eva", "mica", "pissa", "olora
 def written_config(config: Any, root: nn.Module) -> str:
     """Return the contents of ``adapter_config.json``, with sorted keys so that equal settings give equal bytes."""
     settings = config.to_dict()
-    settings["inference_mode"] = True  # as PEFT writes it: the loader decides whether it trains
+    # PEFT writes it in this way: the loader decides whether the adapter trains.
+    settings["inference_mode"] = True
     if settings["base_model_name_or_path"] is None:
         settings["base_model_name_or_path"] = vars(root).get("name_or_path") or None
     if settings["task_type"] is None:
@@ -93,7 +94,8 @@ def read_config(folder: Path, copy: str | None) -> Any:
             settings = _parse(file.read(_LARGEST + 1), str(path))
         if copy is not None:
             _refuse_mixed(settings, _parse(copy.encode(), "its copy"), path)
-    elif copy is not None:  # an interrupted save; the tensor file is complete, and so is its copy
+    elif copy is not None:
+        # After an interrupted save the tensor file is complete, and so is its copy of the configuration.
         settings = _parse(copy.encode(), f"the settings in {folder / 'adapter_model.safetensors'}")
     else:
         raise FileNotFoundError(explain(f"{path}", "the file does not exist", "Pass an adapter's folder"))

@@ -44,10 +44,12 @@ def expected_tensors(place: Place, config: Any) -> dict[str, Tensor]:
     for device in ("meta", "cpu"):
         skeleton = _skeleton(place, config, device)
         try:
-            with warnings.catch_warnings(action="ignore"):  # raised again when the adapter is added
+            # The warnings are raised again when the adapter is added.
+            with warnings.catch_warnings(action="ignore"):
                 peft.inject_adapter_in_model(config, skeleton, adapter_name="file")
             return get_peft_model_state_dict(skeleton, adapter_name="file", save_embedding_layers=False)
-        except NotImplementedError:  # the initialization of a few kinds reads values
+        except NotImplementedError:
+            # The initialization of a few kinds reads values, which a meta tensor does not have.
             continue
         except Exception as error:
             why = f"PEFT cannot create it: {error}"

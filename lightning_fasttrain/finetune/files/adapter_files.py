@@ -245,7 +245,8 @@ def _scaled_at_input(place: Place, config: Any, keys: list[str], file: Any) -> l
     for target in place.targets:
         key = f"{target}.ia3_l"
         shape = file.get_slice(f"{PREFIX}{key}").get_shape() if key in keys else [0]
-        single = all(size == 1 for size in shape)  # [1, 1] can be either, so the settings decide
+        # A shape [1, 1] can be either, so the settings decide.
+        single = all(size == 1 for size in shape)
         if shape[:1] == [1] and (not single or has_ending(target, ends)):
             found.append(target)
     return found

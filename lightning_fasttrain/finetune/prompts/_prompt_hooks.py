@@ -65,7 +65,8 @@ class StillPrompt(Replacement):
         of_decoder = cache
         if isinstance(cache, EncoderDecoderCache):
             cache.cross_attention_cache.update = _return_as_given
-            cache.is_updated = _NeverUpdated(cache.is_updated)  # a recomputed block would read it
+            # A recomputed block would read an updated cache.
+            cache.is_updated = _NeverUpdated(cache.is_updated)
             of_decoder = cache.self_attention_cache
         for layer in of_decoder.layers:
             # Only on this cache: each forward gets a new one.

@@ -65,7 +65,8 @@ def sort_out(model: nn.Module, kind: str, skip: Blocks) -> Quantizable:
         elif isinstance(module, nn.Linear) or is_transposed(module):
             reason = _why_left(name, module, skipped, heads, shared)
             if name.startswith(adapter):
-                if name == f"{adapter}base_layer":  # the other layers inside belong to the adapter
+                # Other layers inside of the wrapper belong to the adapter.
+                if name == f"{adapter}base_layer":
                     left[name] = reason or IN_ADAPTER
             elif reason:
                 left[name] = reason

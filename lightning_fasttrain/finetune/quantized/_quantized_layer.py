@@ -211,7 +211,8 @@ def settle_4bit_(layer: Any, *_: Any) -> None:
     weight may be on another device than its state.
     """
     weight: Any = layer.weight
-    if isinstance(weight, DTensor):  # a shard of FSDP2, whose state is that of the unsharded weight
+    # The state of a shard of FSDP2 is that of the unsharded weight.
+    if isinstance(weight, DTensor):
         weight.quant_state = layer.quant_state
         return
     # By ``is``: parameters of bitsandbytes are subclasses.

@@ -43,7 +43,8 @@ class _BaseCall:
 
     def __init__(self, call: Callable[..., Any], replaced: dict[str, Any]) -> None:
         self.call, self.replaced = call, replaced
-        functools.update_wrapper(self, call)  # so that the signature is that of the base model
+        # Callers that inspect the signature see that of the base model.
+        functools.update_wrapper(self, call)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.call(*args, **kwargs)

@@ -193,7 +193,8 @@ def _each_once(groups: Iterable[Chosen], named: int) -> list[Chosen]:
     kept: list[Chosen] = []
     name_of: dict[nn.Parameter, str] = {}
     seen: set[nn.Module] = set()
-    waiting: list[nn.Module] = []  # normalisations of dropped groups, which join the next group
+    # Normalisations of dropped groups join the next group.
+    waiting: list[nn.Module] = []
     for i, group in enumerate(groups):
         own: dict[str, nn.Parameter] = {}
         for name, parameter in group.parameters.items():

@@ -80,7 +80,8 @@ def _new_entry(block: nn.Module) -> types.FunctionType:
         copy = types.FunctionType(
             forward.__code__.replace(), forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
         )
-        copy.__kwdefaults__ = forward.__kwdefaults__  # FunctionType does not accept them
+        # FunctionType does not accept them.
+        copy.__kwdefaults__ = forward.__kwdefaults__
         return copy
     return types.FunctionType(run_block.__code__.replace(), run_block.__globals__, run_block.__name__)
 
@@ -138,7 +139,8 @@ def _around_known_faults(block: nn.Module, options: dict[str, Any]) -> dict[str,
     settings = torch._inductor.list_mode_options(options.pop("mode", "default"))
     for fault in faults:
         settings |= fault.options
-    return {**options, "options": settings}  # torch.compile takes a mode or options
+    # torch.compile takes either a mode or options.
+    return {**options, "options": settings}
 
 
 class CompiledForward(WrappedForward):

@@ -15,7 +15,8 @@ from lightning_fasttrain.model.checkpoint_savings import KeptResults, Storages
 from lightning_fasttrain.model.checkpointed_forward import CheckpointedForward
 
 _REPEATS = 2  # timed runs; the fastest counts
-_LEAST = 0.05  # minimum fraction of the forward that is recomputed; differences of noisy times may be meaningless
+# Minimum fraction of the forward that is recomputed; differences of noisy times may be meaningless.
+_LEAST = 0.05
 
 
 @dataclass(frozen=True)

@@ -186,7 +186,8 @@ class StepWatch:
     def _make_ready_for_a_larger_batch(self, tensors: list[Tensor]) -> None:
         if not self.measuring:
             self._follow(None)
-            if rank_count() > 1:  # all ranks share the plan, but only one has this batch
+            # All ranks share the plan, but only one has this batch.
+            if rank_count() > 1:
                 note_once("MemoryBudget: all blocks are recomputed for a batch larger than those measured")
                 self._cautious = True
                 return
@@ -227,7 +228,8 @@ class StepWatch:
         self._end_of_step.callback(patch(optimizer, "step", then_end_step))
 
     def _end_step(self) -> None:
-        self._pending.clear()  # a forward without a backward leaves its blocks in the list
+        # A forward without a backward leaves its blocks in the list.
+        self._pending.clear()
         if self._stage is _Stage.COSTS and self._costs:
             self._stage = _Stage.PEAKS
         elif self._stage is _Stage.PEAKS and self._window is not None:
@@ -305,7 +307,8 @@ class StepWatch:
         assert plan is not None
         ms = self._stopwatch.ms()
         assert plan.measured_bytes is not None
-        if ms or not plan.predicted_ms:  # 0 although some was expected: recomputation in compiled code is not measured
+        # A time of 0 although some was expected: recomputation in compiled code is not measured.
+        if ms or not plan.predicted_ms:
             self._tell(plan.with_measured(plan.measured_bytes, ms))
         self._stage, self._stopwatch = _Stage.DONE, None
         self._end_of_step.close()

@@ -217,7 +217,8 @@ def build_optimizer(
     optimizer = make(made) if offload is None else HostOptimizer(made, make)
     # Fused ones take over unscaling from the loss scaler, which makes Lightning refuse to clip.
     optimizer._step_supports_amp_scaling = False
-    if hasattr(optimizer, "train"):  # schedule-free ones refuse to step before train()
+    # Schedule-free optimizers refuse to step before train().
+    if hasattr(optimizer, "train"):
         optimizer.train()
     return optimizer
 

@@ -46,7 +46,8 @@ class HostOptimizer(ClosureOptimizer):
     copied: ClassVar[tuple[str, ...]] = ("inner", "_hosted", "_versions")
 
     def __init__(self, params: ParamsT, make: Callable[[list[dict[str, Any]]], Optimizer]) -> None:
-        super().__init__(params, {})  # the defaults are the inner optimizer's, created below
+        # The defaults are those of the inner optimizer, which is created below.
+        super().__init__(params, {})
         self._hosted: dict[Tensor, nn.Parameter] = {}
         self._versions: dict[Tensor, int] = {}
         self.inner = make(self._host_groups())
@@ -67,7 +68,8 @@ class HostOptimizer(ClosureOptimizer):
         self.inner.param_groups = groups
         self.inner.step()
         for parameter in moved:
-            self._hosted[parameter].grad = None  # returns pinned memory to torch's cache, for the next step
+            # Returns the pinned memory to torch's cache, for the next step.
+            self._hosted[parameter].grad = None
             parameter.copy_(self._hosted[parameter], non_blocking=True)
             self._versions[parameter] = parameter._version
 

@@ -17,7 +17,8 @@ from lightning_fasttrain.optim.optimizer_in_backward import refuse_changed_group
 UPDATES = ("kahan", "stochastic")
 _NAN = 0x7FC00000  # the usual float32 NaN, as bits
 _LOW, _DRAW = "low_bits", "draw"  # our keys in a parameter's state
-_APART = 15_485_863  # distance of the parameters' seeds: a prime, as a CPU's seeds end at 2³²
+# Distance of the parameters' seeds: a prime, since a CPU's seeds end at 2³².
+_APART = 15_485_863
 
 
 class LowPrecisionUpdates(ClosureOptimizer):
@@ -89,11 +90,13 @@ class LowPrecisionUpdates(ClosureOptimizer):
         if is_low:
             whole = nn.Parameter(_join(parameter, low))
             whole.grad = None if parameter.grad is None else parameter.grad.float()
-        lent = {**group, "params": [whole]}  # a copy, so that changes by a step are detected below
+        # A copy, so that changes by the step are detected below.
+        lent = {**group, "params": [whole]}
         self.inner.param_groups, self.inner.state = [lent], defaultdict(dict, {whole: state})
         self.inner.step()
         self.state[parameter] = self.inner.state[whole]
-        self.inner.param_groups, self.inner.state = [], defaultdict(dict)  # otherwise it would keep the float32 copies
+        # Otherwise the inner optimizer would keep the float32 copies.
+        self.inner.param_groups, self.inner.state = [], defaultdict(dict)
         refuse_changed_group(self.inner, group, lent)
         if not is_low:
             return
@@ -101,7 +104,8 @@ class LowPrecisionUpdates(ClosureOptimizer):
         # A NaN may lose its bits and become infinite, or 0 if it is rounded up: CUDA's have all bits set.
         bits.masked_fill_(whole.isnan() & (bits & 0xFFFF != 0), _NAN)
         if self.updates == "kahan":
-            high = (bits + 0x8000) >> 16  # half of the last place, so that the rest fits into 16 bits
+            # Plus half of the last place, so that the rest fits into 16 bits.
+            high = (bits + 0x8000) >> 16
             self.state[parameter][_LOW] = (bits - (high << 16)).to(torch.int16)
         else:
             generator = torch.Generator(bits.device).manual_seed(draw)

@@ -172,6 +172,7 @@ def _fresh_state(optimizer: Any, parameter: Tensor) -> dict[str, Any]:
     stand_in.grad = torch.zeros_like(stand_in)  # zero gradients give zero moments
     twin = make_twin(optimizer)
     twin.param_groups, twin.state = [{**group_of[parameter], "params": [stand_in]}], defaultdict(dict)
-    with torch.compiler.set_stance("force_eager"):  # compiling it for one step would take minutes
+    # Compiling the optimizer for one step would take minutes.
+    with torch.compiler.set_stance("force_eager"):
         twin.step()
     return twin.state[stand_in]

@@ -221,7 +221,8 @@ class Schedule(LRScheduler):
         for group in self.optimizer.param_groups:
             rate = group.setdefault("initial_lr", _copy(group["lr"])) * factor  # for groups added later
             if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)  # in place, since compiled and captured steps read this tensor
+                # In place, since compiled and captured steps read this tensor.
+                group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
 
@@ -235,7 +236,8 @@ class Schedule(LRScheduler):
             raise RuntimeError(explain("a schedule with module= in a loop", why, "Give total=10_000 instead"))
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
-        overflow = getattr(optimizer, "found_inf", None)  # set by a loss scaler for optimizers that skip by themselves
+        # A loss scaler sets it for optimizers that skip steps by themselves.
+        overflow = getattr(optimizer, "found_inf", None)
         if isinstance(overflow, Tensor) and bool(overflow):  # synchronizes the device
             return
         if not self.is_told and self._is_in_charge():

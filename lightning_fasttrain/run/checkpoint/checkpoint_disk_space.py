@@ -108,9 +108,11 @@ def share_failed_saves(strategy: Strategy, continue_training: bool) -> Undo:
             error = caught
         bad = error is not None and not (continue_training and isinstance(error, OSError))
         failed = error is not None
-        if isinstance(strategy, DDPStrategy):  # one process writes; sharding strategies agree by themselves
+        # Under DDP one process writes; sharding strategies agree by themselves.
+        if isinstance(strategy, DDPStrategy):
             if error is not None:
-                log.error("%s", error)  # logged now, as the other ranks may never answer
+                # Logged now, since the other ranks may never answer.
+                log.error("%s", error)
             # Two collectives, so all ranks must come here, also those whose save succeeded.
             failed, bad = (not strategy.reduce_boolean_decision(not told, all=True) for told in (failed, bad))
         if bad:

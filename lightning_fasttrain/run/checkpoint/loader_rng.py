@@ -32,7 +32,8 @@ def _look(holder: object, found: dict[int, Generator], seen: set[int], depth: in
         return
     seen.add(id(holder))
     if isinstance(holder, DistributedSampler):
-        found.setdefault(id(holder), holder)  # it draws each epoch's order from its seed, so it acts as a generator
+        # A sampler that draws each epoch's order from its own seed acts as a generator.
+        found.setdefault(id(holder), holder)
     for name, value in vars(holder).items():
         if isinstance(value, torch.Generator | random.Random | np.random.Generator | np.random.RandomState):
             found.setdefault(id(value), value)

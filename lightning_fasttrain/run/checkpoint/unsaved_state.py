@@ -89,7 +89,8 @@ def restore_metrics(trainer: L.Trainer, module: L.LightningModule, state: dict[s
             setattr(result, name, value)
         if not saved["sums"]:
             result.value = metrics[str(meta.metric_attribute)]
-        result._update_count = 1  # a metric that was never updated warns when it is computed
+        # A metric that was never updated warns when it is computed.
+        result._update_count = 1
         trainer.fit_loop.epoch_loop._results[key] = result
 
 
@@ -116,7 +117,8 @@ def read_forgotten(trainer: L.Trainer) -> dict[str, Any]:
 
 def restore_forgotten(trainer: L.Trainer, state: dict[str, Any]) -> None:
     """Restore the state that :func:`read_forgotten` returned."""
-    trainer.should_stop = trainer.should_stop or state["should_stop"]  # a stop may have been requested since
+    # A stop may have been requested since.
+    trainer.should_stop = trainer.should_stop or state["should_stop"]
     for loop, epoch in zip(_reloading_loops(trainer), state["reloaded"], strict=True):
         setattr(*loop, epoch)
     path = os.path.abspath(str(trainer.ckpt_path))
@@ -125,7 +127,8 @@ def restore_forgotten(trainer: L.Trainer, state: dict[str, Any]) -> None:
             step, last, callback.current_score = state["saves"][callback.state_key]
             # `last_model_path` and the like are set before the file is written, the two below after it.
             made = {callback.last_model_path, callback.best_model_path, *callback.best_k_models} - {""}
-            if path in {os.path.abspath(name) for name in made}:  # saved during this very save, which succeeded
+            # The file was saved during this very save, which succeeded.
+            if path in {os.path.abspath(name) for name in made}:
                 step, last = trainer.global_step, path
             set_last_save(callback, step, last)
 

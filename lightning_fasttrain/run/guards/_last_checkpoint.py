@@ -33,7 +33,8 @@ class LastCheckpoint:
 
         def remove_checkpoint(filepath: str | Path) -> None:
             remove(filepath)
-            if os.fspath(filepath) == self.path:  # ModelCheckpoint keeps only the best ones
+            # ModelCheckpoint keeps only the best ones, and may remove this one.
+            if os.fspath(filepath) == self.path:
                 self.path = ""
 
         changed = {"save_checkpoint": save_checkpoint, "remove_checkpoint": remove_checkpoint}

@@ -104,11 +104,13 @@ class FiniteSteps(JudgedSteps):
                 self.keep_statistics()
             # Below a scale of 1 the loss is not scaled up, so the scaler does not cause an overflow.
             elif bad_loss or scaler is None or scaler.get_scale() < 1:
-                cause = self.where()  # repeats the forward, so before the statistics are restored
+                # Before the statistics are restored, since this repeats the forward.
+                cause = self.where()
                 self._restore_statistics()
                 self.count_skip(f" because its loss or gradient is not finite{cause}")
             else:
-                self._restore_statistics()  # an overflow, which the scaler has handled
+                # This was an overflow, which the scaler has handled.
+                self._restore_statistics()
             self.losses = []
 
         return hold_steps_(optimizer, self.judge, tell, scaler)
@@ -235,7 +237,8 @@ class FiniteGuard(StepGuard):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Hook: release the batch."""
-        self._batch = None  # otherwise it stays in memory until the next one arrives
+        # Otherwise the batch stays in memory until the next one arrives.
+        self._batch = None
 
     def _forget(self) -> None:
         super()._forget()

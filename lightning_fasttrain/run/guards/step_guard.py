@@ -91,7 +91,8 @@ class _Gate:
         own = scaler.step
 
         def scaled_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            self.passed = False  # a scaler that finds infinity does not call optimizer.step
+            # A scaler that finds infinity does not call optimizer.step.
+            self.passed = False
             result = own(optimizer, *args, **kwargs)
             if optimizer is self.optimizer and not self.passed:
                 self.tell(_Reading(self.look(optimizer)).wait())
@@ -104,7 +105,8 @@ class _Gate:
         self.passed = True
         loss = None
         if closure is not None:
-            with torch.enable_grad():  # as torch's optimizers do: a step may be called under no_grad
+            # As torch's optimizers do, since a step may be called under no_grad.
+            with torch.enable_grad():
                 loss = closure()
         numbers = self.look(self.optimizer)
         reading = _Reading(numbers)

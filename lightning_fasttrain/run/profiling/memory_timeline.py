@@ -120,7 +120,8 @@ class MemoryTimeline(MemoryWindow):
             self._whole_steps = 0
 
     def _leave(self) -> None:
-        error = sys.exception()  # Lightning undoes a failed run while it handles the error
+        # Lightning undoes a failed run while it handles the error.
+        error = sys.exception()
         recording = self._open
         if recording is None or error is None:
             self._discard()

@@ -93,7 +93,8 @@ def predict_activations(
     """
 
     def make(parameters: Any) -> SGD:
-        return SGD(parameters, lr=0.0)  # without momentum it has no state, so none is in the peak
+        # Without momentum SGD has no state, so none is in the peak.
+        return SGD(parameters, lr=0.0)
 
     report = predict_memory(module, batch, optimizer=make, precision=precision, **settings)
     if report.phase == "optimizer step":
