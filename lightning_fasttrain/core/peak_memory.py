@@ -102,7 +102,7 @@ class PeakMemory:
         self._profile = start_profile()
         return self
 
-    def hold(self, batch: Any) -> None:
+    def hold(self, batch: object) -> None:
         """Count a batch that is there already, or was made since the entry; of several, the largest.
 
         On CUDA all memory is counted in any case.
@@ -226,7 +226,7 @@ def _peaks(changes: list[_Change], marks: Sequence[int]) -> list[int]:
     return peaks + [now] * (len(marks) + 1 - len(peaks))
 
 
-def find_storages(held: Any) -> Iterator[torch.UntypedStorage]:
+def find_storages(held: object) -> Iterator[torch.UntypedStorage]:
     """The memory of all tensors in an object, however they are packed."""
     if isinstance(held, Tensor):
         yield from _storages_of_tensor(held)
@@ -245,7 +245,7 @@ def _storages_of_tensor(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
         yield tensor.untyped_storage()
 
 
-def _parts_of(held: Any) -> Iterable[Any]:
+def _parts_of(held: object) -> Iterable[Any]:
 
     if isinstance(held, nn.Module):
         gradients = [parameter.grad for parameter in held.parameters()]

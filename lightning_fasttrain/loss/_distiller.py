@@ -102,7 +102,7 @@ class Distiller:
         self.calls.append(call)
         return call.output
 
-    def mix(self, own: Tensor, batch: Any) -> Tensor:
+    def mix(self, own: Tensor, batch: object) -> Tensor:
         """Return the mixed loss of a step in which the student was called."""
         if len(self.calls) != 1:
             what = f"the step called {type(self.student).__name__} {len(self.calls)} times with gradients"
@@ -197,7 +197,7 @@ class Student(WrappedForward):
         super().__init__(module)
         self.distiller = distiller
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         if self.distiller.listening and torch.is_grad_enabled():
             return self.distiller.run_student(self.inner, args, kwargs)
         return self.inner(*args, **kwargs)
@@ -213,7 +213,7 @@ class DistilledStep:
         # inspect reads the signature from this name.
         self.distiller, self.__wrapped__ = distiller, step
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         distiller = self.distiller
         if not torch.is_grad_enabled():
             return self.__wrapped__(*args, **kwargs)

@@ -1,6 +1,6 @@
 """Logits with values that record whether deferred logits could replace them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MethodWrapperType
 from typing import Any
@@ -60,7 +60,9 @@ class WatchedLogits(Tensor):
     evidence: HeadEvidence
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
@@ -114,7 +116,7 @@ def _mark(result: object, deferred: object, evidence: HeadEvidence) -> Any:
     return result
 
 
-def _do_likewise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _do_likewise(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Call ``func`` on deferred logits, whose methods have the names of torch's."""
     if isinstance(args[0], DeferredLogits):
         if isinstance(func, MethodWrapperType):  # the getter of a property's descriptor

@@ -275,7 +275,7 @@ class Distillation(Technique):
 class _LoggedStep(DistilledStep):
     """``training_step`` that also logs the parts of its loss, per step only, so that the batch size is not needed."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         output = super().__call__(*args, **kwargs)
         module: Any = self.distiller.model
         if output is not None and trainer_of(module) is not None:

@@ -209,7 +209,7 @@ class FusedHead(WrappedForward):
         factor: float,
         cap: float | None,
         bias: Tensor | None = None,
-        **how: Any,
+        **how: object,
     ) -> Tensor:
         added = bias
 
@@ -226,7 +226,7 @@ class FusedHead(WrappedForward):
         with torch.autocast(hidden.device.type, dtype=autocast, enabled=autocast is not None):  # as in the head's call
             return self.module(hidden, then=loss)  # through its hooks, which gather sharded weights
 
-    def _compiled_loss(self, *tensors: Tensor, **options: Any) -> Tensor:
+    def _compiled_loss(self, *tensors: Tensor, **options: object) -> Tensor:
         """Compute the loss with compiled code between its products; if that fails once, without it from then on."""
         if self.failure is not None or options["backend"] not in ("auto", "chunked"):
             return linear_cross_entropy(*tensors, **options)

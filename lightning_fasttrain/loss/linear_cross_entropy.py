@@ -93,7 +93,7 @@ def linear_cross_entropy(
     shape, low = targets.shape, autocast_dtype(hidden.device)
     # In 64 bits, which gather expects, and in which -100 is not 156.
     hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1).long()
-    # A custom function would compute gradients that nobody uses.
+    # A custom function would compute gradients that are not used.
     if not torch.is_grad_enabled():
         hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
     kept = _counted_positions(targets, ignore_index)

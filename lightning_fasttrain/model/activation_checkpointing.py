@@ -127,7 +127,9 @@ class SelectiveOps(CheckpointPolicy):
         savings = CheckpointSavings(repr(self))
         return {name: CheckpointedForward(block, self.keeps, savings).install() for name, block in blocks.items()}
 
-    def keeps(self, context: SelectiveCheckpointContext | None, op: OpOverload, *args: Any, **kwargs: Any) -> Keep:
+    def keeps(
+        self, context: SelectiveCheckpointContext | None, op: OpOverload, *args: object, **kwargs: object
+    ) -> Keep:
         """Answer ``create_selective_checkpoint_contexts`` for each operation."""
         kept = op in self.also or (op in _dear_ops() and not _drops_out(op, args, kwargs))
         return Keep.MUST_SAVE if kept else Keep.PREFER_RECOMPUTE
@@ -294,7 +296,7 @@ class ActivationCheckpointing(Technique):
         return why_none_ran(model, CheckpointedForward)
 
     def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
     ) -> None:
         """Hook: the batch exists, and nothing has been computed from it."""
         self.policy.see(batch)

@@ -79,7 +79,7 @@ class OffloadedForward(WrappedForward):
         super().__init__(module)
         self.offload = offload
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         self.ran = True
         if torch.compiler.is_compiling():
             _say_compiled()

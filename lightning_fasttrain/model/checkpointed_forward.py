@@ -50,7 +50,7 @@ class CheckpointedForward(RecomputedForward):
         # nor do hooks on saved tensors see them.
         leaves, structure = tree_flatten((args, kwargs))
 
-        def run(*leaves: Any) -> Any:
+        def run(*leaves: object) -> Any:
             args, kwargs = tree_unflatten(leaves, structure)
             return self.inner(*args, **kwargs)
 

@@ -1,11 +1,11 @@
 """A linear layer whose three matrix products, in forward and backward, use 8-bit values."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from lightning_fasttrain.core.modules.first_derivatives import refuse_second_derivative
 
@@ -102,13 +102,13 @@ class _Products(torch.autograd.Function):
     """input · weightᵀ and both gradients of it, each a product of rows rounded along the summed dimension."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, kind: str) -> Tensor:
+    def forward(ctx: FunctionCtx, input: Tensor, weight: Tensor, kind: str) -> Tensor:
         ctx.save_for_backward(input, weight)
         ctx.kind = kind
         return multiply_rows(input, weight, kind).to(input.dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         way_out = "Remove LowPrecisionProducts for this"
         refuse_second_derivative("a product in 8 bits", way_out)  # rounding has no derivative
         input, weight = ctx.saved_tensors

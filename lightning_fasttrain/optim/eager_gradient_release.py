@@ -1,7 +1,7 @@
 """Release gradients as soon as they have been used."""
 
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import lightning as L
 from lightning.pytorch.strategies import DeepSpeedStrategy
@@ -95,7 +95,7 @@ class EagerGradientRelease(Technique):
             note_once(f"EagerGradientRelease: {type(trainer.strategy).__name__} frees its gradients itself")
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         """Hook: the first one after the optimizer step."""
         if not (trainer.strategy.handles_gradient_accumulation or accumulation_continues(trainer)):

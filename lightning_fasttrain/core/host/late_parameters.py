@@ -76,7 +76,7 @@ class LateParameters:
             self.hooks.callback(optimizer.register_step_pre_hook(self._check).remove)
         return self.hooks
 
-    def _check(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _check(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         """Hook: an optimizer from before is about to step."""
         training = [parameter for parameter in _find_alive(self.new) if parameter.grad is not None]
         if not training:

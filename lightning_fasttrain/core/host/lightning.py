@@ -126,7 +126,7 @@ def see_training_batches(trainer: L.Trainer, see: Callable[[Any], None]) -> None
     """Call ``see`` with each batch of this run, before it is trained on."""
     on_start = trainer.strategy.on_train_batch_start
 
-    def on_train_batch_start(batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(batch: object, batch_idx: int) -> None:
         see(batch)
         on_start(batch, batch_idx)
 
@@ -180,12 +180,12 @@ def zero_grad_of_batch(trainer: L.Trainer, batch_idx: int, optimizer: Optimizer)
     return trainer.fit_loop.epoch_loop.automatic_optimization._make_zero_grad_fn(batch_idx, optimizer)
 
 
-def call_module(trainer: L.Trainer, hook: str, *arguments: Any) -> Any:
+def call_module(trainer: L.Trainer, hook: str, *arguments: object) -> Any:
     """Call a hook of the module as Lightning does."""
     return call._call_lightning_module_hook(trainer, hook, *arguments)
 
 
-def call_strategy(trainer: L.Trainer, hook: str, *arguments: Any) -> Any:
+def call_strategy(trainer: L.Trainer, hook: str, *arguments: object) -> Any:
     """Call a method of the strategy as Lightning does: profiled, and with ``self.log`` knowing where it is."""
     return call._call_strategy_hook(trainer, hook, *arguments)
 
@@ -282,17 +282,17 @@ def ddp_again(strategy: DDPStrategy, environment: ClusterEnvironment) -> DDPStra
 # Fabric
 
 
-def without_fabric(loader: Any) -> Any:
+def without_fabric(loader: object) -> Any:
     """The loader that Fabric has wrapped; any other as it is."""
     return loader._dataloader if isinstance(loader, _FabricDataLoader) else loader
 
 
-def passes_of(loader: Any) -> int:
+def passes_of(loader: object) -> int:
     """Return how often Fabric's loader was iterated over, its epoch for samplers; 0 for any other loader."""
     return loader._num_iter_calls if isinstance(loader, _FabricDataLoader) else 0
 
 
-def set_passes_of(loader: Any, passes: int) -> None:
+def set_passes_of(loader: object, passes: int) -> None:
     if isinstance(loader, _FabricDataLoader):
         loader._num_iter_calls = passes
 

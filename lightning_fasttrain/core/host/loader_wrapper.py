@@ -27,7 +27,7 @@ class WrappedLoader:
             raise AttributeError(name)
         return getattr(self.inner, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         own = name == "inner" or (name.startswith("_") and name != "_iterator")
         # Lightning sets worker_init_fn and _iterator, which the wrapped loader must see.
         object.__setattr__(self if own else self.inner, name, value)

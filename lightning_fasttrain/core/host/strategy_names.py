@@ -50,7 +50,7 @@ def register_names(module: ModuleType) -> None:
             registry.register(name, functools.partial(make_strategy, strategy), description=DESCRIPTIONS[name])
 
 
-def make_strategy(class_name: str, **settings: Any) -> Any:
+def make_strategy(class_name: str, **settings: object) -> Any:
     return getattr(importlib.import_module("lightning_fasttrain.strategy"), class_name)(**settings)
 
 

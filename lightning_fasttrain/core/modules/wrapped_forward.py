@@ -74,13 +74,13 @@ class WrappedForward:
         self.failure: str | None = None
         self.paused = False
 
-    def inner(self, *args: Any, **kwargs: Any) -> Any:
+    def inner(self, *args: object, **kwargs: object) -> Any:
         if self.previous is not None:
             return self.previous(*args, **kwargs)
         # Looked up at each call, so that a method that is replaced on the class later counts.
         return type(self.module).forward(self.module, *args, **kwargs)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         return self.inner(*args, **kwargs)
 
     def install(self) -> Undo:

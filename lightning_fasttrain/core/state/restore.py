@@ -107,7 +107,7 @@ def _write_back(tensor: Tensor, before: Tensor) -> None:
         tensor.copy_(before)
 
 
-def _copy_of(value: Any) -> Any:
+def _copy_of(value: object) -> Any:
     """Copy a tensor or a container; None and plain values stay as they are."""
     if isinstance(value, Tensor):
         return value.detach().clone()

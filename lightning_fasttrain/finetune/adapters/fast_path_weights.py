@@ -22,7 +22,7 @@ class SlowPath(WrappedForward):
     It is avoided only while an adapter is active: otherwise the model equals the pretrained one bit for bit.
     """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         # In train mode torch does not use the fast path.
         if self.module.training or not _is_adapted_inside(self.module):
             return self.inner(*args, **kwargs)
@@ -38,7 +38,7 @@ class KeepsBaseWeights(WrappedForward):
     error in the frozen weights at every step.
     """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         layer: Any = self.module
         base = layer.get_base_layer()
         # No copies are needed: PEFT assigns other tensors, and does not write to these.

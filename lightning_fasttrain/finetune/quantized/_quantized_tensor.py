@@ -117,7 +117,7 @@ class DequantizedTensors(WrappedForward):
         super().__init__(module)
         self.order = list(module._parameters)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         owner, holders = self.module, held_tensors(self.module)
         dtype = _dtype_of_inputs((*args, *kwargs.values()))
         ways = {name: _WayBack(holder, vars(holder).get("added")) for name, holder in holders.items()}
@@ -188,12 +188,12 @@ def _has_saved_tensors_hooks() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-def _remove_layer_names(owner: nn.Module, state_dict: StateDict, prefix: str, _: Any) -> None:
+def _remove_layer_names(owner: nn.Module, state_dict: StateDict, prefix: str, _: object) -> None:
     for name in held_tensors(owner):
         _rename(state_dict, f"{prefix}{name}.weight", f"{prefix}{name}")
 
 
-def _add_layer_names(owner: nn.Module, state_dict: StateDict, prefix: str, *_: Any) -> None:
+def _add_layer_names(owner: nn.Module, state_dict: StateDict, prefix: str, *_: object) -> None:
     for name, holder in held_tensors(owner).items():
         key = f"{prefix}{name}"
         # A checkpoint of the plain model has the complete tensor under this key.

@@ -46,7 +46,7 @@ class _BaseCall:
         # Callers that inspect the signature see that of the base model.
         functools.update_wrapper(self, call)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         return self.call(*args, **kwargs)
 
 

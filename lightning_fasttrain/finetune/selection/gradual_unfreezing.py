@@ -307,7 +307,7 @@ class GradualUnfreezing(Technique):
         self._follow(trainer)
 
     def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
     ) -> None:
         """Unfreeze the next group if groups are unfrozen by step."""
         if self.every != "epoch":

@@ -72,7 +72,7 @@ def _new_entry(block: nn.Module) -> types.FunctionType:
     compiled through a function around it.
     """
 
-    def run_block(self: "CompiledForward", *args: Any, **kwargs: Any) -> Any:
+    def run_block(self: "CompiledForward", *args: object, **kwargs: object) -> Any:
         return self.inner(*args, **kwargs)
 
     forward = type(block).forward
@@ -157,7 +157,7 @@ class CompiledForward(WrappedForward):
         self.fallback = fallback
         self.is_compared = False
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         # A block inside a compiled one is traced with it.
         if self.failure is not None or torch.compiler.is_compiling():
             return self.inner(*args, **kwargs)

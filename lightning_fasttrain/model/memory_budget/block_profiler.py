@@ -57,7 +57,7 @@ class PlannedForward(CheckpointedForward):
         return super().__call__(*args, **kwargs)
 
     @torch._dynamo.disable
-    def _call_measured(self, *args: Any, **kwargs: Any) -> Any:
+    def _call_measured(self, *args: object, **kwargs: object) -> Any:
         self.watch.enter(self, args, kwargs)
         out = super().__call__(*args, **kwargs)
         self.watch.leave(self.name)
@@ -243,7 +243,7 @@ class StepWatch:
         if self._stage in (_Stage.PEAKS, _Stage.CHECK):
             self._open_window()
 
-    def _open_window(self, *held: Any) -> None:
+    def _open_window(self, *held: object) -> None:
         """Measure from here to the end of a step, or later if another meter is active."""
         # On the CPU memory is measured by torch's profiler, and a process can run only one at a time.
         busy = self._device.type == "cpu" and torch.autograd._profiler_enabled()

@@ -273,7 +273,7 @@ def make_optimizer(make: Callable[[Any], Optimizer], model: nn.Module) -> Optimi
     return make(model) if isinstance(make, NamedOptimizer) else make(model.parameters())
 
 
-def _refuse_company(name: str, known: Known, groups: Groups | None, **asked: Any) -> None:
+def _refuse_company(name: str, known: Known, groups: Groups | None, **asked: object) -> None:
     if asked["offload"] is not None:
         one_of("offload", asked["offload"], ("cpu",))
     ways = {"layer_decay": asked["layer_decay"], "lora_plus": asked["lora_plus"], "groups": groups}

@@ -1,6 +1,6 @@
 """An optimizer whose state and step are in host memory, while the weights stay on the device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -106,7 +106,7 @@ def _host_copy(tensor: Tensor | None) -> Tensor:
     return copy.copy_(tensor.detach(), non_blocking=True)
 
 
-def _wait_for_copies(parameters: list[Tensor]) -> None:
+def _wait_for_copies(parameters: Sequence[Tensor]) -> None:
     """Wait until the copies to the host have arrived: the only synchronization with the device."""
     for device in {parameter.device for parameter in parameters if parameter.is_cuda}:
         torch.cuda.current_stream(device).synchronize()

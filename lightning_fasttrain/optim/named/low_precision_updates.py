@@ -1,6 +1,7 @@
 """Train in pure bfloat16 without losing small updates, by compensated (Kahan) or stochastic rounding."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -121,7 +122,7 @@ class LowPrecisionUpdates(ClosureOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         # Loaded state gets the dtype of its parameter, so empty float32 parameters stand in meanwhile.
-        stand_ins = {parameter: _stand_in(parameter) for parameter in parameters_of(self)}
+        stand_ins: dict[Tensor, nn.Parameter] = {parameter: _stand_in(parameter) for parameter in parameters_of(self)}
         groups = groups_over(self.param_groups, stand_ins.__getitem__)
         self.inner.param_groups, self.inner.state = groups, defaultdict(dict)
         self.inner.load_state_dict(state_dict)
@@ -147,7 +148,7 @@ def _stand_in(parameter: Tensor) -> nn.Parameter:
     return nn.Parameter(torch.empty(0, dtype=dtype, device=parameter.device), dtype.is_floating_point)
 
 
-def _refuse_parameters(parameters: list[Tensor], updates: str) -> None:
+def _refuse_parameters(parameters: Sequence[Tensor], updates: str) -> None:
     if not any(parameter.dtype is torch.bfloat16 for parameter in parameters):
         dtypes = ", ".join(sorted({str(parameter.dtype) for parameter in parameters}))
         why = "only bfloat16 weights lose small updates"

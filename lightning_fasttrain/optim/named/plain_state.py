@@ -41,7 +41,7 @@ def _map_values(state_dict: dict[str, Any], convert: Callable[[Any], Any]) -> di
     return {**state_dict, "state": converted}
 
 
-def _parts(value: Any) -> Any:
+def _parts(value: object) -> Any:
     if not isinstance(value, tuple(_quantized_states().values())):
         return value
     names, (signed, shape, dtype) = value.__tensor_flatten__()  # type: ignore[misc]
@@ -58,7 +58,7 @@ def _rebuild(value: Any) -> Any:
     return kind(*(value[part] for part in kind.tensor_attrs), *attributes)
 
 
-def page_again_after_loading_(optimizer: Any) -> None:
+def page_again_after_loading_(optimizer: Optimizer) -> None:
     """Page the state of bitsandbytes' paged optimizers again after loading, which moves it."""
     seen = [optimizer.state]
 
@@ -165,7 +165,7 @@ def _write(optimizer: Optimizer, parameter: Tensor, values: dict[str, Any]) -> N
     optimizer.state[parameter] = made
 
 
-def _fresh_state(optimizer: Any, parameter: Tensor) -> dict[str, Any]:
+def _fresh_state(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
     """Return the state that the optimizer creates in its first step, without a step."""
     group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
     stand_in = torch.nn.Parameter(parameter.detach().clone())

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -180,7 +181,7 @@ def _early_state(kind: type[Optimizer], parameters: list[nn.Parameter]) -> defau
 class _Ones(TorchDispatchMode):
     """Returns 1 where code reads a scalar from a tensor, as Adafactor does with its step count."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: OpOverload, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return 1.0
         return func(*args, **(kwargs or {}))

@@ -249,7 +249,7 @@ class Schedule(LRScheduler):
         self.seen, self.coming = self.seen + self.coming, 0
         self._set_rates()
 
-    def _see(self, trainer: L.Trainer, batch: Any) -> None:
+    def _see(self, trainer: L.Trainer, batch: object) -> None:
         samples, tokens = sum_over_ranks([*count_batch(batch)], trainer.strategy, trainer.world_size)
         self.count(samples=samples, tokens=tokens)
 

@@ -57,7 +57,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         self.substitute = substitute
         self.run = RunMark()
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: object = None) -> None:
         """Write ``checkpoint`` to ``path``, completely or not at all.
 
         Raises:

@@ -99,7 +99,7 @@ def share_failed_saves(strategy: Strategy, continue_training: bool) -> Undo:
     """
     save, remove, failed = strategy.save_checkpoint, strategy.remove_checkpoint, False
 
-    def save_checkpoint(checkpoint: dict[str, Any], filepath: str | Path, *args: Any, **kwargs: Any) -> None:
+    def save_checkpoint(checkpoint: dict[str, Any], filepath: str | Path, *args: object, **kwargs: object) -> None:
         nonlocal failed
         error: Exception | None = None
         try:

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from typing import Any, ClassVar, NamedTuple
 
 import lightning as L
+from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
@@ -120,7 +121,7 @@ class ExactResume(Technique):
                 self._restore(trainer, pl_module)
             self._hold_loaders_of(setup_data)
 
-        def counting_run_start(data_fetcher: Any) -> None:
+        def counting_run_start(data_fetcher: _DataFetcher) -> None:
             # Lightning's own condition for iterating again.
             if trainer.current_epoch > 0 and not fit_loop.is_resuming and not fit_loop.epoch_loop.restarting:
                 for loader in self._loaders:  # Lightning iterates again

@@ -86,7 +86,7 @@ def set_generator_state(generator: Generator, state: Any) -> None:
         generator.setstate((version, tuple(numbers), gauss))  # setstate accepts only a tuple
 
 
-def _to_plain(value: Any) -> Any:
+def _to_plain(value: object) -> Any:
     if isinstance(value, dict):
         return {key: _to_plain(item) for key, item in value.items()}
     if isinstance(value, np.ndarray | np.generic):

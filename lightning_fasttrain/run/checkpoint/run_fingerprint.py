@@ -132,7 +132,7 @@ def _join(entries: Sequence[Any], by: bytes) -> bytes | None:
     return by.join(parts)
 
 
-def _bytes_of(entry: Any) -> bytes | None:
+def _bytes_of(entry: object) -> bytes | None:
     """Return the values and strings of one sample as bytes; None if it holds anything else."""
     if isinstance(entry, str):
         return os.path.basename(entry).encode(errors="surrogatepass")

@@ -1,6 +1,7 @@
 """State that Lightning and torchmetrics leave out of checkpoints: metrics amid an epoch, stops, reloads and saves."""
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import lightning as L
@@ -48,7 +49,7 @@ def read_metrics(trainer: L.Trainer, module: L.LightningModule, point: SavePoint
     }
 
 
-def _logged_values(results: Any) -> dict[str, Any]:
+def _logged_values(results: Mapping[str, _ResultMetric]) -> dict[str, Any]:
     logged = {}
     for key, result in results.items():
         meta = result.meta
@@ -94,7 +95,7 @@ def restore_metrics(trainer: L.Trainer, module: L.LightningModule, state: dict[s
         trainer.fit_loop.epoch_loop._results[key] = result
 
 
-def _copy_value(value: Any, device: torch.device | str = "cpu") -> Any:
+def _copy_value(value: object, device: torch.device | str = "cpu") -> Any:
     if isinstance(value, Tensor):
         return value.detach().to(device).clone()
     if isinstance(value, dict):

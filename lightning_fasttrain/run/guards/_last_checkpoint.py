@@ -26,7 +26,7 @@ class LastCheckpoint:
         strategy = trainer.strategy
         save, remove = strategy.save_checkpoint, strategy.remove_checkpoint
 
-        def save_checkpoint(checkpoint: dict[str, Any], filepath: str | Path, *args: Any, **kwargs: Any) -> None:
+        def save_checkpoint(checkpoint: dict[str, Any], filepath: str | Path, *args: object, **kwargs: object) -> None:
             save(checkpoint, filepath, *args, **kwargs)
             if "optimizer_states" in checkpoint:  # absent with save_weights_only
                 self.path, self.step = os.fspath(filepath), checkpoint["global_step"]

@@ -266,7 +266,7 @@ class SpikeGuard(StepGuard):
         self.steps.look(optimizer)
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         """Hook: the step is over, so the state may be replaced."""
         if not (self.steps.skipped_now and self.then == "rewind"):

@@ -34,7 +34,7 @@ def hold_schedules_(trainer: L.Trainer, module: L.LightningModule, was_skipped: 
     """Skip per-step schedules where ``was_skipped``; per-epoch schedules are not affected. Return how to undo it."""
     own = module.lr_scheduler_step
 
-    def lr_scheduler_step(scheduler: LRSchedulerTypeUnion, metric: Any) -> None:
+    def lr_scheduler_step(scheduler: LRSchedulerTypeUnion, metric: object) -> None:
         by_step = any(one.scheduler is scheduler and one.interval == "step" for one in trainer.lr_scheduler_configs)
         if not (by_step and was_skipped()):
             own(scheduler, metric)
@@ -81,7 +81,7 @@ class _Gate:
 
     def install(self, scaler: GradScaler | None) -> Undo:
         @functools.wraps(self.own_step)  # schedules look for their marker on it
-        def step(_: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        def step(_: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: object) -> Any:
             return self.step(closure, **kwargs)
 
         # a method, since schedules that are created later use its __func__
@@ -90,7 +90,7 @@ class _Gate:
             return restore_step
         own = scaler.step
 
-        def scaled_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        def scaled_step(optimizer: Optimizer, *args: object, **kwargs: object) -> Any:
             # A scaler that finds infinity does not call optimizer.step.
             self.passed = False
             result = own(optimizer, *args, **kwargs)
@@ -101,7 +101,7 @@ class _Gate:
         return undo_all([restore_step, patch(scaler, "step", scaled_step)])
 
     # The closure runs forward and backward, so the gradients exist only after it; the optimizer is called without it.
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: object) -> Any:
         self.passed = True
         loss = None
         if closure is not None:
@@ -152,7 +152,7 @@ def skips_on_device(optimizer: Optimizer) -> bool:
 
 
 @contextmanager
-def _told_on_device(optimizer: Any, skip: Tensor) -> Iterator[None]:
+def _told_on_device(optimizer: Optimizer, skip: Tensor) -> Iterator[None]:
     """Pass ``skip`` to a fused optimizer as a loss scaler does; with a scaler, both are respected."""
     scalers = getattr(optimizer, "found_inf", None)
     restore = ExitStack()
@@ -313,7 +313,7 @@ class StepGuard(Technique):
         self.steps.where = lambda: ""
 
     def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
     ) -> None:
         """Hook: record the index of the batch for messages."""
         self._batch_idx = batch_idx

@@ -144,7 +144,7 @@ class _NamedForward(WrappedForward):
             self.module.forward, self.previous, bottom.previous = top, bottom.previous, self
         return undo
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         with record_function(_MODULE + self.name):
             return self.inner(*args, **kwargs)
 
@@ -154,7 +154,7 @@ def _may_be_above(wrapper: object) -> TypeGuard[WrappedForward]:
 
 
 def _named_call(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    def call_named(*args: Any, **kwargs: Any) -> Any:
+    def call_named(*args: object, **kwargs: object) -> Any:
         with record_function(_MODULE + name):
             return call(*args, **kwargs)
 

@@ -122,12 +122,12 @@ class MemoryRecording:
             self._undo = undo.pop_all()
         return self
 
-    def next_step(self, batch: Any = None) -> None:
+    def next_step(self, batch: object = None) -> None:
         """Mark the beginning of another step, and pass its batch."""
         self._steps_ns.append(time.time_ns())
         self.see_batch(batch)
 
-    def see_batch(self, batch: Any) -> None:
+    def see_batch(self, batch: object) -> None:
         """Pass one more batch of the step, if it accumulates several."""
         self._see("inputs", "batch", batch, watch=True)
 

@@ -178,7 +178,7 @@ class StepMeter(Technique):
         return undo
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         """Hook: the batch is done and known, and Lightning logs its own metrics next."""
         profiler = self._profiler

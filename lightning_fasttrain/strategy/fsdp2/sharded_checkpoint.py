@@ -209,7 +209,7 @@ def load_full_(
     return checkpoint
 
 
-def _part(full: Any, like: object) -> Any:
+def _part(full: Tensor, like: object) -> Any:
     if not isinstance(like, DTensor):
         return full
     on_mesh = full.to(like.device_mesh.device_type)

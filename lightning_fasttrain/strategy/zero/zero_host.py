@@ -177,7 +177,7 @@ class ZeROHost:
         assert self.engine is not None
         self.engine.scale_gradients_(factor)
 
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+    def optimizer_step(self, *args: object, **kwargs: object) -> Any:
         """Run one optimizer step of the engine."""
         output = super().optimizer_step(*args, **kwargs)
         if self.engine is not None:
