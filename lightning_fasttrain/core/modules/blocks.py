@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator
-from itertools import groupby
+from itertools import chain, groupby
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -157,7 +157,9 @@ class _Search:
             return {}
         longest = max(runs, key=lambda run: (_rank(run[0][1]), len(run)))  # the first, outermost, of equals
         kind = type(longest[0][1])
-        return keep_outermost({name: block for run in runs if type(run[0][1]) is kind for name, block in run})
+        same_kind = [run for run in runs if type(run[0][1]) is kind]
+        # A run may lie inside a member of another run of its class.
+        return keep_outermost(dict(chain.from_iterable(same_kind)))
 
     def tell_what_is_left_out(self, found: dict[str, nn.Module]) -> None:
         taken = set(found.values())
