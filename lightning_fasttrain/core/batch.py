@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
@@ -13,7 +12,7 @@ from lightning_fasttrain.core.messages import explain
 LABELS = ("labels", "targets")
 
 
-def count_batch(batch: Any) -> tuple[int, int]:
+def count_batch(batch: object) -> tuple[int, int]:
     """Samples and tokens in a batch: the length of its first tensor, and the entries of the first one that looks
     like token ids (whole numbers of 32 or 64 bits, at least two axes); 0 for what is not there.
 
@@ -35,7 +34,7 @@ def count_batch(batch: Any) -> tuple[int, int]:
     return samples, 0
 
 
-def count_bytes(batch: Any) -> int:
+def count_bytes(batch: object) -> int:
     """The bytes of all tensors in a batch.
 
     Example:
@@ -48,7 +47,7 @@ def count_bytes(batch: Any) -> int:
     return sum(sizes)
 
 
-def find_labels(batch: Any, path: str = "batch") -> tuple[str, Tensor | None]:
+def find_labels(batch: object, path: str = "batch") -> tuple[str, Tensor | None]:
     """The integer labels that a batch's mean loss averages over, and where they are in it; None if there are none.
 
     These are ``labels`` or ``targets`` of a mapping or dataclass, or the last integer tensor of a tuple or list; else

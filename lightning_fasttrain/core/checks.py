@@ -39,7 +39,8 @@ def require(module: str, extra: str) -> ModuleType:
     from torch._subclasses.fake_tensor import unset_fake_temporarily  # here, for the check above comes before torch
 
     try:
-        with unset_fake_temporarily():  # some make tables when imported, which must be real in a prediction too
+        # Some packages make tables when they are imported, which must hold real values in a prediction too.
+        with unset_fake_temporarily():
             return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(

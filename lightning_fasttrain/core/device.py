@@ -35,7 +35,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     for _ in range(rounds):
         began = device_clock(device)
         torch.mm(one, one)
-        fastest = min(fastest, device_clock(device) - began)  # the first round also pays for loading kernels
+        # The first round also pays for loading kernels.
+        fastest = min(fastest, device_clock(device) - began)
     return 2 * side**3 / fastest  # [n, n] @ [n, n]: n³ products and as many sums
 
 

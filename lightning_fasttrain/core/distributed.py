@@ -9,6 +9,7 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
 Answer = TypeVar("Answer")
+N = TypeVar("N", int, float)
 
 
 def rank_count() -> int:
@@ -64,13 +65,29 @@ def smallest_over_ranks(numbers: list[int]) -> list[int]:
         >>> smallest_over_ranks([3, -2])
         [3, -2]
     """
+    return _reduce(numbers, torch.int64, "MIN")
+
+
+def largest_over_ranks(numbers: list[float]) -> list[float]:
+    """Return the largest of each of the ``numbers`` over all ranks; each rank waits for all.
+
+    Example:
+        >>> largest_over_ranks([3.5, -2])
+        [3.5, -2]
+    """
+    # Exact for bytes up to 2**53.
+    return _reduce(numbers, torch.float64, "MAX")
+
+
+def _reduce(numbers: list[N], dtype: torch.dtype, how: str) -> list[N]:
     if rank_count() == 1:
         return numbers
     # NCCL cannot reduce a tensor on the CPU.
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else "cpu"
-    smallest = torch.tensor(numbers, dtype=torch.int64, device=device)
-    dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
-    return smallest.tolist()
+    reduced = torch.tensor(numbers, dtype=dtype, device=device)
+    # By name, since a torch that was built without its distributed package has no ReduceOp.
+    dist.all_reduce(reduced, op=getattr(dist.ReduceOp, how))
+    return reduced.tolist()
 
 
 def agree_on_all_ranks(ok: bool) -> bool:

@@ -79,7 +79,8 @@ def bf16_units() -> list[str]:
         True
     """
     names = ("amx_bf16", "avx512_bf16", "bf16", "sve_bf16")  # the last two are Arm's
-    ask = getattr(torch.cpu, "get_capabilities", None)  # torch 2.11 has it under another name, or not at all
+    # torch 2.11 has it under another name, or not at all.
+    ask = getattr(torch.cpu, "get_capabilities", None)
     if ask is not None:
         found = ask()
         return [name for name in names if found.get(name)]

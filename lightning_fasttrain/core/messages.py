@@ -62,7 +62,8 @@ def say(message: str, *values: object) -> None:
 @rank_zero_only
 def warn(message: str) -> None:
     """Warn once per place, on rank zero only."""
-    warnings.warn(message, FastTrainWarning, stacklevel=3)  # 2 is the wrapper that rank_zero_only makes
+    # Level 2 is the wrapper that rank_zero_only makes.
+    warnings.warn(message, FastTrainWarning, stacklevel=3)
 
 
 def warn_on_any_rank(message: str) -> None:

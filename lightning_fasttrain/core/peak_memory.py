@@ -74,9 +74,11 @@ class PeakMemory:
         self._marks: list[int] = []
 
     def __enter__(self) -> "PeakMemory":
-        held, self._held = self._held, ()  # what the block frees must not be kept by us
+        # Without this, a reference of ours would keep what the block frees.
+        held, self._held = self._held, ()
         if self.device.type == "cuda":
-            torch.cuda.init()  # before this the allocator's figures are an empty dictionary
+            # The allocator's figures are an empty dictionary until CUDA is initialized.
+            torch.cuda.init()
             if self.device.index is None:
                 self.device = torch.device("cuda", torch.cuda.current_device())
             self._at_entry = _allocator_bytes(self.device, "current")
@@ -100,7 +102,7 @@ class PeakMemory:
         self._profile = start_profile()
         return self
 
-    def hold(self, batch: Any) -> None:
+    def hold(self, batch: object) -> None:
         """Count a batch that is there already, or was made since the entry; of several, the largest.
 
         On CUDA all memory is counted in any case.
@@ -125,7 +127,8 @@ class PeakMemory:
             _OPEN_ON_CUDA.remove(self)
         else:
             self._profile.stop()
-            for watch in self._watches:  # what is freed after the block is none of its changes
+            # Memory that is freed after the block is not one of its changes.
+            for watch in self._watches:
                 watch.detach()
             changes = [*self._freed, *_allocations(self._profile)]
             peaks = _peaks(changes, self._marks)
@@ -223,7 +226,7 @@ def _peaks(changes: list[_Change], marks: Sequence[int]) -> list[int]:
     return peaks + [now] * (len(marks) + 1 - len(peaks))
 
 
-def find_storages(held: Any) -> Iterator[torch.UntypedStorage]:
+def find_storages(held: object) -> Iterator[torch.UntypedStorage]:
     """The memory of all tensors in an object, however they are packed."""
     if isinstance(held, Tensor):
         yield from _storages_of_tensor(held)
@@ -233,7 +236,8 @@ def find_storages(held: Any) -> Iterator[torch.UntypedStorage]:
 
 
 def _storages_of_tensor(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    if is_traceable_wrapper_subclass(tensor):  # a sharded or quantised tensor is made of others
+    # A sharded or quantised tensor is made of others.
+    if is_traceable_wrapper_subclass(tensor):
         yield from find_storages([getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]])
     elif tensor.layout is torch.sparse_coo:
         yield from find_storages((tensor._indices(), tensor._values()))
@@ -241,7 +245,7 @@ def _storages_of_tensor(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
         yield tensor.untyped_storage()
 
 
-def _parts_of(held: Any) -> Iterable[Any]:
+def _parts_of(held: object) -> Iterable[Any]:
 
     if isinstance(held, nn.Module):
         gradients = [parameter.grad for parameter in held.parameters()]

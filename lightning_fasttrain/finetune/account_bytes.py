@@ -110,7 +110,8 @@ def _tensors(model: nn.Module, heads: set[int]) -> Iterator[tuple[str, Tensor, s
             kind = "8 bits" if in_8_bits(module) else "4 bits"
             yield from ((f"{inside}{key}", tensor, kind) for key, tensor in parts.items())
         for key, parameter in module.named_parameters(recurse=False):
-            if is_torchaos(parameter):  # a wrapper; only its inner tensors take memory
+            # torchao's tensor is a wrapper, and only its inner tensors take memory.
+            if is_torchaos(parameter):
                 inner: Any = parameter
                 held: dict[str, Any] = {part: getattr(inner, part) for part in inner.__tensor_flatten__()[0]}
                 yield from ((f"{inside}{key}.{part}", tensor, "8 bits") for part, tensor in held.items())

@@ -102,7 +102,7 @@ class Distiller:
         self.calls.append(call)
         return call.output
 
-    def mix(self, own: Tensor, batch: Any) -> Tensor:
+    def mix(self, own: Tensor, batch: object) -> Tensor:
         """Return the mixed loss of a step in which the student was called."""
         if len(self.calls) != 1:
             what = f"the step called {type(self.student).__name__} {len(self.calls)} times with gradients"
@@ -162,7 +162,8 @@ class Distiller:
             # The model's copy, which its optimizer trains; the module in `features` stays unchanged.
             projection = self.model.get_submodule(f"{PROJECTIONS}.{projection_key(name)}")
             dtype = next((p.dtype for p in projection.parameters()), ours.dtype)
-            ours = projection(ours.to(dtype))  # outside autocast, layers accept only their own dtype
+            # Outside autocast, layers accept only their own dtype.
+            ours = projection(ours.to(dtype))
         if ours.shape != theirs.shape:
             wide = f"nn.Linear({ours.shape[-1]}, {theirs.shape[-1]})"
             what = f"features: '{name}' {tuple(ours.shape)} and the teacher's '{to}' {tuple(theirs.shape)}"
@@ -196,7 +197,7 @@ class Student(WrappedForward):
         super().__init__(module)
         self.distiller = distiller
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         if self.distiller.listening and torch.is_grad_enabled():
             return self.distiller.run_student(self.inner, args, kwargs)
         return self.inner(*args, **kwargs)
@@ -209,16 +210,18 @@ class DistilledStep:
     """
 
     def __init__(self, distiller: Distiller, step: Callable[..., Any]) -> None:
-        self.distiller, self.__wrapped__ = distiller, step  # inspect reads the signature from this name
+        # inspect reads the signature from this name.
+        self.distiller, self.__wrapped__ = distiller, step
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         distiller = self.distiller
         if not torch.is_grad_enabled():
             return self.__wrapped__(*args, **kwargs)
         distiller.listening = True
         try:
             output = self.__wrapped__(*args, **kwargs)
-            distiller.listening = False  # a call of the student by mask= does not count
+            # A call of the student by mask= does not count.
+            distiller.listening = False
             if output is None:  # the step is skipped
                 return None
             own = loss_in(output, "its loss is mixed with the teacher's, but it holds no loss tensor")

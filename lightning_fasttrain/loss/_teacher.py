@@ -47,7 +47,8 @@ def _from_directory(path: Path, student: nn.Module) -> nn.Module:
         raise ValueError(explain(f"teacher={str(path)!r}", why, "Save it with model.save_pretrained(directory)"))
     transformers = require("transformers", extra="finetune")
     config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    for name in dir(transformers):  # the same task as the student's, for any architecture
+    # A model of the same task as the student's, for any architecture.
+    for name in dir(transformers):
         models = getattr(getattr(transformers, name), "_model_mapping", None) if name.startswith("AutoModel") else None
         if models is None or type(config) not in models or not _lists(models, student):
             continue
@@ -115,7 +116,8 @@ class Teacher:
             # One by one, since train() would also switch modules that were in eval mode before.
             self.undo_all.callback(setattr, one, "training", one.training)
             config = getattr(one, "config", None)
-            if getattr(config, "use_cache", False) is True:  # keys and values of every layer would be unused
+            # The teacher's cached keys and values of every layer would be unused.
+            if getattr(config, "use_cache", False) is True:
                 self.undo_all.callback(patch(config, "use_cache", False))
         module.eval()
         tensors = [*module.parameters(), *module.buffers()]
@@ -164,6 +166,7 @@ class Teacher:
             if self.deferring is None or not self.deferring.on or isinstance(error, torch.OutOfMemoryError):
                 raise
             self.deferring.on = False
-            output = self.module(*args, **kwargs)  # raises again unless missing values were the cause
+            # Raises again, unless missing values were the cause.
+            output = self.module(*args, **kwargs)
             note_once(f"distillation: {type(self.module).__name__} uses its logits, so the teacher computes them")
             return output

@@ -1,6 +1,6 @@
 """Logits with values that record whether deferred logits could replace them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MethodWrapperType
 from typing import Any
@@ -60,18 +60,22 @@ class WatchedLogits(Tensor):
     evidence: HeadEvidence
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-        if torch.compiler.is_compiling():  # records made while tracing would be missing at run time
+        # Records made while tracing would be missing at run time.
+        if torch.compiler.is_compiling():
             return result
         watched = [one for one in tree_leaves((args, kwargs)) if _is_watched(one)]
         if not watched or func in _ASKED_OF_TENSORS:
             return result
         try:
             deferred = _do_likewise(func, tree_map(_deferred_of, tuple(args)), tree_map(_deferred_of, kwargs))
-        except Exception as error:  # training with deferred logits would raise it, too
+        except Exception as error:
+            # Training with deferred logits would raise the error, too.
             for one in watched:
                 one.evidence.refused = one.evidence.refused or _refused_in(error)
             return result
@@ -112,7 +116,7 @@ def _mark(result: object, deferred: object, evidence: HeadEvidence) -> Any:
     return result
 
 
-def _do_likewise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _do_likewise(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Call ``func`` on deferred logits, whose methods have the names of torch's."""
     if isinstance(args[0], DeferredLogits):
         if isinstance(func, MethodWrapperType):  # the getter of a property's descriptor

@@ -97,7 +97,8 @@ class GradientSums:
         hidden = hidden if column is None else hidden * column  # D values per token, where d_logits have V
         if d_logits.dtype == self.weight.dtype:
             self.weight.addmm_(d_logits.T, hidden)
-        elif d_logits.is_cuda:  # low precision in, float32 out; CPUs have no out_dtype
+        elif d_logits.is_cuda:
+            # From low precision to float32 in one product, for which CPUs have no out_dtype.
             self.weight += torch.mm(d_logits.T, hidden, out_dtype=self.weight.dtype)
         elif d_logits.dtype is torch.bfloat16 and not self.rounded:
             self._product = torch.mm(d_logits.T, hidden, out=self._product)
@@ -186,7 +187,8 @@ class _Chunked(torch.autograd.Function):
         *others: Tensor | None,
     ) -> Tensor:
         ctx.loss, ctx.dtypes = loss, (hidden.dtype, dtype_of(weight), dtype_of(bias))
-        if loss.low is not None:  # as F.linear; here, so that gradients of float32 weights are not rounded
+        # Rounded as by F.linear, and only here, so that gradients of float32 weights are not.
+        if loss.low is not None:
             hidden, weight, bias = hidden.to(loss.low), cast(weight, loss.low), cast(bias, loss.low)
         # The gradient of existing logits is as large as they are, so it is computed in the backward.
         ctx.again = loss.reduction == "none" or weight is None
@@ -215,7 +217,8 @@ class _Chunked(torch.autograd.Function):
         if loss.reduction == "none":
             return losses
         if not torch.compiler.is_compiling():
-            ctx.normalizer = loss.reduction, number  # for data.read_normalizers, which cannot see into this function
+            # For data.read_normalizers, which cannot see into this function.
+            ctx.normalizer = loss.reduction, number
         return losses.sum() * number.reciprocal()
 
     @staticmethod

@@ -81,7 +81,7 @@ class DeferredLogits:
     def dim(self) -> int:
         return self.ndim
 
-    def _copy_with(self, **changes: Any) -> "DeferredLogits":
+    def _copy_with(self, **changes: object) -> "DeferredLogits":
         same = {"hidden": self.hidden, "classes": self.classes, "dtype": self.dtype, "loss_of": self.loss_of}
         done = {"factor": self.factor, "cap": self.cap, "bias": self.bias, "normalised": self.normalised}
         return DeferredLogits(**{**same, **done, "classes_second": self.classes_second, **changes})
@@ -127,7 +127,7 @@ class DeferredLogits:
     def float(self) -> "DeferredLogits":
         return self._copy_with(dtype=torch.float32)
 
-    def to(self, *args: Any, **kwargs: Any) -> "DeferredLogits":
+    def to(self, *args: object, **kwargs: object) -> "DeferredLogits":
         for asked in (*args, *kwargs.values()):
             # Compared by type, since "cuda" is not equal to "cuda:0".
             if isinstance(asked, str | torch.device) and torch.device(asked).type != self.device.type:
@@ -135,21 +135,22 @@ class DeferredLogits:
         dtypes = [asked for asked in (*args, *kwargs.values()) if isinstance(asked, torch.dtype)]
         return self._copy_with(dtype=dtypes[0]) if dtypes else self
 
-    def view(self, *shape: Any) -> "DeferredLogits":
+    def view(self, *shape: object) -> "DeferredLogits":
         return self._reshape_rows("view", *shape)
 
-    def reshape(self, *shape: Any) -> "DeferredLogits":
+    def reshape(self, *shape: object) -> "DeferredLogits":
         return self._reshape_rows("reshape", *shape)
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> "DeferredLogits":
         return self._reshape_rows("flatten", start_dim, end_dim)
 
-    def _reshape_rows(self, name: str, *args: Any) -> "DeferredLogits":
+    def _reshape_rows(self, name: str, *args: object) -> "DeferredLogits":
         # Applies torch's own rules for -1, tuples and ranges of axes, on a tensor without memory.
         shape = getattr(torch.empty(self.shape, device="meta"), name)(*args).shape
         if shape == self.shape:
             return self
-        if self.classes_second or shape[-1] != self.classes:  # rows are preserved if their length is
+        # Rows are preserved if their length is.
+        if self.classes_second or shape[-1] != self.classes:
             raise _refusal(f".{name}{args}")
         return self._copy_with(hidden=self.hidden.reshape(*shape[:-1], self.hidden.shape[-1]))
 
@@ -204,7 +205,8 @@ class DeferredLogits:
     def __mul__(self, factor: object) -> "DeferredLogits":
         if not isinstance(factor, int | float) or self.normalised:
             raise _refusal(f"* {type(factor).__name__}")
-        if self.cap is not None:  # applied outside of the tanh, so f and b inside it stay
+        # The cap is applied outside of the tanh, so f and b inside it stay.
+        if self.cap is not None:
             return self._copy_with(cap=self.cap * factor)
         return self._copy_with(factor=self.factor * factor, bias=None if self.bias is None else self.bias * factor)
 
@@ -240,7 +242,7 @@ class DeferredLogits:
         return self._copy_with(normalised=True, dtype=dtype or self.dtype)
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, function: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None) -> Any:
         # torch calls this on every argument that has this method, Tensor or not.
         first = args[0] if args else None
         # A bias may stand on either side.
@@ -281,12 +283,13 @@ def _register_with_einops() -> None:
         return
 
     class DeferredLogitsBackend(AbstractBackend):
-        framework_name = __name__  # einops uses the backend once this module is imported
+        # einops uses this backend as soon as this module is imported.
+        framework_name = __name__
 
         def is_appropriate_type(self, tensor: object) -> bool:
             return isinstance(tensor, DeferredLogits)
 
-        def transpose(self, x: DeferredLogits, axes: Any) -> DeferredLogits:
+        def transpose(self, x: DeferredLogits, axes: object) -> DeferredLogits:
             return x.permute(axes)
 
     _einops_backends.append(DeferredLogitsBackend)

@@ -243,7 +243,8 @@ class Distillation(Technique):
         return undo
 
     def apply(self, model: nn.Module) -> Undo | None:
-        if self._stage not in (None, "fit"):  # create only what the training run's checkpoint contains
+        # Create only what the training run's checkpoint contains.
+        if self._stage not in (None, "fit"):
             _add_projections_(model, self.features)
             return None
         there = distiller_on(student_of(model, self.student))
@@ -274,7 +275,7 @@ class Distillation(Technique):
 class _LoggedStep(DistilledStep):
     """``training_step`` that also logs the parts of its loss, per step only, so that the batch size is not needed."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         output = super().__call__(*args, **kwargs)
         module: Any = self.distiller.model
         if output is not None and trainer_of(module) is not None:

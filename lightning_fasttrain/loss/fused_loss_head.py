@@ -194,7 +194,8 @@ class FusedHead(WrappedForward):
 
     def _look_for_loss(self, input: Tensor, search: HeadSearch) -> Tensor:
         """Return the plain output, watched as long as this layer may be the head."""
-        if self.evidence.ended:  # a gradient came from elsewhere than a cross-entropy
+        # A gradient came from elsewhere than a cross-entropy.
+        if self.evidence.ended:
             search.tell()
             self.undo()
             return self.inner(input)
@@ -208,7 +209,7 @@ class FusedHead(WrappedForward):
         factor: float,
         cap: float | None,
         bias: Tensor | None = None,
-        **how: Any,
+        **how: object,
     ) -> Tensor:
         added = bias
 
@@ -225,7 +226,7 @@ class FusedHead(WrappedForward):
         with torch.autocast(hidden.device.type, dtype=autocast, enabled=autocast is not None):  # as in the head's call
             return self.module(hidden, then=loss)  # through its hooks, which gather sharded weights
 
-    def _compiled_loss(self, *tensors: Tensor, **options: Any) -> Tensor:
+    def _compiled_loss(self, *tensors: Tensor, **options: object) -> Tensor:
         """Compute the loss with compiled code between its products; if that fails once, without it from then on."""
         if self.failure is not None or options["backend"] not in ("auto", "chunked"):
             return linear_cross_entropy(*tensors, **options)

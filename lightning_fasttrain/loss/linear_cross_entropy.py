@@ -93,7 +93,8 @@ def linear_cross_entropy(
     shape, low = targets.shape, autocast_dtype(hidden.device)
     # In 64 bits, which gather expects, and in which -100 is not 156.
     hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1).long()
-    if not torch.is_grad_enabled():  # a custom function would compute unused gradients
+    # A custom function would compute gradients that are not used.
+    if not torch.is_grad_enabled():
         hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
     kept = _counted_positions(targets, ignore_index)
     if kept is not None:
@@ -172,7 +173,8 @@ def _prepare(
 
     def of_chunk(part: slice, share: Tensor | None, with_gradient: bool) -> tuple[Tensor, Tensor]:
         rows = hidden[part]
-        logits = buffer[: len(rows)]  # out= works without gradients only, as in custom functions
+        # The argument out= works without gradients only, as in custom functions.
+        logits = buffer[: len(rows)]
         if bias is None:
             torch.mm(rows, weight.T, out=logits)
         else:
@@ -282,11 +284,13 @@ def _run_liger(
         ignore_index=ignore_index,
         lse_square_scale=z_loss,
         label_smoothing=smoothing,
-        reduction="sum",  # Liger's mean of nothing is 0, and scales gradients before their sum
+        # Liger's mean of nothing is 0, and it scales gradients before their sum.
+        reduction="sum",
         softcap=softcap,
         accum_dtype=torch.float32,
     )
-    if weight.requires_grad and not hidden.requires_grad:  # Liger checks only these for requires_grad
+    # Liger asks only the hidden states whether gradients are required.
+    if weight.requires_grad and not hidden.requires_grad:
         hidden = hidden.detach().requires_grad_()
     total = kernel(weight, hidden, targets, bias)
     return total / (targets != ignore_index).sum() if reduction == "mean" else total

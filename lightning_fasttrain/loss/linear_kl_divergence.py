@@ -162,7 +162,8 @@ def divergence(
     refuse_transforms(_NAME, _WAY_OUT, *student[:3], *teacher[:3])
     shape = student.hidden.shape[:-1]
     student, teacher = student.cast().flatten(), teacher.detach().cast().flatten()
-    if not torch.is_grad_enabled():  # a custom function would compute unused gradients
+    # A custom function would compute gradients that are not used.
+    if not torch.is_grad_enabled():
         student = student.detach()
     # Logits of two models and their intermediate values take several times the memory of one model's loss.
     row_bytes = student.classes * student.hidden.element_size()

@@ -21,7 +21,7 @@ IGNORED = -100
 HEAD = "the head"  # key of its records, which no qualified name can be
 
 
-def masks_in(batch: Any, arguments: Mapping[str, Any], model: nn.Module) -> Iterator[Tensor]:
+def masks_in(batch: object, arguments: Mapping[str, Any], model: nn.Module) -> Iterator[Tensor]:
     """Yield masks of the counted positions, as booleans, the most reliable first.
 
     Args:
@@ -96,8 +96,9 @@ class Seen:
             yield
             return
 
-        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            if "then" not in kwargs:  # such a call is a fused head computing its loss
+        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+            # A call with `then` is that of a fused head that computes its loss.
+            if "then" not in kwargs:
                 self.at[name] = (next(iter(args), None), output)
 
         handle = module.register_forward_hook(note, with_kwargs=True)
@@ -120,7 +121,7 @@ class Tap(WrappedForward):
         super().__init__(module)
         self.name, self.seen = name, seen
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         output = self.inner(*args, **kwargs)
         if self.seen.open:
             self.seen.at[self.name] = (next(iter(args), None), output)

@@ -102,7 +102,8 @@ class FileCopy:
         self.folder, self.path = folder, folder.new_file()
         self.here: Tensor | None = None
         try:
-            with open(self.path, "xb") as file:  # never overwrites an existing file
+            # The mode "x" never overwrites an existing file.
+            with open(self.path, "xb") as file:
                 file.write(source.cpu().numpy().data)
         except OSError as error:
             self.path.unlink(missing_ok=True)
@@ -126,7 +127,8 @@ class FileCopy:
                     raise OSError(f"expected {self.nbytes} bytes, got {found}")
             except OSError as error:
                 raise self._disk_error(error, "activations could not be read back") from error
-            self.path.unlink()  # at once, so that the disk holds only bytes that are still needed
+            # Removed at once, so that the disk holds only bytes that are still needed.
+            self.path.unlink()
             self.here = here.to(self.device)
         return self.here
 

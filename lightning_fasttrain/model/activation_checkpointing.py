@@ -123,10 +123,13 @@ class SelectiveOps(CheckpointPolicy):
         return f"SelectiveOps(also={also})" if also else "SelectiveOps()"
 
     def wrap(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, Undo]:
-        savings = CheckpointSavings(repr(self))  # one for all blocks, whose sum is compared
+        # One for all blocks, because their sum is compared.
+        savings = CheckpointSavings(repr(self))
         return {name: CheckpointedForward(block, self.keeps, savings).install() for name, block in blocks.items()}
 
-    def keeps(self, context: SelectiveCheckpointContext | None, op: OpOverload, *args: Any, **kwargs: Any) -> Keep:
+    def keeps(
+        self, context: SelectiveCheckpointContext | None, op: OpOverload, *args: object, **kwargs: object
+    ) -> Keep:
         """Answer ``create_selective_checkpoint_contexts`` for each operation."""
         kept = op in self.also or (op in _dear_ops() and not _drops_out(op, args, kwargs))
         return Keep.MUST_SAVE if kept else Keep.PREFER_RECOMPUTE
@@ -293,7 +296,7 @@ class ActivationCheckpointing(Technique):
         return why_none_ran(model, CheckpointedForward)
 
     def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
     ) -> None:
         """Hook: the batch exists, and nothing has been computed from it."""
         self.policy.see(batch)

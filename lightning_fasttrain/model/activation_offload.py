@@ -79,7 +79,7 @@ class OffloadedForward(WrappedForward):
         super().__init__(module)
         self.offload = offload
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         self.ran = True
         if torch.compiler.is_compiling():
             _say_compiled()
@@ -88,7 +88,8 @@ class OffloadedForward(WrappedForward):
             return self.inner(*args, **kwargs)
 
 
-@torch.compiler.assume_constant_result  # so that the compiler runs it instead of tracing it
+# With this, the compiler runs the method instead of tracing it.
+@torch.compiler.assume_constant_result
 def _say_compiled() -> bool:
     note_once("ActivationOffload: a compiled graph keeps its saved tensors. Compile the blocks with CompileBlocks")
     return True

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -140,7 +141,7 @@ class KeptResults(TorchDispatchMode):
         self.keeps, self.kept, self.measure = keeps, kept, measure
         self.spoilt = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: OpOverload, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.keeps(None, func, *args, **kwargs) is not Keep.MUST_SAVE:
             if func._schema.is_mutable and self.kept.has(args):

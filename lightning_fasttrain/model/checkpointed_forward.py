@@ -50,7 +50,7 @@ class CheckpointedForward(RecomputedForward):
         # nor do hooks on saved tensors see them.
         leaves, structure = tree_flatten((args, kwargs))
 
-        def run(*leaves: Any) -> Any:
+        def run(*leaves: object) -> Any:
             args, kwargs = tree_unflatten(leaves, structure)
             return self.inner(*args, **kwargs)
 
@@ -71,7 +71,8 @@ class CheckpointedForward(RecomputedForward):
 
         @contextmanager
         def recompute() -> Iterator[None]:
-            savings.tell()  # the backward has begun, so all blocks have been called
+            # The backward has begun, so all blocks have been called.
+            savings.tell()
             with again:
                 yield
 

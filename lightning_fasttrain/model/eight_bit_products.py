@@ -1,11 +1,11 @@
 """A linear layer whose three matrix products, in forward and backward, use 8-bit values."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from lightning_fasttrain.core.modules.first_derivatives import refuse_second_derivative
 
@@ -32,7 +32,8 @@ FORMATS = {
     "int8": Format(torch.int8, 127.0, 8, (7, 5)),
 }
 _FEWEST_ROWS = 17  # minimum rows of the first factor in CUDA's int8 product
-_LONGEST = 2**17  # values in a row: 127² times as many are below 2³¹, the limit of an int32 sum
+# Values in a row: 127² times as many stay below 2³¹, the limit of an int32 sum.
+_LONGEST = 2**17
 
 
 def round_rows(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor]:
@@ -101,13 +102,13 @@ class _Products(torch.autograd.Function):
     """input · weightᵀ and both gradients of it, each a product of rows rounded along the summed dimension."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, kind: str) -> Tensor:
+    def forward(ctx: FunctionCtx, input: Tensor, weight: Tensor, kind: str) -> Tensor:
         ctx.save_for_backward(input, weight)
         ctx.kind = kind
         return multiply_rows(input, weight, kind).to(input.dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         way_out = "Remove LowPrecisionProducts for this"
         refuse_second_derivative("a product in 8 bits", way_out)  # rounding has no derivative
         input, weight = ctx.saved_tensors

@@ -23,7 +23,8 @@ class Offload:
 
     def __init__(self, min_mib: float, in_flight_mib: float, folder: str | os.PathLike[str] | None) -> None:
         self.settings = min_mib, in_flight_mib, folder
-        self.min_bytes = max(1, _bytes("min_mib", min_mib))  # moving empty storages gains nothing
+        # Moving empty storages gains nothing.
+        self.min_bytes = max(1, _bytes("min_mib", min_mib))
         self.in_flight_bytes = _bytes("in_flight_mib", in_flight_mib)
         self.folder = folder
         if folder is not None and not Path(folder).is_dir():
@@ -151,7 +152,8 @@ class Offload:
         stored = PinnedCopy(source, host, *self._streams[source.device])
         leaving = [one for ref in self._leaving if (one := ref()) is not None]
         while sum(one.nbytes for one in leaving) > self.in_flight_bytes:
-            leaving.pop(0).leave()  # the oldest, whose copy has progressed furthest
+            # The oldest, since its copy has progressed furthest.
+            leaving.pop(0).leave()
         self._leaving = [weakref.ref(one) for one in (*leaving, stored)]
         return stored
 

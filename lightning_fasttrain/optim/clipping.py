@@ -1,7 +1,7 @@
 """Clip each unit's gradient relative to the unit's weights, or the weights themselves."""
 
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import lightning as L
 import torch
@@ -56,7 +56,8 @@ def clip_adaptively_(parameters: Iterable[Tensor], factor: float = 0.01, eps: fl
             continue
         count += 1
         weight: Tensor = parameter
-        if gradient.is_sparse:  # an embedding's gradient holds the rows that were looked up
+        # The sparse gradient of an embedding holds only the rows that were looked up.
+        if gradient.is_sparse:
             gradient = parameter.grad = gradient.coalesce()
             weight, gradient = _rows_of(parameter, gradient), gradient.values()
         largest = factor * _unit_norms(weight).clamp(min=eps)
@@ -229,7 +230,7 @@ class WeightClipping(Technique):
         self._parameters = list(find_module(pl_module, self.of, "of").parameters())
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         """Hook: called after the optimizer step."""
         if not accumulation_continues(trainer):

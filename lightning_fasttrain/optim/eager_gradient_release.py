@@ -1,7 +1,7 @@
 """Release gradients as soon as they have been used."""
 
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import lightning as L
 from lightning.pytorch.strategies import DeepSpeedStrategy
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lightning_fasttrain.core.host.lightning import accumulation_continues
 from lightning_fasttrain.core.messages import explain, note_once
+from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.technique import Conflict, Setting, Technique
 from lightning_fasttrain.technique.facts import Facts
 from lightning_fasttrain.technique.predicted_step import PredictedStep
@@ -94,12 +95,12 @@ class EagerGradientRelease(Technique):
             note_once(f"EagerGradientRelease: {type(trainer.strategy).__name__} frees its gradients itself")
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         """Hook: the first one after the optimizer step."""
         if not (trainer.strategy.handles_gradient_accumulation or accumulation_continues(trainer)):
             for optimizer in trainer.optimizers:
-                release_gradients_(p for group in optimizer.param_groups for p in group["params"])
+                release_gradients_(parameters_of(optimizer))
 
 
 def _would_take_from_the_host(release: EagerGradientRelease, zero: DeepSpeedStrategy) -> bool:

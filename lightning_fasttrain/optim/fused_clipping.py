@@ -34,7 +34,8 @@ def allow_fused_clipping_(precision: Precision) -> Undo | None:
         return None
 
     def clip_gradients(*args: Any, **kwargs: Any) -> None:
-        Precision.clip_gradients(precision, *args, **kwargs)  # the base class clips without the check
+        # The method of the base class clips without this check.
+        Precision.clip_gradients(precision, *args, **kwargs)
 
     return patch(precision, "clip_gradients", clip_gradients)
 

@@ -87,7 +87,8 @@ class GaLoreAdamW(ClosureOptimizer):
         super().add_param_group(param_group)
         try:
             _check_group(self.param_groups[-1])
-        except Exception:  # a rejected group must not stay, as the optimizer may be in use
+        except Exception:
+            # A rejected group must not stay, as the optimizer may be in use.
             self.param_groups.pop()
             raise
 
@@ -105,7 +106,8 @@ class GaLoreAdamW(ClosureOptimizer):
                 continue
             _refuse_gradients(parameters, group)
             parts = [parameters]
-            if not _in_lists(parameters, group):  # one by one, so that only one projected gradient is in memory
+            # One by one, so that only one projected gradient is in memory.
+            if not _in_lists(parameters, group):
                 parts = [[parameter] for parameter in parameters]
             # A step may be called inside autocast, which would round the projections' products to its dtype.
             with torch.autocast(parameters[0].device.type, enabled=False):
@@ -122,7 +124,8 @@ class GaLoreAdamW(ClosureOptimizer):
         small = []
         for parameter, gradient in zip(parameters, gradients, strict=True):
             state = self.state[parameter]
-            step = int(state["step"]) if state else 0  # on the CPU, so the device is not synchronized
+            # The count is on the CPU, so reading it does not synchronize the device.
+            step = int(state["step"]) if state else 0
             if step % group["update_every"] == 0:
                 state.setdefault("step", _make_zero())
                 found = _leading_subspace(gradient, group["rank"], group["subspace"], step)
@@ -195,20 +198,24 @@ def _project(gradient: Tensor, projection: Tensor) -> Tensor:
 def _leading_subspace(gradient: Tensor, rank: int, how: str, seed: int) -> Tensor:
     """Return orthonormal columns that span most of ``gradient`` along its shorter side, the strongest first."""
     wide = gradient.T if _is_tall(gradient) else gradient
-    sketched = how == "sketched" and rank + 8 < wide.shape[0]  # oversampled by 8: Halko et al. advise 5 to 10
+    # Oversampled by 8, as Halko et al. advise 5 to 10.
+    sketched = how == "sketched" and rank + 8 < wide.shape[0]
     wide = wide.to(torch.promote_types(wide.dtype, torch.float32 if sketched else torch.float64), copy=True)
     largest = torch.linalg.vector_norm(wide, float("inf"))
-    wide.div_(largest.clamp_min_(torch.finfo(wide.dtype).tiny))  # otherwise squares of small values vanish
+    # Otherwise squares of small values vanish.
+    wide.div_(largest.clamp_min_(torch.finfo(wide.dtype).tiny))
     try:
         basis = None
         if sketched:
-            generator = torch.Generator(wide.device).manual_seed(seed)  # identical on all processes, and after resuming
+            # The seed makes it identical on all processes, and after resuming.
+            generator = torch.Generator(wide.device).manual_seed(seed)
             noise = torch.randn(wide.shape[1], rank + 8, generator=generator, device=wide.device, dtype=wide.dtype)
             basis = torch.linalg.qr(wide @ noise).Q
             # Two power iterations, which amplify the leading vectors where singular values decay slowly.
             for _ in range(2):
                 basis = torch.linalg.qr(wide @ (wide.T @ basis)).Q
-            wide = (basis.T @ wide).double()  # [rank + 8, n]: small enough for float64
+            # Small enough for float64, with [rank + 8, n] values.
+            wide = (basis.T @ wide).double()
         # In float64, since the product squares the ratios of singular values, beyond the precision of float32.
         vectors = torch.linalg.eigh(wide @ wide.T).eigenvectors[:, -rank:].flip(1)
     except torch.linalg.LinAlgError as error:

@@ -130,12 +130,12 @@ def galore_state_bytes(groups: Iterable[dict[str, Any]]) -> int:
     Source:
         Table 1 of the paper, see :class:`~lightning_fasttrain.optim.GaLoreAdamW`.
     """
-    return sum(
-        parameter.element_size() * _numbers(parameter, group.get("rank")) + STEP_BYTES
-        for group in groups
-        for parameter in group["params"]
-        if parameter.requires_grad
-    )
+    nbytes = 0
+    for group in groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                nbytes += parameter.element_size() * _numbers(parameter, group.get("rank")) + STEP_BYTES
+    return nbytes
 
 
 def _numbers(parameter: Tensor, rank: int | None) -> int:

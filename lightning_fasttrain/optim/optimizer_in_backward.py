@@ -80,7 +80,8 @@ class _InBackward:
         self.optimizer, self.clip_norm, self.clip_value = optimizer, clip_norm, clip_value
         # the method itself, without torch's wrapper that fires the step hooks
         self.plain_step = inspect.unwrap(type(optimizer).step, stop=lambda step: not hasattr(step, "hooked"))
-        self.group_of: dict[Tensor, int] = {}  # an index, since loading a state replaces the groups
+        # An index, since loading a state replaces the groups.
+        self.group_of: dict[Tensor, int] = {}
         self.updated: set[Tensor] = set()  # since the last optimizer.step()
         self.lock = threading.Lock()  # autograd has a thread for each device
         self.hooks = ExitStack()
@@ -250,7 +251,8 @@ class OptimizerInBackward(Technique):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: the first one at which the optimizer exists; its state is restored later, into the same object."""
-        clip_value = trainer.gradient_clip_val or 0  # clipping by norm was refused before
+        # Clipping by norm was refused before, so this is a value.
+        clip_value = trainer.gradient_clip_val or 0
         undo = optimize_in_backward_(
             trainer.optimizers[0], clip_norm=self.clip_norm, clip_value=clip_value if clip_value > 0 else None
         )

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from lightning_fasttrain.core.messages import explain, list_some, note_once, number_of
 from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
 from lightning_fasttrain.core.modules.heads import heads_beside, is_inside, warn_of_blocks_beyond
-from lightning_fasttrain.core.modules.select import find_module
+from lightning_fasttrain.core.modules.select import find_module, matches_pattern
 
-_NORMS = (nn.LayerNorm, nn.RMSNorm)  # other norms have one-dimensional parameters anyway
+# Other norms have one-dimensional parameters anyway.
+_NORMS = (nn.LayerNorm, nn.RMSNorm)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 # Names of bare tensors that are embeddings: learned positions, class tokens, and the latents and queries that a model
 # starts with; or logarithms, as in Mamba, which weight decay would draw towards a rate of 1.
@@ -85,8 +86,7 @@ def decay_groups(
 def _match_names(names: Iterable[str], wanted: str | Iterable[str], argument: str) -> set[str]:
     found: set[str] = set()
     for pattern in [wanted] if isinstance(wanted, str) else wanted:
-        expression = re.escape(pattern).replace(r"\*\*", ".+").replace(r"\*", r"[^.]+")
-        matches = {name for name in names if re.fullmatch(expression, name)}
+        matches = {name for name in names if matches_pattern(name, pattern)}
         if not matches:
             way_out = f"The parameters are {list_some(list(names), 6)}"
             raise ValueError(explain(f"{argument}={pattern!r}", "no trainable parameter has this name", way_out))

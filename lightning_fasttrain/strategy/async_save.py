@@ -51,7 +51,7 @@ class BackgroundSave:
     def in_flight(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def start(self, *states: Any) -> None:
+    def start(self, *states: object) -> None:
         """Wait for the previous save, copy ``states``, and begin to write them."""
         self.wait()
         # The saves share one process group, so two at once would mix their collectives.
@@ -106,13 +106,14 @@ class BackgroundSave:
             write_to_stderr(f"the last checkpoint was not completed:\n{''.join(traceback.format_exception(error))}")
 
     def _join(self, seconds: float | None) -> None:
-        atexit.unregister(self._finish)  # this call waits, so the exit handler need not
+        # This call waits, so the exit handler need not.
+        atexit.unregister(self._finish)
         if self._thread is not None:
             self._thread.join(seconds)
             self._thread = self._thread if self._thread.is_alive() else None
 
 
-def to_host(state: Any) -> Any:
+def to_host(state: object) -> Any:
     """Copy nested dicts, lists and tuples to host memory; no tensor shares memory with the original."""
     if isinstance(state, Tensor):
         # copy=True: training continues to change tensors that are on the CPU already.

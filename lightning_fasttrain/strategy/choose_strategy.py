@@ -149,7 +149,7 @@ def choose_strategy(
     devices: int = 1,
     *,
     memory_gib: float | None = None,
-    batch: Any = None,
+    batch: object = None,
     loss: Callable[[Any, Any], Any] | None = None,
     nodes: int = 1,
     precision: str = "32-true",
@@ -237,7 +237,7 @@ def _check_devices(devices: int, nodes: int) -> None:
         raise ValueError(explain(f"devices={devices} in nodes={nodes}", why, f"Use a multiple of {nodes} devices"))
 
 
-def _check_activations(activation_gib: float | None, batch: Any) -> None:
+def _check_activations(activation_gib: float | None, batch: object) -> None:
     if activation_gib is not None and not activation_gib >= 0:
         raise ValueError(explain(f"activation_gib={activation_gib}", "it cannot be negative", "Give GiB"))
     if batch is not None and activation_gib is not None:

@@ -37,7 +37,7 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | str | Callable[[Bin
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    name = target.parent / f"{TEMPORARY}{target.name}-{os.getpid()}-{secrets.token_hex(4)}"
+    name = temporary_path(target.parent, target.name)
     # The user's umask is subtracted from this mode.
     descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
@@ -54,15 +54,21 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | str | Callable[[Bin
             if target.exists():
                 os.chmod(name, target.stat().st_mode & 0o777)
             os.replace(name, target)
-    except BaseException:  # an interrupt too: nothing else knows the temporary name
+    except BaseException:
+        # On an interrupt too, since nothing else knows the temporary name.
         name.unlink(missing_ok=True)
         raise
     sync_folder(target.parent)
     return target
 
 
+def temporary_path(folder: Path, name: str) -> Path:
+    """Return a new path in ``folder`` for what will be called ``name``, which no other process uses."""
+    return folder / f"{TEMPORARY}{name}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
 def is_temporary_file(path: Path) -> bool:
-    """Return whether ``path`` is a temporary file of :func:`write_atomic`, by its kind and its complete name."""
+    """Return whether ``path`` is a file at a path of :func:`temporary_path`, by its kind and its complete name."""
     named = re.fullmatch(rf"{re.escape(TEMPORARY)}.+-\d+-[0-9a-f]{{8}}", path.name, re.DOTALL)
     return named is not None and path.is_file() and not path.is_symlink()
 

@@ -104,7 +104,8 @@ def checkpoint_folder(
 def _all_or_none(target: Path, agree: Callable[[bool], bool]) -> Iterator[None]:
     try:
         yield
-    except BaseException as error:  # an interrupt too, or the other ranks would wait forever
+    except BaseException as error:
+        # On an interrupt too, or the other ranks would wait forever.
         error.add_note(
             f"While writing checkpoint {target} ({free_disk_bytes(target) / GIB:.2f} GiB are free there). "
             "An older one is untouched."

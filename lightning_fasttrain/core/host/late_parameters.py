@@ -57,7 +57,8 @@ class LateParameters:
             RuntimeError: Fabric has set the model up, and it has new parameters that train. Later, in the first step
                 of an optimizer: it was made before them.
         """
-        known = set(map(id, _find_alive(self.trained_before)))  # an id of one that is gone may be used again
+        # Only the living ones, since the id of one that is gone may be used again.
+        known = set(map(id, _find_alive(self.trained_before)))
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         new = [parameter for parameter in trained if id(parameter) not in known]
         if not new:
@@ -75,7 +76,7 @@ class LateParameters:
             self.hooks.callback(optimizer.register_step_pre_hook(self._check).remove)
         return self.hooks
 
-    def _check(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _check(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         """Hook: an optimizer from before is about to step."""
         training = [parameter for parameter in _find_alive(self.new) if parameter.grad is not None]
         if not training:
@@ -83,7 +84,8 @@ class LateParameters:
         if not _holders(training):
             why = f"{len(training)} tensors that train since then are in no optimizer, so they would never move"
             raise RuntimeError(explain(f"{type(optimizer).__name__} was made before {self.what}", why, _WAY_OUT))
-        self.new = []  # not asked again; the hook stays, since torch is going through the hooks
+        # The hook stays, with nothing to ask, since torch is iterating over the hooks.
+        self.new = []
 
 
 def notices_late_parameters(function: Callable[Concatenate[nn.Module, P], R]) -> Callable[Concatenate[nn.Module, P], R]:

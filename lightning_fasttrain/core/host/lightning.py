@@ -32,7 +32,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch, patched
 
 FabricModule, FabricOptimizer = _FabricModule, _FabricOptimizer
 BackwardSyncControl, Stateful = _BackwardSyncControl, _Stateful
@@ -86,11 +86,8 @@ def trainer_of(module: nn.Module) -> L.Trainer | None:
 @contextmanager
 def without_trainer(module: L.LightningModule) -> Iterator[None]:
     """A module without the Trainer that it is attached to, which a copy would copy too."""
-    restore = patch(module, "_trainer", None)
-    try:
+    with patched(module, "_trainer", None):
         yield
-    finally:
-        restore()
 
 
 def training_loader(trainer: L.Trainer) -> Any:
@@ -129,7 +126,7 @@ def see_training_batches(trainer: L.Trainer, see: Callable[[Any], None]) -> None
     """Call ``see`` with each batch of this run, before it is trained on."""
     on_start = trainer.strategy.on_train_batch_start
 
-    def on_train_batch_start(batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(batch: object, batch_idx: int) -> None:
         see(batch)
         on_start(batch, batch_idx)
 
@@ -174,7 +171,8 @@ def replaced_closures(trainer: L.Trainer) -> Callable[..., Closure] | None:
 def plain_closure(trainer: L.Trainer, kwargs: Any, optimizer: Optimizer, batch_idx: int) -> Closure:
     """The closure that Lightning itself makes."""
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
-    return type(loop)._make_closure(loop, kwargs, optimizer, batch_idx)  # of the class, as ours may stand on the object
+    # The method of the class, since a replacement may stand on the object.
+    return type(loop)._make_closure(loop, kwargs, optimizer, batch_idx)
 
 
 def zero_grad_of_batch(trainer: L.Trainer, batch_idx: int, optimizer: Optimizer) -> Callable[[], None] | None:
@@ -182,12 +180,12 @@ def zero_grad_of_batch(trainer: L.Trainer, batch_idx: int, optimizer: Optimizer)
     return trainer.fit_loop.epoch_loop.automatic_optimization._make_zero_grad_fn(batch_idx, optimizer)
 
 
-def call_module(trainer: L.Trainer, hook: str, *arguments: Any) -> Any:
+def call_module(trainer: L.Trainer, hook: str, *arguments: object) -> Any:
     """Call a hook of the module as Lightning does."""
     return call._call_lightning_module_hook(trainer, hook, *arguments)
 
 
-def call_strategy(trainer: L.Trainer, hook: str, *arguments: Any) -> Any:
+def call_strategy(trainer: L.Trainer, hook: str, *arguments: object) -> Any:
     """Call a method of the strategy as Lightning does: profiled, and with ``self.log`` knowing where it is."""
     return call._call_strategy_hook(trainer, hook, *arguments)
 
@@ -270,11 +268,8 @@ def wrap_again(strategy: DDPStrategy) -> None:
     """DDP averages the gradients of the parameters that train when it is made, and waits for all of them."""
     strategy.model = strategy.lightning_module
     # The processes agree already; to send the first one's buffers round would change those that are each one's own.
-    restore = patch(strategy, "_ddp_kwargs", {"init_sync": False, **strategy._ddp_kwargs})
-    try:
+    with patched(strategy, "_ddp_kwargs", {"init_sync": False, **strategy._ddp_kwargs}):
         strategy.configure_ddp()
-    finally:
-        restore()
     strategy._pl_static_graph_delay_done = False  # as for any new wrapper
 
 
@@ -287,17 +282,17 @@ def ddp_again(strategy: DDPStrategy, environment: ClusterEnvironment) -> DDPStra
 # Fabric
 
 
-def without_fabric(loader: Any) -> Any:
+def without_fabric(loader: object) -> Any:
     """The loader that Fabric has wrapped; any other as it is."""
     return loader._dataloader if isinstance(loader, _FabricDataLoader) else loader
 
 
-def passes_of(loader: Any) -> int:
+def passes_of(loader: object) -> int:
     """Return how often Fabric's loader was iterated over, its epoch for samplers; 0 for any other loader."""
     return loader._num_iter_calls if isinstance(loader, _FabricDataLoader) else 0
 
 
-def set_passes_of(loader: Any, passes: int) -> None:
+def set_passes_of(loader: object, passes: int) -> None:
     if isinstance(loader, _FabricDataLoader):
         loader._num_iter_calls = passes
 

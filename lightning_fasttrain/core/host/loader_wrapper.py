@@ -4,13 +4,12 @@ Techniques of other subpackages wrap loaders, too; all of them keep the wrapped 
 """
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import lightning as L
 
 from lightning_fasttrain.core.host.lightning import without_fabric
-from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch, undo_all
 
 
 class WrappedLoader:
@@ -28,9 +27,10 @@ class WrappedLoader:
             raise AttributeError(name)
         return getattr(self.inner, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         own = name == "inner" or (name.startswith("_") and name != "_iterator")
-        object.__setattr__(self if own else self.inner, name, value)  # Lightning sets worker_init_fn and _iterator
+        # Lightning sets worker_init_fn and _iterator, which the wrapped loader must see.
+        object.__setattr__(self if own else self.inner, name, value)
 
 
 def find_innermost(loader: Any) -> Any:
@@ -55,7 +55,8 @@ def wrap_training_loaders(trainer: L.Trainer, wrap: Callable[[Any], Any]) -> Und
         finally:
             taken.clear()
 
-    undo = ExitStack()
-    undo.callback(patch(fit_loop, "setup_data", setting_up_data))
-    undo.callback(patch(strategy, "process_dataloader", lambda one: wrap(process(one)) if taken else process(one)))
-    return undo.close
+    def process_dataloader(loader: object) -> object:
+        return wrap(process(loader)) if taken else process(loader)
+
+    restore_setup = patch(fit_loop, "setup_data", setting_up_data)
+    return undo_all([restore_setup, patch(strategy, "process_dataloader", process_dataloader)])

@@ -36,7 +36,8 @@ def register_strategy_names() -> None:
     for module in REGISTRIES.keys() - missing:
         register_names(sys.modules[module])
     if missing and not any(isinstance(finder, _RegistryWatch) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _RegistryWatch())  # first: the search ends at the first finder that knows the module
+        # In front, since the search ends at the first finder that knows the module.
+        sys.meta_path.insert(0, _RegistryWatch())
 
 
 def register_names(module: ModuleType) -> None:
@@ -44,11 +45,12 @@ def register_names(module: ModuleType) -> None:
     attribute, names = REGISTRIES[module.__name__]
     registry = getattr(module, attribute)
     for name, strategy in names.items():
-        if name not in registry:  # the package may be imported again, by a notebook's autoreload
+        # A notebook's autoreload imports the package again, and a name can be registered only once.
+        if name not in registry:
             registry.register(name, functools.partial(make_strategy, strategy), description=DESCRIPTIONS[name])
 
 
-def make_strategy(class_name: str, **settings: Any) -> Any:
+def make_strategy(class_name: str, **settings: object) -> Any:
     return getattr(importlib.import_module("lightning_fasttrain.strategy"), class_name)(**settings)
 
 
@@ -79,7 +81,8 @@ def find_elsewhere(
 ) -> ModuleSpec | None:
     """Ask the other finders."""
     for finder in sys.meta_path:
-        find_spec = getattr(finder, "find_spec", None)  # importlib too passes over finders without it
+        # importlib, too, passes over finders without this method.
+        find_spec = getattr(finder, "find_spec", None)
         spec = None if finder is asked or find_spec is None else find_spec(name, path, target)
         if spec is not None:
             return spec

@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator
-from itertools import groupby
+from itertools import chain, groupby
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -157,7 +157,9 @@ class _Search:
             return {}
         longest = max(runs, key=lambda run: (_rank(run[0][1]), len(run)))  # the first, outermost, of equals
         kind = type(longest[0][1])
-        return keep_outermost({name: block for run in runs if type(run[0][1]) is kind for name, block in run})
+        same_kind = [run for run in runs if type(run[0][1]) is kind]
+        # A run may lie inside a member of another run of its class.
+        return keep_outermost(dict(chain.from_iterable(same_kind)))
 
     def tell_what_is_left_out(self, found: dict[str, nn.Module]) -> None:
         taken = set(found.values())
@@ -180,7 +182,8 @@ class _Search:
 def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
     if is_lazy(parameter):
         return (1, 1)  # it has no shape yet, and has to count as a matrix
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))  # that of the whole, where DeepSpeed holds a part
+    # DeepSpeed leaves a part of the parameter here, and keeps the shape of the whole.
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def _has_weight(module: nn.Module) -> bool:
@@ -208,7 +211,8 @@ def _runs(model: nn.Module, neighbours: bool) -> Iterator[list[tuple[str, nn.Mod
     for prefix, parent in model.named_modules():
         children = [(f"{prefix}.{name}".removeprefix("."), child) for name, child in parent.named_children()]
         if not neighbours:
-            children.sort(key=lambda item: id(type(item[1])))  # stable: the members keep their order
+            # A stable sort, so that the members of a class keep their order.
+            children.sort(key=lambda item: id(type(item[1])))
         for _, run in groupby(children, key=lambda item: type(item[1])):
             members = list(run)
             if len(members) > 1 and has_parameters(members[0][1]):

@@ -31,12 +31,8 @@ class RecomputedForward(WrappedForward):
         super().__init__(module)
         # Names of the buffers that the forward changes. The kernels of these norms do it behind autograd's back; any
         # other change raises the buffer's version, and is noticed at the first forward.
-        self.changing = {
-            f"{prefix}.{key}"
-            for prefix, owner in module.named_modules()
-            if isinstance(owner, nn.modules.batchnorm._NormBase)
-            for key in owner._buffers
-        }
+        norms = nn.modules.batchnorm._NormBase
+        self.changing = {name for name, owner, _ in _places_of_buffers(module) if isinstance(owner, norms)}
         self.seen = False
         # torch saves the noise of rrelu before it draws it. A recomputation that stops as soon as all that was saved is
         # there again, as torch's does to save time, may stop in between.
@@ -72,12 +68,11 @@ class RecomputedForward(WrappedForward):
 
     def contexts(self, keeping: AbstractContextManager[Any], reusing: AbstractContextManager[Any]) -> Contexts:
         """Return the contexts of forward and recomputation, each with a further context entered inside."""
-        buffers = {
-            name: (owner, key, buffer)
-            for prefix, owner in self.module.named_modules()
-            for key, buffer in owner._buffers.items()
-            if buffer is not None and (name := f"{prefix}.{key}")
-        }
+        buffers: dict[str, tuple[nn.Module, str, Tensor]] = {}
+        for name, owner, key in _places_of_buffers(self.module):
+            buffer = owner._buffers[key]
+            if buffer is not None:
+                buffers[name] = (owner, key, buffer)
         # At the first forward all buffers are copied, to be sure.
         unseen, self.seen = not self.seen, True
         before: dict[str, Tensor] = {
@@ -118,6 +113,13 @@ class RecomputedForward(WrappedForward):
                 np.random.set_state(now[1])
 
         return forward(), Again(recompute)
+
+
+def _places_of_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield the name of every buffer, the module that holds it, and its key there."""
+    for prefix, owner in module.named_modules():
+        for key in owner._buffers:
+            yield f"{prefix}.{key}", owner, key
 
 
 def _nodes_between(output: object, inputs: object) -> Iterator[Any]:

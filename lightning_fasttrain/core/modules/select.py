@@ -21,9 +21,19 @@ def is_wanted(name: str, module: nn.Module, wanted: Named) -> bool:
         return isinstance(module, wanted)
     if type(module).__name__ == wanted:
         return True
+    return matches_pattern(name, wanted)
+
+
+def matches_pattern(name: str, pattern: str) -> bool:
+    """Check whether a pattern, in which ``*`` is one name and ``**`` any number of them, means this qualified name.
+
+    Example:
+        >>> matches_pattern("blocks.0.weight", "blocks.*.weight"), matches_pattern("blocks.0.weight", "blocks.*")
+        (True, False)
+    """
     # The longer one first: after "*" is replaced, no "**" is left to be found.
-    pattern = re.escape(wanted).replace(r"\*\*", ".+").replace(r"\*", r"[^.]+")
-    return re.fullmatch(pattern, name) is not None
+    expression = re.escape(pattern).replace(r"\*\*", ".+").replace(r"\*", r"[^.]+")
+    return re.fullmatch(expression, name) is not None
 
 
 def as_list(wanted: S | Iterable[S]) -> list[S]:

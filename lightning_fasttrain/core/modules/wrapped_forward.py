@@ -1,7 +1,7 @@
 """Replace a module's ``forward``, and ask models for their heads."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar, TypeVar
 
@@ -74,12 +74,13 @@ class WrappedForward:
         self.failure: str | None = None
         self.paused = False
 
-    def inner(self, *args: Any, **kwargs: Any) -> Any:
+    def inner(self, *args: object, **kwargs: object) -> Any:
         if self.previous is not None:
             return self.previous(*args, **kwargs)
-        return type(self.module).forward(self.module, *args, **kwargs)  # the class's own, looked up when called
+        # Looked up at each call, so that a method that is replaced on the class later counts.
+        return type(self.module).forward(self.module, *args, **kwargs)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         return self.inner(*args, **kwargs)
 
     def install(self) -> Undo:
@@ -188,6 +189,11 @@ def patch(target: object, name: str, value: object) -> Undo:
             setattr(target, name, previous)
 
     return undo
+
+
+def patch_all(target: object, values: Mapping[str, object]) -> Undo:
+    """Set several attributes on one instance and return how to restore them; see :func:`patch`."""
+    return undo_all([patch(target, name, value) for name, value in values.items()])
 
 
 @contextmanager

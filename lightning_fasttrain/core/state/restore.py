@@ -44,7 +44,8 @@ def remember(models: Iterable[nn.Module]) -> Callable[[], None]:
         set_random_state(generators)
         with torch.no_grad():
             for held, name, buffer, before in buffers:
-                held[name] = buffer  # in place: DDP and others hold the same tensor
+                # The same tensor, since DDP and others hold it.
+                held[name] = buffer
                 if buffer is not None and before is not None:
                     _write_back(buffer, before)
         for metric, state in states:
@@ -64,7 +65,8 @@ def remember_gradients(model: nn.Module) -> Callable[[], None]:
 
     def restore_all() -> None:
         for parameter, before in grads:
-            parameter.grad = _copy_of(before)  # a copy, since it may be restored again
+            # A copy, since the state may be restored again.
+            parameter.grad = _copy_of(before)
 
     return restore_all
 
@@ -105,7 +107,7 @@ def _write_back(tensor: Tensor, before: Tensor) -> None:
         tensor.copy_(before)
 
 
-def _copy_of(value: Any) -> Any:
+def _copy_of(value: object) -> Any:
     """Copy a tensor or a container; None and plain values stay as they are."""
     if isinstance(value, Tensor):
         return value.detach().clone()

@@ -2,7 +2,7 @@
 
 import importlib.util
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 from torch import nn
@@ -10,13 +10,16 @@ from torch import nn
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.finetune.quantized._quantized_layer import in_8_bits, is_quantized
 from lightning_fasttrain.finetune.selection.base_fingerprint import is_torchaos
-from lightning_fasttrain.finetune.selection.targets import require_peft
+from lightning_fasttrain.finetune.selection.targets import method_of, require_peft
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
 
 # Initialized from the values or the dtype of the weight.
 _DECOMPOSED = ("pissa", "corda", "loftq", "lora_ga", "orthogonal")
 
 
-def check_config(config: Any) -> None:
+def check_config(config: "PeftConfig") -> None:
     peft = require_peft()
     if isinstance(config, peft.PeftConfig) and not config.is_prompt_learning:
         return
@@ -43,7 +46,7 @@ def refuse_namesake(name: str, names: Iterable[str]) -> None:
         raise ValueError(explain(f"adapter '{name}'", why, "Give the adapter another name"))
 
 
-def check_layers(found: dict[str, nn.Module], config: Any) -> None:
+def check_layers(found: dict[str, nn.Module], config: "PeftConfig") -> None:
     rank = getattr(config, "r", None)
     for name, layer in found.items():
         if isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear):
@@ -62,7 +65,7 @@ def check_layers(found: dict[str, nn.Module], config: Any) -> None:
             raise ValueError(explain(f"rank={rank} for '{name}'", why, way_out))
 
 
-def check_parameters(found: Iterable[str], config: object) -> None:
+def check_parameters(found: Iterable[str], config: "PeftConfig") -> None:
     """Refuse initializations from a decomposition of a layer's weight for adapters on stacked tensors."""
     start = getattr(config, "init_lora_weights", True)
     for name in found:
@@ -71,7 +74,7 @@ def check_parameters(found: Iterable[str], config: object) -> None:
             raise TypeError(explain(f"'{start}' on the tensor '{name}'", why, "Use init_lora_weights=True"))
 
 
-def _check_quantized_start(name: str, config: object) -> None:
+def _check_quantized_start(name: str, config: "PeftConfig") -> None:
     start = getattr(config, "init_lora_weights", True)
     if isinstance(start, str) and start.startswith(_DECOMPOSED):
         why = "this initialization needs the values of the weight, and a quantised weight is packed"
@@ -79,9 +82,9 @@ def _check_quantized_start(name: str, config: object) -> None:
         raise TypeError(explain(f"'{start}' on '{name}', which is quantised", why, way_out))
 
 
-def _check_quantized(name: str, layer: Any, config: Any) -> None:
+def _check_quantized(name: str, layer: Any, config: "PeftConfig") -> None:
     """Refuse adapters on bitsandbytes layers that PEFT does not support, before PEFT fails late or misreads weights."""
-    kind = config.peft_type.value
+    kind = method_of(config)
     unaligned = not in_8_bits(layer) and layer.in_features % 64 and not layer.weight.is_cuda
     if getattr(config, "use_dora", False) and unaligned:
         # The forward of this package avoids the error, but PEFT computes DoRA's norms itself.
@@ -105,13 +108,13 @@ def without_namesakes(names: list[str], root: nn.Module) -> list[str]:
     return names
 
 
-def is_there(there: dict[str, Any], name: str, config: Any) -> bool:
+def is_there(there: dict[str, Any], name: str, config: "PeftConfig") -> bool:
     kinds = {one.peft_type for one in there.values()}
     if kinds - {config.peft_type}:
         other = kinds.pop().value
         why = "PEFT cannot combine adapters of two kinds in one model or save them in one file"
         way_out = f"Use {other} for both, or unload the first: unload_adapters_(model)"
-        raise ValueError(explain(f"{config.peft_type.value} beside {other}", why, way_out))
+        raise ValueError(explain(f"{method_of(config)} beside {other}", why, way_out))
     if name not in there:
         return False
     ours, theirs = _meaning_of(config), _meaning_of(there[name])
@@ -122,7 +125,7 @@ def is_there(there: dict[str, Any], name: str, config: Any) -> bool:
     return True
 
 
-def _meaning_of(config: Any) -> dict[str, Any]:
+def _meaning_of(config: "PeftConfig") -> dict[str, Any]:
     """Return the settings in which two configurations of the same adapter must agree, with lists and sets sorted."""
     ignored = {"base_model_name_or_path", "inference_mode", "peft_version", "auto_mapping", "revision", "task_type"}
     if getattr(config, "init_lora_weights", True) == "eva":

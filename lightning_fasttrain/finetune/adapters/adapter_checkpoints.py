@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.select import is_part_of
-from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch, undo_all
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch_all
 from lightning_fasttrain.finetune.adapters.add_adapter import adapter_parameters
 from lightning_fasttrain.finetune.selection.base_fingerprint import base_fingerprint, is_fingerprint, refuse_other_base
 
@@ -91,7 +91,7 @@ def checkpoint_what_trains_(strategy: Strategy, module: L.LightningModule) -> Un
         changed["names_to_load"] = names_to_load
     else:
         changed["load_model_state_dict"] = load_model_state_dict
-    return undo_all([patch(strategy, name, function) for name, function in changed.items()])
+    return patch_all(strategy, changed)
 
 
 def _names_in_part(
@@ -106,7 +106,8 @@ def _names_in_part(
     refuse_other_base(checkpoint[FINGERPRINT], module, "the checkpoint")
     known = set(module.state_dict())
     missing = [name for name in trained_names(module) if name not in saved]
-    more = sorted(saved - known)  # modules that are unfrozen later need not train yet
+    # Modules that are unfrozen later need not train yet.
+    more = sorted(saved - known)
     if strict and (missing or more):
         why = f"it lacks {missing[:3]}" if missing else f"this run has no {more[:3]}"
         way_out = "Resume with the same adapter (targets, rank, train=)"

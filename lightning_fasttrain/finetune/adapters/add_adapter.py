@@ -4,7 +4,7 @@ import copy
 import warnings
 from collections.abc import Collection, Iterable
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 from torch import nn
@@ -38,6 +38,7 @@ from lightning_fasttrain.finetune.selection.targets import (
     find_target_parameters,
     find_targets,
     list_layer_kinds,
+    method_of,
     refuse_tied,
     require_peft,
     shortest_ends,
@@ -45,11 +46,14 @@ from lightning_fasttrain.finetune.selection.targets import (
 )
 from lightning_fasttrain.finetune.selection.uncovered_weights import describe_uncovered
 
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
 
 @notices_late_parameters
 def add_adapter_(
     model: nn.Module,
-    config: Any,
+    config: "PeftConfig",
     targets: Targets | None = None,
     *,
     train: Iterable[str] = (),
@@ -138,11 +142,11 @@ def add_adapter_(
     return [*found, *tensors]
 
 
-def report_added(model: nn.Module, config: Any, name: str, what: str) -> None:
+def report_added(model: nn.Module, config: "PeftConfig", name: str, what: str) -> None:
     """Log what an adapter of this name was added to, and how many parameters of ``model`` train now."""
     trained, total = count_parameters(model)
     share = f"{trained:,} of {total:,} parameters ({trained / total:.2%})"
-    say("%s '%s': %s; trains %s", config.peft_type.value, name, what, share)
+    say("%s '%s': %s; trains %s", method_of(config), name, what, share)
 
 
 def _refuse_both(found: Iterable[str], whole: Collection[str]) -> None:
@@ -152,7 +156,7 @@ def _refuse_both(found: Iterable[str], whole: Collection[str]) -> None:
 
 
 def _put_in(
-    model: nn.Module, root: nn.Module, config: Any, name: str, replaced: Iterable[str], batches: Batches | None
+    model: nn.Module, root: nn.Module, config: "PeftConfig", name: str, replaced: Iterable[str], batches: Batches | None
 ) -> None:
     """Freeze ``model`` and add the adapter; if that fails, leave the model unchanged."""
     with ExitStack() as on_error:
@@ -171,7 +175,7 @@ def _put_in(
 
 
 def _fill_in_(
-    config: Any, model: nn.Module, found: Collection[str], tensors: Collection[str], whole: Collection[str]
+    config: "PeftConfig", model: nn.Module, found: Collection[str], tensors: Collection[str], whole: Collection[str]
 ) -> nn.Module:
     """Fill the targets into ``config``, relative to the module that gets the adapter, and return that module."""
     prefix, root = _root(model, [*found, *tensors, *whole])
@@ -288,7 +292,7 @@ def refuse_merged(model: nn.Module, what: str) -> None:
         raise ValueError(explain(what, why, "Call unmerge_adapters_(model) first"))
 
 
-def _inject(config: Any, root: nn.Module, name: str) -> None:
+def _inject(config: "PeftConfig", root: nn.Module, name: str) -> None:
     peft = require_peft()
     with ExitStack() as stack, warnings.catch_warnings():
         # Several adapters are intended.
@@ -309,9 +313,10 @@ def _inject(config: Any, root: nn.Module, name: str) -> None:
         except ValueError as error:
             if not any(words in str(error) for words in ("is not supported", "is incompatible with")):
                 raise
-            what = f"{config.peft_type.value} on {config.target_modules}"
+            what = f"{method_of(config)} on {config.target_modules}"
             raise TypeError(explain(what, f"PEFT reports: {error}", "Leave these layers out of the targets")) from error
-    use_held_tensors_(root)  # only now, since PEFT creates its wrappers for plain parameters
+    # Only now, since PEFT creates its wrappers for plain parameters.
+    use_held_tensors_(root)
 
 
 def _as_peft_keeps(names: list[str] | str) -> set[str] | str:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,10 @@ from lightning_fasttrain.finetune.adapters.add_adapter import (
     use_adapter_,
 )
 from lightning_fasttrain.finetune.selection._adapter_switches import switches
-from lightning_fasttrain.finetune.selection.targets import match_exactly, require_peft
+from lightning_fasttrain.finetune.selection.targets import match_exactly, method_of, require_peft
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
 
 
 def combine_adapters_(
@@ -143,12 +146,12 @@ def _layers(model: nn.Module, weights: Mapping[str, float]) -> dict[str, Any]:
     return found
 
 
-def _refuse_unfit(name: str, config: Any) -> None:
+def _refuse_unfit(name: str, config: "PeftConfig") -> None:
     beside = {key: getattr(config, key, None) for key in ("modules_to_save", "trainable_token_indices", "use_dora")}
     beside["target_parameters"] = getattr(config, "target_parameters", None)
     unfit = [f"{key}={value}" for key, value in beside.items() if value]
-    if config.peft_type.value != "LORA":
-        unfit = [config.peft_type.value]
+    if method_of(config) != "LORA":
+        unfit = [method_of(config)]
     if getattr(config, "bias", "none") != "none":
         unfit.append(f"bias='{config.bias}'")
     if unfit:

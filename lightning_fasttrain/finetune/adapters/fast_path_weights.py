@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from lightning_fasttrain.core.modules.layer_kinds import find_tuners, is_tuner
-from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, patch, wrapper_on, wrappers_in
+from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, patched, wrapper_on, wrappers_in
 
 # Attributes that torch checks only to choose the fast path.
 _SWITCHES: dict[type[nn.Module], tuple[str, int]] = {
@@ -22,16 +22,13 @@ class SlowPath(WrappedForward):
     It is avoided only while an adapter is active: otherwise the model equals the pretrained one bit for bit.
     """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         # In train mode torch does not use the fast path.
         if self.module.training or not _is_adapted_inside(self.module):
             return self.inner(*args, **kwargs)
         name, off = next(switch for kind, switch in _SWITCHES.items() if isinstance(self.module, kind))
-        restore = patch(self.module, name, off)
-        try:
+        with patched(self.module, name, off):
             return self.inner(*args, **kwargs)
-        finally:
-            restore()
 
 
 class KeepsBaseWeights(WrappedForward):
@@ -41,7 +38,7 @@ class KeepsBaseWeights(WrappedForward):
     error in the frozen weights at every step.
     """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         layer: Any = self.module
         base = layer.get_base_layer()
         # No copies are needed: PEFT assigns other tensors, and does not write to these.

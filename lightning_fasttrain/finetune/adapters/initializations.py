@@ -4,7 +4,7 @@ import copy
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +14,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.finetune.selection._adapter_switches import without_adapters
 
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
 Batches = Collection[Any]
 _TOKENS = {"input_ids", "attention_mask"}
 
 
-def check_start(config: object, layers: Mapping[str, nn.Module], batches: Batches | None) -> None:
+def check_start(config: "PeftConfig", layers: Mapping[str, nn.Module], batches: Batches | None) -> None:
     """Refuse an initialization that PEFT would fail at or silently ignore.
 
     Raises:
@@ -62,7 +65,7 @@ def prepare_start(model: nn.Module, root: nn.Module, config: Any, batches: Batch
         preprocess_corda(root, config, run_model=run)
 
 
-def finish_start_(model: nn.Module, root: nn.Module, config: Any, name: str, batches: Batches | None) -> None:
+def finish_start_(model: nn.Module, root: nn.Module, config: "PeftConfig", name: str, batches: Batches | None) -> None:
     """Run EVA's pass over the data, which comes after the adapter is added and redistributes ranks among layers."""
     if not batches or config.init_lora_weights != "eva":
         return
@@ -82,7 +85,9 @@ def finish_start_(model: nn.Module, root: nn.Module, config: Any, name: str, bat
         )
 
 
-def copy_config_for(config: Any, layers: set[str] | str, scaled: set[str] | str, whole: list[str] | None = None) -> Any:
+def copy_config_for(
+    config: "PeftConfig", layers: set[str] | str, scaled: set[str] | str, whole: list[str] | None = None
+) -> Any:
     """Return a copy of a configuration for other layers, whose initialization does not change them.
 
     Args:

@@ -3,7 +3,7 @@
 import copy
 import itertools
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import lightning as L
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
@@ -24,6 +24,9 @@ from lightning_fasttrain.finetune.adapters.initializations import Batches
 from lightning_fasttrain.finetune.selection._float32_adapters import let_round_
 from lightning_fasttrain.finetune.selection.targets import ALL_LINEAR, Targets, require_peft
 from lightning_fasttrain.technique import Conflict, Exactness, Setting, Surgery, Technique
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
 
 
 class Adapter(Technique):
@@ -65,7 +68,8 @@ class Adapter(Technique):
     _resumed: dict[str, Any] | None = None
     _alone = False
     _looked = False
-    _rounds = False  # DeepSpeed needs one dtype, and updates its own float32 copies
+    # DeepSpeed needs one dtype, and updates its own float32 copies.
+    _rounds = False
 
     @classmethod
     def conflicts(cls) -> tuple[Conflict, ...]:
@@ -102,7 +106,7 @@ class Adapter(Technique):
         what = f"rank {rank} beside" if isinstance(rank, int) else "beside"
         return f"{what} {number_of(layers, 'layer')}" if layers else ""
 
-    def _add(self, model: nn.Module, config: Any, targets: Targets | None) -> None:
+    def _add(self, model: nn.Module, config: "PeftConfig", targets: Targets | None) -> None:
         add_adapter_(model, config, targets, train=self.train, name=self.name, batches=self.batches)
         if self._rounds:
             let_round_(model)
@@ -304,7 +308,7 @@ def _warn_of_what_got_no_gradient(model: nn.Module) -> None:
         warn(explain(f"{list_some(missing)} got no gradient in the first step", why, "Remove them from targets="))
 
 
-def _papers_own(model: nn.Module, config: Any) -> tuple[Any, Targets]:
+def _papers_own(model: nn.Module, config: "PeftConfig") -> tuple[Any, Targets]:
     """Return PEFT's default (IA)³ targets for the Hugging Face model inside; else all linear layers."""
     from peft.utils import constants
 

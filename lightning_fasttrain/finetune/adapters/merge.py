@@ -197,11 +197,13 @@ def _merge(model: nn.Module, layers: dict[str, Any], names: list[str], way: Quan
             if not list_adapters(layer) & set(names):
                 continue
             originals = Originals(layer)
-            on_error.callback(originals)  # also for the layer in which merging fails
+            # Also for the layer in which merging fails.
+            on_error.callback(originals)
             try:
                 _merge_one(name, layer, names, way)
             except ValueError as error:
-                if "NaNs" not in str(error):  # PEFT's message for values that are not finite
+                # PEFT's message for values that are not finite contains this word.
+                if "NaNs" not in str(error):
                     raise
                 what = f"merging {', '.join(names)} into '{name}'"
                 why = "the merged weight would hold infinite or NaN values"

@@ -90,7 +90,8 @@ class QLoRA(LoRA):
         return predicted
 
     def apply(self, model: nn.Module) -> None:
-        base, skip = copy.copy(self.base), self.base.skip  # a copy, so that a second model gets the configured skip
+        # A copy, so that a second model gets the configured skip.
+        base, skip = copy.copy(self.base), self.base.skip
         if self.train:  # fully trained modules cannot be packed
             chosen = [skip] if isinstance(skip, str | type) else list(skip)
             base.skip = [*chosen, *find_targets(model, self.train)]

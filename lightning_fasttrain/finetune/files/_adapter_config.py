@@ -9,7 +9,7 @@ import types
 import typing
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -17,6 +17,9 @@ from lightning_fasttrain.core.files.safe_load import parse_json
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.finetune.selection.base_fingerprint import first_few
 from lightning_fasttrain.finetune.selection.targets import require_peft
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
 
 _LARGEST = 4 * 2**20  # bytes; a list of 10,000 layers takes 1 MiB
 _LONGEST_WORD = 256
@@ -42,10 +45,11 @@ _OFF = (None, False, "", [], {})
 _STARTS = (True, False, "gaussian", "orthogonal", "eva", "mica", "pissa", "olora")
 
 
-def written_config(config: Any, root: nn.Module) -> str:
+def written_config(config: "PeftConfig", root: nn.Module) -> str:
     """Return the contents of ``adapter_config.json``, with sorted keys so that equal settings give equal bytes."""
     settings = config.to_dict()
-    settings["inference_mode"] = True  # as PEFT writes it: the loader decides whether it trains
+    # PEFT writes it in this way: the loader decides whether the adapter trains.
+    settings["inference_mode"] = True
     if settings["base_model_name_or_path"] is None:
         settings["base_model_name_or_path"] = vars(root).get("name_or_path") or None
     if settings["task_type"] is None:
@@ -60,7 +64,7 @@ def _sort_any(value: object) -> list[Any]:
     return sorted(value)
 
 
-def refuse_unrepeatable(config: object, what: str) -> None:
+def refuse_unrepeatable(config: "PeftConfig", what: str) -> None:
     """Refuse adapters whose initialization changed the base in a way that cannot be repeated when loading.
 
     Raises:
@@ -93,7 +97,8 @@ def read_config(folder: Path, copy: str | None) -> Any:
             settings = _parse(file.read(_LARGEST + 1), str(path))
         if copy is not None:
             _refuse_mixed(settings, _parse(copy.encode(), "its copy"), path)
-    elif copy is not None:  # an interrupted save; the tensor file is complete, and so is its copy
+    elif copy is not None:
+        # After an interrupted save the tensor file is complete, and so is its copy of the configuration.
         settings = _parse(copy.encode(), f"the settings in {folder / 'adapter_model.safetensors'}")
     else:
         raise FileNotFoundError(explain(f"{path}", "the file does not exist", "Pass an adapter's folder"))
@@ -165,7 +170,7 @@ def _check_settings(settings: dict[str, Any], kind: Any, path: str, version: str
 
 
 @functools.cache
-def _hints(kind: Any) -> dict[str, Any]:
+def _hints(kind: object) -> dict[str, Any]:
     return typing.get_type_hints(kind)
 
 
@@ -218,7 +223,7 @@ def _is_plain(value: object, hint: object) -> bool:
     return hint in (None, type(None)) and value is None
 
 
-def _name_of_type(hint: Any) -> str:
+def _name_of_type(hint: object) -> str:
     return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
 
 

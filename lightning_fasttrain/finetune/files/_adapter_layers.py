@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import lightning as L
 from torch import nn
@@ -20,7 +20,10 @@ from lightning_fasttrain.finetune.selection.base_fingerprint import (
     plain_name,
     refuse_other_base,
 )
-from lightning_fasttrain.finetune.selection.targets import find_target_parameters, has_ending, require_peft
+from lightning_fasttrain.finetune.selection.targets import find_target_parameters, has_ending, method_of, require_peft
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
 
 PREFIX = "base_model.model."
 WRONG_BASE = "Load the base that it was trained with, or pass check_base=False if you know that it matches"
@@ -60,7 +63,7 @@ def refuse_other_model(what: str, why: str) -> NoReturn:
 
 
 def find_place(
-    model: nn.Module, keys: list[str], config: Any, name: str, source: Path, fingerprint: Fingerprint | None
+    model: nn.Module, keys: list[str], config: "PeftConfig", name: str, source: Path, fingerprint: Fingerprint | None
 ) -> Place:
     """Find the module in ``model`` that has all layers named in the file, and no further ones that the settings name.
 
@@ -69,7 +72,7 @@ def find_place(
     """
     targets = _layers_in_file(keys, config)
     if not targets:
-        why = f"it has no tensors of a {config.peft_type.value} adapter"
+        why = f"it has no tensors of a {method_of(config)} adapter"
         raise ValueError(explain(f"{source / WEIGHTS}", why, "Save it again"))
     place = _find_only_place(model, keys, config, name)
     root = place.root if place is not None else _nearest_place(model, keys, fingerprint, name)
@@ -88,7 +91,7 @@ def find_place(
     return place
 
 
-def _find_only_place(model: nn.Module, keys: list[str], config: Any, name: str) -> Place | None:
+def _find_only_place(model: nn.Module, keys: list[str], config: "PeftConfig", name: str) -> Place | None:
     targets, tokens = _layers_in_file(keys, config), _tokens_in_file(keys, config)
     inside = {*targets, *tokens}
     rest = [key for key in keys if not is_inside(key, inside)]
@@ -109,7 +112,7 @@ def _find_only_place(model: nn.Module, keys: list[str], config: Any, name: str) 
     return found[0] if found else None
 
 
-def _layers_in_file(keys: Iterable[str], config: Any) -> list[str]:
+def _layers_in_file(keys: Iterable[str], config: "PeftConfig") -> list[str]:
     """Return the names of the layers that the file has adapter tensors for."""
     peft: Any = require_peft()
     mark = peft.mapping.PEFT_TYPE_TO_PREFIX_MAPPING[config.peft_type]
@@ -128,7 +131,7 @@ def _layers_in_file(keys: Iterable[str], config: Any) -> list[str]:
     return list(found)
 
 
-def _tensors_meant(root: nn.Module, config: object) -> dict[str, str]:
+def _tensors_meant(root: nn.Module, config: "PeftConfig") -> dict[str, str]:
     """Map the tensors in this model that match the file's settings to the names of their modules."""
     try:
         return find_target_parameters(root, getattr(config, "target_parameters", None) or ())
@@ -136,7 +139,7 @@ def _tensors_meant(root: nn.Module, config: object) -> dict[str, str]:
         return {}
 
 
-def _tokens_in_file(keys: Iterable[str], config: object) -> dict[str, list[int]]:
+def _tokens_in_file(keys: Iterable[str], config: "PeftConfig") -> dict[str, list[int]]:
     """Map the embeddings that the file holds single rows of to the rows' indices in the settings."""
     rows = getattr(config, "trainable_token_indices", None) or {}
     found: dict[str, list[int]] = {}
@@ -172,7 +175,7 @@ def plain_modules(root: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def _layers_meant(layers: Mapping[str, nn.Module], config: Any) -> set[str]:
+def _layers_meant(layers: Mapping[str, nn.Module], config: "PeftConfig") -> set[str]:
     """Return the names of the layers in this model that match the file's settings; empty if these are patterns.
 
     A model with more blocks than the trained one has all layers of the file, and further matching ones.
@@ -189,7 +192,7 @@ def _layers_meant(layers: Mapping[str, nn.Module], config: Any) -> set[str]:
     return meant
 
 
-def _find_whole(layers: Mapping[str, nn.Module], config: object, rest: list[str]) -> list[str]:
+def _find_whole(layers: Mapping[str, nn.Module], config: "PeftConfig", rest: list[str]) -> list[str]:
     found: list[str] = []
     for name in layers:
         meant = any(name.endswith(one) for one in getattr(config, "modules_to_save", None) or [])

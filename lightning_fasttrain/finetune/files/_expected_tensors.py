@@ -5,7 +5,7 @@ import dataclasses
 import re
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +23,16 @@ from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized
 from lightning_fasttrain.finetune.quantized._quantized_tensor import shown_as_parameters
 from lightning_fasttrain.finetune.quantized._tensor_files import DTYPES
 from lightning_fasttrain.finetune.selection.base_fingerprint import base_names, first_few
-from lightning_fasttrain.finetune.selection.targets import match_exactly, require_peft
+from lightning_fasttrain.finetune.selection.targets import match_exactly, method_of, require_peft
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
 
 # Integers that are not sizes.
 _NO_SIZE = re.compile("seed|key|alpha|step|init|final|warmup|interval|delta|transform|lambda")
 
 
-def expected_tensors(place: Place, config: Any) -> dict[str, Tensor]:
+def expected_tensors(place: Place, config: "PeftConfig") -> dict[str, Tensor]:
     """Return the tensors that a file of such an adapter for this model holds, without their values.
 
     PEFT itself creates the adapter, in copies of the layers that take no memory, so the model is not changed.
@@ -44,19 +47,21 @@ def expected_tensors(place: Place, config: Any) -> dict[str, Tensor]:
     for device in ("meta", "cpu"):
         skeleton = _skeleton(place, config, device)
         try:
-            with warnings.catch_warnings(action="ignore"):  # raised again when the adapter is added
+            # The warnings are raised again when the adapter is added.
+            with warnings.catch_warnings(action="ignore"):
                 peft.inject_adapter_in_model(config, skeleton, adapter_name="file")
             return get_peft_model_state_dict(skeleton, adapter_name="file", save_embedding_layers=False)
-        except NotImplementedError:  # the initialization of a few kinds reads values
+        except NotImplementedError:
+            # The initialization of a few kinds reads values, which a meta tensor does not have.
             continue
         except Exception as error:
             why = f"PEFT cannot create it: {error}"
-            raise ValueError(explain(f"the adapter's {config.peft_type.value}", why, "Save it again")) from error
+            raise ValueError(explain(f"the adapter's {method_of(config)}", why, "Save it again")) from error
     why = "PEFT cannot create it on the meta device"
-    raise ValueError(explain(f"{config.peft_type.value}", why, "Use peft.PeftModel"))
+    raise ValueError(explain(f"{method_of(config)}", why, "Use peft.PeftModel"))
 
 
-def _config_for(place: Place, config: Any) -> Any:
+def _config_for(place: Place, config: "PeftConfig") -> Any:
     config = copy_config_for(config, match_exactly(place.targets), match_exactly(place.scaled), place.whole or None)
     if place.tokens:
         config.trainable_token_indices = place.tokens
@@ -65,7 +70,7 @@ def _config_for(place: Place, config: Any) -> Any:
     return config
 
 
-def _skeleton(place: Place, config: object, device: str) -> nn.Module:
+def _skeleton(place: Place, config: "PeftConfig", device: str) -> nn.Module:
     """Create a module with copies of the layers that the file is for, under their names."""
     layers, skeleton = plain_modules(place.root), nn.Module()
     names = [*place.targets, *place.whole, *place.tokens]
@@ -157,7 +162,7 @@ def refuse_not_finite(file: Any, what: str) -> None:
             raise ValueError(explain(f"the adapter in {what}", why, way_out))
 
 
-def refuse_sizes_beyond_the_layers(place: Place, config: Any, file: Any, what: str) -> None:
+def refuse_sizes_beyond_the_layers(place: Place, config: "PeftConfig", file: Any, what: str) -> None:
     """Refuse sizes in the settings that exceed the layers' sizes, before memory of that size is allocated.
 
     Raises:

@@ -2,7 +2,7 @@
 
 import copy
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -25,6 +25,10 @@ from lightning_fasttrain.finetune.selection.base_fingerprint import (
     base_names,
     refuse_other_base,
 )
+from lightning_fasttrain.finetune.selection.targets import method_of
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
 
 # Settings that are not taken from a file: no tokenizer may be loaded, and the model determines the sizes.
 _FROM_HERE: dict[str, Any] = {
@@ -40,7 +44,7 @@ def load_prompts_(
     model: nn.Module,
     source: Path,
     file: Any,
-    config: Any,
+    config: "PeftConfig",
     name: str,
     trainable: bool,
     fingerprint: Fingerprint | None,
@@ -56,7 +60,7 @@ def load_prompts_(
     there, task = adapters_on(root).get(name), task_of(plain_model(root))
     if fingerprint is not None:
         refuse_other_base(fingerprint, root, what, WRONG_BASE)
-    network = config.peft_type.value == "P_TUNING" or getattr(config, "prefix_projection", False)
+    network = method_of(config) == "P_TUNING" or getattr(config, "prefix_projection", False)
     if network and (trainable or (there is not None and not there.inference_mode)):
         why = "a network computed its virtual tokens, and the file does not hold that network"
         way_out = "Resume from Lightning's checkpoint, or load it under another name with trainable=False"
@@ -83,7 +87,7 @@ def load_prompts_(
     return [place]
 
 
-def _shapes_here(config: Any, base: Any) -> dict[str, list[int]]:
+def _shapes_here(config: "PeftConfig", base: Any) -> dict[str, list[int]]:
     """Return the shapes of the tensors in PEFT's file of such virtual tokens for this model."""
     from peft.utils.other import _prepare_prompt_learning_config
 
@@ -91,7 +95,7 @@ def _shapes_here(config: Any, base: Any) -> dict[str, list[int]]:
     fill_(filled, base)
     _prepare_prompt_learning_config(filled, base.config)
     virtual = [filled.num_virtual_tokens * (1 + base.config.is_encoder_decoder), filled.token_dim]
-    if filled.peft_type.value == "PREFIX_TUNING":
+    if method_of(filled) == "PREFIX_TUNING":
         virtual = [filled.num_virtual_tokens, 2 * filled.num_layers * filled.token_dim]
     shapes = {"prompt_embeddings": virtual}
     heads = ["classifier", "score"] if filled.task_type == "SEQ_CLS" else []  # PEFT trains these

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,9 @@ from lightning_fasttrain.finetune.selection.base_fingerprint import (
     first_few,
 )
 from lightning_fasttrain.finetune.selection.targets import has_ending, match_exactly
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
 
 
 def save_adapter(model: nn.Module, folder: Folder, *, name: str | None = None) -> Path:
@@ -213,7 +216,7 @@ def _layer_keys(keys: list[str], source: Path) -> list[str]:
     return [key.removeprefix(PREFIX) for key in keys]
 
 
-def _add(model: nn.Module, place: Place, config: Any, name: str) -> tuple[list[str], str, nn.Module]:
+def _add(model: nn.Module, place: Place, config: "PeftConfig", name: str) -> tuple[list[str], str, nn.Module]:
     """Add the adapter, and return its layers, and the prefix and module that it was added to."""
     if hasattr(config, "feedforward_modules"):
         config.feedforward_modules = _match_exactly(place, place.scaled)
@@ -238,14 +241,15 @@ def _match_exactly(place: Place, names: list[str]) -> list[re.Pattern[str]]:
     return [re.compile(match_exactly(in_model))] if names else []
 
 
-def _scaled_at_input(place: Place, config: Any, keys: list[str], file: Any) -> list[str]:
+def _scaled_at_input(place: Place, config: "PeftConfig", keys: list[str], file: Any) -> list[str]:
     """Return the targets that (IA)³ scales at the input, [1, in], rather than at the output, [out, 1]."""
     ends = config.feedforward_modules or []
     found = []
     for target in place.targets:
         key = f"{target}.ia3_l"
         shape = file.get_slice(f"{PREFIX}{key}").get_shape() if key in keys else [0]
-        single = all(size == 1 for size in shape)  # [1, 1] can be either, so the settings decide
+        # A shape [1, 1] can be either, so the settings decide.
+        single = all(size == 1 for size in shape)
         if shape[:1] == [1] and (not single or has_ending(target, ends)):
             found.append(target)
     return found

@@ -2,7 +2,6 @@
 
 import copy
 import os
-import secrets
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
 from lightning_fasttrain.core.checks import require
-from lightning_fasttrain.core.files.atomic_write import TEMPORARY, sync_folder
+from lightning_fasttrain.core.files.atomic_write import sync_folder, temporary_path
 from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.modules.select import is_part_of
 from lightning_fasttrain.finetune.adapters._merged_layers import find_trained_copies
@@ -168,7 +167,7 @@ def _plain_twin(root: Any, state: dict[str, Tensor]) -> Any:
 @rank_zero_only
 def _write(target: Path, model: Any) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = target.parent / f"{TEMPORARY}{target.name}-{os.getpid()}-{secrets.token_hex(4)}"
+    unfinished = temporary_path(target.parent, target.name)
     try:
         # The warnings are about generation settings that were loaded that way.
         with warnings.catch_warnings(action="ignore"):

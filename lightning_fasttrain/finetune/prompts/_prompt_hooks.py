@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.wrapped_forward import Replacement
+from lightning_fasttrain.finetune.selection.targets import method_of
 
 # Outputs with a sequence dimension, which virtual tokens make longer.
 _LONGER = {
@@ -31,7 +32,7 @@ def cut_virtual_tokens(prompted: Any, args: tuple[Any, ...], given: dict[str, An
         way_out = "Omit the cache, or use model.generate(...)"
         raise ValueError(explain(f"a cache passed to a {type(prompted).__name__}", why, way_out))
     # The virtual tokens are in the cache, not in the sequence.
-    if config.peft_type.value == "PREFIX_TUNING":
+    if method_of(config) == "PREFIX_TUNING":
         return
     if isinstance(output, tuple):
         why = "the outputs that virtual tokens make longer cannot be identified in a tuple"
@@ -55,7 +56,7 @@ class StillPrompt(Replacement):
     block that is run a second time, as activation checkpointing does, finds the original cache.
     """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         from transformers.cache_utils import EncoderDecoderCache
 
         cache = type(self.module).get_prompt(self.module, *args, **kwargs)
@@ -65,7 +66,8 @@ class StillPrompt(Replacement):
         of_decoder = cache
         if isinstance(cache, EncoderDecoderCache):
             cache.cross_attention_cache.update = _return_as_given
-            cache.is_updated = _NeverUpdated(cache.is_updated)  # a recomputed block would read it
+            # A recomputed block would read an updated cache.
+            cache.is_updated = _NeverUpdated(cache.is_updated)
             of_decoder = cache.self_attention_cache
         for layer in of_decoder.layers:
             # Only on this cache: each forward gets a new one.
@@ -76,8 +78,8 @@ class StillPrompt(Replacement):
 class GenerateWithCache(Replacement):
     """Replacement of ``generate`` of PEFT's model, which would silently ignore a prefix without a cache."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        prefixed = self.module.active_peft_config.peft_type.value == "PREFIX_TUNING"
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        prefixed = method_of(self.module.active_peft_config) == "PREFIX_TUNING"
         if prefixed and kwargs.get("use_cache") is False and not self.module._adapters_disabled:
             raise ValueError(
                 explain("use_cache=False", "the cache holds the prefix", "Omit use_cache=False, or use PromptTuning")
@@ -85,11 +87,11 @@ class GenerateWithCache(Replacement):
         return type(self.module).generate(self.module, *args, **kwargs)
 
 
-def _put_behind_prefix(layer: Any, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+def _put_behind_prefix(layer: Any, keys: Tensor, values: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
     return torch.cat([layer.keys, keys], dim=-2), torch.cat([layer.values, values], dim=-2)
 
 
-def _return_as_given(keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+def _return_as_given(keys: Tensor, values: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
     return keys, values
 
 

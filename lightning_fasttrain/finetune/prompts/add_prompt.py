@@ -4,7 +4,7 @@ import copy
 import warnings
 from collections.abc import Iterable
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
@@ -23,15 +23,19 @@ from lightning_fasttrain.finetune.selection.freezing import freeze_
 from lightning_fasttrain.finetune.selection.targets import (
     find_hugging_face_model,
     find_targets,
+    method_of,
     refuse_tied,
     require_peft,
 )
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
 
 _KINDS = ("PROMPT_TUNING", "PREFIX_TUNING", "P_TUNING")
 
 
 @notices_late_parameters
-def add_prompt_(model: nn.Module, config: Any, *, train: Iterable[str] = (), name: str = "default") -> str:
+def add_prompt_(model: nn.Module, config: "PeftConfig", *, train: Iterable[str] = (), name: str = "default") -> str:
     """Prepend virtual tokens to the input of the Hugging Face model in ``model``, in place, and freeze everything else.
 
     A ``PeftModel`` replaces the Hugging Face model, which it holds as ``base_model``: keys of the ``state_dict``
@@ -136,7 +140,7 @@ def plain_model(root: Any) -> Any:
     return root.base_model if has_prompt(root) else root
 
 
-def fill_(config: Any, base: Any) -> None:
+def fill_(config: "PeftConfig", base: Any) -> None:
     """Fill in the task of the model, and the sizes that PEFT does not find or confuses.
 
     Raises:
@@ -148,7 +152,7 @@ def fill_(config: Any, base: Any) -> None:
         what = f"virtual tokens for {type(base).__name__}, of task {config.task_type}"
         why = "PEFT supports them for language models, sequence classifiers and models without a head"
         raise TypeError(explain(what, why, "Use LoRA, which supports any module"))
-    if config.peft_type.value != "PREFIX_TUNING":  # prefix tuning has its own sizes
+    if method_of(config) != "PREFIX_TUNING":  # prefix tuning has its own sizes
         config.token_dim = config.token_dim or base.get_input_embeddings().embedding_dim
         config.num_attention_heads = config.num_attention_heads or base.config.num_attention_heads
 
@@ -169,16 +173,16 @@ def task_of(base: nn.Module) -> str:
     return "unknown"
 
 
-def check_prompt_config(config: Any) -> None:
+def check_prompt_config(config: "PeftConfig") -> None:
     peft = require_peft()
-    if not isinstance(config, peft.PeftConfig) or config.peft_type.value not in _KINDS:
+    if not isinstance(config, peft.PeftConfig) or method_of(config) not in _KINDS:
         why = f"expected a PEFT configuration of kind {', '.join(_KINDS)}"
         way_out = "Use for example peft.PromptTuningConfig(num_virtual_tokens=20); for LoRA and others use add_adapter_"
         raise TypeError(explain(f"config is a {type(config).__name__}", why, way_out))
     positive_int("num_virtual_tokens", config.num_virtual_tokens)
 
 
-def _put_before(base: nn.Module, root: Any, config: Any, name: str) -> Any:
+def _put_before(base: nn.Module, root: Any, config: "PeftConfig", name: str) -> Any:
     """Return PEFT's model for ``base`` and its task, with virtual tokens of this name."""
     peft = require_peft()
     with ExitStack() as stack, warnings.catch_warnings():

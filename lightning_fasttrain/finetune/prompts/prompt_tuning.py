@@ -78,7 +78,8 @@ class PromptTuning(Adapter):
 
     def apply(self, model: nn.Module) -> None:
         root = find_language_model(model)[1]
-        known = list(adapters_on(root))  # existing adapters may be trained, and keep their values
+        # Existing adapters may be trained, and keep their values.
+        known = list(adapters_on(root))
         _refuse_unknown(self.start, root)
         place = add_prompt_(model, self.config, train=self.train, name=self.name)
         if self.start and self.name not in known:
@@ -146,7 +147,8 @@ def _refuse_unknown(ids: list[int], root: Any) -> None:
 
 def _initialize_(root: Any, name: str, ids: list[int]) -> None:
     embeddings, weight = root.get_input_embeddings(), root.prompt_encoder[name].embedding.weight
-    if isinstance(embeddings.weight, FakeTensor):  # a prediction: there are no values to copy
+    # In a prediction there are no values to copy.
+    if isinstance(embeddings.weight, FakeTensor):
         return
     repeated = (ids * -(-len(weight) // len(ids)))[: len(weight)]
     with torch.no_grad():

@@ -65,7 +65,8 @@ def sort_out(model: nn.Module, kind: str, skip: Blocks) -> Quantizable:
         elif isinstance(module, nn.Linear) or is_transposed(module):
             reason = _why_left(name, module, skipped, heads, shared)
             if name.startswith(adapter):
-                if name == f"{adapter}base_layer":  # the other layers inside belong to the adapter
+                # Other layers inside of the wrapper belong to the adapter.
+                if name == f"{adapter}base_layer":
                     left[name] = reason or IN_ADAPTER
             elif reason:
                 left[name] = reason
@@ -123,13 +124,13 @@ def _shared_modules(model: nn.Module) -> dict[str, str]:
 
 def _kept_whole(model: nn.Module) -> dict[str, str]:
     """Map modules that Hugging Face models keep in float32, such as ``wo`` in T5, to that reason."""
-    return {
-        f"{prefix}.{name}".lstrip("."): f"{type(owner).__name__} keeps it in float32"
-        for prefix, owner in model.named_modules()
-        if (kept := getattr(owner, "_keep_in_fp32_modules", None))
-        for name, _ in owner.named_modules()
-        if set(kept) & set(name.split("."))
-    }
+    reasons: dict[str, str] = {}
+    for prefix, owner in model.named_modules():
+        kept = set(getattr(owner, "_keep_in_fp32_modules", None) or ())
+        for name, _ in owner.named_modules():
+            if kept.intersection(name.split(".")):
+                reasons[f"{prefix}.{name}".lstrip(".")] = f"{type(owner).__name__} keeps it in float32"
+    return reasons
 
 
 def _why_unfit(layer: nn.Module) -> str:

@@ -196,13 +196,13 @@ def _int8_parameter(packed: Tensor) -> nn.Parameter:
     return require_bitsandbytes().nn.Int8Params(packed, requires_grad=False, has_fp16_weights=False)
 
 
-def settle_(layer: Any) -> None:
+def settle_(layer: nn.Module) -> None:
     """Make the weight and the quantisation state of a layer consistent."""
     settle = settle_8bit_ if in_8_bits(layer) else settle_4bit_
     settle(layer)
 
 
-def settle_4bit_(layer: Any, *_: Any) -> None:
+def settle_4bit_(layer: Any, *_: object) -> None:
     """Make weight and quantisation state of a 4-bit layer consistent; also used as a forward pre-hook.
 
     It never synchronizes with the device. It repairs what bitsandbytes leaves inconsistent: pickling, and loading with
@@ -211,7 +211,8 @@ def settle_4bit_(layer: Any, *_: Any) -> None:
     weight may be on another device than its state.
     """
     weight: Any = layer.weight
-    if isinstance(weight, DTensor):  # a shard of FSDP2, whose state is that of the unsharded weight
+    # The state of a shard of FSDP2 is that of the unsharded weight.
+    if isinstance(weight, DTensor):
         weight.quant_state = layer.quant_state
         return
     # By ``is``: parameters of bitsandbytes are subclasses.
@@ -224,7 +225,7 @@ def settle_4bit_(layer: Any, *_: Any) -> None:
         state.to(weight.device)
 
 
-def settle_8bit_(layer: Any, *_: Any) -> None:
+def settle_8bit_(layer: Any, *_: object) -> None:
     """Make weight and ``layer.state`` of an int8 layer consistent, like :func:`settle_4bit_`."""
     weight: Any = layer.weight
     if type(weight) is nn.Parameter:

@@ -46,7 +46,8 @@ def quantize_tensor_(owner: nn.Module, name: str, tensor: Tensor, kind: str, dou
 
 def hold_(owner: nn.Module, name: str, holder: nn.Module) -> None:
     """Register the layer that holds ``owner``'s tensor ``name`` in place of a parameter or another such layer."""
-    if not any(wrappers_on(owner, DequantizedTensors)):  # the hooks are registered once with it
+    # The hooks are registered once, with the first wrapper.
+    if not any(wrappers_on(owner, DequantizedTensors)):
         DequantizedTensors(owner).install()
         owner.register_state_dict_post_hook(_remove_layer_names)
         owner.register_load_state_dict_pre_hook(_add_layer_names)
@@ -116,12 +117,13 @@ class DequantizedTensors(WrappedForward):
         super().__init__(module)
         self.order = list(module._parameters)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         owner, holders = self.module, held_tensors(self.module)
         dtype = _dtype_of_inputs((*args, *kwargs.values()))
         ways = {name: _WayBack(holder, vars(holder).get("added")) for name, holder in holders.items()}
         floats = {name: way(dtype) for name, way in ways.items()}
-        vars(owner).update(floats)  # instance attributes take precedence over child modules
+        # Instance attributes take precedence over child modules and parameters.
+        vars(owner).update(floats)
         try:
             if torch.compiler.is_compiling() or _has_saved_tensors_hooks():
                 return self.inner(*args, **kwargs)
@@ -186,12 +188,12 @@ def _has_saved_tensors_hooks() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-def _remove_layer_names(owner: nn.Module, state_dict: StateDict, prefix: str, _: Any) -> None:
+def _remove_layer_names(owner: nn.Module, state_dict: StateDict, prefix: str, _: object) -> None:
     for name in held_tensors(owner):
         _rename(state_dict, f"{prefix}{name}.weight", f"{prefix}{name}")
 
 
-def _add_layer_names(owner: nn.Module, state_dict: StateDict, prefix: str, *_: Any) -> None:
+def _add_layer_names(owner: nn.Module, state_dict: StateDict, prefix: str, *_: object) -> None:
     for name, holder in held_tensors(owner).items():
         key = f"{prefix}{name}"
         # A checkpoint of the plain model has the complete tensor under this key.

@@ -17,7 +17,8 @@ Where = str | os.PathLike[str]
 Original = nn.Module | Mapping[str, Tensor] | Where
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
-_UNRELATED = 0.5  # relative distance; quantising causes 0.1, and another model's weights are at 1.4
+# Relative distance: quantising causes 0.1, and the weights of another model are at 1.4.
+_UNRELATED = 0.5
 
 DTYPES = {
     "F64": torch.float64,

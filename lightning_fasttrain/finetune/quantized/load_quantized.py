@@ -110,7 +110,8 @@ def load_quantized(
                 made[stack] = quantize_tensor_(*stack, tensor, kind, double_quant)
             else:
                 empty.fill(tensor)
-            del tensor  # otherwise it would stay in memory while the next one is read
+            # Otherwise this tensor would stay in memory while the next one is read.
+            del tensor
     # After the loop, as a bias may be read after its weight.
     for layer in layers.values():
         round_bias_(layer)

@@ -258,7 +258,8 @@ class QuantizedBase(Technique):
         """Return a copy with the compute dtype that the Trainer's precision would give."""
         if self.compute_dtype != "auto" or self.kind == "int8":
             return self
-        predicted = copy.deepcopy(self)  # in the run itself, the Trainer determines it
+        # In the run itself, the Trainer determines it.
+        predicted = copy.deepcopy(self)
         predicted.compute_dtype = torch.bfloat16 if step.on_cuda or step.precision.startswith("bf16") else "auto"
         return predicted
 

@@ -66,7 +66,8 @@ def keep_quantized_(layer: Any) -> None:
 
 def _hook_(layer: Any, load: Callable[..., None], settle: Callable[..., None]) -> None:
     if layer.weight.dtype in FLOATS and layer.weight.dim() == 2 and layer.weight.shape[1] == layer.in_features:
-        layer.to(layer.weight.device)  # bitsandbytes quantises a layer when it is first moved
+        # bitsandbytes quantises a layer when it is first moved, even to the device where it is.
+        layer.to(layer.weight.device)
     settle(layer)
     # A copied layer has its hooks already.
     if not any(hook.hook is load for hook in layer._load_state_dict_pre_hooks.values()):
@@ -79,7 +80,8 @@ def _disable_repacking_(layer: Any) -> None:
         # As a side effect, saving unpacks the weight.
         layer._save_to_state_dict({}, "", keep_vars=True)
         layer.quant_state = layer.weight.quant_state
-    layer.support_avx512bf16_for_cpu = False  # bitsandbytes checks it before it repacks
+    # bitsandbytes checks this attribute before it repacks the weight.
+    layer.support_avx512bf16_for_cpu = False
 
 
 def load_4bit(layer: Any, state_dict: StateDict, prefix: str, *rest: Any) -> None:
@@ -141,7 +143,8 @@ def _settings_that_differ(packed: Tensor, layer: Any, nested: bool) -> str:
         wanted = {"blocksize": layer.quant_state.blocksize, "shape": [layer.out_features, layer.in_features]}
         if nested:
             wanted |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32"}
-            float(settings["nested_offset"])  # fails here rather than when the kernel is called
+            # Converted to fail here rather than when the kernel is called.
+            float(settings["nested_offset"])
         differ = [f"{key}={settings[key]}" for key, value in wanted.items() if settings[key] != value]
         if settings["dtype"] not in [str(dtype).removeprefix("torch.") for dtype in FLOATS]:
             differ.append(f"dtype={settings['dtype']}")

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
 from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward
@@ -44,13 +45,13 @@ class _Product(torch.autograd.Function):
     """Compute x·Wᵀ + b, saving neither ``x`` nor the dequantised weight for the backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, packed: Tensor, state: Any, bias: Tensor | None) -> Tensor:
+    def forward(ctx: FunctionCtx, x: Tensor, packed: Tensor, state: Any, bias: Tensor | None) -> Tensor:
         # Not by ``save_for_backward``: hooks that offload saved tensors would move the frozen weight as well.
         ctx.packed, ctx.state = packed, state
         with torch.autocast("cpu", enabled=False):
             return F.linear(x, dequantize_flat(packed, state, x.dtype), bias)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         (gradient,) = gradients
         return gradient @ dequantize_flat(ctx.packed, ctx.state, gradient.dtype), None, None, None

@@ -43,9 +43,10 @@ class _BaseCall:
 
     def __init__(self, call: Callable[..., Any], replaced: dict[str, Any]) -> None:
         self.call, self.replaced = call, replaced
-        functools.update_wrapper(self, call)  # so that the signature is that of the base model
+        # Callers that inspect the signature see that of the base model.
+        functools.update_wrapper(self, call)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         return self.call(*args, **kwargs)
 
 

@@ -13,7 +13,8 @@ from lightning_fasttrain.core.messages import explain, list_some
 from lightning_fasttrain.core.modules.layer_kinds import TUNER, WRAPPER, is_a, stands_for
 
 Fingerprint = dict[str, str]
-_SAMPLES = 64  # values of each weight; changing it would invalidate all stored fingerprints
+# Values of each weight; another number would invalidate all stored fingerprints.
+_SAMPLES = 64
 PEFT_MODEL = "peft.peft_model.PeftModel"
 # PEFT's classes, and the child in which each holds the module of the base model.
 _HOLDERS = {
@@ -198,7 +199,8 @@ def _gather_whole(parameter: nn.Parameter) -> Tensor:
     from deepspeed.runtime.zero import GatheredParameters
 
     with GatheredParameters([parameter]):
-        return parameter.detach().clone()  # the gathered values are freed when the ``with`` ends
+        # A copy, since the gathered values are freed when the ``with`` ends.
+        return parameter.detach().clone()
 
 
 def is_torchaos(tensor: Tensor) -> bool:

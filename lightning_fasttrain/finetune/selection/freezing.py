@@ -89,7 +89,8 @@ class StaysInEval(Replacement):
 
     def remove(self, around: nn.Module | None = None) -> None:
         """Restore ``train``, and the mode of the module ``around`` this one, or else the mode from before."""
-        if self.module.__dict__.get("train") is not self:  # removed already, or replaced by another one
+        # Another one may have replaced it since, or it is removed already.
+        if self.module.__dict__.get("train") is not self:
             return
         if self.previous is None:
             del self.module.train

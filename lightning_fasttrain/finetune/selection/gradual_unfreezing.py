@@ -13,6 +13,7 @@ from lightning_fasttrain.core.host.lightning import replicates, wrap_again
 from lightning_fasttrain.core.messages import explain, note_once, say, warn
 from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
 from lightning_fasttrain.core.modules.heads import heads_beside, warn_of_blocks_beyond
+from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.core.modules.select import Named, is_part_of
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.finetune.selection.freezing import (
@@ -192,7 +193,8 @@ def _each_once(groups: Iterable[Chosen], named: int) -> list[Chosen]:
     kept: list[Chosen] = []
     name_of: dict[nn.Parameter, str] = {}
     seen: set[nn.Module] = set()
-    waiting: list[nn.Module] = []  # normalisations of dropped groups, which join the next group
+    # Normalisations of dropped groups join the next group.
+    waiting: list[nn.Module] = []
     for i, group in enumerate(groups):
         own: dict[str, nn.Parameter] = {}
         for name, parameter in group.parameters.items():
@@ -289,7 +291,7 @@ class GradualUnfreezing(Technique):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Create the groups: the first hook at which all parameters and the optimizers exist. Nothing is frozen yet."""
         unfreezing = self._unfreezing = Unfreezing(pl_module, self.groups, self.blocks)
-        held = {p for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]}
+        held = {p for optimizer in trainer.optimizers for p in parameters_of(optimizer)}
         missing = [name for name in chain(*unfreezing.groups) if pl_module.get_parameter(name) not in held]
         if missing:
             what = f"GradualUnfreezing: {len(missing)} parameters such as {missing[0]} are in no optimizer"
@@ -305,7 +307,7 @@ class GradualUnfreezing(Technique):
         self._follow(trainer)
 
     def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
     ) -> None:
         """Unfreeze the next group if groups are unfrozen by step."""
         if self.every != "epoch":

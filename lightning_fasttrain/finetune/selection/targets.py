@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -13,6 +13,9 @@ from lightning_fasttrain.core.modules.heads import find_heads
 from lightning_fasttrain.core.modules.layer_kinds import HUGGING_FACE_MODEL, is_a, is_linear, layers_of, stands_for
 from lightning_fasttrain.core.modules.select import as_list, has_parameters, is_wanted, keep_outermost, select
 from lightning_fasttrain.finetune.selection.uncovered_weights import read_past
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
 
 Target = str | re.Pattern[str] | type[nn.Module]
 Targets = Target | Iterable[Target]
@@ -178,3 +181,8 @@ def find_hugging_face_model(
 def require_peft() -> Any:
     """Import PEFT, or raise an error that names the extra which installs it."""
     return require("peft", extra="finetune")
+
+
+def method_of(config: "PeftConfig") -> str:
+    """Return PEFT's name of the method that a configuration is for, such as "LORA"; "" for the base class."""
+    return "" if config.peft_type is None else config.peft_type.value

@@ -279,7 +279,7 @@ class CompileBlocks(Technique):
         return why_none_ran(model, CompiledForward)
 
     def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
     ) -> None:
         """Hook: mark that the outputs of the previous step may be overwritten by CUDA graphs."""
         if self.uses_cuda_graphs:

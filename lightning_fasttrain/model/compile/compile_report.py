@@ -119,7 +119,8 @@ def kernel_libraries() -> Iterator[Path]:
             if library.is_file():
                 yield library
     for library in Path(codecache.cache_dir()).glob("[a-z0-9][a-z0-9]/*.so"):
-        if not library.name.endswith(".main.so"):  # a probe for an instruction set of the processor
+        # Files of this name are probes for an instruction set of the processor.
+        if not library.name.endswith(".main.so"):
             yield library
 
 

@@ -85,7 +85,8 @@ def check_compiled(
             return _compare(_Probe(module, args, kwargs), plain, compiled, compile_again)
     except torch._dynamo.exc.TorchDynamoException:
         raise  # a compiler error, which the caller handles
-    except Exception as error:  # an error of the block itself will be raised by its own call
+    except Exception as error:
+        # An error of the block itself will be raised by its own call.
         return Verdict(unchecked=first_line(error))
 
 

@@ -72,7 +72,7 @@ def _new_entry(block: nn.Module) -> types.FunctionType:
     compiled through a function around it.
     """
 
-    def run_block(self: "CompiledForward", *args: Any, **kwargs: Any) -> Any:
+    def run_block(self: "CompiledForward", *args: object, **kwargs: object) -> Any:
         return self.inner(*args, **kwargs)
 
     forward = type(block).forward
@@ -80,7 +80,8 @@ def _new_entry(block: nn.Module) -> types.FunctionType:
         copy = types.FunctionType(
             forward.__code__.replace(), forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
         )
-        copy.__kwdefaults__ = forward.__kwdefaults__  # FunctionType does not accept them
+        # FunctionType does not accept them.
+        copy.__kwdefaults__ = forward.__kwdefaults__
         return copy
     return types.FunctionType(run_block.__code__.replace(), run_block.__globals__, run_block.__name__)
 
@@ -138,7 +139,8 @@ def _around_known_faults(block: nn.Module, options: dict[str, Any]) -> dict[str,
     settings = torch._inductor.list_mode_options(options.pop("mode", "default"))
     for fault in faults:
         settings |= fault.options
-    return {**options, "options": settings}  # torch.compile takes a mode or options
+    # torch.compile takes either a mode or options.
+    return {**options, "options": settings}
 
 
 class CompiledForward(WrappedForward):
@@ -155,7 +157,7 @@ class CompiledForward(WrappedForward):
         self.fallback = fallback
         self.is_compared = False
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         # A block inside a compiled one is traced with it.
         if self.failure is not None or torch.compiler.is_compiling():
             return self.inner(*args, **kwargs)

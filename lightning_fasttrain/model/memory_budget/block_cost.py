@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy as Keep
 
+from lightning_fasttrain.core.distributed import largest_over_ranks
 from lightning_fasttrain.model.checkpoint_savings import KeptResults, Storages
 from lightning_fasttrain.model.checkpointed_forward import CheckpointedForward
 
 _REPEATS = 2  # timed runs; the fastest counts
-_LEAST = 0.05  # minimum fraction of the forward that is recomputed; differences of noisy times may be meaningless
+# Minimum fraction of the forward that is recomputed; differences of noisy times may be meaningless.
+_LEAST = 0.05
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,25 @@ def measure_block(
     handling = 2 * max(min(watched) - forward_ms, 0.0)
     cheap_ms = max(forward_ms - min(expensive) + handling, _LEAST * forward_ms)
     return BlockCost(saved_bytes, None if mode.spoilt else expensive_bytes, forward_ms, cheap_ms)
+
+
+def costs_over_ranks(
+    costs: Mapping[str, BlockCost], peaks: Mapping[str, int]
+) -> tuple[dict[str, BlockCost], dict[str, int]]:
+    """Return costs and peaks that hold for every process, so that all of them make the same plan."""
+    # More than any block: survives the maximum, so that if one process cannot keep it, none does.
+    spoilt = float(2**60)
+    flat = [float(peaks.get(name, 0)) for name in ("", *costs)]
+    for cost in costs.values():
+        expensive = spoilt if cost.expensive_bytes is None else cost.expensive_bytes
+        flat += [cost.saved_bytes, expensive, cost.forward_ms, cost.cheap_ms]
+    highest = iter(largest_over_ranks(flat))
+    all_peaks = {name: int(next(highest)) for name in ("", *costs)}
+    all_costs = {}
+    for name in costs:
+        saved, expensive, forward_ms, cheap_ms = (next(highest) for _ in range(4))
+        all_costs[name] = BlockCost(int(saved), None if expensive == spoilt else int(expensive), forward_ms, cheap_ms)
+    return all_costs, all_peaks
 
 
 class Stopwatch:

@@ -15,13 +15,14 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils._pytree import tree_iter
 
 from lightning_fasttrain.core.device import GIB, free_bytes
-from lightning_fasttrain.core.distributed import rank_count
+from lightning_fasttrain.core.distributed import largest_over_ranks, rank_count
 from lightning_fasttrain.core.messages import explain, note_once, say
+from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.core.modules.wrapped_forward import patch
 from lightning_fasttrain.core.peak_memory import PeakMemory
 from lightning_fasttrain.model.activation_checkpointing import SelectiveOps
 from lightning_fasttrain.model.checkpointed_forward import Again, CheckpointedForward
-from lightning_fasttrain.model.memory_budget.block_cost import BlockCost, Stopwatch, measure_block
+from lightning_fasttrain.model.memory_budget.block_cost import BlockCost, Stopwatch, costs_over_ranks, measure_block
 from lightning_fasttrain.model.memory_budget.checkpoint_plan import (
     KEPT,
     RECOMPUTED,
@@ -29,7 +30,6 @@ from lightning_fasttrain.model.memory_budget.checkpoint_plan import (
     CheckpointPlan,
     make_plan,
 )
-from lightning_fasttrain.model.memory_budget.rank_agreement import for_all, highest_of_all
 
 EXPENSIVE = SelectiveOps()
 _FIT = 0.92  # of the free memory: the rest is for fragmentation, and for libraries that allocate memory themselves
@@ -57,7 +57,7 @@ class PlannedForward(CheckpointedForward):
         return super().__call__(*args, **kwargs)
 
     @torch._dynamo.disable
-    def _call_measured(self, *args: Any, **kwargs: Any) -> Any:
+    def _call_measured(self, *args: object, **kwargs: object) -> Any:
         self.watch.enter(self, args, kwargs)
         out = super().__call__(*args, **kwargs)
         self.watch.leave(self.name)
@@ -186,7 +186,8 @@ class StepWatch:
     def _make_ready_for_a_larger_batch(self, tensors: list[Tensor]) -> None:
         if not self.measuring:
             self._follow(None)
-            if rank_count() > 1:  # all ranks share the plan, but only one has this batch
+            # All ranks share the plan, but only one has this batch.
+            if rank_count() > 1:
                 note_once("MemoryBudget: all blocks are recomputed for a batch larger than those measured")
                 self._cautious = True
                 return
@@ -205,7 +206,7 @@ class StepWatch:
             return
         mine = {id(p) for p in self.model.parameters()}
         sharded = rank_count() > 1  # then it may hold shards of the parameters
-        if sharded or any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+        if sharded or any(id(p) in mine for p in parameters_of(optimizer)):
             self._optimizers.add(optimizer)
             self._watch_step(optimizer)
             if self._stage is _Stage.COSTS:
@@ -227,7 +228,8 @@ class StepWatch:
         self._end_of_step.callback(patch(optimizer, "step", then_end_step))
 
     def _end_step(self) -> None:
-        self._pending.clear()  # a forward without a backward leaves its blocks in the list
+        # A forward without a backward leaves its blocks in the list.
+        self._pending.clear()
         if self._stage is _Stage.COSTS and self._costs:
             self._stage = _Stage.PEAKS
         elif self._stage is _Stage.PEAKS and self._window is not None:
@@ -241,7 +243,7 @@ class StepWatch:
         if self._stage in (_Stage.PEAKS, _Stage.CHECK):
             self._open_window()
 
-    def _open_window(self, *held: Any) -> None:
+    def _open_window(self, *held: object) -> None:
         """Measure from here to the end of a step, or later if another meter is active."""
         # On the CPU memory is measured by torch's profiler, and a process can run only one at a time.
         busy = self._device.type == "cpu" and torch.autograd._profiler_enabled()
@@ -261,7 +263,7 @@ class StepWatch:
     def _decide(self) -> None:
         """Make the plan; it applies from the next pass on."""
         costs = {name: cost.times(self._calls[name]) for name, cost in self._costs.items()}
-        costs, peaks = for_all(costs, self._peaks, self._device)
+        costs, peaks = costs_over_ranks(costs, self._peaks)
         budget = self.budget_gib
         limit = _what_fits(self._device, self._in_use) if isinstance(budget, str) else round(budget * GIB)
         self._aim = limit if self._aim is None else min(limit, self._aim)
@@ -285,7 +287,7 @@ class StepWatch:
         """Compare the peak with the limit; if it is higher, make a new plan for a lower limit."""
         plan = self.plan
         assert plan is not None
-        peak = int(highest_of_all([peak], self._device)[0])
+        peak = int(largest_over_ranks([peak])[0])
         # If no block holds memory, the peak cannot be lowered further.
         if peak > plan.limit_bytes and any(block.held_bytes for block in plan.blocks):
             # Lower the limit more each time, down to the plan that is known to fit.
@@ -305,7 +307,8 @@ class StepWatch:
         assert plan is not None
         ms = self._stopwatch.ms()
         assert plan.measured_bytes is not None
-        if ms or not plan.predicted_ms:  # 0 although some was expected: recomputation in compiled code is not measured
+        # A time of 0 although some was expected: recomputation in compiled code is not measured.
+        if ms or not plan.predicted_ms:
             self._tell(plan.with_measured(plan.measured_bytes, ms))
         self._stage, self._stopwatch = _Stage.DONE, None
         self._end_of_step.close()

@@ -11,7 +11,8 @@ from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.model.memory_budget.block_cost import BlockCost
 
-MOST = 8192  # candidates kept at once; of more, the cheapest in each interval of bytes
+# Candidates kept at once; of more, the cheapest in each interval of bytes is kept.
+MOST = 8192
 
 
 def place(options: Sequence[Sequence[tuple[int, float]]], capacity: Sequence[int]) -> list[int] | None:
@@ -53,7 +54,8 @@ def place(options: Sequence[Sequence[tuple[int, float]]], capacity: Sequence[int
         history.append((option[best], before[best]))
         if not len(taken):
             return None
-    result, index = [], len(taken) - 1  # the last takes the most bytes and costs the least
+    # The last one takes the most bytes and costs the least.
+    result, index = [], len(taken) - 1
     for option, before in reversed(history):
         result.append(int(option[index]))
         index = before[index]

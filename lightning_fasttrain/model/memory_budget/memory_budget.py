@@ -70,7 +70,8 @@ class MemoryBudget(CheckpointPolicy):
 
         watch = self._watch = StepWatch(model, blocks, self.budget_gib, tell)
         undos = {name: forward.install() for name, forward in watch.forwards.items()}
-        first = next(iter(undos))  # all blocks share the watch, and one of the undos must end it
+        # All blocks share the watch, and one of the undos must end it.
+        first = next(iter(undos))
 
         def undo(unwrap: Undo = undos[first]) -> None:
             watch.close()

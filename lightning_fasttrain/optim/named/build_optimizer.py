@@ -217,7 +217,8 @@ def build_optimizer(
     optimizer = make(made) if offload is None else HostOptimizer(made, make)
     # Fused ones take over unscaling from the loss scaler, which makes Lightning refuse to clip.
     optimizer._step_supports_amp_scaling = False
-    if hasattr(optimizer, "train"):  # schedule-free ones refuse to step before train()
+    # Schedule-free optimizers refuse to step before train().
+    if hasattr(optimizer, "train"):
         optimizer.train()
     return optimizer
 
@@ -272,7 +273,7 @@ def make_optimizer(make: Callable[[Any], Optimizer], model: nn.Module) -> Optimi
     return make(model) if isinstance(make, NamedOptimizer) else make(model.parameters())
 
 
-def _refuse_company(name: str, known: Known, groups: Groups | None, **asked: Any) -> None:
+def _refuse_company(name: str, known: Known, groups: Groups | None, **asked: object) -> None:
     if asked["offload"] is not None:
         one_of("offload", asked["offload"], ("cpu",))
     ways = {"layer_decay": asked["layer_decay"], "lora_plus": asked["lora_plus"], "groups": groups}

@@ -1,6 +1,6 @@
 """An optimizer whose state and step are in host memory, while the weights stay on the device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.optim.closure_optimizer import ClosureOptimizer, groups_over, take_settings
 
 
@@ -45,7 +46,8 @@ class HostOptimizer(ClosureOptimizer):
     copied: ClassVar[tuple[str, ...]] = ("inner", "_hosted", "_versions")
 
     def __init__(self, params: ParamsT, make: Callable[[list[dict[str, Any]]], Optimizer]) -> None:
-        super().__init__(params, {})  # the defaults are the inner optimizer's, created below
+        # The defaults are those of the inner optimizer, which is created below.
+        super().__init__(params, {})
         self._hosted: dict[Tensor, nn.Parameter] = {}
         self._versions: dict[Tensor, int] = {}
         self.inner = make(self._host_groups())
@@ -54,7 +56,7 @@ class HostOptimizer(ClosureOptimizer):
 
     def update_parameters(self) -> None:
         groups = self._host_groups()
-        moved = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        moved = [p for p in parameters_of(self) if p.grad is not None]
         # All copies are started before any is waited for, so that they follow each other without gaps.
         for parameter in moved:
             hosted = self._hosted[parameter]
@@ -66,7 +68,8 @@ class HostOptimizer(ClosureOptimizer):
         self.inner.param_groups = groups
         self.inner.step()
         for parameter in moved:
-            self._hosted[parameter].grad = None  # returns pinned memory to torch's cache, for the next step
+            # Returns the pinned memory to torch's cache, for the next step.
+            self._hosted[parameter].grad = None
             parameter.copy_(self._hosted[parameter], non_blocking=True)
             self._versions[parameter] = parameter._version
 
@@ -103,7 +106,7 @@ def _host_copy(tensor: Tensor | None) -> Tensor:
     return copy.copy_(tensor.detach(), non_blocking=True)
 
 
-def _wait_for_copies(parameters: list[Tensor]) -> None:
+def _wait_for_copies(parameters: Sequence[Tensor]) -> None:
     """Wait until the copies to the host have arrived: the only synchronization with the device."""
     for device in {parameter.device for parameter in parameters if parameter.is_cuda}:
         torch.cuda.current_stream(device).synchronize()

@@ -1,6 +1,7 @@
 """Train in pure bfloat16 without losing small updates, by compensated (Kahan) or stochastic rounding."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -10,13 +11,15 @@ from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import one_of
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.optim.closure_optimizer import ClosureOptimizer, groups_over, take_settings
 from lightning_fasttrain.optim.optimizer_in_backward import refuse_changed_group
 
 UPDATES = ("kahan", "stochastic")
 _NAN = 0x7FC00000  # the usual float32 NaN, as bits
 _LOW, _DRAW = "low_bits", "draw"  # our keys in a parameter's state
-_APART = 15_485_863  # distance of the parameters' seeds: a prime, as a CPU's seeds end at 2³²
+# Distance of the parameters' seeds: a prime, since a CPU's seeds end at 2³².
+_APART = 15_485_863
 
 
 class LowPrecisionUpdates(ClosureOptimizer):
@@ -67,8 +70,7 @@ class LowPrecisionUpdates(ClosureOptimizer):
 
     def __init__(self, optimizer: Optimizer, updates: str) -> None:
         self.updates = one_of("updates", updates, UPDATES)
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        _refuse_parameters(parameters, updates)
+        _refuse_parameters(parameters_of(optimizer), updates)
         self.inner = optimizer
         super().__init__(optimizer.param_groups, optimizer.defaults)
 
@@ -89,11 +91,13 @@ class LowPrecisionUpdates(ClosureOptimizer):
         if is_low:
             whole = nn.Parameter(_join(parameter, low))
             whole.grad = None if parameter.grad is None else parameter.grad.float()
-        lent = {**group, "params": [whole]}  # a copy, so that changes by a step are detected below
+        # A copy, so that changes by the step are detected below.
+        lent = {**group, "params": [whole]}
         self.inner.param_groups, self.inner.state = [lent], defaultdict(dict, {whole: state})
         self.inner.step()
         self.state[parameter] = self.inner.state[whole]
-        self.inner.param_groups, self.inner.state = [], defaultdict(dict)  # otherwise it would keep the float32 copies
+        # Otherwise the inner optimizer would keep the float32 copies.
+        self.inner.param_groups, self.inner.state = [], defaultdict(dict)
         refuse_changed_group(self.inner, group, lent)
         if not is_low:
             return
@@ -101,7 +105,8 @@ class LowPrecisionUpdates(ClosureOptimizer):
         # A NaN may lose its bits and become infinite, or 0 if it is rounded up: CUDA's have all bits set.
         bits.masked_fill_(whole.isnan() & (bits & 0xFFFF != 0), _NAN)
         if self.updates == "kahan":
-            high = (bits + 0x8000) >> 16  # half of the last place, so that the rest fits into 16 bits
+            # Plus half of the last place, so that the rest fits into 16 bits.
+            high = (bits + 0x8000) >> 16
             self.state[parameter][_LOW] = (bits - (high << 16)).to(torch.int16)
         else:
             generator = torch.Generator(bits.device).manual_seed(draw)
@@ -117,8 +122,7 @@ class LowPrecisionUpdates(ClosureOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         # Loaded state gets the dtype of its parameter, so empty float32 parameters stand in meanwhile.
-        held = [parameter for group in self.param_groups for parameter in group["params"]]
-        stand_ins = {parameter: _stand_in(parameter) for parameter in held}
+        stand_ins: dict[Tensor, nn.Parameter] = {parameter: _stand_in(parameter) for parameter in parameters_of(self)}
         groups = groups_over(self.param_groups, stand_ins.__getitem__)
         self.inner.param_groups, self.inner.state = groups, defaultdict(dict)
         self.inner.load_state_dict(state_dict)
@@ -144,7 +148,7 @@ def _stand_in(parameter: Tensor) -> nn.Parameter:
     return nn.Parameter(torch.empty(0, dtype=dtype, device=parameter.device), dtype.is_floating_point)
 
 
-def _refuse_parameters(parameters: list[Tensor], updates: str) -> None:
+def _refuse_parameters(parameters: Sequence[Tensor], updates: str) -> None:
     if not any(parameter.dtype is torch.bfloat16 for parameter in parameters):
         dtypes = ", ".join(sorted({str(parameter.dtype) for parameter in parameters}))
         why = "only bfloat16 weights lose small updates"

@@ -77,7 +77,8 @@ class MuonAdamW(ClosureOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if param_group.get("muon"):
-            param_group.setdefault("eps", self._muon.defaults["eps"])  # both have one, with different defaults
+            # Muon and AdamW both have an eps, with different defaults.
+            param_group.setdefault("eps", self._muon.defaults["eps"])
             _refuse_others_than_matrices(param_group)
         super().add_param_group(param_group)
 
@@ -99,7 +100,8 @@ class MuonAdamW(ClosureOptimizer):
 
 
 def _refuse_others_than_matrices(group: dict[str, Any]) -> None:
-    group["params"] = list(group["params"])  # it may be a generator, which can be read only once
+    # It may be a generator, which can be read only once.
+    group["params"] = list(group["params"])
     for parameter in group["params"]:
         if parameter.ndim != 2:
             what = f"a parameter of shape {tuple(parameter.shape)} in a group for Muon"

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_fasttrain.core.checks import require
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.optim.named.host_optimizer import HostOptimizer
 from lightning_fasttrain.optim.named.state_bytes import make_twin
 
@@ -40,7 +41,7 @@ def _map_values(state_dict: dict[str, Any], convert: Callable[[Any], Any]) -> di
     return {**state_dict, "state": converted}
 
 
-def _parts(value: Any) -> Any:
+def _parts(value: object) -> Any:
     if not isinstance(value, tuple(_quantized_states().values())):
         return value
     names, (signed, shape, dtype) = value.__tensor_flatten__()  # type: ignore[misc]
@@ -57,7 +58,7 @@ def _rebuild(value: Any) -> Any:
     return kind(*(value[part] for part in kind.tensor_attrs), *attributes)
 
 
-def page_again_after_loading_(optimizer: Any) -> None:
+def page_again_after_loading_(optimizer: Optimizer) -> None:
     """Page the state of bitsandbytes' paged optimizers again after loading, which moves it."""
     seen = [optimizer.state]
 
@@ -117,9 +118,9 @@ def hand_over_state_(source: Optimizer, target: Optimizer) -> int:
 
 def _places_of(optimizer: Optimizer) -> dict[Tensor, tuple[Optimizer, Tensor]]:
     """Map each parameter to the optimizer and the tensor that hold its state."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = parameters_of(optimizer)
     if isinstance(optimizer, HostOptimizer):
-        hosted = [p for group in optimizer.on_host().param_groups for p in group["params"]]
+        hosted = parameters_of(optimizer.on_host())
         return {p: (optimizer.inner, host) for p, host in zip(parameters, hosted, strict=True)}
     return {p: (optimizer, p) for p in parameters}
 
@@ -164,13 +165,14 @@ def _write(optimizer: Optimizer, parameter: Tensor, values: dict[str, Any]) -> N
     optimizer.state[parameter] = made
 
 
-def _fresh_state(optimizer: Any, parameter: Tensor) -> dict[str, Any]:
+def _fresh_state(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
     """Return the state that the optimizer creates in its first step, without a step."""
     group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
     stand_in = torch.nn.Parameter(parameter.detach().clone())
     stand_in.grad = torch.zeros_like(stand_in)  # zero gradients give zero moments
     twin = make_twin(optimizer)
     twin.param_groups, twin.state = [{**group_of[parameter], "params": [stand_in]}], defaultdict(dict)
-    with torch.compiler.set_stance("force_eager"):  # compiling it for one step would take minutes
+    # Compiling the optimizer for one step would take minutes.
+    with torch.compiler.set_stance("force_eager"):
         twin.step()
     return twin.state[stand_in]

@@ -8,6 +8,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.parameters import parameters_of
 
 
 class ScheduleFreeEvaluation(L.Callback):
@@ -48,7 +49,7 @@ class ScheduleFreeEvaluation(L.Callback):
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: called within a fit; a validation alone has no optimizer."""
-        weights = [_Kept.of(p) for optimizer in _find_averaging(trainer) for p in _parameters_of(optimizer)]
+        weights = [_Kept.of(p) for optimizer in _find_averaging(trainer) for p in parameters_of(optimizer)]
         _to_average(trainer)
         # Those that were switched: a checkpoint that was saved after a fit already holds the average.
         self._kept = [kept._replace(version=kept.weight._version) for kept in weights if kept.is_overwritten]
@@ -86,10 +87,6 @@ class _Kept(NamedTuple):
     @torch.no_grad()
     def restore(self) -> None:
         self.weight.copy_(self.numbers)
-
-
-def _parameters_of(optimizer: Any) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _find_averaging(trainer: L.Trainer) -> list[Any]:

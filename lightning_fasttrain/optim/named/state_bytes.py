@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -140,7 +141,8 @@ def _state_after_a_step(optimizer: Optimizer, group: Group, parameters: list[nn.
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
     try:
-        with torch.compiler.set_stance("force_eager"):  # torchao compiles its step, which fake tensors do not support
+        # torchao compiles its step, which fake tensors do not support.
+        with torch.compiler.set_stance("force_eager"):
             twin.step()
     except (TypeError, ValueError, RuntimeError, AssertionError) as error:
         why, way_out = f"its step fails on tensors without values ({error})", "Use AdamW, SGD, Lion or AdamW8bit"
@@ -154,7 +156,8 @@ def make_twin(optimizer: Optimizer) -> Any:
     # Containers are copied, so that a step's changes in them do not reach the original.
     for name, value in vars(optimizer).items():
         vars(twin)[name] = copy.copy(value) if isinstance(value, dict | list | set) else value
-    vars(twin).pop("step", None)  # schedules replace it with one bound to the original
+    # Schedules replace the step with one that is bound to the original.
+    vars(twin).pop("step", None)
     vars(twin).update(_optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())
     return twin
 
@@ -178,7 +181,7 @@ def _early_state(kind: type[Optimizer], parameters: list[nn.Parameter]) -> defau
 class _Ones(TorchDispatchMode):
     """Returns 1 where code reads a scalar from a tensor, as Adafactor does with its step count."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: OpOverload, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return 1.0
         return func(*args, **(kwargs or {}))

@@ -20,6 +20,7 @@ from lightning_fasttrain.core.host.lightning import (
     when_loaders_are_made,
 )
 from lightning_fasttrain.core.messages import explain, note_once, say
+from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.optim.schedule.schedule_shapes import RatePlan, RateRequest, read_request
 from lightning_fasttrain.technique.duration import Length
 from lightning_fasttrain.technique.run_length import is_length_known, steps_of_epochs, total_steps
@@ -220,7 +221,8 @@ class Schedule(LRScheduler):
         for group in self.optimizer.param_groups:
             rate = group.setdefault("initial_lr", _copy(group["lr"])) * factor  # for groups added later
             if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)  # in place, since compiled and captured steps read this tensor
+                # In place, since compiled and captured steps read this tensor.
+                group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
 
@@ -234,7 +236,8 @@ class Schedule(LRScheduler):
             raise RuntimeError(explain("a schedule with module= in a loop", why, "Give total=10_000 instead"))
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
-        overflow = getattr(optimizer, "found_inf", None)  # set by a loss scaler for optimizers that skip by themselves
+        # A loss scaler sets it for optimizers that skip steps by themselves.
+        overflow = getattr(optimizer, "found_inf", None)
         if isinstance(overflow, Tensor) and bool(overflow):  # synchronizes the device
             return
         if not self.is_told and self._is_in_charge():
@@ -246,7 +249,7 @@ class Schedule(LRScheduler):
         self.seen, self.coming = self.seen + self.coming, 0
         self._set_rates()
 
-    def _see(self, trainer: L.Trainer, batch: Any) -> None:
+    def _see(self, trainer: L.Trainer, batch: object) -> None:
         samples, tokens = sum_over_ranks([*count_batch(batch)], trainer.strategy, trainer.world_size)
         self.count(samples=samples, tokens=tokens)
 
@@ -269,4 +272,4 @@ def _copy(rate: float | Tensor) -> float | Tensor:
 
 
 def _is_predicted(optimizer: Optimizer) -> bool:
-    return any(isinstance(parameter, FakeTensor) for group in optimizer.param_groups for parameter in group["params"])
+    return any(isinstance(parameter, FakeTensor) for parameter in parameters_of(optimizer))

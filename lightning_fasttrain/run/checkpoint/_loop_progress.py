@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
 from lightning.pytorch.utilities.combined_loader import _MaxSizeCycle
 
 from lightning_fasttrain.core.host.lightning import is_last_batch_taken
@@ -58,14 +58,17 @@ def resume_after_batch(trainer: L.Trainer, point: SavePoint, restore: Callable[[
     ``restore`` is called first in that iteration, after everything that Lightning does before it.
     """
     loop = trainer.fit_loop.epoch_loop
-    loop.val_loop._has_run = False  # otherwise the loop considers validation, and itself, done
+    # Otherwise the loop considers validation, and itself, done.
+    loop.val_loop._has_run = False
     advance = loop.advance
 
-    def rest_of_an_iteration(data_fetcher: Any) -> None:
-        undo()  # from here on Lightning's own advance is called, whatever happens below
+    def rest_of_an_iteration(data_fetcher: _DataFetcher) -> None:
+        # From here on Lightning's own advance is called, whatever happens below.
+        undo()
         _no_restart(trainer)
         if point is not SavePoint.WITHIN:
-            trainer._logger_connector._first_loop_iter = True  # as after a batch; otherwise logged values are reset
+            # As after a batch; otherwise logged values are reset.
+            trainer._logger_connector._first_loop_iter = True
         restore()
         if point is SavePoint.ITERATION and loop._is_training_done:
             raise StopIteration  # which ends the epoch
@@ -98,7 +101,8 @@ def end_epoch_of_plateau_schedules(trainer: L.Trainer) -> None:
     fit_loop, epochs = trainer.fit_loop, trainer.fit_loop.epoch_progress.current
     if is_last_batch_taken(trainer):
         now = epochs.completed
-        epochs.completed = epochs.processed - 1  # this is `trainer.current_epoch`, which the schedules count by
+        # This is `trainer.current_epoch`, which the schedules count by.
+        epochs.completed = epochs.processed - 1
         fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
         epochs.completed = now
 

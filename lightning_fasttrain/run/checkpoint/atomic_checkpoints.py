@@ -50,13 +50,14 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         The usual sequence of write, fsync, rename, fsync of the folder; Lightning issue 19970.
     """
 
-    verifies: ClassVar[bool] = True  # so that a guard on the strategy does not read the file a second time
+    # With this, a guard on the strategy does not read the file a second time.
+    verifies: ClassVar[bool] = True
 
     def __init__(self, substitute: bool = False) -> None:
         self.substitute = substitute
         self.run = RunMark()
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: object = None) -> None:
         """Write ``checkpoint`` to ``path``, completely or not at all.
 
         Raises:
@@ -98,7 +99,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         else:
             checkpoint = read_archive(path, map_location=map_location)
         if isinstance(checkpoint, dict):
-            self.run.continue_from(checkpoint.pop(KEY, None))  # the returned dictionary equals the saved one
+            # Removed, so that the returned dictionary equals the saved one.
+            self.run.continue_from(checkpoint.pop(KEY, None))
         return checkpoint
 
 
@@ -173,7 +175,8 @@ class AtomicCheckpoints(Technique):
         if self.on_failed_save == "warn" or isinstance(strategy, DDPStrategy):
             undo.callback(share_failed_saves(strategy, continue_training=self.on_failed_save == "warn"))
         theirs = strategy.checkpoint_io
-        if type(theirs) is not TorchCheckpointIO:  # a subclass is the user's own plugin
+        # A subclass is the user's own plugin.
+        if type(theirs) is not TorchCheckpointIO:
             why = "this run already has its own checkpoint plugin, which is kept"
             warn(explain(f"AtomicCheckpoints with {type(theirs).__name__}", why, "Remove one of the two"))
             return undo.close

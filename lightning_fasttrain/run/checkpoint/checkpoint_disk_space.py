@@ -1,9 +1,7 @@
 """Check before a run whether a folder can hold its checkpoints, and handle saves that fail."""
 
 import os
-import secrets
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +12,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fasttrain.core.device import GIB
-from lightning_fasttrain.core.files.atomic_write import TEMPORARY, free_disk_bytes
+from lightning_fasttrain.core.files.atomic_write import free_disk_bytes, temporary_path
 from lightning_fasttrain.core.files.newest_checkpoint import sweep
 from lightning_fasttrain.core.files.safe_load import is_remote
 from lightning_fasttrain.core.host.lightning import replicates
 from lightning_fasttrain.core.messages import explain, log, warn
-from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch_all
 
 
 def check_folders(trainer: L.Trainer, optimizers: Sequence[Optimizer]) -> str | None:
@@ -47,7 +45,7 @@ def why_unfit(folder: Path, nbytes: int) -> str | None:
         True
     """
     there = next(one for one in (folder, *folder.absolute().parents) if one.exists())  # a file counts too
-    probe = there / f"{TEMPORARY}probe-{os.getpid()}-{secrets.token_hex(4)}"
+    probe = temporary_path(there, "probe")
     # Written to, since permissions do not show quotas, read-only mounts and the rules of network file systems.
     try:
         os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
@@ -101,7 +99,7 @@ def share_failed_saves(strategy: Strategy, continue_training: bool) -> Undo:
     """
     save, remove, failed = strategy.save_checkpoint, strategy.remove_checkpoint, False
 
-    def save_checkpoint(checkpoint: dict[str, Any], filepath: str | Path, *args: Any, **kwargs: Any) -> None:
+    def save_checkpoint(checkpoint: dict[str, Any], filepath: str | Path, *args: object, **kwargs: object) -> None:
         nonlocal failed
         error: Exception | None = None
         try:
@@ -110,9 +108,11 @@ def share_failed_saves(strategy: Strategy, continue_training: bool) -> Undo:
             error = caught
         bad = error is not None and not (continue_training and isinstance(error, OSError))
         failed = error is not None
-        if isinstance(strategy, DDPStrategy):  # one process writes; sharding strategies agree by themselves
+        # Under DDP one process writes; sharding strategies agree by themselves.
+        if isinstance(strategy, DDPStrategy):
             if error is not None:
-                log.error("%s", error)  # logged now, as the other ranks may never answer
+                # Logged now, since the other ranks may never answer.
+                log.error("%s", error)
             # Two collectives, so all ranks must come here, also those whose save succeeded.
             failed, bad = (not strategy.reduce_boolean_decision(not told, all=True) for told in (failed, bad))
         if bad:
@@ -124,7 +124,4 @@ def share_failed_saves(strategy: Strategy, continue_training: bool) -> Undo:
         if not failed:
             remove(filepath)
 
-    undo = ExitStack()
-    undo.callback(patch(strategy, "save_checkpoint", save_checkpoint))
-    undo.callback(patch(strategy, "remove_checkpoint", remove_checkpoint))
-    return undo.close
+    return patch_all(strategy, {"save_checkpoint": save_checkpoint, "remove_checkpoint": remove_checkpoint})

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from typing import Any, ClassVar, NamedTuple
 
 import lightning as L
+from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
@@ -120,7 +121,7 @@ class ExactResume(Technique):
                 self._restore(trainer, pl_module)
             self._hold_loaders_of(setup_data)
 
-        def counting_run_start(data_fetcher: Any) -> None:
+        def counting_run_start(data_fetcher: _DataFetcher) -> None:
             # Lightning's own condition for iterating again.
             if trainer.current_epoch > 0 and not fit_loop.is_resuming and not fit_loop.epoch_loop.restarting:
                 for loader in self._loaders:  # Lightning iterates again
@@ -166,9 +167,11 @@ class ExactResume(Technique):
         loops = checkpoint["loops"]["fit_loop"]["state_dict"]
         theirs = [state for state in loops.pop("combined_loader", []) if state]
         if theirs:
-            loops["combined_loader"] = theirs  # without our own states, which are empty
+            # Lightning's state, without our own, which is empty here.
+            loops["combined_loader"] = theirs
         if trainer.interrupted and trainer.world_size > 1:
-            return  # waiting for processes that may have failed would hide the error
+            # Waiting for processes that may have failed would hide the error.
+            return
         point, device = find_save_point(trainer), trainer.strategy.root_device
         random, positions = random_state(), self._positions(trainer, point)
         validation = [generator_states(loader) for loader in validation_loaders(trainer)]
@@ -184,7 +187,8 @@ class ExactResume(Technique):
             return
         if not (isinstance(trainer.strategy, DeepSpeedStrategy | FSDPStrategy) or is_sharded(pl_module)):
             checkpoint[KEY]["gradients"] = gather_gradients(pl_module.named_parameters(), device)
-        elif not hasattr(trainer.strategy, "scale_gradients_"):  # the suite's own strategies warn themselves
+        elif not hasattr(trainer.strategy, "scale_gradients_"):
+            # The suite's own strategies warn themselves.
             what = f"a checkpoint inside an accumulation window under {type(trainer.strategy).__name__}"
             why = "gradients are sharded there and are not saved, so a resumed run lacks them for one step"
             warn(explain(what, why, "Save at optimizer steps"))
@@ -226,7 +230,8 @@ class ExactResume(Technique):
             return
         self._validation = list(resume.mine["validation"])
         theirs = iter(fit_loop["state_dict"].get("combined_loader", []))
-        states = []  # one per loader with a state_dict, including ours, since Lightning counts them; none for iterators
+        # One per loader with a state_dict, including ours, since Lightning counts them; none for iterators.
+        states = []
         for position in resume.mine["loaders"]:
             if position is None:
                 states.append(next(theirs, {}))
@@ -247,7 +252,8 @@ class ExactResume(Technique):
         resume = self._resume
         if resume is None:
             return
-        if not resume.positioned and resume.mine is not None:  # this strategy restores after making the loaders
+        # Some strategies restore only after making the loaders.
+        if not resume.positioned and resume.mine is not None:
             for i, loader in enumerate(self._loaders):
                 resume.set_position(loader.held, i)
             iterate_again(trainer)

@@ -32,7 +32,8 @@ def _look(holder: object, found: dict[int, Generator], seen: set[int], depth: in
         return
     seen.add(id(holder))
     if isinstance(holder, DistributedSampler):
-        found.setdefault(id(holder), holder)  # it draws each epoch's order from its seed, so it acts as a generator
+        # A sampler that draws each epoch's order from its own seed acts as a generator.
+        found.setdefault(id(holder), holder)
     for name, value in vars(holder).items():
         if isinstance(value, torch.Generator | random.Random | np.random.Generator | np.random.RandomState):
             found.setdefault(id(value), value)
@@ -85,7 +86,7 @@ def set_generator_state(generator: Generator, state: Any) -> None:
         generator.setstate((version, tuple(numbers), gauss))  # setstate accepts only a tuple
 
 
-def _to_plain(value: Any) -> Any:
+def _to_plain(value: object) -> Any:
     if isinstance(value, dict):
         return {key: _to_plain(item) for key, item in value.items()}
     if isinstance(value, np.ndarray | np.generic):

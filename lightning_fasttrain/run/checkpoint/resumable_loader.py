@@ -100,8 +100,10 @@ class ResumableLoader(WrappedLoader):
         self._handed_out = self._repeats = 0
         self._positions: deque[tuple[int, dict[str, Any]]] = deque(maxlen=_REMEMBERED)
         self._to_resume: dict[str, Any] | None = None
-        self._lazy = False  # after a load, workers start with the first batch: Lightning may iterate again before
-        self._workers_seed: int | None = None  # for the next pass of persistent workers; None until their first one
+        # After a load, workers start with the first batch, since Lightning may iterate again before.
+        self._lazy = False
+        # For the next pass of persistent workers; None until their first one.
+        self._workers_seed: int | None = None
 
     def __iter__(self) -> Iterator[Any]:
         a_pass = _Pass(self)
@@ -147,7 +149,8 @@ class ResumableLoader(WrappedLoader):
     def position(self, used: int) -> dict[str, Any]:
         """Return the state after ``used`` batches since :meth:`count_from`, regardless of prefetched batches."""
         if not self._positions:  # no batch was requested yet
-            return self._to_resume or self.between_passes()  # loaded, and not begun: the loaded state still holds
+            # A state that was loaded, and whose pass has not begun, still holds.
+            return self._to_resume or self.between_passes()
         ahead: list[Any] = []  # the random states in which batches were prefetched
         for handed_out, position in reversed(self._positions):
             if position["random"] is not None:
@@ -172,7 +175,8 @@ class ResumableLoader(WrappedLoader):
             inner._iterator = None
         # A DataLoader draws `_base_seed` from its generator when it makes an iterator, and seeds the workers with it.
         theirs = inner.generator
-        if seed is not None:  # a later pass, for which persistent workers draw no seed from the common generator
+        # In a later pass persistent workers draw no seed from the common generator.
+        if seed is not None:
             inner.generator = torch.Generator().manual_seed(seed)
         try:
             batches = iter(inner)
@@ -187,7 +191,8 @@ class ResumableLoader(WrappedLoader):
             return
         map_style = not isinstance(getattr(self.inner, "dataset", None), IterableDataset)
         if isinstance(batches, _SingleProcessDataLoaderIter) and map_style:
-            for _ in islice(batches._sampler_iter, count):  # indices only: no sample is loaded
+            # Only indices are consumed, so no sample is loaded.
+            for _ in islice(batches._sampler_iter, count):
                 pass
             return
         say("Resuming: reading and dropping %d batches, to reach the saved position", count)

@@ -95,7 +95,8 @@ class ResumeState:
         loaders = validation_loaders(trainer)
         for loader, states in zip(loaders, mine["validation"], strict=False):
             set_generators(loader, states)
-        set_random_state(mine["random"])  # last, since everything above may draw random numbers
+        # Last, since everything above may draw random numbers.
+        set_random_state(mine["random"])
         return [] if loaders else list(mine["validation"])
 
 

@@ -132,12 +132,13 @@ def _join(entries: Sequence[Any], by: bytes) -> bytes | None:
     return by.join(parts)
 
 
-def _bytes_of(entry: Any) -> bytes | None:
+def _bytes_of(entry: object) -> bytes | None:
     """Return the values and strings of one sample as bytes; None if it holds anything else."""
     if isinstance(entry, str):
         return os.path.basename(entry).encode(errors="surrogatepass")
     if isinstance(entry, bool | int | float | np.number):
-        return repr(float(entry)).encode()  # one form for equal numbers of Python, NumPy and torch
+        # One form for equal numbers of Python, NumPy and torch.
+        return repr(float(entry)).encode()
     if type(entry) is np.ndarray and entry.dtype != object:
         return np.ascontiguousarray(entry).tobytes()
     if type(entry) is Tensor:
@@ -190,7 +191,8 @@ def list_other_techniques(then: dict[str, Any], now: dict[str, Any], changing_tr
         >>> list_other_techniques({"techniques": clipping}, {"techniques": {}}, changing_training=True)
         ['AdaptiveClipping in the checkpoint only']
     """
-    if _TECHNIQUES not in then or _TECHNIQUES not in now:  # a checkpoint of an older version
+    # A checkpoint of an older version has no list of techniques.
+    if _TECHNIQUES not in then or _TECHNIQUES not in now:
         return []
     before, after = then[_TECHNIQUES], now[_TECHNIQUES]
     found: list[str] = []

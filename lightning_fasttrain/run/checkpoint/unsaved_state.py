@@ -1,6 +1,7 @@
 """State that Lightning and torchmetrics leave out of checkpoints: metrics amid an epoch, stops, reloads and saves."""
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import lightning as L
@@ -48,7 +49,7 @@ def read_metrics(trainer: L.Trainer, module: L.LightningModule, point: SavePoint
     }
 
 
-def _logged_values(results: Any) -> dict[str, Any]:
+def _logged_values(results: Mapping[str, _ResultMetric]) -> dict[str, Any]:
     logged = {}
     for key, result in results.items():
         meta = result.meta
@@ -89,11 +90,12 @@ def restore_metrics(trainer: L.Trainer, module: L.LightningModule, state: dict[s
             setattr(result, name, value)
         if not saved["sums"]:
             result.value = metrics[str(meta.metric_attribute)]
-        result._update_count = 1  # a metric that was never updated warns when it is computed
+        # A metric that was never updated warns when it is computed.
+        result._update_count = 1
         trainer.fit_loop.epoch_loop._results[key] = result
 
 
-def _copy_value(value: Any, device: torch.device | str = "cpu") -> Any:
+def _copy_value(value: object, device: torch.device | str = "cpu") -> Any:
     if isinstance(value, Tensor):
         return value.detach().to(device).clone()
     if isinstance(value, dict):
@@ -116,7 +118,8 @@ def read_forgotten(trainer: L.Trainer) -> dict[str, Any]:
 
 def restore_forgotten(trainer: L.Trainer, state: dict[str, Any]) -> None:
     """Restore the state that :func:`read_forgotten` returned."""
-    trainer.should_stop = trainer.should_stop or state["should_stop"]  # a stop may have been requested since
+    # A stop may have been requested since.
+    trainer.should_stop = trainer.should_stop or state["should_stop"]
     for loop, epoch in zip(_reloading_loops(trainer), state["reloaded"], strict=True):
         setattr(*loop, epoch)
     path = os.path.abspath(str(trainer.ckpt_path))
@@ -125,7 +128,8 @@ def restore_forgotten(trainer: L.Trainer, state: dict[str, Any]) -> None:
             step, last, callback.current_score = state["saves"][callback.state_key]
             # `last_model_path` and the like are set before the file is written, the two below after it.
             made = {callback.last_model_path, callback.best_model_path, *callback.best_k_models} - {""}
-            if path in {os.path.abspath(name) for name in made}:  # saved during this very save, which succeeded
+            # The file was saved during this very save, which succeeded.
+            if path in {os.path.abspath(name) for name in made}:
                 step, last = trainer.global_step, path
             set_last_save(callback, step, last)
 

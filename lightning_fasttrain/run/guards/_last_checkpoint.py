@@ -1,14 +1,13 @@
 """Track the last checkpoint that a run saved, and restore it without ending the run."""
 
 import os
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 
 from lightning_fasttrain.core.host.lightning import call_module
-from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch_all
 
 
 class LastCheckpoint:
@@ -27,20 +26,19 @@ class LastCheckpoint:
         strategy = trainer.strategy
         save, remove = strategy.save_checkpoint, strategy.remove_checkpoint
 
-        def save_checkpoint(checkpoint: dict[str, Any], filepath: str | Path, *args: Any, **kwargs: Any) -> None:
+        def save_checkpoint(checkpoint: dict[str, Any], filepath: str | Path, *args: object, **kwargs: object) -> None:
             save(checkpoint, filepath, *args, **kwargs)
             if "optimizer_states" in checkpoint:  # absent with save_weights_only
                 self.path, self.step = os.fspath(filepath), checkpoint["global_step"]
 
         def remove_checkpoint(filepath: str | Path) -> None:
             remove(filepath)
-            if os.fspath(filepath) == self.path:  # ModelCheckpoint keeps only the best ones
+            # ModelCheckpoint keeps only the best ones, and may remove this one.
+            if os.fspath(filepath) == self.path:
                 self.path = ""
 
-        undo = ExitStack()
-        undo.callback(patch(strategy, "save_checkpoint", save_checkpoint))
-        undo.callback(patch(strategy, "remove_checkpoint", remove_checkpoint))
-        return undo.close
+        changed = {"save_checkpoint": save_checkpoint, "remove_checkpoint": remove_checkpoint}
+        return patch_all(strategy, changed)
 
     def begin(self, trainer: L.Trainer) -> None:
         """Start with the checkpoint that the run was resumed from, if any."""

@@ -104,11 +104,13 @@ class FiniteSteps(JudgedSteps):
                 self.keep_statistics()
             # Below a scale of 1 the loss is not scaled up, so the scaler does not cause an overflow.
             elif bad_loss or scaler is None or scaler.get_scale() < 1:
-                cause = self.where()  # repeats the forward, so before the statistics are restored
+                # Before the statistics are restored, since this repeats the forward.
+                cause = self.where()
                 self._restore_statistics()
                 self.count_skip(f" because its loss or gradient is not finite{cause}")
             else:
-                self._restore_statistics()  # an overflow, which the scaler has handled
+                # This was an overflow, which the scaler has handled.
+                self._restore_statistics()
             self.losses = []
 
         return hold_steps_(optimizer, self.judge, tell, scaler)
@@ -206,7 +208,7 @@ class FiniteGuard(StepGuard):
         strategy = trainer.strategy
         save = strategy.save_checkpoint
 
-        def save_checkpoint(checkpoint: dict[str, Any], filepath: str | Path, *args: Any, **kwargs: Any) -> None:
+        def save_checkpoint(checkpoint: dict[str, Any], filepath: str | Path, *args: object, **kwargs: object) -> None:
             # After an error the other ranks may not answer.
             refuse_unfinite(module, f"checkpoint {filepath}", alone=trainer.interrupted)
             save(checkpoint, filepath, *args, **kwargs)
@@ -221,7 +223,7 @@ class FiniteGuard(StepGuard):
         self.steps.keep_statistics()
 
     def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
     ) -> None:
         """Hook: keep the batch, which may have to be named."""
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
@@ -232,10 +234,11 @@ class FiniteGuard(StepGuard):
         self.steps.note_loss(loss, self._batch_idx)
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         """Hook: release the batch."""
-        self._batch = None  # otherwise it stays in memory until the next one arrives
+        # Otherwise the batch stays in memory until the next one arrives.
+        self._batch = None
 
     def _forget(self) -> None:
         super()._forget()
@@ -260,7 +263,7 @@ class FiniteGuard(StepGuard):
         return f": epoch {trainer.current_epoch}, batch {everyone[first]}, rank {first}, {layers[first]}"
 
 
-def _forward(trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+def _forward(trainer: L.Trainer, module: L.LightningModule, batch: object, batch_idx: int) -> None:
     """Run a training step without the strategy's wrapper. All ranks run it, since a layer may communicate."""
     arguments = [batch]
     if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2):

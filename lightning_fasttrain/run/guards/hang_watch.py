@@ -96,7 +96,8 @@ class HangWatch(Technique):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Hook: show the error before any rank can be made to wait."""
-        ending = self._watch is not None and self._watch.ending  # then this error is only a consequence
+        # If the watch is ending the run, this error is only a consequence.
+        ending = self._watch is not None and self._watch.ending
         # KeyboardInterrupt and SystemExit are not failures.
         if trainer.world_size > 1 and isinstance(exception, Exception) and not ending:
             write_to_stderr(f"rank {trainer.global_rank} failed:\n{''.join(traceback.format_exception(exception))}")
@@ -155,4 +156,5 @@ def _die_with_parent(number: int) -> None:
     """Have Linux end this process with its launcher, even if stopped; elsewhere the watching thread does it."""
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(1, number)  # 1 is PR_SET_PDEATHSIG; signal 0 cancels it
+            # 1 is PR_SET_PDEATHSIG, and the signal 0 cancels it.
+            ctypes.CDLL(None).prctl(1, number)

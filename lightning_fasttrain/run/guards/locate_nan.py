@@ -35,7 +35,8 @@ def first_layer_in_forward(model: nn.Module, repeat: Callable[[], Any]) -> str:
     """
     found: list[str] = []
     with ExitStack() as undo:
-        undo.callback(remember([model]))  # the repeated forward changes statistics and random states
+        # The repeated forward changes statistics and random states.
+        undo.callback(remember([model]))
         for hook in ("log", "log_dict"):
             if hasattr(model, hook):
                 undo.callback(patch(model, hook, lambda *args, **kwargs: None))
@@ -46,7 +47,8 @@ def first_layer_in_forward(model: nn.Module, repeat: Callable[[], Any]) -> str:
             # the innermost module.
             with torch.no_grad():
                 repeat()
-        except Exception as error:  # the step itself ran: only the search for its NaN fails here
+        except Exception as error:
+            # The step itself ran, so only the search for its NaN fails here.
             return f"its layer was not found ({first_line(error)})"
     return found[0] if found else "the non-finite value could not be reproduced by repeating the forward"
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import lightning as L
 from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.trainer.states import TrainerStatus
 
 from lightning_fasttrain.core.checks import positive_int
@@ -102,7 +103,7 @@ class Preemption(Technique):
             lightnings()
             flag.__enter__()
 
-        def on_batch_over(data_fetcher: Any) -> None:
+        def on_batch_over(data_fetcher: _DataFetcher) -> None:
             after_batch(data_fetcher)
             if self._at_boundary(trainer, pl_module):
                 self._going = flag.should_stop()
@@ -162,7 +163,8 @@ class Preemption(Technique):
         if "://" not in path and trainer.is_global_zero:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
         trainer.save_checkpoint(path)
-        getattr(trainer.strategy, "wait", lambda: None)()  # for a strategy that writes in the background
+        # A strategy may still be writing in the background.
+        getattr(trainer.strategy, "wait", lambda: None)()
         say("Preemption: requested. Saved %s after step %d; exit code %d", path, trainer.global_step, self.exit_code)
         raise SystemExit(self.exit_code)
 
@@ -173,7 +175,8 @@ class Preemption(Technique):
         return str(trainer.strategy.broadcast(os.fspath(self.folder or theirs)))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_flag": None}  # handlers and process groups cannot be copied
+        # Signal handlers and process groups cannot be copied.
+        return {**super().__getstate__(), "_flag": None}
 
 
 def _refuse_requeue_signal(trainer: L.Trainer, signals: tuple[int, ...]) -> None:

@@ -63,7 +63,8 @@ class PreemptionFlag:
         self.signals = check_signals(signals)
         self.every = positive_int("every", every)
         self.exit_code = check_exit_code(exit_code)
-        self.raised = False  # an attribute, not an Event: a handler must not acquire a lock
+        # An attribute, not an Event, since a handler must not acquire a lock.
+        self.raised = False
         self._previous: dict[int, Any] = {}
         self._boundaries = 0
         self._group: dist.ProcessGroup | None = None
@@ -105,7 +106,8 @@ class PreemptionFlag:
     def _answer(self) -> bool:
         if self._work is None:
             return False
-        self._work.wait()  # started one boundary ago, so it is done, unless a rank is late
+        # The collective was started one boundary ago, so it is done, unless a rank is late.
+        self._work.wait()
         self._work = None
         found = bool(self._any_rank)
         if found:
@@ -121,7 +123,8 @@ class PreemptionFlag:
         self._process = os.getpid()
         for number in self.signals:
             before = signal.signal(number, self._handle)
-            self._previous.setdefault(number, before)  # if entered twice, the first handler is the user's
+            # If it is entered twice, the first handler is the user's.
+            self._previous.setdefault(number, before)
         return self
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -133,7 +136,8 @@ class PreemptionFlag:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for number, before in self._previous.items():
-            if signal.getsignal(number) == self._handle:  # otherwise it has been replaced since
+            # Otherwise another handler has been installed since.
+            if signal.getsignal(number) == self._handle:
                 signal.signal(number, before)
         self._previous = {}
         # After an error the other ranks may be gone, so nothing is sent to them.
@@ -193,7 +197,8 @@ def _unless_meant(
     def run() -> bool:
         codes = [child.poll() for child in children]
         if all(code in (None, 0, exit_code) for code in codes):
-            return None not in codes  # True ends the observer: all children have exited
+            # True ends the observer, when all children have exited.
+            return None not in codes
         return original()
 
     return run

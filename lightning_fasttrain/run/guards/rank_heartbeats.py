@@ -93,12 +93,14 @@ class RankBoard:
 
     def _try(self, ask: Callable[[], Answer]) -> Answer | None:
         """Call ``ask`` in a thread, since socket timeouts do not hold in all states of the other side."""
-        if self._asking is not None and self._asking.is_alive():  # the last request still waits: one thread is enough
+        # If the last request still waits, one thread is enough.
+        if self._asking is not None and self._asking.is_alive():
             return None
         found: list[Answer] = []
 
         def run() -> None:
-            with suppress(RuntimeError, ValueError):  # the store is gone, or does not answer in time
+            # The store may be gone, or not answer in time.
+            with suppress(RuntimeError, ValueError):
                 found.append(ask())
 
         # Daemon: it must not keep the process from ending.

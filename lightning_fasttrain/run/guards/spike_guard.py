@@ -55,7 +55,8 @@ class RunningLimit:
         self.values: deque[float] = deque(maxlen=window)
 
     def add(self, value: float) -> None:
-        if math.isfinite(value):  # otherwise infinity would be the limit from then on
+        # Otherwise infinity would be the limit from then on.
+        if math.isfinite(value):
             self.values.append(value)
 
     @property
@@ -134,7 +135,8 @@ class SteadySteps(JudgedSteps):
 
     def note_loss(self, loss: Tensor) -> None:
         """Include a loss in the decision on the coming step; several losses of one step are added up."""
-        self._losses.append(loss.detach().float())  # detached: the graph of the loss must not outlive the step
+        # Detached, since the graph of the loss must not outlive the step.
+        self._losses.append(loss.detach().float())
 
     def look(self, optimizer: Optimizer) -> None:
         """Check the gradients as they are now: call it before they are clipped. Otherwise ``step`` does it itself."""
@@ -171,7 +173,8 @@ class SteadySteps(JudgedSteps):
     def _tell(self, values: list[float]) -> None:
         bad, *numbers = values
         if not bad:
-            if all(map(math.isfinite, numbers)):  # a step that is not finite is neither good nor a spike
+            # A step that is not finite is neither good nor a spike.
+            if all(map(math.isfinite, numbers)):
                 self.in_a_row = 0
             for limit, number in zip(self.limits, numbers, strict=True):
                 limit.add(number)
@@ -263,7 +266,7 @@ class SpikeGuard(StepGuard):
         self.steps.look(optimizer)
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         """Hook: the step is over, so the state may be replaced."""
         if not (self.steps.skipped_now and self.then == "rewind"):

@@ -25,7 +25,8 @@ from lightning_fasttrain.core.checks import positive_int
 from lightning_fasttrain.core.distributed import rank_count
 from lightning_fasttrain.core.host.lightning import plain_optimizer
 from lightning_fasttrain.core.messages import explain, number_of, warn
-from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
+from lightning_fasttrain.core.modules.parameters import parameters_of
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch, undo_all
 from lightning_fasttrain.technique import Capability, Conflict, Technique
 
 
@@ -33,7 +34,7 @@ def hold_schedules_(trainer: L.Trainer, module: L.LightningModule, was_skipped: 
     """Skip per-step schedules where ``was_skipped``; per-epoch schedules are not affected. Return how to undo it."""
     own = module.lr_scheduler_step
 
-    def lr_scheduler_step(scheduler: LRSchedulerTypeUnion, metric: Any) -> None:
+    def lr_scheduler_step(scheduler: LRSchedulerTypeUnion, metric: object) -> None:
         by_step = any(one.scheduler is scheduler and one.interval == "step" for one in trainer.lr_scheduler_configs)
         if not (by_step and was_skipped()):
             own(scheduler, metric)
@@ -80,31 +81,32 @@ class _Gate:
 
     def install(self, scaler: GradScaler | None) -> Undo:
         @functools.wraps(self.own_step)  # schedules look for their marker on it
-        def step(_: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        def step(_: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: object) -> Any:
             return self.step(closure, **kwargs)
 
-        undo = ExitStack()
         # a method, since schedules that are created later use its __func__
-        undo.callback(patch(self.optimizer, "step", MethodType(step, self.optimizer)))
-        if scaler is not None:
-            own = scaler.step
+        restore_step = patch(self.optimizer, "step", MethodType(step, self.optimizer))
+        if scaler is None:
+            return restore_step
+        own = scaler.step
 
-            def scaled_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-                self.passed = False  # a scaler that finds infinity does not call optimizer.step
-                result = own(optimizer, *args, **kwargs)
-                if optimizer is self.optimizer and not self.passed:
-                    self.tell(_Reading(self.look(optimizer)).wait())
-                return result
+        def scaled_step(optimizer: Optimizer, *args: object, **kwargs: object) -> Any:
+            # A scaler that finds infinity does not call optimizer.step.
+            self.passed = False
+            result = own(optimizer, *args, **kwargs)
+            if optimizer is self.optimizer and not self.passed:
+                self.tell(_Reading(self.look(optimizer)).wait())
+            return result
 
-            undo.callback(patch(scaler, "step", scaled_step))
-        return undo.close
+        return undo_all([restore_step, patch(scaler, "step", scaled_step)])
 
     # The closure runs forward and backward, so the gradients exist only after it; the optimizer is called without it.
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: object) -> Any:
         self.passed = True
         loss = None
         if closure is not None:
-            with torch.enable_grad():  # as torch's optimizers do: a step may be called under no_grad
+            # As torch's optimizers do, since a step may be called under no_grad.
+            with torch.enable_grad():
                 loss = closure()
         numbers = self.look(self.optimizer)
         reading = _Reading(numbers)
@@ -150,7 +152,7 @@ def skips_on_device(optimizer: Optimizer) -> bool:
 
 
 @contextmanager
-def _told_on_device(optimizer: Any, skip: Tensor) -> Iterator[None]:
+def _told_on_device(optimizer: Optimizer, skip: Tensor) -> Iterator[None]:
     """Pass ``skip`` to a fused optimizer as a loss scaler does; with a scaler, both are respected."""
     scalers = getattr(optimizer, "found_inf", None)
     restore = ExitStack()
@@ -164,17 +166,17 @@ def _told_on_device(optimizer: Any, skip: Tensor) -> Iterator[None]:
 
 def parameters_with_gradient(optimizer: Optimizer) -> list[Tensor]:
     """Return the parameters that the coming step would change."""
-    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return [p for p in parameters_of(optimizer) if p.grad is not None]
 
 
 def gradients_of(optimizer: Optimizer) -> list[Tensor]:
     """Return the gradients of the coming step."""
-    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return [p.grad for p in parameters_of(optimizer) if p.grad is not None]
 
 
 def device_of(optimizer: Optimizer) -> torch.device:
     """Return the device of its parameters, also on a rank without gradients, which still takes part in collectives."""
-    return next(parameter for group in optimizer.param_groups for parameter in group["params"]).device
+    return parameters_of(optimizer)[0].device
 
 
 def has_unfinite(tensors: Iterable[Tensor]) -> Tensor:
@@ -311,7 +313,7 @@ class StepGuard(Technique):
         self.steps.where = lambda: ""
 
     def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
     ) -> None:
         """Hook: record the index of the batch for messages."""
         self._batch_idx = batch_idx

@@ -71,8 +71,10 @@ class ProgressWatch:
         self.folder = None if folder is None else Path(folder)
         self.children, self.parent, self.parent_rank = children, parent, parent_rank
         self.rank = rank_here()
-        self._poll_s = min(5.0, self.timeout_s / 20)  # so that a hang is detected at most 5% too late
-        self._silent_s = max(2.0, 6 * self._poll_s)  # several polls, so that a rank that is merely slow is not silent
+        # With this interval a hang is detected at most 5% too late.
+        self._poll_s = min(5.0, self.timeout_s / 20)
+        # Several polls, so that a rank that is merely slow does not count as silent.
+        self._silent_s = max(2.0, 6 * self._poll_s)
         # Replaced as a whole by one assignment, so that the thread sees a consistent value; compared by identity.
         self._at: tuple[int, int, str] = (0, 0, "start")
         self._known: set[str] = set()
@@ -109,14 +111,16 @@ class ProgressWatch:
             self._board.publish(self._mine)
             self._check_parent(self._board)
         self._watched = threading.get_ident()
-        self._set_timer_without_lock()  # set here, since the thread may never get the lock
+        # Set here, since the thread may never get the lock.
+        self._set_timer_without_lock()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="fasttrain-hang-watch")
         self._thread.start()
         return self
 
     def _check_parent(self, board: RankBoard) -> None:
         """Check that the launcher is a rank: one that started the ranks by hand is not, and may end before they do."""
-        until = time.monotonic() + 5  # the parent publishes its position when it enters, which may be a moment later
+        # The parent publishes its position when it enters, which may be a moment later.
+        until = time.monotonic() + 5
         while self.parent_rank is not None and self.parent is not None and time.monotonic() < until:
             position = (board.read([self.parent_rank]) or {}).get(self.parent_rank)
             if position is not None:
@@ -132,7 +136,8 @@ class ProgressWatch:
         if thread is None:
             return
         self._stop.set()
-        thread.join(self._silent_s)  # with a timeout: the thread may be waiting for the store
+        # With a timeout, since the thread may be waiting for the store.
+        thread.join(self._silent_s)
         faulthandler.cancel_dump_traceback_later()
         if self._board is not None:
             self._board.leave()
@@ -143,7 +148,8 @@ class ProgressWatch:
         first: dict[int, tuple[float, int]] = {}
         while not self._stop.wait(self._poll_s):
             now = time.monotonic()
-            passed = min(now - last, 2 * self._poll_s)  # limited, since this process may have been suspended
+            # Limited, since this process may have been suspended.
+            passed = min(now - last, 2 * self._poll_s)
             last = now
             seen, quiet_s = (self._at, 0.0) if self._at is not seen else (seen, quiet_s + passed)
             self._end_without_parent()
@@ -221,11 +227,13 @@ class ProgressWatch:
         for child in self.children:
             child.kill()
         for child in self.children:
-            with suppress(Exception):  # a killed process stays a zombie until it is waited for
+            # A killed process stays a zombie until it is waited for.
+            with suppress(Exception):
                 child.wait(5)
         if self.parent is not None and self.parent_rank is not None and (others is None or self.parent_rank in silent):
             with suppress(ProcessLookupError):  # the parent may be stopped
-                os.kill(self.parent, signal.SIGKILL)  # SIGTERM would not reach a process that is stopped
+                # SIGTERM would not reach a process that is stopped.
+                os.kill(self.parent, signal.SIGKILL)
         os._exit(1)
 
     def _wait_for(
@@ -263,7 +271,8 @@ def write_to_stderr(text: str) -> None:
 
 
 def check_times(timeout_s: float, first_timeout_s: float | None) -> tuple[float, float]:
-    first = 3 * timeout_s if first_timeout_s is None else first_timeout_s  # the first time may include compilation
+    # The first step may include compilation.
+    first = 3 * timeout_s if first_timeout_s is None else first_timeout_s
     for name, value in (("timeout_s", timeout_s), ("first_timeout_s", first)):
         if isinstance(value, bool) or not value > 0:
             raise ValueError(explain(f"{name}={value}", "expected a positive time", f"Use, for example, {name}=600"))

@@ -87,15 +87,18 @@ def _find_place(event: Any, place: Place, module_of: dict[int, str]) -> Place:
         return Place("optimizer", name.partition("#")[2])
     if name.startswith(_LOADER):
         return Place("loader")
-    if getattr(details, "scope", None) != RecordScope.FUNCTION:  # not an operator: a range named by other code
+    # Any other scope is a range that is named by other code, not an operator.
+    if getattr(details, "scope", None) != RecordScope.FUNCTION:
         return place
-    if details.sequence_number < 0:  # gradients are off: in the backward, or in the optimizer
+    # Gradients are off: in the backward, or in the optimizer.
+    if details.sequence_number < 0:
         return place._replace(op=place.op or name)
     phase = _phase_of_a_forward(place.phase)
     if phase != place.phase:
         place = Place(phase, place.module if phase == "recomputation" else "")
     if phase == "forward":
-        module_of[details.sequence_number] = place.module  # of operators with one number, the last made the node
+        # Of several operators with one number, the last one made the node.
+        module_of[details.sequence_number] = place.module
     else:
         module_of.setdefault(details.sequence_number, place.module)
     return place._replace(op=place.op or name)
@@ -141,7 +144,7 @@ class _NamedForward(WrappedForward):
             self.module.forward, self.previous, bottom.previous = top, bottom.previous, self
         return undo
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         with record_function(_MODULE + self.name):
             return self.inner(*args, **kwargs)
 
@@ -151,7 +154,7 @@ def _may_be_above(wrapper: object) -> TypeGuard[WrappedForward]:
 
 
 def _named_call(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    def call_named(*args: Any, **kwargs: Any) -> Any:
+    def call_named(*args: object, **kwargs: object) -> Any:
         with record_function(_MODULE + name):
             return call(*args, **kwargs)
 

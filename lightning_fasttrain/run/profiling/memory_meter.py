@@ -1,7 +1,7 @@
 """Log the peak memory of a step."""
 
 import math
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import lightning as L
 import torch
@@ -29,7 +29,7 @@ class MemoryWindow(Technique):
     first_step: int
     _open: object = None
 
-    def _open_window(self, trainer: L.Trainer, module: L.LightningModule, batch: Any) -> None:
+    def _open_window(self, trainer: L.Trainer, module: L.LightningModule, batch: object) -> None:
         """Begin to measure; the batch is on the device, and the forward comes next."""
         raise NotImplementedError
 
@@ -59,7 +59,7 @@ class MemoryWindow(Technique):
         warn(explain(f"{type(self).__name__} measures nothing", why, way_out))
 
     def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
     ) -> None:
         """Hook: the batch is on the device, and the forward comes next."""
         if self._in_step:
@@ -75,7 +75,7 @@ class MemoryWindow(Technique):
         self._open_window(trainer, pl_module, batch)
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         """Hook: the optimizer has stepped, or the step continues with another batch."""
         if not accumulation_continues(trainer):
@@ -127,7 +127,7 @@ class MemoryMeter(MemoryWindow):
         """Hook: nothing of this run has been measured."""
         self.peak_bytes = None
 
-    def _open_window(self, trainer: L.Trainer, module: L.LightningModule, batch: Any) -> None:
+    def _open_window(self, trainer: L.Trainer, module: L.LightningModule, batch: object) -> None:
         # Held until on_train_batch_end, so `with` cannot be used.
         self._open = PeakMemory(trainer.strategy.root_device, module, trainer.optimizers, batch).__enter__()
 

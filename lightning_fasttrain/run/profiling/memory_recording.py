@@ -84,7 +84,8 @@ class MemoryRecording:
         kinds: Sequence[str] = ("html", "json"),
     ) -> None:
         check_kinds(kinds)
-        while isinstance(model, FabricModule | DistributedDataParallel):  # or all names would begin with "module."
+        # Otherwise all names would begin with "module.".
+        while isinstance(model, FabricModule | DistributedDataParallel):
             model = model.module
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         if self.device.type not in ("cpu", "cuda"):
@@ -113,18 +114,20 @@ class MemoryRecording:
             on_cuda = self.device.type == "cuda"
             self._before_bytes = torch.cuda.memory_allocated(self.device) if on_cuda else None
             self._see_model(watch=True)
-            batch, self._batch = self._batch, None  # keep no reference to memory that the block may free
+            # Keep no reference to memory that the block may free.
+            batch, self._batch = self._batch, None
             self.next_step(batch)
             self._profile, self._entry_ns = start_profile(), time.time_ns()
-            self._undo = undo.pop_all()  # until here, an error undoes everything above
+            # Until here, an error undoes everything above.
+            self._undo = undo.pop_all()
         return self
 
-    def next_step(self, batch: Any = None) -> None:
+    def next_step(self, batch: object = None) -> None:
         """Mark the beginning of another step, and pass its batch."""
         self._steps_ns.append(time.time_ns())
         self.see_batch(batch)
 
-    def see_batch(self, batch: Any) -> None:
+    def see_batch(self, batch: object) -> None:
         """Pass one more batch of the step, if it accumulates several."""
         self._see("inputs", "batch", batch, watch=True)
 
@@ -253,7 +256,8 @@ class _Addresses:
                 self.phases.append("")
 
     def _take(self, ns: int, address: int, nbytes: int, place: Place) -> None:
-        if address in self._live:  # freed in another thread, without being profiled
+        # The memory was freed in another thread, without being profiled.
+        if address in self._live:
             self._live[address].end_ms = self.ms(ns)
         self._live[address] = Allocation(nbytes, self.ms(ns), category="", module=place.module, op=place.op)
         self.allocations.append(self._live[address])

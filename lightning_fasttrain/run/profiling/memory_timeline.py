@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import lightning as L
 
@@ -73,14 +73,14 @@ class MemoryTimeline(MemoryWindow):
         self.record, self._whole_steps = None, 0
 
     def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
     ) -> None:
         """Hook: the batch is on the device, and the forward comes next."""
         if self._open is not None:
             (self._open.see_batch if self._in_step else self._open.next_step)(batch)
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
-    def _open_window(self, trainer: L.Trainer, module: L.LightningModule, batch: Any) -> None:
+    def _open_window(self, trainer: L.Trainer, module: L.LightningModule, batch: object) -> None:
         folder = self.folder if trainer.world_size == 1 else self.folder / f"rank{trainer.global_rank}"
         recording = MemoryRecording(module, trainer.optimizers, batch, save_to=folder, kinds=self.kinds)
         self._open = recording.__enter__()
@@ -120,7 +120,8 @@ class MemoryTimeline(MemoryWindow):
             self._whole_steps = 0
 
     def _leave(self) -> None:
-        error = sys.exception()  # Lightning undoes a failed run while it handles the error
+        # Lightning undoes a failed run while it handles the error.
+        error = sys.exception()
         recording = self._open
         if recording is None or error is None:
             self._discard()

@@ -23,7 +23,8 @@ from lightning_fasttrain.run.checkpoint._gathered_states import gather_values
 from lightning_fasttrain.run.profiling.step_timer import StepTimer, TimedPhase
 from lightning_fasttrain.technique import Technique
 
-UNTIL_BACKWARD = ("data_wait", "transfer", "forward")  # in later phases ranks wait for each other
+# In later phases ranks wait for each other.
+UNTIL_BACKWARD = ("data_wait", "transfer", "forward")
 
 
 def compare_ranks(
@@ -177,7 +178,7 @@ class StepMeter(Technique):
         return undo
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         """Hook: the batch is done and known, and Lightning logs its own metrics next."""
         profiler = self._profiler
@@ -228,7 +229,8 @@ class _StepProfiler(Profiler):
         # Profiler defines these four, so __getattr__ is never called for them.
         self.setup, self.teardown = self.inner.setup, self.inner.teardown
         self.summary, self.describe = self.inner.summary, self.inner.describe
-        timer.phase("pause").__enter__()  # nothing is timed until the first batch is requested
+        # Nothing is timed until the first batch is requested.
+        timer.phase("pause").__enter__()
         strategy, module = type(trainer.strategy).__name__, type(trainer.lightning_module).__name__
         self.actions: dict[str, _Action] = {
             # Lightning's action names contain class names, so they are built for this run.

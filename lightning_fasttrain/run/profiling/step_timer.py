@@ -11,7 +11,8 @@ import torch
 from lightning_fasttrain.core.checks import one_of, positive_int
 
 PHASES = ("data_wait", "transfer", "forward", "backward", "optimizer", "pause")
-_KEPT_STEPS = 1000  # latest steps: a long run must not keep the times of every step
+# The latest steps only, since a long run must not keep the times of every step.
+_KEPT_STEPS = 1000
 _NOTHING_YET: dict[str, float] = dict.fromkeys((*PHASES, "other"), 0.0)
 _Mark = tuple[str, torch.cuda.Event]  # where an interval of a phase ends on the device
 _Step = tuple[dict[str, float], list[_Mark], int, int]  # seconds on the host, marks (CUDA only), samples, tokens
@@ -74,7 +75,8 @@ class StepTimer:
         else:
             self._steps.append((self._host_s, self._marks, samples, tokens))
         self._host_s = _NOTHING_YET.copy()
-        self._marks = self._marks[-1:]  # this step's end is the next one's beginning
+        # The end of this step is the beginning of the next one.
+        self._marks = self._marks[-1:]
 
     def summary(self, last: int = _KEPT_STEPS, wait: bool = True) -> dict[str, float]:
         """Return medians over the latest steps.

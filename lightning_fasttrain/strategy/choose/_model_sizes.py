@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import SGD, Optimizer
+from torch.optim.optimizer import ParamsT
 
 from lightning_fasttrain.core.checks import one_of, positive_int
 from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized, quantization_of
@@ -92,8 +93,9 @@ def predict_activations(
         settings: further arguments of it.
     """
 
-    def make(parameters: Any) -> SGD:
-        return SGD(parameters, lr=0.0)  # without momentum it has no state, so none is in the peak
+    def make(parameters: ParamsT) -> SGD:
+        # Without momentum SGD has no state, so none is in the peak.
+        return SGD(parameters, lr=0.0)
 
     report = predict_memory(module, batch, optimizer=make, precision=precision, **settings)
     if report.phase == "optimizer step":

@@ -34,7 +34,8 @@ def make_optimizer(module: nn.Module, optimizer: Optimizer | MakeOptimizer | Non
     if isinstance(optimizer, Optimizer):
         return optimizer
     if isinstance(optimizer, NamedOptimizer):
-        return optimizer(module)  # its parameter groups depend on the parameters' names
+        # Its parameter groups depend on the names of the parameters.
+        return optimizer(module)
     way_out = "Give an optimizer, or a function: lambda parameters: torch.optim.AdamW(parameters)"
     if optimizer is not None:
         # On "meta" instead of fake tensors: some optimizers build lookup tables when constructed, which need values.

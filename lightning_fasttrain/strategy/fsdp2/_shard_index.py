@@ -54,7 +54,7 @@ class ShardReader(FileSystemReader):
 
     _known: Metadata | None = None
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         if self._known is None:
             self._known = _read_index(Path(self.path))
         return self._known

@@ -127,7 +127,7 @@ class FabricFSDP2Strategy(FSDP2Host, ModelParallelStrategy):
         self,
         path: str | Path,
         state: dict[str, Any],
-        storage_options: Any = None,
+        storage_options: object = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
         if storage_options is not None or filter is not None:

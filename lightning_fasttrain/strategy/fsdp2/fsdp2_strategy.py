@@ -181,7 +181,7 @@ class FSDP2Strategy(FSDP2Host, ModelParallelStrategy):
         # A callback may have swapped a layer, or made the optimizer again.
         check_sharded(self.model, self.optimizers)
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
         """Broadcast rank zero's buffers before any forward of the batch."""
         self._share_buffers()
 
@@ -244,7 +244,7 @@ class FSDP2Strategy(FSDP2Host, ModelParallelStrategy):
         optimizer = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         return named_state(self.model, optimizer)
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None) -> None:
         if storage_options is not None:
             why = f"{type(self).__name__} writes folders by itself"
             raise TypeError(explain("storage_options", why, "Leave it out"))

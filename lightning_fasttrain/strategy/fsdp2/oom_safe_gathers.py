@@ -212,7 +212,7 @@ class _Gather:
     def __init__(self, parameters: Any, script: _Script) -> None:
         self.inner, self._parameters, self._script = parameters._all_gather_comm, parameters, script
 
-    def allocate(self, *args: Any, **kwargs: Any) -> Tensor:
+    def allocate(self, *args: object, **kwargs: object) -> Tensor:
         return self.inner.allocate(*args, **kwargs)
 
     def __call__(

@@ -81,7 +81,8 @@ def save_sharded(
     agree = agree_on_all_ranks if group is None else RollCall(group)
     about = {"format": "fsdp2", **plain["rest"].get(KEY, {"step": step_in(plain["rest"])})}
     with checkpoint_folder(target, rank=rank, world_size=world_size, agree=agree, about=about) as folder:
-        refuse_unreadable(plain)  # in this context, so that an error reaches all ranks
+        # In this context, so that an error reaches all ranks.
+        refuse_unreadable(plain)
         writer = dcp.FileSystemWriter(folder, sync_files=False, overwrite=True)  # checkpoint_folder syncs on exit
         # No flattening: names are flat already.
         planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -208,7 +209,7 @@ def load_full_(
     return checkpoint
 
 
-def _part(full: Any, like: object) -> Any:
+def _part(full: Tensor, like: object) -> Any:
     if not isinstance(like, DTensor):
         return full
     on_mesh = full.to(like.device_mesh.device_type)

@@ -109,7 +109,7 @@ class Engine:
         """Restrict the saved module to these keys in this context; yield whether that is only a part of the module."""
         state_dict = self.module.state_dict
 
-        def state_of_part(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        def state_of_part(*args: object, **kwargs: object) -> dict[str, Any]:
             return {name: value for name, value in state_dict(*args, **kwargs).items() if name in names}
 
         if names >= set(state_dict()):
@@ -123,7 +123,7 @@ class Engine:
         """Allow a loaded checkpoint to lack keys of the module that ``names_to_load`` does not return."""
         load = self.deepspeed.load_module_state_dict
 
-        def load_part(checkpoint: dict[str, Any], strict: bool = True, **kwargs: Any) -> None:
+        def load_part(checkpoint: dict[str, Any], strict: bool = True, **kwargs: object) -> None:
             names = names_to_load(checkpoint, set(checkpoint["module"]), strict)
             load(checkpoint=checkpoint, strict=strict and names >= set(self.module.state_dict()), **kwargs)
 
@@ -143,7 +143,7 @@ class Engine:
 
         write = self.deepspeed.checkpoint_engine.save
 
-        def save(*args: Any, **kwargs: Any) -> None:
+        def save(*args: object, **kwargs: object) -> None:
             try:
                 write(*args, **kwargs)
             except RuntimeError as error:  # torch.save raises it for a full disk

@@ -33,7 +33,8 @@ def read_inert(path: Path) -> dict[str, Any]:
         stubs: Any = [(type(name.rpartition(".")[2], (Inert,), {}), name) for name in names]
         with torch.serialization.safe_globals(stubs):
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # damaged or hostile files raise many kinds of errors
+    except Exception as error:
+        # Damaged or hostile files raise many kinds of errors.
         # All of the message: its first line says nothing of the class that is refused.
         why = f"{type(error).__name__}: {error}"
         raise CorruptCheckpoint(explain(f"{path} cannot be read", why, "Use another checkpoint")) from error

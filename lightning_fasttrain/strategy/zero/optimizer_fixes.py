@@ -1,14 +1,14 @@
 """Fixes for DeepSpeed's changes to an optimizer: groups without trained parameters, and an extra first step."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from torch.optim import Adagrad, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_fasttrain.core.messages import explain, note_once
-from lightning_fasttrain.core.modules.wrapped_forward import patch
+from lightning_fasttrain.core.modules.wrapped_forward import patched
 
 Group = dict[str, Any]
 
@@ -104,7 +104,6 @@ def without_phantom_step() -> Iterator[None]:
     from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
     from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
-    with ExitStack() as undo:
-        for wrapper in (FP16_Optimizer, FP16_UnfusedOptimizer):
-            undo.callback(patch(wrapper, "initialize_optimizer_states", lambda self: None))
+    name = "initialize_optimizer_states"
+    with patched(FP16_Optimizer, name, lambda self: None), patched(FP16_UnfusedOptimizer, name, lambda self: None):
         yield

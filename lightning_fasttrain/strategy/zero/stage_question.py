@@ -139,7 +139,8 @@ def predicted_activations(trainer: L.Trainer, module: L.LightningModule, device:
         # DeepSpeed casts the model under "mixed" too.
         precision = "32-true" if trainer.precision == "32-true" else "bf16-true"
         return predict_activations(module, batch, precision, techniques=techniques, device=device.type)
-    except Exception as error:  # a user's step may do anything; the choice continues without activations
+    except Exception as error:
+        # A user's step may do anything; the choice continues without activations.
         say("ZeRO stage: chosen without activations, since they cannot be predicted: %s", error)
         return 0
     finally:

@@ -76,7 +76,8 @@ def save_whole(
             save(folder)
     finally:
         if not host.roll_call.broken:
-            host.engine.end_saving()  # a collective, so only while all ranks are alive
+            # A collective, so it is called only while all ranks are alive.
+            host.engine.end_saving()
 
 
 @contextmanager

@@ -58,7 +58,7 @@ class FabricZeROStrategy(ZeROHost, DeepSpeedStrategy):
         trusted: bool = False,
         universal: bool = False,
         config: str | Path | dict[str, Any] | None = None,
-        **settings: Any,
+        **settings: object,
     ) -> None:
         if activation_gib < 0:
             raise ValueError(explain(f"{activation_gib=}", "it cannot be negative", "Give at least 0, in GiB"))
@@ -137,7 +137,7 @@ class FabricZeROStrategy(ZeROHost, DeepSpeedStrategy):
         self,
         path: str | Path,
         state: dict[str, Any],
-        storage_options: Any = None,
+        storage_options: object = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
         """Write a checkpoint folder atomically, with checksums.

@@ -117,7 +117,8 @@ class ZeROHost:
         if question.memory_gib is not None:
             free = int(question.memory_gib * GIB)
         elif device.type == "cpu":
-            host = 0  # host memory is the device's memory, so offload has no effect
+            # Host memory is the device's memory, so offload has no effect.
+            host = 0
         # Negated, so that the minimum yields the maximum.
         free, host, activations = smallest_over_ranks([free, host, -activation_bytes])
         bucket = question.settings.get("reduce_bucket_size")
@@ -156,7 +157,8 @@ class ZeROHost:
         optimizer: Optimizer | None = None,
         scheduler: LRScheduler | None = None,
     ) -> Engine:
-        index = self.root_device.index  # a CPU has no index, but DeepSpeed requires one
+        # A CPU has no index, but DeepSpeed requires one.
+        index = self.root_device.index
         self.engine = Engine(config, model, optimizer, scheduler, self.local_rank if index is None else index)
         return self.engine
 
@@ -175,7 +177,7 @@ class ZeROHost:
         assert self.engine is not None
         self.engine.scale_gradients_(factor)
 
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+    def optimizer_step(self, *args: object, **kwargs: object) -> Any:
         """Run one optimizer step of the engine."""
         output = super().optimizer_step(*args, **kwargs)
         if self.engine is not None:

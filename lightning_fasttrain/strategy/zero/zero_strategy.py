@@ -200,7 +200,7 @@ class ZeROStrategy(ZeROHost, DeepSpeedStrategy):
 
     # Checkpoints.
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None) -> None:
         """Write a checkpoint folder atomically, with checksums.
 
         Raises:
