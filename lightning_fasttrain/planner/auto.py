@@ -25,6 +25,7 @@ from lightning_fasttrain.technique import Exactness, Technique
 from lightning_fasttrain.technique.technique import techniques_of
 
 _FILE = "fasttrain_plan.json"
+_FORMAT = 2  # of the choice in it: a plan in another one is made again
 
 
 class AddsTechniques(L.Callback):
@@ -154,7 +155,7 @@ class Auto(AddsTechniques):
         sizes: list[Any] = []
         apply_to_collection(batch, Tensor, lambda tensor: sizes.append((str(tensor.dtype), tuple(tensor.shape))))
         asked = self.memory_gib, self.keep, trainer.precision, trainer.world_size
-        text = json.dumps([shapes, sizes, asked, hardware(), versions()], sort_keys=True)
+        text = json.dumps([_FORMAT, shapes, sizes, asked, hardware(), versions()], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
 
