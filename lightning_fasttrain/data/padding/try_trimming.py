@@ -97,16 +97,23 @@ def list_candidates(proposals: Sequence[list[Proposal]]) -> list[Padding]:
 
 
 def _agree(candidates: list[Padding]) -> list[Padding]:
-    """Return the candidates of the first rank that has some; a function of the user's stays on its rank."""
-    if any(not isinstance(axis.source, str) for candidate in candidates for axis in candidate.axes):
-        return candidates
-    return next((told for told in from_all_ranks([candidates]) if told), [])
+    """Return the candidates of the first rank that has some."""
+    sources = [axis.source for candidate in candidates for axis in candidate.axes]
+    is_function = any(not isinstance(source, str) for source in sources)
+    # A function of the user's may not be picklable, and all ranks have it.
+    told = from_all_ranks([None if is_function else candidates])
+    if None not in told:
+        return next((some for some in told if some), [])
+    return candidates if all(one is None for one in told) else []
 
 
 def _try_together(
     stage: Stage, batch: Any, split: LossSplit, padding: Padding, most_rows: int, multiple_of: int
 ) -> Outcome:
     """Try on this rank's samples, and return the worst outcome of all ranks."""
+    # Where forwards communicate, all ranks must run them, or none.
+    if not all(from_all_ranks([padding.read(batch) is not None])):
+        return Outcome(f"a batch has no {padding}", is_known=False)
     outcomes = from_all_ranks([_try(stage, batch, split, padding, most_rows, multiple_of)])
     known = [outcome for outcome in outcomes if outcome.is_known] or outcomes
     return max(known, key=lambda outcome: (bool(outcome.why_not), outcome.error))
@@ -114,8 +121,7 @@ def _try_together(
 
 def _try(stage: Stage, batch: Any, split: LossSplit, padding: Padding, most_rows: int, multiple_of: int) -> Outcome:
     extents = padding.read(batch)
-    if extents is None:
-        return Outcome(f"this batch has no {padding}", is_known=False)
+    assert extents is not None
     outcome = Outcome("no row is short enough", is_known=False)
     for rows in _choose_rows(extents, most_rows, in_step=not stage.gradients):
         outcome = _try_rows(stage, batch, split, extents, rows, multiple_of)
