@@ -53,6 +53,7 @@ NAMES = {
     "_resuming_from_checkpoint": (f"{LOOPS}.loop", ["run/checkpoint/_loop_progress"]),
     "_skip_next_val": (f"{LOOPS}.training_epoch_loop", ["run/checkpoint/_loop_progress"]),
     # loaders under way
+    "_DataFetcher": (f"{LOOPS}.fetchers", ["core/host/lightning"]),
     "_DataLoaderIterDataFetcher": (f"{LOOPS}.fetchers", ["run/checkpoint/_loop_progress"]),
     "_MaxSizeCycle": (f"{PYTORCH}.utilities.combined_loader", ["run/checkpoint/_loop_progress"]),
     "_consumed": (f"{PYTORCH}.utilities.combined_loader", ["run/checkpoint/_loop_progress"]),

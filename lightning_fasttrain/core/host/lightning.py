@@ -23,6 +23,7 @@ from lightning.fabric.utilities.types import _Stateful
 from lightning.fabric.wrappers import _FabricDataLoader, _FabricModule, _FabricOptimizer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer, _configure_optimizers
+from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy, XLAStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
@@ -34,6 +35,7 @@ from torch.optim import Optimizer
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch, patched
 
+DataFetcher = _DataFetcher
 FabricModule, FabricOptimizer = _FabricModule, _FabricOptimizer
 BackwardSyncControl, Stateful = _BackwardSyncControl, _Stateful
 move_optimizers, note_device = _optimizers_to_device, _update_properties

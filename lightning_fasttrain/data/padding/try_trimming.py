@@ -99,12 +99,14 @@ def list_candidates(proposals: Sequence[list[Proposal]]) -> list[Padding]:
 def _agree(candidates: list[Padding]) -> list[Padding]:
     """Return the candidates of the first rank that has some."""
     sources = [axis.source for candidate in candidates for axis in candidate.axes]
-    is_function = any(not isinstance(source, str) for source in sources)
-    # A function of the user's may not be picklable, and all ranks have it.
-    told = from_all_ranks([None if is_function else candidates])
-    if None not in told:
-        return next((some for some in told if some), [])
-    return candidates if all(one is None for one in told) else []
+    if any(not isinstance(source, str) for source in sources):
+        # A function of the user's may not be picklable, and all ranks have it.
+        told = from_all_ranks([None])
+        return candidates if told.count(None) == len(told) else []
+    told = from_all_ranks([candidates])
+    if None in told:
+        return []
+    return next((some for some in told if some), [])
 
 
 def _try_together(

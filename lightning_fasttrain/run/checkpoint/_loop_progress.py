@@ -10,10 +10,10 @@ from enum import StrEnum
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.utilities.combined_loader import _MaxSizeCycle
 
-from lightning_fasttrain.core.host.lightning import is_last_batch_taken
+from lightning_fasttrain.core.host.lightning import DataFetcher, is_last_batch_taken
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 
 
@@ -62,7 +62,7 @@ def resume_after_batch(trainer: L.Trainer, point: SavePoint, restore: Callable[[
     loop.val_loop._has_run = False
     advance = loop.advance
 
-    def rest_of_an_iteration(data_fetcher: _DataFetcher) -> None:
+    def rest_of_an_iteration(data_fetcher: DataFetcher) -> None:
         # From here on Lightning's own advance is called, whatever happens below.
         undo()
         _no_restart(trainer)

@@ -6,13 +6,17 @@ from contextlib import ExitStack
 from typing import Any, ClassVar, NamedTuple
 
 import lightning as L
-from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_fasttrain.core.distributed import is_sharded
 from lightning_fasttrain.core.files.guarded_loading import guard_loading
-from lightning_fasttrain.core.host.lightning import accumulation_continues, is_last_batch_taken, validation_loaders
+from lightning_fasttrain.core.host.lightning import (
+    DataFetcher,
+    accumulation_continues,
+    is_last_batch_taken,
+    validation_loaders,
+)
 from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.core.state.rng import random_state
@@ -121,7 +125,7 @@ class ExactResume(Technique):
                 self._restore(trainer, pl_module)
             self._hold_loaders_of(setup_data)
 
-        def counting_run_start(data_fetcher: _DataFetcher) -> None:
+        def counting_run_start(data_fetcher: DataFetcher) -> None:
             # Lightning's own condition for iterating again.
             if trainer.current_epoch > 0 and not fit_loop.is_resuming and not fit_loop.epoch_loop.restarting:
                 for loader in self._loaders:  # Lightning iterates again

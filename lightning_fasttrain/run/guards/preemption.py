@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 
 import lightning as L
 from lightning.fabric.plugins.environments import SLURMEnvironment
-from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.trainer.states import TrainerStatus
 
 from lightning_fasttrain.core.checks import positive_int
 from lightning_fasttrain.core.host.lightning import (
+    DataFetcher,
     accumulation_continues,
     cluster_environment,
     keep_sigterm_from_ranks,
@@ -103,7 +103,7 @@ class Preemption(Technique):
             lightnings()
             flag.__enter__()
 
-        def on_batch_over(data_fetcher: _DataFetcher) -> None:
+        def on_batch_over(data_fetcher: DataFetcher) -> None:
             after_batch(data_fetcher)
             if self._at_boundary(trainer, pl_module):
                 self._going = flag.should_stop()
