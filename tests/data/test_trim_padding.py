@@ -599,3 +599,26 @@ def test_training_that_finds_no_padding_says_what_was_looked_for(recwarn):
     assert any(
         "no padding was found in the first batch (masks of zeros and ones" in str(one.message) for one in recwarn
     )
+
+
+class Runner:
+    """A training program's own object: neither a module nor a function."""
+
+    def __init__(self, form: Callable[[Tagger], Any]) -> None:
+        torch.manual_seed(0)
+        self.net = Tagger()
+        self.batch, self.loss = form(self.net)
+
+    def step(self, batch: Any) -> Tensor:
+        return self.loss(batch)
+
+
+def test_each_model_is_tried_though_the_step_has_the_same_code():
+    for form in (keep_mask, convolution_over_padding):
+        runner = Runner(form)
+        runner.step(runner.batch).backward()
+        expected = flat_gradient(runner.net)
+        for _ in range(2):
+            runner.net.zero_grad()
+            ft.accumulate_gradients(runner.step, runner.batch, 3)
+            torch.testing.assert_close(flat_gradient(runner.net), expected, rtol=1e-4, atol=1e-6)

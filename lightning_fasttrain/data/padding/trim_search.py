@@ -157,7 +157,9 @@ class TrimSearch:
                 self._try(make_stage(), batch, split, -(-batch_size(batch) // n))
 
     def _try(self, stage: Stage, batch: Any, split: LossSplit, most_rows: int) -> None:
-        candidates = [self.padding] if self.padding is not None else self._list_candidates(batch)
+        # A batch with other tensors may be padded in another way.
+        is_known = self.padding is not None and self.padding.read(batch) is not None
+        candidates = [self.padding] if self.padding is not None and is_known else self._list_candidates(batch)
         found, outcome = find_trimming(stage, batch, split, candidates, most_rows, self.how.multiple_of)
         if found is not None:
             self._say_found(found, outcome, batch, "gradient" if stage.gradients else "loss")

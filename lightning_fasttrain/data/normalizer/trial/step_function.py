@@ -30,11 +30,18 @@ def loss_of(output: Any) -> Tensor:
 
 def models_of(step: object) -> list[nn.Module]:
     """Return the modules that a step function reaches directly: itself, its bound object, closure variables and
-    globals.
+    globals, and attributes of these.
 
     Example:
         >>> net = nn.Linear(1, 1)
         >>> models_of(lambda batch: net(batch)) == [net]
+        True
+        >>> class Runner:
+        ...     def __init__(self):
+        ...         self.inner = net
+        ...     def step(self, batch):
+        ...         return self.inner(batch)
+        >>> models_of(Runner().step) == [net]
         True
     """
     return [thing for thing in _reach(step) if isinstance(thing, nn.Module)]
@@ -80,6 +87,11 @@ def _reach_each(*things: object, depth: int) -> Iterator[object]:
     for thing in things:
         if callable(thing) and not isinstance(thing, type):
             yield from _reach(thing, depth - 1)
+        elif not isinstance(thing, type | types.ModuleType):
+            # A training program's own object, such as a runner with its model.
+            for value in getattr(thing, "__dict__", {}).values():
+                if isinstance(value, nn.Module):
+                    yield value
 
 
 def _is_filled(cell: types.CellType) -> bool:
