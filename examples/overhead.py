@@ -5,7 +5,7 @@
 The step is almost empty (one 32 × 32 layer), so it is all Trainer, and ours can only lose. The kinds of run alternate
 within one process; the ratio is that of the medians, of milliseconds per step without setup and warm-up. The µs are
 what counts for you: they do not grow with the model. The line after the ratio is a step that waits 20 ms, as for a GPU,
-with a tenth of the steps. The last lines are what reading the normalizer of one micro-batch takes.
+with a tenth of the steps. Before the ratios it prints what reading the normalizer of one micro-batch takes.
 """
 
 import logging
@@ -126,10 +126,10 @@ def main(steps=500, repetitions=7):
     plain = found["plain Trainer"]
     for name, ms in found.items():
         print(f"{name:<26} {ms:.3f} ms/step   ×{ms / plain:.3f}   {1000 * (ms - plain):+.0f} µs")
+    print_what_reading_takes()
     print(f"ratio {found['all techniques'] / plain:.3f}: all techniques against plain Trainer")
     busy = compare(both, max(1, steps // 10), repetitions, BUSY_MS)
     print(f"ratio {busy['all techniques'] / busy['plain Trainer']:.3f}: the same where a step waits {BUSY_MS} ms")
-    print_what_reading_takes()
 
 
 if __name__ == "__main__":
