@@ -116,7 +116,9 @@ def test_the_table_of_padded_batches_is_what_was_measured():
     assert written == expected
     speeds = [one["ways"][2]["speed"] for one in measured]
     shares = [one["padding"] for one in measured]
-    words = f"×{min(speeds):.1f} to ×{max(speeds):.1f} on batches that are {min(shares):.0%} to {max(shares):.0%} padding"
+    words = (
+        f"×{min(speeds):.1f} to ×{max(speeds):.1f} on batches that are {min(shares):.0%} to {max(shares):.0%} padding"
+    )
     assert words in README
 
 
