@@ -275,7 +275,7 @@ def cut_by_hand(batches: Sequence[Any]) -> list[Any]:
 CASES = [
     # data
     Case(
-        lambda: ft.MicroBatching(3, trim_padding=ft.data.TrimPadding(multiple_of=1)),
+        lambda: ft.MicroBatching(3, trim_padding=ft.data.TrimPadding(multiple_of=3)),
         splits,
         effects.runs_micro_batches_of_similar_rows,
         tolerance=1e-5,
