@@ -165,6 +165,36 @@ def test_the_gradient_of_trimmed_micro_batches_is_that_of_the_padded_batch(form,
         assert computed < 0.75 * len(LENGTHS) * LONGEST * (1.5 if form is two_lengths else 1)
 
 
+LOSSES = {
+    "summed": lambda logits, labels: F.cross_entropy(logits, labels, reduction="sum"),
+    "class weights": lambda logits, labels: F.cross_entropy(logits, labels, weight=torch.arange(1.0, WORDS + 1)),
+    "other ignored label": lambda logits, labels: F.cross_entropy(logits, labels.clamp(min=0), ignore_index=0),
+    "mean of samples": lambda logits, labels: (
+        F.cross_entropy(logits, labels, reduction="none").sum(1) / (labels != -100).sum(1)
+    ).mean(),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("kind", ["plain", "tied", "frozen"])
+def test_padding_is_cut_off_under_any_loss_that_ignores_it(loss, kind):
+    torch.manual_seed(0)
+    net, (ids, tokens) = Tagger(), texts()
+    net.embed.weight.requires_grad_(kind != "frozen")
+    if kind == "tied":
+        net.head.weight = net.embed.weight
+    batch = {"ids": ids, "mask": tokens, "labels": (7 * ids + 1).remainder(WORDS).masked_fill(~tokens, -100)}
+
+    def step(b: Any) -> Tensor:
+        return LOSSES[loss](net(b["ids"], b["mask"]).transpose(1, 2), b["labels"])
+
+    step(batch).backward()
+    expected = flat_gradient(net)
+    net.zero_grad()
+    ft.accumulate_gradients(step, batch, 3, trim_padding=True)
+    assert (flat_gradient(net) - expected).norm() <= 1e-5 * expected.norm()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("how", HOW, ids=str)
 def test_padding_on_a_gpu_is_cut_off_with_the_same_gradient(how):
