@@ -1,6 +1,7 @@
 """Real text without a download: bytes from this machine, token ids, and windows of them."""
 
 import itertools
+import math
 import os
 import sysconfig
 from collections.abc import Iterator
@@ -124,6 +125,8 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         context: length of each window, T.
         count: how many windows.
         seed: draws the places; equal seeds give equal windows.
+        padded: cut the windows to lengths that differ as those of texts do, log-normally, around a third of
+            ``context``; the rest of ``inputs`` is 0, and of ``targets`` -100, which losses ignore.
 
     Raises:
         ValueError: fewer than ``context + 1`` tokens.
@@ -134,7 +137,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         (True, torch.Size([4]), torch.int64)
     """
 
-    def __init__(self, tokens: np.ndarray, context: int, count: int, seed: int = 0) -> None:
+    def __init__(self, tokens: np.ndarray, context: int, count: int, seed: int = 0, padded: bool = False) -> None:
         if len(tokens) <= context:
             why = f"one window is {context} tokens and their successors"
             way_out = f"Give a text of at least {context + 1} tokens"
@@ -144,6 +147,10 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         drawn = torch.Generator().manual_seed(seed)
         # The highest start leaves room for the last target, one token after the window.
         self.starts = torch.randint(len(tokens) - context, (count,), generator=drawn).tolist()
+        self.lengths = None
+        if padded:
+            drawn_lengths = torch.empty(count).log_normal_(math.log(context / 3), 0.6, generator=drawn)
+            self.lengths = drawn_lengths.long().clamp(1, context).tolist()
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -152,7 +159,13 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         start = self.starts[index]
         # A copy, since the tokens may lie in a file or in read-only bytes.
         window = torch.from_numpy(self.tokens[start : start + self.context + 1].astype(np.int64))
-        return window[:-1], window[1:]
+        inputs, targets = window[:-1], window[1:]
+        if self.lengths is not None:
+            # The targets are copied, as the two share the window.
+            inputs, targets = inputs.clone(), targets.clone()
+            inputs[self.lengths[index] :] = 0
+            targets[self.lengths[index] :] = -100
+        return inputs, targets
 
 
 def check_enough(tokens: np.ndarray, batch: int, context: int) -> None:
@@ -168,9 +181,17 @@ def check_enough(tokens: np.ndarray, batch: int, context: int) -> None:
 
 
 def batches(
-    tokens: np.ndarray, context: int, batch: int, steps: int, seed: int = 0, pin_memory: bool = False
+    tokens: np.ndarray,
+    context: int,
+    batch: int,
+    steps: int,
+    seed: int = 0,
+    pin_memory: bool = False,
+    padded: bool = False,
 ) -> DataLoader[tuple[Tensor, Tensor]]:
     """Return a loader of ``steps`` batches (inputs, targets), each [batch, context], the same for the same ``seed``.
+
+    With ``padded``, texts are of different lengths, as :class:`Windows` says.
 
     Raises:
         ValueError: the text is shorter than one batch.
@@ -181,4 +202,4 @@ def batches(
         [torch.Size([4, 8]), torch.Size([4, 8]), torch.Size([4, 8])]
     """
     check_enough(tokens, batch, context)
-    return DataLoader(Windows(tokens, context, batch * steps, seed), batch_size=batch, pin_memory=pin_memory)
+    return DataLoader(Windows(tokens, context, batch * steps, seed, padded), batch_size=batch, pin_memory=pin_memory)

@@ -25,7 +25,7 @@ def climb_ladder(options: argparse.Namespace) -> int:
             text=options.text,
             out=options.out,
             steps=options.steps,
-            repeats=options.repeats,
+            turns=options.turns,
             minutes=options.minutes,
             each=options.each,
             attention=options.attention,

@@ -1,5 +1,8 @@
-"""Time a few steps on a copy of a model, and estimate the times of choices from such measurements."""
+"""Time steps on a copy of a model, compare times that vary, and estimate the times of choices from measurements."""
 
+import math
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +16,64 @@ PER_PART = 0.01  # share of a step for each micro-batch, until it is measured
 _BF16 = 0.5
 _WARMUP, _TO_PLAN = 1, 4  # steps that come before: a memory budget measures, plans and checks in the first three
 _LEAST, _MOST, _SECONDS = 2, 12, 0.5  # steps that are timed: as many as that takes, between the two
+
+# Of Student's t distribution, by degrees of freedom from 1: 97.5% of it lies below.
+_T = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179)
+_TRIMMED = 5  # one of so many is cut off at each end
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """The ratio of two times, and the interval that contains it with a confidence of 95%."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def plus_minus(self) -> float:
+        """Half the width of the interval, relative to the ratio."""
+        return (self.high - self.low) / (2 * self.value)
+
+
+def compare_times(base_ms: Sequence[float], other_ms: Sequence[float]) -> Ratio:
+    """Return how many times as long the other program takes as the base, from times that were measured in turn.
+
+    The two times of a turn follow each other, so whatever slows the machine for longer than that cancels in their
+    ratio. Of the logarithms of these ratios the trimmed mean is taken, since a burst of other work between the two
+    times of a turn may shift one ratio by any amount.
+
+    Args:
+        base_ms: time of the base in each turn.
+        other_ms: time of the other program in the same turns.
+
+    Returns:
+        The ratio; of fewer than two turns, with an interval that excludes nothing.
+
+    Raises:
+        ValueError: there is no turn, or the two have different numbers of turns.
+
+    Example:
+        >>> ratio = compare_times([100, 102, 150, 99], [80, 82, 118, 79])
+        >>> f"{ratio.value:.2f} from {ratio.low:.2f} to {ratio.high:.2f}"
+        '0.80 from 0.78 to 0.81'
+
+    Source:
+        Yuen 1974, https://doi.org/10.1093/biomet/61.1.165: Student's interval for a trimmed mean.
+    """
+    logs = sorted(math.log(other / base) for base, other in zip(base_ms, other_ms, strict=True))
+    if not logs:
+        raise ValueError("no turn was measured")
+    count, cut = len(logs), len(logs) // _TRIMMED
+    kept = logs[cut : count - cut]
+    mean = statistics.fmean(kept)
+    if count < 2:
+        return Ratio(math.exp(mean), 0.0, math.inf)
+    # Values that are cut off still count in the spread, as the nearest that is kept.
+    spread = statistics.stdev([kept[0]] * cut + kept + [kept[-1]] * cut)
+    error = spread * math.sqrt((count - 1) / (len(kept) * (len(kept) - 1)))
+    half = _T[min(len(kept) - 1, len(_T)) - 1] * error
+    return Ratio(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
 
 
 @dataclass

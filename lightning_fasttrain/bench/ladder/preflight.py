@@ -12,12 +12,13 @@ import torch
 from lightning_fasttrain.bench.gpt import ATTENTIONS, Size, size_named
 from lightning_fasttrain.bench.ladder.results import Skipped
 from lightning_fasttrain.bench.ladder.rungs import Rung, choose_rungs, rungs
+from lightning_fasttrain.bench.ladder.turns import FEWEST_TURNS
 from lightning_fasttrain.bench.text import check_enough, encode_text, read_text
 from lightning_fasttrain.core.checks import one_of, positive_int
 from lightning_fasttrain.core.machine import bf16_slowdown, bf16_units
 from lightning_fasttrain.core.messages import explain
 
-STRONG, BARE = "strong", "bare-loop"
+STRONG, BARE, PADDED = "strong", "bare-loop", "padded"
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Ladder:
     device: str
     fast_bf16: bool
     warmup: int
-    repeats: int
+    turns: int
     command: str
 
 
@@ -51,7 +52,7 @@ def prepare(
     micro_batches: int | None = None,
     names: list[str] | None = None,
     ladder: Callable[[int], tuple[Rung, ...]] = rungs,
-    repeats: int = 2,
+    turns: int = 12,
     minutes: float | None = None,
 ) -> Ladder:
     """Check every argument and read the text, so that errors come before the first rung.
@@ -60,16 +61,16 @@ def prepare(
         size: a name of :data:`.sizes.SIZES`, or a Size of your own.
         text: see :func:`.read_text`.
         out: folder for ``ladder.json`` and ``ladder.png``; made if missing.
-        steps: timed steps per rung; the size's own number by default.
+        steps: timed steps of a turn; the size's own number by default.
         each: also run each rung alone on top of naive.
         attention: ``"sdpa"`` or ``"naive"``, in every rung.
         batch: sequences per step; the size's own number by default.
         micro_batches: parts that the rung of micro-batches splits a batch into; the size's own number by default.
-        names: the rungs to run; all by default. ``strong`` and ``bare-loop`` are names too; naive always runs.
+        names: the rungs to run; all by default. ``strong``, ``bare-loop`` and ``padded``, two rows on texts of
+            different lengths, are names too; naive always runs.
         ladder: number of micro-batches → the rungs to choose from.
-        repeats: how often a rung and the state below it are run again, in turn, where their times are too near to
-            decide; twice as often on a machine that is at work for others too.
-        minutes: after which nothing is run again; the size's own number by default.
+        turns: the most turns in which a rung and the state below it are run to compare their times.
+        minutes: after which a comparison ends after the fewest turns; the size's own number by default.
 
     Returns:
         What :func:`climb` takes.
@@ -82,15 +83,16 @@ def prepare(
     if isinstance(size, str):
         size_name, size = size, size_named(size)
     resized = _resize(size, attention, given)
-    if not repeats >= 0:
-        raise ValueError(explain(f"repeats={repeats}", "a count begins at 0", "Use 0 to run each rung once"))
+    if positive_int("turns", turns) < FEWEST_TURNS:
+        why = "fewer have no interval that could decide"
+        raise ValueError(explain(f"turns={turns}", why, f"Use {FEWEST_TURNS} or more"))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     units = fast_bf16(device)
-    wanted = choose_rungs(ladder(resized.micro_batches), names, extra=(STRONG, BARE))
+    wanted = choose_rungs(ladder(resized.micro_batches), names, extra=(STRONG, BARE, PADDED))
     reasons = {rung.name: _why_not(rung, device, units) for rung in wanted}
     runnable = tuple(rung for rung in wanted if not reasons[rung.name])
     skipped = tuple(Skipped(rung.name, rung.title, reasons[rung.name]) for rung in wanted if reasons[rung.name])
-    baselines = tuple(name for name in (STRONG, BARE) if names is None or name in names)
+    baselines = tuple(name for name in (STRONG, BARE, PADDED) if names is None or name in names)
     folder = writable_folder(out)
     tokens = encode_text(read_text(text), resized.tokens, resized.model.vocabulary)
     check_enough(tokens, resized.batch, resized.model.context)
@@ -107,7 +109,7 @@ def prepare(
         fast_bf16=units,
         # On a GPU steps are short, and the first ones set up libraries and the allocator.
         warmup=5 if device == "cuda" else 1,
-        repeats=repeats,
+        turns=turns,
         command="",
     )
     return replace(prepared, command=_command_of(prepared, names, text))
@@ -125,7 +127,7 @@ def _resize(size: Size, attention: str, given: dict[str, float | None]) -> Size:
         what = f"batch={batch} with micro_batches={micro_batches}"
         raise ValueError(explain(what, "each micro-batch needs a sequence", way_out))
     if not minutes >= 0:
-        raise ValueError(explain(f"minutes={minutes}", "time does not run backwards", "Use 0 to repeat nothing"))
+        raise ValueError(explain(f"minutes={minutes}", "time does not run backwards", "Use 0 for the fewest turns"))
     model = replace(size.model, attention=one_of("attention", attention, ATTENTIONS))
     return replace(size, model=model, **values)
 
@@ -135,7 +137,7 @@ def _command_of(ladder: Ladder, names: list[str] | None, text: str | Path | None
     size = ladder.size
     options = [f"--size {ladder.size_name}", f"--batch {size.batch}", f"--steps {size.steps}"]
     options += [f"--attention {size.model.attention}", f"--micro-batches {size.micro_batches}"]
-    options += [f"--repeats {ladder.repeats}", f"--minutes {size.minutes:g}"]
+    options += [f"--turns {ladder.turns}", f"--minutes {size.minutes:g}"]
     options += ["--each"] if ladder.each else []
     options += [f"--rungs {','.join(names)}"] if names else []
     # The name alone, since results say nothing about the folders of this machine.

@@ -1,56 +1,110 @@
-"""Run one rung in a process of its own, pass on its progress, and return its result or its error."""
+"""Train each state in a process of its own, which pauses between turns, so that several are measured in turn."""
 
 import json
 import multiprocessing
+import os
 import re
 import tempfile
 import time
-from collections.abc import Callable
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from lightning_fasttrain.bench.ladder import worker
 
+_TO_END_S = 10.0
+
 Progress = Callable[[dict[str, Any]], None]
 
 
-def run_in_own_process(
-    spec: dict[str, Any], on_progress: Progress, limit_s: float = 3600.0, work: Callable[..., None] = worker.work
-) -> dict[str, Any]:
-    """Run one rung in a new process, so that it inherits no compiled code, allocator state or global settings.
+class WorkerError(Exception):
+    """A worker failed, died or took too long."""
+
+
+class Worker:
+    """Trains one state in a new process, which inherits no compiled code, allocator state or global settings.
+
+    The process warms up, measures its memory, and then pauses before each turn of timed steps, so that several
+    workers can be measured in turn.
 
     Args:
         spec: what :func:`.worker.run_rung` takes.
         on_progress: called with each message of the worker.
-        limit_s: the process is stopped after this many seconds.
+        limit_s: the process is stopped if it sends nothing new to measure for this many seconds.
         work: what the process does, a function that can be imported.
-
-    Returns:
-        The worker's result; ``{"error": reason}`` if it failed, died or took too long.
     """
-    context = _way_to_start(spec["device"])
-    with tempfile.TemporaryDirectory(prefix="fasttrain-") as folder:
-        result_file, stderr_file = (Path(folder) / name for name in ("result.json", "stderr"))
-        messages, teller = context.Pipe(duplex=False)
-        process = context.Process(target=work, args=({**spec, "folder": folder}, result_file, stderr_file, teller))
-        process.start()
+
+    def __init__(
+        self,
+        spec: dict[str, Any],
+        on_progress: Progress,
+        limit_s: float = 3600.0,
+        work: Callable[..., None] = worker.work,
+    ) -> None:
+        context = _way_to_start(spec["device"])
+        self.on_progress, self.limit_s = on_progress, limit_s
+        self._paused = False
+        self._folder = tempfile.TemporaryDirectory(prefix="fasttrain-")
+        folder = self._folder.name
+        self._result_file, self._stderr_file = (Path(folder) / name for name in ("result.json", "stderr"))
+        self._messages, theirs = context.Pipe()
+        arguments = {**spec, "folder": folder}, self._result_file, self._stderr_file, theirs
+        self._process = context.Process(target=work, args=arguments)
+        with _threads_that_sleep():
+            self._process.start()
         # Only the worker may hold this end, or there is no EOF when it ends.
-        teller.close()
+        theirs.close()
+
+    def pause(self) -> dict[str, Any]:
+        """Wait until the worker pauses, and return what it has measured so far.
+
+        Raises:
+            WorkerError: it ended instead.
+        """
+        end = time.monotonic() + self.limit_s
         try:
-            in_time = _listen(messages, on_progress, limit_s)
-            if in_time:
-                process.join()
-        finally:  # also on Ctrl-C: no worker may be left behind
-            process.kill()
-            process.join()
-            messages.close()
-        if not in_time:
-            return {"error": f"stopped after {limit_s:g} s"}
-        if not result_file.exists():
-            return {"error": without_paths(_cause_of_death(process.exitcode, stderr_file))}
-        result: dict[str, Any] = json.loads(result_file.read_text())
-    return {"error": without_paths(result["error"])} if "error" in result else result
+            while self._messages.poll(max(0.0, end - time.monotonic())):
+                message = self._messages.recv()
+                if message.get("phase") == "turn":
+                    self._paused = True
+                    return message
+                self.on_progress(message)
+        except (EOFError, OSError):
+            raise WorkerError(without_paths(self._cause_of_end())) from None
+        raise WorkerError(f"stopped after {self.limit_s:g} s")
+
+    def turn(self) -> dict[str, Any]:
+        """Run one turn, and return what the worker has measured so far.
+
+        Raises:
+            WorkerError: it ended instead.
+        """
+        self._paused = False
+        try:
+            self._messages.send(True)
+        except OSError:
+            raise WorkerError(without_paths(self._cause_of_end())) from None
+        return self.pause()
+
+    def close(self) -> None:
+        """End the process. No result of it is lost, since each turn has returned them."""
+        if self._paused:
+            # So that it ends what it has started itself, such as processes that compile.
+            with suppress(OSError):
+                self._messages.send(False)
+            self._process.join(_TO_END_S)
+        self._process.kill()
+        self._process.join()
+        self._messages.close()
+        self._folder.cleanup()
+
+    def _cause_of_end(self) -> str:
+        self._process.join(self.limit_s)
+        if self._result_file.exists():
+            found: dict[str, Any] = json.loads(self._result_file.read_text())
+            return found.get("error", "the process ended before its time")
+        return _cause_of_death(self._process.exitcode, self._stderr_file)
 
 
 def _way_to_start(device: str) -> Any:
@@ -64,21 +118,27 @@ def _way_to_start(device: str) -> Any:
     return context
 
 
-def _listen(messages: "Connection[Any, Any]", on_progress: Progress, limit_s: float) -> bool:
-    """Pass on the worker's messages until it ends; return False if it still runs after ``limit_s``."""
-    end = time.monotonic() + limit_s
-    while messages.poll(max(0.0, end - time.monotonic())):
-        try:
-            on_progress(messages.recv())
-        except EOFError:
-            return True
-    return False
+@contextmanager
+def _threads_that_sleep() -> Iterator[None]:
+    """Let threads of processes started here sleep while they wait for each other; by default OpenMP's spin.
+
+    Spinning counts as processor time, so that a neighbour which delays one thread makes the others' time grow: a step
+    of 16 micro-batches beside three busy processes took 9 to 16 processor-seconds with it and 3 without, of 3 on one
+    thread.
+    """
+    key, asked_for = "OMP_WAIT_POLICY", os.environ.get("OMP_WAIT_POLICY")
+    os.environ[key] = asked_for or "passive"
+    try:
+        yield
+    finally:
+        if asked_for is None:
+            del os.environ[key]
 
 
-def _cause_of_death(exitcode: int, stderr_file: Path) -> str:
+def _cause_of_death(exitcode: int | None, stderr_file: Path) -> str:
     if exitcode == -9:  # what Linux does when memory runs out
         return "the process was killed (signal 9): most likely out of memory"
-    if exitcode < 0:
+    if exitcode is not None and exitcode < 0:
         return f"the process died of signal {-exitcode}"
     lines = stderr_file.read_text(errors="replace").strip().splitlines() if stderr_file.exists() else []
     return lines[-1] if lines else f"the process ended with exit code {exitcode} and no result"

@@ -13,19 +13,24 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from lightning_fasttrain.bench.ladder.results import Climbed, Row, Top
-from lightning_fasttrain.bench.ladder.verdict import TIME_WORTH
+from lightning_fasttrain.bench.ladder.verdict import TIME_WORTH, error_of_product
 from lightning_fasttrain.core.files.atomic_write import write_atomic
 from lightning_fasttrain.core.messages import FULL_WIDTH
 
 # In the order in which a narrow terminal goes without them, the last one first.
 _BY_WEIGHT = (
     *("rung", "ms/step", "peak MiB", "× naive", "÷ naive", "on this device", "max |Δloss|", "exactness"),
-    *("÷ strong", "× strong", "tokens/s", "loss"),
+    *("÷ strong", "× strong", "loss"),
 )
 _COLUMNS = (
-    *("rung", "ms/step", "tokens/s", "× naive", "× strong", "peak MiB", "÷ naive", "÷ strong"),
+    *("rung", "ms/step", "× naive", "× strong", "peak MiB", "÷ naive", "÷ strong"),
     *("loss", "max |Δloss|", "exactness", "on this device"),
 )
+_CLOCKS = {
+    "processor": "ms/step: processor time, summed over the cores",
+    "device": "ms/step: by events of the GPU",
+    "wall": "ms/step: by the clock",
+}
 _OF_EACH = ("ms/step", "× naive", "peak MiB", "÷ naive", "max |Δloss|")
 _BETWEEN_COLUMNS = 3  # a space on both sides, and one of the box
 _TEXT = ("rung", "exactness", "on this device")
@@ -42,10 +47,14 @@ def as_table(ladder: Climbed, width: int = FULL_WIDTH) -> Table:
     rungs = [_cells(row, naive, strong) for row in ladder.rungs]
     rungs += [{"rung": one.title, "on this device": "skipped"} for one in ladder.skipped]
     baselines = [_cells(row, naive, strong) for row in ladder.baselines]
-    kept = _fitting_columns([*rungs, *baselines], width)
+    padded = [_cells(row, ladder.padded[0], Row()) for row in ladder.padded]
+    kept = _fitting_columns([*rungs, *baselines, *padded], width)
     model = ladder.model
     title = f"{model['size']} · {model['tokens_per_step']:,} tokens/step · {_name_machine(ladder)}"
-    caption = "(rung): not carried. ×: times as fast, ÷: times less memory, than that baseline."
+    caption = (
+        f"(rung): not carried. {_CLOCKS[ladder.clock]}. ×: times as fast, ÷: times less memory, than that baseline."
+    )
+    caption += " Padded texts are compared with each other." if padded else ""
     caption += "" if len(kept) == len(_COLUMNS) else " A wider terminal shows more columns."
     table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for name in kept:
@@ -53,9 +62,10 @@ def as_table(ladder: Climbed, width: int = FULL_WIDTH) -> Table:
     for cells in rungs:
         style = "dim" if _is_dim(cells) else None
         table.add_row(*(_escape(cells.get(name, "")) for name in kept), style=style)
-    table.add_section()
-    for cells in baselines:
-        table.add_row(*(_escape(cells.get(name, "")) for name in kept))
+    for section in (baselines, padded):
+        table.add_section()
+        for cells in section:
+            table.add_row(*(_escape(cells.get(name, "")) for name in kept))
     return table
 
 
@@ -83,13 +93,13 @@ def as_line(row: Row, naive: Row) -> str:
     """Describe a finished rung in one line.
 
     Example:
-        >>> half = Row(title="bf16 mixed", step_ms=50, peak_mib=800, verdict="time ÷2.0")
+        >>> half = Row(title="bf16 mixed", step_ms=50, peak_mib=800, plus_minus=0.02, verdict="Needs less.")
         >>> as_line(half, Row(step_ms=100, peak_mib=800))
-        'bf16 mixed                        50.0 ms ×2.00       800.0 MiB ÷1.00   time ÷2.0'
+        'bf16 mixed                        50.0 ms ×2.00 ±0.04        800.0 MiB ÷1.00   Needs less.'
     """
     if row.error is not None:
         return f"{row.title:<28} failed: {row.error}"
-    time = f"{_four_digits(row.step_ms):>9} ms ×{ratio(naive.step_ms, row.step_ms)}"
+    time = f"{_four_digits(row.step_ms):>9} ms ×{_speed_and_error(naive, row):<11}"
     memory = f"{_four_digits(row.peak_mib):>11} MiB ÷{ratio(naive.peak_mib, row.peak_mib)}"
     return f"{row.title:<28} {time} {memory:<20}  {row.verdict}".rstrip()
 
@@ -117,22 +127,19 @@ class Live:
         self._bar.stop()
 
     def progress(self, title: str, message: dict[str, Any]) -> None:
-        """Show a message of a worker, or ``{"phase": "start", "run": number}`` before its first."""
-        if message["phase"] == "start":
-            again = f", run {message['run']}" if message["run"] > 1 else ""
-            self._bar.update(self._task, description=f"{title}{again}: starting")
-            return
-        step = f"{message['phase']} {message['step']}/{message['steps']}"
-        self._bar.update(self._task, description=f"{title}: {step}")
+        """Show a message of a worker, or of the ladder, whose phases are ``"start"`` and ``"turn"``."""
+        if message["phase"] != "timed":  # a turn of which is named already
+            self._bar.update(self._task, description=f"{title}: {message['phase']} {message.get('step', '')}")
 
     def row(self, row: Row) -> None:
         """Print the line of a finished rung, and its notes."""
         self._bar.advance(self._task)
-        self._naive = self._naive or row
-        self._say(as_line(row, self._naive))
+        if row.name == "naive" or (row.name == "padded" and self._naive):
+            self._naive = row
+        self._say(as_line(row, self._naive or row))
         notes = list(row.notes)
         if row.disturbed_cores:
-            notes.append(f"other processes kept {row.disturbed_cores:.1f} cores busy: do not trust this time")
+            notes.append(f"other processes kept up to {row.disturbed_cores:.1f} cores busy")
         for note in notes:
             self._say(f"    {note}")
 
@@ -144,7 +151,7 @@ class Live:
 
 def _cells(row: Row, naive: Row, strong: Row) -> dict[str, str]:
     """Return column → text; columns for which a failed rung has no value are missing."""
-    in_chain = row.carried or row.host == "bare" or row.name == "strong"
+    in_chain = row.carried or row.host == "bare" or row.name in ("strong", "padded", "trimmed")
     cells = {
         "rung": row.title if in_chain else f"({row.title})",
         "exactness": row.exactness.value.replace("_", " "),
@@ -156,15 +163,21 @@ def _cells(row: Row, naive: Row, strong: Row) -> dict[str, str]:
     return {
         **cells,
         "ms/step": _four_digits(row.step_ms),
-        "tokens/s": f"{row.tokens_per_s:,.0f}",
-        "× naive": ratio(naive.step_ms, row.step_ms),
-        "× strong": ratio(strong.step_ms, row.step_ms),
+        "× naive": _speed_and_error(naive, row),
+        "× strong": _speed_and_error(strong, row),
         "peak MiB": _four_digits(row.peak_mib),
         "÷ naive": ratio(naive.peak_mib, row.peak_mib),
         "÷ strong": ratio(strong.peak_mib, row.peak_mib),
         "loss": f"{row.loss:.4f}",
         "max |Δloss|": "–" if delta is None else f"{delta:.1e}",
     }
+
+
+def _speed_and_error(base: Row, row: Row) -> str:
+    """Format how many times as fast a row is as ``base``, with the half-width of the interval of 95%."""
+    speed = ratio(base.step_ms, row.step_ms)
+    error = 0.0 if base is row else error_of_product(base, row)
+    return f"{speed} ±{base.step_ms / row.step_ms * error:.2f}" if error and speed != "–" else speed
 
 
 def _four_digits(number: float) -> str:
@@ -208,39 +221,46 @@ def summary(ladder: Climbed) -> str:
     """Describe the two best rungs, each with its code, and the failures and disturbances of this run."""
     tops, noise = ladder.tops, ladder.noise["time"] or 0.0
     parts = [
-        _top_in_words("Fastest with half of naive's memory", tops["fastest"], ladder.strong, noise),
-        _top_in_words("Leanest within 1.5 times naive's time", tops["leanest"], ladder.strong, noise),
+        _top_in_words("Fastest with half of naive's memory", tops["fastest"], ladder, noise),
+        _top_in_words("Leanest within 1.5 times naive's time", tops["leanest"], ladder, noise),
     ]
     parts = [part for part in parts if part] or ["No rung takes half of naive's memory."]
     if ladder.noise["time"]:
-        parts.append(f"Times of one and the same program differed by {noise:.0%} here.")
-    rows = (*ladder.rungs, *ladder.baselines)
+        parts.append(f"A rung's time is known to ±{noise:.0%} of that of the rung below, in the median.")
+    rows = (*ladder.rungs, *ladder.baselines, *ladder.padded)
     disturbed = [row.title for row in rows if row.disturbed_cores]
     if disturbed:
         parts.append(
-            f"Other processes were at work during {len(disturbed)} of these runs ({', '.join(disturbed)}): "
-            "memory and losses hold, their times do not."
+            f"Other processes were at work during {len(disturbed)} of these runs ({', '.join(disturbed)}): their "
+            "intervals are wider for it."
         )
     parts += [f"Failed: {row.title}: {row.error}." for row in rows if row.error is not None]
     parts += [f"Skipped: {one.title}: {one.reason}." for one in ladder.skipped]
     return "\n".join(parts)
 
 
-def _top_in_words(what: str, top: Top | None, strong: Row | None, noise: float) -> str:
+def _top_in_words(what: str, top: Top | None, ladder: Climbed, noise: float) -> str:
     if top is None:
         return ""
-    text = f"{what}, up to “{top.title}”: {_speed(top.speedup, noise)}"
+    naive, strong = ladder.rungs[0], ladder.strong
+    how = "once more in turn with naive" if top.again else "by the rungs' ratios"
+    error = f" ±{top.speedup * top.plus_minus:.2f}" if top.plus_minus else ""
+    text = f"{what}, up to “{top.title}”: {_speed(top.speedup, error, top.plus_minus or noise)}"
     text += f", in {top.memory_ratio:.1f} times less memory"
+    text += f" ({_four_digits(top.step_ms)} ms, {how}, {_four_digits(naive.step_ms)} ms)"
     if strong and strong.error is None:
         speedup, memory_ratio = strong.step_ms / top.step_ms, strong.peak_mib / top.peak_mib
-        text += f"; against the strong baseline {_speed(speedup, noise)}, in {memory_ratio:.1f} times less"
+        share = math.hypot(strong.plus_minus, top.plus_minus)
+        error = f" ±{speedup * share:.2f}" if share else ""
+        text += f"; against the strong baseline {_speed(speedup, error, share or noise)}"
+        text += f", in {memory_ratio:.1f} times less ({_four_digits(strong.step_ms)} ms)"
     return text + "\n" + textwrap.indent(top.code, "    ")
 
 
-def _speed(speedup: float, noise: float) -> str:
-    if abs(1 / speedup - 1) <= max(TIME_WORTH, noise):
-        return f"about as fast (×{speedup:.2f})"
-    return f"{speedup:.2f} times as fast" if speedup > 1 else f"slower (×{speedup:.2f})"
+def _speed(speedup: float, error: str, share: float) -> str:
+    if abs(1 / speedup - 1) <= max(TIME_WORTH, share):
+        return f"about as fast (×{speedup:.2f}{error})"
+    return f"{speedup:.2f}{error} times as fast" if speedup > 1 else f"slower (×{speedup:.2f}{error})"
 
 
 def save_picture(ladder: Climbed, path: str | Path) -> Path | None:
@@ -263,7 +283,7 @@ def save_picture(ladder: Climbed, path: str | Path) -> Path | None:
     # A canvas of its own, since pyplot keeps figures and may look for a screen.
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, sharey=True)
-    _bars(left, rows, "step_ms", "ms per step", "#3b6ea8", ladder.strong)
+    _bars(left, rows, "step_ms", _CLOCKS[ladder.clock].replace("ms/step", "ms per step"), "#3b6ea8", ladder.strong)
     _bars(right, rows, "peak_mib", "peak MiB", "#c4703c", ladder.strong)
     left.set_yticks(range(len(rows)), [row.title for row in rows])
     left.invert_yaxis()  # matplotlib counts from the bottom

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from lightning_fasttrain.core.files.atomic_write import write_atomic
+from lightning_fasttrain.planner.timing import Ratio
 from lightning_fasttrain.technique import Exactness
 
 # How a run is made, in plain JSON, so that a fresh process can make it:
@@ -25,14 +26,11 @@ class Measured:
 
     error: str | None = None
     step_ms: float = math.nan
-    step_ms_all: list[float] = field(default_factory=list)
     tokens_per_s: float = math.nan
     peak_mib: float = math.nan
     loss: float = math.nan
     losses: list[float] = field(default_factory=list)
-    wall_s: float = math.nan
     disturbed_cores: float | None = None
-    compile: dict[str, Any] | None = None
     notes: list[str] = field(default_factory=list)
 
 
@@ -40,8 +38,19 @@ class Measured:
 class Row(Measured):
     """A rung with its measurements and its verdict.
 
-    ``step_ms`` is the median of ``step_ms_of_runs``; ``exactness`` is that of the whole state, ``own_exactness`` that
-    of the rung. ``carried`` is None while it is undecided.
+    Times are those of the ladder's clock: of the processors on a CPU, of events on a GPU. Only ratios of two states
+    that were run in turn are measured, so ``step_ms`` is that of the row it was ``compared`` with, times their ratio.
+    ``plus_minus`` is the half-width of the interval that contains ``step_ms`` / naive's with a confidence of 95%,
+    relative to it.
+
+    Attributes:
+        exactness: of the whole state.
+        own_exactness: of the rung alone.
+        carried: None while it is undecided.
+        compared: name of the row that it was run in turn with.
+        ratio: its time as a factor of that row's: lower end of the interval, estimate, upper end.
+        turns_ms: ms per step of that row and of this one, in each turn; of naive, of naive alone.
+        wall_ms: ms per step by the wall clock, the median of all turns.
     """
 
     name: str = ""
@@ -53,20 +62,26 @@ class Row(Measured):
     carried: bool | None = False
     verdict: str = ""
     state: State = field(default_factory=dict)
-    step_ms_of_runs: list[float] = field(default_factory=list)
+    compared: str = ""
+    ratio: list[float] = field(default_factory=list)
+    plus_minus: float = 0.0
+    turns_ms: list[list[float]] = field(default_factory=list)
+    wall_ms: float = math.nan
     max_loss_delta: float | None = None
     trainer_overhead: float | None = None
     alone: "Row | None" = None
 
-    def take(self, measured: Measured) -> None:
-        """Copy the measurements of a run."""
-        for one in fields(Measured):
-            setattr(self, one.name, getattr(measured, one.name))
+    def set_ratio(self, ratio: Ratio, base: "Row") -> None:
+        """Derive the time from that of another row, with which this one was run in turn."""
+        self.ratio = [ratio.low, ratio.value, ratio.high]
+        self.step_ms = base.step_ms * ratio.value
+        self.plus_minus = math.hypot(base.plus_minus, ratio.plus_minus)
 
     @classmethod
     def read(cls, values: dict[str, Any]) -> Self:
-        """Read a row from its JSON."""
-        known = {key: value for key, value in values.items() if value is not None}  # null: nothing was measured
+        """Read a row from its JSON, also from that of an earlier version."""
+        # null: nothing was measured
+        known = {key: value for key, value in _known_of(cls, values).items() if value is not None}
         for key in ("exactness", "own_exactness"):
             known[key] = Exactness(known[key])
         if "alone" in known:
@@ -76,7 +91,11 @@ class Row(Measured):
 
 @dataclass
 class Top:
-    """The best rung by some criterion, compared with naive, with the code that makes it."""
+    """The best rung by some criterion, compared with naive, with the code that makes it.
+
+    ``plus_minus`` is that of ``speedup``, relative to it; ``again`` says that both are from turns with naive alone, at
+    the end of the ladder, instead of from the product of the rungs' ratios.
+    """
 
     name: str
     title: str
@@ -88,6 +107,8 @@ class Top:
     speedup: float
     memory_ratio: float
     code: str
+    plus_minus: float = 0.0
+    again: bool = False
 
 
 @dataclass
@@ -101,19 +122,28 @@ class Skipped:
 
 @dataclass
 class Climbed:
-    """A complete ladder: the content of ``ladder.json``."""
+    """A complete ladder: the content of ``ladder.json``.
+
+    Attributes:
+        noise: ``time``: the median of the half-widths of the rungs' ratios; ``memory``: what is ignored.
+        turns: the most turns of a comparison.
+        clock: ``"processor"``, ``"device"``, or ``"wall"`` in the files of earlier versions.
+        padded: two runs on texts of different lengths, the second with the padding cut off.
+    """
 
     hardware: dict[str, Any]
     versions: dict[str, str]
     command: str
     date: str
     model: dict[str, Any]
-    repeats: int
     skipped: list[Skipped]
     noise: dict[str, float | None]
+    turns: int = 0
+    clock: str = "wall"
     rungs: list[Row] = field(default_factory=list)
     strong: Row | None = None
     bare_loop: Row | None = None
+    padded: list[Row] = field(default_factory=list)
     tops: dict[str, Top | None] = field(default_factory=lambda: {"fastest": None, "leanest": None})
     interrupted: bool = False
 
@@ -139,7 +169,15 @@ class Climbed:
         tops = {name: _read_top(top) for name, top in values["tops"].items()}
         skipped = [Skipped(**one) for one in values["skipped"]]
         rungs = [Row.read(row) for row in values["rungs"]]
-        return cls(**{**values, **rows, "tops": tops, "skipped": skipped, "rungs": rungs})
+        padded = [Row.read(row) for row in values.get("padded", [])]
+        read = {**rows, "tops": tops, "skipped": skipped, "rungs": rungs, "padded": padded}
+        return cls(**{**_known_of(cls, values), **read})
+
+
+def _known_of(kind: type, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of the dataclass ``kind``; files of earlier versions have others too."""
+    names = {one.name for one in fields(kind)}
+    return {name: value for name, value in values.items() if name in names}
 
 
 def _read_top(values: dict[str, Any] | None) -> Top | None:
@@ -152,6 +190,6 @@ def _to_json(value: Any) -> Any:
         return {key: _to_json(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [_to_json(inner) for inner in value]
-    if isinstance(value, float) and math.isnan(value):
+    if isinstance(value, float) and not math.isfinite(value):
         return None
     return value.value if isinstance(value, Enum) else value

@@ -1,9 +1,9 @@
-"""Run the ladder: rung after rung in processes of their own, each on top of those that helped."""
+"""Run the ladder: rung after rung, each on top of those that helped, and in turn with what it stands on."""
 
+import math
 import os
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -12,26 +12,26 @@ from typing import Any
 
 import numpy as np
 
-from lightning_fasttrain.bench.ladder.preflight import BARE, STRONG, Ladder
-from lightning_fasttrain.bench.ladder.process import run_in_own_process
-from lightning_fasttrain.bench.ladder.results import Climbed, Measured, Row, State, Top
-from lightning_fasttrain.bench.ladder.rungs import NAIVE, Rung, strong_baseline, warmup_of
+from lightning_fasttrain.bench.ladder.preflight import BARE, PADDED, STRONG, Ladder
+from lightning_fasttrain.bench.ladder.results import Climbed, Row, State, Top
+from lightning_fasttrain.bench.ladder.rungs import NAIVE, Rung, padded_rungs, strong_baseline, warmup_of
+from lightning_fasttrain.bench.ladder.turns import Running, TimeLeft, Turns
 from lightning_fasttrain.bench.ladder.verdict import (
     MEMORY_WORTH,
     TIME_WORTH,
+    describe,
     fastest_with_half_the_memory,
-    judge,
     judge_by_memory,
+    judge_row,
     leanest_in_time,
     loss_parity,
-    refuse_non_finite,
-    time_noise,
+    ratio_of,
     trainer_verdict,
-    usual_noise,
 )
 from lightning_fasttrain.bench.ladder.worker import callbacks_of
 from lightning_fasttrain.core.machine import hardware, versions
 from lightning_fasttrain.planner.catalogue import code_of
+from lightning_fasttrain.planner.timing import Ratio
 from lightning_fasttrain.technique import Exactness
 from lightning_fasttrain.technique.declarations import least_exact
 
@@ -91,9 +91,15 @@ def climb(ladder: Ladder, on_row: Callable[[Row], None], on_progress: OnProgress
         with os.fdopen(descriptor, "wb") as stream:
             # The workers map this file, instead of each being sent a copy.
             np.save(stream, ladder.tokens, allow_pickle=False)
-        for row in _Climb(ladder, tokens_file, on_progress, result).rows():
-            _save(result, ladder.out)
-            on_row(row)
+        climbing = _Climb(ladder, tokens_file, on_progress, result)
+        try:
+            for row in climbing.rows():
+                _save(result, ladder.out)
+                on_row(row)
+            climbing.measure_tops_again()
+            result.write(ladder.out / "ladder.json")
+        finally:
+            climbing.turns.close()
     except KeyboardInterrupt:
         result.interrupted = True
         _save(result, ladder.out)
@@ -105,8 +111,10 @@ def climb(ladder: Ladder, on_row: Callable[[Row], None], on_progress: OnProgress
 def _save(result: Climbed, folder: Path) -> None:
     rows = result.rungs
     if rows:
-        noise = usual_noise(rows)
-        result.noise["time"] = noise
+        widths = [ratio_of(row).plus_minus for row in rows if row.ratio]
+        noise = statistics.median(widths) if widths else 0.0
+        # JSON has no infinity, which is the width of an interval of one turn.
+        result.noise["time"] = noise if math.isfinite(noise) else None
         result.tops = {
             "fastest": _describe_top(fastest_with_half_the_memory(rows, noise), rows[0]),
             "leanest": _describe_top(leanest_in_time(rows, noise), rows[0]),
@@ -128,93 +136,22 @@ def _describe_top(row: Row | None, naive: Row) -> Top | None:
         speedup=naive.step_ms / row.step_ms,
         memory_ratio=naive.peak_mib / row.peak_mib,
         code=as_code(row.state),
+        plus_minus=row.plus_minus,
     )
 
 
 def number_of_rows(ladder: Ladder) -> int:
     """Return the number of rows of :func:`climb`."""
-    return 1 + len(ladder.baselines) + len(ladder.rungs)
+    others = sum(2 if name == PADDED else 1 for name in ladder.baselines)
+    return 1 + others + len(ladder.rungs)
 
 
 class _Climb:
     """Runs a ladder row by row, and adds each row to ``result``."""
 
     def __init__(self, ladder: Ladder, tokens_file: str, on_progress: OnProgress, result: Climbed) -> None:
-        self.ladder = ladder
-        self.runner = _Runner(ladder, tokens_file, on_progress)
-        self.result = result
-        self.started = time.monotonic()
-
-    def rows(self) -> Iterator[Row]:
-        """Yield the rows as they are finished."""
-        ladder, runner, result = self.ladder, self.runner, self.result
-        naive = runner.row(Rung("naive", "naive loop", {}), NAIVE, Exactness.EXACT)
-        naive.carried = True
-        runner.naive = naive
-        result.rungs.append(naive)
-        yield naive
-        if STRONG in ladder.baselines:
-            strong = strong_baseline(ladder.fast_bf16)
-            result.strong = runner.row(strong, strong.on(naive), strong.exactness)
-            yield result.strong
-        top = naive
-        for rung in ladder.rungs:
-            row = runner.row(rung, rung.on(top), least_exact(top.exactness, rung.exactness))
-            result.rungs.append(row)
-            self._decide(row, top)
-            if ladder.each:
-                # On top of naive alone this very run was the one on top of the ladder.
-                # A copy of it, as a row that holds itself could not be written as JSON.
-                on_naive = top is naive
-                row.alone = replace(row) if on_naive else runner.row(rung, rung.on(naive), rung.exactness, alone=True)
-            if row.carried:
-                top = row
-            yield row
-        if BARE in ladder.baselines and top.error is None:
-            bare = runner.row(Rung(BARE, "the last state, bare loop", {}), top.state, top.exactness, host="bare")
-            if bare.error is None:
-                while abs(bare.step_ms / top.step_ms - 1) > TIME_WORTH and self._may_repeat(bare, top):
-                    # Both run again, in turn, so that whatever disturbs the machine meets both.
-                    self.runner.add_run(top)
-                    self.runner.add_run(bare)
-                bare.trainer_overhead = top.step_ms / bare.step_ms
-                bare.verdict = trainer_verdict(bare.trainer_overhead, self._noise_of(top, bare))
-            result.bare_loop = bare
-            yield bare
-
-    def _decide(self, row: Row, below: Row) -> None:
-        """Judge ``row``; if its time is too close to that of the row below, run both again, in turn."""
-        naive = self.result.rungs[0]
-        if len(naive.step_ms_of_runs) == 1:
-            # The noise of the machine must be known before the first verdict.
-            self.runner.add_run(naive)
-        row.carried, row.verdict = judge(row, below, naive, self._noise_of(row, below))
-        while row.carried is None and self._may_repeat(row, below):
-            self.runner.add_run(below)
-            self.runner.add_run(row)
-            row.carried, row.verdict = judge(row, below, naive, self._noise_of(row, below))
-        if row.carried is None:
-            row.carried, row.verdict = judge_by_memory(row, below, self._noise_of(row, below))
-
-    def _noise_of(self, *rows: Row) -> float:
-        return time_noise(*rows, usual=usual_noise(self.result.rungs))
-
-    def _may_repeat(self, row: Row, below: Row) -> bool:
-        disturbed = row.disturbed_cores or below.disturbed_cores
-        most = self.ladder.repeats * (2 if disturbed else 1)
-        if len(row.step_ms_of_runs) > most:
-            return False
-        rest = number_of_rows(self.ladder) - len(self.result.rungs)
-        elapsed_s = time.monotonic() - self.started
-        mean_s = elapsed_s / sum(len(one.step_ms_of_runs) for one in self.result.rungs)
-        return elapsed_s + (rest + 2) * mean_s < 60 * self.ladder.size.minutes  # 2: both would be run once more
-
-
-class _Runner:
-    """Runs rungs of one ladder: the same model, text, seed and number of timed steps for all."""
-
-    def __init__(self, ladder: Ladder, tokens_file: str, on_progress: OnProgress) -> None:
-        self.spec = {
+        self.ladder, self.result = ladder, result
+        spec = {
             "model": asdict(ladder.size.model),
             "batch": ladder.size.batch,
             "tokens": tokens_file,
@@ -223,48 +160,134 @@ class _Runner:
             "device": ladder.device,
             "timed": ladder.size.steps,
             "memory": 1,
+            # Enough for a state that all further rungs are compared with.
+            "turns": ladder.turns * (number_of_rows(ladder) + 2),
         }
-        self.warmup = ladder.warmup
-        self.on_progress = on_progress
-        self.naive: Row | None = None
+        # Also the best two rungs, again.
+        rows = number_of_rows(ladder) + 2 + (len(ladder.rungs) if ladder.each else 0)
+        time_left = TimeLeft(rows, 60 * ladder.size.minutes)
+        self.turns = Turns(spec, ladder.turns, time_left, on_progress)
 
-    def row(self, rung: Rung, state: State, exactness: Exactness, *, host: str = "trainer", alone: bool = False) -> Row:
-        """Run a rung once."""
-        row = Row(
-            name=rung.name,
-            title=f"{rung.title}, alone" if alone else rung.title,
-            exactness=exactness,
-            own_exactness=rung.exactness,
-            host=host,
-            warmup=max(warmup_of(state), self.warmup),
-            state=state,
-        )
-        row.take(self._run(row))
-        row.max_loss_delta = loss_parity(row, self.naive)
-        if row.error is None:
-            row.step_ms_of_runs = [row.step_ms]
+    def rows(self) -> Iterator[Row]:
+        """Yield the rows as they are finished."""
+        ladder, result = self.ladder, self.result
+        self.naive = self.top = self._start(_new_row(Rung("naive", "naive loop", {}), NAIVE, Exactness.EXACT))
+        naive = self.naive.row
+        naive.carried = True
+        self.turns.time_alone(self.naive)
+        result.rungs.append(naive)
+        yield self._finish(naive)
+        if STRONG in ladder.baselines:
+            rung = strong_baseline(ladder.fast_bf16)
+            result.strong = self._measure(_new_row(rung, rung.on(naive), rung.exactness), self.naive)
+            yield self._finish(result.strong)
+        for rung in ladder.rungs:
+            yield self._finish(self._climb(rung))
+        if BARE in ladder.baselines and self.top.row.error is None:
+            result.bare_loop = self._measure_bare_loop()
+            yield self._finish(result.bare_loop)
+        if PADDED in ladder.baselines:
+            whole, cut = padded_rungs(ladder.fast_bf16, ladder.size.micro_batches)
+            below = self._start(_new_row(whole, whole.on(naive), whole.exactness), padded=True)
+            self.turns.time_alone(below)
+            result.padded.append(below.row)
+            yield self._finish(below.row, below.row)
+            row = self._measure(_new_row(cut, cut.on(below.row), cut.exactness), below, padded=True)
+            self.turns.end(below)
+            if row.error is None and below.row.error is None:
+                row.verdict = f"{describe(ratio_of(row), row.peak_mib / below.row.peak_mib)} than with padding."
+            result.padded.append(row)
+            yield self._finish(row, below.row)
+
+    def measure_tops_again(self) -> None:
+        """Measure the best rungs in turn with naive, and replace the products of the rungs' ratios by that."""
+        rows = {row.name: row for row in self.result.rungs}
+        again: dict[str, Row] = {}
+        for top in self.result.tops.values():
+            if top is None:
+                continue
+            if top.name not in again:
+                row = replace(rows[top.name], title=f"{top.title}, again", turns_ms=[])
+                again[top.name] = row
+                # The top of the ladder is still running.
+                one = Running(row, self.top.worker) if top.name == self.top.row.name else self._start(row)
+                self._compare(one, self.naive)
+            row = again[top.name]
+            if row.error is None:
+                top.step_ms, top.plus_minus, top.again = row.step_ms, row.plus_minus, True
+                top.speedup = self.naive.row.step_ms / row.step_ms
+
+    def _climb(self, rung: Rung) -> Row:
+        """Run a rung in turn with the state below it, and keep the one of the two that the next stands on."""
+        below = self.top
+        row = _new_row(rung, rung.on(below.row), least_exact(below.row.exactness, rung.exactness))
+        self.result.rungs.append(row)
+        rising = self._start(row)
+        naive = self.naive.row
+        self.turns.compare(rising, below, lambda: judge_row(row, below.row, naive)[0] is not None)
+        row.carried, row.verdict = judge_row(row, below.row, naive)
+        if row.carried is None:
+            row.carried, row.verdict = judge_by_memory(row, below.row)
+        if self.ladder.each:
+            # On top of naive alone this very run was the one on top of the ladder.
+            # A copy of it, as a row that holds itself could not be written as JSON.
+            row.alone = replace(row) if below is self.naive else self._measure_alone(rung)
+        if row.carried:
+            self.top = rising
+        left = below if row.carried else rising
+        if left is not self.naive:
+            self.turns.end(left)
         return row
 
-    def add_run(self, row: Row) -> None:
-        """Run a row again; the median of all its runs counts, which more runs do not make smaller."""
-        measured = self._run(row)
-        if measured.error is not None:
-            return
-        row.step_ms_of_runs.append(measured.step_ms)
-        step_ms = statistics.median(row.step_ms_of_runs)
-        row.tokens_per_s *= row.step_ms / step_ms  # the tokens of a step stay the same
-        row.step_ms = step_ms
-        row.disturbed_cores = row.disturbed_cores or measured.disturbed_cores
+    def _measure_alone(self, rung: Rung) -> Row:
+        row = _new_row(rung, rung.on(self.naive.row), rung.exactness)
+        row.title += ", alone"
+        return self._finish(self._measure(row, self.naive))
 
-    def _run(self, row: Row) -> Measured:
-        title = row.title
-        spec = {**self.spec, "state": row.state, "host": row.host, "warmup": row.warmup}
+    def _measure_bare_loop(self) -> Row:
+        top = self.top.row
+        bare = _new_row(Rung(BARE, "the last state, bare loop", {}), top.state, top.exactness, host="bare")
+        self._measure(bare, self.top)
+        if bare.error is None:
+            low, value, high = bare.ratio
+            bare.trainer_overhead = 1 / value
+            bare.verdict = trainer_verdict(Ratio(1 / value, 1 / high, 1 / low if low else math.inf))
+        return bare
+
+    def _measure(self, row: Row, base: Running, *, padded: bool = False) -> Row:
+        """Run a state in turn with ``base`` until its time is known to :data:`TIME_WORTH`, and end its process."""
+        one = self._start(row, padded=padded)
+        self._compare(one, base)
+        self.turns.end(one)
+        return row
+
+    def _compare(self, one: Running, base: Running) -> None:
+        self.turns.compare(one, base, lambda: ratio_of(one.row).plus_minus <= TIME_WORTH)
+
+    def _start(self, row: Row, *, padded: bool = False) -> Running:
+        row.warmup = max(warmup_of(row.state), self.ladder.warmup)
         if row.name == STRONG:
             # The strong baseline has fused attention, whatever the ladder is run with.
-            spec["model"] = {**spec["model"], "attention": "sdpa"}
-        self.on_progress(title, {"phase": "start", "run": len(row.step_ms_of_runs) + 1})
-        found = run_in_own_process(spec, lambda message: self.on_progress(title, message))
-        return Measured(**refuse_non_finite(found))
+            return self.turns.start(row, model={**self.turns.spec["model"], "attention": "sdpa"})
+        return self.turns.start(row, padded=padded)
+
+    def _finish(self, row: Row, reference: Row | None = None) -> Row:
+        reference = reference or self.naive.row
+        row.max_loss_delta = loss_parity(row, None if row is reference else reference)
+        row.tokens_per_s = 1e3 * self.ladder.size.batch * self.ladder.size.model.context / row.step_ms
+        self.turns.time_left.rows -= 1
+        return row
+
+
+def _new_row(rung: Rung, state: State, exactness: Exactness, *, host: str = "trainer") -> Row:
+    return Row(
+        name=rung.name,
+        title=rung.title,
+        exactness=exactness,
+        own_exactness=rung.exactness,
+        host=host,
+        state=state,
+    )
 
 
 def _begin_result(ladder: Ladder) -> Climbed:
@@ -281,7 +304,8 @@ def _begin_result(ladder: Ladder) -> Climbed:
             "tokens": ladder.size.tokens,
             "tokens_per_step": ladder.size.batch * model.context,
         },
-        repeats=ladder.repeats,
         skipped=list(ladder.skipped),
         noise={"time": None, "memory": MEMORY_WORTH},
+        turns=ladder.turns,
+        clock="device" if ladder.device == "cuda" else "processor",
     )

@@ -199,3 +199,20 @@ def strong_baseline(fast_bf16: bool) -> Rung:
     }
     title = f"strong: {'bf16' if fast_bf16 else 'fp32'}, SDPA, fused AdamW"
     return Rung("strong", title, change, Exactness.TOLERANCE if fast_bf16 else Exactness.EXACT)
+
+
+def padded_rungs(fast_bf16: bool, micro_batches: int) -> tuple[Rung, Rung]:
+    """Return the strong baseline in micro-batches for padded texts: with the padding, and with it cut off.
+
+    Args:
+        fast_bf16: whether the device multiplies bf16.
+        micro_batches: parts that a batch is split into.
+    """
+    strong = strong_baseline(fast_bf16)
+    assert not callable(strong.change)
+    whole: State = {**strong.change, "callbacks": {"MicroBatching": {"n": micro_batches, "trim_padding": False}}}
+    cut: State = {"callbacks": {"MicroBatching": {"n": micro_batches}}}
+    return (
+        Rung("padded", "padded texts, micro-batches", whole, strong.exactness),
+        Rung("trimmed", "padded texts, padding cut off", cut),
+    )

@@ -1,142 +1,151 @@
 """Compare the measurements of a rung with those of another: ratios, loss parity, and whether it is kept."""
 
 import math
-import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
 from lightning_fasttrain.bench.ladder.results import Measured, Row
+from lightning_fasttrain.planner.timing import Ratio
 from lightning_fasttrain.technique import Exactness
 
 # Times that differ by less are called equal on any machine: it would not be worth a line of code.
 TIME_WORTH = 0.03
 # Memory is counted, not sampled: two runs agree to the byte, so this only asks that a saving is worth a mention.
 MEMORY_WORTH = 0.005
+# What a rung has to save in memory to be carried where its time could not be decided.
+CLEAR_SAVING = 0.05
 # No rung may cost more than this many times naive's time, however much memory it saves.
 MOST_TIME = 1.5
 
 
-def judge(row: Row, below: Row, naive: Row, noise: float) -> tuple[bool | None, str]:
-    """Decide whether a rung is carried into the next, and describe it in a few words.
+def judge(time: Ratio, memory: float) -> bool | None:
+    """Decide whether a rung is carried into the next: what it gains in one of time and memory is more than it costs.
 
-    It is carried if ms/step × peak MiB falls, time lost being won back in memory and the other way round, and if it
-    stays within :data:`MOST_TIME` of naive's time. That must hold wherever in the noise the times really lie.
+    time · memory, as factors of the state below, must be under 1 wherever in the interval the time really lies; without
+    a gain in memory, by :data:`TIME_WORTH`.
 
     Args:
-        row: the rung.
-        below: the state that it was put on.
-        naive: the state that the limit is of.
-        noise: share by which the ratio of the two times may be wrong.
+        time: its time as a factor of that of the state below.
+        memory: its peak memory as a factor of that of the state below.
 
     Returns:
-        Carried or not, or None if the noise is too large to decide; and a few words for the table.
+        Carried or not; None if the interval of the time is too wide to decide.
+
+    Example:
+        >>> judge(Ratio(1.30, 1.25, 1.35), 0.5), judge(Ratio(1.22, 1.19, 1.25), 0.984), judge(Ratio(0.9, 0.8, 1.1), 1.0)
+        (True, False, None)
+    """
+    gains = time.high * memory < 1
+    loses = time.low * memory > 1 - TIME_WORTH
+    # Both, if the gain is certain and small: enough if it is memory, which can be trusted to be there in each run.
+    if gains and loses:
+        return memory < 1
+    return gains if gains or loses else None
+
+
+def judge_row(row: Row, below: Row, naive: Row) -> tuple[bool | None, str]:
+    """Decide whether a rung is carried, and say why in a sentence.
+
+    Args:
+        row: the rung, with its ratio to the row below.
+        below: the state that it was put on.
+        naive: the state whose time it may exceed by :data:`MOST_TIME` at most.
+
+    Returns:
+        Carried or not, or None if another turn may decide; and the sentence.
 
     Example:
         >>> naive = Row(step_ms=100, peak_mib=800)
-        >>> judge(Row(step_ms=130, peak_mib=400), naive, naive, 0.05)
-        (True, 'memory ÷2.0, slower here (time +30%)')
-        >>> judge(Row(step_ms=140, peak_mib=720), naive, naive, 0.05)
-        (False, 'memory −10%, slower here (time +40%): not carried')
-        >>> judge(Row(step_ms=90, peak_mib=800), naive, naive, 0.15)[0]
+        >>> judge_row(Row(step_ms=130, peak_mib=400, ratio=[1.25, 1.3, 1.35]), naive, naive)
+        (True, 'Needs 2.0 times less memory and 30% more time.')
+        >>> judge_row(Row(step_ms=140, peak_mib=720, ratio=[1.35, 1.4, 1.45]), naive, naive)
+        (False, 'Needs 10% less memory and 40% more time: not carried.')
     """
     if row.error is not None:
-        return False, "failed"
+        return False, "Failed."
     if below.error is not None:
-        return False, "nothing to compare with"
+        return False, "There is nothing to compare it with."
+    time, memory = ratio_of(row), _ignore_small(MEMORY_WORTH, row.peak_mib / below.peak_mib)
+    needs = describe(time, memory)
     if row.own_exactness is Exactness.CHANGES_TRAINING:
-        words = _words(
-            _ignore_noise(max(TIME_WORTH, noise), row.step_ms / below.step_ms), row.peak_mib / below.peak_mib
-        )
-        return False, f"{words}, and changes training: not carried"
-    time, memory = row.step_ms / below.step_ms, _ignore_noise(MEMORY_WORTH, row.peak_mib / below.peak_mib)
-    words = _words(_ignore_noise(max(TIME_WORTH, noise), time), memory)
-    # time · memory below 1 is a gain. Noise is in time alone; where memory falls it speaks for the rung first.
-    least_gain = 1.0 if memory < 1 else 1 - TIME_WORTH
-    if time * memory >= least_gain and (memory >= 1 or time / (1 + noise) * memory >= 1):
-        return False, f"{words or 'no clear gain here'}: not carried"
-    # There is a gain as measured, but perhaps none with the noise at its worst.
-    if time * (1 + noise) * memory >= least_gain:
-        return None, words
-    if naive.error is None and row.step_ms > MOST_TIME * naive.step_ms:
-        return False, f"{words}, over {MOST_TIME:g} times naive's time: not carried"
-    return True, words
+        return False, f"{needs}, and changes training: not carried."
+    carried = judge(time, memory)
+    if carried and naive.error is None and row.step_ms > MOST_TIME * naive.step_ms:
+        return False, f"{needs}, over {MOST_TIME:g} times naive's: not carried."
+    return carried, f"{needs}." if carried is not False else f"{needs}: not carried."
 
 
-def judge_by_memory(row: Row, below: Row, noise: float) -> tuple[bool, str]:
-    """Decide by memory alone, if times vary too much.
+def judge_by_memory(row: Row, below: Row) -> tuple[bool, str]:
+    """Decide by memory alone, if the time was not decided.
 
     Example:
-        >>> judge_by_memory(Row(step_ms=103, peak_mib=720), Row(step_ms=100, peak_mib=800), 0.2)
-        (True, 'memory −10%; by memory alone, times vary by 20%')
+        >>> judge_by_memory(Row(peak_mib=720, ratio=[0.9, 1.1, 1.3]), Row(peak_mib=800))
+        (True, 'Needs 10% less memory; its time, ×0.90 to ×1.30, is not decided.')
     """
-    memory = _ignore_noise(MEMORY_WORTH, row.peak_mib / below.peak_mib)
-    words = f"{_words(1.0, memory) or 'no less memory'}; by memory alone, times vary by {noise:.0%}"
-    return memory < 1, words if memory < 1 else f"{words}: not carried"
+    time, memory = ratio_of(row), _ignore_small(MEMORY_WORTH, row.peak_mib / below.peak_mib)
+    carried = memory <= 1 - CLEAR_SAVING
+    between = f"×{time.low:.2f} to ×{time.high:.2f}"
+    sentence = f"Needs {_more_or_less(memory, 'memory')}; its time, {between}, is not decided"
+    return carried, f"{sentence}." if carried else f"{sentence}: not carried."
 
 
-def time_noise(*rows: Row, usual: float) -> float:
-    """Return the relative error of the ratio of these rows' times: ``usual``, divided by √k for medians of k runs.
+def ratio_of(row: Row) -> Ratio:
+    """Return the ratio of a row's time to that of the row it was compared with."""
+    low, value, high = row.ratio
+    return Ratio(value, low, high)
 
-    Args:
-        rows: of which the one with the fewest runs counts.
-        usual: by which share a single run may be.
+
+def describe(time: Ratio, memory: float) -> str:
+    """Say what a program needs in comparison with another.
 
     Example:
-        >>> time_noise(Row(step_ms_of_runs=[100.0, 140.0, 92.0, 95.0]), usual=0.2)
-        0.1
+        >>> describe(Ratio(0.5, 0.49, 0.51), 1.0), describe(Ratio(1.01, 0.99, 1.03), 1.0)
+        ('Needs as much memory and 2.0 times less time', 'Needs as much memory and about as much time')
     """
-    return usual / math.sqrt(max(1, min(len(row.step_ms_of_runs) for row in rows)))
+    return f"Needs {_more_or_less(memory, 'memory')} and {_more_or_less(_certain(time), 'time')}"
 
 
-def usual_noise(rows: Iterable[Row]) -> float:
-    """Return the relative error of the time of a single run; 0 if no row was run more than once.
-
-    It is the median, over the rows that were run several times, of the range from the fastest to the slowest run.
-
-    Example:
-        >>> round(usual_noise([Row(step_ms_of_runs=[100.0, 110.0]), Row(step_ms_of_runs=[50.0])]), 2)
-        0.1
-    """
-    runs = [row.step_ms_of_runs for row in rows if len(row.step_ms_of_runs) > 1]
-    if not runs:
-        return 0.0
-    return statistics.median([max(times) / min(times) - 1 for times in runs])
+def _certain(time: Ratio) -> float:
+    """Return the ratio, or 1 where the two times may be equal, or nearly are."""
+    near = abs(time.value - 1) < TIME_WORTH or time.low <= 1 <= time.high
+    return 1.0 if near else time.value
 
 
-def _ignore_noise(share: float, ratio: float) -> float:
+def _ignore_small(share: float, ratio: float) -> float:
     return 1.0 if abs(ratio - 1) <= share else ratio
 
 
-def _words(time: float, memory: float) -> str:
-    words = [f"memory {_change(memory)}"] if memory < 1 else []
-    words += [f"time {_change(time)}"] if time < 1 else []
-    words += [f"more memory here ({_change(memory)})"] if memory > 1 else []
-    words += [f"slower here (time {_change(time)})"] if time > 1 else []
-    return ", ".join(words)
-
-
-def _change(ratio: float) -> str:
+def _more_or_less(ratio: float, what: str) -> str:
     """Format a ratio: as a percentage while it is small, otherwise as a factor."""
-    if ratio >= 1.5:
-        return f"×{ratio:.1f}"
-    if ratio <= 1 / 1.5:
-        return f"÷{1 / ratio:.1f}"
-    sign = "+" if ratio > 1 else "−"
+    if ratio == 1.0:
+        return f"as much {what}" if what == "memory" else f"about as much {what}"
+    word, factor = ("more", ratio) if ratio > 1 else ("less", 1 / ratio)
+    if factor >= 1.5:
+        return f"{factor:.1f} times {word} {what}" if word == "less" else f"{factor:.1f} times as much {what}"
     percent = 100 * abs(ratio - 1)
-    return f"{sign}{percent:.0f}%" if percent >= 1.5 else f"{sign}{percent:.1f}%"
+    return f"{percent:.0f}% {word} {what}" if percent >= 1.5 else f"{percent:.1f}% {word} {what}"
 
 
-def trainer_verdict(overhead: float, noise: float) -> str:
-    """Describe a Trainer's step that takes ``overhead`` times as long as that of the bare loop.
+def error_of_product(row: Row, other: Row) -> float:
+    """Return the relative half-width of the ratio of two rows' times, which were not measured in turn.
 
     Example:
-        >>> trainer_verdict(1.02, 0.03), trainer_verdict(1.2, 0.03)
-        ("the Trainer's step takes as long", "the Trainer's step takes ×1.20 of this")
+        >>> round(error_of_product(Row(plus_minus=0.03), Row(plus_minus=0.04)), 3)
+        0.05
     """
-    if abs(overhead - 1) <= max(TIME_WORTH, noise):
-        return "the Trainer's step takes as long"
-    return f"the Trainer's step takes ×{overhead:.2f} of this"
+    return math.hypot(row.plus_minus, other.plus_minus)
+
+
+def trainer_verdict(overhead: Ratio) -> str:
+    """Describe a Trainer's step by its time as a factor of that of the bare loop.
+
+    Example:
+        >>> trainer_verdict(Ratio(1.02, 0.99, 1.05)), trainer_verdict(Ratio(1.2, 1.15, 1.25))
+        ("The Trainer's step takes as long.", "The Trainer's step takes ×1.20 of this.")
+    """
+    factor = _certain(overhead)
+    return "The Trainer's step takes as long." if factor == 1 else f"The Trainer's step takes ×{factor:.2f} of this."
 
 
 def fastest_with_half_the_memory(rows: list[Row], noise: float) -> Row | None:

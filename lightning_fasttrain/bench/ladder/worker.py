@@ -4,10 +4,9 @@ import json
 import logging
 import os
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,7 @@ from lightning_fasttrain.bench.ladder.recorder import Recorder
 from lightning_fasttrain.bench.ladder.results import State
 from lightning_fasttrain.bench.text import batches
 from lightning_fasttrain.core.files.atomic_write import write_atomic
-from lightning_fasttrain.core.machine import Neighbours
 from lightning_fasttrain.core.messages import FastTrainWarning, explain
-from lightning_fasttrain.model import CompileBlocks
 from lightning_fasttrain.planner.catalogue import class_named
 from lightning_fasttrain.technique import Technique, apply
 
@@ -50,20 +47,13 @@ def _make(name: str, arguments: dict[str, Any]) -> Any:
     return class_named(name)(**values)
 
 
-def run_in_trainer(
-    module: GPTModule, loader: Iterable[Any], state: State, recorder: Recorder, folder: str
-) -> list[L.Callback]:
-    """Train with ``L.Trainer`` for ``recorder.steps`` steps.
-
-    Returns:
-        The callbacks of the state, for what they report after the run.
-    """
-    callbacks = callbacks_of(state)
+def run_in_trainer(module: GPTModule, loader: Iterable[Any], state: State, recorder: Recorder, folder: str) -> None:
+    """Train with ``L.Trainer`` for ``recorder.steps`` steps, or until the recorder stops it."""
     trainer = L.Trainer(
         accelerator="gpu" if recorder.device.type == "cuda" else "cpu",
         devices=1,
         max_steps=recorder.steps,
-        callbacks=[*callbacks, recorder],
+        callbacks=[*callbacks_of(state), recorder],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -72,14 +62,10 @@ def run_in_trainer(
         **state["trainer"],
     )
     trainer.fit(module, loader)
-    return callbacks
 
 
-def run_in_a_bare_loop(module: GPTModule, loader: Iterable[Any], state: State, recorder: Recorder) -> list[L.Callback]:
+def run_in_a_bare_loop(module: GPTModule, loader: Iterable[Any], state: State, recorder: Recorder) -> None:
     """Train with the same techniques as plain functions, to measure the overhead of the Trainer.
-
-    Returns:
-        The callbacks of the state, for what they report after the run.
 
     Raises:
         ValueError: a technique of the state has no function that this loop calls.
@@ -112,21 +98,18 @@ def run_in_a_bare_loop(module: GPTModule, loader: Iterable[Any], state: State, r
             loss = data.accumulate_gradients(loss_of, batch, parts)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            recorder.end(step, loss)
-    return callbacks
+            if not recorder.end(step, loss):
+                break
 
 
-_QUIET_CORES = 0.3
-
-
-def work(spec: dict[str, Any], result_file: Path, stderr_file: Path, teller: "Connection[Any, Any]") -> None:
+def work(spec: dict[str, Any], result_file: Path, stderr_file: Path, parent: "Connection[Any, Any]") -> None:
     """Run :func:`run_rung` in this process; an error becomes ``{"error": ...}`` in the result.
 
     Args:
         spec: what :func:`run_rung` takes.
         result_file: JSON, written whole or not at all.
         stderr_file: gets what libraries print, for the reader of a crash.
-        teller: where progress is sent.
+        parent: where progress is sent, and turns are received from.
     """
     with stderr_file.open("wb") as stream:
         for printed in (sys.stdout, sys.stderr):
@@ -135,31 +118,43 @@ def work(spec: dict[str, Any], result_file: Path, stderr_file: Path, teller: "Co
     for name in ("lightning", "lightning.pytorch", "lightning.fabric", "lightning_fasttrain"):
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
-        result = run_rung(spec, teller.send)
+        result = run_rung(spec, parent.send, parent.recv)
     except Exception as error:
         first_line = next(iter(str(error).strip().splitlines()), "")
         result = {"error": f"{type(error).__name__}: {first_line}".removesuffix(": ")}
     write_atomic(result_file, json.dumps(result))
 
 
-def run_rung(spec: dict[str, Any], tell: Callable[[dict[str, Any]], None] | None = None) -> dict[str, Any]:
+def run_rung(
+    spec: dict[str, Any],
+    tell: Callable[[dict[str, Any]], None] | None = None,
+    wait: Callable[[], bool] | None = None,
+) -> dict[str, Any]:
     """Train the reference model as ``spec`` says, and measure.
 
     Args:
         spec: plain JSON. ``model``: arguments of GPTConfig; ``state``: see :mod:`.rungs`; ``tokens``: path of an
             ``.npy`` file; ``batch``, ``seed``, ``lr``, ``warmup``, ``timed``, ``memory``: numbers; ``device``:
-            ``"cpu"`` or ``"cuda"``; ``host``: ``"trainer"`` or ``"bare"``; ``folder``: for temporary files.
+            ``"cpu"`` or ``"cuda"``; ``host``: ``"trainer"`` or ``"bare"``; ``folder``: for temporary files; perhaps
+            ``turns``: the most turns of ``timed`` steps, and ``padded``: whether texts are of different lengths.
         tell: called with each message of the recorder.
+        wait: waits for the next turn, and returns False if there is none; before it is called, ``tell`` is called
+            with the result so far and the phase ``"turn"``. Without it there is one turn.
 
     Returns:
-        Plain JSON: what :meth:`.Recorder.result` gives, ``wall_s``, ``disturbed_cores`` (None for a quiet machine),
-        ``compile`` and ``notes``.
+        Plain JSON: what :meth:`.Recorder.result` gives, and ``notes``.
     """
-    started, neighbours = time.perf_counter(), Neighbours()
     state, device = spec["state"], torch.device(spec["device"])
     config = GPTConfig(**spec["model"])
+    tokens_per_step = spec["batch"] * config.context
     recorder = Recorder(
-        device, spec["warmup"], spec["timed"], spec["memory"], tell, state["loop"].get("print_loss", False)
+        device,
+        spec["warmup"],
+        spec["timed"],
+        spec["memory"],
+        tell,
+        state["loop"].get("print_loss", False),
+        turns=spec.get("turns", 1),
     )
     # Every rung starts with the same weights, so that losses can be compared.
     torch.manual_seed(spec["seed"])
@@ -171,23 +166,30 @@ def run_rung(spec: dict[str, Any], tell: Callable[[dict[str, Any]], None] | None
         recorder.steps,
         spec["seed"],
         pin_memory=device.type == "cuda" and state["loop"].get("pin_memory", False),
+        padded=spec.get("padded", False),
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", FastTrainWarning)
+        if tell is not None and wait is not None:
+            recorder.ask = partial(_pause, recorder, tell, wait, lambda: _result(recorder, tokens_per_step, caught))
         if spec["host"] == "bare":
-            callbacks = run_in_a_bare_loop(module, loader, state, recorder)
+            run_in_a_bare_loop(module, loader, state, recorder)
         else:
-            callbacks = run_in_trainer(module, loader, state, recorder, spec["folder"])
-    reports = [asdict(callback.report) for callback in callbacks if isinstance(callback, CompileBlocks)]
+            run_in_trainer(module, loader, state, recorder, spec["folder"])
+    return _result(recorder, tokens_per_step, caught)
+
+
+def _pause(
+    recorder: Recorder,
+    tell: Callable[[dict[str, Any]], None],
+    wait: Callable[[], bool],
+    result: Callable[[], dict[str, Any]],
+) -> bool:
+    """Send the result so far, with the time of the last turn, and wait for the next turn."""
+    tell({**result(), **recorder.turn(), "phase": "turn"})
+    return wait()
+
+
+def _result(recorder: Recorder, tokens_per_step: int, caught: list[warnings.WarningMessage]) -> dict[str, Any]:
     notes = {str(w.message) for w in caught if issubclass(w.category, FastTrainWarning)}
-    return {
-        **recorder.result(tokens_per_step=spec["batch"] * config.context),
-        "wall_s": time.perf_counter() - started,
-        "disturbed_cores": _disturbance(neighbours.cores()),
-        "compile": reports[0] if reports and spec["host"] == "trainer" else None,
-        "notes": sorted(notes),
-    }
-
-
-def _disturbance(cores: float | None) -> float | None:
-    return None if cores is None or cores < _QUIET_CORES else round(cores, 2)
+    return {**recorder.result(tokens_per_step), "notes": sorted(notes)}
