@@ -66,7 +66,7 @@ def compare(name, specimen):
         fitting = {choice: min(times) for choice, (times, peak) in found.items() if peak <= limit * GIB}
         if not fitting:
             continue
-        plan = ft.make_plan(module, batch, limit, keep="exact", precision="32-true", device="cpu")
+        plan = ft.make_plan(module, batch, limit, keep="exact", precision="32-true", device="cpu", seconds=120)
         chosen, best = plan.chosen.choice, min(fitting, key=fitting.get)
         if chosen not in found:  # a memory budget for this very limit
             found |= measure(Stopwatch(module, batch, {"accelerator": "cpu"}), [chosen])

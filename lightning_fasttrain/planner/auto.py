@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ from lightning_fasttrain.technique import Exactness, Technique
 from lightning_fasttrain.technique.technique import techniques_of
 
 _FILE = "fasttrain_plan.json"
-_FORMAT = 2  # of the choice in it: a plan in another one is made again
+_ENDLESS = 10**9
+_FORMAT = 3  # of the choice in it: a plan in another one is made again
 
 
 class AddsTechniques(L.Callback):
@@ -62,15 +64,16 @@ class AddsTechniques(L.Callback):
 class Auto(AddsTechniques):
     """Plan with :func:`~lightning_fasttrain.make_plan` at the start of ``fit``, and add the techniques to the Trainer.
 
-    Precision and strategy of the Trainer are kept. Rank zero plans, and all ranks use its plan. The plan is stored in
-    ``fasttrain_plan.json`` in the Trainer's ``default_root_dir``, where the next run of the same model on the same
-    machine reads it, so that a resumed run continues with the same techniques; checkpoints name them too. List it
-    before other techniques.
+    Precision and strategy of the Trainer are kept. Rank zero plans, and all ranks use its plan. Measuring takes 2% of
+    the run's expected time, and 30 s at most; of a short run nothing is measured, and the plan is a prediction. The
+    plan is stored in ``fasttrain_plan.json`` in the Trainer's ``default_root_dir``, where the next run of the same
+    model on the same machine reads it, so that a resumed run continues with the same techniques; checkpoints name them
+    too. List it before other techniques.
 
     Args:
         memory_gib: as for :func:`~lightning_fasttrain.make_plan`.
         keep: as for :func:`~lightning_fasttrain.make_plan`, here ``"exact"`` by default.
-        seconds: as for :func:`~lightning_fasttrain.make_plan`.
+        seconds: time limit for measurements; None: 2% of the time that the Trainer's steps take at least, 30 s at most.
         batch: the batch to plan with; by default the loader's first, from a separate iterator.
 
     Attributes:
@@ -90,7 +93,7 @@ class Auto(AddsTechniques):
     """
 
     def __init__(
-        self, memory_gib: float | str = "fit", keep: str = "exact", seconds: float = 60, batch: Any = None
+        self, memory_gib: float | str = "fit", keep: str = "exact", seconds: float | None = None, batch: Any = None
     ) -> None:
         self.memory_gib, self.seconds, self.batch = memory_gib, seconds, batch
         self.keep = one_of("keep", keep, tuple(each.value for each in Exactness))
@@ -126,7 +129,9 @@ class Auto(AddsTechniques):
         batch = first_batch(loader) if self.batch is None else self.batch
         path, key = Path(trainer.default_root_dir, _FILE), self._key_of(trainer, module, batch)
         kept = _read(path)
-        if kept.get("key") == key:
+        # A plan for a longer run is good for a shorter one; a prediction is replaced where there is time to measure.
+        batches = count_batches(trainer, loader)
+        if kept.get("key") == key and (kept["plan"]["measured"] or kept["batches"] >= batches):
             say("Auto: continues with the plan in %s: %s", path, kept["words"])
             return kept["choice"]
         device = "cuda" if trainer.strategy.root_device.type == "cuda" else "cpu"
@@ -137,12 +142,19 @@ class Auto(AddsTechniques):
             keep=self.keep,
             precision=trainer.precision,
             device=device,
+            steps=batches,
             seconds=self.seconds,
             loader=loader,
             **_clipping_of(trainer),
         )
         chosen = self.plan.chosen.choice
-        said = {"key": key, "choice": asdict(chosen), "words": str(chosen), "plan": self.plan.as_dict()}
+        said = {
+            "key": key,
+            "choice": asdict(chosen),
+            "words": str(chosen),
+            "batches": batches,
+            "plan": self.plan.as_dict(),
+        }
         write_atomic(path, json.dumps(said, indent=2))
         say("Auto: %s", chosen)
         for reason in (*self.plan.reasons, *self.plan.notes):
@@ -157,6 +169,22 @@ class Auto(AddsTechniques):
         asked = self.memory_gib, self.keep, trainer.precision, trainer.world_size
         text = json.dumps([_FORMAT, shapes, sizes, asked, hardware(), versions()], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
+
+
+def count_batches(trainer: L.Trainer, loader: Any) -> int:
+    """Return the number of batches of the coming run, before Lightning has made its loaders.
+
+    Where neither ``max_steps`` nor the length of the epochs limits it, it is a large number.
+    """
+    limits = [_ENDLESS]
+    if trainer.max_steps >= 0:
+        limits.append(trainer.max_steps * trainer.accumulate_grad_batches)
+    if trainer.max_epochs is not None and trainer.max_epochs >= 0:
+        share = trainer.limit_train_batches
+        with suppress(TypeError, NotImplementedError):  # a loader without a length
+            batches = min(share, len(loader)) if isinstance(share, int) else int(share * len(loader))
+            limits.append(trainer.max_epochs * batches)
+    return max(1, min(limits))
 
 
 def first_batch(loader: Any) -> Any:

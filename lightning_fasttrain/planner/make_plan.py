@@ -22,11 +22,12 @@ from lightning_fasttrain.planner.plan import Plan, Tried
 from lightning_fasttrain.planner.search import Search
 from lightning_fasttrain.planner.several_devices import SeveralDevices
 from lightning_fasttrain.planner.suggestions import suggest_leaner_optimizer, suggest_trimming, suggest_workers
-from lightning_fasttrain.planner.timing import Stopwatch
+from lightning_fasttrain.planner.timing import Costs, Stopwatch, assume_costs
 from lightning_fasttrain.predict.predict_memory import DEVICES, PRECISIONS
 from lightning_fasttrain.technique import Exactness
 from lightning_fasttrain.technique.facts import Facts, describe_clipping, facts_of_machine
 
+_SHARE, _MOST_SECONDS = 0.02, 30.0  # of a run's time that measuring may take, if nobody says how long
 _ROOM = 0.95  # of the limit on a GPU: fragmentation and libraries are not predicted
 
 
@@ -43,7 +44,7 @@ def make_plan(
     precision: str | None = None,
     device: str | None = None,
     steps: int = 1000,
-    seconds: float = 120,
+    seconds: float | None = None,
     loader: Any = None,
     tell: Callable[[str], None] = lambda what: None,
     **settings: Any,
@@ -70,7 +71,8 @@ def make_plan(
         device: ``"cuda"`` or ``"cpu"``; by default that of this machine. For a device that this machine does not have,
             times are assumed, and only memory is predicted.
         steps: number of steps of the coming run, which share the time of compilation.
-        seconds: approximate time limit for measurements.
+        seconds: time limit for measurements; None: 2% of the time that ``steps`` steps take at least, 30 s at most.
+            Where that is too little to measure anything, times are assumed, and only memory is predicted.
         loader: the loader of the batches: a few of them are timed, and the notes say how many workers hide that time.
         tell: called with a line on the current progress.
         settings: Trainer settings for the measured steps, such as ``gradient_clip_val=1.0``.
@@ -110,10 +112,9 @@ def make_plan(
     here = "cuda" if torch.cuda.is_available() else "cpu"
     device = here if device is None else one_of("device", device, DEVICES)
     positive_int("steps", steps)
-    if not seconds > 0:
-        raise ValueError(
-            explain(f"seconds={seconds}", "measuring takes time", "Give 120, or a device that is not here")
-        )
+    if seconds is not None and not seconds > 0:
+        way_out = "Give 120, or None for a small share of the run's time"
+        raise ValueError(explain(f"seconds={seconds}", "measuring takes time", way_out))
     limit_gib = _limit(memory_gib, device, here)
     plain = as_lightning_module(module, loss, optimizer)
     facts = _facts(device, positive_int("devices", devices), settings)
@@ -125,6 +126,15 @@ def make_plan(
     axes = find_axes(plain, batch, facts, keep_class, precision, fast_bf16, budget_gib)
     memory = PredictedMemory(plain, batch, device, axes.parts, usable)
     watch = Stopwatch(plain, batch, {"accelerator": device, **settings}) if device == here else None
+    costs, notes = Costs(), []
+    if watch is not None and seconds is None:
+        costs = assume_costs(plain, batch, device, precision)
+        seconds = min(_MOST_SECONDS, _SHARE * steps * costs.whole / 1e3)
+        if seconds < costs.least_to_measure_s():
+            watch = None
+            notes.append(_explain_unmeasured(steps, costs.whole, seconds))
+    elif watch is None:
+        notes.append(f"There is no {device} here: times are assumed, and nothing was measured.")
     # Strategies shard the states of a model, so whether a choice fits depends on them.
     several = SeveralDevices(plain, devices, nodes, usable) if devices > 1 else None
     if several is not None:
@@ -135,14 +145,14 @@ def make_plan(
         several.fits if several is not None else lambda choice, needed: needed <= usable,
         limit_gib,
         watch,
+        costs=costs,
         steps=steps,
-        seconds=seconds,
+        seconds=seconds or 0.0,
         tell=tell,
     )
+    search.notes += notes
     chosen = search.run()
-    if watch is None:
-        search.notes.append(f"There is no {device} here: times are assumed, and nothing was measured.")
-    elif loader is not None:
+    if watch is not None and loader is not None:
         search.notes += filter(None, [suggest_workers(loader, chosen.ms)])
     if chosen.choice.parts == 1:
         search.notes += filter(None, [suggest_trimming(batch)])
@@ -174,6 +184,14 @@ def _facts(device: str, devices: int, settings: Mapping[str, Any]) -> Facts:
         devices=devices,
         accumulates=settings.get("accumulate_grad_batches", 1),
         clips=describe_clipping(settings.get("gradient_clip_val"), settings.get("gradient_clip_algorithm")),
+    )
+
+
+def _explain_unmeasured(steps: int, step_ms: float, seconds: float) -> str:
+    run_s = steps * step_ms / 1e3
+    return (
+        f"Nothing was measured, and times are assumed: {steps:,} steps take about {run_s:,.1f} s, of which "
+        f"{seconds:.2g} s are too few to measure. Give seconds=60 to measure anyway."
     )
 
 

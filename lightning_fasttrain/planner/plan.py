@@ -17,6 +17,7 @@ from lightning_fasttrain.core.files.atomic_write import write_atomic
 from lightning_fasttrain.core.messages import FULL_WIDTH, Report, titled_table
 from lightning_fasttrain.planner.candidates.configuration import Choice
 from lightning_fasttrain.planner.several_devices import strategy_code
+from lightning_fasttrain.planner.timing import compare_times
 from lightning_fasttrain.strategy.choose_strategy import StrategyChoice
 from lightning_fasttrain.technique import Technique
 
@@ -191,18 +192,39 @@ def _frontier(tried: tuple[Tried, ...]) -> list[Tried]:
 
 
 def simplest_of_equals_first(ranked: list[Tried]) -> list[Tried]:
-    """Sort candidates whose times are within the noise of the fastest by their number of techniques."""
-    # Whatever lies within the runs of the fastest itself counts as equal.
-    slowest = max(*ranked[0].step_ms, ranked[0].ms * (1 + TELLS)) if ranked else 0.0
-    equal = [tried for tried in ranked if tried.ms <= slowest]
+    """Sort the candidates that are not clearly slower than the first, the fastest, by their number of techniques."""
+    equal = [tried for tried in ranked if not is_slower(tried.step_ms, ranked[0].step_ms)]
     simplest = sorted(equal, key=lambda tried: (len(tried.choice.words), tried.choice.parts))
-    return [*simplest, *ranked[len(equal) :]]
+    return [*simplest, *(tried for tried in ranked if tried not in equal)]
+
+
+def is_slower(step_ms: Sequence[float], fastest_ms: Sequence[float]) -> bool:
+    """Return whether the first takes longer, by times that were measured in turn.
+
+    It does if the interval of their ratio is above 1; or, as far as the interval leaves it open, if the ratio is above
+    what noise is likely to make of equal times.
+
+    Example:
+        >>> is_slower([108, 107, 109], [100, 101, 100]), is_slower([102, 99, 103], [100, 101, 100])
+        (True, False)
+    """
+    if not step_ms or not fastest_ms:
+        return False
+    ratio = compare_times(fastest_ms, step_ms)
+    return ratio.value > 1 + TELLS and (ratio.low > 1 or ratio.value > 1 + 2 * TELLS)
+
+
+def is_decided(times_ms: list[list[float]]) -> bool:
+    """Return whether each of several programs, measured in turn, is as fast as the fastest or clearly slower."""
+    fastest = min(times_ms, key=min)
+    ratios = [compare_times(fastest, other) for other in times_ms if other is not fastest]
+    return all(ratio.low > 1 or ratio.high < 1 + TELLS for ratio in ratios)
 
 
 def why_slower(tried: Tried, chosen: Tried) -> str:
     """Explain why ``chosen`` was preferred to ``tried``."""
-    slower = tried.ms / chosen.ms - 1
-    spread = max(tried.step_ms) / min(tried.step_ms) - 1
-    if abs(slower) > max(spread, TELLS):
-        return f"{slower:+.0%}"
-    return f"{slower:+.0%}, within its noise of {spread:.0%}, and no simpler"
+    ratio = compare_times(chosen.step_ms, tried.step_ms)
+    slower = f"{ratio.value - 1:+.0%}"
+    if ratio.low > 1 and ratio.value > 1 + TELLS:
+        return slower
+    return f"{slower}, from {ratio.low - 1:+.0%} to {ratio.high - 1:+.0%}, and no simpler"

@@ -1,6 +1,7 @@
 """Search for the fastest choice that fits: predict memory, measure single techniques, then the best few in turn."""
 
 import heapq
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -11,10 +12,10 @@ from lightning_fasttrain.core.modules.wrapped_forward import first_line
 from lightning_fasttrain.planner.candidates.configuration import Budget, Choice
 from lightning_fasttrain.planner.candidates.predicted_memory import PredictedMemory
 from lightning_fasttrain.planner.candidates.search_space import Axes
-from lightning_fasttrain.planner.plan import TELLS, Tried, simplest_of_equals_first, why_slower
+from lightning_fasttrain.planner.plan import TELLS, Tried, is_decided, simplest_of_equals_first, why_slower
 from lightning_fasttrain.planner.timing import PER_PART, Costs, Stopwatch, Timed, assume_factor
 
-_ROUNDS = 3  # in which finalists are run in turn
+_ROUNDS, _MOST_ROUNDS = 3, 6  # in which finalists are run in turn
 _FINALISTS = 6
 _NEAR = 1.15  # by how much single switches may mislead about several
 
@@ -27,7 +28,8 @@ class Search:
         memory: predicts the peak memory of a choice.
         fits: (choice, predicted bytes) → whether a step is within the limit.
         limit_gib: the limit, for messages.
-        watch: measures steps; None if the device is not in this machine.
+        watch: measures steps; None if nothing is to be measured, or the device is not in this machine.
+        costs: assumed times, which measurements replace; in units of a plain step by default.
         steps: number of steps of the coming run, which share the time of compilation.
         seconds: approximate time limit for measurements.
         tell: called with a line on the current progress.
@@ -41,13 +43,15 @@ class Search:
         limit_gib: float,
         watch: Stopwatch | None,
         *,
+        costs: Costs | None = None,
         steps: int,
         seconds: float,
         tell: Callable[[str], None],
     ) -> None:
         self.axes, self.memory, self.fits, self.limit_gib, self.watch = axes, memory, fits, limit_gib, watch
         self.steps, self.deadline, self.tell = steps, time.monotonic() + seconds, tell
-        self.costs = Costs()
+        self.costs = costs or Costs()
+        self.runs_s: list[float] = []
         self.tried: dict[Choice, Tried] = {}
         self.refused: set[Choice] = set()  # by a run, whatever was predicted
         self.notes: list[str] = []
@@ -209,9 +213,15 @@ class Search:
         word = getattr(base, axis)
         return assume_factor(axis, word) if (axis, word) in base.words else 1.0
 
+    def _runs_left(self) -> int:
+        """Return how many runs there is time for, but for the one that confirms the choice."""
+        if not self.runs_s:
+            return 0
+        return int((self.deadline - time.monotonic()) / statistics.median(self.runs_s)) - 1
+
     def _measure(self, choice: Choice, *, at_all_costs: bool = False) -> Timed | None:
         """Time a choice; None if it fails, which is noted, or if there is no time left."""
-        if time.monotonic() > self.deadline and not at_all_costs:
+        if self._runs_left() < 1 and not at_all_costs:
             self._note_lateness()
             return None
         tried = self._describe(choice)
@@ -224,8 +234,11 @@ class Search:
         """Run steps of a choice; None if they fail, which is noted and excludes it from the finalists."""
         assert self.watch is not None
         self.tell(f"{doing} {tried.choice}")
+        began = time.monotonic()
         try:
-            return self.watch.time(tried.choice, peak=peak)
+            timed = self.watch.time(tried.choice, peak=peak)
+            self.runs_s.append(time.monotonic() - began)
+            return timed
         except Exception as error:
             self.refused.add(tried.choice)
             self._note(replace(tried, why_not=first_line(error)))
@@ -282,17 +295,24 @@ class Search:
         They are measured in turn, so that other work of the machine affects all of them.
         """
         times: dict[Choice, list[float]] = {tried.choice: [] for tried in finalists}
-        for round_ in range(_ROUNDS):
+        if self._runs_left() < len(finalists):
+            # A time of one run each could not tell them apart, so the estimates do.
+            self._note_lateness()
+            times = {finalists[0].choice: []}
+        rounds = 0
+        while len(times) > 1 and rounds < _MOST_ROUNDS and (rounds == 0 or self._runs_left() >= len(times)):
+            rounds += 1
             for tried in finalists:
-                # None: it failed in an earlier round. The first round is run to the end, or nothing could be chosen.
-                if times.get(tried.choice) is None or (round_ > 0 and time.monotonic() > self.deadline):
+                if tried.choice not in times:
                     continue
                 timed = self._time(tried, "comparing")
                 if timed is None:
                     del times[tried.choice]
                 else:
                     times[tried.choice].append(timed.ms)
-        ranked = [replace(t, step_ms=tuple(times[t.choice])) for t in finalists if times.get(t.choice)]
+            if rounds >= _ROUNDS and is_decided(list(times.values())):
+                break
+        ranked = [replace(t, step_ms=tuple(times[t.choice])) for t in finalists if t.choice in times]
         # The time that compiling takes is not in the steps that were measured, but in the run that is planned.
         share = lambda tried: self.costs.compile_ms / self.steps if tried.choice.compile else 0.0  # noqa: E731
         ranked.sort(key=lambda tried: tried.ms + share(tried))
@@ -310,7 +330,7 @@ class Search:
         timed = self._time(tried, "measuring the memory of", peak=True)
         if timed is None:
             return None
-        confirmed = replace(tried, peak_bytes=timed.peak_bytes)
+        confirmed = replace(tried, step_ms=tried.step_ms or (timed.ms,), peak_bytes=timed.peak_bytes)
         if self.fits(tried.choice, timed.peak_bytes):
             return self._note(confirmed)
         self.refused.add(tried.choice)

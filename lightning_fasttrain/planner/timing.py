@@ -7,14 +7,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import lightning as L
+import torch
 
-from lightning_fasttrain.core.device import device_clock
+from lightning_fasttrain.core.device import device_clock, dtype_of, peak_flops
 from lightning_fasttrain.dry_run.verification.short_run import EnoughError, PeakObserver, Steps, run_steps
 from lightning_fasttrain.planner.candidates.configuration import Budget, Choice, switch_of
+from lightning_fasttrain.predict import count_flops
 
 PER_PART = 0.01  # share of a step for each micro-batch, until it is measured
 _BF16 = 0.5
 _WARMUP, _TO_PLAN = 1, 4  # steps that come before: a memory budget measures, plans and checks in the first three
+_RUNS, _START_S = 2, 0.5  # a run's Trainer and copy of the model take about this long
+_COMPILE_MS = 30e3  # until it is measured
 _LEAST, _MOST, _SECONDS = 2, 12, 0.5  # steps that are timed: as many as that takes, between the two
 
 # Of Student's t distribution, by degrees of freedom from 1: 97.5% of it lies below.
@@ -51,27 +55,27 @@ def compare_times(base_ms: Sequence[float], other_ms: Sequence[float]) -> Ratio:
         The ratio; of fewer than two turns, with an interval that excludes nothing.
 
     Raises:
-        ValueError: there is no turn, or the two have different numbers of turns.
+        ValueError: the two have different numbers of turns.
 
     Example:
         >>> ratio = compare_times([100, 102, 150, 99], [80, 82, 118, 79])
         >>> f"{ratio.value:.2f} from {ratio.low:.2f} to {ratio.high:.2f}"
-        '0.80 from 0.78 to 0.81'
+        '0.80 from 0.79 to 0.81'
 
     Source:
         Yuen 1974, https://doi.org/10.1093/biomet/61.1.165: Student's interval for a trimmed mean.
     """
     logs = sorted(math.log(other / base) for base, other in zip(base_ms, other_ms, strict=True))
-    if not logs:
-        raise ValueError("no turn was measured")
     count, cut = len(logs), len(logs) // _TRIMMED
     kept = logs[cut : count - cut]
     mean = statistics.fmean(kept)
     if count < 2:
         return Ratio(math.exp(mean), 0.0, math.inf)
     # Values that are cut off still count in the spread, as the nearest that is kept.
-    spread = statistics.stdev([kept[0]] * cut + kept + [kept[-1]] * cut)
-    error = spread * math.sqrt((count - 1) / (len(kept) * (len(kept) - 1)))
+    winsorized = [kept[0]] * cut + kept + [kept[-1]] * cut
+    centre = statistics.fmean(winsorized)
+    squares = sum((value - centre) ** 2 for value in winsorized)
+    error = math.sqrt(squares / (len(kept) * (len(kept) - 1)))
     half = _T[min(len(kept) - 1, len(_T)) - 1] * error
     return Ratio(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
 
@@ -183,12 +187,30 @@ class Costs:
         ms = (self.whole + self.per_part * choice.parts) * self.factor(choice)
         return ms + (self.compile_ms / steps if choice.compile else 0.0)
 
+    def least_to_measure_s(self) -> float:
+        """Return about how long the fewest useful measurements take: of the plain step, and of the best choice."""
+        return _RUNS * (_START_S + (_WARMUP + _LEAST) * self.whole / 1e3)
+
     def factor(self, choice: Choice) -> float:
         """Return the product of the factors of all techniques of a choice."""
         factor = 1.0
         for axis, word in choice.words:
             factor *= self.factors.get((axis, word), assume_factor(axis, word))
         return factor
+
+
+def assume_costs(module: L.LightningModule, batch: Any, device: str, precision: str | None) -> Costs:
+    """Assume that a step takes as long as its matrix products at the speed of a large one, which is the least.
+
+    Args:
+        module: the model, of which a copy without values is traced.
+        batch: the batch of a step.
+        device: type of a device that is here.
+        precision: of the step; None for float32.
+    """
+    speed = peak_flops(torch.device(device), dtype_of(precision))
+    whole = 1e3 * count_flops(module, batch) / speed
+    return Costs(whole=whole, per_part=PER_PART * whole, compile_ms=_COMPILE_MS)
 
 
 def assume_factor(axis: str, word: str | Budget) -> float:

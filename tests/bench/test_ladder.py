@@ -5,6 +5,7 @@ import math
 import os
 import re
 import signal
+import statistics
 import time
 from dataclasses import replace
 
@@ -14,8 +15,9 @@ from rich.console import Console
 from lightning_fasttrain.bench.gpt import GPTConfig, Size
 from lightning_fasttrain.bench.ladder import report
 from lightning_fasttrain.bench.ladder import run_ladder as climb_module
+from lightning_fasttrain.bench.ladder import turns as turns_module
 from lightning_fasttrain.bench.ladder.preflight import prepare
-from lightning_fasttrain.bench.ladder.process import run_in_own_process
+from lightning_fasttrain.bench.ladder.process import Worker, WorkerError
 from lightning_fasttrain.bench.ladder.results import Climbed, Skipped
 from lightning_fasttrain.bench.ladder.run_ladder import climb, number_of_rows
 from lightning_fasttrain.bench.ladder.rungs import Rung, rungs
@@ -33,26 +35,27 @@ def four_rungs(micro_batches):
     return (named["micro-batches"], broken, elsewhere, named["checkpointing"])
 
 
-def by_memory_alone(row, below, naive, noise):
-    """In the place of ``judge``: steps of a few milliseconds are too short for a time to decide a test."""
+def by_memory_alone(row, below, naive):
+    """In the place of ``judge_row``: steps of a few milliseconds are too short for a time to decide a test."""
     return row.error is None and row.peak_mib < 0.95 * below.peak_mib, "by memory alone"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_clock():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(climb_module, "judge", by_memory_alone)
+        patch.setattr(climb_module, "judge_row", by_memory_alone)
         yield
 
 
 @pytest.fixture(scope="module")
 def climbed(tmp_path_factory):
-    """A whole ladder, really run: naive, strong, three rungs of which one fails, and the bare loop."""
+    """A whole ladder, really run: naive, strong, three rungs of which one fails, the bare loop, and padded texts."""
     out = tmp_path_factory.mktemp("ladder")
-    ladder = prepare(MICRO, out=out, ladder=four_rungs, repeats=0)
+    ladder = prepare(MICRO, out=out, ladder=four_rungs, turns=3)
     finished = []
     result = climb(ladder, lambda row: finished.append(row.name), lambda title, message: None)
-    assert finished == ["naive", "strong", "micro-batches", "broken", "checkpointing", "bare-loop"]
+    rows = ["naive", "strong", "micro-batches", "broken", "checkpointing", "bare-loop", "padded", "trimmed"]
+    assert finished == rows
     assert len(finished) == number_of_rows(ladder)
     return out, result
 
@@ -73,7 +76,10 @@ def test_exact_rungs_have_naives_losses(climbed):
     for name in ("micro-batches", "checkpointing"):
         assert rows[name].exactness is Exactness.EXACT
         assert rows[name].max_loss_delta < 1e-5
-        assert rows[name].losses == pytest.approx(rows["naive"].losses, abs=1e-5)
+        # Naive has run more turns, as every other state is compared with it in the end.
+        count = len(rows[name].losses)
+        assert count > 5
+        assert rows[name].losses == pytest.approx(rows["naive"].losses[:count], abs=1e-5)
     assert climbed[1].bare_loop.error is None
     assert climbed[1].bare_loop.max_loss_delta < 1e-5
 
@@ -106,12 +112,47 @@ def test_memory_falls_and_is_carried(climbed):
 
 
 @pytest.mark.slow
-def test_naive_is_run_again_beside_the_first_rung_for_the_noise_of_this_machine(climbed):
-    result = climbed[1]
-    assert [len(row.step_ms_of_runs) for row in result.rungs] == [2, 1, 0, 1]
-    fastest, slowest = sorted(result.rungs[0].step_ms_of_runs)
-    assert result.noise["time"] == pytest.approx(slowest / fastest - 1)
-    assert result.rungs[0].step_ms == pytest.approx((fastest + slowest) / 2)
+def test_every_time_is_the_one_below_times_the_ratio_of_turns(climbed):
+    rows = by_name(climbed[1])
+    naive, above = rows["naive"], rows["micro-batches"]
+    assert naive.step_ms == pytest.approx(statistics.median(ms for (ms,) in naive.turns_ms))
+    for row, base in [(above, naive), (rows["checkpointing"], above), (climbed[1].strong, naive)]:
+        assert row.compared == base.name
+        assert len(row.turns_ms) == 3
+        low, ratio, high = row.ratio
+        logs = [math.log(own / other) for other, own in row.turns_ms]
+        assert ratio == pytest.approx(math.exp(statistics.fmean(logs)))
+        assert low < ratio < high
+        assert row.step_ms == pytest.approx(base.step_ms * ratio)
+        assert row.plus_minus >= base.plus_minus
+
+
+@pytest.mark.slow
+def test_the_headline_is_measured_once_more_in_turn_with_naive(climbed):
+    for top in filter(None, climbed[1].tops.values()):
+        assert top.again
+        assert top.speedup == pytest.approx(climbed[1].rungs[0].step_ms / top.step_ms)
+
+
+@pytest.mark.slow
+def test_padded_texts_train_the_same_without_their_padding_and_in_less_memory(climbed):
+    whole, cut = climbed[1].padded
+    assert cut.compared == whole.name
+    assert cut.max_loss_delta < 1e-5
+    assert cut.peak_mib < whole.peak_mib
+    assert cut.verdict.endswith("than with padding.")
+
+
+@pytest.mark.slow
+def test_printed_ratios_are_quotients_of_printed_times(climbed):
+    text = shown(report.as_table(climbed[1]), FULL_WIDTH)
+    rows = re.findall(r"^ \(?([a-z][^)\n]*?)\)?  +([\d.,]+)  +([\d.]+)(?: ±[\d.]+)?  ", text, flags=re.MULTILINE)
+    times = {name.strip(): (float(ms.replace(",", "")), float(speed)) for name, ms, speed in rows}
+    naive_ms, _ = times["naive loop"]
+    assert len(times) >= 4
+    for name, (ms, speed) in times.items():
+        if not name.startswith("padded"):
+            assert speed == pytest.approx(naive_ms / ms, abs=0.011), name
 
 
 @pytest.mark.slow
@@ -134,7 +175,7 @@ def test_the_table_and_the_picture_show_it(climbed):
     pytest.importorskip("matplotlib")
     out, result = climbed
     text = shown(report.as_table(result), FULL_WIDTH)
-    for words in ("micro-batches ×4", "failed", "skipped", "max |Δloss|", "the Trainer's step takes"):
+    for words in ("micro-batches ×4", "failed", "skipped", "max |Δloss|", "The Trainer's step takes"):
         assert words in text
     assert "Skipped: not on this device: needs tpu." in report.summary(result)
     assert "Failed: a rung that fails: ValueError: n=0" in report.summary(result)
@@ -160,14 +201,13 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, capsys, monkeypatch):
     from lightning_fasttrain.bench import gpt
 
     monkeypatch.setitem(gpt.SIZES, "micro", MICRO)
-    run = climb_module.run_in_own_process
 
     def run_twice(spec, on_progress):
         if "MicroBatching" in spec["state"]["callbacks"]:
             raise KeyboardInterrupt
-        return run(spec, on_progress)
+        return Worker(spec, on_progress)
 
-    monkeypatch.setattr(climb_module, "run_in_own_process", run_twice)
+    monkeypatch.setattr(turns_module, "Worker", run_twice)
     code = main(["ladder", "--size", "micro", "--out", str(tmp_path), "--rungs", "prefetch,micro-batches,release"])
     captured = capsys.readouterr()
     assert code == 130
@@ -185,7 +225,7 @@ def test_the_command_with_each_rung_alone(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(gpt.SIZES, "micro", MICRO)
     (tmp_path / "private.txt").write_text("the quick brown fox " * 500)
     arguments = ["--size", "micro", "--text", str(tmp_path / "private.txt"), "--out", str(tmp_path / "out")]
-    code = main(["ladder", *arguments, "--each", "--steps", "1", "--repeats", "0", "--rungs", "micro-batches,release"])
+    code = main(["ladder", *arguments, "--each", "--steps", "1", "--turns", "3", "--rungs", "micro-batches,release"])
     printed = capsys.readouterr().out
     assert code == 0
     assert "each rung alone" in printed
@@ -194,6 +234,15 @@ def test_the_command_with_each_rung_alone(tmp_path, capsys, monkeypatch):
     assert result.rungs[2].alone.peak_mib > result.rungs[2].peak_mib
     assert result.command.endswith("--each --rungs micro-batches,release --text private.txt")
     assert result.strong is None
+
+
+def end_of(work, **settings):
+    """How a worker that never pauses ends."""
+    worker = Worker({"device": "cpu"}, settings.pop("on_progress", lambda message: None), work=work, **settings)
+    with pytest.raises(WorkerError) as error:
+        worker.pause()
+    worker.close()
+    return str(error.value)
 
 
 def ends_at_once(spec, result_file, stderr_file, teller):
@@ -223,17 +272,16 @@ def tells_and_fails(spec, result_file, stderr_file, teller):
     ],
 )
 def test_how_a_process_ended_is_reported_without_paths(work, error):
-    assert run_in_own_process({"device": "cpu"}, lambda message: None, work=work) == {"error": error}
+    assert end_of(work) == error
 
 
 def test_a_process_that_hangs_is_stopped():
-    error = run_in_own_process({"device": "cpu"}, lambda message: None, limit_s=0.2, work=hangs)["error"]
-    assert error == "stopped after 0.2 s"
+    assert end_of(hangs, limit_s=0.2) == "stopped after 0.2 s"
 
 
 def test_progress_is_passed_on():
     heard = []
-    run_in_own_process({"device": "cpu"}, heard.append, work=tells_and_fails)
+    end_of(tells_and_fails, on_progress=heard.append)
     assert heard == [{"step": 1}]
 
 

@@ -182,7 +182,9 @@ class _Climb:
             result.strong = self._measure(_new_row(rung, rung.on(naive), rung.exactness), self.naive)
             yield self._finish(result.strong)
         for rung in ladder.rungs:
-            yield self._finish(self._climb(rung))
+            row = self._climb(rung)
+            result.rungs.append(row)
+            yield self._finish(row)
         if BARE in ladder.baselines and self.top.row.error is None:
             result.bare_loop = self._measure_bare_loop()
             yield self._finish(result.bare_loop)
@@ -221,7 +223,6 @@ class _Climb:
         """Run a rung in turn with the state below it, and keep the one of the two that the next stands on."""
         below = self.top
         row = _new_row(rung, rung.on(below.row), least_exact(below.row.exactness, rung.exactness))
-        self.result.rungs.append(row)
         rising = self._start(row)
         naive = self.naive.row
         self.turns.compare(rising, below, lambda: judge_row(row, below.row, naive)[0] is not None)
@@ -274,7 +275,8 @@ class _Climb:
     def _finish(self, row: Row, reference: Row | None = None) -> Row:
         reference = reference or self.naive.row
         row.max_loss_delta = loss_parity(row, None if row is reference else reference)
-        row.tokens_per_s = 1e3 * self.ladder.size.batch * self.ladder.size.model.context / row.step_ms
+        if row.error is None:
+            row.tokens_per_s = 1e3 * self.ladder.size.batch * self.ladder.size.model.context / row.step_ms
         self.turns.time_left.rows -= 1
         return row
 
