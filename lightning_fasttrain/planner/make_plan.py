@@ -131,8 +131,8 @@ def make_plan(
         costs = assume_costs(plain, batch, device, precision)
         seconds = min(_MOST_SECONDS, _SHARE * steps * costs.whole / 1e3)
         if seconds < costs.least_to_measure_s():
-            watch = None
             notes.append(_explain_unmeasured(steps, costs.whole, seconds))
+            watch, seconds = None, 0.0
     elif watch is None:
         notes.append(f"There is no {device} here: times are assumed, and nothing was measured.")
     # Strategies shard the states of a model, so whether a choice fits depends on them.
@@ -147,7 +147,7 @@ def make_plan(
         watch,
         costs=costs,
         steps=steps,
-        seconds=seconds or 0.0,
+        seconds=_MOST_SECONDS if seconds is None else seconds,
         tell=tell,
     )
     search.notes += notes

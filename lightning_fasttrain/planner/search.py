@@ -252,8 +252,9 @@ class Search:
     def _find_finalists(self) -> list[Tried]:
         """Return the fastest choices that fit, by estimate, as long as they may turn out to be the fastest."""
         finalists: list[Tried] = []
+        most = _FINALISTS if time.monotonic() < self.deadline else 1  # without time there is nothing to compare
         for ms, choice in self._fastest_first():
-            if finalists and (ms > finalists[0].estimated_ms * _NEAR or len(finalists) == _FINALISTS):
+            if finalists and (ms > finalists[0].estimated_ms * _NEAR or len(finalists) == most):
                 break
             needed = self.memory.predict(choice)
             if self.fits(choice, needed):

@@ -6,6 +6,8 @@ import os
 import re
 import signal
 import statistics
+import subprocess
+import sys
 import time
 from dataclasses import replace
 
@@ -292,7 +294,19 @@ def test_attention_batch_and_steps_are_taken_over(tmp_path):
 
 
 def test_no_picture_without_matplotlib(tmp_path, monkeypatch):
-    import sys
-
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert report.save_picture(None, tmp_path / "x.png") is None
+
+
+@pytest.mark.benchmark
+def test_two_ladders_beside_a_busy_process_carry_the_same(tmp_path):
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    names = ["micro-batches", "chunked-loss", "checkpointing"]
+    try:
+        ladders = [prepare("nano", out=tmp_path, names=names, batch=16, steps=1, minutes=4) for _ in range(2)]
+        results = [climb(ladder, lambda row: None, lambda title, message: None) for ladder in ladders]
+    finally:
+        busy.kill()
+        busy.wait()
+    first, second = ([(row.name, row.carried) for row in result.rungs] for result in results)
+    assert first == second

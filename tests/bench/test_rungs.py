@@ -1,3 +1,4 @@
+import importlib
 import json
 from dataclasses import replace
 
@@ -20,6 +21,7 @@ from lightning_fasttrain.bench.ladder.worker import callbacks_of
 from lightning_fasttrain.planner.timing import Ratio
 from lightning_fasttrain.technique import Exactness
 from lightning_fasttrain.technique.declarations import least_exact
+from tests.support.run_example import ROOT
 
 
 def row(step_ms, peak_mib):
@@ -226,3 +228,20 @@ def test_exactness_of_several_is_the_least_exact():
 def test_paths_are_cut_from_messages():
     assert without_paths("cannot open '/home/me/x/y.npy' now") == "cannot open '…/y.npy' now"
     assert without_paths("1/2 of a/b") == "1/2 of a/b"
+
+
+def test_the_judge_is_rarely_wrong_on_simulated_machines(monkeypatch):
+    """The stored figures are of 2,000 ladders for each machine: here are few, on the one that has everything."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    simulate = importlib.import_module("judge_simulation").simulate
+    in_turn, before = simulate("in turn", "all", ladders=150), simulate("one after another", "all", ladders=150)
+    assert in_turn["wrong"] < 0.02
+    assert before["wrong"] > 0.1
+
+
+@pytest.mark.benchmark
+def test_the_stored_simulation_is_what_the_example_computes(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    simulate = importlib.import_module("judge_simulation").simulate
+    stored = json.loads((ROOT / "examples" / "results" / "judge_simulation.json").read_text())["rows"]
+    assert [simulate(row["rule"], row["machine"], row["ladders"]) for row in stored] == stored

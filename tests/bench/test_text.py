@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_fasttrain.bench.text import batches, encode_text, read_text
+from lightning_fasttrain.bench.text import Windows, batches, encode_text, read_text
 
 
 def test_the_standard_library_is_there_and_the_same_every_time():
@@ -75,3 +75,17 @@ def test_every_target_lies_inside_the_text():
 def test_a_text_shorter_than_one_batch_is_refused():
     with pytest.raises(ValueError, match=r"64 tokens: .*shorter than one batch of 8 windows of 8 tokens, 65 in all"):
         batches(np.arange(64), context=8, batch=8, steps=1)
+
+
+def test_padded_windows_are_the_same_text_cut_to_lengths_that_differ():
+    whole, padded = (Windows(np.arange(1000) % 200 + 1, 64, 200, padded=cut) for cut in (False, True))
+    lengths = []
+    for index in range(200):
+        (inputs, targets), (cut_inputs, cut_targets) = whole[index], padded[index]
+        length = int((cut_targets != -100).sum())
+        assert torch.equal(cut_inputs[:length], inputs[:length])
+        assert torch.equal(cut_targets[:length], targets[:length])
+        assert not cut_inputs[length:].any()
+        lengths.append(length)
+    assert 10 < sorted(lengths)[100] < 32  # the median is about a third of the context
+    assert max(lengths) == 64

@@ -1,7 +1,10 @@
 """A plan fits, is the fastest of what was tried, says why, and leaves everything as it was."""
 
 import json
+import math
 import operator
+import random
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -15,7 +18,7 @@ from torch.utils.data import DataLoader
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.core.device import free_bytes
-from lightning_fasttrain.planner.auto import first_batch
+from lightning_fasttrain.planner.auto import count_batches, first_batch
 from lightning_fasttrain.planner.candidates.configuration import (
     SWITCHES,
     Budget,
@@ -25,8 +28,9 @@ from lightning_fasttrain.planner.candidates.configuration import (
 from lightning_fasttrain.planner.candidates.predicted_memory import PredictedMemory
 from lightning_fasttrain.planner.candidates.search_space import find_axes
 from lightning_fasttrain.planner.catalogue import code_of, config_of
+from lightning_fasttrain.planner.plan import is_decided, is_slower
 from lightning_fasttrain.planner.search import Search
-from lightning_fasttrain.planner.timing import Costs, Stopwatch
+from lightning_fasttrain.planner.timing import Costs, Stopwatch, assume_costs, compare_times
 from lightning_fasttrain.technique.facts import facts_of_machine
 from lightning_fasttrain.technique.technique import techniques_of
 from tests.support.nets import TinyLM, as_loader, lm_batches, trainer, weights
@@ -248,6 +252,56 @@ def test_of_each_axis_there_is_something_to_try():
     assert [*SWITCHES["recompute"]] == ["selective", "half", "all"]  # from the least that is computed again
 
 
+def test_a_ratio_of_turns_has_students_interval():
+    """Of fewer than five turns nothing is trimmed; 4.303 is t of two degrees of freedom at 97.5%."""
+    logs = [0.10, 0.13, 0.16]
+    ratio = compare_times([100.0] * 3, [100 * math.exp(log) for log in logs])
+    assert math.log(ratio.value) == pytest.approx(0.13)
+    assert math.log(ratio.high / ratio.value) == pytest.approx(4.303 * 0.03 / math.sqrt(3))
+    assert math.log(ratio.value / ratio.low) == pytest.approx(4.303 * 0.03 / math.sqrt(3))
+
+
+def test_one_turn_that_was_disturbed_does_not_move_the_ratio():
+    base, other = [100.0] * 6, [110.0, 111.0, 109.0, 110.0, 110.0, 240.0]
+    ratio = compare_times(base, other)
+    assert 1.08 < ratio.low < 1.10 < ratio.high < 1.13
+    assert compare_times(base, [110.0] * 6).value == pytest.approx(1.1)
+
+
+def test_intervals_contain_the_truth_as_often_as_they_say():
+    """10,000 comparisons of five turns with normal noise: 95% within what chance allows."""
+    draw = random.Random(0)
+    held = 0
+    for _ in range(10_000):
+        ratio = compare_times([1.0] * 5, [math.exp(draw.gauss(0.2, 0.05)) for _ in range(5)])
+        held += ratio.low < math.exp(0.2) < ratio.high
+    assert 0.93 < held / 10_000 < 0.985
+
+
+def test_a_choice_is_slower_only_where_noise_cannot_explain_it():
+    fastest = [100.0, 101.0, 99.0]
+    assert is_slower([108.0, 110.0, 107.0], fastest)
+    assert not is_slower([103.0, 104.0, 102.0], fastest)  # certain, and less than is worth a technique
+    assert not is_slower([95.0, 118.0, 106.0], fastest)
+    assert is_slower([130.0, 190.0, 105.0], fastest)  # not certain, and too much to be given away
+    assert is_decided([fastest, [130.0, 131.0, 129.0]])
+    assert not is_decided([fastest, [95.0, 118.0, 106.0]])
+
+
+def test_a_long_run_is_measured_for_a_share_of_its_time(monkeypatch):
+    monkeypatch.setattr(sys.modules[ft.make_plan.__module__], "_MOST_SECONDS", 2.0)
+    long = plan(1.0, seconds=None, steps=10**9, keep="exact")
+    assert long.measured
+    assert long.chosen.step_ms
+
+
+def test_compiling_is_not_assumed_to_pay_in_a_short_run():
+    costs = assume_costs(TwoBlocks(), BATCH, "cpu", None)
+    compiled = Choice(compile="blocks")
+    assert costs.estimate(compiled, 12) > costs.estimate(Choice(), 12)
+    assert costs.estimate(compiled, 10**9) < costs.estimate(Choice(), 10**9)
+
+
 # Auto
 
 
@@ -279,6 +333,39 @@ def test_auto_plans_once_trains_the_same_and_keeps_the_plan(tmp_path):
     other = ft.Auto(0.7 * whole, seconds=1)
     fit_with(other, tmp_path)
     assert other.plan is not None
+
+
+@pytest.mark.parametrize(
+    ("settings", "batches"),
+    [
+        ({"max_steps": 12}, 12),
+        ({"max_steps": 12, "accumulate_grad_batches": 4}, 48),
+        ({"max_epochs": 3}, 15),
+        ({"max_epochs": 3, "limit_train_batches": 2}, 6),
+        ({"max_epochs": 3, "limit_train_batches": 0.4}, 6),
+        ({"max_epochs": 3, "max_steps": 7}, 7),
+        ({"max_epochs": -1}, 10**9),
+    ],
+)
+def test_the_batches_of_a_run_are_counted_before_it(settings, batches):
+    assert count_batches(trainer(**{"max_epochs": None, **settings}), as_loader(lm_batches(5))) == batches
+
+
+def test_a_short_run_is_not_measured_and_a_longer_one_plans_again(tmp_path):
+    auto = ft.Auto(1.0)
+    fit_with(auto, tmp_path)
+    assert not auto.plan.measured
+    assert not any(tried.step_ms for tried in auto.plan.tried)
+    assert any(note.startswith("Nothing was measured") for note in auto.plan.notes)
+    kept = tmp_path / "fasttrain_plan.json"
+    again = ft.Auto(1.0)
+    fit_with(again, tmp_path)
+    assert again.plan is None
+    stored = json.loads(kept.read_text())
+    kept.write_text(json.dumps({**stored, "batches": stored["batches"] - 1}))  # as of a shorter run
+    longer = ft.Auto(1.0)
+    fit_with(longer, tmp_path)
+    assert longer.plan is not None
 
 
 class Augmented(list):
