@@ -6,7 +6,7 @@
 All sides have the same initial weights, batches, AdamW (fused, constant learning rate, no weight decay) and precision;
 nobody clips, drops out, logs or saves. Each side and round is a process of its own, and the sides take turns. Time is
 the fastest step of a process, from the beginning of one step to that of the next; of the rounds the median, the
-smallest and the largest are shown. Memory is PeakMemory's, of one step after the timed ones, for all sides. Losses are
+smallest and the largest are shown. Memory is PeakMemory's, of one step before the timed ones, for all sides. Losses are
 compared with those of the first side, step by step. Rows are kept as they come, so Ctrl-C leaves what is there.
 """
 

@@ -165,7 +165,7 @@ def main():
     parser.add_argument("--ladders", type=int, default=2000, help="of each rule on each machine")
     parser.add_argument("--out", type=Path, help="a JSON file for the figures")
     options = parser.parse_args()
-    print("| machine | rule | wrong | not decided | steps a rung |\n| --- | --- | --- | --- | --- |")
+    print("| machine | rule | wrong | not decided | steps per rung |\n| --- | --- | --- | --- | --- |")
     rows = []
     for kind in MACHINES:
         for rule in RULES:

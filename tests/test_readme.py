@@ -47,6 +47,15 @@ def test_the_words_about_the_ladder_are_what_was_measured():
     assert f"before blocks are recomputed, it is {faster:.1f} times as fast in {leaner:.1f} times less" in readme
 
 
+def test_the_table_of_simulated_ladders_is_what_was_computed(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    as_row = importlib.import_module("judge_simulation").as_row
+    rows = json.loads((ROOT / "examples" / "results" / "judge_simulation.json").read_text())["rows"]
+    written = RESULTS.split("<!-- judge -->\n")[1].split("\n<!-- /judge -->")[0].splitlines()[2:]
+    assert written == [as_row(row) for row in rows]
+    assert max(row["wrong"] for row in rows if row["rule"] == "in turn") < 0.02
+
+
 def test_the_table_of_fine_tuning_is_what_was_measured():
     rows = json.loads((ROOT / "examples" / "results" / "finetune_minilm_cpu.json").read_text())["rows"]
     for row in rows:

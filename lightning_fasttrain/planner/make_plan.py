@@ -27,7 +27,7 @@ from lightning_fasttrain.predict.predict_memory import DEVICES, PRECISIONS
 from lightning_fasttrain.technique import Exactness
 from lightning_fasttrain.technique.facts import Facts, describe_clipping, facts_of_machine
 
-_SHARE, _MOST_SECONDS = 0.02, 30.0  # of a run's time that measuring may take, if nobody says how long
+_SHARE, _MOST_SECONDS = 0.02, 30.0  # of a run's time that measuring may take by default
 _ROOM = 0.95  # of the limit on a GPU: fragmentation and libraries are not predicted
 
 
@@ -126,15 +126,9 @@ def make_plan(
     axes = find_axes(plain, batch, facts, keep_class, precision, fast_bf16, budget_gib)
     memory = PredictedMemory(plain, batch, device, axes.parts, usable)
     watch = Stopwatch(plain, batch, {"accelerator": device, **settings}) if device == here else None
-    costs, notes = Costs(), []
-    if watch is not None and seconds is None:
-        costs = assume_costs(plain, batch, device, precision)
-        seconds = min(_MOST_SECONDS, _SHARE * steps * costs.whole / 1e3)
-        if seconds < costs.least_to_measure_s():
-            notes.append(_explain_unmeasured(steps, costs.whole, seconds))
-            watch, seconds = None, 0.0
-    elif watch is None:
-        notes.append(f"There is no {device} here: times are assumed, and nothing was measured.")
+    costs, allowed_s = _allow(watch, precision, steps, seconds)
+    if allowed_s == 0:
+        watch = None
     # Strategies shard the states of a model, so whether a choice fits depends on them.
     several = SeveralDevices(plain, devices, nodes, usable) if devices > 1 else None
     if several is not None:
@@ -147,12 +141,13 @@ def make_plan(
         watch,
         costs=costs,
         steps=steps,
-        seconds=_MOST_SECONDS if seconds is None else seconds,
+        seconds=allowed_s,
         tell=tell,
     )
-    search.notes += notes
     chosen = search.run()
-    if watch is not None and loader is not None:
+    if watch is None:
+        search.notes.append(_explain_unmeasured(device, here, steps, costs))
+    elif loader is not None:
         search.notes += filter(None, [suggest_workers(loader, chosen.ms)])
     if chosen.choice.parts == 1:
         search.notes += filter(None, [suggest_trimming(batch)])
@@ -187,11 +182,22 @@ def _facts(device: str, devices: int, settings: Mapping[str, Any]) -> Facts:
     )
 
 
-def _explain_unmeasured(steps: int, step_ms: float, seconds: float) -> str:
-    run_s = steps * step_ms / 1e3
+def _allow(watch: Stopwatch | None, precision: str | None, steps: int, seconds: float | None) -> tuple[Costs, float]:
+    """Return assumed costs, and the seconds that measuring may take: 0 if they are too few for any use."""
+    if watch is None or seconds is not None:
+        return Costs(), _MOST_SECONDS if seconds is None else seconds
+    costs = assume_costs(watch.module, watch.batch, watch.settings["accelerator"], precision)
+    allowed_s = min(_MOST_SECONDS, _SHARE * steps * costs.whole / 1e3)
+    return costs, allowed_s if allowed_s >= costs.least_to_measure_s() else 0.0
+
+
+def _explain_unmeasured(device: str, here: str, steps: int, costs: Costs) -> str:
+    if device != here:
+        return f"There is no {device} here: times are assumed, and nothing was measured."
+    run_s = steps * costs.whole / 1e3
     return (
-        f"Nothing was measured, and times are assumed: {steps:,} steps take about {run_s:,.1f} s, of which "
-        f"{seconds:.2g} s are too few to measure. Give seconds=60 to measure anyway."
+        f"Nothing was measured, and times are assumed: {steps:,} steps take about {run_s:,.1f} s, and {_SHARE:.0%} of "
+        "that is too little to measure. Give seconds=60 to measure anyway."
     )
 
 

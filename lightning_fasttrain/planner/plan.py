@@ -225,6 +225,8 @@ def why_slower(tried: Tried, chosen: Tried) -> str:
     """Explain why ``chosen`` was preferred to ``tried``."""
     ratio = compare_times(chosen.step_ms, tried.step_ms)
     slower = f"{ratio.value - 1:+.0%}"
-    if ratio.low > 1 and ratio.value > 1 + TELLS:
+    if ratio.value > 1 + TELLS and (ratio.low > 1 or len(tried.step_ms) == 1):
         return slower
+    if len(tried.step_ms) == 1:
+        return f"{slower} in one run, and no simpler"
     return f"{slower}, from {ratio.low - 1:+.0%} to {ratio.high - 1:+.0%}, and no simpler"

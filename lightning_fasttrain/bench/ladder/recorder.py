@@ -26,7 +26,7 @@ class Recorder(PeakObserver):
 
     Steps come in three phases: warm-up; memory, as watching every allocation takes time; and timed, from the end of a
     step to the end of the next, so that the loader's and the loop's own time count. With ``ask``, the run pauses
-    before each turn of timed steps until it is told to go on or to stop.
+    before each turn of timed steps until it gets word to continue or to stop.
 
     Two clocks are read. Programs are compared by :meth:`turn`: the processor time of this process, which other
     processes change less than the wall clock, or the events of a GPU. :meth:`result` has the time by the wall clock.

@@ -142,8 +142,8 @@ def _describe_top(row: Row | None, naive: Row) -> Top | None:
 
 def number_of_rows(ladder: Ladder) -> int:
     """Return the number of rows of :func:`climb`."""
-    others = sum(2 if name == PADDED else 1 for name in ladder.baselines)
-    return 1 + others + len(ladder.rungs)
+    with_padding = PADDED in ladder.baselines  # two rows
+    return 1 + len(ladder.baselines) + with_padding + len(ladder.rungs)
 
 
 class _Climb:
