@@ -36,7 +36,8 @@ class Surgery(IntEnum):
     CHECKPOINT = 4
     COMPILE = 5
     OFFLOAD = 6
-    SHARD = 7
+    UNPAD = 7
+    SHARD = 8
 
 
 class Capability(Enum):
