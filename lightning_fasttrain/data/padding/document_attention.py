@@ -1,5 +1,6 @@
 """Attention in a packed row, in which each token sees the tokens of its own document alone."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,9 +110,10 @@ class DocumentMask(Tensor):
             return attend(*args, **kwargs)
         if name in _OF_TYPE or (name == "__getitem__" and _keeps_all(args[0], args[1])):
             return args[0]
-        result = super().__torch_function__(func, types, args, kwargs)
-        if not isinstance(result, Tensor) or name == "__get__":
-            return result
+        with suppress(RuntimeError):  # of shapes that differ, since the mask is that of the padded batch
+            result = super().__torch_function__(func, types, args, kwargs)
+            if not isinstance(result, Tensor) or name == "__get__":
+                return result
         why = "its attention computes with the mask of the padded batch"
         way_out = "Load the model with attn_implementation='sdpa', or use MicroBatching(n), which trims padding"
         raise ValueError(explain(f"a block without padding, at {name or func}", why, way_out))

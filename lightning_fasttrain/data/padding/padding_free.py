@@ -3,10 +3,12 @@
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import lightning as L
+import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -28,12 +30,14 @@ from lightning_fasttrain.data.normalizer.trial.looks import Looks
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample, rank_rows
 from lightning_fasttrain.data.normalizer.trial.try_split import Stage, Trial, try_split
 from lightning_fasttrain.data.padding.document_attention import DocumentMask, Documents, read_documents
+from lightning_fasttrain.data.padding.find_padding import propose_padding
 from lightning_fasttrain.data.split_batch import batch_size, can_be_cut, list_tensors, pick_rows, walk_leaves
 from lightning_fasttrain.technique import Surgery, Technique
 from lightning_fasttrain.technique.facts import NO_BLOCKS, Facts
 
 _SURE = 1e-5  # rounding in float32; larger differences are looked at in float64
 _LOGGED = 1e-3  # relative, of logged values: products of other shapes round differently
+_LEAST = 0.05  # a share of padding that is worth a word
 _WAY_OUT = "Leave PaddingFree out: MicroBatching(n) cuts padding off where that is exact"
 
 
@@ -108,14 +112,15 @@ class PackedForward(WrappedForward):
         for name, value in [*zip(self.names, args, strict=False), *kwargs.items()]:
             if name.startswith("encoder") and value is not None:
                 return None
-            if (
-                "mask" in name
-                and isinstance(value, Tensor)
-                and value.ndim == 4
-                and value.shape[2] in (1, value.shape[3])
-            ):
+            if "mask" in name and isinstance(value, Tensor) and _may_be_mask(value):
                 found = value
         return found
+
+
+def _may_be_mask(value: Tensor) -> bool:
+    """Whether a tensor has the shape and dtype of a mask of ``F.scaled_dot_product_attention``."""
+    is_square = value.ndim == 4 and value.shape[2] in (1, value.shape[3])
+    return is_square and (value.dtype == torch.bool or value.is_floating_point())
 
 
 def _has_rows(arguments: Any, size: tuple[int, int]) -> bool:
@@ -296,6 +301,7 @@ class PaddingFree(Technique):
     def __init__(self, blocks: Blocks | None = None) -> None:
         self.blocks = blocks
         self.acts = True  # in a bare loop check_padding_free tries it
+        self._has_padding = False
         self._looks = Looks(from_first=True)
 
     @classmethod
@@ -316,7 +322,7 @@ class PaddingFree(Technique):
         return f"{count_wrapped(model, PackedForward)} run without padding once that is found exact"
 
     def why_idle(self, model: nn.Module) -> tuple[str, str] | None:
-        if any(wrapper.ran for wrapper in wrappers_in(model, PackedForward)):
+        if not self._has_padding or any(wrapper.ran for wrapper in wrappers_in(model, PackedForward)):
             return None
         why = "no block got a mask of shape (rows, 1, length, length) that shows padding in the first batch"
         return why, "Load the model with attn_implementation='sdpa', or use MicroBatching(n), which trims padding"
@@ -332,7 +338,8 @@ class PaddingFree(Technique):
         """Hook: the batch is on its device, and nothing has been computed from it."""
         if not self._looks.is_due(lambda: can_be_cut(batch)):
             return
-        with self._looks.timed():
+        self._has_padding = any(axis[0].share >= _LEAST for axis in propose_padding(batch))
+        with self._looks.timed() if self.acts else nullcontext():  # what decides is worth any time
             outcome = _try(_stage_of_trainer(trainer, pl_module, batch_idx), batch)
         if outcome.why_not and outcome.is_known:
             raise ValueError(explain("PaddingFree() would change the training", outcome.why_not, _WAY_OUT))
