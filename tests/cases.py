@@ -280,7 +280,7 @@ CASES = [
         effects.runs_micro_batches_of_similar_rows,
         tolerance=1e-5,
     ),
-    Case(lambda: ft.data.PaddingFree(), applied, effects.blocks_run_no_padding),
+    Case(lambda: ft.data.PaddingFree(), applied, effects.blocks_run_no_padding, tolerance=1e-5),
     Case(
         lambda: ft.TokenWeightedAccumulation(2),
         takes_windows,

@@ -138,7 +138,7 @@ def remove_padding_(model: nn.Module, blocks: Blocks | None = None) -> dict[str,
     again, with zeros. Positions, which are added or computed before the blocks, are those of the padded batch, on
     whichever side it is padded. In the attention, each row's tokens see one another as the mask allows. So the loss and
     head see what they would, and need no other labels. It is exact if nothing but a block's attention connects tokens,
-    and the loss ignores the outputs at padding; :func:`check_padding_free` tries that.
+    and the loss ignores the outputs at padding; :func:`check_padding_free` tries that. Dropout draws other masks.
 
     The attention of the blocks must be ``F.scaled_dot_product_attention`` with a mask of shape (rows, 1, length or 1,
     length) that the block gets as an argument with "mask" in its name, as in Hugging Face's models with
@@ -293,6 +293,7 @@ class PaddingFree(Technique):
         See :func:`~lightning_fasttrain.data.remove_padding_`.
     """
 
+    keeps_draws: ClassVar[bool] = False
     surgery: ClassVar[Surgery | None] = Surgery.UNPAD
     effect: ClassVar[str] = "blocks compute the tokens of a padded batch alone, as one row"
     when: ClassVar[str] = "much of a batch is padding, and its attention gets a mask; on a GPU, or with MicroBatching"
