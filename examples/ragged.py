@@ -5,7 +5,7 @@
 Batches of 32 samples: real text (paragraphs of the standard library's source), and three synthetic distributions of
 lengths. Each way computes the gradient of the same batches: the whole padded batch, 8 micro-batches with its padding,
 8 micro-batches of rows of similar length without it, as many as hold a budget of tokens, and 8 whose blocks run no
-padding at all (not for speech, whose encoder is PyTorch's own). The ways take turns; times are CPU time of forward and
+padding at all. The ways take turns; times are CPU time of forward and
 backward, medians over rounds, and ratios are means over seeds, to the whole padded batch. ``--trainers log-normal``
 adds an epoch in Hugging Face's Trainer, with and without batches grouped by length, which makes other batches, beside
 one in Lightning's with ours. ``--out`` writes a picture beside the figures.
@@ -171,8 +171,7 @@ class Side:
 def compare(kind, seed, rounds):
     """Return the figures of each way for one batch."""
     batch = collate(make_samples(kind, ROWS, seed))
-    ways = [way for way in WAYS if (way, kind) != ("8 padding-free", "speech")]
-    sides = {way: Side(way, kind, batch) for way in ways}
+    sides = {way: Side(way, kind, batch) for way in WAYS}
     for side in sides.values():
         side.step()  # finds how the loss is split, and the padding
     for _ in range(rounds):
@@ -195,7 +194,7 @@ def summarize(kind, results):
     padding = statistics.mean(one["padding"] for one in results)
     print(f"{kind}: {padding:.0%} padding", flush=True)
     rows = []
-    for place, way in enumerate(row["way"] for row in results[0]["ways"]):
+    for place, way in enumerate(WAYS):
         seen = [one["ways"][place] for one in results]
         speeds = [one["speed"] for one in seen]
         row = {"way": way, "speed": statistics.mean(speeds), "slowest": min(speeds), "fastest": max(speeds)}
@@ -302,12 +301,11 @@ def draw(report, path):
     width = 0.8 / len(ways)
     for place, way in enumerate(ways):
         for group, found in enumerate(report["distributions"]):
-            row = next((row for row in found["ways"] if row["way"] == way), None)
-            if row is not None:
-                spread = [[row["speed"] - row["slowest"]], [row["fastest"] - row["speed"]]]
-                x = group + (place - (len(ways) - 1) / 2) * width
-                label = way if group == 0 else None
-                axes.bar(x, row["speed"], width, yerr=spread, color=f"C{place}", label=label, error_kw={"lw": 0.8})
+            row = next(row for row in found["ways"] if row["way"] == way)
+            spread = [[row["speed"] - row["slowest"]], [row["fastest"] - row["speed"]]]
+            x = group + (place - (len(ways) - 1) / 2) * width
+            label = way if group == 0 else None
+            axes.bar(x, row["speed"], width, yerr=spread, color=f"C{place}", label=label, error_kw={"lw": 0.8})
     names = [f"{found['lengths']}\n{found['padding']:.0%} padding" for found in report["distributions"]]
     axes.set_xticks(range(len(names)), names)
     axes.axhline(1, color="gray", lw=0.8)

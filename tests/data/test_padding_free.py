@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.data import PaddingFree, check_padding_free, remove_padding_
@@ -63,6 +63,38 @@ def test_other_tokens_in_one_row_do_not_reach_another():
     after = net(other["ids"], mask)
     assert torch.equal(before[1:], after[1:])
     assert not torch.equal(before[0], after[0])
+
+
+class Listener(nn.Module):
+    """PyTorch's own encoder, whose attention gets a key_padding_mask."""
+
+    def __init__(self, norm_first: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        settings = {"dropout": 0.0, "batch_first": True, "norm_first": norm_first}
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, **settings)
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, batch: dict[str, Tensor], mask: Tensor | None = None) -> Tensor:
+        x = self.encoder(self.embed(batch["ids"]), mask=mask, src_key_padding_mask=~batch["kept"])
+        return (x * batch["kept"][..., None]).sin().sum()
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_an_encoder_of_pytorch_runs_without_padding(norm_first):
+    plain, seen = Listener(norm_first).double(), []
+    net = copy.deepcopy(plain)
+    remove_padding_(net)
+    net.encoder.layers[1].linear1.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[:2].numel()))
+    for one in (plain, net):
+        one(padded()).backward()
+    assert seen == [sum(LENGTHS)]
+    for (name, expected), (_, found) in zip(plain.named_parameters(), net.named_parameters(), strict=True):
+        assert torch.allclose(found.grad, expected.grad, atol=1e-12), name
+    causal = torch.ones(LONGEST, LONGEST).triu(1) > 0
+    assert torch.allclose(net(padded(), causal), plain(padded(), causal))
+    assert seen[1:] == [len(LENGTHS) * LONGEST]  # of two masks together nothing is known
 
 
 def masks() -> dict[str, tuple[Tensor, str]]:

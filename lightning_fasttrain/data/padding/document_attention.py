@@ -11,8 +11,10 @@ from torch.nn import functional as F
 from lightning_fasttrain.core.messages import explain
 
 _HALF = (torch.bfloat16, torch.float16)
-# Functions of a mask that concern its type rather than its values, as models call them on the way to the attention.
-_OF_TYPE = frozenset(["to", "type", "type_as", "double", "float", "half", "bfloat16", "contiguous", "detach", "cuda"])
+# Functions that change the type or the shape of a mask, not its values, as models call them before the attention.
+_TYPES = ("to", "type", "type_as", "double", "float", "half", "bfloat16", "contiguous", "detach", "cuda")
+_KEPT = frozenset([*_TYPES, "view", "reshape", "expand", "unsqueeze"])
+_READ_SHAPE = Tensor.shape.__get__  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,12 @@ class Documents:
     def tokens(self) -> int:
         return self.index.shape[0]
 
+    def shape_of(self, shape: torch.Size) -> torch.Size:
+        """Return the shape that a mask of the padded batch has for the packed row."""
+        _, length = self.size
+        packed = [self.tokens if size == length else size for size in shape[1:]]
+        return torch.Size([1, *packed])
+
     def pack(self, x: Tensor) -> Tensor:
         """Map a padded tensor of shape (rows or 1, length, ...) to its tokens, of shape (1, tokens, ...)."""
         return x.expand(*self.size, *x.shape[2:]).flatten(0, 1).index_select(0, self.index)[None]
@@ -57,7 +65,8 @@ def read_documents(mask: Tensor) -> Documents | None:
 
     Args:
         mask: shape (rows, heads or 1, length or 1, length), with True or 0 where a token sees another one, and False
-            or the lowest value where it does not, as for ``F.scaled_dot_product_attention``.
+            or the lowest value where it does not, as for ``F.scaled_dot_product_attention``; or (rows, length), with
+            True or the lowest value at padding, as the ``key_padding_mask`` of ``nn.MultiheadAttention``.
 
     Example:
         >>> mask = torch.tensor([[True, True, False], [True, True, True]])[:, None, None]
@@ -65,6 +74,8 @@ def read_documents(mask: Tensor) -> Documents | None:
         >>> documents.lengths, documents.sees, documents.index.tolist()
         ([2, 3], 'all', [0, 1, 3, 4, 5])
     """
+    if mask.ndim == 2:
+        mask = (~mask if mask.dtype == torch.bool else mask)[:, None, None]
     sees, has_values = mask, torch.zeros((), dtype=torch.bool, device=mask.device)
     if mask.dtype != torch.bool:
         sees = mask > torch.finfo(mask.dtype).min / 2
@@ -89,8 +100,8 @@ def read_documents(mask: Tensor) -> Documents | None:
 class DocumentMask(Tensor):
     """The mask that the blocks of a model get for a packed row, so that their attention keeps documents apart.
 
-    Models pass masks on to ``F.scaled_dot_product_attention`` as they are, or cut to the number of keys. Whatever else
-    is computed from one raises an error.
+    Models pass masks on to ``F.scaled_dot_product_attention`` as they are, cut to the number of keys, or in another
+    shape. Whatever else is computed from one raises an error. Its own shape is that of the mask of the packed row.
     """
 
     documents: Documents
@@ -98,6 +109,8 @@ class DocumentMask(Tensor):
     @classmethod
     def of(cls, documents: Documents, mask: Tensor) -> "DocumentMask":
         """Return the mask of a padded batch in this class."""
+        if mask.ndim == 2 and mask.dtype == torch.bool:  # nn.MultiheadAttention would make numbers of it
+            mask = torch.zeros_like(mask, dtype=torch.float32)
         made = mask.as_subclass(cls)
         made.documents = documents
         return made
@@ -108,8 +121,10 @@ class DocumentMask(Tensor):
         name = getattr(func, "__name__", "")
         if func is F.scaled_dot_product_attention:
             return attend(*args, **kwargs)
-        if name in _OF_TYPE or (name == "__getitem__" and _keeps_all(args[0], args[1])):
+        if name in _KEPT or (name == "__getitem__" and _keeps_all(args[0], args[1])):
             return args[0]
+        if func == _READ_SHAPE:  # bound anew at each call
+            return args[0].documents.shape_of(super().__torch_function__(func, types, args))
         with suppress(RuntimeError):  # of shapes that differ, since the mask is that of the padded batch
             result = super().__torch_function__(func, types, args, kwargs)
             if not isinstance(result, Tensor) or name == "__get__":
@@ -119,11 +134,11 @@ class DocumentMask(Tensor):
         raise ValueError(explain(f"a block without padding, at {name or func}", why, way_out))
 
 
-def _keeps_all(mask: Tensor, index: Any) -> bool:
-    """Whether an index cuts a mask to at least its own length, as models do for the number of keys."""
+def _keeps_all(mask: DocumentMask, index: Any) -> bool:
+    """Whether an index keeps a whole mask, as that to the number of keys does."""
     for place in index if isinstance(index, tuple) else (index,):
         is_whole = isinstance(place, slice) and place.start in (None, 0) and place.step is None
-        if place is not Ellipsis and not (is_whole and (place.stop is None or place.stop >= mask.shape[-1])):
+        if place is not Ellipsis and not (is_whole and (place.stop is None or place.stop >= mask.documents.tokens)):
             return False
     return True
 

@@ -38,6 +38,7 @@ from lightning_fasttrain.technique.facts import NO_BLOCKS, Facts
 _SURE = 1e-5  # rounding in float32; larger differences are looked at in float64
 _LOGGED = 1e-3  # relative, of logged values: products of other shapes round differently
 _LEAST = 0.05  # a share of padding that is worth a word
+_MASK = "a mask of shape (rows, 1, length, length), or a key_padding_mask, that shows padding"
 _WAY_OUT = "Leave PaddingFree out: MicroBatching(n) cuts padding off where that is exact"
 
 
@@ -108,19 +109,23 @@ class PackedForward(WrappedForward):
 
     def _find_mask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """Return the mask of the block's attention; None where it has none, or attends to another sequence, too."""
-        found: Tensor | None = None
+        masks: list[Tensor] = []
         for name, value in [*zip(self.names, args, strict=False), *kwargs.items()]:
-            if name.startswith("encoder") and value is not None:
+            if name.startswith(("encoder", "memory")) and value is not None:
                 return None
-            if "mask" in name and isinstance(value, Tensor) and _may_be_mask(value):
-                found = value
-        return found
+            if (
+                "mask" in name
+                and isinstance(value, Tensor)
+                and (value.dtype == torch.bool or value.is_floating_point())
+            ):
+                masks.append(value)
+        is_pair = len(masks) == 2 and masks[0] is not masks[1]
+        return masks[-1] if masks and not is_pair and _is_of_attention(masks[-1]) else None
 
 
-def _may_be_mask(value: Tensor) -> bool:
-    """Whether a tensor has the shape and dtype of a mask of ``F.scaled_dot_product_attention``."""
-    is_square = value.ndim == 4 and value.shape[2] in (1, value.shape[3])
-    return is_square and (value.dtype == torch.bool or value.is_floating_point())
+def _is_of_attention(mask: Tensor) -> bool:
+    """Whether a mask has a shape of those that ``read_documents`` reads."""
+    return mask.ndim == 2 or (mask.ndim == 4 and mask.shape[2] in (1, mask.shape[3]))
 
 
 def _has_rows(arguments: Any, size: tuple[int, int]) -> bool:
@@ -142,8 +147,9 @@ def remove_padding_(model: nn.Module, blocks: Blocks | None = None) -> dict[str,
 
     The attention of the blocks must be ``F.scaled_dot_product_attention`` with a mask of shape (rows, 1, length or 1,
     length) that the block gets as an argument with "mask" in its name, as in Hugging Face's models with
-    ``attn_implementation="sdpa"``. Blocks without such a mask run as before, and so do those that attend to an
-    encoder's output.
+    ``attn_implementation="sdpa"``, or ``nn.MultiheadAttention`` with a ``key_padding_mask`` alone, as in a
+    ``nn.TransformerEncoder``. Blocks without such a mask run as before, and so do those that attend to an encoder's
+    output.
 
     Args:
         model: any module.
@@ -246,7 +252,7 @@ def _try_rows(stage: Stage, batch: Any, wrappers: Sequence[PackedForward]) -> _O
     if trial.why_not:
         return _Outcome(trial.why_not, is_known=trial.failed)
     if not any(wrapper.ran for wrapper in wrappers):
-        why = "none of its blocks got a mask of shape (rows, 1, length, length) that shows padding in this batch"
+        why = f"none of its blocks got {_MASK} in this batch"
         return _Outcome(why, is_known=False)
     return _judge(trying, trial)
 
@@ -325,7 +331,7 @@ class PaddingFree(Technique):
     def why_idle(self, model: nn.Module) -> tuple[str, str] | None:
         if not self._has_padding or any(wrapper.ran for wrapper in wrappers_in(model, PackedForward)):
             return None
-        why = "no block got a mask of shape (rows, 1, length, length) that shows padding in the first batch"
+        why = f"no block got {_MASK} in the first batch"
         return why, "Load the model with attn_implementation='sdpa', or use MicroBatching(n), which trims padding"
 
     def outcome(self, model: nn.Module) -> str:
