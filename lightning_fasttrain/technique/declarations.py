@@ -47,6 +47,7 @@ class Capability(Enum):
     SUMS_BATCHES = "sums the gradients of several batches, and saves them with a checkpoint"
     UPDATES_IN_BACKWARD = "updates each weight while the backward still runs"
     REPLACES_PRODUCTS = "replaces the matrix products of linear layers"
+    COMPILES_BLOCKS = "compiles blocks for the shapes of their inputs"
 
 
 @runtime_checkable

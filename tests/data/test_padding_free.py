@@ -196,7 +196,6 @@ JOINED = {
     "alone": [],
     "micro-batches": [ft.MicroBatching(2)],
     "recomputed": [ft.ActivationCheckpointing()],
-    "compiled": [ft.CompileBlocks(backend="aot_eager", fallback=False)],
 }
 
 

@@ -346,6 +346,7 @@ def techniques(found, folder):
         lambda: [ft.MicroBatching(3)],
         lambda: [ft.MicroBatching(3, trim_padding=ft.data.TrimPadding(multiple_of=1))],
         lambda: [ft.MicroBatching(max_tokens=9, trim_padding=ft.data.TrimPadding(multiple_of=1))],
+        lambda: [ft.data.PaddingFree()],
     ):
         module, _ = fit(make())
         expected = ddp(callbacks=make())[0] if isinstance(make()[0], CHANGE_RESULTS) else plain

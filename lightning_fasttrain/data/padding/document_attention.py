@@ -180,9 +180,6 @@ def attend(
     return torch.cat(attended, -2)
 
 
-attend._torchdynamo_disable = True
-
-
 def _attend_in_one_kernel(
     documents: Documents, query: Tensor, key: Tensor, value: Tensor, scale: float | None
 ) -> Tensor:

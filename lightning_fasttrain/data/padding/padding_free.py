@@ -32,7 +32,7 @@ from lightning_fasttrain.data.normalizer.trial.try_split import Stage, Trial, tr
 from lightning_fasttrain.data.padding.document_attention import DocumentMask, Documents, read_documents
 from lightning_fasttrain.data.padding.find_padding import propose_padding
 from lightning_fasttrain.data.split_batch import batch_size, can_be_cut, list_tensors, pick_rows, walk_leaves
-from lightning_fasttrain.technique import Surgery, Technique
+from lightning_fasttrain.technique import Capability, Conflict, Surgery, Technique
 from lightning_fasttrain.technique.facts import NO_BLOCKS, Facts
 
 _SURE = 1e-5  # rounding in float32; larger differences are looked at in float64
@@ -281,8 +281,8 @@ class PaddingFree(Technique):
     ``MicroBatching``, whose micro-batches then run no padding at all, and :class:`~lightning_fasttrain.FusedLossHead`,
     which leaves out the head's work at labels that are ignored.
 
-    Acts on blocks outside of recomputation and compiled code, so that what these keep and see is without padding, too;
-    the trial is before the batch's forward.
+    Acts on blocks outside of recomputation, so that what is kept for it is without padding, too; the trial is before the
+    batch's forward.
 
     Args:
         blocks: the modules that are blocks, as for :func:`~lightning_fasttrain.model.find_blocks`.
@@ -310,6 +310,12 @@ class PaddingFree(Technique):
         self.acts = True  # in a bare loop check_padding_free tries it
         self._has_padding = False
         self._looks = Looks(from_first=True)
+
+    @classmethod
+    def conflicts(cls) -> tuple[Conflict, ...]:
+        why = "each batch has another number of tokens, and compiled code does not see which document a token is of"
+        way_out = "Use CompileBlocks with MicroBatching(n), which cuts padding off to a few lengths"
+        return (Conflict(Capability.COMPILES_BLOCKS, why, way_out),)
 
     @classmethod
     def why_not(cls, facts: Facts) -> str | None:

@@ -181,6 +181,7 @@ class CompileBlocks(Technique):
     exactness: ClassVar[Exactness] = Exactness.TOLERANCE
     bound: ClassVar[float] = 1e-4
     keeps_draws: ClassVar[bool] = False
+    capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.COMPILES_BLOCKS})
     surgery: ClassVar[Surgery | None] = Surgery.COMPILE
     effect: ClassVar[str] = "blocks run as fused, compiled code"
     when: ClassVar[str] = "a run is long enough to recover the minutes of compiling; not if shapes change at every step"
