@@ -279,10 +279,10 @@ class PaddingFree(Technique):
     The first batch with padding is tried on a few rows, and refused where the gradient or a logged value would change;
     until then, blocks run with padding. Batches 2, 4, 8, ... are tried, too, within 1% of the time. It joins
     ``MicroBatching``, whose micro-batches then run no padding at all, and :class:`~lightning_fasttrain.FusedLossHead`,
-    which leaves out the head's work at labels that are ignored.
+    which on a CPU leaves out the head's work at labels that are ignored.
 
-    Acts on blocks outside of recomputation, so that what is kept for it is without padding, too; the trial is before the
-    batch's forward.
+    Acts on blocks outside of recomputation, so that what is kept for it is without padding, too; the trial is before
+    the batch's forward.
 
     Args:
         blocks: the modules that are blocks, as for :func:`~lightning_fasttrain.model.find_blocks`.
