@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_fasttrain.core.batch.leaves import batch_size, list_tensors
 from lightning_fasttrain.core.checks import positive_int
 from lightning_fasttrain.core.distributed import rank_count
 from lightning_fasttrain.core.messages import explain
@@ -24,7 +25,6 @@ from lightning_fasttrain.data.normalizer.trial.looks import Looks
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample, sample_rows
 from lightning_fasttrain.data.normalizer.trial.step_function import key_of, loss_of
 from lightning_fasttrain.data.padding.trim_search import TrimPadding, TrimSearch, check_budget
-from lightning_fasttrain.data.split_batch import batch_size, list_tensors
 from lightning_fasttrain.data.step_gradients import StepGradients, add_gradients, sum_gradients_in_float32
 from lightning_fasttrain.data.trunk.batch_search import (
     OUT_OF_TRIES,

@@ -7,6 +7,7 @@ import lightning as L
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_fasttrain.core.batch.padded_axes import padding_in
 from lightning_fasttrain.core.checks import positive_int
 from lightning_fasttrain.core.messages import explain, number_of
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
@@ -16,7 +17,6 @@ from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule, 
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit
 from lightning_fasttrain.data.out_of_memory.deferred_gradient_sync import Together, refuse_collectives, together_of
 from lightning_fasttrain.data.out_of_memory.fallbacks import FurtherSavings
-from lightning_fasttrain.data.padding.padded_axes import padding_in
 from lightning_fasttrain.data.padding.trim_search import LOOKED_FOR, TrimPadding, TrimSearch, check_budget
 from lightning_fasttrain.data.split_batch import split_batch
 from lightning_fasttrain.data.trunk.find_trunk import Through
@@ -87,7 +87,7 @@ class MicroBatching(Technique):
     """
 
     keeps_draws: ClassVar[bool] = False
-    capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.SPLITS_BATCHES})
+    capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.SPLITS_BATCHES, Capability.TRIMS_PADDING})
     effect: ClassVar[str] = "only the activations of one micro-batch are in memory at a time, and padding does not run"
     when: ClassVar[str] = (
         "a batch does not fit, or much of it is padding; not with micro-batches so small that the GPU waits for work"
@@ -131,17 +131,25 @@ class MicroBatching(Technique):
         self.together = Together()
 
     def does(self, capability: Capability) -> bool:
+        if capability is Capability.TRIMS_PADDING:
+            return self._trims
         return self._splits and super().does(capability)
 
     @property
     def _splits(self) -> bool:
         return self.adaptive or self.n > 1 or self.trimming.max_tokens is not None
 
+    @property
+    def _trims(self) -> bool:
+        is_tried = self.check or self.trimming.wanted is True
+        return self.trimming.is_open and is_tried and (self._splits or self.trimming.is_asked_for)
+
     def predict(self, step: PredictedStep) -> None:
+        """Predict micro-batches with their padding: without it none is larger, and a later batch may have none."""
         if self.adaptive:
             step.notes.append("MicroBatching('auto') is predicted with the number of micro-batches it starts with.")
-        if self.n > 1 or self.trimming.max_tokens is not None:
-            step.split = lambda batch: self.split(batch, self.trimming.count_parts(batch, self.n))
+        if self.n > 1 or self.trimming.is_asked_for:
+            step.split = lambda batch: self.trimming.list_largest(batch, self.n, self.split)
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
         if trainer.state.fn != "fit":

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_fasttrain.core.batch import find_labels
+from lightning_fasttrain.core.batch.find_padding import Proposal, likeliest_padding
+from lightning_fasttrain.core.batch.padded_axes import Extents, PaddedAxis, Padding, count_tokens
 from lightning_fasttrain.core.distributed import from_all_ranks
 from lightning_fasttrain.data.normalizer.classify_terms import error_of_read, error_of_rule
 from lightning_fasttrain.data.normalizer.find_split import error_limit, try_in_float64
@@ -18,8 +20,6 @@ from lightning_fasttrain.data.normalizer.split_rule import LossSplit
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample
 from lightning_fasttrain.data.normalizer.trial.try_split import Stage, Trial, run_again, try_split
 from lightning_fasttrain.data.normalizer.try_log_rules import list_logged
-from lightning_fasttrain.data.padding.find_padding import Proposal, likeliest_padding
-from lightning_fasttrain.data.padding.padded_axes import Extents, PaddedAxis, Padding, count_tokens
 from lightning_fasttrain.data.padding.trim_batch import trim_batch
 from lightning_fasttrain.data.split_batch import pick_rows
 
