@@ -311,7 +311,8 @@ def _count_padded(batch: Any) -> int:
 
 
 def _copy(leaf: Any, path: str) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+    # Token ids take next to nothing beside what is computed from them; pictures and features do not.
+    return leaf.clone() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
 
 def check_budget(max_tokens: int | None, n: int | str | None) -> int | None:
