@@ -130,13 +130,14 @@ def _run_through(trunk: Trunk, step: Step, batch: Any, n: int, backward: Backwar
 def accumulate_window(
     step: Step,
     batches: Iterable[Any],
-    n: int = 1,
+    n: int | None = None,
     *,
     count: Count = "auto",
     check: bool = True,
     backward: Backward = torch.Tensor.backward,
     no_sync: NoSync = nullcontext,
     trim_padding: bool | TrimPadding | None = None,
+    max_tokens: int | None = None,
 ) -> Tensor:
     """Add the gradient of several batches as if they were one, so that every target has the same weight.
 
@@ -144,9 +145,9 @@ def accumulate_window(
     initialized; there, ranks may hold different numbers of targets and of batches.
 
     Args:
-        step, count, check, backward, trim_padding: as for :func:`accumulate_gradients`.
+        step, count, check, backward, trim_padding, max_tokens: as for :func:`accumulate_gradients`.
         batches: the batches of one optimizer step.
-        n: number of micro-batches that each batch is split into.
+        n: number of micro-batches that each batch is split into; by default one, or as many as ``max_tokens`` needs.
         no_sync: as for :func:`accumulate_gradients`; entered for all micro-batches of the window but the very last.
 
     Returns:
@@ -164,12 +165,18 @@ def accumulate_window(
     held = list(batches)
     if not held:
         raise ValueError(explain("no batches", "a window without batches has no gradient", "Skip the step"))
-    positive_int("n", n)
+    n = 1 if n is None and max_tokens is None else n
+    trimming = TrimSearch(trim_padding, check_budget(max_tokens, n))
+    n = 1 if n is None else positive_int("n", n)
+    numbers = [trimming.count_parts(batch, n) for batch in held]
     # With other ranks, a single micro-batch is one of several.
-    most = sum(min(n, batch_size(batch)) for batch in held) * rank_count()
-    call = _Call(step, n, count, check, backward, no_sync, is_window=True)
-    found = call.find(held[0], most, TrimSearch(trim_padding))
-    parts = [part for batch in held for part in call.cut(batch, found.trimming)]
+    most = sum(min(number, batch_size(batch)) for number, batch in zip(numbers, held, strict=True)) * rank_count()
+    least = 2 if trimming.is_asked_for else 1  # a single micro-batch is trimmed, too
+    call = _Call(step, max(*numbers, least), count, check, backward, no_sync, is_window=True)
+    found = call.find(held[0], max(most, least), trimming)
+    parts: list[Any] = []
+    for number, batch in zip(numbers, held, strict=True):
+        parts += replace(call, n=number).cut(batch, found.trimming)
     assert isinstance(found.split, LossSplit)
     try:
         return call.accumulate(parts, found.split, StepGradients(found.split.parameters))

@@ -46,7 +46,8 @@ class MicroBatching(Technique):
             :func:`~lightning_fasttrain.data.split_until_it_fits`. The number found is kept, also in checkpoints. On
             several processes, with DDP or FSDP2, all double when one runs out of memory. For this they exchange one
             message a step, and average gradients after the backward rather than during it. Once the number is known,
-            setting it saves both. A ``training_step`` that communicates by itself is refused where this is detected.
+            setting it saves both. A ``training_step`` that communicates by itself is refused where this is detected,
+            and padding is looked for in the first batch only.
         count: the normalizer of micro-batches, as for :func:`~lightning_fasttrain.accumulate_gradients`. ``"auto"``
             reads it from each micro-batch's own loss.
         split: how to split a batch, for batches that :func:`~lightning_fasttrain.data.split_batch` refuses.

@@ -323,6 +323,36 @@ def test_a_side_on_which_entries_take_part_is_not_cut():
     assert sum(seen[-3:]) < 0.75 * ids.numel()
 
 
+def noisy(choose: Callable[[Tensor], Tensor]) -> tuple[Any, Callable[[Any], Tensor]]:
+    """Return a masked language model that draws in its step which tokens it predicts."""
+    torch.manual_seed(0)
+    net, (ids, tokens) = Tagger(), texts()
+
+    def step(batch: Any) -> Tensor:
+        chosen = choose(torch.rand(batch["ids"].shape)) & batch["mask"]
+        logits = net(batch["ids"].masked_fill(chosen, 1), batch["mask"])
+        return F.cross_entropy(logits.transpose(1, 2), batch["ids"].masked_fill(~chosen, -100))
+
+    return {"ids": ids, "mask": tokens}, step
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_random_values_for_each_token_are_like_dropout(side, caplog):
+    """A run draws other values than the padded step, of the same distribution."""
+    batch, step = noisy(lambda drawn: drawn < 0.5)
+    if side == "left":
+        batch = {name: value.flip(1) for name, value in batch.items()}
+    with caplog.at_level("INFO"):
+        ft.accumulate_gradients(step, batch, 3, trim_padding=True)
+    assert "of this batch is padding, which is cut off" in caplog.text
+
+
+def test_random_values_that_depend_on_the_length_keep_the_padding():
+    batch, step = noisy(lambda drawn: drawn.argsort(1).argsort(1) < drawn.shape[1] // 2)
+    with pytest.raises(ValueError, match="trim_padding=True cannot cut off the padding"):
+        ft.accumulate_gradients(step, batch, 3, trim_padding=True)
+
+
 def test_a_loss_that_is_split_at_the_trunk_refuses_to_cut_padding():
     torch.manual_seed(0)
     net, (ids, tokens) = Tagger(), texts()
@@ -454,6 +484,39 @@ def test_windows_of_several_batches_are_trimmed_too():
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("how", [{"max_tokens": 40}, {"n": 3}, {"trim_padding": True}], ids=str)
+def test_a_window_in_a_loop_is_cut_by_a_budget_of_tokens(how):
+    torch.manual_seed(0)
+    net, batches = Tagger(), shuffled_batches(3)
+    batches[1] = {name: value[:2] for name, value in batches[1].items()}
+
+    def step(batch: Any) -> Tensor:
+        return mean_of_tokens(net(batch["ids"], batch["mask"]), batch["ids"], batch["mask"])
+
+    step({name: torch.cat([batch[name] for batch in batches]) for name in ("ids", "mask")}).backward()
+    expected, seen = flat_gradient(net), []
+    net.embed.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape))
+    for _ in range(2):  # the first call also tries the step on a few rows
+        net.zero_grad()
+        seen.clear()
+        ft.accumulate_window(step, batches, **how)
+    torch.testing.assert_close(flat_gradient(net), expected, rtol=1e-4, atol=1e-6)
+    assert sum(rows for rows, _ in seen) == 18
+    if "max_tokens" in how:
+        assert max(rows * length for rows, length in seen) <= 40
+
+
+def test_batch_statistics_in_a_window_that_is_trimmed_are_refused():
+    norm = nn.BatchNorm1d(16)
+    net = Tagger()
+
+    def step(batch: Any) -> Tensor:
+        return (norm(net.embed(batch["ids"]).transpose(1, 2)).square().mean(1) * batch["mask"]).sum()
+
+    with pytest.raises(ValueError, match="BatchNorm"):
+        ft.accumulate_window(step, shuffled_batches(2), trim_padding=True)
+
+
 def test_the_padding_that_was_found_is_in_the_checkpoint(tmp_path):
     micro = ft.MicroBatching(3)
     trainer = run(TagTrainer(), shuffled_batches(1), micro)
@@ -574,6 +637,7 @@ def test_empty_rows_and_batches_without_padding():
         (lambda: ft.MicroBatching(), "neither n nor max_tokens= is given"),
         (lambda: ft.MicroBatching(4, max_tokens=100), "n and max_tokens= are both given"),
         (lambda: ft.MicroBatching(max_tokens=0), "max_tokens=0"),
+        (lambda: ft.accumulate_window(len, [torch.ones(2, 3)], 2, max_tokens=4), "n and max_tokens= are both given"),
         (lambda: ft.data.TrimPadding(multiple_of=0), "multiple_of=0"),
         (
             lambda: ft.MicroBatching(4, split=lambda batch, n: [batch], trim_padding=True),

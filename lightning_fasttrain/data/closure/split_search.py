@@ -80,6 +80,7 @@ class SplitSearch:
 
     def _may_be_trimmed(self, micro: Splitter, votes: bool) -> bool:
         """Whether padding may be looked for in this batch, which all ranks answer identically."""
+        # From the second batch on, a rank may have failed outside of a vote, and the others would wait for it here.
         if votes and micro.trimming.looks.has_begun:
             return False
         is_tried = self._counting.check or micro.trimming.wanted

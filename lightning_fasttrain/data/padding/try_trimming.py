@@ -17,6 +17,7 @@ from lightning_fasttrain.data.normalizer.classify_terms import error_of_read, er
 from lightning_fasttrain.data.normalizer.find_split import error_limit, try_in_float64
 from lightning_fasttrain.data.normalizer.log_rules import settle_rivals
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit
+from lightning_fasttrain.data.normalizer.trial.deterministic_step import Rows, TrimmedRows
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample
 from lightning_fasttrain.data.normalizer.trial.try_split import Stage, Trial, run_again, try_split
 from lightning_fasttrain.data.normalizer.try_log_rules import list_logged
@@ -175,9 +176,10 @@ def _choose_rows(extents: Extents, most_rows: int, *, in_step: bool) -> list[lis
 def _cut_sample(batch: Any, extents: Extents, rows: list[int], multiple: int) -> Sample:
     """Return rows with their padding, and each of them without it."""
     trimmed = trim_batch(batch, extents, [[row] for row in rows], multiple)
-    cutting: list[tuple[Any, slice | None]] = []
-    for place, part in enumerate(trimmed.parts):
-        cutting.append((part, slice(place, place + 1)))
+    cutting: list[tuple[Any, Rows | None]] = []
+    for place, (part, spans) in enumerate(zip(trimmed.parts, trimmed.spans, strict=True)):
+        cut = [(size, start, stop) for size, (start, stop) in zip(extents.sizes, spans, strict=True)]
+        cutting.append((part, TrimmedRows(place, place + 1, tuple(cut))))
     return Sample(pick_rows(batch, rows), len(rows), [cutting])
 
 
