@@ -66,7 +66,9 @@ class MicroBatching(Technique):
             the step returns for each sample keeps the batch's order, with zeros where padding was cut off. Where the
             batch is on a device, the host waits for its lengths, once a batch.
         max_tokens: instead of n: as few micro-batches as hold at most so many tokens each, the remaining padding
-            included; a longer row runs alone.
+            included; a longer row runs alone. Where attention stores its weights (eager attention), long rows take
+            more memory than as many tokens in short ones, so choose it for the longest. Where rows also hold pictures,
+            or sequences that keep their length, micro-batches have no more rows than with padding.
 
     Raises:
         TypeError: n is not an integer; ``then`` holds an object that is not a technique; ``through`` is neither a name
