@@ -109,7 +109,7 @@ def accumulate_gradients(
             return _run_through(found.split, step, batch, n, backward)
         gradients = StepGradients(found.split.parameters)
         try:
-            return call.accumulate(call.cut(batch, found.trimming), found.split, gradients)
+            return call.accumulate(call.cut(batch, n, found.trimming), found.split, gradients)
         except OtherSplitError as error:
             gradients.discard(error)
             search = replace(call, count="auto", check=True).search(batch)
@@ -176,7 +176,7 @@ def accumulate_window(
     found = call.find(held[0], max(most, least), trimming)
     parts: list[Any] = []
     for number, batch in zip(numbers, held, strict=True):
-        parts += replace(call, n=number).cut(batch, found.trimming)
+        parts += call.cut(batch, number, found.trimming)
     assert isinstance(found.split, LossSplit)
     try:
         return call.accumulate(parts, found.split, StepGradients(found.split.parameters))
@@ -271,10 +271,10 @@ class _Call:
         may_use_trunk = self.count == "auto" and not self.is_window
         return BatchSearch("accumulate_gradients", self.stage, batch, self.n, samples, find, may_use_trunk)
 
-    def cut(self, batch: Any, trimming: TrimSearch) -> Sequence[Any]:
-        """Return the micro-batches of a batch."""
+    def cut(self, batch: Any, n: int, trimming: TrimSearch) -> Sequence[Any]:
+        """Return the ``n`` micro-batches of a batch, or as many as its budget of tokens needs."""
         in_lockstep = rank_count() > 1 and not self.stage.may_scale
-        return trimming.cut(batch, self.n, in_lockstep=in_lockstep).parts
+        return trimming.cut(batch, n, in_lockstep=in_lockstep).parts
 
     def accumulate(self, parts: Sequence[Any], split: LossSplit, gradients: StepGradients) -> Tensor:
         """Add the gradients of the micro-batches, and return their loss: in a window, this rank's share of it."""

@@ -145,14 +145,17 @@ class MicroBatching(Technique):
     @property
     def _trims(self) -> bool:
         is_tried = self.check or self.trimming.wanted is True
-        return self.trimming.is_open and is_tried and (self._splits or self.trimming.is_asked_for)
+        is_cut = self.split is split_batch and (self._splits or self.trimming.is_asked_for)
+        return is_cut and is_tried and self.trimming.is_open
 
     def predict(self, step: PredictedStep) -> None:
         """Predict micro-batches with their padding: without it none is larger, and a later batch may have none."""
         if self.adaptive:
             step.notes.append("MicroBatching('auto') is predicted with the number of micro-batches it starts with.")
-        if self.n > 1 or self.trimming.is_asked_for:
-            step.split = lambda batch: self.trimming.list_largest(batch, self.n, self.split)
+        if self._trims and (self.n > 1 or self.trimming.is_asked_for):
+            step.split = lambda batch: self.trimming.list_largest(batch, self.n)
+        elif self.n > 1 or self.trimming.max_tokens is not None:
+            step.split = lambda batch: self.split(batch, self.trimming.count_parts(batch, self.n))
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
         if trainer.state.fn != "fit":

@@ -71,7 +71,8 @@ def make_plan(
             times are assumed, and only memory is predicted.
         steps: number of steps of the coming run, which share the time of compilation.
         seconds: approximate time limit for measurements.
-        loader: the loader of the batches: a few of them are timed, and the notes say how many workers hide that time.
+        loader: the loader of the batches: a few of them are timed, and the notes say how many workers hide that time,
+            and how much of them seems to be padding.
         tell: called with a line on the current progress.
         settings: Trainer settings for the measured steps, such as ``gradient_clip_val=1.0``.
 

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch.optim import Adam, AdamW
 from torch.utils.data import DataLoader
 
-from lightning_fasttrain.core.batch.padding_share import measure_padding
+from lightning_fasttrain.core.batch.padding_share import BATCHES, measure_padding
 from lightning_fasttrain.core.host.lightning import configured_optimizers
 from lightning_fasttrain.core.messages import format_bytes
 from lightning_fasttrain.dry_run.rehearsal.peek_batches import combine, reading_ahead
@@ -21,7 +21,6 @@ from lightning_fasttrain.dry_run.verification.short_run import copy_module, quie
 from lightning_fasttrain.optim import build_optimizer, optimizer_state_bytes
 
 _LEANER = "adamw8bit"
-_PADDED_BATCHES = 4
 _BATCHES, _SECONDS = 8, 5.0
 
 
@@ -76,7 +75,7 @@ def suggest_trimming(batch: Any, loader: Any = None) -> str:
     """
     if loader is not None:
         with suppress(Exception), reading_ahead(combine(loader)) as batches:  # such as a loader that cannot start over
-            return str(measure_padding(itertools.islice(batches, _PADDED_BATCHES)))
+            return str(measure_padding(itertools.islice(batches, BATCHES)))
     return str(measure_padding([batch]))
 
 

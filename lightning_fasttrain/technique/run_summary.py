@@ -11,12 +11,12 @@ import torch
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.loggers import Logger
 
+from lightning_fasttrain.core.batch.padding_share import BATCHES
 from lightning_fasttrain.core.messages import align, explain, format_bytes, number_of, say, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.technique.explanation import Explanation, Reporting, explain_run, padding_of
 
 KEY = "fasttrain/techniques"
-_PADDED_BATCHES = 4  # batches whose padding is counted at the start of a run
 _ROWS = 11  # of the report at the end, below its title
 
 
@@ -86,7 +86,7 @@ class RunSummary:
         assert self._padding is not None
         self.holder.on_train_batch_start = self._count_padding
         self._padding.add(batch)
-        if self._padding.batches == _PADDED_BATCHES:
+        if self._padding.batches == BATCHES:
             self.holder.on_train_batch_start = self._own_start  # type: ignore[method-assign]  # None is never called
             if text := str(self._padding):
                 say("%s", text)

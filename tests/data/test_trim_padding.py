@@ -650,6 +650,17 @@ def test_wrong_arguments_are_refused_at_once(make, message):
         make()
 
 
+@pytest.mark.parametrize("how", [{"n": 2}, {"max_tokens": 8}, {"n": 1, "trim_padding": True}], ids=str)
+def test_packed_sequences_are_refused_with_the_way_out(how):
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
+    net = nn.LSTM(2, 2)
+    why = (
+        r"batch\['text'\] is a PackedSequence: each of its rows holds a time step of all samples. Pack inside the model"
+    )
+    with pytest.raises(ValueError, match=why):
+        ft.accumulate_gradients(lambda batch: net(batch["text"])[1][0].mean(), {"text": packed}, **how)
+
+
 def test_lengths_that_do_not_exist_are_refused_with_the_names_that_do():
     net = Tagger()
     batch, step = keep_mask(net)

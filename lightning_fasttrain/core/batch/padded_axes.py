@@ -119,7 +119,7 @@ class Padding:
         for path, leaf in leaves.items():
             if path in cut or not isinstance(leaf, Tensor | np.ndarray) or leaf.ndim < 2:
                 continue
-            is_float = isinstance(leaf, Tensor) and leaf.is_floating_point()
+            is_float = leaf.is_floating_point() if isinstance(leaf, Tensor) else leaf.dtype.kind == "f"
             # A few numbers for each row, such as metadata, take little memory; integers may be token ids.
             few = length if is_float else 1
             if leaf.ndim > 2 or leaf.shape[1] > few:

@@ -12,6 +12,7 @@ from lightning_fasttrain.core.batch.leaves import list_leaves
 from lightning_fasttrain.core.batch.padded_axes import Extents
 from lightning_fasttrain.core.messages import number_of
 
+BATCHES = 4  # so many are looked at where a run or a loader has more
 _PARTS, _MULTIPLE_OF = 8, 8
 _LEAST = 0.05  # cutting off a smaller share is not worth a line
 _IGNORED = -100

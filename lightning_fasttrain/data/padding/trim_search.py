@@ -273,17 +273,16 @@ class TrimSearch:
         rows, tokens = self._count(batch)
         return -(-rows // max(1, self.max_tokens * rows // tokens))
 
-    def list_largest(self, batch: Any, n: int, split: Callable[[Any, int], list[Any]]) -> list[Any]:
+    def list_largest(self, batch: Any, n: int) -> list[Any]:
         """Return micro-batches with their padding, such that none of a run in which it is cut off is larger.
 
         Raises:
             ValueError: there is a budget, and the tokens of the batch cannot be counted.
         """
-        if self.wanted is False or _count_padded(batch) == 0:
-            return split(batch, self.count_parts(batch, n))
-        sorted_rows = walk_leaves(batch, _copy, "batch")  # views of it keep the whole copy in memory
+        # Views of the copy keep all of it in memory. Without a sequence axis nothing is sorted.
+        sorted_rows = walk_leaves(batch, _copy, "batch") if _count_padded(batch) else batch
         if self.max_tokens is None:
-            return split(sorted_rows, n)
+            return split_batch(sorted_rows, n)
         rows, tokens = self._count(batch)
         # Shorter rows may fill the budget, so part of another long row is counted, too.
         most = -(-self.max_tokens * rows // tokens)
