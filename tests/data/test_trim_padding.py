@@ -613,6 +613,22 @@ def test_groups_have_nearly_the_fewest_tokens_of_all_ways_to_divide_the_sorted_r
     assert tokens(group_rows_evenly(extents, n, 1)) <= 1.25 * fewest
 
 
+@pytest.mark.parametrize(
+    ("name", "other", "most"),
+    [
+        ("picture", torch.rand(8, 3, 4, 4), 2),
+        ("tokens of another length", torch.ones(8, 10).long(), 2),
+        ("metadata", torch.rand(8, 10), 7),
+        ("class", torch.arange(8), 7),
+    ],
+)
+def test_micro_batches_hold_no_more_pictures_than_with_padding(name, other, most):
+    ids = (torch.arange(24)[None] < torch.tensor([24] + 7 * [2])[:, None]).long()
+    axis = PaddedAxis((("batch['ids']", (1,)),), "batch['ids']", 0)
+    extents = Padding((axis,)).read({"ids": ids, name: other})
+    assert max(map(len, group_rows_evenly(extents, 4, 1))) == most
+
+
 def test_two_sided_padding_is_cut_on_both_sides():
     ids = torch.tensor([[0, 0, 1, 2, 0, 0, 0, 0], [0, 3, 4, 0, 0, 0, 0, 0]])
     extents = padding_of(ids).read(ids)

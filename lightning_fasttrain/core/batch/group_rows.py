@@ -7,7 +7,9 @@ import numpy as np
 from lightning_fasttrain.core.batch.padded_axes import Extents, count_tokens
 
 
-def group_rows(extents: Extents, max_tokens: int, multiple_of: int, n: int | None = None) -> list[list[int]]:
+def group_rows(
+    extents: Extents, max_tokens: int, multiple_of: int, n: int | None = None, most_rows: int | None = None
+) -> list[list[int]]:
     """Return groups of rows of similar length with at most so many tokens each, the longest rows first.
 
     The groups have the fewest tokens in total, the padding that remains included, where another group counts as a
@@ -18,6 +20,7 @@ def group_rows(extents: Extents, max_tokens: int, multiple_of: int, n: int | Non
         max_tokens: the budget of each group.
         multiple_of: lengths are rounded up to a multiple of this.
         n: largest number of groups. The budget must allow it.
+        most_rows: largest number of rows in a group.
 
     Example:
         >>> import torch
@@ -28,6 +31,8 @@ def group_rows(extents: Extents, max_tokens: int, multiple_of: int, n: int | Non
     """
     order = sorted(range(len(extents.rows)), key=lambda row: -count_tokens(extents.rows[row]))
     costs = _count_tokens_of_ranges(extents, order, max_tokens, multiple_of)
+    for tokens in costs:
+        tokens[most_rows or len(order) :] = np.inf
     another = 0.005 * extents.filled
     groups = _divide(order, costs, another)
     while n is not None and len(groups) > n:
@@ -41,7 +46,8 @@ def group_rows_evenly(extents: Extents, n: int, multiple_of: int) -> list[list[i
 
     Where rows also hold pictures or sequences that keep their length, no group has more rows than with padding either.
     """
-    return group_rows(extents, -(-len(extents.rows) // n) * sum(extents.sizes), multiple_of, n)
+    each = -(-len(extents.rows) // n)
+    return group_rows(extents, each * sum(extents.sizes), multiple_of, n, each if extents.has_more else None)
 
 
 def _count_tokens_of_ranges(
@@ -49,7 +55,6 @@ def _count_tokens_of_ranges(
 ) -> list[np.ndarray]:
     """Return, for each row in order, the tokens of the groups that begin with it; infinite above the budget."""
     sizes = np.array(extents.sizes)
-    most_rows = max(1, -(-max_tokens // sum(extents.sizes))) if extents.has_more else len(order)
     ends = np.array([extents.rows[row] for row in order])
     starts = np.where(ends[..., 1] > 0, ends[..., 0], sizes)  # an empty row begins nowhere
     costs: list[np.ndarray] = []
@@ -59,7 +64,6 @@ def _count_tokens_of_ranges(
         rounded = np.minimum(np.maximum(1, -(-lengths // multiple_of)) * multiple_of, sizes).sum(1)
         tokens = (rounded * np.arange(1, len(rounded) + 1)).astype(float)
         tokens[1:][tokens[1:] > max_tokens] = np.inf
-        tokens[most_rows:] = np.inf
         costs.append(tokens)
     return costs
 

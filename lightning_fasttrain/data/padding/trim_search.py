@@ -235,10 +235,11 @@ class TrimSearch:
         return min(most, fewest_rows)
 
     def _group(self, extents: Extents, n: int) -> list[list[int]]:
-        # The budget does not count what else is in a row, so there n is what it needs with padding.
-        if self.max_tokens is None or extents.has_more:
+        if self.max_tokens is None:
             return group_rows_evenly(extents, n, self.how.multiple_of)
-        return group_rows(extents, self.max_tokens, self.how.multiple_of)
+        # The budget does not count what else is in a row, so there are no more rows than with padding.
+        most_rows = -(-len(extents.rows) // n) if extents.has_more else None
+        return group_rows(extents, self.max_tokens, self.how.multiple_of, most_rows=most_rows)
 
     def _note(self, batch: Any, extents: Extents | None, trimmed: TrimmedParts | None) -> None:
         padded = extents.padded if extents is not None else _count_padded(batch)
