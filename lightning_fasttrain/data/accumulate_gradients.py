@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_fasttrain.core.batch.leaves import batch_size, list_tensors
 from lightning_fasttrain.core.checks import positive_int
 from lightning_fasttrain.core.distributed import rank_count
 from lightning_fasttrain.core.messages import explain
@@ -24,7 +25,6 @@ from lightning_fasttrain.data.normalizer.trial.looks import Looks
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample, sample_rows
 from lightning_fasttrain.data.normalizer.trial.step_function import key_of, loss_of
 from lightning_fasttrain.data.padding.trim_search import TrimPadding, TrimSearch, check_budget
-from lightning_fasttrain.data.split_batch import batch_size, list_tensors
 from lightning_fasttrain.data.step_gradients import StepGradients, add_gradients, sum_gradients_in_float32
 from lightning_fasttrain.data.trunk.batch_search import (
     OUT_OF_TRIES,
@@ -109,7 +109,7 @@ def accumulate_gradients(
             return _run_through(found.split, step, batch, n, backward)
         gradients = StepGradients(found.split.parameters)
         try:
-            return call.accumulate(call.cut(batch, found.trimming), found.split, gradients)
+            return call.accumulate(call.cut(batch, n, found.trimming), found.split, gradients)
         except OtherSplitError as error:
             gradients.discard(error)
             search = replace(call, count="auto", check=True).search(batch)
@@ -130,13 +130,14 @@ def _run_through(trunk: Trunk, step: Step, batch: Any, n: int, backward: Backwar
 def accumulate_window(
     step: Step,
     batches: Iterable[Any],
-    n: int = 1,
+    n: int | None = None,
     *,
     count: Count = "auto",
     check: bool = True,
     backward: Backward = torch.Tensor.backward,
     no_sync: NoSync = nullcontext,
     trim_padding: bool | TrimPadding | None = None,
+    max_tokens: int | None = None,
 ) -> Tensor:
     """Add the gradient of several batches as if they were one, so that every target has the same weight.
 
@@ -144,9 +145,9 @@ def accumulate_window(
     initialized; there, ranks may hold different numbers of targets and of batches.
 
     Args:
-        step, count, check, backward, trim_padding: as for :func:`accumulate_gradients`.
+        step, count, check, backward, trim_padding, max_tokens: as for :func:`accumulate_gradients`.
         batches: the batches of one optimizer step.
-        n: number of micro-batches that each batch is split into.
+        n: number of micro-batches that each batch is split into; by default one, or as many as ``max_tokens`` needs.
         no_sync: as for :func:`accumulate_gradients`; entered for all micro-batches of the window but the very last.
 
     Returns:
@@ -164,12 +165,18 @@ def accumulate_window(
     held = list(batches)
     if not held:
         raise ValueError(explain("no batches", "a window without batches has no gradient", "Skip the step"))
-    positive_int("n", n)
+    n = 1 if n is None and max_tokens is None else n
+    trimming = TrimSearch(trim_padding, check_budget(max_tokens, n))
+    n = 1 if n is None else positive_int("n", n)
+    numbers = [trimming.count_parts(batch, n) for batch in held]
     # With other ranks, a single micro-batch is one of several.
-    most = sum(min(n, batch_size(batch)) for batch in held) * rank_count()
-    call = _Call(step, n, count, check, backward, no_sync, is_window=True)
-    found = call.find(held[0], most, TrimSearch(trim_padding))
-    parts = [part for batch in held for part in call.cut(batch, found.trimming)]
+    most = sum(min(number, batch_size(batch)) for number, batch in zip(numbers, held, strict=True)) * rank_count()
+    least = 2 if trimming.is_asked_for else 1  # a single micro-batch is trimmed, too
+    call = _Call(step, max(*numbers, least), count, check, backward, no_sync, is_window=True)
+    found = call.find(held[0], max(most, least), trimming)
+    parts: list[Any] = []
+    for number, batch in zip(numbers, held, strict=True):
+        parts += call.cut(batch, number, found.trimming)
     assert isinstance(found.split, LossSplit)
     try:
         return call.accumulate(parts, found.split, StepGradients(found.split.parameters))
@@ -264,10 +271,10 @@ class _Call:
         may_use_trunk = self.count == "auto" and not self.is_window
         return BatchSearch("accumulate_gradients", self.stage, batch, self.n, samples, find, may_use_trunk)
 
-    def cut(self, batch: Any, trimming: TrimSearch) -> Sequence[Any]:
-        """Return the micro-batches of a batch."""
+    def cut(self, batch: Any, n: int, trimming: TrimSearch) -> Sequence[Any]:
+        """Return the ``n`` micro-batches of a batch, or as many as its budget of tokens needs."""
         in_lockstep = rank_count() > 1 and not self.stage.may_scale
-        return trimming.cut(batch, self.n, in_lockstep=in_lockstep).parts
+        return trimming.cut(batch, n, in_lockstep=in_lockstep).parts
 
     def accumulate(self, parts: Sequence[Any], split: LossSplit, gradients: StepGradients) -> Tensor:
         """Add the gradients of the micro-batches, and return their loss: in a window, this rank's share of it."""

@@ -9,7 +9,6 @@ from typing import Any
 
 import lightning as L
 from lightning.fabric.utilities.apply_func import apply_to_collection
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 
 from lightning_fasttrain.core.checks import one_of
@@ -17,7 +16,7 @@ from lightning_fasttrain.core.files.atomic_write import write_atomic
 from lightning_fasttrain.core.host.lightning import training_loader
 from lightning_fasttrain.core.machine import hardware, versions
 from lightning_fasttrain.core.messages import explain, say
-from lightning_fasttrain.dry_run.rehearsal.peek_batches import reading_ahead
+from lightning_fasttrain.dry_run.rehearsal.peek_batches import combine, reading_ahead
 from lightning_fasttrain.planner.candidates.configuration import Choice
 from lightning_fasttrain.planner.make_plan import make_plan
 from lightning_fasttrain.planner.plan import Plan
@@ -164,8 +163,7 @@ def first_batch(loader: Any) -> Any:
     try:
         if loader is None or isinstance(loader, Iterator):
             raise TypeError("the loader can be gone through once only")
-        loaders = loader if isinstance(loader, CombinedLoader) else CombinedLoader(loader, "max_size_cycle")
-        with reading_ahead(loaders) as batches:
+        with reading_ahead(combine(loader)) as batches:
             for batch in batches:
                 return batch
         raise TypeError("the loader gives none")

@@ -147,6 +147,17 @@ def lm_batches(count: int, size: int = 6, length: int = 5, seed: int = 3) -> lis
     return batches
 
 
+def padded_batches(filled: Sequence[int]) -> list[dict[str, Tensor]]:
+    """Batches of 8 rows and 32 tokens, with the number of tokens of each row but the first, which has all."""
+    batches = []
+    for tokens in filled:
+        lengths = torch.tensor([32] + [tokens] * 7)
+        kept = torch.arange(32)[None] < lengths[:, None]
+        ids = torch.randint(2, 12, kept.shape, generator=torch.Generator().manual_seed(tokens)) * kept
+        batches.append({"input_ids": ids, "labels": ids.masked_fill(~kept, -100)})
+    return batches
+
+
 def as_loader(batches: Sequence[Any]) -> DataLoader:
     return DataLoader(_Listed(batches), batch_size=None, shuffle=False)
 

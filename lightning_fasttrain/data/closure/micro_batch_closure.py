@@ -20,6 +20,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_fasttrain.core.batch.leaves import batch_size
 from lightning_fasttrain.core.host.lightning import (
     accumulation_continues,
     call_strategy,
@@ -41,7 +42,7 @@ from lightning_fasttrain.data.normalizer.step_weights import StepWeights
 from lightning_fasttrain.data.normalizer.trial.step_function import loss_of
 from lightning_fasttrain.data.out_of_memory.retry_with_smaller_micro_batches import split_until_it_fits
 from lightning_fasttrain.data.padding.trim_search import Parts, WholeParts
-from lightning_fasttrain.data.split_batch import batch_size, split_batch
+from lightning_fasttrain.data.split_batch import split_batch
 from lightning_fasttrain.data.step_gradients import (
     Float32GradientSums,
     StepGradients,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
+from lightning_fasttrain.core.batch.leaves import batch_size
 from lightning_fasttrain.core.host.lightning import logging_as
 from lightning_fasttrain.core.messages import note_once, warn
 from lightning_fasttrain.core.modules.wrapped_forward import patch
@@ -18,7 +19,6 @@ from lightning_fasttrain.core.state.metrics import MetricState, add_to_metric_, 
 from lightning_fasttrain.data.normalizer.count_targets import CountRule
 from lightning_fasttrain.data.normalizer.log_rules import LOSS, OWN, SAMPLES, SUM, FoundRule, LogRule, own_divisor
 from lightning_fasttrain.data.normalizer.micro_batch_weights import MicroBatchWeights, Number, add_counts
-from lightning_fasttrain.data.split_batch import batch_size
 
 _ROUNDING = 1e-4
 # The arguments of LightningModule.log after the value.

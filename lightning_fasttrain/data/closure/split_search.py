@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import torch
 
+from lightning_fasttrain.core.batch.leaves import batch_size, can_be_cut
 from lightning_fasttrain.core.distributed import is_sharded
 from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
@@ -26,7 +27,7 @@ from lightning_fasttrain.data.normalizer.trial.try_split import Stage
 from lightning_fasttrain.data.normalizer.try_log_rules import settle_log_rules
 from lightning_fasttrain.data.out_of_memory.deferred_gradient_sync import CollectivesWatch
 from lightning_fasttrain.data.padding.trim_search import Parts
-from lightning_fasttrain.data.split_batch import batch_size, can_be_cut, split_batch
+from lightning_fasttrain.data.split_batch import split_batch
 from lightning_fasttrain.data.step_gradients import own_scaling
 from lightning_fasttrain.data.trunk.batch_search import BatchSearch, prefer_what_shows_something, say_trunk
 from lightning_fasttrain.data.trunk.find_trunk import Through, name_trunk, refuse_dependent_samples
@@ -79,6 +80,7 @@ class SplitSearch:
 
     def _may_be_trimmed(self, micro: Splitter, votes: bool) -> bool:
         """Whether padding may be looked for in this batch, which all ranks answer identically."""
+        # From the second batch on, a rank may have failed outside of a vote, and the others would wait for it here.
         if votes and micro.trimming.looks.has_begun:
             return False
         is_tried = self._counting.check or micro.trimming.wanted

@@ -7,9 +7,9 @@ from typing import Any, Literal, cast
 from torch import Tensor
 
 from lightning_fasttrain.core.batch import find_labels
+from lightning_fasttrain.core.batch.leaves import batch_size
 from lightning_fasttrain.core.messages import explain, note_once
 from lightning_fasttrain.data.normalizer.micro_batch_weights import Number, add_counts
-from lightning_fasttrain.data.split_batch import batch_size
 
 CountTargets = Callable[[Any], Tensor | float]
 CountName = Literal["auto", "targets", "next_tokens", "samples", "sum"]

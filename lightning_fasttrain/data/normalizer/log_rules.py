@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_fasttrain.core.batch.leaves import batch_size
 from lightning_fasttrain.data.normalizer.count_targets import CountRule
 from lightning_fasttrain.data.normalizer.micro_batch_weights import Number
 from lightning_fasttrain.data.normalizer.read_normalizers import read_normalizers
-from lightning_fasttrain.data.split_batch import batch_size
 
 _ROUNDING = 2e-5
 OWN, LOSS, SAMPLES, SUM = "own", "loss", "samples", "sum"

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_fasttrain.core.batch.find_padding import propose_padding
+from lightning_fasttrain.core.batch.leaves import batch_size, can_be_cut, list_tensors, walk_leaves
 from lightning_fasttrain.core.distributed import from_all_ranks, is_sharded
 from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
@@ -30,8 +32,7 @@ from lightning_fasttrain.data.normalizer.trial.looks import Looks
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample, rank_rows
 from lightning_fasttrain.data.normalizer.trial.try_split import Stage, Trial, try_split
 from lightning_fasttrain.data.padding.document_attention import DocumentMask, Documents, read_documents
-from lightning_fasttrain.data.padding.find_padding import propose_padding
-from lightning_fasttrain.data.split_batch import batch_size, can_be_cut, list_tensors, pick_rows, walk_leaves
+from lightning_fasttrain.data.split_batch import pick_rows
 from lightning_fasttrain.technique import Capability, Conflict, Surgery, Technique
 from lightning_fasttrain.technique.facts import NO_BLOCKS, Facts
 
@@ -300,6 +301,7 @@ class PaddingFree(Technique):
     """
 
     keeps_draws: ClassVar[bool] = False
+    capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.TRIMS_PADDING})
     surgery: ClassVar[Surgery | None] = Surgery.UNPAD
     effect: ClassVar[str] = "blocks compute the tokens of a padded batch alone, as one row"
     when: ClassVar[str] = "much of a batch is padding, and its attention gets a mask; on a GPU, or with MicroBatching"

@@ -10,16 +10,17 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_fasttrain.core.batch import find_labels
+from lightning_fasttrain.core.batch.find_padding import Proposal, likeliest_padding
+from lightning_fasttrain.core.batch.padded_axes import Extents, PaddedAxis, Padding, count_tokens
 from lightning_fasttrain.core.distributed import from_all_ranks
 from lightning_fasttrain.data.normalizer.classify_terms import error_of_read, error_of_rule
 from lightning_fasttrain.data.normalizer.find_split import error_limit, try_in_float64
 from lightning_fasttrain.data.normalizer.log_rules import settle_rivals
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit
+from lightning_fasttrain.data.normalizer.trial.deterministic_step import Rows, TrimmedRows
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample
 from lightning_fasttrain.data.normalizer.trial.try_split import Stage, Trial, run_again, try_split
 from lightning_fasttrain.data.normalizer.try_log_rules import list_logged
-from lightning_fasttrain.data.padding.find_padding import Proposal, likeliest_padding
-from lightning_fasttrain.data.padding.padded_axes import Extents, PaddedAxis, Padding, count_tokens
 from lightning_fasttrain.data.padding.trim_batch import trim_batch
 from lightning_fasttrain.data.split_batch import pick_rows
 
@@ -175,9 +176,10 @@ def _choose_rows(extents: Extents, most_rows: int, *, in_step: bool) -> list[lis
 def _cut_sample(batch: Any, extents: Extents, rows: list[int], multiple: int) -> Sample:
     """Return rows with their padding, and each of them without it."""
     trimmed = trim_batch(batch, extents, [[row] for row in rows], multiple)
-    cutting: list[tuple[Any, slice | None]] = []
-    for place, part in enumerate(trimmed.parts):
-        cutting.append((part, slice(place, place + 1)))
+    cutting: list[tuple[Any, Rows | None]] = []
+    for place, (part, spans) in enumerate(zip(trimmed.parts, trimmed.spans, strict=True)):
+        cut = [(size, start, stop) for size, (start, stop) in zip(extents.sizes, spans, strict=True)]
+        cutting.append((part, TrimmedRows(place, place + 1, tuple(cut))))
     return Sample(pick_rows(batch, rows), len(rows), [cutting])
 
 

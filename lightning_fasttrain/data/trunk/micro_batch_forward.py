@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_fasttrain.core.batch.leaves import list_tensors, walk_leaves
 from lightning_fasttrain.core.checks import positive_int
 from lightning_fasttrain.core.messages import explain, list_some
 from lightning_fasttrain.core.modules.recomputed_forward import RecomputedForward, recomputed_outside
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
-from lightning_fasttrain.data.split_batch import list_tensors, split_sizes, walk_leaves
+from lightning_fasttrain.data.split_batch import split_sizes
 from lightning_fasttrain.data.trunk.float32_uses import Float32Uses
 
 

@@ -8,13 +8,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from lightning_fasttrain.core.batch.leaves import batch_size, list_tensors
 from lightning_fasttrain.core.distributed import from_all_ranks
 from lightning_fasttrain.data.normalizer.classify_terms import gradient_floor
 from lightning_fasttrain.data.normalizer.find_split import error_limit
 from lightning_fasttrain.data.normalizer.trial.runs import Run, Split, entries_of, relative_difference
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample
 from lightning_fasttrain.data.normalizer.trial.try_split import Stage, Trial, run_again, try_unsplit
-from lightning_fasttrain.data.split_batch import batch_size, list_tensors
 from lightning_fasttrain.data.trunk.micro_batch_forward import Trunk, find_batch_size
 
 # Errors that a user's model may raise when it is called with unfamiliar shapes.

@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 from torch import nn
 
-from lightning_fasttrain.data.split_batch import batch_size
+from lightning_fasttrain.core.batch.leaves import batch_size
 from lightning_fasttrain.planner.candidates.configuration import SWITCHES, Budget, Choice
 from lightning_fasttrain.predict.fake_model import fake_model
 from lightning_fasttrain.technique import Exactness, Technique, check_together

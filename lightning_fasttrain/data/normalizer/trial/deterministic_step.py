@@ -6,6 +6,7 @@ differs.
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -65,11 +66,37 @@ _AS_THEY_ARE = frozenset(
 _MHA_DROPOUT = list(inspect.signature(F.multi_head_attention_forward).parameters).index("dropout_p")
 
 
+@dataclass(frozen=True)
+class TrimmedRows:
+    """Samples whose padding is cut off.
+
+    Attributes:
+        start, stop: the first of them, and the one after the last, among the samples of a trial.
+        spans: of each axis that is cut, its length, the first entry that is kept, and the one after the last.
+    """
+
+    start: int
+    stop: int
+    spans: tuple[tuple[int, int, int], ...]
+
+    def cut(self, drawn: Tensor, shape: Sequence[int]) -> Tensor:
+        """Cut random values of padded samples to a shape, where they have it after the cut."""
+        for size, start, stop in self.spans:
+            for axis in range(1, min(drawn.ndim, len(shape))):
+                if drawn.shape[axis] == size and shape[axis] == stop - start:
+                    drawn = drawn.narrow(axis, start, stop - start)
+        return drawn
+
+
+Rows = slice | TrimmedRows
+
+
 class DeterministicStep(TorchFunctionMode):
     """Runs a step without randomness and without operations that mix samples.
 
     Dropout does nothing, BatchNorm uses no batch statistics (it is detected elsewhere), and a random draw in a
-    micro-batch is the rows that the unsplit draw had for these samples.
+    micro-batch is the rows that the unsplit draw had for these samples, without the values for their padding if that is
+    cut off: as for dropout, a run draws other values than the unsplit step, of the same distribution.
 
     Args:
         precision: ``"float32"`` switches autocast off around every operation, so that rounding does not hide a
@@ -85,10 +112,10 @@ class DeterministicStep(TorchFunctionMode):
         self.redrawn = False  # random draws in a recomputed forward, which cannot be assigned to rows
         self._draws: list[Tensor] = []
         self._drawn = 0
-        self._rows: slice | None = None
+        self._rows: Rows | None = None
         self._size = 1
 
-    def begin(self, rows: slice | None, size: int) -> None:
+    def begin(self, rows: Rows | None, size: int) -> None:
         """Start a run on all ``size`` samples (None), or on these rows of them."""
         self._rows, self._size, self._drawn = rows, size, 0
 
@@ -147,6 +174,8 @@ class DeterministicStep(TorchFunctionMode):
         whole = self._draws[self._drawn]
         self._drawn += 1
         rows = whole if whole.shape == drawn.shape else _rows_of(whole, self._rows, self._size)
+        if isinstance(self._rows, TrimmedRows):
+            rows = self._rows.cut(rows, drawn.shape)
         # In place, since an in-place draw fills a tensor that the step holds.
         return drawn.copy_(rows) if rows.shape == drawn.shape else drawn
 
@@ -190,7 +219,7 @@ def _without_dropout(place: int, args: Sequence[Any], kwargs: dict[str, Any]) ->
     return args, {**kwargs, "dropout_p": 0.0}
 
 
-def _rows_of(whole: Tensor, rows: slice, size: int) -> Tensor:
+def _rows_of(whole: Tensor, rows: Rows, size: int) -> Tensor:
     """Return the rows of these samples, where each sample has several (a flattened batch of sequences)."""
     each = whole.shape[0] // size if whole.ndim > 0 else 0
     return whole if each == 0 else whole[rows.start * each : rows.stop * each]

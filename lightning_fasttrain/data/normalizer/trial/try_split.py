@@ -18,7 +18,7 @@ from lightning_fasttrain.core.modules.wrapped_forward import patch, without_roun
 from lightning_fasttrain.core.state.restore import remember
 from lightning_fasttrain.data.normalizer.log_rules import LoggedValue, own_divisor
 from lightning_fasttrain.data.normalizer.read_normalizers import read_normalizers
-from lightning_fasttrain.data.normalizer.trial.deterministic_step import DeterministicStep, autocast_device
+from lightning_fasttrain.data.normalizer.trial.deterministic_step import DeterministicStep, Rows, autocast_device
 from lightning_fasttrain.data.normalizer.trial.runs import LOW, Run, Split, as_numbers, entries_of
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample
 from lightning_fasttrain.data.normalizer.trial.step_function import loss_of
@@ -212,7 +212,7 @@ def run_again(stage: Stage, trial: Trial, micro_batch: int | None = None) -> Run
         return _run_once(stage, mode, rows, where, sample.size)
 
 
-def _run_once(stage: Stage, mode: DeterministicStep, rows: Any, where: slice | None, samples: int) -> Run:
+def _run_once(stage: Stage, mode: DeterministicStep, rows: Any, where: Rows | None, samples: int) -> Run:
     """Run the step once."""
     mode.begin(where, samples)
     low = mode.precision != "as it is"
