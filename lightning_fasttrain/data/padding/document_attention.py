@@ -42,9 +42,11 @@ class Documents:
 
     def shape_of(self, shape: torch.Size) -> torch.Size:
         """Return the shape that a mask of the padded batch has for the packed row."""
-        _, length = self.size
-        packed = [self.tokens if size == length else size for size in shape[1:]]
-        return torch.Size([1, *packed])
+        packed = [1, *shape[1:]]
+        for axis, size in enumerate(packed):
+            if axis > 0 and size == self.size[1]:
+                packed[axis] = self.tokens
+        return torch.Size(packed)
 
     def pack(self, x: Tensor) -> Tensor:
         """Map a padded tensor of shape (rows or 1, length, ...) to its tokens, of shape (1, tokens, ...)."""
