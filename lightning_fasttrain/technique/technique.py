@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_fasttrain.core.checks import refuse_mixed_lightning
 from lightning_fasttrain.core.host.late_parameters import LateParameters
-from lightning_fasttrain.core.host.lightning import after_configure_model
+from lightning_fasttrain.core.host.lightning import after_configure_model, refuse_float16_on_cpu
 from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.technique.arguments import describe, needs_an_object, remember_arguments
@@ -160,6 +160,7 @@ class Technique(L.Callback):
         undo = ExitStack()
         self._undo = undo
         if stage == "fit":
+            refuse_float16_on_cpu(trainer)
             divides = trainer.accumulate_grad_batches > 1  # before a technique that does not divide changes it
             undo.callback(RunSummary(self, techniques, divides).install())
         for technique in techniques:

@@ -69,6 +69,17 @@ def is_last_batch_taken(trainer: L.Trainer) -> bool:
     return trainer.fit_loop.epoch_loop._num_ready_batches_reached()
 
 
+def refuse_float16_on_cpu(trainer: L.Trainer) -> None:
+    """Refuse float16 weights on a CPU; ``"16-mixed"`` is replaced by bfloat16 there, as Lightning reports itself.
+
+    Raises:
+        ValueError: the precision is ``"16-true"``.
+    """
+    if str(trainer.precision) == "16-true" and trainer.strategy.root_device.type == "cpu":
+        why = "gradients below 6e-8 become zero without a loss scale, and a CPU computes float16 slowly"
+        raise ValueError(explain("precision='16-true' on a CPU", why, "Use precision='bf16-true'"))
+
+
 def is_time_to_log(trainer: L.Trainer) -> bool:
     """Whether ``log_every_n_steps`` says so for this step."""
     return trainer._logger_connector.should_update_logs

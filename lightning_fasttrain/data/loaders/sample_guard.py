@@ -4,8 +4,9 @@ import signal
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from typing import Any, ClassVar
 
 import lightning as L
@@ -18,6 +19,8 @@ from lightning_fasttrain.core.host.loader_wrapper import WrappedLoader, find_inn
 from lightning_fasttrain.core.messages import explain, number_of, warn_on_any_rank
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.technique import Technique
+
+_REAPED_WITHIN_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -205,10 +208,14 @@ class GuardedLoader(WrappedLoader):
             raise RuntimeError(explain(f"a batch has no readable sample: {envelope.bad[-1]}", why, "Fix them"))
         return envelope.batch
 
-    def _death(self) -> str:
-        """Return what is known of workers that died; "" if none did."""
+    def _death(self, within_s: float) -> str:
+        """Return what is known of workers that died, or die within some seconds; "" if none did."""
         batches = self._batches()
-        for number, worker in enumerate(getattr(batches, "_workers", ())):
+        workers = list(getattr(batches, "_workers", ()))
+        # A worker's connection breaks a moment before the system reports its end.
+        with suppress(RuntimeError):  # torch raises one in its signal handler, when a worker ends
+            wait([worker.sentinel for worker in workers], within_s)
+        for number, worker in enumerate(workers):
             code = worker.exitcode
             if code is None or code == 0:
                 continue
@@ -231,7 +238,7 @@ class _Unpacked(Iterator[Any]):
             envelope = next(self.envelopes)
         # torch raises RuntimeError when it finds a dead worker; a broken queue raises the others.
         except (RuntimeError, OSError, EOFError) as error:
-            death = self.loader._death()
+            death = self.loader._death(_REAPED_WITHIN_S if isinstance(error, OSError | EOFError) else 0)
             if not death:
                 raise
             why = "SIGKILL often means that the system ran out of memory, SIGBUS that shared memory ran out"
