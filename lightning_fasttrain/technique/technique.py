@@ -157,8 +157,7 @@ class Technique(L.Callback):
         for callback in trainer.callbacks:
             if isinstance(callback, Onlooker):
                 callback.look(trainer, pl_module)
-        undo = ExitStack()
-        self._undo = undo
+        self._undo = undo = ExitStack()
         if stage == "fit":
             refuse_float16_on_cpu(trainer)
             divides = trainer.accumulate_grad_batches > 1  # before a technique that does not divide changes it
@@ -208,7 +207,7 @@ class Technique(L.Callback):
 
 
 class Onlooker(L.Callback):
-    """A callback that looks at model and Trainer while they are as the user made them: before any technique acts."""
+    """A callback that looks at model and Trainer while they are as the user made them, before any technique acts."""
 
     def look(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Look at the run. Called by the first technique and by :meth:`setup`, so possibly twice."""
@@ -334,9 +333,8 @@ def check_together(
 def list_techniques(techniques: object) -> list[Technique]:
     """Return ``techniques`` as a list; a TypeError says what else was given."""
     if isinstance(techniques, Technique):
-        raise TypeError(
-            explain(f"techniques={techniques}", "expected a list, got one technique", f"Use [{techniques}]")
-        )
+        why = "expected a list, got one technique"
+        raise TypeError(explain(f"techniques={techniques}", why, f"Use [{techniques}]"))
     if not isinstance(techniques, Iterable):
         why = f"expected a list of techniques, got {type(techniques).__name__}"
         raise TypeError(explain(f"techniques={techniques!r}", why, "Use a list, as [MicroBatching(4)]"))

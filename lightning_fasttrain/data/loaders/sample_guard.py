@@ -1,10 +1,11 @@
 """Report samples that cannot be read and workers that die, and optionally skip bad samples."""
 
 import signal
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any, ClassVar
@@ -19,8 +20,6 @@ from lightning_fasttrain.core.host.loader_wrapper import WrappedLoader, find_inn
 from lightning_fasttrain.core.messages import explain, number_of, warn_on_any_rank
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.technique import Technique
-
-_REAPED_WITHIN_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -212,9 +211,10 @@ class GuardedLoader(WrappedLoader):
         """Return what is known of workers that died, or die within some seconds; "" if none did."""
         batches = self._batches()
         workers = list(getattr(batches, "_workers", ()))
+        until = time.monotonic() + within_s
         # A worker's connection breaks a moment before the system reports its end.
-        with suppress(RuntimeError):  # torch raises one in its signal handler, when a worker ends
-            wait([worker.sentinel for worker in workers], within_s)
+        while not any(worker.exitcode for worker in workers) and (left_s := until - time.monotonic()) > 0:
+            wait([worker.sentinel for worker in workers], left_s)
         for number, worker in enumerate(workers):
             code = worker.exitcode
             if code is None or code == 0:
@@ -238,7 +238,11 @@ class _Unpacked(Iterator[Any]):
             envelope = next(self.envelopes)
         # torch raises RuntimeError when it finds a dead worker; a broken queue raises the others.
         except (RuntimeError, OSError, EOFError) as error:
-            death = self.loader._death(_REAPED_WITHIN_S if isinstance(error, OSError | EOFError) else 0)
+            within_s = 2.0 if isinstance(error, OSError | EOFError) else 0.0
+            try:
+                death = self.loader._death(within_s)
+            except RuntimeError:  # torch raises one in its signal handler, at the moment when a worker ends
+                death = self.loader._death(within_s)
             if not death:
                 raise
             why = "SIGKILL often means that the system ran out of memory, SIGBUS that shared memory ran out"
