@@ -117,7 +117,6 @@ class ExactResume(Technique):
         self._begin()
         self._patches.callback(guard_loading(trainer.strategy))
         if trainer.state.fn == TrainerFn.FITTING:
-            self._refuse_missing_last(trainer)
             self._explain_other_models(trainer)
             self._take_places(trainer, pl_module)
         return self._patches.close
@@ -303,6 +302,7 @@ class ExactResume(Technique):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: Lightning has restored its own state, and has not begun an epoch."""
+        self._refuse_missing_last(trainer)
         resume = self._resume
         if resume is None:
             return
