@@ -18,6 +18,7 @@ from pathlib import Path
 
 import lightning as L
 import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 
@@ -95,6 +96,18 @@ def fails_under_fsdp2(folder):
 
 def killed_while_starting(folder):
     fit(ZeROStrategy(stage=2), Fails(in_optimizer={1: kill}))
+
+
+def killed_in_deepspeed(folder):
+    if rank() == 1:
+        DeepSpeedEngine._configure_optimizer = lambda *args: kill()
+    fit(ZeROStrategy(stage=2, timeout=timedelta(seconds=2 * LIMIT_S)), TinyLM())
+
+
+def fails_in_deepspeed(folder):
+    if rank() == 0:
+        DeepSpeedEngine._configure_optimizer = lambda *args: fail()
+    fit(ZeROStrategy(stage=2, timeout=timedelta(seconds=2 * LIMIT_S)), TinyLM())
 
 
 def killed_in_fabric(folder):
@@ -212,6 +225,8 @@ SCENARIOS = (
     fails_in_configure_optimizers,
     fails_under_fsdp2,
     killed_while_starting,
+    killed_in_deepspeed,
+    fails_in_deepspeed,
     killed_in_fabric,
     does_not_come,
     has_full_disk,

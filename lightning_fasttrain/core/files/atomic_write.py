@@ -89,7 +89,7 @@ def why_unwritable(folder: Path) -> str:
         os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
         probe.unlink()
     except OSError as error:
-        return f"no file can be created there, {error.strerror or error} ({there})"
+        return f"{error.strerror or error} ({there})"
     return ""
 
 
@@ -105,7 +105,7 @@ def refuse_unwritable(folder: str | os.PathLike[str], what: str) -> None:
     """
     reason = why_unwritable(Path(folder))
     if reason:
-        raise OSError(explain(what, reason, "Use a folder that you may write to"))
+        raise OSError(explain(what, f"no file can be created there, {reason}", "Use a folder that you may write to"))
 
 
 def find_existing(path: Path) -> Path:
