@@ -280,6 +280,19 @@ def test_resuming_with_workers_equals_the_uninterrupted_run(name, tmp_path):
         assert not differences(whole, end), path.name
 
 
+def test_seeded_samples_resume_exactly_and_without_reading_again(tmp_path, caplog):
+    save = SaveEverywhere(tmp_path)
+    *_, whole = run([ExactResume(seed_samples=True), save], loader=lambda: shuffled(num_workers=2))
+    with caplog.at_level("INFO", logger="lightning_fasttrain"):
+        for path, workers in ((save.files[4], 1), (save.files[13], 2)):
+            resume = ExactResume(seed_samples=True)
+            *_, end = run([resume], path, seed=4, loader=lambda n=workers: shuffled(num_workers=n))
+            assert not differences(whole, end), path.name
+    assert "reading and dropping" not in caplog.text
+    with pytest.raises(ValueError, match="seed_samples = True, this run has seed_samples = False"):
+        run([ExactResume()], save.files[4])
+
+
 def test_negative_control_lightning_alone_ends_differently(tmp_path):
     save = SaveEverywhere(tmp_path)
     *_, whole = run([save])

@@ -99,9 +99,13 @@ def killed_while_starting(folder):
 
 
 def killed_in_deepspeed(folder):
-    if rank() == 1:
-        DeepSpeedEngine._configure_optimizer = lambda *args: kill()
-    fit(ZeROStrategy(stage=2, timeout=timedelta(seconds=2 * LIMIT_S)), TinyLM())
+    """Rank 1 is killed when DeepSpeed makes a process group, where rank 0 waits for it at the group's store."""
+
+    def kill_later():
+        torch.distributed.new_group = lambda *args, **kwargs: kill()
+
+    module = Fails(in_optimizer={1: kill_later})
+    fit(ZeROStrategy(stage=2, timeout=timedelta(seconds=2 * LIMIT_S)), module)
 
 
 def fails_in_deepspeed(folder):

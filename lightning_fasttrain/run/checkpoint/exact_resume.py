@@ -79,6 +79,7 @@ class ExactResume(Technique):
             ``ckpt_path="last"`` finds none. Otherwise a warning, and all that still fits is restored. Data are
             identified by class, length and a few entries of the dataset's tensors and lists, without calling the
             dataset. Other hyper-parameters, and techniques that change only rounding, always give a warning.
+        seed_samples: as for :func:`~lightning_fasttrain.resumable`: resuming a run with workers reads no batches again.
 
     Raises:
         ValueError: in ``fit`` with ``ckpt_path``, for such a checkpoint if ``strict``; the message has both values.
@@ -100,8 +101,8 @@ class ExactResume(Technique):
     in_a_loop: ClassVar[str] = "resumable(loader), and save run.random_state() with its state_dict()"
     predicted: ClassVar[bool] = True
 
-    def __init__(self, strict: bool = True) -> None:
-        self.strict = strict
+    def __init__(self, strict: bool = True, seed_samples: bool = False) -> None:
+        self.strict, self.seed_samples = strict, seed_samples
         self._begin()
 
     def _begin(self) -> None:
@@ -197,7 +198,7 @@ class ExactResume(Technique):
             if self._validation:
                 set_generators(loader, self._validation.pop(0))
             return loader
-        i, held, resume = len(self._being_made), hold_loader(loader), self._resume
+        i, held, resume = len(self._being_made), hold_loader(loader, self.seed_samples), self._resume
         about = {} if keeps_its_state(loader) else None
         self._being_made.append(_TrainingLoader(held, about if held is None else describe_loader(loader)))
         # Here, not later: setup_data iterates as soon as it has wrapped the loaders, and may fetch ahead.
@@ -291,7 +292,7 @@ class ExactResume(Technique):
             self._compare(self._resume, self._read_settings(trainer))
 
     def _read_settings(self, trainer: L.Trainer) -> dict[str, Any]:
-        return {**read_settings(trainer), **self._step_settings}
+        return {**read_settings(trainer), **self._step_settings, "seed_samples": self.seed_samples}
 
     def _compare(self, resume: ResumeState, now: dict[str, Any]) -> None:
         """Compare with the saved settings; some strategies load a checkpoint before optimizers exist, others after."""
