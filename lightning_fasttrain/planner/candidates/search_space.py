@@ -97,11 +97,11 @@ def find_axes(
     return axes
 
 
-def _why_left_out(module: nn.Module, switch: Switch, facts: Facts, keep: Exactness) -> str | None:
+def _why_left_out(module: L.LightningModule, switch: Switch, facts: Facts, keep: Exactness) -> str | None:
     """Return why a technique may not be chosen; None if it may."""
     try:
         technique = switch.make()
-    except ModuleNotFoundError as error:  # an extra, which nobody has to install to make a plan
+    except ModuleNotFoundError as error:  # an extra, without which a plan can be made too
         return str(error).rstrip(".")
     if _ORDER.index(technique.exactness) > _ORDER.index(keep):
         return f"its exactness is {technique.exactness.value!r}, and keep={keep.value!r}"

@@ -47,16 +47,20 @@ def read_step_settings(trainer: L.Trainer) -> dict[str, Any]:
     """Return the settings of new optimizers and schedules; call it before their saved state is restored."""
     restored: dict[str, Any] = {}
     for number, optimizer in enumerate(trainer.optimizers, 1):
-        named = f"{type(optimizer).__name__} {number}" if len(trainer.optimizers) > 1 else type(optimizer).__name__
+        named = type(optimizer).__name__
+        if len(trainer.optimizers) > 1:
+            named += f" {number}"
         for i, group in enumerate(optimizer.param_groups):
             where = f" of group {i}" if len(optimizer.param_groups) > 1 else ""
-            first = {**group, "lr": group.get("initial_lr", group.get("lr"))}
-            restored |= {f"{named}.{key}{where}": value for key, value in _plain_settings(first)}
+            for key, value in _plain_settings({**group, "lr": group.get("initial_lr", group.get("lr"))}):
+                restored[f"{named}.{key}{where}"] = value
     schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
     for schedule in schedules:
-        named = type(schedule).__name__
-        restored |= {f"{named}.{key}": value for key, value in _plain_settings(schedule.state_dict())}
-    counts = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in trainer.optimizers]
+        for key, value in _plain_settings(schedule.state_dict()):
+            restored[f"{type(schedule).__name__}.{key}"] = value
+    counts: list[list[int]] = []
+    for optimizer in trainer.optimizers:
+        counts.append([len(group["params"]) for group in optimizer.param_groups])
     return {_RESTORED: restored, _SCHEDULES: [type(schedule).__name__ for schedule in schedules], _GROUPS: counts}
 
 
