@@ -9,6 +9,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_fasttrain.core.checks import real_number
 from lightning_fasttrain.core.host.lightning import accumulation_continues
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.select import find_module
@@ -100,6 +101,7 @@ def _unit_norms(tensors: list[Tensor]) -> list[Tensor]:
 
 def _refuse_not_positive(what: str, **numbers: float) -> None:
     for name, number in numbers.items():
+        real_number(name, number, 0.01)
         if not number > 0:
             raise ValueError(explain(f"{name}={number}", f"all {what} would become zero", f"Use {name}=0.01"))
 

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, ClassVar
 
 import lightning as L  # imported before torch.compile is used, since Lightning records its arguments
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from lightning_fasttrain.core.checks import one_of
+from lightning_fasttrain.core.files.atomic_write import refuse_unwritable
 from lightning_fasttrain.core.messages import explain, note_once, say, warn
 from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
 from lightning_fasttrain.core.modules.heads import find_heads
@@ -237,6 +239,8 @@ class CompileBlocks(Technique):
         if self.uses_cuda_graphs and trainer.accumulate_grad_batches > 1:
             what = f"CompileBlocks(mode={self.mode!r}) with accumulate_grad_batches={trainer.accumulate_grad_batches}"
             raise ValueError(explain(what, _OVERWRITES, "Use mode='max-autotune-no-cudagraphs'"))
+        if self.cache is not None:
+            refuse_unwritable(Path(self.cache).parent, f"CompileBlocks(cache={os.fspath(self.cache)!r})")
         return None
 
     def apply(self, model: nn.Module) -> Undo:
@@ -301,5 +305,13 @@ class CompileBlocks(Technique):
         if trainer.is_global_zero:
             say("CompileBlocks: %s", self.report)
             kept = {key: asdict(verdict) for key, verdict in verdicts.items() if not verdict.unchecked}
-            if self.cache is not None and not save_compile_cache(self.cache, kept):
+            self._save_cache(kept)
+
+    def _save_cache(self, verdicts: dict[str, Any]) -> None:
+        if self.cache is None:
+            return
+        try:
+            if not save_compile_cache(self.cache, verdicts):
                 note_once("CompileBlocks: the compiler produced nothing to save in the cache")
+        except OSError as error:  # the training is done, and must not be lost over it
+            warn(explain(f"the compiled code was not saved in {self.cache}", str(error), "Use another file"))
