@@ -35,9 +35,9 @@ from lightning_fasttrain.data.closure.roles import Splitter, Window
 from lightning_fasttrain.data.closure.split_search import SplitSearch
 from lightning_fasttrain.data.normalizer.count_targets import count_targets
 from lightning_fasttrain.data.normalizer.find_split import CannotSplitError
-from lightning_fasttrain.data.normalizer.log_rules import own_divisor
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit, OtherSplitError
 from lightning_fasttrain.data.normalizer.step_weights import StepWeights
+from lightning_fasttrain.data.normalizer.trial.runs import own_divisor
 from lightning_fasttrain.data.normalizer.trial.step_function import loss_of
 from lightning_fasttrain.data.out_of_memory.retry_with_smaller_micro_batches import split_until_it_fits
 from lightning_fasttrain.data.padding.trim_search import Parts, WholeParts

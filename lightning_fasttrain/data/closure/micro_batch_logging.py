@@ -16,8 +16,10 @@ from lightning_fasttrain.core.messages import note_once, warn
 from lightning_fasttrain.core.modules.wrapped_forward import patch
 from lightning_fasttrain.core.state.metrics import MetricState, add_to_metric_, read_metric, show_step_value_
 from lightning_fasttrain.data.normalizer.count_targets import CountRule
-from lightning_fasttrain.data.normalizer.log_rules import LOSS, OWN, SAMPLES, SUM, FoundRule, LogRule, own_divisor
+from lightning_fasttrain.data.normalizer.log_rules import LOSS, OWN, SAMPLES, SUM, LogRules
 from lightning_fasttrain.data.normalizer.micro_batch_weights import MicroBatchWeights, Number, add_counts
+from lightning_fasttrain.data.normalizer.split_rule import LogRule
+from lightning_fasttrain.data.normalizer.trial.runs import own_divisor
 from lightning_fasttrain.data.split_batch import batch_size
 
 _ROUNDING = 1e-4
@@ -51,7 +53,7 @@ class PartLogs:
 
     @contextmanager
     def of_parts(
-        self, pl_module: L.LightningModule, parts: Sequence[Any], rules: Mapping[str, FoundRule | None]
+        self, pl_module: L.LightningModule, parts: Sequence[Any], rules: LogRules
     ) -> Iterator["CollectedLogs"]:
         """Collect the calls of ``pl_module.log`` in the context; the yielded object logs the combined values."""
         self._sums.clear()  # addresses from the last batch, which may have been reused
@@ -140,9 +142,9 @@ def _set_aside(metric: Metric) -> MetricState:
     return state
 
 
-def _may_be_own(rules: Mapping[str, FoundRule | None], name: str) -> bool:
+def _may_be_own(rules: LogRules, name: str) -> bool:
     found = rules.get(name)
-    return found is None or found.rule == OWN
+    return not found or found[0] == OWN
 
 
 @dataclass(frozen=True)
@@ -182,19 +184,17 @@ class LogWeights:
         rules: the rule found for each name.
     """
 
-    def __init__(
-        self, parts: Sequence[Any], loss_counts: Mapping[int, Number], rules: Mapping[str, FoundRule | None]
-    ) -> None:
+    def __init__(self, parts: Sequence[Any], loss_counts: Mapping[int, Number], rules: LogRules) -> None:
         self.parts, self.loss_counts, self.rules = parts, loss_counts, rules
         self._shared: dict[Any, MicroBatchWeights] = {}  # most names are logged in every micro-batch and share these
 
     def rule_of(self, name: str, seen: Sequence[LogCall]) -> LogRule | None:
         """Return the rule found for a name; where none was found, the likeliest one."""
         has_size = _has_size(seen)
-        found = self.rules.get(name)
-        if found is not None and (found.is_sure or not has_size):
-            return found.rule
-        if found is not None:
+        found = self.rules.get(name, ())
+        if len(found) == 1 or (found and not has_size):
+            return found[0]
+        if found:
             return None
         if name in self.rules:
             note_once(
@@ -226,8 +226,7 @@ class LogWeights:
 
     def combine(self, name: str, seen: list[LogCall]) -> Any:
         """Return the value that the unsplit step would have logged under a name."""
-        found = self.rules.get(name)
-        is_sum = found is not None and found.rule == SUM
+        is_sum = self.rules.get(name, ())[:1] == (SUM,)
         # A constant keeps its type. Values on a device are not synchronized.
         if not is_sum and all(call.is_on_host and call.value == seen[0].value for call in seen):
             return seen[-1].value
@@ -235,11 +234,11 @@ class LogWeights:
 
     def rules_differ(self, name: str, seen: Sequence[LogCall]) -> bool | Tensor:
         """Whether the rules that matched so far give different values now; on the values' device."""
-        found = self.rules.get(name)
+        rules = self.rules.get(name, ())
         averages = _name_reduction(seen[-1].kwargs.get("reduce_fx", "mean")) not in ("min", "max", "sum")
-        if found is None or found.is_sure or _has_size(seen) or not averages:
+        if len(rules) < 2 or _has_size(seen) or not averages:
             return False
-        likely, *others = [self._value_by(rule, seen) for rule in (found.rule, *found.rivals)]
+        likely, *others = [self._value_by(rule, seen) for rule in rules]
         # A micro-batch without targets logs NaN, which some rules leave out and others do not.
         same = [torch.isclose(other, likely, _ROUNDING, 0.0, equal_nan=True) for other in others]
         differ = ~torch.stack(same).all()

@@ -16,14 +16,13 @@ from lightning_fasttrain.data.closure.micro_batch_logging import LogCall, LogWei
 from lightning_fasttrain.data.closure.roles import Counting, Splitter, Window
 from lightning_fasttrain.data.normalizer.count_targets import CountRule, count_targets
 from lightning_fasttrain.data.normalizer.find_split import CannotSplitError, find_split
-from lightning_fasttrain.data.normalizer.log_rules import FoundRule, merge_log_rules
+from lightning_fasttrain.data.normalizer.log_rules import LogRules, merge_log_rules, settle_log_rules
 from lightning_fasttrain.data.normalizer.micro_batch_weights import Number
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit, OtherSplitError
 from lightning_fasttrain.data.normalizer.step_weights import DeferredFlag
 from lightning_fasttrain.data.normalizer.trial.looks import Looks
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample, first_micro_batch, sample_pairs, sample_rows
 from lightning_fasttrain.data.normalizer.trial.try_split import Stage
-from lightning_fasttrain.data.normalizer.try_log_rules import settle_log_rules
 from lightning_fasttrain.data.out_of_memory.deferred_gradient_sync import CollectivesWatch
 from lightning_fasttrain.data.padding.trim_search import Parts
 from lightning_fasttrain.data.split_batch import batch_size, can_be_cut, split_batch
@@ -162,7 +161,7 @@ class SplitSearch:
 
     def settle_logs(
         self, batch: Any, cut: Parts, rest: list[Any], weighting: LogWeights, logged: Mapping[str, Sequence[LogCall]]
-    ) -> Mapping[str, FoundRule | None]:
+    ) -> LogRules:
         """Decide how logged values are weighted where the rules that matched so far differ in this batch.
 
         A value may be the same in all samples of the first batch, such as an accuracy of 0 before training, and then

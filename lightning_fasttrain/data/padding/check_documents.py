@@ -80,5 +80,5 @@ def _find_second_document(batch: dict[str, Tensor]) -> tuple[int, int, int]:
 def _compare(one: Run, other: Run) -> float:
     entries = list(dict.fromkeys([*one.entries, *other.entries]))
     for run in (one, other):
-        run.take(entries)
-    return relative_difference(one.everything, other.everything)
+        run.keep(entries)
+    return relative_difference(one.values, other.values)

@@ -64,7 +64,7 @@ def _try_modules(stage: Stage, trial: Trial | None, batch: Any, n: int) -> Trunk
     if not stage.gradients:
         shows = trial is not None and bool(trial.splits) and not trial.why_not
         return TrialOnOutputs(stage, trial) if all(from_all_ranks([shows])) and trial is not None else None
-    if trial is not None and trial.splits and trial.splits[0].parameters:
+    if trial is not None and trial.splits and trial.parameters:
         return TrialOnSamples(stage, trial)
     return TrialOnBatch(stage, batch, n) if trial is not None and trial.failed else None
 
