@@ -2,7 +2,7 @@
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,22 +16,16 @@ from lightning_fasttrain.core.distributed import rank_count
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule, named_count
 from lightning_fasttrain.data.normalizer.find_count import stage_of
-from lightning_fasttrain.data.normalizer.find_split import CannotSplitError, find_split
+from lightning_fasttrain.data.normalizer.find_split import CannotSplitError
 from lightning_fasttrain.data.normalizer.micro_batch_weights import Number
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit, OtherSplitError
 from lightning_fasttrain.data.normalizer.step_weights import StepWeights
 from lightning_fasttrain.data.normalizer.trial.looks import Looks
-from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample, sample_rows
 from lightning_fasttrain.data.normalizer.trial.step_function import key_of, loss_of
 from lightning_fasttrain.data.padding.trim_search import TrimPadding, TrimSearch, check_budget
 from lightning_fasttrain.data.split_batch import batch_size, list_tensors
 from lightning_fasttrain.data.step_gradients import StepGradients, add_gradients, sum_gradients_in_float32
-from lightning_fasttrain.data.trunk.batch_search import (
-    OUT_OF_TRIES,
-    TRIES,
-    BatchSearch,
-    prefer_what_shows_something,
-)
+from lightning_fasttrain.data.trunk.batch_search import OUT_OF_TRIES, TRIES, BatchSearch
 from lightning_fasttrain.data.trunk.micro_batch_forward import Trunk
 
 Step = Callable[[Any], Any]
@@ -232,7 +226,7 @@ class _Call:
         is_due = looks.is_due(may_show_more)
         if known is None or is_due or (isinstance(before, LossSplit) and before.provisional):
             with looks.timed():
-                split = prefer_what_shows_something(self.search(batch).find(together=True), before)
+                split = self.search(batch).find(before)
             assert split is not None  # this stage refuses a step that returns None
             known = _found.setdefault(key, _Found(split, trimming, looks))
             known.split = split
@@ -250,19 +244,16 @@ class _Call:
 
     def search(self, batch: Any) -> BatchSearch:
         """Return the search on a batch."""
-
-        def samples() -> Iterator[Sample]:
-            return sample_rows(batch, -(-batch_size(batch) // self.n))
-
-        def find(together: bool) -> LossSplit | None:
-            whole_batches = self.is_window and self.n == 1
-            return find_split(
-                self.stage, samples(), self.count, check=self.check, together=together, whole_batches=whole_batches
-            )
-
-        # A trunk cannot run several batches as one.
-        may_use_trunk = self.count == "auto" and not self.is_window
-        return BatchSearch("accumulate_gradients", self.stage, batch, self.n, samples, find, may_use_trunk)
+        return BatchSearch(
+            "accumulate_gradients",
+            self.stage,
+            batch,
+            self.n,
+            count=self.count,
+            check=self.check,
+            is_window=self.is_window,
+            whole_batches=self.is_window and self.n == 1,
+        )
 
     def cut(self, batch: Any, trimming: TrimSearch) -> Sequence[Any]:
         """Return the micro-batches of a batch."""
