@@ -17,11 +17,10 @@ from lightning_fasttrain.core.messages import note_once, warn
 from lightning_fasttrain.core.modules.wrapped_forward import patch
 from lightning_fasttrain.core.state.metrics import MetricState, add_to_metric_, read_metric, show_step_value_
 from lightning_fasttrain.data.normalizer.count_targets import CountRule
-from lightning_fasttrain.data.normalizer.log_rules import LOSS, OWN, SAMPLES, SUM, LogRules
+from lightning_fasttrain.data.normalizer.log_rules import LOSS, OWN, SUM, LogRules
 from lightning_fasttrain.data.normalizer.micro_batch_weights import MicroBatchWeights, Number, add_counts
 from lightning_fasttrain.data.normalizer.split_rule import LogRule
 from lightning_fasttrain.data.normalizer.trial.runs import own_divisor
-from lightning_fasttrain.data.split_batch import batch_size
 
 _GIVEN = "given"  # the weights are the batch_size= of each call
 _ROUNDING = 1e-4
@@ -201,7 +200,8 @@ class LogWeights:
 
     def _rule_of(self, name: str, seen: Sequence[LogCall]) -> LogRule:
         """Return the rule found for a name; where the samples did not show one, the likeliest."""
-        found, has_size = self.rules.get(name), _has_size(seen)
+        found = list(self.rules.get(name, ()))
+        has_size = _has_size(seen)
         if found:
             # The user's own weights decide between rules that the samples could not tell apart.
             return _GIVEN if has_size and len(found) > 1 else found[0]
@@ -233,9 +233,7 @@ class LogWeights:
         return self._shared[rule, logging]
 
     def _count(self, rule: LogRule, part: int) -> Number:
-        if isinstance(rule, CountRule):
-            return rule(self.parts[part])
-        return batch_size(self.parts[part]) if rule == SAMPLES else self.loss_counts.get(part, 0)
+        return rule(self.parts[part]) if isinstance(rule, CountRule) else self.loss_counts.get(part, 0)
 
     def rules_differ(self, name: str, seen: Sequence[LogCall]) -> bool | Tensor:
         """Whether the rules that matched so far give different values now; on the values' device."""

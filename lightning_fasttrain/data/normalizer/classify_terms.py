@@ -1,6 +1,7 @@
 """Classify the divisors in a loss as normalizers or constant factors, and find the rules that count them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -21,23 +22,28 @@ _NOTHING = "1 (the loss is a sum over samples)"
 
 def error_of(split: LossSplit, trial: Trial) -> float:
     """Return the largest relative error of the gradient if micro-batches are weighted by this rule."""
-    try:
-        return trial.error(split.weigh)
-    except ValueError:
-        if isinstance(split.count, CountRule):
-            return float("inf")  # the rule does not apply to such batches
-        raise
+    return trial.error(split.weigh)
 
 
 def list_rules(trial: Trial, preferred: CountRule | None = None) -> list[CountRule]:
-    """Return counting rules, the likeliest first."""
-    read = [] if trial.whole is None else [term.ignored for term in trial.whole.terms if term.ignored is not None]
+    """Return the counting rules that apply to such batches, the likeliest first."""
     rules = [] if preferred is None else [preferred]
-    rules += [CountRule(name, index) for index in read for name in ("targets", "next_tokens")]
+    if trial.whole is not None:
+        rules += _count_labels(term.ignored for term in trial.whole.terms if term.ignored is not None)
     rules += [CountRule("targets"), CountRule("next_tokens"), CountRule("samples"), CountRule("sum")]
-    others = sorted(_may_be_ignored(trial))
-    rules += [CountRule(name, index) for index in others for name in ("targets", "next_tokens")]
-    return list(dict.fromkeys(rules))
+    rules += _count_labels(sorted(_may_be_ignored(trial)))
+    found: dict[CountRule, None] = {}
+    for rule in rules:
+        with suppress(ValueError):  # it does not apply
+            rule(trial.sample.whole)
+            found[rule] = None
+    return list(found)
+
+
+def _count_labels(ignored: Iterable[int]) -> Iterator[CountRule]:
+    for index in ignored:
+        yield CountRule("targets", index)
+        yield CountRule("next_tokens", index)
 
 
 def _may_be_ignored(trial: Trial) -> set[int]:
@@ -72,11 +78,7 @@ def _find_scale(read: ReadNormalizer, rule: CountRule, trial: Trial) -> float | 
     """Return the ratio of the read normalizer to the count in all micro-batches; None if it is not the same in all."""
     scale: float | None = None
     for run in trial.runs[1:]:
-        try:
-            counted = float(rule(run.batch))
-        except ValueError:
-            return None  # the rule does not apply to such batches
-        count = read.count_in(run)
+        counted, count = float(rule(run.batch)), read.count_in(run)
         if counted == 0 and (count == 0 or run.is_zero):
             continue
         if counted == 0:

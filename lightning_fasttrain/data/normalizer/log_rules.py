@@ -3,15 +3,15 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from lightning_fasttrain.data.normalizer.classify_terms import list_rules
-from lightning_fasttrain.data.normalizer.count_targets import is_sum
+from lightning_fasttrain.data.normalizer.count_targets import CountRule
 from lightning_fasttrain.data.normalizer.split_rule import LogRule, LossSplit
 from lightning_fasttrain.data.normalizer.trial.runs import Run, Trial
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample
 from lightning_fasttrain.data.normalizer.trial.try_split import Stage, try_split
-from lightning_fasttrain.data.split_batch import batch_size
 
 _ROUNDING = 2e-5
-OWN, LOSS, SAMPLES, SUM = "own", "loss", "samples", "sum"
+OWN, LOSS = "own", "loss"  # the divisor that its own graph shows, and the normalizer of the loss
+SAMPLES, SUM = CountRule("samples"), CountRule("sum")
 LogRules = Mapping[str, tuple[LogRule, ...]]
 
 
@@ -30,19 +30,21 @@ def find_log_rules(split: LossSplit, trials: Sequence[Trial]) -> dict[str, tuple
         >>> from lightning_fasttrain.data.normalizer.trial.runs import LoggedValue
         >>> runs = [Run(torch.zeros(n), 1.0, logged={"rows": LoggedValue(float(n), None)}) for n in (3, 1, 2)]
         >>> find_log_rules(LossSplit(None, None), [Trial(Sample(runs[0].batch, 3, []), runs[0], [runs[1:]])])
-        {'rows': ('sum',)}
+        {'rows': (CountRule(name='sum', ignore_index=-100),)}
     """
     first = trials[0].whole
     if first is None or not trials[0].splits:
         return {}
-    counting = [rule for rule in list_rules(trials[0]) if not is_sum(rule)]
+    counting = list_rules(trials[0])
+    by_samples = [rule for rule in counting if rule == SAMPLES]
+    others = [rule for rule in counting if rule not in (SAMPLES, SUM)]
     found: dict[str, tuple[LogRule, ...]] = {}
     for name in first.logged:
         if not all(name in run.logged for trial in trials for run in trial.runs):
             continue
         is_loss = all(_is_loss(name, trial.whole) for trial in trials)
-        usual = [OWN, LOSS, SAMPLES] if is_loss else [OWN, SAMPLES, LOSS]
-        rules = match_log_rules(split, name, [*usual, *counting, SUM], trials)
+        likely = [LOSS, *by_samples] if is_loss else [*by_samples, LOSS]
+        rules = match_log_rules(split, name, [OWN, *likely, *others, SUM], trials)
         if OWN in rules or is_loss:
             rules = rules[:1]  # its graph shows its divisor, or it is the loss: others match by chance
         found[name] = rules
@@ -128,16 +130,9 @@ def _fits(split: LossSplit, name: str, rule: LogRule, trial: Trial, rounding: fl
 
 def _weight(split: LossSplit, name: str, rule: LogRule, run: Run) -> float | None:
     """Return the weight of a micro-batch by a rule; None where the rule does not apply."""
-    if rule == OWN:
-        return run.logged[name].divisor
-    if rule == LOSS:
-        return split.count_in(run)
-    if rule == SUM:
-        return 1.0
-    try:
-        return float(batch_size(run.batch) if isinstance(rule, str) else rule(run.batch))
-    except ValueError:
-        return None
+    if isinstance(rule, CountRule):
+        return float(rule(run.batch))
+    return run.logged[name].divisor if rule == OWN else split.count_in(run)
 
 
 def _is_near(one: float, other: float, size: float, rounding: float) -> bool:

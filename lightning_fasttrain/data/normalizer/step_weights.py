@@ -7,14 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fasttrain.data.normalizer.count_targets import weights_of
 from lightning_fasttrain.data.normalizer.find_split import CannotSplitError
-from lightning_fasttrain.data.normalizer.micro_batch_weights import (
-    MicroBatchWeights,
-    Number,
-    add_counts,
-    scale_loss,
-)
+from lightning_fasttrain.data.normalizer.micro_batch_weights import MicroBatchWeights, Number, add_counts
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit, OtherSplitError, Reading, differ, on_host
 
 _SEVERAL = "the loss of this batch has several normalizers, or factors that depend on samples"
@@ -58,7 +52,8 @@ class StepWeights:
             one: Number = 1 if reference is None else reference
             self.known = MicroBatchWeights([1] * self.parts, one)
         elif split.count is not None:
-            counts, total = weights_of(split.count, parts)
+            counts = list(map(split.count, parts))
+            total = add_counts(counts)
             if over_ranks is not None:
                 # Either all ranks get here or none, since they found the same rule.
                 total = over_ranks(total)
@@ -93,7 +88,7 @@ class StepWeights:
         if self.known is not None:
             return self.known.scale_loss(loss, part)
         assert self.reference is not None
-        return scale_loss(loss, weight, self.reference)
+        return MicroBatchWeights([weight], self.reference).scale_loss(loss, 0)
 
     def _compare_count(self, reading: Reading, expected: Number) -> None:
         if reading.count is None:

@@ -41,26 +41,8 @@ _DRAWS_IN_PLACE = {Tensor.bernoulli_, Tensor.uniform_, Tensor.normal_, Tensor.ra
 _LOWER = (torch.float32, torch.bfloat16, torch.float16)
 # Functions that concern this very tensor rather than its values.
 _AS_THEY_ARE = frozenset(
-    [
-        "__get__",
-        "__set__",
-        "grad",
-        "backward",
-        "requires_grad_",
-        "register_hook",
-        "retain_grad",
-        "double",
-        "float",
-        "half",
-        "bfloat16",
-        "to",
-        "type",
-        "is_floating_point",
-        "size",
-        "dim",
-        "numel",
-        "data_ptr",
-    ]
+    """__get__ __set__ grad backward requires_grad_ register_hook retain_grad double float half bfloat16 to type
+    is_floating_point size dim numel data_ptr""".split()  # noqa: SIM905
 )
 _MHA_DROPOUT = list(inspect.signature(F.multi_head_attention_forward).parameters).index("dropout_p")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_fasttrain.data.normalizer.micro_batch_weights import Number
 from lightning_fasttrain.data.normalizer.read_normalizers import Kind, Slot, Term, read_normalizers
-from lightning_fasttrain.data.normalizer.summed_values import count_summed, is_of_parameters
+from lightning_fasttrain.data.normalizer.summed_values import count_summed, is_of_parameters, signed
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample
 
 _ENTRIES = 4096  # per parameter's gradient; equal sums are equal in every entry, so a sample of them suffices
@@ -43,10 +43,14 @@ def as_numbers(term: Term) -> ReadTerm:
     summed = count_summed(term.node) if term.kind in ("sum", "quotient") else None
     slots = tuple(Slot(float(slot.value), slot.divides) for slot in term.slots)
     ignored = getattr(term.node, "_saved_ignore_index", None)
-    if ignored is not None and ignored >= 2**63:  # autograd stores it unsigned
-        ignored -= 2**64
-    summed = None if summed is None else float(summed)
-    return ReadTerm(term.kind, term.name, slots, summed, is_of_parameters(term.node), ignored)
+    return ReadTerm(
+        term.kind,
+        term.name,
+        slots,
+        None if summed is None else float(summed),
+        is_of_parameters(term.node),
+        None if ignored is None else signed(ignored),
+    )
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from torch.autograd.graph import _engine_run_backward
 from lightning_fasttrain.core.modules.wrapped_forward import patch, without_rounding
 from lightning_fasttrain.core.state.restore import remember
 from lightning_fasttrain.data.normalizer.read_normalizers import read_normalizers
+from lightning_fasttrain.data.normalizer.summed_values import walk_graph
 from lightning_fasttrain.data.normalizer.trial.deterministic_step import DeterministicStep, autocast_device
 from lightning_fasttrain.data.normalizer.trial.runs import (
     LOW,
@@ -272,20 +273,12 @@ def note_value(logged: dict[str, LoggedValue], name: str, value: Any) -> None:
 
 def _leaves_of(loss: Tensor) -> list[Tensor]:
     """Return the leaf tensors that ``loss`` has a gradient for, in the order of its graph."""
-    if loss.grad_fn is None:
-        return []
     found: dict[int, Tensor] = {}
-    seen, waiting = {loss.grad_fn}, [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
+    for node in walk_graph(loss.grad_fn) if loss.grad_fn is not None else ():
         # Only nodes that accumulate a leaf's gradient have it.
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, Tensor):
             found[id(leaf)] = leaf
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)
     return list(found.values())
 
 
