@@ -30,7 +30,7 @@ from lightning_fasttrain.core.host.lightning import (
 )
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
-from lightning_fasttrain.data.closure.micro_batch_logging import BatchLogs, LogWeights
+from lightning_fasttrain.data.closure.micro_batch_logging import BatchLogs
 from lightning_fasttrain.data.closure.roles import Splitter, Window
 from lightning_fasttrain.data.closure.split_search import SplitSearch
 from lightning_fasttrain.data.normalizer.count_targets import count_targets
@@ -139,7 +139,7 @@ class _Ran(NamedTuple):
 
     weights: StepWeights
     output: Any  # what the unsplit step would have returned
-    pass_on_logs: Callable[[], None]
+    logs: BatchLogs
 
 
 class _BatchRun:
@@ -168,7 +168,7 @@ class _BatchRun:
         else:
             ran = self._run_in(micro, self.batch, micro.n)
         # What may wait for other ranks comes after all micro-batches have fitted.
-        ran.pass_on_logs()
+        ran.logs.pass_on()
         if self.window is not None:
             self.window.add(ran.weights.total, self.optimizer)
         if not (accumulation_continues(self.trainer) or takes_float32_gradients(self.optimizer)):
@@ -216,12 +216,10 @@ class _BatchRun:
         counts = weights.counts
         if split.is_sum:
             counts = [batch_size(cut.parts[part]) for part in weights.held]
-        weighting = LogWeights(cut.parts, dict(zip(weights.held, counts, strict=True)), split.log_rules)
+        logs.loss_counts = dict(zip(weights.held, counts, strict=True))
         if len(cut.parts) > 1:
-            logged = {**logs.logged, **logs.returned}
-            weighting.rules = self.search.settle_logs(self.batch, cut, self.rest, weighting, logged)
-        output = _combine(outputs, cut, weights, weighting, logs)
-        return _Ran(weights, output, functools.partial(logs.pass_on, weighting))
+            logs.rules = self.search.settle_logs(self.batch, cut, self.rest, logs)
+        return _Ran(weights, _combine(outputs, cut, weights, logs), logs)
 
     def _forward_backward(self, parts: list[Any], weights: StepWeights, logs: BatchLogs) -> list[Any]:
         """Add up the gradients of the micro-batches, and return their outputs."""
@@ -291,7 +289,7 @@ def _refuse_none(world_size: int) -> None:
         raise RuntimeError(explain("training_step returned None", why, way_out))
 
 
-def _combine(outputs: list[Any], cut: Parts, weights: StepWeights, weighting: LogWeights, logs: BatchLogs) -> Any:
+def _combine(outputs: list[Any], cut: Parts, weights: StepWeights, logs: BatchLogs) -> Any:
     """Return the unsplit step's output: the loss, tensors joined along their first axis, other values as if logged."""
     if not outputs:
         return None
@@ -306,7 +304,7 @@ def _combine(outputs: list[Any], cut: Parts, weights: StepWeights, weighting: Lo
         if isinstance(first, Tensor) and first.ndim > 0:
             combined[key] = cut.join(values, weights.held)
         elif f"return {key}" in logs.returned:
-            combined[key] = weighting.combine(f"return {key}", logs.returned[f"return {key}"])
+            combined[key] = logs.combine(f"return {key}", logs.returned[f"return {key}"])
         else:
             combined[key] = values[-1]
     return {**combined, "loss": loss}

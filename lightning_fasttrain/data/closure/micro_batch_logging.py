@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +59,7 @@ class BatchLogs:
 
     Attributes:
         part: the micro-batch that runs.
+        loss_counts: maps each micro-batch that gave a loss to the normalizer of its loss; known once all have run.
         logged: maps each name to its calls, one per micro-batch.
         returned: the same for what the step returns beside the loss.
     """
@@ -68,9 +69,11 @@ class BatchLogs:
     ) -> None:
         self.module, self.parts, self.rules = pl_module, parts, rules
         self.part = 0
+        self.loss_counts: dict[int, Number] = {}
         self.logged: dict[str, list[LogCall]] = {}
         self.returned: dict[str, list[LogCall]] = {}
         self._sums: set[tuple[int, int]] = set()  # micro-batch and address of values that are sums, not means
+        self._shared: dict[Any, MicroBatchWeights] = {}  # most names are logged in every micro-batch and share these
         self._metrics = metrics
         self._earlier: dict[int, MetricState] = {}
         if len(parts) > 1:
@@ -112,21 +115,21 @@ class BatchLogs:
         # By address: logged values are detached, which shares memory.
         self._sums.add((self.part, loss.data_ptr()))
 
-    def pass_on(self, weighting: "LogWeights") -> None:
+    def pass_on(self) -> None:
         """Log the combined value of each name."""
         with logging_as(self.module, "training_step"):
             for name, seen in self.logged.items():
-                self._log_one(name, seen, weighting)
+                self._log_one(name, seen)
         for key, state in self._earlier.items():
             add_to_metric_(self._metrics[key], state)
 
-    def _log_one(self, name: str, seen: list[LogCall], weighting: "LogWeights") -> None:
+    def _log_one(self, name: str, seen: list[LogCall]) -> None:
         value, kwargs = seen[-1].value, seen[-1].kwargs
         if len(self.parts) > 1 and isinstance(value, Metric):
             if kwargs.get("on_step") is not False:
                 self._show_batch(value)
         elif len(self.parts) > 1:
-            value = weighting.reduce(name, seen, "sum" if self._are_sums(seen) else _name_reduction(seen))
+            value = self._reduce(name, seen, "sum" if self._are_sums(seen) else _name_reduction(seen))
             if _has_size(seen):
                 kwargs = {**kwargs, "batch_size": sum(call.kwargs["batch_size"] for call in seen)}
         self.module.log(name, value, **kwargs)
@@ -153,37 +156,15 @@ class BatchLogs:
                 show_step_value_(metric, metric.compute())
             self._metrics[id(metric)] = metric
 
-
-def _can_merge(pl_module: L.LightningModule, metric: Metric) -> bool:
-    for collection in pl_module.modules():
-        # Metrics of a collection may share their states: resetting one would reset the others.
-        if isinstance(collection, MetricCollection) and any(metric is other for other in collection.values()):
-            return False
-    return not (metric.full_state_update or metric.dist_sync_on_step)
-
-
-class LogWeights:
-    """The weights of the values that the micro-batches of a batch logged.
-
-    Args:
-        parts: the micro-batches.
-        loss_counts: maps each micro-batch that gave a loss to the normalizer of its loss.
-        rules: the rules found for each name.
-    """
-
-    def __init__(self, parts: Sequence[Any], loss_counts: Mapping[int, Number], rules: LogRules) -> None:
-        self.parts, self.loss_counts, self.rules = parts, loss_counts, rules
-        self._shared: dict[Any, MicroBatchWeights] = {}  # most names are logged in every micro-batch and share these
-
     def combine(self, name: str, seen: list[LogCall]) -> Any:
         """Return the value that the unsplit step would have logged under a name."""
         is_sum = SUM in self.rules.get(name, ())[:1]
         # A constant keeps its type. Values on a device are not synchronized.
         if len(seen) == 1 or (not is_sum and all(call.is_on_host and call.value == seen[0].value for call in seen)):
             return seen[-1].value
-        return self.reduce(name, seen, "mean")
+        return self._reduce(name, seen, "mean")
 
-    def reduce(self, name: str, seen: list[LogCall], how: str) -> Any:
+    def _reduce(self, name: str, seen: list[LogCall], how: str) -> Any:
         """Return the minimum, maximum, sum or weighted mean of the values."""
         values = [call.value for call in seen]
         if how in ("min", "max"):
@@ -249,6 +230,14 @@ class LogWeights:
         same = [torch.isclose(other, results[0], _ROUNDING, 0.0, equal_nan=True) for other in results[1:]]
         differ = ~torch.stack(same).all()
         return bool(differ) if all(call.is_on_host for call in seen) else differ
+
+
+def _can_merge(pl_module: L.LightningModule, metric: Metric) -> bool:
+    for collection in pl_module.modules():
+        # Metrics of a collection may share their states: resetting one would reset the others.
+        if isinstance(collection, MetricCollection) and any(metric is other for other in collection.values()):
+            return False
+    return not (metric.full_state_update or metric.dist_sync_on_step)
 
 
 def _as_weights(counts: Sequence[Any]) -> MicroBatchWeights:

@@ -1,18 +1,19 @@
 """Find how the batches of a run are split: at the loss, by a weighting rule, or at the trunk."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import lightning as L
 import torch
+from torch import Tensor
 
 from lightning_fasttrain.core.distributed import is_sharded
 from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
-from lightning_fasttrain.data.closure.micro_batch_logging import LogCall, LogWeights
+from lightning_fasttrain.data.closure.micro_batch_logging import BatchLogs, LogCall
 from lightning_fasttrain.data.closure.roles import Counting, Splitter, Window
 from lightning_fasttrain.data.normalizer.count_targets import CountRule, count_targets
 from lightning_fasttrain.data.normalizer.find_split import CannotSplitError
@@ -161,17 +162,18 @@ class SplitSearch:
             if technique.shared is not None and self.trunk is None and found is not None and not found.provisional:
                 technique.shared.split, technique.shared.seconds = found, self._looks.seconds
 
-    def settle_logs(
-        self, batch: Any, cut: Parts, rest: list[Any], weighting: LogWeights, logged: Mapping[str, Sequence[LogCall]]
-    ) -> LogRules:
+    def settle_logs(self, batch: Any, cut: Parts, rest: list[Any], logs: BatchLogs) -> LogRules:
         """Decide how logged values are weighted where the rules that matched so far differ in this batch.
 
         A value may be the same in all samples of the first batch, such as an accuracy of 0 before training, and then
         any rule matches. A few pairs of samples are run from the micro-batches with the largest and the smallest value.
         """
         if self.split is None or self.trainer.world_size > 1 or self._log_looks == _MOST_LOG_LOOKS:
-            return weighting.rules
-        differing = {name: seen for name, seen in logged.items() if self._rules_differ(name, seen, weighting)}
+            return logs.rules
+        differing: dict[str, Sequence[LogCall]] = {}
+        for name, seen in (*logs.logged.items(), *logs.returned.items()):
+            if self._is_known(name, logs.rules_differ(name, seen)):
+                differing[name] = seen
         if differing and self.micro is not None and self.micro.split is split_batch:
             self._log_looks += 1
             first, second = _pick_rows(cut, next(iter(differing.values())))
@@ -181,9 +183,8 @@ class SplitSearch:
             self._use(replace(self.split, log_rules={**self.split.log_rules, **settled}))
         return self.split.log_rules
 
-    def _rules_differ(self, name: str, seen: Sequence[LogCall], weighting: LogWeights) -> bool:
-        """Whether the rules disagree; on a device, the result is read in a later batch."""
-        differ = weighting.rules_differ(name, seen)
+    def _is_known(self, name: str, differ: bool | Tensor) -> bool:
+        """Whether the rules of a name are known to differ; what is on a device is read in a later batch."""
         if isinstance(differ, bool):
             return differ
         earlier = self._differing.get(name)

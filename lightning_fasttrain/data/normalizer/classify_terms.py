@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_fasttrain.core.batch import find_labels
 from lightning_fasttrain.data.normalizer.count_targets import CountRule, is_sum
-from lightning_fasttrain.data.normalizer.split_rule import LossSplit, ReadNormalizer
+from lightning_fasttrain.data.normalizer.split_rule import ReadNormalizer
 from lightning_fasttrain.data.normalizer.trial.runs import ReadTerm, Run, Trial
 
 _SURE = 1e-5
@@ -18,11 +18,6 @@ _UNREADABLE = {
     "opaque": "the graph of the loss does not show its divisor ({})",
 }
 _NOTHING = "1 (the loss is a sum over samples)"
-
-
-def error_of(split: LossSplit, trial: Trial) -> float:
-    """Return the largest relative error of the gradient if micro-batches are weighted by this rule."""
-    return trial.error(split.weigh)
 
 
 def list_rules(trial: Trial, preferred: CountRule | None = None) -> list[CountRule]:
@@ -126,8 +121,10 @@ def _find_unreadable(runs: Sequence[Run]) -> str:
         return "the loss has no autograd graph"
     if any(run.structure != runs[0].structure for run in runs):
         return "the loss consists of different terms for different samples"
-    unreadable = [term for term in terms if term.kind in _UNREADABLE]
-    return _UNREADABLE[unreadable[0].kind].format(unreadable[0].name) if unreadable else ""
+    for term in terms:
+        if term.kind in _UNREADABLE:
+            return _UNREADABLE[term.kind].format(term.name)
+    return ""
 
 
 def classify_alone(run: Run) -> ReadNormalizer | None:

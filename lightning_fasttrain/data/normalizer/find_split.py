@@ -5,15 +5,12 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
-
 from lightning_fasttrain.core.batch import find_labels
 from lightning_fasttrain.core.distributed import from_all_ranks
 from lightning_fasttrain.core.messages import explain, list_some, say, warn
 from lightning_fasttrain.data.normalizer.classify_terms import (
     classify_alone,
     classify_terms,
-    error_of,
     list_rules,
     match_rules,
 )
@@ -79,7 +76,7 @@ def find_split(
     altered = _try_altered(verdict, trial, stage)
     verdict = _judge_altered(verdict, altered)
     if not whole_batches:
-        verdict = replace(verdict, statistics=_name_statistics(trial, stage))
+        verdict = replace(verdict, statistics=list_some(trial.statistics))
         if trial.splits and trial.whole is not None:
             verdict = replace(verdict, changed=trial.whole.changed)
     if together:
@@ -93,17 +90,6 @@ def find_split(
     split.leaves = tuple(map(weakref.ref, trial.parameters))
     split.log_rules = find_log_rules(split, [trial, *altered])
     return split
-
-
-def _name_statistics(trial: Trial, stage: Stage) -> str:
-    if not trial.statistics:
-        return ""
-    names: list[str] = []
-    for model in stage.models:
-        for name, layer in model.named_modules():
-            if isinstance(layer, torch.nn.modules.batchnorm._BatchNorm) and layer.training:
-                names.append(repr(name))
-    return list_some(names)
 
 
 @dataclass(frozen=True)
@@ -160,11 +146,11 @@ def _judge(trial: Trial, count: Count, preferred: CountRule | None) -> _Verdict:
             shows_nothing=trial.shows_nothing,
         )
     if callable(count):
-        return _Verdict(error=error_of(LossSplit(None, count), trial), limit=trial.limit)
+        return _Verdict(error=trial.error(LossSplit(None, count).weigh), limit=trial.limit)
     read = classify_terms(trial)
     if isinstance(read, str):
         return _Verdict(why_not=read)
-    error = error_of(LossSplit(read, None), trial)
+    error = trial.error(LossSplit(read, None).weigh)
     return _Verdict(read, match_rules(read, trial, preferred), error=error, limit=trial.limit)
 
 
@@ -222,6 +208,7 @@ def _conclude(verdict: _Verdict, trial: Trial, count: Count, check: bool, may_sc
     _refuse_what_cannot_be_split(verdict, trial, is_given=callable(count), check=check)
     if not verdict.checked:
         return _choose_unchecked(verdict, trial, count)
+    error = verdict.error
     if callable(count):
         split = LossSplit(None, count)
     elif verdict.read is not None:
@@ -231,18 +218,20 @@ def _conclude(verdict: _Verdict, trial: Trial, count: Count, check: bool, may_sc
     elif check:
         raise CannotSplitError(verdict.why_not, trial)
     else:
-        return _take_nearest_rule(trial)
+        # The loss hides its normalizers; of all rules, the nearest is taken.
+        split = min([LossSplit(None, rule) for rule in list_rules(trial)], key=lambda one: trial.error(one.weigh))
+        error = trial.error(split.weigh)
     if verdict.is_right:
         accepts_changes = callable(count) or not check
         _refuse_what_this_step_cannot_use(split, verdict, trial, may_scale, accepts_changes)
-        _say_found(split, verdict.error, trial)
-        return split
-    if check:
-        why = f"the micro-batches' gradients differ from that of the unsplit samples by {verdict.error:.2g}"
+        _say_found(split, error, trial)
+    elif check:
+        why = f"the micro-batches' gradients differ from that of the unsplit samples by {error:.2g}"
         if callable(count):
             raise CannotSplitError(f"count= does not split this loss exactly: {why}", trial)
         raise CannotSplitError(f"{why}, weighted by {split}: samples of a batch depend on one another", trial)
-    _warn_unchecked(split, verdict.error)
+    else:
+        warn(f"each micro-batch is weighted by {split}, with an error of {error:.1%}, which changes the training")
     return split
 
 
@@ -266,18 +255,6 @@ def _refuse_what_cannot_be_split(verdict: _Verdict, trial: Trial, is_given: bool
         warn(f"{_STATISTICS} ({verdict.statistics}), which changes the training")
     if verdict.failed and check and not is_given:
         raise CannotSplitError(verdict.why_not, trial)
-
-
-def _take_nearest_rule(trial: Trial) -> LossSplit:
-    """Return the counting rule with the smallest error, for ``check=False`` and a loss that hides its normalizers."""
-    splits = [LossSplit(None, rule) for rule in list_rules(trial)]
-    nearest = min(splits, key=lambda split: error_of(split, trial))
-    _warn_unchecked(nearest, error_of(nearest, trial))
-    return nearest
-
-
-def _warn_unchecked(split: LossSplit, error: float) -> None:
-    warn(f"each micro-batch is weighted by {split}, with an error of {error:.1%}, which changes the training")
 
 
 def _choose_unchecked(verdict: _Verdict, trial: Trial, count: Count) -> LossSplit:

@@ -11,7 +11,6 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_fasttrain.core.batch import find_labels
 from lightning_fasttrain.core.distributed import from_all_ranks
-from lightning_fasttrain.data.normalizer.classify_terms import error_of
 from lightning_fasttrain.data.normalizer.log_rules import match_log_rules
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit
 from lightning_fasttrain.data.normalizer.trial.runs import Trial
@@ -201,7 +200,7 @@ def _error_of(split: LossSplit, trial: Trial) -> float:
     """Return the largest relative error of the gradient if micro-batches are trimmed."""
     if split.read is not None and any(run.structure != split.read.structure for run in trial.runs):
         return float("inf")
-    return error_of(split, trial)
+    return trial.error(split.weigh)
 
 
 def _name_module(outcome: Outcome, stage: Stage, batch: Any, extents: Extents, row: int) -> Outcome:

@@ -9,9 +9,10 @@ from lightning_fasttrain.core.distributed import from_all_ranks
 from lightning_fasttrain.core.messages import explain, list_some
 from lightning_fasttrain.core.modules.select import is_wanted, keep_outermost, list_kinds
 from lightning_fasttrain.data.normalizer.find_split import CannotSplitError
+from lightning_fasttrain.data.normalizer.trial.deterministic_step import list_batch_statistics
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample
 from lightning_fasttrain.data.normalizer.trial.try_split import Stage, Trial, try_split
-from lightning_fasttrain.data.trunk.micro_batch_forward import Trunk, list_batch_statistics, refuse_batch_statistics
+from lightning_fasttrain.data.trunk.micro_batch_forward import Trunk, refuse_batch_statistics
 from lightning_fasttrain.data.trunk.try_trunk import FAILURES, TrialOnBatch, TrialOnOutputs, TrialOnSamples, TrunkTrial
 
 Through = str | type[nn.Module] | Sequence[str | type[nn.Module]]

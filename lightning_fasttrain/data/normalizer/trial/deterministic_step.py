@@ -5,11 +5,11 @@ differs.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
@@ -176,3 +176,10 @@ def _rows_of(whole: Tensor, rows: slice, size: int) -> Tensor:
     """Return the rows of these samples, where each sample has several (a flattened batch of sequences)."""
     each = whole.shape[0] // size if whole.ndim > 0 else 0
     return whole if each == 0 else whole[rows.start * each : rows.stop * each]
+
+
+def list_batch_statistics(module: nn.Module) -> Iterator[str]:
+    """Yield the names of layers whose outputs for a sample depend on the rest of the batch."""
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training:
+            yield name

@@ -40,17 +40,12 @@ class ReadTerm:
 
 def as_numbers(term: Term) -> ReadTerm:
     """Return a term without its graph; this waits for the device."""
-    summed = count_summed(term.node) if term.kind in ("sum", "quotient") else None
     slots = tuple(Slot(float(slot.value), slot.divides) for slot in term.slots)
+    summed = count_summed(term.node) if term.kind in ("sum", "quotient") else None
+    summed = None if summed is None else float(summed)
     ignored = getattr(term.node, "_saved_ignore_index", None)
-    return ReadTerm(
-        term.kind,
-        term.name,
-        slots,
-        None if summed is None else float(summed),
-        is_of_parameters(term.node),
-        None if ignored is None else signed(ignored),
-    )
+    ignored = None if ignored is None else signed(ignored)
+    return ReadTerm(term.kind, term.name, slots, summed, is_of_parameters(term.node), ignored)
 
 
 @dataclass(frozen=True)
@@ -134,7 +129,7 @@ class Trial:
         splits: the runs of the micro-batches, for each way of splitting; empty where there was nothing to compare.
         rounding: whether low precision hides small differences.
         precision: the precision in which it ran, as of a :class:`DeterministicStep`.
-        statistics: whether BatchNorm used statistics of the batch.
+        statistics: names of the BatchNorm layers that used statistics of the batch.
         why_not: why there is nothing to compare; empty if there is.
         is_skipped: whether the step returned None, so that nothing is known yet.
         failed: whether the step raised an error other than out of memory on a few samples.
@@ -145,7 +140,7 @@ class Trial:
     splits: list[list[Run]] = field(default_factory=list)
     rounding: bool = True
     precision: str = "as it is"
-    statistics: bool = False
+    statistics: Sequence[str] = ()
     why_not: str = ""
     is_skipped: bool = False
     failed: bool = False
@@ -199,12 +194,12 @@ class Trial:
         assert self.whole is not None
         # A micro-batch without counted elements has a mean of NaN, and a weight of 0.
         used = [(weight, run) for weight, run in zip(weights, runs, strict=True) if weight != 0]
-        if not all(run.is_finite for run in (self.whole, *[run for _, run in used])):
-            return float("inf")
         missed, size = self.whole.values, abs(self.whole.loss)
         for weight, run in used:
             missed = missed - weight * run.values
             size = max(size, abs(weight * run.loss))
+        if not torch.isfinite(missed).all():
+            return float("inf")
         norms, missed_norms = self._norms(self.whole.values), self._norms(missed)
         average = math.sqrt(sum(norm**2 for norm in norms) / max(1, len(norms)))
         error = abs(float(missed[0])) / size if size else 0.0

@@ -18,7 +18,11 @@ from lightning_fasttrain.core.modules.wrapped_forward import patch, without_roun
 from lightning_fasttrain.core.state.restore import remember
 from lightning_fasttrain.data.normalizer.read_normalizers import read_normalizers
 from lightning_fasttrain.data.normalizer.summed_values import walk_graph
-from lightning_fasttrain.data.normalizer.trial.deterministic_step import DeterministicStep, autocast_device
+from lightning_fasttrain.data.normalizer.trial.deterministic_step import (
+    DeterministicStep,
+    autocast_device,
+    list_batch_statistics,
+)
 from lightning_fasttrain.data.normalizer.trial.runs import (
     LOW,
     NO_GRADIENT,
@@ -118,7 +122,10 @@ def _try(stage: Stage, sample: Sample, precision: str) -> Trial:
             for micro_batch, rows in cutting:
                 restore()
                 splits[-1].append(_run_once(stage, mode, micro_batch, rows, sample.size))
-    trial = Trial(sample, whole, splits, precision=precision, statistics=mode.statistics)
+    trial = Trial(sample, whole, splits, precision=precision)
+    if mode.statistics:
+        for model in stage.models:
+            trial.statistics = [*trial.statistics, *map(repr, list_batch_statistics(model))]
     if splits:
         # A step may create leaves of its own, such as inputs of a gradient penalty, which differ between runs.
         others = set(itertools.chain.from_iterable(run.entries for run in trial.runs[1:]))
