@@ -129,6 +129,7 @@ class BatchClosures:
                 return _BatchRun(self, batch, rest, optimizer).run()
             except OtherSplitError as error:
                 self.search.find_another(batch, rest, error, attempt, is_first=zero_grad is not None)
+                # The micro-batches that ran have left gradients with the wrong weights.
                 if zero_grad is not None:
                     zero_grad()
         raise CannotSplitError(OUT_OF_TRIES)
@@ -214,6 +215,7 @@ class _BatchRun:
         with logs.collecting():
             outputs = self._forward_backward(cut.parts, weights, logs)
         counts = weights.counts
+        # A mean that is logged beside a loss that is a sum has no normalizer to take from it.
         if split.is_sum:
             counts = [batch_size(cut.parts[part]) for part in weights.held]
         logs.loss_counts = dict(zip(weights.held, counts, strict=True))

@@ -98,6 +98,7 @@ class BatchLogs:
     def _note(self, name: str, value: Any, kwargs: dict[str, Any]) -> LogCall:
         if not isinstance(value, Tensor):
             return LogCall(self.part, value, kwargs)
+        # Reading a graph takes time, so it is done only where the divisor is used.
         rules = self.rules.get(name)
         reads = len(self.parts) > 1 and (not rules or rules[0] == OWN)
         return LogCall(self.part, value.detach(), kwargs, own_divisor(value) if reads else None)
@@ -208,6 +209,7 @@ class BatchLogs:
             return _as_weights([call.kwargs["batch_size"] for call in seen])
         if rule == OWN and all(call.own is not None for call in seen):
             return _as_weights([call.own for call in seen])
+        # A name need not be logged in every micro-batch.
         logging = tuple(call.part for call in seen)
         if (rule, logging) not in self._shared:
             self._shared[rule, logging] = _as_weights([self._count(rule, part) for part in logging])

@@ -68,6 +68,7 @@ class SplitSearch:
         votes = micro is not None and micro.adaptive and self.trainer.world_size > 1
         is_due = not votes and self._looks.is_due(lambda: self._may_show_more(batch))
         if micro is not None:
+            # Before any search, whose samples must fit in memory as a micro-batch does.
             micro.n = micro.trimming.count_parts(batch, micro.n)
         if self.split is None and self._takes_shared():
             return
@@ -176,6 +177,7 @@ class SplitSearch:
                 differing[name] = seen
         if differing and self.micro is not None and self.micro.split is split_batch:
             self._log_looks += 1
+            # One name is enough to choose rows: what differs in one value mostly differs in the others.
             first, second = _pick_rows(cut, next(iter(differing.values())))
             stage, pairs = self._stage(rest), sample_pairs(batch, first, second)
             with self._looks.timed():

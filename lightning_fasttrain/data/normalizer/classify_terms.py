@@ -1,5 +1,6 @@
 """Classify the divisors in a loss as normalizers or constant factors, and find the rules that count them."""
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -23,8 +24,7 @@ _NOTHING = "1 (the loss is a sum over samples)"
 def list_rules(trial: Trial, preferred: CountRule | None = None) -> list[CountRule]:
     """Return the counting rules that apply to such batches, the likeliest first."""
     rules = [] if preferred is None else [preferred]
-    if trial.whole is not None:
-        rules += _count_labels(term.ignored for term in trial.whole.terms if term.ignored is not None)
+    rules += _count_labels(term.ignored for term in trial.whole.terms if term.ignored is not None)
     rules += [CountRule("targets"), CountRule("next_tokens"), CountRule("samples"), CountRule("sum")]
     rules += _count_labels(sorted(_may_be_ignored(trial)))
     found: dict[CountRule, None] = {}
@@ -44,7 +44,7 @@ def _count_labels(ignored: Iterable[int]) -> Iterator[CountRule]:
 def _may_be_ignored(trial: Trial) -> set[int]:
     """Return labels that may be ignored: the smallest, largest and most frequent of the samples, and the usual ones."""
     found: set[int] = set()
-    for run in trial.splits[0] if trial.splits else ():
+    for run in itertools.chain.from_iterable(trial.splits[:1]):
         labels = find_labels(run.batch)[1]
         if labels is not None and labels.numel() > 0:
             values, frequencies = labels.cpu().unique(return_counts=True)
@@ -59,6 +59,7 @@ def match_rules(read: ReadNormalizer, trial: Trial, preferred: CountRule | None)
 
     The likeliest is first; those that give the normalizer itself are before all others.
     """
+    # A rule that is only proportional, as samples are in rows of equal length, fits more batches by chance.
     equal: dict[CountRule, float] = {}
     proportional: dict[CountRule, float] = {}
     for rule in list_rules(trial, preferred):
@@ -78,6 +79,7 @@ def _find_scale(read: ReadNormalizer, rule: CountRule, trial: Trial) -> float | 
             continue
         if counted == 0:
             return None
+        # The first ratio is the one that all others must have.
         scale = scale or count / counted
         if not torch.isclose(torch.tensor(count / counted), torch.tensor(scale)):
             return None
@@ -87,13 +89,14 @@ def _find_scale(read: ReadNormalizer, rule: CountRule, trial: Trial) -> float | 
 def classify_terms(trial: Trial) -> ReadNormalizer | str:
     """Return which of the values read from the graphs weights micro-batches, or the reason why none does."""
     why_not = _find_unreadable(trial.runs)
-    if why_not or trial.whole is None:
+    if why_not:
         return why_not
     whole = trial.whole
     varying = tuple(_find_varying(place, trial.runs) for place in range(len(whole.terms)))
     normalizers: list[ReadNormalizer] = []
     for place, term in enumerate(whole.terms):
         read = ReadNormalizer(whole.structure, place, (), varying, 0.0, None, _describe(term))
+        # A factor is the same for all samples, and so is what cancels.
         if not varying[place] or _cancels(read, trial.runs):
             continue
         offset = _find_offset(read, trial)
@@ -106,6 +109,7 @@ def classify_terms(trial: Trial) -> ReadNormalizer | str:
     # A penalty on weights is the same in each micro-batch, whose weights add up to 1.
     if not all(term.of_parameters for place, term in enumerate(whole.terms) if place not in places):
         return "the loss adds a sum over samples to a mean"
+    # Several terms have one normalizer if it gives each micro-batch the same share in all of them.
     first = normalizers[0]
     expected = _list_shares(first, trial)
     for other in normalizers[1:]:
@@ -178,7 +182,6 @@ def _find_varying(place: int, runs: Sequence[Run]) -> tuple[int, ...]:
 
 def _find_offset(read: ReadNormalizer, trial: Trial) -> float | None:
     """Return the constant added to a count, such as an epsilon; None if the value does not add up like a count."""
-    assert trial.whole is not None
     whole = read.count_in(trial.whole)
     offsets: list[float] = []
     for runs in trial.splits:

@@ -73,20 +73,22 @@ def find_split(
     if verdict.is_unsure:
         trial = try_in_float64(stage, trial)
         verdict = _judge(trial, count, preferred)
+    # What fits these samples may do so by chance, such as full masks: it must fit altered ones, too.
     altered = _try_altered(verdict, trial, stage)
     verdict = _judge_altered(verdict, altered)
     if not whole_batches:
         verdict = replace(verdict, statistics=list_some(trial.statistics))
-        if trial.splits and trial.whole is not None:
+        if trial.splits:
             verdict = replace(verdict, changed=trial.whole.changed)
+    # Ranks that split a batch in different ways would wait for one another.
     if together:
         verdict = _worst(from_all_ranks([verdict]))
     split = _conclude(verdict, trial, count, check, stage.may_scale)
-    if split is None or trial.whole is None:
-        return split
-    if split.read is not None:
-        counted = split.count_in(trial.whole) or 0.0
-        split.per_sample = counted / trial.sample.size if counted > 0 else 1.0
+    if split is None:
+        return None
+    counted = split.count_in(trial.whole) if split.read is not None else None
+    if counted is not None and counted > 0:
+        split.per_sample = counted / trial.sample.size
     split.leaves = tuple(map(weakref.ref, trial.parameters))
     split.log_rules = find_log_rules(split, [trial, *altered])
     return split
@@ -156,19 +158,18 @@ def _judge(trial: Trial, count: Count, preferred: CountRule | None) -> _Verdict:
 
 def _guess_normalizer(trial: Trial) -> ReadNormalizer | None:
     """Return the likely normalizer where gradients cannot be compared, as far as the graph shows one."""
-    if trial.whole is None:
-        return None
-    read = classify_terms(trial) if trial.splits else None
+    if not trial.splits:
+        return classify_alone(trial.whole)
+    read = classify_terms(trial)
     if isinstance(read, str):
         return None
-    if read is None or read.term is None:
-        read = classify_alone(trial.whole) or read
-    return read
+    # Without targets, no divisor differs from sample to sample.
+    return (classify_alone(trial.whole) or read) if read.term is None else read
 
 
 def _try_altered(verdict: _Verdict, trial: Trial, stage: Stage) -> list[Trial]:
     """Run the step on the same samples with other weights, masks and labels, where this adds information."""
-    if verdict.read is None or not verdict.is_right or not stage.gradients or trial.whole is None:
+    if verdict.read is None or not verdict.is_right or not stage.gradients:
         return []
     ignored = {term.ignored for term in trial.whole.terms}
     # A plain cross_entropy; for any other loss, labels that it does not ignore may be out of range.
@@ -194,6 +195,7 @@ def _worst(verdicts: Sequence[_Verdict]) -> _Verdict:
     checked = checked or [verdict for verdict in verdicts if verdict.read is not None]
     if not checked:
         return next((verdict for verdict in verdicts if not verdict.skipped), verdicts[0])
+    # Errors in different precisions are compared by how far they are from their limits.
     worst = max(checked, key=lambda verdict: (bool(verdict.why_not), verdict.error / verdict.limit))
     rules = dict(worst.rules)
     for verdict in checked:

@@ -32,27 +32,23 @@ def find_log_rules(split: LossSplit, trials: Sequence[Trial]) -> dict[str, tuple
         >>> find_log_rules(LossSplit(None, None), [Trial(Sample(runs[0].batch, 3, []), runs[0], [runs[1:]])])
         {'rows': (CountRule(name='sum', ignore_index=-100),)}
     """
-    first = trials[0].whole
-    if first is None or not trials[0].splits:
+    if not trials[0].splits:
         return {}
     counting = list_rules(trials[0])
     by_samples = [rule for rule in counting if rule == SAMPLES]
     others = [rule for rule in counting if rule not in (SAMPLES, SUM)]
     found: dict[str, tuple[LogRule, ...]] = {}
-    for name in first.logged:
+    for name in trials[0].whole.logged:
         if not all(name in run.logged for trial in trials for run in trial.runs):
             continue
-        is_loss = all(_is_loss(name, trial.whole) for trial in trials)
+        values = [(trial.whole.logged[name].value, trial.whole.loss) for trial in trials]
+        is_loss = all(_is_near(value, loss, 1.0, _ROUNDING) for value, loss in values)
         likely = [LOSS, *by_samples] if is_loss else [*by_samples, LOSS]
         rules = match_log_rules(split, name, [OWN, *likely, *others, SUM], trials)
         if OWN in rules or is_loss:
             rules = rules[:1]  # its graph shows its divisor, or it is the loss: others match by chance
         found[name] = rules
     return found
-
-
-def _is_loss(name: str, run: Run | None) -> bool:
-    return run is not None and _is_near(run.logged[name].value, run.loss, 1.0, _ROUNDING)
 
 
 def match_log_rules(
@@ -67,7 +63,11 @@ def match_log_rules(
         trials: runs on some samples and on their micro-batches.
         rounding: relative difference that counts as rounding.
     """
-    return tuple(rule for rule in rules if all(_fits(split, name, rule, trial, rounding) for trial in trials))
+    found: list[LogRule] = []
+    for rule in rules:
+        if all(_fits(split, name, rule, trial, rounding) for trial in trials):
+            found.append(rule)
+    return tuple(found)
 
 
 def settle_log_rules(
@@ -109,21 +109,23 @@ def merge_log_rules(before: LogRules, now: LogRules) -> dict[str, tuple[LogRule,
 
 def _fits(split: LossSplit, name: str, rule: LogRule, trial: Trial, rounding: float) -> bool:
     """Whether a rule gives the unsplit value of a name; also where the samples did not log it."""
-    if trial.whole is None or name not in trial.whole.logged:
+    if name not in trial.whole.logged:
         return True
     expected = trial.whole.logged[name].value
     for runs in trial.splits:
-        runs = [run for run in runs if name in run.logged]
-        weights = [_weight(split, name, rule, run) for run in runs]
-        known = [weight for weight in weights if weight is not None]
-        total = 1.0 if rule == SUM else sum(known)
-        if len(known) < len(runs) or not total:
-            return False
-        # A micro-batch without counted elements has a mean of NaN, and a weight of 0.
-        products = [weight * run.logged[name].value for weight, run in zip(known, runs, strict=True) if weight]
+        total, combined, size = 0.0, 0.0, 0.0
+        for run in runs:
+            weight = _weight(split, name, rule, run) if name in run.logged else 0.0
+            if weight is None:
+                return False
+            total += weight
+            if weight:  # a micro-batch without counted elements has a mean of NaN
+                combined += weight * run.logged[name].value
+                size = max(size, abs(weight * run.logged[name].value))
+        total = 1.0 if rule == SUM else total  # a sum is not divided
         # A small difference of large numbers, such as a divergence, has few exact digits.
-        size = max(map(abs, [*products, rounding * trial.whole.loss * total]))
-        if not _is_near(sum(products) / total, expected, size / total, rounding):
+        size = max(size, rounding * abs(trial.whole.loss * total))
+        if not total or not _is_near(combined / total, expected, size / total, rounding):
             return False
     return True
 

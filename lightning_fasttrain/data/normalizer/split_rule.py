@@ -171,11 +171,11 @@ class LossSplit:
         return self.read.term is None if self.read is not None else is_sum(self.count)
 
     def count_in(self, run: Run) -> float | None:
-        """Return the count of a run by this rule; None where losses are added unweighted, or no rule is known."""
+        """Return the count of a run by this rule; None where losses are added unweighted, or it does not apply."""
         if self.is_sum:
             return None
         if self.read is not None:
-            return self.read.count_in(run)
+            return self.read.count_in(run) if run.structure == self.read.structure else None
         return None if self.count is None else float(self.count(run.batch))
 
     def weigh(self, runs: Sequence[Run]) -> list[float]:

@@ -74,8 +74,7 @@ class TrialOnSamples:
 
     def is_exact(self, trunk: Trunk) -> bool:
         run = _run_through(self.stage, self._trial, trunk, 2)
-        whole = self._trial.whole
-        return run is not None and whole is not None and _is_near(self._trial, trunk, whole, run)
+        return run is not None and _is_near(self._trial, trunk, self._trial.whole, run)
 
 
 class TrialOnOutputs(TrialOnSamples):
@@ -146,7 +145,7 @@ class TrialOnBatch:
         whole = self._trial.whole
         one = _run_through(self.stage, self._trial, trunk, self._n)
         other = _run_through(self.stage, self._trial, trunk, self._n + 1 if self._n < self._size else self._n - 1)
-        if whole is None or one is None or other is None:
+        if one is None or other is None:
             return False
         as_unsplit = replace(one, loss=whole.loss, changed=whole.changed)
         return all(_is_near(self._trial, trunk, as_unsplit, run) for run in (one, other))

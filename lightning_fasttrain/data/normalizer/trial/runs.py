@@ -1,5 +1,6 @@
 """The results of a step on a few samples and on their micro-batches, and the error of a weighted sum of the latter."""
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -125,7 +126,7 @@ class Trial:
 
     Attributes:
         sample: the samples on which it was tried.
-        whole: the run on the unsplit sample.
+        whole: the run on the unsplit sample; one without terms where the step did not run.
         splits: the runs of the micro-batches, for each way of splitting; empty where there was nothing to compare.
         rounding: whether low precision hides small differences.
         precision: the precision in which it ran, as of a :class:`DeterministicStep`.
@@ -136,7 +137,7 @@ class Trial:
     """
 
     sample: Sample
-    whole: Run | None = None
+    whole: Run = field(default_factory=lambda: Run(None, math.nan))
     splits: list[list[Run]] = field(default_factory=list)
     rounding: bool = True
     precision: str = "as it is"
@@ -153,15 +154,12 @@ class Trial:
     @property
     def runs(self) -> list[Run]:
         """All runs, the unsplit one first."""
-        found = [] if self.whole is None else [self.whole]
-        for micro_batches in self.splits:
-            found += micro_batches
-        return found
+        return [self.whole, *itertools.chain.from_iterable(self.splits)]
 
     @property
     def parameters(self) -> list[Tensor]:
         """The leaves whose gradients the runs hold."""
-        return [] if self.whole is None else list(self.whole.entries)
+        return list(self.whole.entries)
 
     @property
     def limit(self) -> float:
@@ -191,7 +189,6 @@ class Trial:
         return max(self._error(runs, weigh(runs)) for runs in self.splits)
 
     def _error(self, runs: list[Run], weights: list[float]) -> float:
-        assert self.whole is not None
         # A micro-batch without counted elements has a mean of NaN, and a weight of 0.
         used = [(weight, run) for weight, run in zip(weights, runs, strict=True) if weight != 0]
         missed, size = self.whole.values, abs(self.whole.loss)
@@ -212,7 +209,6 @@ class Trial:
 
     def _norms(self, values: Tensor) -> list[float]:
         """Return the norm of each parameter's entries."""
-        assert self.whole is not None
         sizes = [entries.numel() for entries in self.whole.entries.values()]
         return [float(entries.norm()) for entries in values[1:].split(sizes)]
 

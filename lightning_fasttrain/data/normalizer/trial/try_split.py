@@ -75,7 +75,7 @@ def try_split(stage: Stage, samples: Iterator[Sample], precision: str = "float32
 def try_in_float64(stage: Stage, trial: Trial) -> Trial:
     """Return a trial in float64, which distinguishes rounding from a real difference; the given one where it fails."""
     precise = try_split(stage, iter([trial.sample]), "float64")
-    if precise.precision != "float64" or precise.why_not or precise.whole is None or trial.whole is None:
+    if precise.precision != "float64" or precise.why_not:
         return trial
     # It must change rounding alone: kernels of quantized layers, for instance, do not support it.
     one, other = trial.whole.values, precise.whole.values
@@ -120,7 +120,7 @@ def _try(stage: Stage, sample: Sample, precision: str) -> Trial:
         for cutting in sample.cuttings:
             splits.append([])
             for micro_batch, rows in cutting:
-                restore()
+                restore()  # so that it begins with the state that the unsplit run began with
                 splits[-1].append(_run_once(stage, mode, micro_batch, rows, sample.size))
     trial = Trial(sample, whole, splits, precision=precision)
     if mode.statistics:
