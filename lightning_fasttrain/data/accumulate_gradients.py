@@ -25,7 +25,7 @@ from lightning_fasttrain.data.normalizer.trial.step_function import key_of, loss
 from lightning_fasttrain.data.padding.trim_search import TrimPadding, TrimSearch, check_budget
 from lightning_fasttrain.data.split_batch import batch_size, list_tensors
 from lightning_fasttrain.data.step_gradients import StepGradients, add_gradients, sum_gradients_in_float32
-from lightning_fasttrain.data.trunk.batch_search import OUT_OF_TRIES, TRIES, BatchSearch
+from lightning_fasttrain.data.trunk.batch_search import OUT_OF_TRIES, TRIES, BatchSearch, Found
 from lightning_fasttrain.data.trunk.micro_batch_forward import Trunk
 
 Step = Callable[[Any], Any]
@@ -101,6 +101,7 @@ def accumulate_gradients(
         if isinstance(found.split, Trunk):
             trimming.refuse_trunk(found.split)
             return _run_through(found.split, step, batch, n, backward)
+        assert found.split is not None  # this stage refuses a step that returns None
         gradients = StepGradients(found.split.parameters)
         try:
             return call.accumulate(call.cut(batch, found.trimming), found.split, gradients)
@@ -175,9 +176,14 @@ def accumulate_window(
 class _Found:
     """Rules for splitting the loss of a step function and cutting its padding off, and when they are checked again."""
 
-    split: LossSplit | Trunk
+    split: Found
     trimming: TrimSearch
     looks: Looks = field(default_factory=Looks)
+
+    @property
+    def shows_nothing(self) -> bool:
+        """Whether no batch has shown how the loss is split, as without targets."""
+        return self.split is None or (isinstance(self.split, LossSplit) and self.split.provisional)
 
 
 _found: OrderedDict[Any, _Found] = OrderedDict()  # keyed by step and count
@@ -216,23 +222,20 @@ class _Call:
         known = _found.get(key)
         if known is None and most == 1:  # "sum" needs no labels in the batch
             return _Found(LossSplit(None, self.count if callable(self.count) else CountRule("sum")), trimming)
-        before = None if known is None else known.split
-        looks = Looks() if known is None else known.looks
-
-        def may_show_more() -> bool:
-            reads = isinstance(before, LossSplit) and before.read is not None
-            return reads and self.check and not self.is_window and batch_size(batch) > 1
-
-        is_due = looks.is_due(may_show_more)
-        if known is None or is_due or (isinstance(before, LossSplit) and before.provisional):
-            with looks.timed():
-                split = self.search(batch).find(before)
-            assert split is not None  # this stage refuses a step that returns None
-            known = _found.setdefault(key, _Found(split, trimming, looks))
-            known.split = split
+        known = known or _Found(None, trimming)
+        is_due = known.looks.is_due(lambda: self._may_show_more(known.split, batch))
+        if is_due or known.shows_nothing:
+            with known.looks.timed():
+                known.split = self.search(batch).find(known.split)
+            _found[key] = known
             if len(_found) > _MOST_FOUND:
                 _found.popitem(last=False)
         return known
+
+    def _may_show_more(self, split: Found, batch: Any) -> bool:
+        """Whether a later batch could refute a split: one that is read, and was checked on rows of one batch."""
+        is_read = isinstance(split, LossSplit) and split.read is not None
+        return is_read and self.check and not self.is_window and batch_size(batch) > 1
 
     def _key(self, trimming: TrimSearch) -> tuple[Any, ...]:
         """Return a key that is equal for calls of the same function with the same settings."""

@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -102,9 +103,13 @@ class Run:
 
     def keep(self, leaves: Sequence[Tensor]) -> None:
         """Keep the gradients of these leaves alone; zeros where the loss does not depend on one."""
-        self.entries = {leaf: self.entries.get(leaf, entries_of(leaf, None)) for leaf in leaves}
+        kept: dict[Tensor, Tensor] = {}
+        for leaf in leaves:
+            kept[leaf] = self.entries[leaf] if leaf in self.entries else entries_of(leaf, None)
+        self.entries = kept
+        vars(self).pop("values", None)
 
-    @property
+    @cached_property
     def values(self) -> Tensor:
         """The loss, followed by the entries of the gradient."""
         return torch.cat([torch.tensor([self.loss], dtype=torch.float64), *self.entries.values()])
