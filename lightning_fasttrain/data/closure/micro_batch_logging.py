@@ -231,7 +231,9 @@ class BatchLogs:
         # A micro-batch without targets logs NaN, which some rules leave out and others do not.
         same = [torch.isclose(other, results[0], _ROUNDING, 0.0, equal_nan=True) for other in results[1:]]
         differ = ~torch.stack(same).all()
-        return bool(differ) if all(call.is_on_host for call in seen) else differ
+        if all(call.is_on_host for call in seen):
+            return bool(differ)
+        return differ
 
 
 def _can_merge(pl_module: L.LightningModule, metric: Metric) -> bool:

@@ -227,18 +227,19 @@ class SplitSearch:
 
     def _search(self, batch: Any, rest: list[Any]) -> BatchSearch:
         """Return the search on this batch."""
-        micro, technique = self.micro, self._counting
+        technique = self._counting
+        n, split = (1, split_batch) if self.micro is None else (self.micro.n, self.micro.split)
         return BatchSearch(
             _NAME,
             self._stage(rest),
             batch,
-            1 if micro is None else micro.n,
-            split_batch if micro is None else micro.split,
+            n,
+            split,
             technique.count,
             technique.check,
             technique.found_before,
             is_window=self.window is not None,
-            whole_batches=micro is None,
+            whole_batches=self.micro is None,
         )
 
     def _stage(self, rest: list[Any]) -> Stage:

@@ -96,7 +96,7 @@ def find_split(
 
 @dataclass(frozen=True)
 class _Verdict:
-    """What the samples of one rank show, as it is sent to the others.
+    """The result of one rank, which is sent to the others.
 
     Attributes:
         read: the normalizer that was read from the loss; None where there is none, or a given rule is checked.
@@ -148,11 +148,11 @@ def _judge(trial: Trial, count: Count, preferred: CountRule | None) -> _Verdict:
             shows_nothing=trial.shows_nothing,
         )
     if callable(count):
-        return _Verdict(error=trial.error(LossSplit(None, count).weigh), limit=trial.limit)
+        return _Verdict(error=trial.error(LossSplit(None, count).list_weights), limit=trial.limit)
     read = classify_terms(trial)
     if isinstance(read, str):
         return _Verdict(why_not=read)
-    error = trial.error(LossSplit(read, None).weigh)
+    error = trial.error(LossSplit(read, None).list_weights)
     return _Verdict(read, match_rules(read, trial, preferred), error=error, limit=trial.limit)
 
 
@@ -221,8 +221,10 @@ def _conclude(verdict: _Verdict, trial: Trial, count: Count, check: bool, may_sc
         raise CannotSplitError(verdict.why_not, trial)
     else:
         # The loss hides its normalizers; of all rules, the nearest is taken.
-        split = min([LossSplit(None, rule) for rule in list_rules(trial)], key=lambda one: trial.error(one.weigh))
-        error = trial.error(split.weigh)
+        split = min(
+            [LossSplit(None, rule) for rule in list_rules(trial)], key=lambda one: trial.error(one.list_weights)
+        )
+        error = trial.error(split.list_weights)
     if verdict.is_right:
         accepts_changes = callable(count) or not check
         _refuse_what_this_step_cannot_use(split, verdict, trial, may_scale, accepts_changes)

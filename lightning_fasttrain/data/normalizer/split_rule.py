@@ -178,7 +178,7 @@ class LossSplit:
             return self.read.count_in(run) if run.structure == self.read.structure else None
         return None if self.count is None else float(self.count(run.batch))
 
-    def weigh(self, runs: Sequence[Run]) -> list[float]:
+    def list_weights(self, runs: Sequence[Run]) -> list[float]:
         """Return the weights of the runs of all micro-batches of a batch."""
         if self.is_sum:
             return [1.0] * len(runs)

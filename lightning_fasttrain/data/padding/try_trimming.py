@@ -200,7 +200,7 @@ def _error_of(split: LossSplit, trial: Trial) -> float:
     """Return the largest relative error of the gradient if micro-batches are trimmed."""
     if split.read is not None and any(run.structure != split.read.structure for run in trial.runs):
         return float("inf")
-    return trial.error(split.weigh)
+    return trial.error(split.list_weights)
 
 
 def _name_module(outcome: Outcome, stage: Stage, batch: Any, extents: Extents, row: int) -> Outcome:

@@ -182,16 +182,16 @@ class Trial:
             return 1e-4
         return 0.3 if self.rounding else 1e-2
 
-    def error(self, weigh: Callable[[list[Run]], list[float]]) -> float:
+    def error(self, list_weights: Callable[[list[Run]], list[float]]) -> float:
         """Return the relative error of ``Σ weight · micro-batch``: the largest of the loss and all parameters.
 
         A parameter whose gradient is far below the average is compared with a share of that instead, but never with
         more than all gradients together.
 
         Args:
-            weigh: maps the runs of all micro-batches of a sample to their weights.
+            list_weights: maps the runs of all micro-batches of a sample to their weights.
         """
-        return max(self._error(runs, weigh(runs)) for runs in self.splits)
+        return max(self._error(runs, list_weights(runs)) for runs in self.splits)
 
     def _error(self, runs: list[Run], weights: list[float]) -> float:
         # A micro-batch without counted elements has a mean of NaN, and a weight of 0.
