@@ -159,6 +159,7 @@ class _BatchRun:
         self.batch, self.rest, self.optimizer = batch, rest, optimizer
 
     def run(self) -> ClosureResult:
+        """Run the batch, and log what it logged. Raises: OtherSplitError: its loss is split differently."""
         micro = self.search.micro
         if self.window is not None:
             self.window.take_reference(self.trainer, self.search.size_of(self.batch))

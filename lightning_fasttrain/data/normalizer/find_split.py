@@ -1,6 +1,5 @@
 """Find, from a few samples, how the micro-batches of a loss are weighted, and check that the loss can be split."""
 
-import itertools
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -215,15 +214,15 @@ def _conclude(verdict: _Verdict, trial: Trial, count: Count, check: bool, may_sc
         split = LossSplit(None, count)
     elif verdict.read is not None:
         split = LossSplit(verdict.read, None)
-        for rule, scale in itertools.islice(verdict.rules.items(), 1):
+        if verdict.rules:
+            rule, scale = next(iter(verdict.rules.items()))
             split = LossSplit(verdict.read, rule, scale)
     elif check:
         raise CannotSplitError(verdict.why_not, trial)
     else:
         # The loss hides its normalizers; of all rules, the nearest is taken.
-        split = min(
-            [LossSplit(None, rule) for rule in list_rules(trial)], key=lambda one: trial.error(one.list_weights)
-        )
+        splits = [LossSplit(None, rule) for rule in list_rules(trial)]
+        split = min(splits, key=lambda one: trial.error(one.list_weights))
         error = trial.error(split.list_weights)
     if verdict.is_right:
         accepts_changes = callable(count) or not check
