@@ -2,7 +2,7 @@
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,21 +17,15 @@ from lightning_fasttrain.core.distributed import rank_count
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule, named_count
 from lightning_fasttrain.data.normalizer.find_count import stage_of
-from lightning_fasttrain.data.normalizer.find_split import CannotSplitError, find_split
+from lightning_fasttrain.data.normalizer.find_split import CannotSplitError
 from lightning_fasttrain.data.normalizer.micro_batch_weights import Number
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit, OtherSplitError
 from lightning_fasttrain.data.normalizer.step_weights import StepWeights
 from lightning_fasttrain.data.normalizer.trial.looks import Looks
-from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample, sample_rows
 from lightning_fasttrain.data.normalizer.trial.step_function import key_of, loss_of
 from lightning_fasttrain.data.padding.trim_search import TrimPadding, TrimSearch, check_budget
 from lightning_fasttrain.data.step_gradients import StepGradients, add_gradients, sum_gradients_in_float32
-from lightning_fasttrain.data.trunk.batch_search import (
-    OUT_OF_TRIES,
-    TRIES,
-    BatchSearch,
-    prefer_what_shows_something,
-)
+from lightning_fasttrain.data.trunk.batch_search import OUT_OF_TRIES, TRIES, BatchSearch, Found
 from lightning_fasttrain.data.trunk.micro_batch_forward import Trunk
 
 Step = Callable[[Any], Any]
@@ -107,6 +101,7 @@ def accumulate_gradients(
         if isinstance(found.split, Trunk):
             trimming.refuse_trunk(found.split)
             return _run_through(found.split, step, batch, n, backward)
+        assert found.split is not None  # this stage refuses a step that returns None
         gradients = StepGradients(found.split.parameters)
         try:
             return call.accumulate(call.cut(batch, n, found.trimming), found.split, gradients)
@@ -188,9 +183,14 @@ def accumulate_window(
 class _Found:
     """Rules for splitting the loss of a step function and cutting its padding off, and when they are checked again."""
 
-    split: LossSplit | Trunk
+    split: Found
     trimming: TrimSearch
     looks: Looks = field(default_factory=Looks)
+
+    @property
+    def shows_nothing(self) -> bool:
+        """Whether no batch has shown how the loss is split, as without targets."""
+        return self.split is None or (isinstance(self.split, LossSplit) and self.split.provisional)
 
 
 _found: OrderedDict[Any, _Found] = OrderedDict()  # keyed by step and count
@@ -229,23 +229,20 @@ class _Call:
         known = _found.get(key)
         if known is None and most == 1:  # "sum" needs no labels in the batch
             return _Found(LossSplit(None, self.count if callable(self.count) else CountRule("sum")), trimming)
-        before = None if known is None else known.split
-        looks = Looks() if known is None else known.looks
-
-        def may_show_more() -> bool:
-            reads = isinstance(before, LossSplit) and before.read is not None
-            return reads and self.check and not self.is_window and batch_size(batch) > 1
-
-        is_due = looks.is_due(may_show_more)
-        if known is None or is_due or (isinstance(before, LossSplit) and before.provisional):
-            with looks.timed():
-                split = prefer_what_shows_something(self.search(batch).find(together=True), before)
-            assert split is not None  # this stage refuses a step that returns None
-            known = _found.setdefault(key, _Found(split, trimming, looks))
-            known.split = split
+        known = known or _Found(None, trimming)
+        is_due = known.looks.is_due(lambda: self._may_show_more(known.split, batch))
+        if is_due or known.shows_nothing:
+            with known.looks.timed():
+                known.split = self.search(batch).find(known.split)
+            _found[key] = known
             if len(_found) > _MOST_FOUND:
                 _found.popitem(last=False)
         return known
+
+    def _may_show_more(self, split: Found, batch: Any) -> bool:
+        """Whether a later batch could refute a split: one that is read, and was checked on rows of one batch."""
+        is_read = isinstance(split, LossSplit) and split.read is not None
+        return is_read and self.check and not self.is_window and batch_size(batch) > 1
 
     def _key(self, trimming: TrimSearch) -> tuple[Any, ...]:
         """Return a key that is equal for calls of the same function with the same settings."""
@@ -257,19 +254,16 @@ class _Call:
 
     def search(self, batch: Any) -> BatchSearch:
         """Return the search on a batch."""
-
-        def samples() -> Iterator[Sample]:
-            return sample_rows(batch, -(-batch_size(batch) // self.n))
-
-        def find(together: bool) -> LossSplit | None:
-            whole_batches = self.is_window and self.n == 1
-            return find_split(
-                self.stage, samples(), self.count, check=self.check, together=together, whole_batches=whole_batches
-            )
-
-        # A trunk cannot run several batches as one.
-        may_use_trunk = self.count == "auto" and not self.is_window
-        return BatchSearch("accumulate_gradients", self.stage, batch, self.n, samples, find, may_use_trunk)
+        return BatchSearch(
+            "accumulate_gradients",
+            self.stage,
+            batch,
+            self.n,
+            count=self.count,
+            check=self.check,
+            is_window=self.is_window,
+            whole_batches=self.is_window and self.n == 1,
+        )
 
     def cut(self, batch: Any, n: int, trimming: TrimSearch) -> Sequence[Any]:
         """Return the ``n`` micro-batches of a batch, or as many as its budget of tokens needs."""

@@ -25,12 +25,11 @@ from lightning_fasttrain.core.modules.wrapped_forward import (
     wrapper_on,
     wrappers_in,
 )
-from lightning_fasttrain.data.normalizer.classify_terms import gradient_floor
 from lightning_fasttrain.data.normalizer.find_count import stage_of
-from lightning_fasttrain.data.normalizer.find_split import error_limit, try_in_float64
 from lightning_fasttrain.data.normalizer.trial.looks import Looks
+from lightning_fasttrain.data.normalizer.trial.runs import Run, Trial
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample, rank_rows
-from lightning_fasttrain.data.normalizer.trial.try_split import Stage, Trial, try_split
+from lightning_fasttrain.data.normalizer.trial.try_split import Stage, try_in_float64, try_split
 from lightning_fasttrain.data.padding.document_attention import DocumentMask, Documents, read_documents
 from lightning_fasttrain.data.split_batch import pick_rows
 from lightning_fasttrain.technique import Capability, Conflict, Surgery, Technique
@@ -260,18 +259,23 @@ def _try_rows(stage: Stage, batch: Any, wrappers: Sequence[PackedForward]) -> _O
 
 def _judge(stage: Stage, trial: Trial) -> _Outcome:
     """Compare the run with padding and the one without."""
-    error = trial.splits[0].error([1.0], gradient_floor(trial))
+    error = trial.error(_weight_of_all)
     if error > _SURE and stage.gradients:
         trial = try_in_float64(stage, trial)
-        error = trial.splits[0].error([1.0], gradient_floor(trial))
-    if error > error_limit(trial):
+        error = trial.error(_weight_of_all)
+    if error > trial.limit:
         why = f"the gradient then differs by {error:.1g}: padded entries take part in it, or blocks connect tokens"
         return _Outcome(f"{why} outside of their attention", error=error)
-    padded, packed = trial.splits[0].whole.logged, trial.splits[0].runs[0].logged
-    for name, logged in padded.items():
+    packed = trial.splits[0][0].logged
+    for name, logged in trial.whole.logged.items():
         if not math.isclose(logged.value, packed[name].value, rel_tol=_LOGGED, abs_tol=1e-6):
             return _Outcome(f"the logged value {name!r} depends on padding", error=error)
     return _Outcome(error=error)
+
+
+def _weight_of_all(runs: list[Run]) -> list[float]:
+    """Return the weight of a run on all rows."""
+    return [1.0]
 
 
 class PaddingFree(Technique):

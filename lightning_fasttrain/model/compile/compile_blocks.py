@@ -109,24 +109,38 @@ def compile_blocks_(
     entries: dict[tuple[Any, ...], CompiledEntry] = {}
     compiled: dict[str, CompiledForward | CompiledLoss] = {}
     found = find_blocks(model, blocks)
-    for name, block in {**found, **(_modules_beside(model, found.values()) if head else {})}.items():
+    if head:
+        found = {**found, **_modules_beside(model, found.values())}
+    for name, block in found.items():
         if wrapper_on(block, CompiledForward):
             # A technique and a direct call may both request it.
             compiled[name] = next(wrappers_on(block, CompiledForward))
             continue
-        shapes = tuple((key, p.shape, p.dtype) for key, p in block.named_parameters())
-        # The compiler distinguishes replaced forwards by identity, so blocks with such layers share no code.
-        replaced = [id(part) for part in block.modules() if part is not block and wrapper_on(part, WrappedForward)]
-        signature = (type(block), runs_class_forward(block), shapes, *replaced)
+        signature = _sign(block)
         if signature not in entries:
             entries[signature] = CompiledEntry(block, options, check)
         compiled[name] = CompiledForward(block, name, entries[signature], fallback)
         compiled[name].install()
     if head and backend == "inductor":
-        for name, module in model.named_modules():
-            for wrapper in wrappers_on(module, WrappedForward):
-                if wrapper.can_compile and not wrapper.compiled:
-                    compiled[name] = CompiledLoss(wrapper)
+        compiled.update(_compile_losses(model))
+    return compiled
+
+
+def _sign(block: nn.Module) -> tuple[Any, ...]:
+    """Return a key that is equal for blocks which can share one compilation."""
+    shapes = tuple((key, p.shape, p.dtype) for key, p in block.named_parameters())
+    # The compiler distinguishes replaced forwards by identity, so blocks with such layers share no code.
+    replaced = [id(part) for part in block.modules() if part is not block and wrapper_on(part, WrappedForward)]
+    return type(block), runs_class_forward(block), shapes, *replaced
+
+
+def _compile_losses(model: nn.Module) -> dict[str, CompiledLoss]:
+    """Compile what replaced forwards compute between their matrix products, such as the loss at a fused head."""
+    compiled: dict[str, CompiledLoss] = {}
+    for name, module in model.named_modules():
+        for wrapper in wrappers_on(module, WrappedForward):
+            if wrapper.can_compile and not wrapper.compiled:
+                compiled[name] = CompiledLoss(wrapper)
     return compiled
 
 

@@ -5,12 +5,12 @@ differs.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
@@ -42,26 +42,8 @@ _DRAWS_IN_PLACE = {Tensor.bernoulli_, Tensor.uniform_, Tensor.normal_, Tensor.ra
 _LOWER = (torch.float32, torch.bfloat16, torch.float16)
 # Functions that concern this very tensor rather than its values.
 _AS_THEY_ARE = frozenset(
-    [
-        "__get__",
-        "__set__",
-        "grad",
-        "backward",
-        "requires_grad_",
-        "register_hook",
-        "retain_grad",
-        "double",
-        "float",
-        "half",
-        "bfloat16",
-        "to",
-        "type",
-        "is_floating_point",
-        "size",
-        "dim",
-        "numel",
-        "data_ptr",
-    ]
+    """__get__ __set__ grad backward requires_grad_ register_hook retain_grad double float half bfloat16 to type
+    is_floating_point size dim numel data_ptr""".split()  # noqa: SIM905
 )
 _MHA_DROPOUT = list(inspect.signature(F.multi_head_attention_forward).parameters).index("dropout_p")
 
@@ -223,3 +205,10 @@ def _rows_of(whole: Tensor, rows: Rows, size: int) -> Tensor:
     """Return the rows of these samples, where each sample has several (a flattened batch of sequences)."""
     each = whole.shape[0] // size if whole.ndim > 0 else 0
     return whole if each == 0 else whole[rows.start * each : rows.stop * each]
+
+
+def list_batch_statistics(module: nn.Module) -> Iterator[str]:
+    """Yield the names of layers whose outputs for a sample depend on the rest of the batch."""
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training:
+            yield name
