@@ -4,10 +4,11 @@
 
 Batches of 32 samples: real text (paragraphs of the standard library's source), and three synthetic distributions of
 lengths. Each way computes the gradient of the same batches: the whole padded batch, 8 micro-batches with its padding,
-8 micro-batches of rows of similar length without it, and as many as hold a budget of tokens. The ways take turns; times
-are CPU time of forward and backward, medians over rounds, and ratios are means over seeds, to the whole padded batch.
-``--trainers`` adds an epoch in Hugging Face's Trainer, with and without batches grouped by length, which makes other
-batches, beside one in Lightning's with ours.
+8 micro-batches of rows of similar length without it, as many as hold a budget of tokens, and 8 whose blocks run no
+padding at all. The ways take turns; times are CPU time of forward and
+backward, medians over rounds, and ratios are means over seeds, to the whole padded batch. ``--trainers log-normal``
+adds an epoch in Hugging Face's Trainer, with and without batches grouped by length, which makes other batches, beside
+one in Lightning's with ours. ``--out`` writes a picture beside the figures.
 """
 
 import argparse
@@ -30,6 +31,7 @@ from torch.utils.data import DataLoader, Dataset
 import lightning_fasttrain as ft
 from lightning_fasttrain.bench.text import read_text
 from lightning_fasttrain.core.machine import hardware, versions
+from lightning_fasttrain.data import check_padding_free, remove_padding_
 
 ROWS, PARTS, VOCABULARY, LONGEST, MEL = 32, 8, 4096, 384, 64
 MIB = 2**20
@@ -38,6 +40,7 @@ WAYS = {
     "8 micro-batches": {"n": PARTS, "trim_padding": False},
     "8 trimmed": {"n": PARTS},
     "budget": {},  # of tokens: a quarter of the padded batch
+    "8 padding-free": {"n": PARTS},
 }
 
 
@@ -136,6 +139,9 @@ class Side:
         if way == "budget":
             rows, length = batch["attention_mask"].shape
             self.how["max_tokens"] = rows // 4 * length
+        if way == "8 padding-free":
+            remove_padding_(self.model)
+            check_padding_free(lambda rows: self.compute_loss(rows)["loss"], batch)
 
     def step(self):
         self.model.zero_grad()
@@ -262,8 +268,8 @@ def train_lightning(kind, samples, callbacks):
 
 
 def compare_trainers(kind, rounds):
-    """Return the CPU time of an epoch of 16 batches in each trainer, the search for padding included."""
-    samples = make_samples(kind, 16 * ROWS, seed=0)
+    """Return the CPU time of an epoch of 8 batches in each trainer, the search for padding included."""
+    samples = make_samples(kind, 8 * ROWS, seed=0)
     sides = {
         "HF Trainer": lambda: train_hugging_face(kind, samples, grouped=False),
         "HF Trainer, group_by_length": lambda: train_hugging_face(kind, samples, grouped=True),
@@ -283,12 +289,37 @@ def compare_trainers(kind, rounds):
     return {"lengths": kind, "sides": rows}
 
 
+def draw(report, path):
+    """Draw the speed of each way for each distribution of lengths, with the range over batches."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 4))
+    ways = list(WAYS)[1:]
+    width = 0.8 / len(ways)
+    for place, way in enumerate(ways):
+        for group, found in enumerate(report["distributions"]):
+            row = next(row for row in found["ways"] if row["way"] == way)
+            spread = [[row["speed"] - row["slowest"]], [row["fastest"] - row["speed"]]]
+            x = group + (place - (len(ways) - 1) / 2) * width
+            label = way if group == 0 else None
+            axes.bar(x, row["speed"], width, yerr=spread, color=f"C{place}", label=label, error_kw={"lw": 0.8})
+    names = [f"{found['lengths']}\n{found['padding']:.0%} padding" for found in report["distributions"]]
+    axes.set_xticks(range(len(names)), names)
+    axes.axhline(1, color="gray", lw=0.8)
+    axes.set_ylabel("speed, in multiples of the padded batch's")
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150, bbox_inches="tight")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lengths", default="text,log-normal,bimodal,speech")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--trainers", action="store_true")
+    parser.add_argument("--trainers", default="", help="lengths for which trainers are compared, too")
     parser.add_argument("--out", type=Path, help="a JSON file for the figures")
     options = parser.parse_args()
     kinds = options.lengths.split(",")
@@ -303,11 +334,12 @@ def main():
     for kind in kinds:
         results = [compare(kind, seed, options.rounds) for seed in range(options.seeds)]
         report["distributions"].append(summarize(kind, results))
-    for kind in kinds if options.trainers else ():
+    for kind in filter(None, options.trainers.split(",")):
         print(f"{kind}: an epoch")
         report["trainers"].append(compare_trainers(kind, options.rounds))
     if options.out is not None:
         options.out.write_text(json.dumps(report, indent=1) + "\n")
+        draw(report, options.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.modules.wrapped_forward import patch
 from lightning_fasttrain.optim import NamedOptimizer
 from lightning_fasttrain.technique import Technique
-from lightning_fasttrain.technique.technique import is_operated_on
+from lightning_fasttrain.technique.technique import is_operated_on, list_techniques
 
 
 class FastTrainMixin:
@@ -115,5 +115,5 @@ def _with_techniques(module: FastTrainMixin, callbacks: Sequence[L.Callback] | L
     listed = [callbacks] if isinstance(callbacks, L.Callback) else list(callbacks or [])
     # By identity: two that are equal but not the same object are a mistake of the user's, which check_together reports.
     there = {id(callback) for callback in listed}
-    missing = [technique for technique in module.configure_techniques() if id(technique) not in there]
+    missing = [technique for technique in list_techniques(module.configure_techniques()) if id(technique) not in there]
     return [*listed, *missing]

@@ -310,6 +310,8 @@ CASES = [
     Case(lambda: ft.ActivationCheckpointing(), applied, effects.runs_blocks_twice),
     Case(lambda: ft.ActivationOffload(min_mib=0, folder=FOLDER), applied, effects.activations_wait_in_files),
     Case(lambda: ft.CompileBlocks(backend="aot_eager"), applied, effects.graphs_are_made, tolerance=1e-5),
+    # after CompileBlocks, which it cannot join
+    Case(lambda: ft.data.PaddingFree(), applied, effects.blocks_run_no_padding, tolerance=1e-5),
     # finetune
     Case(lambda: ft.QuantizedBase("int8"), applied, effects.weights_take_a_byte, by_hand=by_hand.QuantizedBase),
     Case(lambda: ft.LoRA(rank=2), applied, effects.only_thin_matrices_train, by_hand=by_hand.LoRA),

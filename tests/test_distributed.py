@@ -37,6 +37,14 @@ def test_ranks_cut_off_their_own_padding(found, how):
         assert saved > 0.1
 
 
+def test_ranks_run_their_blocks_without_padding(found):
+    for rank in found:
+        error, disagreement, ran = rank["padding-free"]
+        assert error < 2e-6
+        assert disagreement == 0
+        assert ran
+
+
 def test_gradients_are_synchronised_once_a_step(found):
     for rank in found:
         for key in ("reductions a step", "reductions a step, accumulating"):

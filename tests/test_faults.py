@@ -103,6 +103,11 @@ def test_float16_on_a_cpu_is_said_to_be_bfloat16():
         fit(TinyLM(), lm_batches(1), [ft.MicroBatching(2)], precision="16-mixed")
 
 
+def test_float16_weights_on_a_cpu_are_refused():
+    with pytest.raises(ValueError, match="precision='16-true' on a CPU: .* Use precision='bf16-true'"):
+        fit(TinyLM(), lm_batches(1), [ft.MicroBatching(2)], precision="16-true")
+
+
 @pytest.mark.filterwarnings("ignore:Total length of")
 def test_an_empty_loader_is_said():
     with pytest.warns(ft.FastTrainWarning, match="fit trained nothing: the training loader is empty"):

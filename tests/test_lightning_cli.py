@@ -29,6 +29,7 @@ def build(tmp_path, **trainer):
         yaml.safe_dump({"seed_everything": 0, "trainer": {**quiet, "enable_model_summary": False, **trainer}})
     )
     cli = LightningCLI(BoringModel, run=False, args=["--config", str(path)], save_config_callback=None)
+    yaml.safe_load(cli.parser.dump(cli.config, skip_none=False))  # as Lightning writes it beside the logs of a run
     return cli.trainer
 
 
@@ -80,6 +81,11 @@ def test_strategies(strategy, settings, tmp_path):
         assert made.sharding.offload == "cpu"
     else:
         assert made.stage == 2
+
+
+def test_settings_that_were_left_out_are_written_out_too(tmp_path):
+    (made,) = build(tmp_path, callbacks=[{"class_path": "lightning_fasttrain.Preemption"}]).callbacks[:1]
+    assert made.signals == (15,)
 
 
 def test_what_was_built_fits(tmp_path):

@@ -14,6 +14,7 @@ SMALLER = {  # what stands there, and what is run instead of it
     "03_fit_a_limit": ("context=128, layers=6, heads=4, width=128", "context=128, layers=2, heads=4, width=64"),
     "04_many_devices": ("layers=48", "layers=12", "batch=16, steps=12", "batch=8, steps=4"),
     "06_your_own_technique": ("steps=32", "steps=8", "batch=8", "batch=4"),
+    "08_padding": ("= 32, 2000", "= 8, 200", "clamp(8, 256)", "clamp(8, 48)", "rounds=3", "rounds=1"),
 }
 FOR_MINUTES = {"02_qlora": pytest.mark.benchmark}
 IN_A_KERNEL = NOTEBOOKS.pop("06_your_own_technique")  # one is enough: what takes long is to import everything again

@@ -44,6 +44,21 @@ def run_command(*arguments):
 
 
 @pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("HangWatch", "lightning_fasttrain.run.HangWatch"),
+        ("WeightClipping", "lightning_fasttrain.optim.WeightClipping"),
+        ("MicroBatchin", "MicroBatching"),
+    ],
+)
+def test_a_name_that_the_top_lacks_is_hinted_at(name, meant):
+    with pytest.raises(AttributeError, match=f"no attribute '{name}'. Did you mean '{meant}'"):
+        getattr(ft, name)
+    with pytest.raises(AttributeError, match="no attribute 'nothing_like_it'$"):
+        _ = ft.nothing_like_it
+
+
+@pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
         (["--help"], 0, "Train Lightning models faster"),

@@ -11,7 +11,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from lightning_fasttrain.core.host.lightning import TRANSFER_HOOKS
 from lightning_fasttrain.core.messages import explain
@@ -35,7 +35,7 @@ def load_subject(
         The module and the batch.
 
     Raises:
-        ValueError: a path or an argument that cannot be read.
+        ValueError: a path or an argument that cannot be read; or, with ``fake``, the call reads values of tensors.
         TypeError: the call returned something else, or a module without a loader.
 
     Example:
@@ -52,6 +52,11 @@ def load_subject(
             what = f"{path} with {' '.join(arguments) or 'no arguments'}"
             why = str(error).partition("\n")[0].rstrip(".")
             raise TypeError(explain(what, why, "Check the --arg values")) from error
+        except DataDependentOutputException as error:
+            what = f"{path} reads the values of a tensor while it makes the model"
+            why = "the model is made without memory, so its tensors have no values"
+            way_out = "Read data in train_dataloader, or in a LightningDataModule named with --data"
+            raise ValueError(explain(what, why, way_out)) from error
     if data:
         return _with_data(made, path, data)
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):

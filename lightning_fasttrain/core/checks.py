@@ -62,6 +62,18 @@ def positive_int(name: str, value: object) -> int:
     return value
 
 
+def real_number(name: str, value: object, example: float) -> None:
+    """Refuse what is not a number, such as a string read from a file.
+
+    Raises:
+        TypeError: neither an ``int`` nor a ``float`` (a ``bool`` is none either).
+    """
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(
+            f"{name}={value!r}: expected a number, got {type(value).__name__}. Use, for example, {name}={example}."
+        )
+
+
 def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
     """Return ``value`` if it is one of the ``allowed`` words.
 

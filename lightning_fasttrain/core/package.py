@@ -4,9 +4,11 @@ The one list of public names is ``__init__.pyi``, which type checkers and editor
 """
 
 import ast
+import difflib
 import importlib
 import importlib.metadata
 import pkgutil
+from importlib import resources
 
 PACKAGE = __name__.partition(".")[0]
 
@@ -48,10 +50,23 @@ def find_public(name: str) -> object:
     if f"{PACKAGE}.{name}" in SUBPACKAGES.values():
         return importlib.import_module(f"{PACKAGE}.{name}")
     if name not in SUBPACKAGES:
-        raise AttributeError(f"module {PACKAGE!r} has no attribute {name!r}")
+        raise AttributeError(f"module {PACKAGE!r} has no attribute {name!r}{_hint(name)}")
     thing = getattr(importlib.import_module(SUBPACKAGES[name]), name)
     setattr(importlib.import_module(PACKAGE), name, thing)  # from now on Python finds it without us
     return thing
+
+
+def _hint(name: str) -> str:
+    """Return where a name that the top level lacks can be found; "" if nowhere. Nothing is imported."""
+    places = []
+    for place in sorted({module for module in SUBPACKAGES.values() if module.count(".") == 1}):
+        source = resources.files(PACKAGE).joinpath(place.partition(".")[2], "__init__.py")
+        for statement in ast.parse(source.read_bytes() if source.is_file() else b"").body:
+            if isinstance(statement, ast.ImportFrom) and name in {alias.name for alias in statement.names}:
+                places.append(f"{place}.{name}")
+    similar = difflib.get_close_matches(name, PUBLIC, n=1)
+    found = places[:1] or similar
+    return f". Did you mean {found[0]!r}?" if found else ""
 
 
 def list_names() -> list[str]:

@@ -19,6 +19,7 @@ from lightning_fasttrain.data.normalizer.read_normalizers import Normalizers, re
 from lightning_fasttrain.data.out_of_memory.retry_with_smaller_micro_batches import split_until_it_fits
 from lightning_fasttrain.data.padding.check_documents import check_documents
 from lightning_fasttrain.data.padding.pack import PackedDocuments, pack
+from lightning_fasttrain.data.padding.padding_free import PaddingFree, check_padding_free, remove_padding_
 from lightning_fasttrain.data.padding.trim_search import TrimPadding
 from lightning_fasttrain.data.split_batch import split_batch
 from lightning_fasttrain.data.token_weighted_accumulation import TokenWeightedAccumulation
@@ -37,6 +38,7 @@ __all__ = [
     "MicroBatching",
     "Normalizers",
     "PackedDocuments",
+    "PaddingFree",
     "SampleGuard",
     "SequenceLengthWarmup",
     "TokenWeightedAccumulation",
@@ -44,6 +46,7 @@ __all__ = [
     "accumulate_gradients",
     "accumulate_window",
     "check_documents",
+    "check_padding_free",
     "count_next_tokens",
     "count_targets",
     "cut_sequences",
@@ -57,6 +60,7 @@ __all__ = [
     "prefetch_to_device",
     "read_length",
     "read_normalizers",
+    "remove_padding_",
     "scale_rates_",
     "split_batch",
     "split_until_it_fits",

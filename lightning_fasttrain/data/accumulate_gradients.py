@@ -2,7 +2,7 @@
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,27 +11,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_fasttrain.core.batch.leaves import batch_size, list_tensors
 from lightning_fasttrain.core.checks import positive_int
 from lightning_fasttrain.core.distributed import rank_count
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule, named_count
 from lightning_fasttrain.data.normalizer.find_count import stage_of
-from lightning_fasttrain.data.normalizer.find_split import CannotSplitError, find_split
+from lightning_fasttrain.data.normalizer.find_split import CannotSplitError
 from lightning_fasttrain.data.normalizer.micro_batch_weights import Number
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit, OtherSplitError
 from lightning_fasttrain.data.normalizer.step_weights import StepWeights
 from lightning_fasttrain.data.normalizer.trial.looks import Looks
-from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample, sample_rows
 from lightning_fasttrain.data.normalizer.trial.step_function import key_of, loss_of
 from lightning_fasttrain.data.padding.trim_search import TrimPadding, TrimSearch, check_budget
-from lightning_fasttrain.data.split_batch import batch_size, list_tensors
 from lightning_fasttrain.data.step_gradients import StepGradients, add_gradients, sum_gradients_in_float32
-from lightning_fasttrain.data.trunk.batch_search import (
-    OUT_OF_TRIES,
-    TRIES,
-    BatchSearch,
-    prefer_what_shows_something,
-)
+from lightning_fasttrain.data.trunk.batch_search import OUT_OF_TRIES, TRIES, BatchSearch, Found
 from lightning_fasttrain.data.trunk.micro_batch_forward import Trunk
 
 Step = Callable[[Any], Any]
@@ -107,9 +101,10 @@ def accumulate_gradients(
         if isinstance(found.split, Trunk):
             trimming.refuse_trunk(found.split)
             return _run_through(found.split, step, batch, n, backward)
+        assert found.split is not None  # this stage refuses a step that returns None
         gradients = StepGradients(found.split.parameters)
         try:
-            return call.accumulate(call.cut(batch, found.trimming), found.split, gradients)
+            return call.accumulate(call.cut(batch, n, found.trimming), found.split, gradients)
         except OtherSplitError as error:
             gradients.discard(error)
             search = replace(call, count="auto", check=True).search(batch)
@@ -130,13 +125,14 @@ def _run_through(trunk: Trunk, step: Step, batch: Any, n: int, backward: Backwar
 def accumulate_window(
     step: Step,
     batches: Iterable[Any],
-    n: int = 1,
+    n: int | None = None,
     *,
     count: Count = "auto",
     check: bool = True,
     backward: Backward = torch.Tensor.backward,
     no_sync: NoSync = nullcontext,
     trim_padding: bool | TrimPadding | None = None,
+    max_tokens: int | None = None,
 ) -> Tensor:
     """Add the gradient of several batches as if they were one, so that every target has the same weight.
 
@@ -144,9 +140,9 @@ def accumulate_window(
     initialized; there, ranks may hold different numbers of targets and of batches.
 
     Args:
-        step, count, check, backward, trim_padding: as for :func:`accumulate_gradients`.
+        step, count, check, backward, trim_padding, max_tokens: as for :func:`accumulate_gradients`.
         batches: the batches of one optimizer step.
-        n: number of micro-batches that each batch is split into.
+        n: number of micro-batches that each batch is split into; by default one, or as many as ``max_tokens`` needs.
         no_sync: as for :func:`accumulate_gradients`; entered for all micro-batches of the window but the very last.
 
     Returns:
@@ -164,12 +160,18 @@ def accumulate_window(
     held = list(batches)
     if not held:
         raise ValueError(explain("no batches", "a window without batches has no gradient", "Skip the step"))
-    positive_int("n", n)
+    n = 1 if n is None and max_tokens is None else n
+    trimming = TrimSearch(trim_padding, check_budget(max_tokens, n))
+    n = 1 if n is None else positive_int("n", n)
+    numbers = [trimming.count_parts(batch, n) for batch in held]
     # With other ranks, a single micro-batch is one of several.
-    most = sum(min(n, batch_size(batch)) for batch in held) * rank_count()
-    call = _Call(step, n, count, check, backward, no_sync, is_window=True)
-    found = call.find(held[0], most, TrimSearch(trim_padding))
-    parts = [part for batch in held for part in call.cut(batch, found.trimming)]
+    most = sum(min(number, batch_size(batch)) for number, batch in zip(numbers, held, strict=True)) * rank_count()
+    least = 2 if trimming.is_asked_for else 1  # a single micro-batch is trimmed, too
+    call = _Call(step, max(*numbers, least), count, check, backward, no_sync, is_window=True)
+    found = call.find(held[0], max(most, least), trimming)
+    parts: list[Any] = []
+    for number, batch in zip(numbers, held, strict=True):
+        parts += call.cut(batch, number, found.trimming)
     assert isinstance(found.split, LossSplit)
     try:
         return call.accumulate(parts, found.split, StepGradients(found.split.parameters))
@@ -181,9 +183,14 @@ def accumulate_window(
 class _Found:
     """Rules for splitting the loss of a step function and cutting its padding off, and when they are checked again."""
 
-    split: LossSplit | Trunk
+    split: Found
     trimming: TrimSearch
     looks: Looks = field(default_factory=Looks)
+
+    @property
+    def shows_nothing(self) -> bool:
+        """Whether no batch has shown how the loss is split, as without targets."""
+        return self.split is None or (isinstance(self.split, LossSplit) and self.split.provisional)
 
 
 _found: OrderedDict[Any, _Found] = OrderedDict()  # keyed by step and count
@@ -222,23 +229,20 @@ class _Call:
         known = _found.get(key)
         if known is None and most == 1:  # "sum" needs no labels in the batch
             return _Found(LossSplit(None, self.count if callable(self.count) else CountRule("sum")), trimming)
-        before = None if known is None else known.split
-        looks = Looks() if known is None else known.looks
-
-        def may_show_more() -> bool:
-            reads = isinstance(before, LossSplit) and before.read is not None
-            return reads and self.check and not self.is_window and batch_size(batch) > 1
-
-        is_due = looks.is_due(may_show_more)
-        if known is None or is_due or (isinstance(before, LossSplit) and before.provisional):
-            with looks.timed():
-                split = prefer_what_shows_something(self.search(batch).find(together=True), before)
-            assert split is not None  # this stage refuses a step that returns None
-            known = _found.setdefault(key, _Found(split, trimming, looks))
-            known.split = split
+        known = known or _Found(None, trimming)
+        is_due = known.looks.is_due(lambda: self._may_show_more(known.split, batch))
+        if is_due or known.shows_nothing:
+            with known.looks.timed():
+                known.split = self.search(batch).find(known.split)
+            _found[key] = known
             if len(_found) > _MOST_FOUND:
                 _found.popitem(last=False)
         return known
+
+    def _may_show_more(self, split: Found, batch: Any) -> bool:
+        """Whether a later batch could refute a split: one that is read, and was checked on rows of one batch."""
+        is_read = isinstance(split, LossSplit) and split.read is not None
+        return is_read and self.check and not self.is_window and batch_size(batch) > 1
 
     def _key(self, trimming: TrimSearch) -> tuple[Any, ...]:
         """Return a key that is equal for calls of the same function with the same settings."""
@@ -250,24 +254,21 @@ class _Call:
 
     def search(self, batch: Any) -> BatchSearch:
         """Return the search on a batch."""
+        return BatchSearch(
+            "accumulate_gradients",
+            self.stage,
+            batch,
+            self.n,
+            count=self.count,
+            check=self.check,
+            is_window=self.is_window,
+            whole_batches=self.is_window and self.n == 1,
+        )
 
-        def samples() -> Iterator[Sample]:
-            return sample_rows(batch, -(-batch_size(batch) // self.n))
-
-        def find(together: bool) -> LossSplit | None:
-            whole_batches = self.is_window and self.n == 1
-            return find_split(
-                self.stage, samples(), self.count, check=self.check, together=together, whole_batches=whole_batches
-            )
-
-        # A trunk cannot run several batches as one.
-        may_use_trunk = self.count == "auto" and not self.is_window
-        return BatchSearch("accumulate_gradients", self.stage, batch, self.n, samples, find, may_use_trunk)
-
-    def cut(self, batch: Any, trimming: TrimSearch) -> Sequence[Any]:
-        """Return the micro-batches of a batch."""
+    def cut(self, batch: Any, n: int, trimming: TrimSearch) -> Sequence[Any]:
+        """Return the ``n`` micro-batches of a batch, or as many as its budget of tokens needs."""
         in_lockstep = rank_count() > 1 and not self.stage.may_scale
-        return trimming.cut(batch, self.n, in_lockstep=in_lockstep).parts
+        return trimming.cut(batch, n, in_lockstep=in_lockstep).parts
 
     def accumulate(self, parts: Sequence[Any], split: LossSplit, gradients: StepGradients) -> Tensor:
         """Add the gradients of the micro-batches, and return their loss: in a window, this rank's share of it."""

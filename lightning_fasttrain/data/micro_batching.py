@@ -7,6 +7,7 @@ import lightning as L
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_fasttrain.core.batch.padded_axes import padding_in
 from lightning_fasttrain.core.checks import positive_int
 from lightning_fasttrain.core.messages import explain, number_of
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
@@ -14,13 +15,12 @@ from lightning_fasttrain.data.closure.micro_batch_closure import BatchClosures
 from lightning_fasttrain.data.closure.roles import SharedSplit
 from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule, named_count, rule_in, rule_state
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit
+from lightning_fasttrain.data.normalizer.trial.deterministic_step import list_batch_statistics
 from lightning_fasttrain.data.out_of_memory.deferred_gradient_sync import Together, refuse_collectives, together_of
 from lightning_fasttrain.data.out_of_memory.fallbacks import FurtherSavings
-from lightning_fasttrain.data.padding.padded_axes import padding_in
 from lightning_fasttrain.data.padding.trim_search import LOOKED_FOR, TrimPadding, TrimSearch, check_budget
 from lightning_fasttrain.data.split_batch import split_batch
 from lightning_fasttrain.data.trunk.find_trunk import Through
-from lightning_fasttrain.data.trunk.micro_batch_forward import list_batch_statistics
 from lightning_fasttrain.technique import Capability, Exactness, Technique, check_together
 from lightning_fasttrain.technique.predicted_step import PredictedStep
 from lightning_fasttrain.technique.technique import techniques_of
@@ -46,7 +46,8 @@ class MicroBatching(Technique):
             :func:`~lightning_fasttrain.data.split_until_it_fits`. The number found is kept, also in checkpoints. On
             several processes, with DDP or FSDP2, all double when one runs out of memory. For this they exchange one
             message a step, and average gradients after the backward rather than during it. Once the number is known,
-            setting it saves both. A ``training_step`` that communicates by itself is refused where this is detected.
+            setting it saves both. A ``training_step`` that communicates by itself is refused where this is detected,
+            and padding is looked for in the first batch only.
         count: the normalizer of micro-batches, as for :func:`~lightning_fasttrain.accumulate_gradients`. ``"auto"``
             reads it from each micro-batch's own loss.
         split: how to split a batch, for batches that :func:`~lightning_fasttrain.data.split_batch` refuses.
@@ -65,7 +66,9 @@ class MicroBatching(Technique):
             the step returns for each sample keeps the batch's order, with zeros where padding was cut off. Where the
             batch is on a device, the host waits for its lengths, once a batch.
         max_tokens: instead of n: as few micro-batches as hold at most so many tokens each, the remaining padding
-            included; a longer row runs alone.
+            included; a longer row runs alone. Where attention stores its weights (eager attention), long rows take
+            more memory than as many tokens in short ones, so choose it for the longest. Where rows also hold pictures,
+            or sequences that keep their length, micro-batches have no more rows than with padding.
 
     Raises:
         TypeError: n is not an integer; ``then`` holds an object that is not a technique; ``through`` is neither a name
@@ -87,7 +90,7 @@ class MicroBatching(Technique):
     """
 
     keeps_draws: ClassVar[bool] = False
-    capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.SPLITS_BATCHES})
+    capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.SPLITS_BATCHES, Capability.TRIMS_PADDING})
     effect: ClassVar[str] = "only the activations of one micro-batch are in memory at a time, and padding does not run"
     when: ClassVar[str] = (
         "a batch does not fit, or much of it is padding; not with micro-batches so small that the GPU waits for work"
@@ -131,16 +134,27 @@ class MicroBatching(Technique):
         self.together = Together()
 
     def does(self, capability: Capability) -> bool:
+        if capability is Capability.TRIMS_PADDING:
+            return self._trims
         return self._splits and super().does(capability)
 
     @property
     def _splits(self) -> bool:
         return self.adaptive or self.n > 1 or self.trimming.max_tokens is not None
 
+    @property
+    def _trims(self) -> bool:
+        is_tried = self.check or self.trimming.wanted is True
+        is_cut = self.split is split_batch and (self._splits or self.trimming.is_asked_for)
+        return is_cut and is_tried and self.trimming.is_open
+
     def predict(self, step: PredictedStep) -> None:
+        """Predict micro-batches with their padding: without it none is larger, and a later batch may have none."""
         if self.adaptive:
             step.notes.append("MicroBatching('auto') is predicted with the number of micro-batches it starts with.")
-        if self.n > 1 or self.trimming.max_tokens is not None:
+        if self._trims and (self.n > 1 or self.trimming.is_asked_for):
+            step.split = lambda batch: self.trimming.list_largest(batch, self.n)
+        elif self.n > 1 or self.trimming.max_tokens is not None:
             step.split = lambda batch: self.split(batch, self.trimming.count_parts(batch, self.n))
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:

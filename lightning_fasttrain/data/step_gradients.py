@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.data.normalizer.micro_batch_weights import Number
-from lightning_fasttrain.data.normalizer.step_weights import DeferredCheck, StepWeights
+from lightning_fasttrain.data.normalizer.step_weights import StepWeights, refuse_mismatch
 
 
 class StepGradients:
@@ -289,11 +289,13 @@ def add_gradients(
             else:
                 if gradients is not None:
                     loss = gradients.finish(loss, weights.settle())
-                check = DeferredCheck(weights.disagreement())
+                mismatch = weights.find_mismatch()
                 if is_shared:
                     sums.finish()  # DDP's buckets have the parameters' dtype
                 backward(loss)
-                check.refuse(is_shared=is_shared)
+                # Read while the device is busy with the backward.
+                if mismatch is not None and mismatch.read():
+                    refuse_mismatch(is_shared=is_shared)
         del loss  # free the graph before the next micro-batch runs
     if gradients is not None and not gradients.closed:  # the last micro-batch's step returned None
         gradients.close(weights.settle() if weights.held else None)

@@ -9,6 +9,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_fasttrain.core.checks import real_number
 from lightning_fasttrain.core.host.lightning import accumulation_continues
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.select import find_module
@@ -49,22 +50,29 @@ def clip_adaptively_(parameters: Iterable[Tensor], factor: float = 0.01, eps: fl
         Brock et al. 2021, "High-Performance Large-Scale Image Recognition Without Normalization", equation 3.
     """
     _refuse_not_positive("gradients", factor=factor, eps=eps)
-    count = 0
+    weights: list[Tensor] = []
+    gradients: list[Tensor] = []
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is None:
             continue
-        count += 1
         weight: Tensor = parameter
         # The sparse gradient of an embedding holds only the rows that were looked up.
         if gradient.is_sparse:
             gradient = parameter.grad = gradient.coalesce()
             weight, gradient = _rows_of(parameter, gradient), gradient.values()
-        largest = factor * _unit_norms(weight).clamp(min=eps)
-        norms = _unit_norms(gradient)
-        # If the gradient is zero the quotient is infinite, and 1 is the minimum.
-        gradient.mul_((largest / norms).clamp(max=1.0).to(gradient.dtype))
-    return count
+        weights.append(weight)
+        gradients.append(gradient)
+    if not gradients:
+        return 0
+    # For all at once: a kernel for each small parameter takes longer to launch than to run.
+    # Not in place, since norms over shards are not reduced before they are used.
+    largest = torch._foreach_mul(torch._foreach_clamp_min(_unit_norms(weights), eps), factor)
+    # If the gradient is zero the quotient is infinite, and 1 is the minimum.
+    factors = torch._foreach_clamp_max(torch._foreach_div(largest, _unit_norms(gradients)), 1.0)
+    for gradient, allowed in zip(gradients, factors, strict=True):
+        gradient.mul_(allowed.to(gradient.dtype))
+    return len(gradients)
 
 
 def _rows_of(parameter: Tensor, gradient: Tensor) -> Tensor:
@@ -76,15 +84,24 @@ def _rows_of(parameter: Tensor, gradient: Tensor) -> Tensor:
     return parameter[gradient.indices()[0]]
 
 
-def _unit_norms(tensor: Tensor) -> Tensor:
-    """Return the norms with shape [units, 1, ...]; [1] for a vector or a scalar."""
-    axes = list(range(1, tensor.ndim)) if tensor.ndim > 1 else None  # None reduces all axes
+def _unit_norms(tensors: list[Tensor]) -> list[Tensor]:
+    """Return the norms of each tensor's units, of shape [units, 1, ...]; a scalar for a vector or a scalar."""
     # In float32, since a sum of squares in float16 overflows from a norm of 256 on.
-    return torch.linalg.vector_norm(tensor, dim=axes, keepdim=True, dtype=torch.float32)
+    vectors = [tensor for tensor in tensors if tensor.ndim < 2]
+    of_vectors = iter(torch._foreach_norm(vectors, 2, torch.float32) if vectors else ())
+    norms: list[Tensor] = []
+    for tensor in tensors:
+        if tensor.ndim < 2:
+            norms.append(next(of_vectors))
+        else:
+            axes = list(range(1, tensor.ndim))
+            norms.append(torch.linalg.vector_norm(tensor, dim=axes, keepdim=True, dtype=torch.float32))
+    return norms
 
 
 def _refuse_not_positive(what: str, **numbers: float) -> None:
     for name, number in numbers.items():
+        real_number(name, number, 0.01)
         if not number > 0:
             raise ValueError(explain(f"{name}={number}", f"all {what} would become zero", f"Use {name}=0.01"))
 

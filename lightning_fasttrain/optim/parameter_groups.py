@@ -73,14 +73,19 @@ def decay_groups(
         members["no_decay" if is_spared else "decay"].append(name)
     if weight_decay > 0:
         matrices = sorted(name for name in members["no_decay"] if names[name].ndim > 1)
-        spoken = f", including {list_some(matrices, 6)}" if matrices else ""
-        count = number_of(len(members["decay"]), "parameter")
-        note_once(f"decay_groups: weight decay {weight_decay} on {count}, none on {len(members['no_decay'])}{spoken}")
+        _note_decay(weight_decay, members, matrices)
     groups: list[dict[str, Any]] = []
     for label, rate in (("decay", weight_decay), ("no_decay", 0.0)):
         if members[label]:
             groups.append({"params": [names[name] for name in members[label]], "name": label, "weight_decay": rate})
     return groups
+
+
+def _note_decay(weight_decay: float, members: dict[str, list[str]], matrices: list[str]) -> None:
+    """Log how many parameters are decayed; matrices that are not are named, since they are rarely spared."""
+    spoken = f", including {list_some(matrices, 6)}" if matrices else ""
+    count = number_of(len(members["decay"]), "parameter")
+    note_once(f"decay_groups: weight decay {weight_decay} on {count}, none on {len(members['no_decay'])}{spoken}")
 
 
 def _match_names(names: Iterable[str], wanted: str | Iterable[str], argument: str) -> set[str]:
@@ -154,10 +159,9 @@ def layer_decay_groups(
         why = "expected the ratio of a layer's learning rate to that of the one above"
         raise ValueError(explain(f"decay={decay}", why, "Use 0.75 to 0.95"))
     named = [head] if isinstance(head, str) else list(head)
-    found = list(find_blocks(model, blocks))
-    layers = ["stem", *found, "head"]
+    layers = ["stem", *find_blocks(model, blocks), "head"]
     if blocks is not None:
-        warn_of_blocks_beyond(model, found, named, f"layer_decay_groups(blocks={blocks!r})")
+        warn_of_blocks_beyond(model, layers[1:-1], named, f"layer_decay_groups(blocks={blocks!r})")
     members: dict[tuple[int, bool], list[Tensor]] = {}
     outside: dict[int, dict[str, None]] = {0: {}, len(layers) - 1: {}}  # dicts, as ordered sets
     undecayed = never_decayed(model)
@@ -176,11 +180,10 @@ def layer_decay_groups(
     note_once(f"layer_decay_groups: the stem is {stem}; then {len(layers) - 2} blocks; the head is {top}")
     groups: list[dict[str, Any]] = []
     for layer, spared in sorted(members):
-        rate = lr * decay ** (len(layers) - 1 - layer)
-        group = {"params": members[layer, spared], "name": layers[layer], "lr": rate, "weight_decay": weight_decay}
+        group = {"params": members[layer, spared], "name": layers[layer], "weight_decay": weight_decay}
         if spared:
             group |= {"name": f"{layers[layer]}/no_decay", "weight_decay": 0.0}
-        groups.append(group)
+        groups.append({**group, "lr": lr * decay ** (len(layers) - 1 - layer)})
     return groups
 
 

@@ -10,15 +10,14 @@ from typing import Any
 
 import lightning as L
 from lightning.fabric.utilities.apply_func import apply_to_collection
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 
 from lightning_fasttrain.core.checks import one_of
-from lightning_fasttrain.core.files.atomic_write import write_atomic
+from lightning_fasttrain.core.files.atomic_write import why_unwritable, write_atomic
 from lightning_fasttrain.core.host.lightning import training_loader
 from lightning_fasttrain.core.machine import hardware, versions
-from lightning_fasttrain.core.messages import explain, say
-from lightning_fasttrain.dry_run.rehearsal.peek_batches import reading_ahead
+from lightning_fasttrain.core.messages import explain, say, warn
+from lightning_fasttrain.dry_run.rehearsal.peek_batches import combine, reading_ahead
 from lightning_fasttrain.planner.candidates.configuration import Choice
 from lightning_fasttrain.planner.make_plan import make_plan
 from lightning_fasttrain.planner.plan import Plan
@@ -134,6 +133,10 @@ class Auto(AddsTechniques):
         if kept.get("key") == key and (kept["plan"]["measured"] or kept["batches"] >= batches):
             say("Auto: continues with the plan in %s: %s", path, kept["words"])
             return kept["choice"]
+        unwritable = why_unwritable(path.parent)
+        if unwritable:  # no reason to end a run, which can train without
+            way_out = "Use a Trainer whose default_root_dir is writable"
+            warn(explain(f"Auto: the plan cannot be kept in {path}, so the next run plans again", unwritable, way_out))
         device = "cuda" if trainer.strategy.root_device.type == "cuda" else "cpu"
         self.plan = make_plan(
             module,
@@ -155,7 +158,8 @@ class Auto(AddsTechniques):
             "batches": batches,
             "plan": self.plan.as_dict(),
         }
-        write_atomic(path, json.dumps(said, indent=2))
+        if not unwritable:
+            write_atomic(path, json.dumps(said, indent=2))
         say("Auto: %s", chosen)
         for reason in (*self.plan.reasons, *self.plan.notes):
             say("Auto: %s", reason)
@@ -192,8 +196,7 @@ def first_batch(loader: Any) -> Any:
     try:
         if loader is None or isinstance(loader, Iterator):
             raise TypeError("the loader can be gone through once only")
-        loaders = loader if isinstance(loader, CombinedLoader) else CombinedLoader(loader, "max_size_cycle")
-        with reading_ahead(loaders) as batches:
+        with reading_ahead(combine(loader)) as batches:
             for batch in batches:
                 return batch
         raise TypeError("the loader gives none")

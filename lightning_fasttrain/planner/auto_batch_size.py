@@ -6,12 +6,12 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_fasttrain.core.batch.leaves import batch_size
 from lightning_fasttrain.core.checks import positive_int
 from lightning_fasttrain.core.device import GIB, free_bytes
 from lightning_fasttrain.core.files.safe_load import first_line
 from lightning_fasttrain.core.messages import explain, format_bytes, number_of, say
 from lightning_fasttrain.data import MicroBatching
-from lightning_fasttrain.data.split_batch import batch_size
 from lightning_fasttrain.dry_run.rehearsal.context import find_window, gather_answers, read_batches
 from lightning_fasttrain.dry_run.rehearsal.isolation import leaving_no_trace
 from lightning_fasttrain.dry_run.rehearsal.nested_trainer import find_unrehearsable

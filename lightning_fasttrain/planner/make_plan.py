@@ -73,7 +73,8 @@ def make_plan(
         steps: number of steps of the coming run, which share the time of compilation.
         seconds: time limit for measurements; None: 2% of the time that ``steps`` steps take at least, 30 s at most.
             Where that is too little to measure anything, times are assumed, and only memory is predicted.
-        loader: the loader of the batches: a few of them are timed, and the notes say how many workers hide that time.
+        loader: the loader of the batches: a few of them are timed, and the notes say how many workers hide that time,
+            and how much of them seems to be padding.
         tell: called with a line on the current progress.
         settings: Trainer settings for the measured steps, such as ``gradient_clip_val=1.0``.
 
@@ -149,8 +150,7 @@ def make_plan(
         search.notes.append(_explain_unmeasured(device, here, steps, costs))
     elif loader is not None:
         search.notes += filter(None, [suggest_workers(loader, chosen.ms)])
-    if chosen.choice.parts == 1:
-        search.notes += filter(None, [suggest_trimming(batch)])
+    search.notes += filter(None, [_describe_padding(chosen, search, batch, loader)])
     if keep_class is Exactness.CHANGES_TRAINING:
         search.notes += filter(None, [suggest_leaner_optimizer(plain)])
     strategy = several.choose(chosen.choice, chosen.predicted_bytes) if several is not None else None
@@ -237,6 +237,17 @@ def _explain(chosen: Tried, search: Search) -> list[str]:
             saved = (needed - chosen.predicted_bytes) / GIB
             reasons.append(f"{name}: it costs nothing that could be measured, and saves {max(0.0, saved):.3f} GiB.")
     return reasons
+
+
+def _describe_padding(chosen: Tried, search: Search, batch: Any, loader: Any) -> str:
+    """Describe how much padding the choice cuts off, why none can be, or how much there seems to be."""
+    left = search.costs.share_of(chosen.choice.parts)
+    if left < 1:
+        return f"Padding: the micro-batches cut off {1 - left:.0%} of the tokens of the batch."
+    if search.why_padded:
+        return f"Padding: micro-batches would keep it, since {search.why_padded}."
+    # Where micro-batches without padding were measured, the table says how long they take.
+    return "" if search.costs.left or chosen.choice.parts > 1 else suggest_trimming(batch, loader)
 
 
 def _one_less(choice: Choice, precision: str) -> Iterator[tuple[Choice, str]]:

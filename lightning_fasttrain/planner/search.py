@@ -9,11 +9,12 @@ from dataclasses import replace
 from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.wrapped_forward import first_line
+from lightning_fasttrain.data.padding.trim_search import TrimSearch
 from lightning_fasttrain.planner.candidates.configuration import Budget, Choice
 from lightning_fasttrain.planner.candidates.predicted_memory import PredictedMemory
 from lightning_fasttrain.planner.candidates.search_space import Axes
 from lightning_fasttrain.planner.plan import TELLS, Tried, is_decided, simplest_of_equals_first, why_slower
-from lightning_fasttrain.planner.timing import PER_PART, Costs, Stopwatch, Timed, assume_factor
+from lightning_fasttrain.planner.timing import Costs, Stopwatch, Timed, assume_factor
 
 _ROUNDS, _MOST_ROUNDS = 3, 6  # in which finalists are run in turn
 _FINALISTS = 6
@@ -55,6 +56,7 @@ class Search:
         self.tried: dict[Choice, Tried] = {}
         self.refused: set[Choice] = set()  # by a run, whatever was predicted
         self.notes: list[str] = []
+        self.why_padded = ""  # why padding cannot be cut off
 
     def run(self) -> Tried:
         """Return the fastest choice that fits, with its measurements; all others are in ``tried``.
@@ -153,7 +155,7 @@ class Search:
             raise ValueError(explain(f"the plain step ({base})", "it fails", self.tried[base].why_not))
         ms = first.ms
         # An assumed cost, for models whose batches are never measured in more micro-batches.
-        self._learn_cost_of_parts(base, ms, base.parts + 1, ms * (1 + PER_PART))
+        self.costs.assume(base.parts, ms / self.costs.factor(base))
         self._measure_more_parts(base, ms)
         for axis, words in self.axes.words.items():
             for word in words[1:]:
@@ -188,8 +190,7 @@ class Search:
     def _learn_cost_of_parts(self, base: Choice, ms: float, parts: int, other_ms: float) -> None:
         """Derive the time of each micro-batch, and the rest, from two times that differ in their number alone."""
         factor = self.costs.factor(base)
-        added = max(0.0, (other_ms - ms) / (parts - base.parts)) / factor
-        self.costs.per_part, self.costs.whole = added, ms / factor - added * base.parts
+        self.costs.learn(base.parts, ms / factor, parts, other_ms / factor)
 
     def _measure_switch(self, base: Choice, ms: float, axis: str, word: str | Budget) -> None:
         if getattr(base, axis) == word or isinstance(word, Budget) or (word == "in backward" and base.parts > 1):
@@ -228,7 +229,17 @@ class Search:
         timed = self._time(tried, "measuring")
         if timed is not None:
             self._note(replace(tried, step_ms=(timed.ms,), why_not="slower by estimate than what was compared"))
+            self._learn_padding(timed.trimming)
         return timed
+
+    def _learn_padding(self, trimming: TrimSearch | None) -> None:
+        """Note whether the run of a choice has cut off padding, and how much other choices would."""
+        if trimming is None or self.costs.left or self.why_padded:
+            return
+        self.why_padded = trimming.why_not
+        if trimming.saved:
+            for parts in self.axes.parts[1:]:
+                self.costs.left[parts] = trimming.share_left(self.memory.batch, parts)
 
     def _time(self, tried: Tried, doing: str, *, peak: bool = False) -> Timed | None:
         """Run steps of a choice; None if they fail, which is noted and excludes it from the finalists."""

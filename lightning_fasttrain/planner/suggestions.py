@@ -1,9 +1,11 @@
 """Suggest changes: workers of the loader, batches without padding, and a smaller optimizer state."""
 
+import itertools
 import math
 import os
 import time
 from collections.abc import Sized
+from contextlib import suppress
 from typing import Any
 
 import lightning as L
@@ -11,16 +13,14 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch.optim import Adam, AdamW
 from torch.utils.data import DataLoader
 
+from lightning_fasttrain.core.batch.padding_share import BATCHES, measure_padding
 from lightning_fasttrain.core.host.lightning import configured_optimizers
 from lightning_fasttrain.core.messages import format_bytes
-from lightning_fasttrain.data.padding.find_padding import likeliest_padding, propose_padding
-from lightning_fasttrain.data.padding.trim_batch import group_rows_evenly, trim_batch
+from lightning_fasttrain.dry_run.rehearsal.peek_batches import combine, reading_ahead
 from lightning_fasttrain.dry_run.verification.short_run import copy_module, quietly
 from lightning_fasttrain.optim import build_optimizer, optimizer_state_bytes
 
 _LEANER = "adamw8bit"
-_PARTS = 8
-_LEAST_PADDING = 0.05
 _BATCHES, _SECONDS = 8, 5.0
 
 
@@ -56,11 +56,12 @@ def suggest_workers(loader: object, step_ms: float) -> str:
     return ""
 
 
-def suggest_trimming(batch: Any) -> str:
-    """Suggest micro-batches without padding if much of a batch seems to be padding.
+def suggest_trimming(batch: Any, loader: Any = None) -> str:
+    """Suggest micro-batches without padding if much of a few batches seems to be padding.
 
     Args:
         batch: one batch of the loader.
+        loader: the loader, of which a few batches are read ahead; None to look at the one batch alone.
 
     Returns:
         A sentence with the share of padding, and of the tokens that would be left; "" if there is little padding.
@@ -68,22 +69,14 @@ def suggest_trimming(batch: Any) -> str:
     Example:
         >>> import torch
         >>> ids = torch.tensor([[5, 6] + [0] * 62, [7] * 64, *[[8] + [0] * 63] * 14])
-        >>> print(suggest_trimming({"input_ids": ids, "attention_mask": (ids != 0).long()}))
-        92% of the batch seems to be padding (['attention_mask'] = 0): MicroBatching(8) would run ×0.18 of its tokens...
+        >>> batch = {"input_ids": ids, "attention_mask": (ids != 0).long()}
+        >>> print(suggest_trimming(batch, DataLoader([batch] * 9, batch_size=None)))
+        92% of the tokens of 4 batches seem to be padding (['attention_mask'] = 0): MicroBatching(8) would run ×0.18 ...
     """
-    try:
-        proposals = propose_padding(batch)
-    except ValueError:  # a batch without samples
-        return ""
-    extents = likeliest_padding(proposals).read(batch) if proposals else None
-    if extents is None or extents.share < _LEAST_PADDING:
-        return ""
-    rows = group_rows_evenly(extents, _PARTS, 8)
-    left = trim_batch(batch, extents, rows, 8).tokens / extents.padded
-    return (
-        f"{extents.share:.0%} of the batch seems to be padding ({extents.padding}): MicroBatching({_PARTS}) would run "
-        f"×{left:.2f} of its tokens, where a trial shows that padding has no effect."
-    )
+    if loader is not None:
+        with suppress(Exception), reading_ahead(combine(loader)) as batches:  # such as a loader that cannot start over
+            return str(measure_padding(itertools.islice(batches, BATCHES)))
+    return str(measure_padding([batch]))
 
 
 def suggest_leaner_optimizer(module: L.LightningModule) -> str:

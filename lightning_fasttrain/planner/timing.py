@@ -10,6 +10,8 @@ import lightning as L
 import torch
 
 from lightning_fasttrain.core.device import device_clock, dtype_of, peak_flops
+from lightning_fasttrain.data import MicroBatching
+from lightning_fasttrain.data.padding.trim_search import TrimSearch
 from lightning_fasttrain.dry_run.verification.short_run import EnoughError, PeakObserver, Steps, run_steps
 from lightning_fasttrain.planner.candidates.configuration import Budget, Choice, switch_of
 from lightning_fasttrain.predict import count_flops
@@ -88,11 +90,13 @@ class Timed:
         step_ms: time of each step after the warm-up.
         first_ms: time of the first step, which includes compilation and allocation.
         peak_bytes: peak memory of the last step, if it was requested.
+        trimming: what the run found out about padding; None without micro-batches.
     """
 
     step_ms: list[float]
     first_ms: float
     peak_bytes: int = 0
+    trimming: TrimSearch | None = None
 
     @property
     def ms(self) -> float:
@@ -128,7 +132,7 @@ class Stopwatch:
         # The same batch each time, so that the list takes no memory.
         batches = [self.batch] * (warmup + _MOST + peak)
         run_steps(Steps(self.module, batches, settings), choice.techniques(), watch)
-        return Timed(watch.times[warmup:], watch.times[0], watch.peak_bytes)
+        return Timed(watch.times[warmup:], watch.times[0], watch.peak_bytes, watch.trimming)
 
 
 class _Watch(PeakObserver):
@@ -138,8 +142,12 @@ class _Watch(PeakObserver):
         self.warmup, self.peak = warmup, peak
         self.times: list[float] = []
         self.since = 0.0
+        self.trimming: TrimSearch | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        for callback in trainer.callbacks:
+            if isinstance(callback, MicroBatching):
+                self.trimming = callback.trimming
         self.since = device_clock(pl_module.device)
 
     def on_train_batch_start(
@@ -175,16 +183,34 @@ class Costs:
         per_part: time that each micro-batch adds.
         factors: (axis, word) → factor of a technique on the time of a step.
         compile_ms: time of compilation, once per run.
+        left: number of micro-batches → share of the tokens that run, if padding is cut off.
     """
 
     whole: float = 1.0
     per_part: float = PER_PART
     factors: dict[tuple[str, str | Budget], float] = field(default_factory=dict)
     compile_ms: float = 0.0
+    left: dict[int, float] = field(default_factory=dict)
+
+    def assume(self, parts: int, ms: float) -> None:
+        """Set the times from that of one number of micro-batches, of which each is assumed to add a small share."""
+        self.per_part = ms * PER_PART
+        self.whole = (ms - self.per_part * parts) / self.share_of(parts)
+
+    def learn(self, parts: int, ms: float, other_parts: int, other_ms: float) -> None:
+        """Derive the times from those of two numbers of micro-batches: ms = share × whole + parts × per_part."""
+        share, other_share = self.share_of(parts), self.share_of(other_parts)
+        added = (other_ms * share - ms * other_share) / (other_parts * share - parts * other_share)
+        self.per_part = max(0.0, added)
+        self.whole = (ms - self.per_part * parts) / share
+
+    def share_of(self, parts: int) -> float:
+        """Return the share of the tokens that run in ``parts`` micro-batches."""
+        return self.left.get(parts, 1.0)
 
     def estimate(self, choice: Choice, steps: int) -> float:
         """Return the time of a step with its share of the compilation, for a run of ``steps``."""
-        ms = (self.whole + self.per_part * choice.parts) * self.factor(choice)
+        ms = (self.whole * self.share_of(choice.parts) + self.per_part * choice.parts) * self.factor(choice)
         return ms + (self.compile_ms / steps if choice.compile else 0.0)
 
     def least_to_measure_s(self) -> float:

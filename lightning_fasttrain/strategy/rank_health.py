@@ -1,6 +1,8 @@
 """Health check of all ranks, on a separate process group with a time limit; errors are shown before ranks wait."""
 
+import os
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,6 +18,8 @@ from lightning_fasttrain.run.guards.watchdog import write_to_stderr
 
 # A failing rank ends then, whether or not the others have received its status.
 _HEARD_WITHIN = timedelta(seconds=10)
+_NO_ANSWER = "this rank waits for it, and cannot continue alone"
+_TAG = 1
 _WAY_OUT = "Look at the first error in the output of the other ranks"
 
 
@@ -102,6 +106,43 @@ class RollCall:
         if not self(True):
             self.broken = True
             raise RuntimeError(explain(f"{doing} failed on another rank", "this rank cannot continue alone", _WAY_OUT))
+
+    @contextmanager
+    def watching(self, doing: str) -> Iterator[None]:
+        """End this process if another rank ends or fails meanwhile, for work that would wait for that rank.
+
+        Each rank watches the next one, so that one that ends is followed by all. A thread does it, since a collective
+        that waits cannot be interrupted; it lets this rank find out by itself for some seconds first.
+        """
+        if self._group is None:
+            yield
+            return
+        others, left = rank_count(), threading.Event()
+        ahead, behind = (rank_here() + 1) % others, (rank_here() - 1) % others
+        is_fine = torch.zeros(1, dtype=torch.uint8, device="cpu")
+        coming = self._group.recv([is_fine], ahead, _TAG)
+
+        def watch() -> None:
+            with suppress(RuntimeError):  # the rank is gone
+                coming.wait()
+            if not is_fine and not left.wait(_HEARD_WITHIN.total_seconds()):
+                write_to_stderr(explain(f"rank {ahead} failed or is gone in {doing}", _NO_ANSWER, _WAY_OUT) + "\n")
+                os._exit(1)  # sys.exit would end only this thread
+
+        watcher = threading.Thread(target=watch, daemon=True, name="fasttrain-rank-watch")
+        watcher.start()
+        try:
+            yield
+        except BaseException as error:
+            _show(error)
+            with suppress(RuntimeError):
+                self._group.send([torch.zeros_like(is_fine)], behind, _TAG).wait(_HEARD_WITHIN)
+            raise
+        else:
+            self._group.send([torch.ones_like(is_fine)], behind, _TAG).wait()
+            watcher.join()
+        finally:
+            left.set()
 
     def _ask(self, fine: bool) -> Any:
         self._fine.fill_(fine)

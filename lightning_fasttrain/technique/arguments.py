@@ -1,11 +1,12 @@
-"""Remember the arguments of a technique for its repr, and explain other libraries' names of them."""
+"""Remember the arguments of a technique for its repr, and explain how it was made wrongly."""
 
 import functools
 import inspect
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
+import lightning as L
 from torch import Tensor, nn
 
 from lightning_fasttrain.core.messages import explain
@@ -55,12 +56,18 @@ def settings_of(made: object) -> dict[str, str]:
     return {name: _ADDRESS.sub("", words) for name, words in getattr(made, "_settings", {}).items()}
 
 
+_Hook = TypeVar("_Hook", bound=Callable[..., Any])
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # of a function, or of an object of a class that says nothing of itself
 
 
 def _describe_arguments(make: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[tuple[str, ...], dict[str, str]]:
-    # A wrong argument raises here the error that the call itself would raise.
-    bound = inspect.signature(make).bind(*args, **kwargs)
+    signature = inspect.signature(make)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        names = [name for name in signature.parameters if name != "self"]
+        way_out = f"Its arguments are {', '.join(names)}" if names else "It has no arguments"
+        raise TypeError(explain(type(args[0]).__name__, str(error), way_out)) from None
     given = tuple(bound.arguments)[1:]  # the first is self
     bound.apply_defaults()
     return given, {name: _in_words(value) for name, value in list(bound.arguments.items())[1:]}
@@ -76,3 +83,17 @@ def _in_words(value: object) -> str:
     if isinstance(value, float) and value.is_integer():
         return repr(int(value))
     return repr(value)
+
+
+def needs_an_object(hook: _Hook) -> _Hook:
+    """Make a hook refuse to be called on the class, as Lightning does if a list of callbacks holds a class."""
+
+    @functools.wraps(hook)
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self, L.Trainer):
+            names = [callback.__name__ for callback in self.callbacks if isinstance(callback, type)]
+            way_out = f"Use {', '.join(f'{name}(...)' for name in names)}"
+            raise TypeError(explain(f"callbacks=[{', '.join(names)}]", "expected objects, got classes", way_out))
+        return hook(self, *args, **kwargs)
+
+    return cast(_Hook, called)

@@ -36,7 +36,8 @@ class Surgery(IntEnum):
     CHECKPOINT = 4
     COMPILE = 5
     OFFLOAD = 6
-    SHARD = 7
+    UNPAD = 7
+    SHARD = 8
 
 
 class Capability(Enum):
@@ -45,7 +46,9 @@ class Capability(Enum):
     SPLITS_BATCHES = "runs forward and backward several times for one batch"
     SUMS_BATCHES = "sums the gradients of several batches, and saves them with a checkpoint"
     UPDATES_IN_BACKWARD = "updates each weight while the backward still runs"
+    TRIMS_PADDING = "looks for padding in each batch, and cuts it off where that is exact"
     REPLACES_PRODUCTS = "replaces the matrix products of linear layers"
+    COMPILES_BLOCKS = "compiles blocks for the shapes of their inputs"
 
 
 @runtime_checkable

@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from lightning_fasttrain.core.batch import count_batch
+from lightning_fasttrain.core.batch.padding_share import PaddingShare
 from lightning_fasttrain.core.device import free_bytes
 from lightning_fasttrain.core.messages import align, format_bytes, number_of
 from lightning_fasttrain.core.modules.parameters import count_parameters
-from lightning_fasttrain.technique.declarations import Exactness, Surgery
+from lightning_fasttrain.technique.declarations import Capability, Exactness, Surgery
 
-_ROWS = 4  # for single techniques; the others share one, so that there are eleven lines at most
+_ROWS = 4  # for single techniques; the others share one, so that there are twelve lines at most
 _WEAKEST_FIRST = ("changes_training", "tolerance", "exact")
 
 
@@ -25,6 +26,8 @@ class Reporting(Protocol):
     surgery: ClassVar[Surgery | None]
 
     def took_hold(self, model: nn.Module) -> str: ...
+
+    def does(self, capability: Capability) -> bool: ...
 
     def exactness_on(self, model: nn.Module) -> Exactness: ...
 
@@ -70,6 +73,7 @@ class Explanation:
         free_bytes: free memory of this rank's device.
         predicted_bytes: predicted peak of a step on one rank.
         why_unpredicted: why a prediction failed, in half a sentence; empty if none was tried.
+        padding: a sentence on the padding of the batch; empty if there is little, or if a technique cuts it off.
     """
 
     techniques: tuple[Acting, ...]
@@ -85,6 +89,7 @@ class Explanation:
     free_bytes: int | None = None
     predicted_bytes: int | None = None
     why_unpredicted: str = ""
+    padding: str = ""
 
     @property
     def exactness(self) -> str:
@@ -114,6 +119,7 @@ class Explanation:
             ("Parameters", f"{self.trained:,} of {self.parameters:,} train ({share:.2%})"),
             ("Runs on", f"{self.device}, {self.strategy}, precision {self.precision}"),
             ("Global batch", self._describe_batch()),
+            ("Padding", self.padding.rstrip(".")),
             ("Memory", self._describe_memory()),
             ("Exactness", self._describe_exactness()),
         ]
@@ -154,6 +160,12 @@ class Explanation:
             if names:
                 kinds.append(f"{kind.replace('_', ' ')} ({', '.join(names)})")
         return ", ".join(kinds) or "exact: the same training as without techniques"
+
+
+def padding_of(techniques: Sequence[Reporting]) -> PaddingShare | None:
+    """Return a counter of the padding of batches; None if a technique looks for it already."""
+    trims = any(technique.does(Capability.TRIMS_PADDING) for technique in techniques)
+    return None if trims else PaddingShare()
 
 
 @runtime_checkable

@@ -11,9 +11,10 @@ import torch
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.loggers import Logger
 
+from lightning_fasttrain.core.batch.padding_share import BATCHES
 from lightning_fasttrain.core.messages import align, explain, format_bytes, number_of, say, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
-from lightning_fasttrain.technique.explanation import Explanation, Reporting, explain_run
+from lightning_fasttrain.technique.explanation import Explanation, Reporting, explain_run, padding_of
 
 KEY = "fasttrain/techniques"
 _ROWS = 11  # of the report at the end, below its title
@@ -40,6 +41,7 @@ class RunSummary:
         self._awaits_loss, self._awaits_missing_loss = True, divides
         self._late_hyperparameters = ExitStack()
         self._explanation: Explanation | None = None
+        self._padding = padding_of(techniques)
         self._idle: list[tuple[str, str]] = []
         self._begun = self._timed = (0.0, 0, 0)  # in the first batch, and after it
 
@@ -74,6 +76,20 @@ class RunSummary:
         if trainer.is_global_zero and not _is_quiet(trainer):
             self._explanation = explain_run(trainer, module, self.techniques, batch)
             say("%s", self._explanation)
+            if self._padding is not None:
+                return self._count_padding(trainer, module, batch, batch_idx)
+        if self._own_start is not None:
+            self._own_start(trainer, module, batch, batch_idx)
+
+    def _count_padding(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+        """Count the padding of the first few batches, and then suggest cutting it off where there is much."""
+        assert self._padding is not None
+        self.holder.on_train_batch_start = self._count_padding
+        self._padding.add(batch)
+        if self._padding.batches == BATCHES:
+            self.holder.on_train_batch_start = self._own_start  # type: ignore[method-assign]  # None is never called
+            if text := str(self._padding):
+                say("%s", text)
         if self._own_start is not None:
             self._own_start(trainer, module, batch, batch_idx)
 

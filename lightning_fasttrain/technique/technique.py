@@ -12,10 +12,10 @@ from torch import nn
 
 from lightning_fasttrain.core.checks import refuse_mixed_lightning
 from lightning_fasttrain.core.host.late_parameters import LateParameters
-from lightning_fasttrain.core.host.lightning import after_configure_model
+from lightning_fasttrain.core.host.lightning import after_configure_model, refuse_float16_on_cpu
 from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
-from lightning_fasttrain.technique.arguments import describe, remember_arguments
+from lightning_fasttrain.technique.arguments import describe, needs_an_object, remember_arguments
 from lightning_fasttrain.technique.declarations import (
     Capability,
     Conflict,
@@ -145,6 +145,7 @@ class Technique(L.Callback):
         """Return its measurements of a run, out of ``step_ms``, ``tokens_per_s``, ``mfu`` and ``peak_bytes``."""
         return {}
 
+    @needs_an_object
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Hook: Lightning's earliest. The first technique of the list acts for all, so that order is ours."""
         refuse_mixed_lightning(trainer, pl_module, *trainer.callbacks)
@@ -156,9 +157,9 @@ class Technique(L.Callback):
         for callback in trainer.callbacks:
             if isinstance(callback, Onlooker):
                 callback.look(trainer, pl_module)
-        undo = ExitStack()
-        self._undo = undo
+        self._undo = undo = ExitStack()
         if stage == "fit":
+            refuse_float16_on_cpu(trainer)
             divides = trainer.accumulate_grad_batches > 1  # before a technique that does not divide changes it
             undo.callback(RunSummary(self, techniques, divides).install())
         for technique in techniques:
@@ -180,6 +181,7 @@ class Technique(L.Callback):
             warn("fit trained nothing: the training loader is empty. Check the dataset and its filters.")
         self._close()
 
+    @needs_an_object
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Hook: the only one that is called when a run fails."""
         self._close()
@@ -205,7 +207,7 @@ class Technique(L.Callback):
 
 
 class Onlooker(L.Callback):
-    """A callback that looks at model and Trainer while they are as the user made them: before any technique acts."""
+    """A callback that looks at model and Trainer while they are as the user made them, before any technique acts."""
 
     def look(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Look at the run. Called by the first technique and by :meth:`setup`, so possibly twice."""
@@ -315,7 +317,7 @@ def check_together(
         TypeError: not a list of techniques.
         ValueError: what conflicts · why · the cheapest way out.
     """
-    listed = _list(techniques)
+    listed = list_techniques(techniques)
     for first, second in itertools.combinations(listed, 2):
         if type(first) is type(second):
             _refuse_twice(f"{type(first).__name__} is listed twice")
@@ -328,11 +330,11 @@ def check_together(
     return listed
 
 
-def _list(techniques: object) -> list[Technique]:
+def list_techniques(techniques: object) -> list[Technique]:
+    """Return ``techniques`` as a list; a TypeError says what else was given."""
     if isinstance(techniques, Technique):
-        raise TypeError(
-            explain(f"techniques={techniques}", "expected a list, got one technique", f"Use [{techniques}]")
-        )
+        why = "expected a list, got one technique"
+        raise TypeError(explain(f"techniques={techniques}", why, f"Use [{techniques}]"))
     if not isinstance(techniques, Iterable):
         why = f"expected a list of techniques, got {type(techniques).__name__}"
         raise TypeError(explain(f"techniques={techniques!r}", why, "Use a list, as [MicroBatching(4)]"))

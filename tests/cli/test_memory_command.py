@@ -32,6 +32,10 @@ class NoLoader(Net):
 def pair(rows):
     return Net(width=16), torch.zeros(rows, 16)
 
+def reads_values():
+    return Net(width=int(torch.ones(1).item()))
+
+
 number = 3
 """
 
@@ -102,6 +106,7 @@ def test_it_prints_a_table(module, capsys):
         (["{module}:Net", "--arg", "wide=3"], "wide"),
         (["{module}:NoLoader"], "returns (module, batch)"),
         (["{module}:number"], "cannot be called"),
+        (["{module}:reads_values"], "named with --data"),
     ],
 )
 def test_bad_input_is_one_line(module, capsys, arguments, says):

@@ -124,6 +124,7 @@ DAMAGES = {
     "no MANIFEST.json": lambda one: (one / MANIFEST).unlink(),
     "cannot be read": lambda one: (one / MANIFEST).write_text("<html>"),
     "it is a link": lambda one: (one / "deep" / "out").symlink_to("/etc/hostname"),
+    "lists no files": lambda one: (one / MANIFEST).write_text('{"files": {}}'),
 }
 
 
@@ -140,6 +141,15 @@ def test_damage_is_noticed_and_the_one_before_is_taken(tmp_path, reason):
     else:
         with pytest.warns(UserWarning, match=reason):
             assert newest_checkpoint(tmp_path) == first
+
+
+def test_temporary_names_are_no_checkpoints(tmp_path):
+    whole = write(tmp_path / "whole")
+    for name in (".tmp-step.ckpt", ".whole.ckpt", "whole.tmp"):
+        shutil.copytree(whole, tmp_path / name)
+        os.utime(tmp_path / name / MANIFEST)
+    os.utime(whole / MANIFEST, ns=(1, 1))
+    assert newest_checkpoint(tmp_path) == whole
 
 
 def test_a_flipped_bit_in_a_file_is_noticed_though_torch_loads_it(tmp_path):

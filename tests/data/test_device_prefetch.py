@@ -129,6 +129,18 @@ def test_cuda_copy_overlaps_with_compute():
     assert not busy.query()  # yielding the second did not wait for the kernels
 
 
+@pytest.mark.gpu
+def test_further_passes_reserve_no_further_memory():
+    loader = [torch.zeros(2**20).pin_memory() for _ in range(4)]
+    reserved = []
+    for _ in range(6):
+        for batch in prefetch_to_device(loader, "cuda"):
+            batch.sum()
+        torch.cuda.synchronize()
+        reserved.append(torch.cuda.memory_reserved())
+    assert reserved[-1] == reserved[1]
+
+
 @dataclasses.dataclass
 class Rows:
     x: torch.Tensor

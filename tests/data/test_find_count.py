@@ -32,6 +32,12 @@ FULL = {name: torch.randint(1, VOCAB, (9, 6), generator=torch.Generator().manual
 ZERO_PADDED = {**PADDED, "labels": PADDED["labels"].clamp(min=0)}
 
 
+def test_a_named_rule_that_needs_labels_is_refused_without_them():
+    net = nn.Linear(3, 1)
+    with pytest.raises(ValueError, match="no integer labels to count"):
+        ft.data.find_count(lambda x: net(x).pow(2).mean(), torch.randn(6, 3), count="targets")
+
+
 def language_model(shift=False, **settings):
     net = TinyLM()
 

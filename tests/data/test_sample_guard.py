@@ -2,6 +2,8 @@
 
 import os
 import pickle
+import signal
+import threading
 
 import pytest
 import torch
@@ -110,6 +112,27 @@ def test_a_dead_worker_is_reported_with_its_batch(monkeypatch):
         RuntimeError, match=r"worker 0 of the loader \(process \d+\) died with exit code 3; .* number 0 of"
     ):
         list(guarded)
+
+
+def end_soon_and_break_the_connection(process):
+    threading.Timer(0.3, os.kill, (process, signal.SIGKILL)).start()
+    raise EOFError
+
+
+class DiesWhileHandingOver(Rows):
+    """Its samples break the connection to their worker a moment before the system reports that it was killed."""
+
+    def __getitem__(self, index):
+        return self
+
+    def __reduce__(self):
+        return end_soon_and_break_the_connection, (os.getpid(),)
+
+
+def test_a_worker_that_is_killed_while_it_hands_a_batch_over_is_named():
+    loader = DataLoader(DiesWhileHandingOver(), batch_size=None, num_workers=1, multiprocessing_context="fork")
+    with pytest.raises(RuntimeError, match=r"worker 0 of the loader \(process \d+\) died by SIGKILL"):
+        list(guard_samples(loader))
 
 
 class Stream(IterableDataset):

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.data.padding.find_padding import propose_padding
-from lightning_fasttrain.data.padding.padded_axes import PaddedAxis, Padding
-from lightning_fasttrain.data.padding.trim_batch import group_rows, group_rows_evenly, trim_batch
+from lightning_fasttrain.core.batch.find_padding import propose_padding
+from lightning_fasttrain.core.batch.group_rows import group_rows, group_rows_evenly
+from lightning_fasttrain.core.batch.padded_axes import PaddedAxis, Padding
+from lightning_fasttrain.data.padding.trim_batch import trim_batch
 from tests.support.nets import TinyLM, fit
 
 LENGTHS = [3, 12, 5, 24, 2, 7, 9, 4]
@@ -322,6 +323,36 @@ def test_a_side_on_which_entries_take_part_is_not_cut():
     assert sum(seen[-3:]) < 0.75 * ids.numel()
 
 
+def noisy(choose: Callable[[Tensor], Tensor]) -> tuple[Any, Callable[[Any], Tensor]]:
+    """Return a masked language model that draws in its step which tokens it predicts."""
+    torch.manual_seed(0)
+    net, (ids, tokens) = Tagger(), texts()
+
+    def step(batch: Any) -> Tensor:
+        chosen = choose(torch.rand(batch["ids"].shape)) & batch["mask"]
+        logits = net(batch["ids"].masked_fill(chosen, 1), batch["mask"])
+        return F.cross_entropy(logits.transpose(1, 2), batch["ids"].masked_fill(~chosen, -100))
+
+    return {"ids": ids, "mask": tokens}, step
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_random_values_for_each_token_are_like_dropout(side, caplog):
+    """A run draws other values than the padded step, of the same distribution."""
+    batch, step = noisy(lambda drawn: drawn < 0.5)
+    if side == "left":
+        batch = {name: value.flip(1) for name, value in batch.items()}
+    with caplog.at_level("INFO"):
+        ft.accumulate_gradients(step, batch, 3, trim_padding=True)
+    assert "of this batch is padding, which is cut off" in caplog.text
+
+
+def test_random_values_that_depend_on_the_length_keep_the_padding():
+    batch, step = noisy(lambda drawn: drawn.argsort(1).argsort(1) < drawn.shape[1] // 2)
+    with pytest.raises(ValueError, match="trim_padding=True cannot cut off the padding"):
+        ft.accumulate_gradients(step, batch, 3, trim_padding=True)
+
+
 def test_a_loss_that_is_split_at_the_trunk_refuses_to_cut_padding():
     torch.manual_seed(0)
     net, (ids, tokens) = Tagger(), texts()
@@ -453,6 +484,39 @@ def test_windows_of_several_batches_are_trimmed_too():
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("how", [{"max_tokens": 40}, {"n": 3}, {"trim_padding": True}], ids=str)
+def test_a_window_in_a_loop_is_cut_by_a_budget_of_tokens(how):
+    torch.manual_seed(0)
+    net, batches = Tagger(), shuffled_batches(3)
+    batches[1] = {name: value[:2] for name, value in batches[1].items()}
+
+    def step(batch: Any) -> Tensor:
+        return mean_of_tokens(net(batch["ids"], batch["mask"]), batch["ids"], batch["mask"])
+
+    step({name: torch.cat([batch[name] for batch in batches]) for name in ("ids", "mask")}).backward()
+    expected, seen = flat_gradient(net), []
+    net.embed.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape))
+    for _ in range(2):  # the first call also tries the step on a few rows
+        net.zero_grad()
+        seen.clear()
+        ft.accumulate_window(step, batches, **how)
+    torch.testing.assert_close(flat_gradient(net), expected, rtol=1e-4, atol=1e-6)
+    assert sum(rows for rows, _ in seen) == 18
+    if "max_tokens" in how:
+        assert max(rows * length for rows, length in seen) <= 40
+
+
+def test_batch_statistics_in_a_window_that_is_trimmed_are_refused():
+    norm = nn.BatchNorm1d(16)
+    net = Tagger()
+
+    def step(batch: Any) -> Tensor:
+        return (norm(net.embed(batch["ids"]).transpose(1, 2)).square().mean(1) * batch["mask"]).sum()
+
+    with pytest.raises(ValueError, match="BatchNorm"):
+        ft.accumulate_window(step, shuffled_batches(2), trim_padding=True)
+
+
 def test_the_padding_that_was_found_is_in_the_checkpoint(tmp_path):
     micro = ft.MicroBatching(3)
     trainer = run(TagTrainer(), shuffled_batches(1), micro)
@@ -549,6 +613,22 @@ def test_groups_have_nearly_the_fewest_tokens_of_all_ways_to_divide_the_sorted_r
     assert tokens(group_rows_evenly(extents, n, 1)) <= 1.25 * fewest
 
 
+@pytest.mark.parametrize(
+    ("name", "other", "most"),
+    [
+        ("picture", torch.rand(8, 3, 4, 4), 2),
+        ("tokens of another length", torch.ones(8, 10).long(), 2),
+        ("metadata", torch.rand(8, 10), 7),
+        ("class", torch.arange(8), 7),
+    ],
+)
+def test_micro_batches_hold_no_more_pictures_than_with_padding(name, other, most):
+    ids = (torch.arange(24)[None] < torch.tensor([24] + 7 * [2])[:, None]).long()
+    axis = PaddedAxis((("batch['ids']", (1,)),), "batch['ids']", 0)
+    extents = Padding((axis,)).read({"ids": ids, name: other})
+    assert max(map(len, group_rows_evenly(extents, 4, 1))) == most
+
+
 def test_two_sided_padding_is_cut_on_both_sides():
     ids = torch.tensor([[0, 0, 1, 2, 0, 0, 0, 0], [0, 3, 4, 0, 0, 0, 0, 0]])
     extents = padding_of(ids).read(ids)
@@ -573,6 +653,7 @@ def test_empty_rows_and_batches_without_padding():
         (lambda: ft.MicroBatching(), "neither n nor max_tokens= is given"),
         (lambda: ft.MicroBatching(4, max_tokens=100), "n and max_tokens= are both given"),
         (lambda: ft.MicroBatching(max_tokens=0), "max_tokens=0"),
+        (lambda: ft.accumulate_window(len, [torch.ones(2, 3)], 2, max_tokens=4), "n and max_tokens= are both given"),
         (lambda: ft.data.TrimPadding(multiple_of=0), "multiple_of=0"),
         (
             lambda: ft.MicroBatching(4, split=lambda batch, n: [batch], trim_padding=True),
@@ -583,6 +664,17 @@ def test_empty_rows_and_batches_without_padding():
 def test_wrong_arguments_are_refused_at_once(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("how", [{"n": 2}, {"max_tokens": 8}, {"n": 1, "trim_padding": True}], ids=str)
+def test_packed_sequences_are_refused_with_the_way_out(how):
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
+    net = nn.LSTM(2, 2)
+    why = (
+        r"batch\['text'\] is a PackedSequence: each of its rows holds a time step of all samples. Pack inside the model"
+    )
+    with pytest.raises(ValueError, match=why):
+        ft.accumulate_gradients(lambda batch: net(batch["text"])[1][0].mean(), {"text": packed}, **how)
 
 
 def test_lengths_that_do_not_exist_are_refused_with_the_names_that_do():

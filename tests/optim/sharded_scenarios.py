@@ -17,6 +17,7 @@ from tests.support.nets import TinyLM, as_loader, largest_difference, lm_batches
 RANK = int(os.environ.get("RANK", 0))
 RANKS = [lm_batches(3, size=6, seed=3), lm_batches(3, size=4, seed=4)]
 FSDP2 = ("lion", "muon", "galore", "adamw8bit")
+CLIP = 0.01
 ZERO = ("lion", "adamw8bit", "muon")
 
 
@@ -27,7 +28,7 @@ class Named(ft.FastTrainMixin, TinyLM):
         self.optimizer = ft.NamedOptimizer(name, lr=0.01, settings=own, **more)
 
 
-def reference(name):
+def reference(name, clip=None):
     """Train one process on the mean of both ranks' losses."""
     module = Named(name)
     optimizer = module.optimizer(module)
@@ -35,6 +36,8 @@ def reference(name):
         optimizer.zero_grad()
         (module.loss(first) / 2).backward()
         (module.loss(second) / 2).backward()
+        if clip is not None:
+            ft.optim.clip_adaptively_([p for p in module.parameters() if p is not module.embed.weight], clip)
         optimizer.step()
     return module
 
@@ -46,15 +49,21 @@ def tried(action):
         return f"{type(error).__name__}: {error}"
 
 
-def fit(module, strategy, **settings):
-    trainer(devices=2, strategy=strategy, **settings).fit(module, as_loader(RANKS[RANK]))
+def fit(module, strategy, callbacks=(), **settings):
+    trainer(callbacks, devices=2, strategy=strategy, **settings).fit(module, as_loader(RANKS[RANK]))
     return module
+
+
+def fit_clipped():
+    return fit(Named("lion"), ft.FSDP2Strategy(), [ft.optim.AdaptiveClipping(CLIP)])
 
 
 def main(path):
     found = {"untrained": largest_difference(weights(TinyLM()), weights(reference("lion")))}
     for name in FSDP2:
         found[f"fsdp2 {name}"] = tried(lambda: gap(reference(name), fit(Named(name), ft.FSDP2Strategy())))  # noqa: B023
+    found["clipping changes"] = largest_difference(weights(reference("lion")), weights(reference("lion", CLIP)))
+    found["fsdp2 clipping"] = tried(lambda: gap(reference("lion", CLIP), fit_clipped()))
     found["fsdp2 offload"] = tried(lambda: fit(Named("adamw", offload="cpu"), ft.FSDP2Strategy()))
     low = {"updates": "kahan"}
     found["fsdp2 updates"] = tried(lambda: fit(Named("adamw", **low), ft.FSDP2Strategy(), precision="bf16-true"))

@@ -16,10 +16,17 @@ def found(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("run", "most"),
-    [("fsdp2 lion", 1e-6), ("fsdp2 muon", 1e-3), ("zero lion", 1e-6), ("zero adamw8bit", 1e-6)],
+    [
+        ("fsdp2 lion", 1e-6),
+        ("fsdp2 clipping", 1e-6),
+        ("fsdp2 muon", 1e-3),
+        ("zero lion", 1e-6),
+        ("zero adamw8bit", 1e-6),
+    ],
 )
 def test_two_processes_train_as_one(found, run, most):
     assert found["untrained"] > 1e-2
+    assert found["clipping changes"] > 1e-4
     assert found[run] < most  # Muon rounds to bfloat16 internally, in another order of sums
 
 

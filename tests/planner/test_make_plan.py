@@ -194,6 +194,14 @@ def test_a_budget_keeps_whole_blocks_between_none_and_all():
         assert free.predict(Choice(recompute=Budget.within(limit / GIB))) == pytest.approx(expected)
 
 
+def test_a_plan_needs_no_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    facts = facts_of_machine()
+    axes = find_axes(TinyLM(), lm_batches(1)[0], facts, ft.technique.Exactness.CHANGES_TRAINING, "32-true", False)
+    reason = "peft is not installed: it comes with the extra 'finetune'. pip install 'lightning-fasttrain[finetune]'"
+    assert reason in axes.left_out.values()
+
+
 def test_a_budget_is_chosen_where_it_is_the_fastest():
     """A batch of one sample has no parts; three of four blocks may be kept, which no other policy does."""
     net, batch = TinyLM(depth=8), lm_batches(1, size=1, length=512)[0]

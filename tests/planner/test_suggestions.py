@@ -8,8 +8,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.planner import suggestions
-from lightning_fasttrain.planner.suggestions import suggest_leaner_optimizer, suggest_workers
-from tests.support.nets import TinyLM, lm_batches
+from lightning_fasttrain.planner.suggestions import suggest_leaner_optimizer, suggest_trimming, suggest_workers
+from tests.support.nets import TinyLM, as_loader, lm_batches, padded_batches
 
 
 class Slow(Dataset):
@@ -109,3 +109,44 @@ def test_what_eight_bits_would_save():
     assert said.startswith(f"AdamW's state takes {now / 2**20:.2f} MiB; ft.build_optimizer(self, 'adamw8bit', ...)")
     assert suggest_leaner_optimizer(Net(torch.optim.SGD, 512)) == ""
     assert suggest_leaner_optimizer(Net(torch.optim.AdamW, 4)) == ""  # tensors this small stay in 32 bits
+
+
+def one_hot_labels():
+    return torch.randn(8, 16), torch.eye(16)[:8].long()
+
+
+def pictures_with_masks():
+    return torch.rand(8, 3, 16, 16), (torch.arange(16)[None, None] < torch.arange(1, 9)[:, None, None]).expand(
+        8, 16, 16
+    )
+
+
+def prompts_without_loss():
+    ids = torch.randint(2, 50, (8, 64))
+    return {"input_ids": ids, "labels": ids.masked_fill(torch.arange(64)[None] < 40, -100)}
+
+
+def objects():
+    return [object()]
+
+
+@pytest.mark.parametrize("make", [one_hot_labels, pictures_with_masks, prompts_without_loss, objects])
+def test_batches_that_only_look_padded_are_not_called_padded(make):
+    assert suggest_trimming(make()) == ""
+
+
+def test_the_share_of_padding_is_that_of_the_first_four_batches_of_the_loader():
+    batches = padded_batches([16, 8, 8, 8, 32])
+    share = 1 - (4 * 32 + 7 * (16 + 3 * 8)) / (4 * 8 * 32)
+    loader = as_loader(batches)
+    assert f"{share:.0%} of the tokens of 4 batches" in suggest_trimming(batches[0], loader)
+    assert "of 1 batch " in suggest_trimming(batches[0])
+    assert "of 1 batch " in suggest_trimming(batches[0], iter(loader))  # the run could not read it again
+
+
+def test_an_explanation_states_the_padding_that_no_technique_cuts_off():
+    batch = padded_batches([8])[0]
+    found = ft.planner.explain(TinyLM(), batch, [ft.EagerGradientRelease()])
+    assert found.padding == suggest_trimming(batch)
+    assert f"  Padding       {found.padding.rstrip('.')}\n" in str(found)
+    assert ft.planner.explain(TinyLM(), batch, [ft.MicroBatching(4)]).padding == ""

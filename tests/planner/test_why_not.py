@@ -141,9 +141,9 @@ def test_the_padding_of_a_batch_is_noted_with_what_would_be_left_of_it():
     ids = torch.arange(1, 65)[None] * (torch.arange(64)[None] < torch.tensor([64, 5, 9, 3, 2, 7, 4, 6])[:, None])
     words = ids % 11 + (ids > 0)
     batch = {"input_ids": words, "labels": words.masked_fill(words == 0, -100)}
-    found = ft.planner.why_not(TinyLM(), batch)
-    note = next(note for note in found.notes if "seems to be padding" in note)
-    assert note.startswith("80% of the batch seems to be padding (")
-    assert "MicroBatching(8) would run ×0.25 of its tokens" in note
+    found = ft.planner.why_not(TinyLM(), batch, [ft.MicroBatching(2, trim_padding=False)])
+    note = next(note for note in found.notes if "seem to be padding" in note)
+    assert note.startswith("80% of the tokens of 1 batch seem to be padding (['input_ids'] = 0): ")
+    assert "MicroBatching(8) would run ×0.25 of them" in note
     with_it = ft.planner.why_not(TinyLM(), batch, [ft.MicroBatching(4)])
     assert not any("padding" in note for note in with_it.notes)

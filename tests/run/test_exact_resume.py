@@ -97,6 +97,30 @@ class SGD(Net):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
+def net_with(lr=0.01, schedules=1, patience=0, split=None, width=8):
+    """A class of modules like Net, but for these settings."""
+
+    class Changed(Net):
+        def __init__(self):
+            super().__init__()
+            if width != 8:
+                self.net = nn.Sequential(nn.Linear(4, width), nn.Dropout(0.3), nn.Linear(width, 1))
+
+        def configure_optimizers(self):
+            parameters = list(self.parameters())
+            groups = parameters if split is None else [{"params": parameters[:split]}, {"params": parameters[split:]}]
+            optimizer = torch.optim.AdamW(groups, lr=lr)
+            made = []
+            for _ in range(schedules):
+                plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(
+                    optimizer, patience=patience, factor=0.5, threshold=10.0
+                )
+                made.append({"scheduler": plateau, "monitor": "val"})
+            return [optimizer], made
+
+    return Changed
+
+
 class WithoutValidation(Net):
     validation_step = None
 
@@ -254,6 +278,19 @@ def test_resuming_with_workers_equals_the_uninterrupted_run(name, tmp_path):
     for path in (save.files[2], save.files[9], save.files[13]):  # in mid-epoch, after an epoch, in the next
         *_, end = run([ExactResume()], path, seed=4, loader=WORKERS[name])
         assert not differences(whole, end), path.name
+
+
+def test_seeded_samples_resume_exactly_and_without_reading_again(tmp_path, caplog):
+    save = SaveEverywhere(tmp_path)
+    *_, whole = run([ExactResume(seed_samples=True), save], loader=lambda: shuffled(num_workers=2))
+    with caplog.at_level("INFO", logger="lightning_fasttrain"):
+        for path, workers in ((save.files[4], 1), (save.files[13], 2)):
+            resume = ExactResume(seed_samples=True)
+            *_, end = run([resume], path, seed=4, loader=lambda n=workers: shuffled(num_workers=n))
+            assert not differences(whole, end), path.name
+    assert "reading and dropping" not in caplog.text
+    with pytest.raises(ValueError, match="seed_samples = True, this run has seed_samples = False"):
+        run([ExactResume()], save.files[4])
 
 
 def test_negative_control_lightning_alone_ends_differently(tmp_path):
@@ -525,7 +562,14 @@ def test_an_iterator_as_a_loader_gives_a_warning(tmp_path):
         ({"loader": lambda: DataLoader(OtherRows(), 2, shuffle=True)}, "training data = .*Rows, this run has .*OtherR"),
         ({"gradient_clip_val": 0.1}, "gradient_clip_val = none, this run has .* = 0.1"),
         ({"precision": "bf16-true"}, "precision = 32-true, this run has .* = bf16-true"),
-        ({"processes": 2}, "processes = 2, this run has .* = 1"),
+        ({"processes": 2}, "processes = 2, this run has .* = 1: positions .* do not fit"),
+        ({"net": net_with(lr=0.02)}, "AdamW.lr = 0.01, this run has .* = 0.02: .* the resumed run would use 0.01"),
+        ({"net": net_with(patience=1)}, "ReduceLROnPlateau.patience = 0, this run has .* = 1: the saved state"),
+        (
+            {"net": net_with(schedules=2)},
+            "schedules = .*, this run has .* = .*: the checkpoint has no state of the add",
+        ),
+        ({"net": net_with(schedules=0)}, "schedules = .*, this run has .* = .*: the state of the saved schedule would"),
     ],
 )
 def test_a_run_with_different_settings_is_refused(other, message, plain_run, tmp_path):
@@ -538,12 +582,45 @@ def test_a_run_with_different_settings_is_refused(other, message, plain_run, tmp
         torch.save(checkpoint, path)
     with pytest.raises(ValueError, match=message):
         run([ExactResume()], path, **other)
-    if "net" in other:  # its state cannot be restored
+    if other.get("net") is SGD:  # its state cannot be restored
         with pytest.raises(ValueError, match=f"{message}: the optimizer state cannot be converted"):
             run([ExactResume(strict=False)], path, **other)
     elif "precision" not in other:
         with pytest.warns(ft.FastTrainWarning, match=message):
             run([ExactResume(strict=False)], path, **other)
+
+
+@pytest.mark.parametrize("net", [net_with(split=2), net_with(width=6)], ids=["groups", "width"])
+def test_what_cannot_be_restored_is_refused_without_strictness_too(net, plain_run):
+    message = (
+        r"parameters per group = \[\[4\]\], this run has .* = \[\[2, 2\]\]: the optimizer state cannot be converted"
+    )
+    if net().net[0].weight.shape[0] == 6:
+        message = r"another model: its weights do not fit this one \(size mismatch for net.0.weight: .*"
+    for strict in (True, False):
+        with pytest.raises(ValueError, match=message):
+            run([ExactResume(strict=strict)], plain_run[2][2], net=net)
+
+
+def test_a_changed_learning_rate_has_the_effect_that_is_announced(plain_run, tmp_path):
+    save = SaveEverywhere(tmp_path)
+    with pytest.warns(ft.FastTrainWarning, match="would use 0.01"):
+        *_, end = run([ExactResume(strict=False), save], plain_run[2][2], net=net_with(lr=0.02))
+    settings = end[KEY]["settings"].pop("restored")
+    assert settings["AdamW.lr"] == 0.01
+    assert differences(end["optimizer_states"], plain_run[1]["optimizer_states"]) == []
+
+
+@pytest.mark.filterwarnings('ignore:.fit.ckpt_path="last". is set')
+def test_last_without_a_last_checkpoint_is_an_error(tmp_path):
+    where = {"default_root_dir": tmp_path, "max_epochs": 1}
+    with pytest.raises(FileNotFoundError, match=r"ckpt_path='last': there is no .*newest_checkpoint\(folder\)"):
+        run([ExactResume()], "last", **where)
+    with pytest.warns(ft.FastTrainWarning, match="ckpt_path='last': there is no last checkpoint"):
+        run([ExactResume(strict=False)], "last", **where)
+    keeper = ModelCheckpoint(tmp_path, save_last=True)
+    run([ExactResume(), keeper], ft.newest_checkpoint(tmp_path), **where)
+    assert run([ExactResume(), keeper], "last", **{**where, "max_epochs": 2})[1].current_epoch == 2
 
 
 class Held(Rows):
@@ -634,6 +711,18 @@ def test_different_techniques_are_refused_by_name(then, now, message, tmp_path):
         run([*now(), ExactResume()], save.files[2], max_epochs=1)
     with pytest.warns(ft.FastTrainWarning, match=message):
         run([*now(), ExactResume(strict=False)], save.files[2], max_epochs=1)
+
+
+def test_another_rank_of_lora_is_named_before_the_weights_are_loaded(tmp_path):
+    save = SaveEverywhere(tmp_path)
+    run([*at_layer(), ExactResume(), save], max_epochs=1)
+    other = ft.LoRA(rank=3, targets="net.0")
+    with pytest.raises(ValueError, match=r"LoRA with rank = 2 in the checkpoint, 3 in this run"):
+        run([copy.deepcopy(other), ExactResume()], save.files[2], max_epochs=1)
+    with pytest.raises(ValueError, match=r"another model: .*\(size mismatch for net.0.lora_A"):
+        run([copy.deepcopy(other), ExactResume(strict=False)], save.files[2], max_epochs=1)
+    with pytest.raises(ValueError, match="LoRA in the checkpoint only"):
+        run([ExactResume()], save.files[2], max_epochs=1)
 
 
 def test_techniques_that_change_only_rounding_give_a_warning(tmp_path, recwarn):

@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from lightning_fasttrain import FastTrainWarning, TokenWeightedAccumulation
+from lightning_fasttrain.run import HangWatch, MemoryTimeline
 from lightning_fasttrain.run.guards.preemption import Preemption
 from lightning_fasttrain.run.guards.preemption_flag import PreemptionFlag, _let_children_exit
 from tests.support.guard_scenarios import run_scenarios
@@ -89,6 +90,22 @@ def test_a_preempted_run_resumes_as_if_uninterrupted(tmp_path, k, settings):
     resumed, u = run([], tmp_path / f"preempted-step={k}.ckpt", **settings)
     assert largest_difference(weights(whole), weights(resumed)) == 0
     assert (u.global_step, u.current_epoch) == (t.global_step, t.current_epoch) == (10, 2)
+
+
+PLACES = {"a file": "file", "below a file": "file/folder", "not a disk's": "/proc/folder"}
+
+
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("make", [Preemption, MemoryTimeline, lambda folder: HangWatch(folder=folder)])
+def test_a_folder_that_cannot_be_written_to_is_an_error_before_the_first_step(tmp_path, where, make):
+    (tmp_path / "file").touch()
+    module = TinyLM()
+    before = weights(module)
+    with pytest.raises(
+        OSError, match=r"no file can be created there, \w+ .*Use a folder|be written to .*use Preemption\(folder=...\)"
+    ):
+        run([make(tmp_path / PLACES[where])], module=module)
+    assert largest_difference(before, weights(module)) == 0
 
 
 @pytest.mark.parametrize("window", [{"accumulate_grad_batches": 2}, {}], ids=["Lightning's", "ours"])

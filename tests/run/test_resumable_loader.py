@@ -189,6 +189,81 @@ def test_skipping_by_indices_loads_no_samples():
     assert again.dataset.loaded == 1  # 7 rows: the fourth batch has one row
 
 
+class Augmented(Dataset):
+    """Samples augmented with the generators of three libraries; counts how many are read, by all workers."""
+
+    def __init__(self):
+        self.read = torch.zeros(1).share_memory_()
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, i):
+        self.read += 1
+        return torch.tensor([float(i), random.random(), np.random.rand(), float(torch.rand(()))])
+
+
+def augmented(workers, seed_samples, **settings):
+    settings = {"batch_size": 2, "shuffle": True, **settings}
+    return resumable(DataLoader(Augmented(), num_workers=workers, **settings), seed_samples)
+
+
+def drawn_in_two_passes(loader):
+    """The batches that are left of two passes, in a loop that draws too."""
+    return [batch + torch.rand(()) for _ in range(2) for batch in loader]
+
+
+@pytest.mark.parametrize(
+    ("settings", "workers"),
+    [({}, (2, 0)), ({}, (0, 2)), ({"persistent_workers": True}, (2, 1)), ({"batch_size": None}, (1, 2))],
+    ids=str,
+)
+def test_seeded_samples_are_skipped_unread_whatever_the_number_of_workers(settings, workers):
+    loader, again = (augmented(count, True, **settings) for count in workers)
+    seed(1)
+    batches = iter(loader)
+    for _ in range(17):
+        next(batches), torch.rand(())
+    saved = pickle.loads(pickle.dumps((loader.state_dict(), random_state())))
+    expected = [batch + torch.rand(()) for batch in batches] + [batch + torch.rand(()) for batch in loader]
+    seed(2)
+    again.load_state_dict(saved[0])
+    set_random_state(saved[1])
+    assert equal(expected, drawn_in_two_passes(again))
+    assert again.dataset.read == 2 * 40 - 17 * 40 // len(loader)
+
+
+def test_negative_control_samples_that_are_not_seeded_depend_on_their_worker():
+    seen = []
+    for workers in (1, 2):
+        seed(1)
+        seen.append(drawn_in_two_passes(augmented(workers, False)))
+    assert not equal(*seen)
+
+
+def test_passes_differ_and_leave_the_generators_of_training_alone():
+    loader = resumable(DataLoader(Augmented(), 2, generator=seeded()), seed_samples=True)
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    first, second = list(loader), list(loader)
+    assert random.getstate() == before[0]
+    assert np.random.get_state()[1].tolist() == before[1]
+    assert torch.equal(torch.get_rng_state(), before[2])
+    assert not any(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize(
+    ("loader", "why"),
+    [
+        (lambda: DataLoader(Stream()), "only a DataLoader of a map-style dataset"),
+        (Again, "only a DataLoader of a map-style dataset"),
+        (lambda: DataLoader(Rows()), "the dataset has generators of its own"),
+    ],
+)
+def test_samples_that_cannot_be_seeded_are_refused(loader, why):
+    with pytest.raises(ValueError, match=f"seed_samples=True with .*: {why}"):
+        resumable(loader(), seed_samples=True)
+
+
 def test_rereading_batches_is_logged_with_their_number(caplog):
     loader = resumable(Again())
     batches = iter(loader)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import lightning as L
 import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 
@@ -95,6 +96,22 @@ def fails_under_fsdp2(folder):
 
 def killed_while_starting(folder):
     fit(ZeROStrategy(stage=2), Fails(in_optimizer={1: kill}))
+
+
+def killed_in_deepspeed(folder):
+    """Rank 1 is killed when DeepSpeed makes a process group, where rank 0 waits for it at the group's store."""
+
+    def kill_later():
+        torch.distributed.new_group = lambda *args, **kwargs: kill()
+
+    module = Fails(in_optimizer={1: kill_later})
+    fit(ZeROStrategy(stage=2, timeout=timedelta(seconds=2 * LIMIT_S)), module)
+
+
+def fails_in_deepspeed(folder):
+    if rank() == 0:
+        DeepSpeedEngine._configure_optimizer = lambda *args: fail()
+    fit(ZeROStrategy(stage=2, timeout=timedelta(seconds=2 * LIMIT_S)), TinyLM())
 
 
 def killed_in_fabric(folder):
@@ -212,6 +229,8 @@ SCENARIOS = (
     fails_in_configure_optimizers,
     fails_under_fsdp2,
     killed_while_starting,
+    killed_in_deepspeed,
+    fails_in_deepspeed,
     killed_in_fabric,
     does_not_come,
     has_full_disk,

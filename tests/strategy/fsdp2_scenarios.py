@@ -328,6 +328,16 @@ class Projects(ShallowLM):
         return ft.optim.GaLoreAdamW(ft.optim.galore_groups(self, rank=2))
 
 
+def mask_on_one_rank(plain):
+    """Train where one rank's first batches lack the tensor that shows the other's padding."""
+    batches = [dict(batch) for batch in MINE[:SHORT]]
+    for batch in batches[RANK * 2 :]:
+        batch["mask"] = (batch["labels"] != -100).long()
+    micro = ft.MicroBatching(3, trim_padding=ft.data.TrimPadding(multiple_of=1))
+    module, _ = fit([micro], batches={"train_dataloaders": as_loader(batches)})
+    return [*gap_and_agree(plain, module), micro.trimming.saved]
+
+
 CHANGE_RESULTS = (ft.LoRA, ft.QLoRA, ft.finetune.IA3, ft.loss.Distillation)
 
 
@@ -346,6 +356,7 @@ def techniques(found, folder):
         lambda: [ft.MicroBatching(3)],
         lambda: [ft.MicroBatching(3, trim_padding=ft.data.TrimPadding(multiple_of=1))],
         lambda: [ft.MicroBatching(max_tokens=9, trim_padding=ft.data.TrimPadding(multiple_of=1))],
+        lambda: [ft.data.PaddingFree()],
     ):
         module, _ = fit(make())
         expected = ddp(callbacks=make())[0] if isinstance(make()[0], CHANGE_RESULTS) else plain
@@ -353,6 +364,7 @@ def techniques(found, folder):
         for name in (type(technique).__name__ for technique in make()):
             tells[name] = [max(both) for both in zip(tells.get(name, new), new, strict=True)]
         found.setdefault("left behind", []).extend(k for k in ("training_step", "validation_step") if k in vars(module))
+    found["mask on one rank"] = mask_on_one_rank(plain)
     found["refused"] = {
         name: refusal(lambda callback=callback: fit([callback]))
         for name, callback in {

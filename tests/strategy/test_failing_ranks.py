@@ -19,6 +19,8 @@ def seen(tmp_path_factory):
         ("fails_under_fsdp2", [1, 1]),
         ("killed_while_starting", [1, -9]),
         ("killed_in_fabric", [1, -9]),
+        ("killed_in_deepspeed", [1, -9]),
+        ("fails_in_deepspeed", [1, 1]),
         ("does_not_come", [1, 1]),
     ],
 )
@@ -48,6 +50,11 @@ def test_error_is_shown_before_its_rank_waits_for_others(seen):
 @pytest.mark.parametrize("name", ["killed_while_starting", "killed_in_fabric", "does_not_come"])
 def test_missing_or_late_rank_is_an_error_on_the_others(seen, name):
     assert "RuntimeError: a rank is gone, or did not answer in time" in seen[name]["err"][0]
+
+
+def test_rank_that_is_lost_in_deepspeed_is_named_long_before_the_timeout(seen):
+    assert "rank 1 failed or is gone in deepspeed.initialize" in seen["killed_in_deepspeed"]["err"][0]
+    assert "FileNotFoundError: there are no weights on this host" in seen["fails_in_deepspeed"]["err"][0]
 
 
 def test_full_disk_is_an_error_on_all_ranks_and_training_can_continue(seen):

@@ -170,6 +170,13 @@ def test_other_loops_train_as_under_ddp(found, loop):
     assert largest(found, loop) < 1e-6
 
 
+def test_a_rank_without_the_mask_of_the_others_does_not_leave_them_waiting(found):
+    for rank in found:
+        difference, agreement, saved = rank["mask on one rank"]
+        assert difference < 1e-6
+        assert agreement == saved == 0
+
+
 def test_step_wrappers_are_removed_after_a_run(found):
     assert all(rank["left behind"] == [] for rank in found)
 

@@ -109,6 +109,9 @@ def main(path):
         module, seen, t, reductions = run([micro], mine)
         found[name] = [worst(expected, seen), agree(module), len(reductions), micro.trimming.saved]
     found["reductions a step"] = [len(plain_reductions), len(reductions)]
+    free = ft.data.PaddingFree()
+    module, seen, t, _ = run([free], mine)
+    found["padding-free"] = [worst(expected, seen), agree(module), free.acts]
 
     plain, expected, t, plain_reductions = run([], mine, accumulate_grad_batches=2)
     split, seen, u, reductions = run([ft.MicroBatching(3)], mine, accumulate_grad_batches=2)

@@ -19,6 +19,7 @@ from lightning_fasttrain.core.messages import say_once
 from lightning_fasttrain.data import TrimPadding
 from lightning_fasttrain.data.loaders.even_epochs import EvenLoader
 from tests.support.nets import TinyLM, as_loader, fit, heard, largest_difference, lm_batches, trainer, weights
+from tests.support.padded_reader import LENGTHS, Reader, padded
 
 BATCHES = lm_batches(5)
 Kind = Callable[..., Any]
@@ -61,6 +62,13 @@ def runs_micro_batches_of_similar_rows(kind: Kind) -> None:
     assert min(shape[1] for shape in shapes) < length
     padded = rows * length * len(BATCHES)
     assert sum(shape.numel() for shape in shapes[-3 * len(BATCHES) :]) < 0.9 * padded
+
+
+def blocks_run_no_padding(kind: Kind) -> None:
+    tokens, net = [], Reader()
+    net.blocks[0].up.register_forward_pre_hook(lambda module, inputs: tokens.append(inputs[0].shape[:2].numel()))
+    fit(net, [padded()], [kind()])
+    assert tokens[-1] == sum(LENGTHS)
 
 
 def steps_once_for_two_batches(kind: Kind) -> None:

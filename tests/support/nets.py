@@ -17,7 +17,10 @@ VOCAB, DIM = 17, 8
 
 
 class Block(nn.Module):
-    """A residual block with everything that surgery must not disturb: dropout, kwargs, a tuple as output."""
+    """A residual block with everything that surgery must not disturb: dropout, kwargs, a tuple as output.
+
+    It mixes no tokens, so that it needs no mask; it gets one as blocks with attention do.
+    """
 
     def __init__(self, dim: int = DIM, dropout: float = 0.0) -> None:
         super().__init__()
@@ -26,7 +29,7 @@ class Block(nn.Module):
         self.down = nn.Linear(2 * dim, dim)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, *, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, *, scale: float = 1.0, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         hidden = F.gelu(self.up(self.norm(x)))
         return x + scale * self.dropout(self.down(hidden)), hidden
 
@@ -60,14 +63,14 @@ class TinyLM(L.LightningModule):
         self.head.weight = self.embed.weight
         torch.set_rng_state(generator_state)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, kept: Tensor | None = None) -> Tensor:
         x = self.embed(ids)
         for block in self.blocks:
-            x, _ = block(x, scale=0.9)
+            x, _ = block(x, scale=0.9, mask=kept)
         return self.head(x)
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        return lm_loss(self(batch["input_ids"]), batch)
+        return lm_loss(self(batch["input_ids"], (batch["labels"] != -100)[:, None, None]), batch)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = self.loss(batch)
@@ -141,6 +144,17 @@ def lm_batches(count: int, size: int = 6, length: int = 5, seed: int = 3) -> lis
         kept = torch.randint(1, length + 1, (size,), generator=g)
         labels[torch.arange(length)[None] >= kept[:, None]] = -100
         batches.append({"input_ids": ids, "labels": labels})
+    return batches
+
+
+def padded_batches(filled: Sequence[int]) -> list[dict[str, Tensor]]:
+    """Batches of 8 rows and 32 tokens, with the number of tokens of each row but the first, which has all."""
+    batches = []
+    for tokens in filled:
+        lengths = torch.tensor([32] + [tokens] * 7)
+        kept = torch.arange(32)[None] < lengths[:, None]
+        ids = torch.randint(2, 12, kept.shape, generator=torch.Generator().manual_seed(tokens)) * kept
+        batches.append({"input_ids": ids, "labels": ids.masked_fill(~kept, -100)})
     return batches
 
 

@@ -14,7 +14,7 @@ import lightning_fasttrain as ft
 from lightning_fasttrain.core.messages import format_bytes, log
 from lightning_fasttrain.technique.run_summary import KEY
 from tests.cases import CASES
-from tests.support.nets import TinyLM, as_loader, heard, lm_batches, trainer
+from tests.support.nets import TinyLM, as_loader, heard, lm_batches, padded_batches, trainer
 
 BATCHES = lm_batches(5)
 
@@ -147,13 +147,37 @@ def test_a_technique_describes_the_model_it_changed_and_no_other(case):
     assert technique.took_hold(torch.nn.Linear(2, 2)) == ""
 
 
-def test_no_hook_is_left_after_the_first_batch_or_after_the_run():
+def test_no_hook_is_left_after_the_first_four_batches_or_after_the_run():
     technique = ft.ActivationCheckpointing()
     release = ft.EagerGradientRelease()  # has no on_train_batch_start of its own
     probe = Probe(lambda net: release.on_train_batch_start)
     run([release, technique, probe])
-    assert set(probe.seen) == {None}
+    assert set(probe.seen[4:]) == {None}
     assert not {name for name in vars(release) if name.startswith("on_")}
+
+
+@pytest.mark.parametrize(
+    ("techniques", "is_said"),
+    [
+        ([ft.EagerGradientRelease()], True),
+        ([ft.MicroBatching(2, trim_padding=False)], True),
+        ([ft.MicroBatching(1)], True),
+        ([ft.MicroBatching(2)], False),
+        ([ft.MicroBatching(1, trim_padding=True)], False),
+    ],
+    ids=str,
+)
+def test_the_padding_of_the_first_four_batches_is_said_once_if_nothing_cuts_it_off(techniques, is_said):
+    batches = padded_batches([8, 8, 16, 8, 32, 32])
+    said = [text for text in run(techniques, batches=batches)[0] if "seem to be padding" in text]
+    rows = 3 * (32 + 7 * 8) + 32 + 7 * 16
+    share = 1 - rows / (4 * 8 * 32)
+    # In any number of micro-batches from two on, the long row runs alone, and the others together.
+    expected = (
+        f"{share:.0%} of the tokens of 4 batches seem to be padding (['input_ids'] = 0): MicroBatching(8) would run "
+        f"×{1 - share:.2f} of them, where a trial shows that padding has no effect."
+    )
+    assert said == ([expected] if is_said else [])
 
 
 def test_a_copy_made_during_a_run_reports_on_its_own_run():

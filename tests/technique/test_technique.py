@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 
 import lightning as L
 import peft
@@ -38,6 +39,39 @@ class Early(Recorder):
 
 class Late(Recorder):
     surgery = Surgery.COMPILE
+
+
+@pytest.mark.parametrize("others", [[], [ft.MicroBatching(2)]], ids=["alone", "beside another"])
+def test_a_class_among_the_callbacks_is_refused(others):
+    with pytest.raises(TypeError, match=r"callbacks=\[LoRA\]: expected objects, got classes. Use LoRA\(...\)"):
+        fit(TinyLM(), lm_batches(1), [*others, ft.LoRA])
+
+
+class ListsNone(ft.FastTrainMixin, TinyLM):
+    techniques = ft.MicroBatching(2)
+
+
+MISTAKES = {
+    "ActivationCheckpointing: got an unexpected keyword argument 'every'. Its arguments are policy, blocks.": (
+        lambda: ft.ActivationCheckpointing(every=2)
+    ),
+    "MemoryTimeline: missing a required argument: 'folder'. Its arguments are folder, ": (
+        lambda: ft.run.MemoryTimeline()
+    ),
+    "timeout_s='10m': expected a number, got str. Use, for example, timeout_s=600.": lambda: ft.run.HangWatch("10m"),
+    "limit='0.1': expected a number": lambda: ft.optim.WeightClipping("0.1"),
+    "far='6': expected a number": lambda: ft.run.SteadySteps("6"),
+    "lr='1e-3': expected a number": lambda: ft.build_optimizer(TinyLM(), lr="1e-3"),
+    "expected the model, got generator": lambda: ft.build_optimizer(TinyLM().parameters()),
+    "expected an nn.Module, got Trainer": lambda: ft.verify(trainer([]), lm_batches(1)[0]),
+    "expected a list, got one technique. Use [MicroBatching(n=2)]": lambda: fit(ListsNone(), lm_batches(1)),
+}
+
+
+@pytest.mark.parametrize("said", MISTAKES)
+def test_a_mistaken_argument_is_answered_at_once(said):
+    with pytest.raises(TypeError, match=re.escape(said)):
+        MISTAKES[said]()
 
 
 @pytest.mark.parametrize("net", [TinyLM, LazyLM])

@@ -10,6 +10,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from lightning_fasttrain.core.messages import explain
+
 # What carries this prefix may be removed, so no user's file may have it.
 TEMPORARY = ".fasttrain-tmp-"
 
@@ -71,6 +73,39 @@ def is_temporary_file(path: Path) -> bool:
     """Return whether ``path`` is a file at a path of :func:`temporary_path`, by its kind and its complete name."""
     named = re.fullmatch(rf"{re.escape(TEMPORARY)}.+-\d+-[0-9a-f]{{8}}", path.name, re.DOTALL)
     return named is not None and path.is_file() and not path.is_symlink()
+
+
+def why_unwritable(folder: Path) -> str:
+    """Return why no file can be created in ``folder``, which may not exist yet; "" if one can.
+
+    Example:
+        >>> why_unwritable(getfixture("tmp_path") / "not" / "made" / "yet")
+        ''
+    """
+    there = next(one for one in (folder, *folder.absolute().parents) if one.exists())  # a file counts too
+    probe = temporary_path(there, "probe")
+    # Written to, since permissions do not show quotas, read-only mounts and the rules of network file systems.
+    try:
+        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+        probe.unlink()
+    except OSError as error:
+        return f"{error.strerror or error} ({there})"
+    return ""
+
+
+def refuse_unwritable(folder: str | os.PathLike[str], what: str) -> None:
+    """Refuse, before a run, a folder that the run could not write to.
+
+    Args:
+        folder: may not exist yet.
+        what: the setting that names it, for the message.
+
+    Raises:
+        OSError: no file can be created there.
+    """
+    reason = why_unwritable(Path(folder))
+    if reason:
+        raise OSError(explain(what, f"no file can be created there, {reason}", "Use a folder that you may write to"))
 
 
 def find_existing(path: Path) -> Path:

@@ -267,6 +267,8 @@ def _damage(path: Path) -> str | None:
         return damage_of_archive(path)
     try:
         listed, found = read_manifest(path)["files"], _files(path)
+        if not listed:
+            return f"its {MANIFEST} lists no files"
         if set(listed) != set(found):
             lost, extra = sorted(set(listed) - set(found)), sorted(set(found) - set(listed))
             # The manifest may be anyone's, so what is quoted of it is cut.

@@ -116,7 +116,8 @@ def _is_whole(path: Path) -> bool:
 
 
 def _candidates(folder: Path) -> list[Path]:
-    named = [path for path in _entries(folder) if not path.name.startswith((TEMPORARY, OLD))]
+    # A leading dot marks temporary files: ours, and those of other programs, such as rsync.
+    named = [path for path in _entries(folder) if not path.name.startswith(".") and path.suffix != ".tmp"]
     return [path for path in named if path.exists() and (path.suffix == ".ckpt" or (path / MANIFEST).is_file())]
 
 

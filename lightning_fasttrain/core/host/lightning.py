@@ -7,6 +7,7 @@ fails when Lightning lacks one, or when another file uses one.
 """
 
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -67,6 +68,31 @@ def accumulation_continues(trainer: L.Trainer) -> bool:
 def is_last_batch_taken(trainer: L.Trainer) -> bool:
     """Whether the training loaders have no more batches for this epoch."""
     return trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+
+
+def refuse_float16_on_cpu(trainer: L.Trainer) -> None:
+    """Refuse float16 weights on a CPU; ``"16-mixed"`` is replaced by bfloat16 there, as Lightning reports itself.
+
+    Raises:
+        ValueError: the precision is ``"16-true"``.
+    """
+    if str(trainer.precision) == "16-true" and trainer.strategy.root_device.type == "cpu":
+        why = "gradients below 6e-8 become zero without a loss scale, and a CPU computes float16 slowly"
+        raise ValueError(explain("precision='16-true' on a CPU", why, "Use precision='bf16-true'"))
+
+
+def asked_checkpoint(trainer: L.Trainer) -> Any:
+    """Return the ``ckpt_path`` that the running ``trainer.fit`` was called with; None if it is unknown.
+
+    Lightning does not keep the argument: it is replaced by a path, or by None if there is no checkpoint of that name.
+    """
+    frame = sys._getframe()
+    while frame is not None:
+        # By name, since other packages wrap the method.
+        if frame.f_code.co_name == "fit" and frame.f_locals.get("self") is trainer and "ckpt_path" in frame.f_locals:
+            return frame.f_locals["ckpt_path"]
+        frame = frame.f_back
+    return None
 
 
 def is_time_to_log(trainer: L.Trainer) -> bool:

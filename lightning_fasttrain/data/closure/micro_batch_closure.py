@@ -7,10 +7,9 @@ strategy's own methods, so that autocast, loss scaling, forward redirection and 
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import torch
@@ -19,7 +18,9 @@ from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResul
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 from torch.optim import Optimizer
+from torchmetrics import Metric
 
+from lightning_fasttrain.core.batch.leaves import batch_size
 from lightning_fasttrain.core.host.lightning import (
     accumulation_continues,
     call_strategy,
@@ -30,18 +31,17 @@ from lightning_fasttrain.core.host.lightning import (
 )
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
-from lightning_fasttrain.data.closure.micro_batch_logging import LogCall, LogWeights, PartLogs
+from lightning_fasttrain.data.closure.micro_batch_logging import BatchLogs
 from lightning_fasttrain.data.closure.roles import Splitter, Window
 from lightning_fasttrain.data.closure.split_search import SplitSearch
 from lightning_fasttrain.data.normalizer.count_targets import count_targets
 from lightning_fasttrain.data.normalizer.find_split import CannotSplitError
-from lightning_fasttrain.data.normalizer.log_rules import own_divisor
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit, OtherSplitError
 from lightning_fasttrain.data.normalizer.step_weights import StepWeights
 from lightning_fasttrain.data.normalizer.trial.step_function import loss_of
 from lightning_fasttrain.data.out_of_memory.retry_with_smaller_micro_batches import split_until_it_fits
 from lightning_fasttrain.data.padding.trim_search import Parts, WholeParts
-from lightning_fasttrain.data.split_batch import batch_size, split_batch
+from lightning_fasttrain.data.split_batch import split_batch
 from lightning_fasttrain.data.step_gradients import (
     Float32GradientSums,
     StepGradients,
@@ -56,29 +56,14 @@ from lightning_fasttrain.data.trunk.batch_search import OUT_OF_TRIES, TRIES
 _MANY = 2**16  # upper limit where only the user's split function knows the number of samples
 
 
-@dataclass(frozen=True)
-class _Result:
-    """The result of running a batch in micro-batches.
-
-    Attributes:
-        weights: weights of the micro-batches.
-        output: the output that the unsplit step would have returned.
-        pass_on_logs: logs the values of all micro-batches, combined into one each.
-    """
-
-    weights: StepWeights
-    output: Any
-    pass_on_logs: Callable[[], None]
-
-
 class BatchClosures:
     """Create the closures of Lightning's automatic optimization for a run that splits or sums batches."""
 
     def __init__(self, trainer: L.Trainer) -> None:
         self.trainer = trainer
         self.search = SplitSearch(trainer)
-        self.logs = PartLogs()
-        self._sums = Float32GradientSums()
+        self.metrics: dict[int, Metric] = {}  # logged per step, as found in the first batch
+        self.sums = Float32GradientSums()
         self._restore = replace_closures(trainer, self)
 
     @classmethod
@@ -113,7 +98,7 @@ class BatchClosures:
             if micro is not None:
                 search.leave_trunk()
             if search.micro is None and search.window is None:
-                closures._sums.finish()
+                closures.sums.finish()
                 closures._restore()
 
         return leave
@@ -142,108 +127,131 @@ class BatchClosures:
         self.search.look_at(batch, rest)
         for attempt in range(TRIES):
             try:
-                return self._run_batch(batch, rest, optimizer)
+                return _BatchRun(self, batch, rest, optimizer).run()
             except OtherSplitError as error:
                 self.search.find_another(batch, rest, error, attempt, is_first=zero_grad is not None)
+                # The micro-batches that ran have left gradients with the wrong weights.
                 if zero_grad is not None:
                     zero_grad()
         raise CannotSplitError(OUT_OF_TRIES)
 
-    def _run_batch(self, batch: Any, rest: list[Any], optimizer: Optimizer) -> ClosureResult:
-        if self.search.window is not None:
-            self.search.window.take_reference(self.trainer, self.search.size_of(batch))
-        if self.search.micro is None:
-            return self._finish(self._run_parts(batch, WholeParts([batch]), rest, optimizer), optimizer)
-        if self.search.micro.adaptive:
-            return self._finish(self._run_until_it_fits(self.search.micro, batch, rest, optimizer), optimizer)
-        return self._finish(self._run_in(self.search.micro, self.search.micro.n, batch, rest, optimizer), optimizer)
 
-    def _run_in(self, micro: Splitter, n: int, batch: Any, rest: list[Any], optimizer: Optimizer) -> "_Result":
+class _Ran(NamedTuple):
+    """A batch that has run in micro-batches."""
+
+    weights: StepWeights
+    output: Any  # what the unsplit step would have returned
+    logs: BatchLogs
+
+
+class _BatchRun:
+    """Runs one batch in micro-batches, split as the search says.
+
+    Args:
+        closures: what is kept from batch to batch.
+        batch: the batch.
+        rest: the further arguments of ``training_step``.
+        optimizer: the optimizer of this step.
+    """
+
+    def __init__(self, closures: BatchClosures, batch: Any, rest: list[Any], optimizer: Optimizer) -> None:
+        self.trainer, self.search = closures.trainer, closures.search
+        self.window, self.sums, self.metrics = closures.search.window, closures.sums, closures.metrics
+        self.batch, self.rest, self.optimizer = batch, rest, optimizer
+
+    def run(self) -> ClosureResult:
+        """Run the batch, and log what it logged. Raises: OtherSplitError: its loss is split differently."""
+        micro = self.search.micro
+        if self.window is not None:
+            self.window.take_reference(self.trainer, self.search.size_of(self.batch))
+        if micro is None:
+            ran = self._run_parts(WholeParts([self.batch]))
+        elif micro.adaptive:
+            ran = self._run_until_it_fits(micro)
+        else:
+            ran = self._run_in(micro, self.batch, micro.n)
+        # What may wait for other ranks comes after all micro-batches have fitted.
+        ran.logs.pass_on()
+        if self.window is not None:
+            self.window.add(ran.weights.total, self.optimizer)
+        if not (accumulation_continues(self.trainer) or takes_float32_gradients(self.optimizer)):
+            self.sums.finish()
+        return ClosureResult.from_training_step_output(ran.output, self.trainer.accumulate_grad_batches)
+
+    def _run_in(self, micro: Splitter, batch: Any, n: int) -> _Ran:
         """Run a batch in ``n`` micro-batches: the whole step for each, or the trunk alone."""
         if self.search.trunk is None:
             cut = micro.trimming.cut(batch, n, micro.split, in_lockstep=self.search.runs_in_lockstep)
             micro.parts = len(cut.parts)
-            return self._run_parts(batch, cut, rest, optimizer)
+            return self._run_parts(cut)
         for forward in self.search.forwards:
             forward.n = n
         micro.parts = n
-        return self._run_parts(batch, WholeParts([batch]), rest, optimizer)
+        return self._run_parts(WholeParts([batch]))
 
-    def _run_until_it_fits(self, micro: Splitter, batch: Any, rest: list[Any], optimizer: Optimizer) -> "_Result":
-        most = batch_size(batch) if micro.split is split_batch else _MANY
+    def _run_until_it_fits(self, micro: Splitter) -> _Ran:
+        most = batch_size(self.batch) if micro.split is split_batch else _MANY
 
-        def attempt(n: int) -> _Result:
-            return self._run_in(micro, n, batch, rest, optimizer)
+        def attempt(n: int) -> _Ran:
+            return self._run_in(micro, self.batch, n)
 
-        def run_one() -> _Result:
-            one = micro.split(batch, most)[0]
-            return self._run_in(micro, 1, one, rest, optimizer)
+        def run_one() -> _Ran:
+            return self._run_in(micro, micro.split(self.batch, most)[0], 1)
 
         module, together = self.trainer.lightning_module, micro.together
         left = functools.partial(micro.savings.list_left, module)
         with together.run_alone():
             together.rehearse(run_one, left)
             tried, agree = together.wrap(attempt), together.agree
-            parts, micro.n = split_until_it_fits(tried, module, micro.n, most, then=left(), agree=agree)
+            ran, micro.n = split_until_it_fits(tried, module, micro.n, most, then=left(), agree=agree)
         together.join()
-        return parts
+        return ran
 
-    def _run_parts(self, batch: Any, cut: Parts, rest: list[Any], optimizer: Optimizer) -> "_Result":
-        reference, parts = None, cut.parts
-        if self.search.window is not None:
-            # The window's total is not known yet: a constant stands in, and is divided out when the window is full.
-            reference = self.search.window.reference
-        weights = StepWeights(self.search.split or LossSplit(None, count_targets), parts, reference)
-        with self.logs.of_parts(self.trainer.lightning_module, parts, weights.split.log_rules) as logs:
-            outputs, returned = self._forward_backward(parts, rest, weights, optimizer)
-        means = weights.counts
-        if weights.split.is_sum:
-            means = [batch_size(parts[part]) for part in weights.held]
-        weighting = LogWeights(parts, dict(zip(weights.held, means, strict=True)), weights.split.log_rules)
-        if len(parts) > 1:
-            weighting.rules = self.search.settle_logs(batch, cut, rest, weighting, {**logs.calls, **returned})
-        output = _combine(outputs, cut, weights, weighting, returned)
-        return _Result(weights, output, functools.partial(logs.pass_on, weighting))
+    def _run_parts(self, cut: Parts) -> _Ran:
+        """Run forward and backward of each micro-batch, and combine what they logged and returned."""
+        # A window's total is not known yet: a constant stands in, and is divided out when the window is full.
+        reference = None if self.window is None else self.window.reference
+        split = self.search.split or LossSplit(None, count_targets)
+        weights = StepWeights(split, cut.parts, reference)
+        logs = BatchLogs(self.trainer.lightning_module, cut.parts, split.log_rules, self.metrics)
+        with logs.collecting():
+            outputs = self._forward_backward(cut.parts, weights, logs)
+        counts = weights.counts
+        # A mean that is logged beside a loss that is a sum has no normalizer to take from it.
+        if split.is_sum:
+            counts = [batch_size(cut.parts[part]) for part in weights.held]
+        logs.loss_counts = dict(zip(weights.held, counts, strict=True))
+        if len(cut.parts) > 1:
+            logs.rules = self.search.settle_logs(self.batch, cut, self.rest, logs)
+        return _Ran(weights, _combine(outputs, cut, weights, logs), logs)
 
-    def _finish(self, parts: "_Result", optimizer: Optimizer) -> ClosureResult:
-        """Do the work that may wait for other ranks, once all micro-batches have fitted."""
-        parts.pass_on_logs()
-        if self.search.window is not None:
-            self.search.window.add(parts.weights.total, optimizer)
-        if not (accumulation_continues(self.trainer) or takes_float32_gradients(optimizer)):
-            self._sums.finish()
-        return ClosureResult.from_training_step_output(parts.output, self.trainer.accumulate_grad_batches)
-
-    def _forward_backward(
-        self, parts: list[Any], rest: list[Any], weights: StepWeights, optimizer: Optimizer
-    ) -> tuple[list[Any], dict[str, list[LogCall]]]:
-        """Return the outputs of the micro-batches, and the numbers among them by their names."""
+    def _forward_backward(self, parts: list[Any], weights: StepWeights, logs: BatchLogs) -> list[Any]:
+        """Add up the gradients of the micro-batches, and return their outputs."""
         trainer, strategy = self.trainer, self.trainer.strategy
         outputs: list[Any] = []
-        returned: dict[str, list[LogCall]] = {}
-        if len(parts) > 1 or accumulation_continues(trainer) or self._sums.is_open:
-            self._sums.begin(list_parameters(optimizer))
+        if len(parts) > 1 or accumulation_continues(trainer) or self.sums.is_open:
+            self.sums.begin(list_parameters(self.optimizer))
 
         def run(part: Any, i: int) -> Tensor | None:
-            self.logs.part = i
-            output = call_strategy(trainer, "training_step", part, *rest)
+            logs.part = i
+            output = call_strategy(trainer, "training_step", part, *self.rest)
             if output is None:
-                self._refuse_none()
+                _refuse_none(trainer.world_size)
                 return None
-            outputs.append(_detach(output))
-            _note_returned(returned, i, output)
+            outputs.append(apply_to_collection(output, Tensor, torch.Tensor.detach))
+            logs.note_output(output)
             loss = loss_of(output)
             if weights.split.is_sum:
-                self.logs.note_sum(loss)
+                logs.note_sum(loss)
             return loss
 
         def backward(loss: Tensor) -> None:
-            if self.search.window is None and trainer.accumulate_grad_batches > 1:
+            if self.window is None and trainer.accumulate_grad_batches > 1:
                 # Lightning's ClosureResult divides the loss of a whole batch by the same number.
                 loss = loss / trainer.accumulate_grad_batches
-            call_strategy(trainer, "backward", loss, optimizer)
+            call_strategy(trainer, "backward", loss, self.optimizer)
 
-        scaled_here = weights.known is None and self.search.window is None
+        scaled_here = weights.known is None and self.window is None
         # Other strategies have no ranks to wait for.
         no_sync = strategy.block_backward_sync if isinstance(strategy, ParallelStrategy) else nullcontext
         add_gradients(
@@ -252,25 +260,19 @@ class BatchClosures:
             run,
             backward,
             gradients=StepGradients(trainer.lightning_module.parameters()) if scaled_here else None,
-            sums=self._sums,
+            sums=self.sums,
             no_sync=no_sync,
             # The last backward of this batch averages gradients over ranks.
             is_shared=trainer.world_size > 1 and not accumulation_continues(trainer),
         )
         if not scaled_here:
-            self._forget_missing(weights, len(parts), optimizer)
-        return outputs, returned
+            self._forget_missing(weights, len(parts))
+        return outputs
 
-    def _refuse_none(self) -> None:
-        if self.trainer.world_size > 1:
-            why = "the other ranks would wait for this rank's gradients until a timeout"
-            way_out = "Return a loss of zero that depends on the parameters, such as 0 * output.sum()"
-            raise RuntimeError(explain("training_step returned None", why, way_out))
-
-    def _forget_missing(self, weights: StepWeights, parts: int, optimizer: Optimizer) -> None:
+    def _forget_missing(self, weights: StepWeights, parts: int) -> None:
         """Give the weight of a micro-batch whose step returned None to the others."""
         held = weights.held
-        if len(held) == parts or not held or self.search.window is not None or weights.split.is_sum:
+        if len(held) == parts or not held or self.window is not None or weights.split.is_sum:
             return
         assert weights.known is not None
         counted, total = weights.total, weights.known.total
@@ -280,50 +282,33 @@ class BatchClosures:
             what = "training_step returned None for one micro-batch inside an accumulation window"
             why = "earlier micro-batches were already weighted as if it counted, and are summed with other batches"
             raise RuntimeError(explain(what, why, "Use TokenWeightedAccumulation, or return a loss of zero"))
-        scale_(list_parameters(optimizer), ratio(total, counted, self.trainer.strategy.root_device, torch.float32))
+        device = self.trainer.strategy.root_device
+        scale_(list_parameters(self.optimizer), ratio(total, counted, device, torch.float32))
 
 
-def _detach(output: Any) -> Any:
-    return apply_to_collection(output, Tensor, torch.Tensor.detach)
+def _refuse_none(world_size: int) -> None:
+    if world_size > 1:
+        why = "the other ranks would wait for this rank's gradients until a timeout"
+        way_out = "Return a loss of zero that depends on the parameters, such as 0 * output.sum()"
+        raise RuntimeError(explain("training_step returned None", why, way_out))
 
 
-def _note_returned(returned: dict[str, list[LogCall]], part: int, output: Any) -> None:
-    """Note the numbers that a micro-batch returned beside the loss, in the form of logged values."""
-    for key, value in output.items() if isinstance(output, dict) else ():
-        if key != "loss" and _is_number(value):
-            own = own_divisor(value) if isinstance(value, Tensor) else None
-            returned.setdefault(f"return {key}", []).append(LogCall(part, _detach(value), {}, own))
-
-
-def _combine(
-    outputs: list[Any],
-    cut: Parts,
-    weights: StepWeights,
-    weighting: LogWeights,
-    returned: Mapping[str, list[LogCall]],
-) -> Any:
+def _combine(outputs: list[Any], cut: Parts, weights: StepWeights, logs: BatchLogs) -> Any:
     """Return the unsplit step's output: the loss, tensors joined along their first axis, other values as if logged."""
     if not outputs:
         return None
     loss = weights.loss()
     if not isinstance(outputs[0], dict):
         return loss
-    extras: dict[str, Any] = {}
+    combined: dict[str, Any] = {}
     for key, first in outputs[0].items():
-        values = [output[key] for output in outputs]
-        name = f"return {key}"
         if key == "loss":
             continue
+        values = [output[key] for output in outputs]
         if isinstance(first, Tensor) and first.ndim > 0:
-            extras[key] = cut.join(values, weights.held)
-        elif name in returned:
-            extras[key] = weighting.combine(name, returned[name])
+            combined[key] = cut.join(values, weights.held)
+        elif f"return {key}" in logs.returned:
+            combined[key] = logs.combine(f"return {key}", logs.returned[f"return {key}"])
         else:
-            extras[key] = values[-1]
-    return {**extras, "loss": loss}
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.ndim == 0
-    return isinstance(value, int | float) and not isinstance(value, bool)
+            combined[key] = values[-1]
+    return {**combined, "loss": loss}

@@ -1,35 +1,36 @@
 """Find how the batches of a run are split: at the loss, by a weighting rule, or at the trunk."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import lightning as L
 import torch
+from torch import Tensor
 
+from lightning_fasttrain.core.batch.leaves import batch_size, can_be_cut
 from lightning_fasttrain.core.distributed import is_sharded
 from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
-from lightning_fasttrain.data.closure.micro_batch_logging import LogCall, LogWeights
+from lightning_fasttrain.data.closure.micro_batch_logging import BatchLogs, LogCall
 from lightning_fasttrain.data.closure.roles import Counting, Splitter, Window
 from lightning_fasttrain.data.normalizer.count_targets import CountRule, count_targets
-from lightning_fasttrain.data.normalizer.find_split import CannotSplitError, find_split
-from lightning_fasttrain.data.normalizer.log_rules import FoundRule, merge_log_rules
+from lightning_fasttrain.data.normalizer.find_split import CannotSplitError
+from lightning_fasttrain.data.normalizer.log_rules import LogRules, settle_log_rules
 from lightning_fasttrain.data.normalizer.micro_batch_weights import Number
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit, OtherSplitError
 from lightning_fasttrain.data.normalizer.step_weights import DeferredFlag
 from lightning_fasttrain.data.normalizer.trial.looks import Looks
-from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample, first_micro_batch, sample_pairs, sample_rows
+from lightning_fasttrain.data.normalizer.trial.sample_rows import sample_pairs
 from lightning_fasttrain.data.normalizer.trial.try_split import Stage
-from lightning_fasttrain.data.normalizer.try_log_rules import settle_log_rules
 from lightning_fasttrain.data.out_of_memory.deferred_gradient_sync import CollectivesWatch
 from lightning_fasttrain.data.padding.trim_search import Parts
-from lightning_fasttrain.data.split_batch import batch_size, can_be_cut, split_batch
+from lightning_fasttrain.data.split_batch import split_batch
 from lightning_fasttrain.data.step_gradients import own_scaling
-from lightning_fasttrain.data.trunk.batch_search import BatchSearch, prefer_what_shows_something, say_trunk
-from lightning_fasttrain.data.trunk.find_trunk import Through, name_trunk, refuse_dependent_samples
+from lightning_fasttrain.data.trunk.batch_search import BatchSearch, say_trunk
+from lightning_fasttrain.data.trunk.find_trunk import name_trunk, refuse_dependent_samples
 from lightning_fasttrain.data.trunk.micro_batch_forward import MicroBatchedForward, Trunk
 
 _NAME = "MicroBatching"
@@ -57,28 +58,32 @@ class SplitSearch:
         self.forwards: list[MicroBatchedForward] = []
         self._undo_trunk: Undo = _do_nothing
         self._looks = Looks()
+        self._collectives = CollectivesWatch()
         self._log_looks = 0
         self._differing: dict[str, DeferredFlag] = {}
 
     def look_at(self, batch: Any, rest: list[Any]) -> None:
         """Search before a batch: the first shows how to split it, and later ones may show more."""
+        micro = self.micro
         # Such strategies count the collectives of a step, and detect a failed rank by a vote of their own.
-        votes = self.micro is not None and self.micro.adaptive and self.trainer.world_size > 1
+        votes = micro is not None and micro.adaptive and self.trainer.world_size > 1
         is_due = not votes and self._looks.is_due(lambda: self._may_show_more(batch))
-        if self.micro is not None:
-            self.micro.n = self.micro.trimming.count_parts(batch, self.micro.n)
+        if micro is not None:
+            # Before any search, whose samples must fit in memory as a micro-batch does.
+            micro.n = micro.trimming.count_parts(batch, micro.n)
         if self.split is None and self._takes_shared():
             return
         if self.split is None or self.split.provisional or is_due:
             self._find_split(batch, rest)
-        if self.micro is not None and self._may_be_trimmed(self.micro, votes):
+        if micro is not None and self._may_be_trimmed(micro, votes):
             split = self.split if self.trunk is None else None
-            self.micro.trimming.look_at(lambda: self._stage(rest, CollectivesWatch()), batch, split, self.micro.n)
-            if self.micro.shared is not None:
-                self.micro.shared.trimming = self.micro.trimming
+            micro.trimming.look_at(lambda: self._stage(rest), batch, split, micro.n)
+            if micro.shared is not None:
+                micro.shared.trimming = micro.trimming
 
     def _may_be_trimmed(self, micro: Splitter, votes: bool) -> bool:
         """Whether padding may be looked for in this batch, which all ranks answer identically."""
+        # From the second batch on, a rank may have failed outside of a vote, and the others would wait for it here.
         if votes and micro.trimming.looks.has_begun:
             return False
         is_tried = self._counting.check or micro.trimming.wanted
@@ -113,37 +118,37 @@ class SplitSearch:
 
     def _find_split(self, batch: Any, rest: list[Any]) -> None:
         through = None if self.micro is None else self.micro.through
-        if through is not None and self.trunk is None:
-            self._use(self._name_trunk(batch, rest, through))
-        if self.trunk is not None and self.window is None:
-            self._use(self.trunk)
-        else:
-            before = self.split
-            with self._looks.timed(), self._explaining_windows():
-                found = prefer_what_shows_something(self._search(batch, rest).find(together=True), before)
-            if isinstance(found, LossSplit) and before is not None:
-                found = replace(found, log_rules=merge_log_rules(before.log_rules, found.log_rules))
-            self._use(found)
-
-    def _name_trunk(self, batch: Any, rest: list[Any], through: Through) -> Trunk:
-        trunk = name_trunk([self.trainer.lightning_module], through)
         search = self._search(batch, rest)
-        refuse_dependent_samples(search.stage, search.samples(), batch, search.n, trunk)
-        say_trunk(_NAME, trunk, "as given by through=")
-        return trunk
+        if through is not None and self.trunk is None:
+            trunk = name_trunk([self.trainer.lightning_module], through)
+            refuse_dependent_samples(search.stage, search.samples(), batch, search.n, trunk)
+            say_trunk(_NAME, trunk, "as given by through=")
+            self._use(trunk)
+        if self.trunk is not None and self.window is None:
+            return
+        is_one = search.split is split_batch and can_be_cut(batch) and batch_size(batch) < 2
+        if is_one and self.window is None and self.trainer.world_size == 1:
+            return  # its weight is 1; with several ranks, the others would wait
+        with self._looks.timed(), self._refusing(search):
+            found = search.find(self.split)
+        self._use(found)
 
     @contextmanager
-    def _explaining_windows(self) -> Iterator[None]:
-        """Refuse a loss that cannot be split inside a window, where naming a trunk would not help."""
+    def _refusing(self, search: BatchSearch) -> Iterator[None]:
+        """Refuse what a search shows: windows of a loss that cannot be split, and steps that communicate."""
         try:
             yield
         except CannotSplitError as error:
-            if self.micro is None or self.window is None or self._counting.count != "auto":
+            if self.micro is None or self.window is None or search.count != "auto":
                 raise
+            # Naming a trunk would not help here.
             what = f"{_NAME} with {type(self.window).__name__}"
             why = f"{error.why}, and the samples of several batches are never in memory together"
             way_out = "Use larger batches in more micro-batches, or give count= a function"
             raise ValueError(explain(what, why, way_out)) from None
+        # With sharded parameters, each forward communicates.
+        if self.micro is not None and self.micro.adaptive and search.stage.gradients:
+            self._collectives.refuse()
 
     def _use(self, found: LossSplit | Trunk | None) -> None:
         """Use this split from now on, and pass it to the techniques."""
@@ -160,29 +165,30 @@ class SplitSearch:
             if technique.shared is not None and self.trunk is None and found is not None and not found.provisional:
                 technique.shared.split, technique.shared.seconds = found, self._looks.seconds
 
-    def settle_logs(
-        self, batch: Any, cut: Parts, rest: list[Any], weighting: LogWeights, logged: Mapping[str, Sequence[LogCall]]
-    ) -> Mapping[str, FoundRule | None]:
+    def settle_logs(self, batch: Any, cut: Parts, rest: list[Any], logs: BatchLogs) -> LogRules:
         """Decide how logged values are weighted where the rules that matched so far differ in this batch.
 
         A value may be the same in all samples of the first batch, such as an accuracy of 0 before training, and then
         any rule matches. A few pairs of samples are run from the micro-batches with the largest and the smallest value.
         """
         if self.split is None or self.trainer.world_size > 1 or self._log_looks == _MOST_LOG_LOOKS:
-            return weighting.rules
-        differing = {name: seen for name, seen in logged.items() if self._rules_differ(name, seen, weighting)}
+            return logs.rules
+        differing: dict[str, Sequence[LogCall]] = {}
+        for name, seen in (*logs.logged.items(), *logs.returned.items()):
+            if self._is_known(name, logs.rules_differ(name, seen)):
+                differing[name] = seen
         if differing and self.micro is not None and self.micro.split is split_batch:
             self._log_looks += 1
+            # One name is enough to choose rows: what differs in one value mostly differs in the others.
             first, second = _pick_rows(cut, next(iter(differing.values())))
-            stage, pairs = self._stage(rest, CollectivesWatch()), sample_pairs(batch, first, second)
+            stage, pairs = self._stage(rest), sample_pairs(batch, first, second)
             with self._looks.timed():
                 settled = settle_log_rules(self.split, differing, stage, pairs)
             self._use(replace(self.split, log_rules={**self.split.log_rules, **settled}))
         return self.split.log_rules
 
-    def _rules_differ(self, name: str, seen: Sequence[LogCall], weighting: LogWeights) -> bool:
-        """Whether the rules disagree; on a device, the result is read in a later batch."""
-        differ = weighting.rules_differ(name, seen)
+    def _is_known(self, name: str, differ: bool | Tensor) -> bool:
+        """Whether the rules of a name are known to differ; what is on a device is read in a later batch."""
         if isinstance(differ, bool):
             return differ
         earlier = self._differing.get(name)
@@ -214,66 +220,37 @@ class SplitSearch:
                 explain(what, why, "Use TokenWeightedAccumulation, or name the trunk with through=")
             ) from error
         assert self.split is not None
-        with self._explaining_windows():
-            found = self._search(batch, rest).find_another(self.split, error, attempt)
+        search = self._search(batch, rest)
+        with self._refusing(search):
+            found = search.find_another(self.split, error, attempt)
         if isinstance(found, LossSplit):
-            found = replace(found, log_rules=merge_log_rules(self.split.log_rules, found.log_rules))
             say("%s: %s; from here on each micro-batch is weighted by %s", _NAME, error, found)
         self._use(found)
 
     def _search(self, batch: Any, rest: list[Any]) -> BatchSearch:
         """Return the search on this batch."""
+        technique = self._counting
+        n, split = (1, split_batch) if self.micro is None else (self.micro.n, self.micro.split)
         return BatchSearch(
             _NAME,
-            self._stage(rest, CollectivesWatch()),
+            self._stage(rest),
             batch,
-            1 if self.micro is None else self.micro.n,
-            lambda: self._sample(batch),
-            lambda together: self._try_batch(batch, rest, together),
-            may_use_trunk=self.micro is not None and self.window is None and self._counting.count == "auto",
-        )
-
-    def _try_batch(self, batch: Any, rest: list[Any], together: bool) -> LossSplit | None:
-        """Return how the loss of this batch is split; None where it is a single sample, with weight 1."""
-        if self.micro is None and not can_be_cut(batch):
-            # There is nothing to compare, but the losses that the step computes may show the rule.
-            return self._find_on(rest, iter([Sample(batch, 1, [])]), together)
-        is_one = self.micro is None or self.micro.split is split_batch
-        if is_one and batch_size(batch) < 2 and self.window is None and self.trainer.world_size == 1:
-            return None  # with several ranks the others would wait
-        return self._find_on(rest, self._sample(batch), together)
-
-    def _sample(self, batch: Any) -> Iterator[Sample]:
-        """Yield a few samples of a batch; where the user's function splits it, its first micro-batch."""
-        split, n = (self.micro.split, self.micro.n) if self.micro is not None else (split_batch, 1)
-        if split is not split_batch:
-            return first_micro_batch(batch, n, split)
-        return sample_rows(batch, -(-batch_size(batch) // n))
-
-    def _find_on(self, rest: list[Any], samples: Iterator[Sample], together: bool) -> LossSplit | None:
-        watch = CollectivesWatch()
-        stage = self._stage(rest, watch)
-        technique = self._counting
-        found = find_split(
-            stage,
-            samples,
+            n,
+            split,
             technique.count,
-            check=technique.check,
-            preferred=technique.found_before,
-            together=together,
+            technique.check,
+            technique.found_before,
+            is_window=self.window is not None,
             whole_batches=self.micro is None,
         )
-        if self.micro is not None and self.micro.adaptive and stage.gradients:  # each forward communicates
-            watch.refuse()
-        return found
 
-    def _stage(self, rest: list[Any], watch: CollectivesWatch) -> Stage:
+    def _stage(self, rest: list[Any]) -> Stage:
         module, strategy = self.trainer.lightning_module, self.trainer.strategy
         sharded = is_sharded(module)
         # Bypass the strategy where possible, so that nothing is synchronized and no engine waits for a backward.
         training_step = strategy.training_step if sharded else module.training_step
         return Stage(
-            watch.wrap(lambda rows: training_step(rows, *rest)),
+            self._collectives.wrap(lambda rows: training_step(rows, *rest)),
             [module],
             strategy.precision_plugin.train_step_context,
             gradients=not sharded,

@@ -1,5 +1,6 @@
 """Copy the next batch to the device while the current one is computed."""
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
@@ -61,7 +62,7 @@ class DevicePrefetcher(AheadLoader):
         if self.device.type == "cpu":
             yield from self.inner
             return
-        stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        stream = _side_stream(self.device) if self.device.type == "cuda" else None
         ahead: list[Any] = []
         for batch in self.inner:
             ahead.append(self._start_copy(batch, stream))
@@ -103,6 +104,12 @@ class DevicePrefetcher(AheadLoader):
                     "DevicePrefetch: the batches are not in pinned memory, so the host waits for each copy and "
                     "no copy overlaps with the step. Use DataLoader(pin_memory=True)."
                 )
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of all copies to a device: the allocator keeps the memory of each stream for that stream."""
+    return torch.cuda.Stream(device)
 
 
 class StatefulDevicePrefetcher(StatefulAheadLoader, DevicePrefetcher):

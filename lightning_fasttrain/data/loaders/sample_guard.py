@@ -1,11 +1,13 @@
 """Report samples that cannot be read and workers that die, and optionally skip bad samples."""
 
 import signal
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from typing import Any, ClassVar
 
 import lightning as L
@@ -205,10 +207,15 @@ class GuardedLoader(WrappedLoader):
             raise RuntimeError(explain(f"a batch has no readable sample: {envelope.bad[-1]}", why, "Fix them"))
         return envelope.batch
 
-    def _death(self) -> str:
-        """Return what is known of workers that died; "" if none did."""
+    def _death(self, within_s: float) -> str:
+        """Return what is known of workers that died, or die within some seconds; "" if none did."""
         batches = self._batches()
-        for number, worker in enumerate(getattr(batches, "_workers", ())):
+        workers = list(getattr(batches, "_workers", ()))
+        until = time.monotonic() + within_s
+        # A worker's connection breaks a moment before the system reports its end.
+        while not any(worker.exitcode for worker in workers) and (left_s := until - time.monotonic()) > 0:
+            wait([worker.sentinel for worker in workers], left_s)
+        for number, worker in enumerate(workers):
             code = worker.exitcode
             if code is None or code == 0:
                 continue
@@ -231,7 +238,11 @@ class _Unpacked(Iterator[Any]):
             envelope = next(self.envelopes)
         # torch raises RuntimeError when it finds a dead worker; a broken queue raises the others.
         except (RuntimeError, OSError, EOFError) as error:
-            death = self.loader._death()
+            within_s = 2.0 if isinstance(error, OSError | EOFError) else 0.0
+            try:
+                death = self.loader._death(within_s)
+            except RuntimeError:  # torch raises one in its signal handler, at the moment when a worker ends
+                death = self.loader._death(within_s)
             if not death:
                 raise
             why = "SIGKILL often means that the system ran out of memory, SIGBUS that shared memory ran out"

@@ -1,15 +1,14 @@
 """Count the terms that the loss of a batch averages over, so that micro-batches can be weighted exactly."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from torch import Tensor
 
 from lightning_fasttrain.core.batch import find_labels
+from lightning_fasttrain.core.batch.leaves import batch_size
 from lightning_fasttrain.core.messages import explain, note_once
-from lightning_fasttrain.data.normalizer.micro_batch_weights import Number, add_counts
-from lightning_fasttrain.data.split_batch import batch_size
 
 CountTargets = Callable[[Any], Tensor | float]
 CountName = Literal["auto", "targets", "next_tokens", "samples", "sum"]
@@ -85,12 +84,6 @@ def rule_state(count: CountTargets | None) -> dict[str, Any]:
 def rule_in(state: dict[str, Any]) -> CountRule | None:
     """Return the rule that :func:`rule_state` wrote, if there is one."""
     return CountRule(state["count"], int(state["ignore_index"])) if state.get("count") in NAMES else None
-
-
-def weights_of(count: CountTargets, parts: Sequence[Any]) -> tuple[list[Number], Number]:
-    """Return the count of each micro-batch, and the total that the sum of count · loss is divided by."""
-    counts = [count(part) for part in parts]
-    return counts, 1 if is_sum(count) else add_counts(counts)
 
 
 def is_sum(count: object) -> bool:

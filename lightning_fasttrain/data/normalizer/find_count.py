@@ -8,13 +8,13 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_fasttrain.core.batch.leaves import batch_size
 from lightning_fasttrain.core.distributed import is_sharded
 from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule, CountTargets, named_count
 from lightning_fasttrain.data.normalizer.find_split import CannotSplitError, find_split
 from lightning_fasttrain.data.normalizer.trial.sample_rows import sample_rows
 from lightning_fasttrain.data.normalizer.trial.step_function import models_of
 from lightning_fasttrain.data.normalizer.trial.try_split import Stage
-from lightning_fasttrain.data.split_batch import batch_size
 
 
 def find_count(

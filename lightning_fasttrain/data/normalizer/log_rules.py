@@ -1,198 +1,141 @@
 """Find how a logged value is combined from the values of its micro-batches."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
-from torch import Tensor
-
+from lightning_fasttrain.data.normalizer.classify_terms import list_rules
 from lightning_fasttrain.data.normalizer.count_targets import CountRule
-from lightning_fasttrain.data.normalizer.micro_batch_weights import Number
-from lightning_fasttrain.data.normalizer.read_normalizers import read_normalizers
-from lightning_fasttrain.data.split_batch import batch_size
+from lightning_fasttrain.data.normalizer.split_rule import LogRule, LossSplit
+from lightning_fasttrain.data.normalizer.trial.runs import Run, Trial
+from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample
+from lightning_fasttrain.data.normalizer.trial.try_split import Stage, try_split
 
 _ROUNDING = 2e-5
-OWN, LOSS, SAMPLES, SUM = "own", "loss", "samples", "sum"
+OWN, LOSS = "own", "loss"  # the divisor that its own graph shows, and the normalizer of the loss
+SAMPLES, SUM = CountRule("samples"), CountRule("sum")
+LogRules = Mapping[str, tuple[LogRule, ...]]
 
 
-@dataclass(frozen=True)
-class LoggedValue:
-    """A scalar that a step logged.
-
-    Attributes:
-        value: the value.
-        divisor: the divisor shown by its graph; None where it has no graph, or is not a mean.
-    """
-
-    value: float
-    divisor: float | None
-
-
-@dataclass(frozen=True)
-class LoggedRun:
-    """The values that a step logged in one run on some samples.
-
-    Attributes:
-        batch: the samples.
-        loss: the value of the loss.
-        count: the normalizer of the loss; None where it is not a weighted mean.
-        values: maps names to logged values.
-    """
-
-    batch: Any
-    loss: float
-    count: float | None
-    values: dict[str, LoggedValue]
-
-
-LogRule = str | CountRule
-
-
-@dataclass(frozen=True)
-class FoundRule:
-    """The rule by which a value is combined.
-
-    Attributes:
-        rule: the likeliest of the rules that give the value of the unsplit samples.
-        rivals: the other rules that do, where the samples cannot decide.
-    """
-
-    rule: LogRule
-    rivals: tuple[LogRule, ...] = ()
-
-    @property
-    def is_sure(self) -> bool:
-        """Whether no other rule gives the value."""
-        return not self.rivals
-
-
-def own_divisor(value: Tensor) -> Number | None:
-    """Return the divisor that the graph of a logged value shows.
-
-    Example:
-        >>> import torch
-        >>> own_divisor(torch.ones(3, 2, requires_grad=True).mean())
-        6
-    """
-    terms = read_normalizers(value).terms
-    if not terms or any(term.kind not in ("mean", "quotient") for term in terms):
-        return None
-    # The terms of a loss share one normalizer, except for constant factors, which cancel.
-    return terms[0].normalizer
-
-
-def find_log_rules(
-    splits: Sequence[tuple[LoggedRun, Sequence[LoggedRun]]], rules: Sequence[CountRule]
-) -> dict[str, FoundRule | None]:
-    """Return, for each name, how its values combine over micro-batches; None where no rule gives the unsplit value.
+def find_log_rules(split: LossSplit, trials: Sequence[Trial]) -> dict[str, tuple[LogRule, ...]]:
+    """Return, for each logged name, the rules that give the unsplit value from those of the micro-batches.
 
     Args:
-        splits: runs on some samples, and on the micro-batches that they were split into.
-        rules: counting rules to try.
+        split: how the loss is split.
+        trials: runs on some samples and on their micro-batches.
+
+    Returns:
+        The rules of each name, the likeliest first: several where the samples cannot decide, none where no rule does.
 
     Example:
         >>> import torch
-        >>> whole = LoggedRun(torch.zeros(3), 1.0, None, {"rows": LoggedValue(3.0, None)})
-        >>> runs = [LoggedRun(torch.zeros(n), 1.0, None, {"rows": LoggedValue(float(n), None)}) for n in (1, 2)]
-        >>> find_log_rules([(whole, runs)], [])
-        {'rows': FoundRule(rule='sum', rivals=())}
+        >>> from lightning_fasttrain.data.normalizer.trial.runs import LoggedValue
+        >>> runs = [Run(torch.zeros(n), 1.0, logged={"rows": LoggedValue(float(n), None)}) for n in (3, 1, 2)]
+        >>> find_log_rules(LossSplit(None, None), [Trial(Sample(runs[0].batch, 3, []), runs[0], [runs[1:]])])
+        {'rows': (CountRule(name='sum', ignore_index=-100),)}
     """
-    names = [name for whole, _ in splits[:1] for name in whole.values]
-    found: dict[str, FoundRule | None] = {}
-    for name in names:
-        if not all(name in run.values for whole, micro_batches in splits for run in (whole, *micro_batches)):
+    if not trials[0].splits:
+        return {}
+    counting = list_rules(trials[0])
+    by_samples = [rule for rule in counting if rule == SAMPLES]
+    others = [rule for rule in counting if rule not in (SAMPLES, SUM)]
+    found: dict[str, tuple[LogRule, ...]] = {}
+    for name in trials[0].whole.logged:
+        if not all(name in run.logged for trial in trials for run in trial.runs):
             continue
-        is_loss = all(_is_near(whole.values[name].value, whole.loss, 1.0) for whole, _ in splits)
-        usual: list[LogRule] = [OWN, LOSS, SAMPLES] if is_loss else [OWN, SAMPLES, LOSS]
-        fitting = [rule for rule in (*usual, *rules, SUM) if _fits_all(name, rule, splits)]
-        found[name] = _choose(fitting)
-        if found[name] is not None and (fitting[0] == OWN or is_loss):
-            found[name] = FoundRule(fitting[0])
+        values = [(trial.whole.logged[name].value, trial.whole.loss) for trial in trials]
+        is_loss = all(_is_near(value, loss, 1.0, _ROUNDING) for value, loss in values)
+        likely = [LOSS, *by_samples] if is_loss else [*by_samples, LOSS]
+        rules = match_log_rules(split, name, [OWN, *likely, *others, SUM], trials)
+        if OWN in rules or is_loss:
+            rules = rules[:1]  # its graph shows its divisor, or it is the loss: others match by chance
+        found[name] = rules
     return found
 
 
-def settle_rivals(
-    name: str,
-    found: FoundRule,
-    splits: Sequence[tuple[LoggedRun, Sequence[LoggedRun]]],
-    rounding: float = _ROUNDING,
-) -> FoundRule | None:
-    """Keep the rules of a name that also give the values of further runs; None where none does.
+def match_log_rules(
+    split: LossSplit, name: str, rules: Iterable[LogRule], trials: Sequence[Trial], rounding: float = _ROUNDING
+) -> tuple[LogRule, ...]:
+    """Return those of the rules that give the unsplit value of a name in all trials that logged it.
 
     Args:
+        split: how the loss is split.
         name: name of the value.
-        found: the rules that matched so far.
-        splits: as for :func:`find_log_rules`.
+        rules: rules to try.
+        trials: runs on some samples and on their micro-batches.
         rounding: relative difference that counts as rounding.
     """
-    telling = [(whole, micro_batches) for whole, micro_batches in splits if name in whole.values]
-    return _choose([rule for rule in (found.rule, *found.rivals) if _fits_all(name, rule, telling, rounding)])
+    found: list[LogRule] = []
+    for rule in rules:
+        if all(_fits(split, name, rule, trial, rounding) for trial in trials):
+            found.append(rule)
+    return tuple(found)
 
 
-def _choose(fitting: Sequence[LogRule]) -> FoundRule | None:
-    return FoundRule(fitting[0], tuple(fitting[1:])) if fitting else None
+def settle_log_rules(
+    split: LossSplit, names: Iterable[str], stage: Stage, samples: Iterable[Sample]
+) -> dict[str, tuple[LogRule, ...]]:
+    """Run further samples until at most one of the rules that matched some values so far is left.
+
+    Args:
+        split: the split, with the rules that matched so far.
+        names: names of the values.
+        stage: where the step runs.
+        samples: samples on which the step runs, unsplit and in micro-batches.
+    """
+    found = {name: split.log_rules[name] for name in names}
+    for sample in samples:
+        trial = try_split(stage, iter([sample]))
+        for name, rules in found.items():
+            found[name] = match_log_rules(split, name, rules, [trial])
+        if all(len(rules) < 2 for rules in found.values()):
+            break
+    return found
 
 
-def merge_log_rules(
-    before: dict[str, FoundRule | None], now: dict[str, FoundRule | None]
-) -> dict[str, FoundRule | None]:
+def merge_log_rules(before: LogRules, now: LogRules) -> dict[str, tuple[LogRule, ...]]:
     """Merge what two batches show: if only one of them decides between rules, its rule is used.
 
     Example:
-        >>> tie, sure = FoundRule("samples", ("loss",)), FoundRule("loss")
+        >>> tie, sure = ("samples", "loss"), ("loss",)
         >>> merge_log_rules({"accuracy": tie, "loss": sure}, {"accuracy": sure, "loss": tie})
-        {'accuracy': FoundRule(rule='loss', rivals=()), 'loss': FoundRule(rule='loss', rivals=())}
+        {'accuracy': ('loss',), 'loss': ('loss',)}
     """
     merged = {**before, **now}
-    for name, found in before.items():
-        later = now.get(name)
-        if found is not None and (found.is_sure or later is None or not later.is_sure):
-            merged[name] = found
+    for name, rules in before.items():
+        later_decides = len(now.get(name, ())) == 1
+        if len(rules) == 1 or (rules and not later_decides):
+            merged[name] = rules
     return merged
 
 
-def _fits_all(
-    name: str,
-    rule: LogRule,
-    splits: Sequence[tuple[LoggedRun, Sequence[LoggedRun]]],
-    rounding: float = _ROUNDING,
-) -> bool:
-    return all(_fits(name, rule, whole, micro_batches, rounding) for whole, micro_batches in splits)
+def _fits(split: LossSplit, name: str, rule: LogRule, trial: Trial, rounding: float) -> bool:
+    """Whether a rule gives the unsplit value of a name; also where the samples did not log it."""
+    if name not in trial.whole.logged:
+        return True
+    expected = trial.whole.logged[name].value
+    for runs in trial.splits:
+        total, combined, size = 0.0, 0.0, 0.0
+        for run in runs:
+            weight = _weight(split, name, rule, run) if name in run.logged else 0.0
+            if weight is None:
+                return False
+            total += weight
+            if weight:  # a micro-batch without counted elements has a mean of NaN
+                combined += weight * run.logged[name].value
+                size = max(size, abs(weight * run.logged[name].value))
+        total = 1.0 if rule == SUM else total  # a sum is not divided
+        # A small difference of large numbers, such as a divergence, has few exact digits.
+        size = max(size, rounding * abs(trial.whole.loss * total))
+        if not total or not _is_near(combined / total, expected, size / total, rounding):
+            return False
+    return True
 
 
-def _fits(name: str, rule: LogRule, whole: LoggedRun, micro_batches: Sequence[LoggedRun], rounding: float) -> bool:
-    weights = list(_weights(name, rule, micro_batches))
-    values = [micro_batch.values[name].value for micro_batch in micro_batches]
-    if None in weights:
-        return False
-    # A micro-batch without counted elements has a mean of NaN, and a weight of 0.
-    products = [weight * value for weight, value in zip(weights, values, strict=True) if weight]
-    total = 1.0 if rule == SUM else sum(weights)
-    size = max([abs(product) for product in products], default=0.0)
-    expected = whole.values[name].value
-    # A small difference of large numbers, such as a divergence, has few exact digits.
-    size = max(size, rounding * abs(whole.loss * total))
-    return bool(total) and _is_near(sum(products) / total, expected, size / total, rounding)
+def _weight(split: LossSplit, name: str, rule: LogRule, run: Run) -> float | None:
+    """Return the weight of a micro-batch by a rule; None where the rule does not apply."""
+    if isinstance(rule, CountRule):
+        return float(rule(run.batch))
+    return run.logged[name].divisor if rule == OWN else split.count_in(run)
 
 
-def _weights(name: str, rule: LogRule, micro_batches: Sequence[LoggedRun]) -> Iterator[Any]:
-    for micro_batch in micro_batches:
-        if rule == OWN:
-            yield micro_batch.values[name].divisor
-        elif rule == LOSS:
-            yield micro_batch.count
-        elif rule == SUM:
-            yield 1.0
-        else:
-            yield _count(rule, micro_batch.batch)
-
-
-def _count(rule: LogRule, batch: Any) -> float | None:
-    try:
-        return float(rule(batch)) if isinstance(rule, CountRule) else float(batch_size(batch))
-    except ValueError:
-        return None
-
-
-def _is_near(one: float, other: float, size: float, rounding: float = _ROUNDING) -> bool:
+def _is_near(one: float, other: float, size: float, rounding: float) -> bool:
     return abs(one - other) <= rounding * max(abs(size), abs(other), 1e-30)

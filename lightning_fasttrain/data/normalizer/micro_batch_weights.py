@@ -71,17 +71,6 @@ class MicroBatchWeights:
         return self._tensors[device, dtype]
 
 
-def scale_loss(loss: Tensor, count: Number, reference: Number) -> Tensor:
-    """Return ``loss · count / reference``, or exactly zero for a count of 0."""
-    if not isinstance(count, Tensor) and not isinstance(reference, Tensor):
-        if count > 0:
-            return loss.to(_dtype_of(loss)) * (count / reference)
-        count = torch.zeros((), device=loss.device)
-    count = torch.as_tensor(count, device=loss.device)
-    weight = (count / reference).to(_dtype_of(loss))
-    return _ScaleLoss.apply(loss, weight, count > 0)  # pyright: ignore[reportReturnType]
-
-
 class _ScaleLoss(torch.autograd.Function):
     """``where(counted, loss · weight, 0)``, whose gradient is the weight: composed, it would take five launches."""
 

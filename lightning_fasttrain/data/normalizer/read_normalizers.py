@@ -1,17 +1,23 @@
 """Read the normalizers of a loss, the divisors of its sums over samples, from its autograd graph."""
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_fasttrain.data.normalizer.summed_values import PASSED_ON, is_of_one_parameter, name_operation, shape_of
+from lightning_fasttrain.data.normalizer.summed_values import (
+    PASSED_ON,
+    is_of_one_parameter,
+    name_operation,
+    shape_of,
+    signed,
+)
 
 Number = Tensor | float
 Kind = Literal["mean", "sum", "quotient", "parameter", "nonlinear", "opaque"]
@@ -21,7 +27,7 @@ _REDUCED = ("none", "mean", "sum")  # indexed by torch's value of the `reduction
 # Functions of DeepSpeed and DDP around each output of a module, which only signal that its backward begins.
 _AROUND_OUTPUTS = frozenset({"PreBackwardFunctionForModule", "_DDPSink"})
 _BY_REDUCTION = frozenset(
-    {"MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits"}
+    "NllLoss NllLoss2D MseLoss SmoothL1Loss HuberLoss BinaryCrossEntropy BinaryCrossEntropyWithLogits".split()  # noqa: SIM905
 )
 
 
@@ -136,7 +142,7 @@ class _Walk:
             return self._end("opaque", slots, node)
         name = name_operation(node.name())
         inputs = [edge for edge in node.next_functions if edge[0] is not None]
-        if name in PASSED_ON and inputs and all(_count_elements(*edge) == 1 for edge in inputs):
+        if name in PASSED_ON and inputs and all(shape_of(*edge).numel() == 1 for edge in inputs):
             for following, place in inputs:
                 self.visit(following, place, slots)
         elif name in _AROUND_OUTPUTS:
@@ -144,10 +150,8 @@ class _Walk:
             self.visit(following, place, slots)
         elif name in ("Add", "Sub", "Rsub", "Neg"):
             self._visit_sum(name, node, slots)
-        elif name == "Mul":
-            self._visit_product(node, slots)
-        elif name == "Div":
-            self._visit_quotient(node, slots)
+        elif name in ("Mul", "Div"):
+            self._visit_scaled(name, node, slots)
         elif name in ("Sum", "Mean"):
             self._visit_reduction(name, node, slots)
         else:
@@ -166,35 +170,22 @@ class _Walk:
                 factor *= float(getattr(node, "_saved_alpha", 1))
             self.visit(following, output, slots if factor == 1 else (*slots, Slot(factor, divides=False)))
 
-    def _visit_product(self, node: Any, slots: tuple[Slot, ...]) -> None:
-        self.structure.append("Mul")
-        edges = node.next_functions
+    def _visit_scaled(self, name: str, node: Any, slots: tuple[Slot, ...]) -> None:
+        """Visit a scalar that is multiplied or divided by a constant, or by a learned factor."""
+        edges = (*node.next_functions, (None, 0))[:2]  # a division by a Python number has only one edge
         held = [place for place, (following, _) in enumerate(edges) if following is not None]
-        if len(held) == 2:
+        is_learned = len(held) == 2
+        if is_learned:
             # A learned factor, such as exp(-s) in front of a task's loss, is the same for all micro-batches.
             held = [place for place in held if not is_of_one_parameter(edges[place][0])]
-            learned = True
-        else:
-            learned = False
-        if len(held) != 1:
+        if not held:
+            return self._end("parameter", slots, node)
+        if len(held) != 1 or (name == "Div" and held == [1]):
             return self._end("nonlinear", slots, node)
         factor = node._saved_self if held == [1] else node._saved_other
-        value = _without_graph(factor)
-        self.structure.append("learned" if learned else "")
+        self.structure += [name, "learned"] if is_learned else [name]
         following, output = edges[held[0]]
-        self.visit(following, output, (*slots, Slot(_as_scalar(value), divides=False)))
-        return None
-
-    def _visit_quotient(self, node: Any, slots: tuple[Slot, ...]) -> None:
-        self.structure.append("Div")
-        above, below = (*node.next_functions, (None, 0))[:2]  # a division by a Python number has only one edge
-        learned = below[0] is not None and is_of_one_parameter(below[0])
-        if above[0] is None or (below[0] is not None and not learned):
-            return self._end("nonlinear", slots, node)
-        divisor = node._saved_other
-        value = _without_graph(divisor)
-        self.visit(above[0], above[1], (*slots, Slot(_as_scalar(value), divides=True)))
-        return None
+        return self.visit(following, output, (*slots, Slot(_as_scalar(_without_graph(factor)), name == "Div")))
 
     def _visit_reduction(self, name: str, node: Any, slots: tuple[Slot, ...]) -> None:
         following, output = node.next_functions[0]
@@ -213,10 +204,11 @@ class _Walk:
 
     def _end_at(self, name: str, node: Any, output: int, slots: tuple[Slot, ...]) -> None:
         """End at a reduction of another kind, or at an operation that cannot be split."""
-        if name in ("NllLoss", "NllLoss2D"):
-            return self._end_reduced(node, slots, lambda: node._saved_total_weight)
+        if name in _BY_REDUCTION and _REDUCED[node._saved_reduction] == "mean":
+            divisor = node._saved_total_weight if name.startswith("Nll") else node._saved_self.numel()
+            return self._end("mean", (*slots, Slot(divisor, divides=True)), node)
         if name in _BY_REDUCTION:
-            return self._end_reduced(node, slots, lambda: node._saved_self.numel())
+            return self._end("sum", slots, node)
         if name in ("Dot", "Vdot", "Mv", "Bmm", "Mm"):  # sums of products, as a weighted sum is often written
             return self._end("sum", slots, node)
         published = getattr(node, "normalizer", None)
@@ -228,20 +220,11 @@ class _Walk:
         is_known = type(node).__module__ == "torch.autograd" or not hasattr(node, "saved_tensors")
         return self._end("nonlinear" if is_known and "Compiled" not in name else "opaque", slots, node)
 
-    def _end_reduced(self, node: Any, slots: tuple[Slot, ...], normalizer: Any) -> None:
-        if _REDUCED[node._saved_reduction] == "mean":
-            return self._end("mean", (*slots, Slot(normalizer(), divides=True)), node)
-        return self._end("sum", slots, node)
-
     def _end(self, kind: Kind, slots: tuple[Slot, ...], node: Any) -> None:
         if kind == "sum" and any(slot.divides for slot in slots):
             kind = "quotient"
         self.structure.append(f"{kind} {name_operation(node.name())}")
         self.terms.append(Term(kind, slots, node))
-
-
-def _count_elements(node: Any, output: int) -> int:
-    return shape_of(node, output).numel()
 
 
 def _is_scalar(node: Any, output: int) -> bool:
@@ -258,17 +241,10 @@ def _joins_scalars(node: Any) -> bool:
 
 
 def _number_of_means(node: Any) -> int:
-    if hasattr(node, "_saved_dim"):
-        sizes = node._saved_self_sym_sizes
-        dims = node._saved_dim or range(len(sizes))
-        return int(torch.Size([sizes[dim] for dim in _signed(dims, len(sizes))]).numel())
-    return int(node._saved_self_sym_numel)
-
-
-def _signed(dims: Sequence[int], axes: int) -> Iterator[int]:
-    """Yield axes with their sign restored: autograd stores negative ones modulo 2**64."""
-    for dim in dims:
-        yield dim if dim < axes else dim - 2**64
+    if not hasattr(node, "_saved_dim"):
+        return int(node._saved_self_sym_numel)
+    sizes = node._saved_self_sym_sizes
+    return math.prod(sizes[signed(dim)] for dim in node._saved_dim or range(len(sizes)))
 
 
 def _without_graph(value: Any) -> Any:

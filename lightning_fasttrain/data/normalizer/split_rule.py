@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from lightning_fasttrain.data.normalizer.count_targets import CountRule, CountTargets, is_sum
-from lightning_fasttrain.data.normalizer.log_rules import FoundRule
-from lightning_fasttrain.data.normalizer.micro_batch_weights import (
-    Number,
-)
+from lightning_fasttrain.data.normalizer.micro_batch_weights import Number
 from lightning_fasttrain.data.normalizer.read_normalizers import Slot, Term, read_normalizers
 from lightning_fasttrain.data.normalizer.summed_values import count_summed
+from lightning_fasttrain.data.normalizer.trial.runs import Run
 
-ROUNDING = 1e-4  # readings of one normalizer differ by less, distinct normalizers eventually by more
+LogRule = str | CountRule
+_ROUNDING = 1e-4  # readings of one normalizer differ by less, distinct normalizers eventually by more
 
 
 class OtherSplitError(Exception):
@@ -69,6 +68,11 @@ class ReadNormalizer:
     def __str__(self) -> str:
         return self.name
 
+    def count_in(self, run: Run) -> float:
+        """Return the count that the loss of a run shows, in Python numbers."""
+        assert self.term is not None
+        return float(count_of(run.terms[self.term].slots, self.varying[self.term])) - self.offset
+
     def read(self, loss: Tensor) -> Reading:
         """Raises: OtherSplitError: the loss was computed by other operations, or its count cannot be determined."""
         read = read_normalizers(loss)
@@ -95,20 +99,11 @@ class ReadNormalizer:
         summed = None if self.summed is None else count_summed(term.node)
         if self.summed is not None and summed is not None:
             counted = on_host(summed) * self.summed
-            return counted, _is_neither(count, counted)
+            # The divisor may also be the count 0, kept from zero.
+            return counted, differ(count, counted) & (counted != 0)
         # It may be clamped away from zero, as by clamp(min=1), or be zero beside a nonzero sum.
-        if isinstance(divisor, float | int) and loss.device.type == "cpu":
-            return count, divisor > 0 or bool(loss.isinf())
-        divided = torch.as_tensor(divisor, device=loss.device)
-        return count, ((divided > 0) & (divided <= 1)) | loss.isinf()
-
-
-def _is_neither(count: Number, counted: Number) -> bool | Tensor:
-    """Whether a divisor is neither the count nor a clamped count of zero."""
-    if isinstance(count, Tensor) or isinstance(counted, Tensor):
-        missed = torch.as_tensor(count - counted).abs()
-        return (missed > ROUNDING * abs(counted)) & torch.as_tensor(counted != 0, device=missed.device)
-    return counted != 0 and not is_near(count, counted)
+        unclear = loss.isinf() | ((divisor > 0) & (divisor <= 1))
+        return count, bool(unclear) if unclear.device.type == "cpu" else unclear
 
 
 def count_of(slots: Sequence[Slot], varying: Sequence[int]) -> Number:
@@ -130,8 +125,14 @@ def on_host(value: Number) -> Number:
     return float(value) if isinstance(value, Tensor) and value.device.type == "cpu" else value
 
 
-def as_host_bool(value: Tensor) -> bool | Tensor:
-    return bool(value) if value.device.type == "cpu" else value
+def differ(one: Number, other: Number) -> bool | Tensor:
+    """Whether two numbers differ by more than rounding: a tensor if one of them is on a device."""
+    if not (isinstance(one, Tensor) or isinstance(other, Tensor)):
+        return one != other and not abs(one - other) <= _ROUNDING * max(abs(one), abs(other))
+    device = one.device if isinstance(one, Tensor) else other.device  # pyright: ignore[reportAttributeAccessIssue]
+    one = torch.as_tensor(one, dtype=torch.float32, device=device)
+    other = torch.as_tensor(other, dtype=torch.float32, device=device)
+    return (one - other).abs() > _ROUNDING * torch.maximum(one.abs(), other.abs())
 
 
 @dataclass
@@ -145,7 +146,8 @@ class LossSplit:
         scale: the ratio of the read normalizer to the count.
         provisional: whether the samples showed nothing, so that others must be tried.
         per_sample: the approximate count per sample.
-        log_rules: how each value that the step logs is combined.
+        log_rules: for each value that the step logs, the rules that combine it, the likeliest first: several where the
+            samples could not decide, none where no rule gives the value of the unsplit samples.
         leaves: the leaf tensors of the samples' loss.
     """
 
@@ -154,7 +156,7 @@ class LossSplit:
     scale: float = 1.0
     provisional: bool = field(default=False, compare=False)
     per_sample: float = field(default=1.0, compare=False)
-    log_rules: dict[str, FoundRule | None] = field(default_factory=dict, compare=False)
+    log_rules: dict[str, tuple[LogRule, ...]] = field(default_factory=dict, compare=False)
     leaves: tuple["weakref.ref[Tensor]", ...] = field(default=(), compare=False)
 
     @property
@@ -168,11 +170,28 @@ class LossSplit:
         """Whether the losses of micro-batches are added unweighted."""
         return self.read.term is None if self.read is not None else is_sum(self.count)
 
+    def count_in(self, run: Run) -> float | None:
+        """Return the count of a run by this rule; None where losses are added unweighted, or it does not apply."""
+        if self.is_sum:
+            return None
+        if self.read is not None:
+            return self.read.count_in(run) if run.structure == self.read.structure else None
+        return None if self.count is None else float(self.count(run.batch))
+
+    def list_weights(self, runs: Sequence[Run]) -> list[float]:
+        """Return the weights of the runs of all micro-batches of a batch."""
+        if self.is_sum:
+            return [1.0] * len(runs)
+        counts: list[float] = []
+        for run in runs:
+            count = self.count_in(run)
+            assert count is not None
+            is_empty = self.read is not None and count <= 1 and run.is_zero  # kept from zero, as by clamp(min=1)
+            counts.append(0.0 if is_empty else count)
+        total = sum(counts) or 1.0
+        return [count / total for count in counts]
+
     def __str__(self) -> str:
         if self.read is not None:
             return str(self.read)
         return str(self.count) if isinstance(self.count, CountRule) else "count="
-
-
-def is_near(one: Number, other: Number) -> bool:
-    return bool(one == other) or bool(abs(one - other) <= ROUNDING * max(abs(one), abs(other)))

@@ -7,23 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fasttrain.data.normalizer.count_targets import weights_of
 from lightning_fasttrain.data.normalizer.find_split import CannotSplitError
-from lightning_fasttrain.data.normalizer.micro_batch_weights import (
-    MicroBatchWeights,
-    Number,
-    add_counts,
-    scale_loss,
-)
-from lightning_fasttrain.data.normalizer.split_rule import (
-    ROUNDING,
-    LossSplit,
-    OtherSplitError,
-    Reading,
-    as_host_bool,
-    is_near,
-    on_host,
-)
+from lightning_fasttrain.data.normalizer.micro_batch_weights import MicroBatchWeights, Number, add_counts
+from lightning_fasttrain.data.normalizer.split_rule import LossSplit, OtherSplitError, Reading, differ, on_host
 
 _SEVERAL = "the loss of this batch has several normalizers, or factors that depend on samples"
 _UNCLEAR = "its divisor may be clamped away from zero, or is zero beside a nonzero sum"
@@ -61,11 +47,13 @@ class StepWeights:
         self.readings: list[Reading] = []
         self.held: list[int] = []  # micro-batches that gave a loss
         self.known: MicroBatchWeights | None = None
+        self._doubts: list[Tensor] = []  # comparisons on a device, where True is a mismatch
         if split.is_sum:
             one: Number = 1 if reference is None else reference
             self.known = MicroBatchWeights([1] * self.parts, one)
         elif split.count is not None:
-            counts, total = weights_of(split.count, parts)
+            counts = list(map(split.count, parts))
+            total = add_counts(counts)
             if over_ranks is not None:
                 # Either all ranks get here or none, since they found the same rule.
                 total = over_ranks(total)
@@ -78,46 +66,48 @@ class StepWeights:
         """
         self.losses.append(loss.detach())
         self.held.append(part)
-        reading = None if self.split.read is None else self.split.read.read(loss)
-        if reading is not None:
-            self.readings.append(replace(reading, nodes=()))  # free the graph before the next micro-batch runs
-        if self.known is not None:
-            if reading is not None:
-                self._refuse_other(reading, part)
-                if self._counts_nothing(part):
-                    return loss
-                _silence(reading, self.known.counts[part])
+        if self.split.read is None:
+            assert self.known is not None  # such a split has a count
             return self.known.scale_loss(loss, part)
-        assert reading is not None
-        assert reading.count is not None
-        assert reading.divisor is not None
-        if reading.unclear is True:
-            raise OtherSplitError(_UNCLEAR)
-        if self.reference is None:
-            self.reference = _estimate_total(reading.count, self.parts)
-        if self._counts_nothing(part):
+        reading = self.split.read.read(loss)
+        self.readings.append(replace(reading, nodes=()))  # free the graph before the next micro-batch runs
+        if self.known is not None:
+            weight = self.known.counts[part]
+            self._compare_count(reading, weight * self.split.scale)
+        else:
+            self._refuse(reading.unclear, _UNCLEAR)
+            assert reading.count is not None
+            assert reading.divisor is not None
+            weight = reading.divisor
+            if self.reference is None:
+                self.reference = _estimate_total(reading.count, self.parts)
+        # If this is the last micro-batch and none has a count, it is treated as the unsplit step.
+        if part == self.parts - 1 and self._counts_nothing():
             return loss
-        _silence(reading, reading.divisor)
-        return scale_loss(loss, reading.divisor, self.reference)
+        _silence(reading, weight)
+        if self.known is not None:
+            return self.known.scale_loss(loss, part)
+        assert self.reference is not None
+        return MicroBatchWeights([weight], self.reference).scale_loss(loss, 0)
 
-    def _counts_nothing(self, part: int) -> bool:
-        """Whether this is the last micro-batch and none has a count; then it is treated as the unsplit step."""
-        return part == self.parts - 1 and not self._has_others and _is_zero(on_host(self.total))
+    def _compare_count(self, reading: Reading, expected: Number) -> None:
+        if reading.count is None:
+            return
+        expected, why = on_host(expected), _SEVERAL
+        # Formatting a number on a device would wait for it.
+        if not (isinstance(reading.count, Tensor) or isinstance(expected, Tensor)):
+            why = f"its loss is divided by {reading.count:.6g} where {expected:.6g} was counted"
+        self._refuse(differ(reading.count, expected), why)
 
-    def _refuse_other(self, reading: Reading, part: int) -> None:
-        assert self.known is not None
-        counted = self.known.counts[part]
-        if reading.count is None or (isinstance(counted, Tensor) and counted.device.type != "cpu"):
-            return  # values on a device are compared in `disagreement`
-        if isinstance(reading.count, float | int):
-            expected = float(counted) * self.split.scale
-            if abs(reading.count - expected) > ROUNDING * max(abs(expected), abs(reading.count)):
-                what = f"its loss is divided by {reading.count:.6g} where {expected:.6g} was counted"
-                raise OtherSplitError(what)
+    def _refuse(self, differs: bool | Tensor, why: str) -> None:
+        """Refuse a mismatch: at once, or in :meth:`find_mismatch` if it is being computed on a device."""
+        if isinstance(differs, Tensor):
+            self._doubts.append(differs)
+        elif differs:
+            raise OtherSplitError(why)
 
-    @property
-    def _offset(self) -> float:
-        return self.split.read.offset if self.split.read is not None else 0.0
+    def _counts_nothing(self) -> bool:
+        return not self._has_others and _is_zero(on_host(self.total))
 
     @property
     def counts(self) -> list[Number]:
@@ -130,7 +120,9 @@ class StepWeights:
     def total(self) -> Number:
         """The normalizer of the unsplit step's loss."""
         counted = add_counts(self.counts)
-        return counted if self.known is not None or _is_zero(counted) else counted + self._offset
+        if self.known is not None or self.split.read is None or _is_zero(counted):
+            return counted
+        return counted + self.split.read.offset
 
     def settle(self) -> Number | None:
         """Return the factor for the gradients so far and for the last loss; None where none is needed."""
@@ -142,42 +134,56 @@ class StepWeights:
             return torch.where(total > 0, reference.to(total.device) / total, 1.0)
         return None if total in (0, self.reference) else self.reference / total
 
-    def disagreement(self) -> bool | Tensor:
-        """Whether the readings contradict a split of one loss: on the device, if necessary."""
-        found: list[Tensor] = [reading.unclear for reading in self.readings if isinstance(reading.unclear, Tensor)]
+    def find_mismatch(self) -> "DeferredFlag | None":
+        """Compare what was read from all micro-batches, before the last backward.
+
+        Returns:
+            What is still being computed on the device: whether the readings contradict a split of one loss.
+
+        Raises:
+            OtherSplitError: they do.
+        """
         for one, other in self._pairs_that_must_agree():
-            if isinstance(one, Tensor) or isinstance(other, Tensor):
-                device = one.device if isinstance(one, Tensor) else other.device  # pyright: ignore[reportAttributeAccessIssue]
-                one, other = (torch.as_tensor(x, dtype=torch.float32, device=device) for x in (one, other))
-                found.append((one - other).abs() > ROUNDING * torch.maximum(one.abs(), other.abs()))
-            elif not is_near(one, other):
-                return True
-        return as_host_bool(torch.stack(found).any()) if found else False
+            self._refuse(differ(one, other), _SEVERAL)
+        return DeferredFlag(torch.stack(self._doubts).any()) if self._doubts else None
 
     def _pairs_that_must_agree(self) -> Iterator[tuple[Number, Number]]:
-        first, *rest = self.readings or [Reading()]
-        for reading in rest:
-            yield from zip(first.factors, reading.factors, strict=True)
-        divisors = [reading.divisor for reading in self.readings if reading.divisor is not None]
-        if not divisors:
-            return
-        if self.known is not None and any(isinstance(divisor, Tensor) for divisor in divisors):
-            for reading, counted in zip(self.readings, self.counts, strict=True):
-                yield reading.count, counted * self.split.scale  # pyright: ignore[reportReturnType]
-        total = add_counts(divisors)
+        for reading in self.readings[1:]:
+            yield from zip(self.readings[0].factors, reading.factors, strict=True)
+        divisors = self._divisors
         for others in zip(*[reading.others for reading in self.readings], strict=True):
-            others_total = add_counts(others)
+            # Two normalizers are proportional if each micro-batch has the same share of both.
+            total, others_total = add_counts(divisors), add_counts(others)
             for divisor, other in zip(divisors, others, strict=True):
                 yield other * total, divisor * others_total
 
+    @property
+    def _divisors(self) -> list[Number]:
+        return [reading.divisor for reading in self.readings if reading.divisor is not None]
+
     def loss(self) -> Tensor:
         """Return the loss of the step, detached; this rank's share of it, where the total is that of all ranks."""
-        if self.readings and not self._has_others and _is_zero(on_host(self.total)):
+        if self.readings and self._counts_nothing():
             return self.losses[-1]
         if self.known is not None:
             return self.known.select(self.held).add_up(self.losses)
-        divisors = [reading.divisor for reading in self.readings if reading.divisor is not None]
-        return MicroBatchWeights(divisors, self.total if self._settled is None else self._settled).add_up(self.losses)
+        total = self.total if self._settled is None else self._settled
+        return MicroBatchWeights(self._divisors, total).add_up(self.losses)
+
+
+def refuse_mismatch(*, is_shared: bool) -> None:
+    """Refuse readings that did not agree, after the last backward.
+
+    Args:
+        is_shared: whether that backward has passed the gradients to other ranks.
+
+    Raises:
+        OtherSplitError: the readings did not agree.
+        CannotSplitError: nor can this rank alone run the step again.
+    """
+    if is_shared:
+        raise CannotSplitError(f"{_SEVERAL}, and other ranks already have this rank's gradients")
+    raise OtherSplitError(_SEVERAL)
 
 
 class DeferredFlag:
@@ -205,31 +211,6 @@ class DeferredFlag:
         if self._event is not None:
             self._event.synchronize()
         return bool(self._told)
-
-
-class DeferredCheck:
-    """A comparison on the device, whose result is read while the device is busy with the last backward."""
-
-    def __init__(self, disagrees: bool | Tensor) -> None:
-        if disagrees is True:
-            raise OtherSplitError(_SEVERAL)
-        self._flag = DeferredFlag(disagrees) if isinstance(disagrees, Tensor) else None
-
-    def refuse(self, *, is_shared: bool) -> None:
-        """Refuse readings that do not agree, after the last backward.
-
-        Args:
-            is_shared: whether that backward has passed the gradients to other ranks.
-
-        Raises:
-            OtherSplitError: the readings did not agree.
-            CannotSplitError: nor can this rank alone run the step again.
-        """
-        if self._flag is None or not self._flag.read():
-            return
-        if is_shared:
-            raise CannotSplitError(f"{_SEVERAL}, and other ranks already have this rank's gradients")
-        raise OtherSplitError(_SEVERAL)
 
 
 def _estimate_total(count: Number, parts: int) -> Number:

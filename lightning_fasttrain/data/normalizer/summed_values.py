@@ -2,6 +2,7 @@
 
 import functools
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ _OF_ONE_PARAMETER = frozenset(
 )
 
 
+_MOST_OF_ONE = 16  # nodes of a learned factor; more are taken for a model
+
+
 @functools.cache
 def name_operation(name: str) -> str:
     """Return the operation in a node's name: "Mul" of "MulBackward1".
@@ -35,6 +39,23 @@ def shape_of(node: Any, output: int) -> torch.Size:
     """Return the shape of an output of a node's operation; outputs are the inputs of its backward."""
     metadata = node._input_metadata
     return torch.Size(metadata[output].shape) if output < len(metadata) else torch.Size([0])
+
+
+def walk_graph(node: Any) -> Iterator[Any]:
+    """Yield the nodes of an autograd graph that lead to ``node``, itself first, each once."""
+    waiting, seen = [node], {node}
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+
+
+def signed(value: int) -> int:
+    """Return a number with its sign restored: autograd stores negative ones modulo 2**64."""
+    return value - 2**64 if value >= 2**63 else value
 
 
 _LOOKED_THROUGH = frozenset("Neg Sum View UnsafeView ReshapeAlias ToCopy Unsqueeze Squeeze Expand".split())  # noqa: SIM905
@@ -68,8 +89,7 @@ def count_summed(node: Any) -> Number | None:
         if operation == "Where":
             return node._saved_condition.sum()
         if operation in ("NllLoss", "NllLoss2D"):
-            ignored = node._saved_ignore_index
-            return (node._saved_target != (ignored if ignored < 2**63 else ignored - 2**64)).sum()
+            return (node._saved_target != signed(node._saved_ignore_index)).sum()
         following = [edge for edge, _ in node.next_functions if edge is not None]
         if len(following) != 1 or operation not in _LOOKED_THROUGH | {"Mul", "Mean"}:
             return None
@@ -79,14 +99,10 @@ def count_summed(node: Any) -> Number | None:
 
 def is_of_one_parameter(node: Any) -> bool:
     """Whether a scalar is computed from parameters alone, element by element, independently of the samples."""
-    waiting, seen = [node], 0
-    while waiting:
-        node = waiting.pop()
-        seen += 1
-        is_parameter = getattr(node, "variable", None) is not None
-        if seen > 16 or not (is_parameter or name_operation(node.name()) in _OF_ONE_PARAMETER | PASSED_ON):
+    for seen, one in enumerate(walk_graph(node)):
+        is_parameter = getattr(one, "variable", None) is not None
+        if seen >= _MOST_OF_ONE or not (is_parameter or name_operation(one.name()) in _OF_ONE_PARAMETER | PASSED_ON):
             return False
-        waiting += [following for following, _ in node.next_functions if following is not None]
     return True
 
 
@@ -107,20 +123,14 @@ def is_of_parameters(node: Any) -> bool:
         >>> is_of_parameters(penalty.grad_fn), is_of_parameters(product.grad_fn)
         (True, False)
     """
-    waiting, seen = [node], {node}
-    while waiting:
-        node = waiting.pop()
-        name, edges = name_operation(node.name()), node.next_functions
-        leaf = getattr(node, "variable", None)
+    for one in walk_graph(node):
+        name, leaf = name_operation(one.name()), getattr(one, "variable", None)
         if name in _BY_INDEX or not (leaf is None or isinstance(leaf, Parameter)):
             return False
         # Scalars, constants and the loader's tensors have no graph.
-        if any(following is None for following, _ in edges) and not _is_with_constants(name, node):
+        has_others = any(following is None for following, _ in one.next_functions)
+        if has_others and not _is_with_constants(name, one):
             return False
-        for following, _ in edges:
-            if following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)
     return True
 
 

@@ -1,5 +1,5 @@
-"""Find the padding of a batch, check on the model that it can be cut off, and cut it off in micro-batches.
+"""Check on the model that the padding of a batch can be cut off, and cut it off, or run blocks without it.
 
-From the bottom up: ``check_documents``, ``padded_axes``, ``pack``, ``find_padding``, ``trim_batch``, ``try_trimming``,
-``trim_search``.
+From the bottom up: ``check_documents``, ``document_attention``, ``pack``, ``padding_free``, ``trim_batch``,
+``try_trimming``, ``trim_search``.
 """

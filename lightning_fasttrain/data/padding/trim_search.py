@@ -7,23 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_fasttrain.core.batch.find_padding import propose_padding
+from lightning_fasttrain.core.batch.group_rows import group_rows, group_rows_evenly, split_groups
+from lightning_fasttrain.core.batch.leaves import batch_size, can_be_cut, list_tensors, walk_leaves
+from lightning_fasttrain.core.batch.padded_axes import Extents, Lengths, Padding
 from lightning_fasttrain.core.checks import positive_int
 from lightning_fasttrain.core.distributed import from_all_ranks
 from lightning_fasttrain.core.messages import explain, say, warn
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit
 from lightning_fasttrain.data.normalizer.trial.looks import Looks
 from lightning_fasttrain.data.normalizer.trial.try_split import Stage
-from lightning_fasttrain.data.padding.find_padding import propose_padding
-from lightning_fasttrain.data.padding.padded_axes import Extents, Lengths, Padding
-from lightning_fasttrain.data.padding.trim_batch import (
-    TrimmedParts,
-    group_rows,
-    group_rows_evenly,
-    split_groups,
-    trim_batch,
-)
+from lightning_fasttrain.data.padding.trim_batch import TrimmedParts, trim_batch
 from lightning_fasttrain.data.padding.try_trimming import Outcome, find_trimming, list_candidates
-from lightning_fasttrain.data.split_batch import batch_size, can_be_cut, list_tensors, split_batch
+from lightning_fasttrain.data.split_batch import split_batch, take_rows
 
 _LEAST = 0.05  # a smaller share of padding is not worth a trial
 _WAY_OUT = "Leave trim_padding out, which cuts padding off only where the gradient stays the same"
@@ -241,7 +237,9 @@ class TrimSearch:
     def _group(self, extents: Extents, n: int) -> list[list[int]]:
         if self.max_tokens is None:
             return group_rows_evenly(extents, n, self.how.multiple_of)
-        return group_rows(extents, self.max_tokens, self.how.multiple_of)
+        # The budget does not count what else is in a row, so there are no more rows than with padding.
+        most_rows = -(-len(extents.rows) // n) if extents.has_more else None
+        return group_rows(extents, self.max_tokens, self.how.multiple_of, most_rows=most_rows)
 
     def _note(self, batch: Any, extents: Extents | None, trimmed: TrimmedParts | None) -> None:
         padded = extents.padded if extents is not None else _count_padded(batch)
@@ -252,6 +250,13 @@ class TrimSearch:
             if longest > self.max_tokens:
                 self._has_warned = True
                 say("MicroBatching: a row of %d tokens runs alone, above max_tokens=%d", longest, self.max_tokens)
+
+    def share_left(self, batch: Any, n: int) -> float:
+        """Return the share of a batch's tokens that run if it is cut into ``n`` micro-batches; 1 without padding."""
+        extents = None if self.padding is None else self.padding.read(batch)
+        if extents is None:
+            return 1.0
+        return extents.share_of(self._group(extents, n), self.how.multiple_of)
 
     def _warn_of_other_batch(self, padding: Padding) -> None:
         if not self._has_warned:
@@ -266,15 +271,33 @@ class TrimSearch:
         """
         if self.max_tokens is None:
             return n
-        rows = batch_size(batch)
+        rows, tokens = self._count(batch)
+        return -(-rows // max(1, self.max_tokens * rows // tokens))
+
+    def list_largest(self, batch: Any, n: int) -> list[Any]:
+        """Return micro-batches with their padding, such that none of a run in which it is cut off is larger.
+
+        Raises:
+            ValueError: there is a budget, and the tokens of the batch cannot be counted.
+        """
+        # Views of the copy keep all of it in memory. Without a sequence axis nothing is sorted.
+        sorted_rows = walk_leaves(batch, _copy, "batch") if _count_padded(batch) else batch
+        if self.max_tokens is None:
+            return split_batch(sorted_rows, n)
+        rows, tokens = self._count(batch)
+        # Shorter rows may fill the budget, so part of another long row is counted, too.
+        most = -(-self.max_tokens * rows // tokens)
+        return [sorted_rows] if most >= rows else [take_rows(sorted_rows, 0, most)] * 2
+
+    def _count(self, batch: Any) -> tuple[int, int]:
+        """Return the numbers of rows and of tokens."""
         tokens = _count_padded(batch)
         if tokens == 0:
             what = f"max_tokens={self.max_tokens} with a batch whose tokens cannot be counted"
             why = f"no padding was found ({LOOKED_FOR}), and neither integers nor features have a sequence axis"
             way_out = "Use trim_padding=TrimPadding(lengths=...), or a number of micro-batches"
             raise ValueError(explain(what, why, way_out))
-        each = max(1, self.max_tokens * rows // tokens)
-        return -(-rows // each)
+        return batch_size(batch), tokens
 
 
 def _count_padded(batch: Any) -> int:
@@ -285,6 +308,11 @@ def _count_padded(batch: Any) -> int:
         if (leaf.ndim == 2 and not leaf.is_floating_point()) or leaf.ndim == 3:
             most = max(most, leaf.shape[0] * leaf.shape[1])
     return most
+
+
+def _copy(leaf: Any, path: str) -> Any:
+    # Token ids take next to nothing beside what is computed from them; pictures and features do not.
+    return leaf.clone() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
 
 def check_budget(max_tokens: int | None, n: int | str | None) -> int | None:

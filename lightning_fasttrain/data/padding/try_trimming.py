@@ -10,16 +10,15 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_fasttrain.core.batch import find_labels
+from lightning_fasttrain.core.batch.find_padding import Proposal, likeliest_padding
+from lightning_fasttrain.core.batch.padded_axes import Extents, PaddedAxis, Padding, count_tokens
 from lightning_fasttrain.core.distributed import from_all_ranks
-from lightning_fasttrain.data.normalizer.classify_terms import error_of_read, error_of_rule
-from lightning_fasttrain.data.normalizer.find_split import error_limit, try_in_float64
-from lightning_fasttrain.data.normalizer.log_rules import settle_rivals
+from lightning_fasttrain.data.normalizer.log_rules import match_log_rules
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit
+from lightning_fasttrain.data.normalizer.trial.deterministic_step import Rows, TrimmedRows
+from lightning_fasttrain.data.normalizer.trial.runs import Trial
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample
-from lightning_fasttrain.data.normalizer.trial.try_split import Stage, Trial, run_again, try_split
-from lightning_fasttrain.data.normalizer.try_log_rules import list_logged
-from lightning_fasttrain.data.padding.find_padding import Proposal, likeliest_padding
-from lightning_fasttrain.data.padding.padded_axes import Extents, PaddedAxis, Padding, count_tokens
+from lightning_fasttrain.data.normalizer.trial.try_split import Stage, run_again, try_in_float64, try_split
 from lightning_fasttrain.data.padding.trim_batch import trim_batch
 from lightning_fasttrain.data.split_batch import pick_rows
 
@@ -175,9 +174,10 @@ def _choose_rows(extents: Extents, most_rows: int, *, in_step: bool) -> list[lis
 def _cut_sample(batch: Any, extents: Extents, rows: list[int], multiple: int) -> Sample:
     """Return rows with their padding, and each of them without it."""
     trimmed = trim_batch(batch, extents, [[row] for row in rows], multiple)
-    cutting: list[tuple[Any, slice | None]] = []
-    for place, part in enumerate(trimmed.parts):
-        cutting.append((part, slice(place, place + 1)))
+    cutting: list[tuple[Any, Rows | None]] = []
+    for place, (part, spans) in enumerate(zip(trimmed.parts, trimmed.spans, strict=True)):
+        cut = [(size, start, stop) for size, (start, stop) in zip(extents.sizes, spans, strict=True)]
+        cutting.append((part, TrimmedRows(place, place + 1, tuple(cut))))
     return Sample(pick_rows(batch, rows), len(rows), [cutting])
 
 
@@ -189,25 +189,20 @@ def _compare(stage: Stage, trial: Trial, split: LossSplit) -> Outcome:
     if _SURE < error <= _UNSURE and stage.gradients:
         trial = try_in_float64(stage, trial)
         error = _error_of(split, trial)
-    if error > error_limit(trial):
+    if error > trial.limit:
         why = f"the gradient then differs by {error:.1g}" if error < float("inf") else "the loss then has other terms"
         return Outcome(f"{why}: padded entries take part in it, or the places of the others count", error=error)
-    runs = list_logged(split, [trial])
-    for name, rule in split.log_rules.items():
-        if rule is not None and settle_rivals(name, rule, runs, _LOGGED) is None:
+    for name, rules in split.log_rules.items():
+        if rules and not match_log_rules(split, name, rules, [trial], _LOGGED):
             return Outcome(f"the logged value {name!r} depends on padding", error=error)
     return Outcome(error=error)
 
 
 def _error_of(split: LossSplit, trial: Trial) -> float:
     """Return the largest relative error of the gradient if micro-batches are trimmed."""
-    if split.read is None:
-        assert split.count is not None
-        return error_of_rule(split.count, trial)
-    runs = [run for one in trial.splits for run in (one.whole, *one.runs)]
-    if any(run.structure != split.read.structure for run in runs):
+    if split.read is not None and any(run.structure != split.read.structure for run in trial.runs):
         return float("inf")
-    return max(error_of_read(split.read, one, trial) for one in trial.splits)
+    return trial.error(split.list_weights)
 
 
 def _name_module(outcome: Outcome, stage: Stage, batch: Any, extents: Extents, row: int) -> Outcome:

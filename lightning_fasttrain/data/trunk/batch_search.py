@@ -4,12 +4,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lightning_fasttrain.core.batch.leaves import batch_size, can_be_cut
 from lightning_fasttrain.core.distributed import from_all_ranks, rank_count
 from lightning_fasttrain.core.messages import say, warn
-from lightning_fasttrain.data.normalizer.find_split import CannotSplitError
+from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule
+from lightning_fasttrain.data.normalizer.find_split import CannotSplitError, find_split
+from lightning_fasttrain.data.normalizer.log_rules import merge_log_rules
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit, OtherSplitError
-from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample
+from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample, first_micro_batch, sample_rows
 from lightning_fasttrain.data.normalizer.trial.try_split import Stage, try_split
+from lightning_fasttrain.data.split_batch import split_batch
 from lightning_fasttrain.data.trunk.find_trunk import find_trunk_of
 from lightning_fasttrain.data.trunk.micro_batch_forward import Trunk
 
@@ -20,45 +24,81 @@ OUT_OF_TRIES = "its micro-batches have other normalizers than those found from t
 Found = LossSplit | Trunk | None
 
 
+def _add_log_rules(found: Found, before: Found) -> Found:
+    """Return what was found, with the rules for logged values that earlier batches have shown."""
+    if isinstance(found, LossSplit) and isinstance(before, LossSplit):
+        return replace(found, log_rules=merge_log_rules(before.log_rules, found.log_rules))
+    return found
+
+
 def prefer_what_shows_something(found: Found, before: Found) -> Found:
     """Return the split that a batch shows, unless it shows nothing, as without targets."""
     shows_nothing = found is None or (isinstance(found, LossSplit) and found.provisional)
     return before if shows_nothing and before is not None else found
 
 
-@dataclass
+@dataclass(frozen=True)
 class BatchSearch:
     """Finds how the step of one batch is split.
 
-    Args:
+    Attributes:
         who: the technique's name, for log lines.
         stage: the stage on which the step runs.
         batch: the batch on which it runs.
         n: number of micro-batches.
-        samples: yields a few samples of the batch.
-        find_split: maps whether all ranks call it to how the loss is split; raises :class:`CannotSplitError`.
-        may_use_trunk: whether the trunk may be used if the loss cannot be split; otherwise that error is raised.
+        split: how a batch is split, where it is a function of the user's.
+        count: the given counting rule, or ``"auto"``.
+        check: whether a split that would change the training is refused.
+        preferred: the counting rule that is tried first.
+        is_window: whether several batches are summed: then a trunk, which cannot run them as one, is not used.
+        whole_batches: whether these batches run unsplit, each with its own statistics.
     """
 
     who: str
     stage: Stage
     batch: Any
     n: int
-    samples: Callable[[], Iterator[Sample]]
-    find_split: Callable[[bool], LossSplit | None]
-    may_use_trunk: bool
+    split: Callable[[Any, int], list[Any]] = split_batch
+    count: Count = "auto"
+    check: bool = True
+    preferred: CountRule | None = None
+    is_window: bool = False
+    whole_batches: bool = False
 
-    def find(self, *, together: bool) -> Found:
+    def find(self, before: Found = None) -> Found:
         """Return how the step is split; None where the step returned None, so that nothing is known yet.
 
+        All ranks call this, and all use the common result.
+
         Args:
-            together: whether all ranks call this; then all use the common result.
+            before: the split of earlier batches, which is kept where this one shows nothing.
 
         Raises:
             CannotSplitError: it cannot be split.
         """
+        found = prefer_what_shows_something(self._find(together=True), before)
+        return _add_log_rules(found, before)
+
+    def samples(self) -> Iterator[Sample]:
+        """Yield a few samples of the batch; where the user's function splits it, its first micro-batch."""
+        if self.split is not split_batch:
+            return first_micro_batch(self.batch, self.n, self.split)
+        if self.whole_batches and not can_be_cut(self.batch):
+            # There is nothing to compare, but the losses that the step computes may show the rule.
+            return iter([Sample(self.batch, 1, [])])
+        return sample_rows(self.batch, -(-batch_size(self.batch) // self.n))
+
+    def _find(self, *, together: bool) -> Found:
         try:
-            return self.find_split(together)
+            return find_split(
+                self.stage,
+                self.samples(),
+                self.count,
+                check=self.check,
+                preferred=self.preferred,
+                together=together,
+                whole_batches=self.whole_batches,
+            )
         except CannotSplitError as error:
             return self._find_trunk(error, together)
 
@@ -77,7 +117,7 @@ class BatchSearch:
             why = f"{error}, and with sharded parameters a single rank cannot run a batch again"
             raise CannotSplitError(why)
         if attempt == 0:
-            found = self.find(together=False)
+            found = _add_log_rules(self._find(together=False), before)
             if found is not None and found != before:
                 return found
         if before.count is not None and before.read is not None and self.stage.may_scale:
@@ -86,7 +126,7 @@ class BatchSearch:
 
     def _find_trunk(self, error: CannotSplitError, together: bool) -> Trunk | LossSplit:
         """Return the trunk, or otherwise a likely counting rule, with a warning."""
-        if not self.may_use_trunk:
+        if self.is_window or self.count != "auto":
             raise error
         found = find_trunk_of(self.stage, error.trial, self.batch, self.n)
         named = sorted(found.modules) if isinstance(found, Trunk) else found

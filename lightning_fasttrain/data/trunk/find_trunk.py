@@ -9,9 +9,10 @@ from lightning_fasttrain.core.distributed import from_all_ranks
 from lightning_fasttrain.core.messages import explain, list_some
 from lightning_fasttrain.core.modules.select import is_wanted, keep_outermost, list_kinds
 from lightning_fasttrain.data.normalizer.find_split import CannotSplitError
+from lightning_fasttrain.data.normalizer.trial.deterministic_step import list_batch_statistics
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample
 from lightning_fasttrain.data.normalizer.trial.try_split import Stage, Trial, try_split
-from lightning_fasttrain.data.trunk.micro_batch_forward import Trunk, list_batch_statistics, refuse_batch_statistics
+from lightning_fasttrain.data.trunk.micro_batch_forward import Trunk, refuse_batch_statistics
 from lightning_fasttrain.data.trunk.try_trunk import FAILURES, TrialOnBatch, TrialOnOutputs, TrialOnSamples, TrunkTrial
 
 Through = str | type[nn.Module] | Sequence[str | type[nn.Module]]
@@ -64,7 +65,7 @@ def _try_modules(stage: Stage, trial: Trial | None, batch: Any, n: int) -> Trunk
     if not stage.gradients:
         shows = trial is not None and bool(trial.splits) and not trial.why_not
         return TrialOnOutputs(stage, trial) if all(from_all_ranks([shows])) and trial is not None else None
-    if trial is not None and trial.splits and trial.splits[0].parameters:
+    if trial is not None and trial.splits and trial.parameters:
         return TrialOnSamples(stage, trial)
     return TrialOnBatch(stage, batch, n) if trial is not None and trial.failed else None
 

@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_fasttrain.core.batch.leaves import list_tensors, walk_leaves
 from lightning_fasttrain.core.checks import positive_int
 from lightning_fasttrain.core.messages import explain, list_some
 from lightning_fasttrain.core.modules.recomputed_forward import RecomputedForward, recomputed_outside
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
-from lightning_fasttrain.data.split_batch import list_tensors, split_sizes, walk_leaves
+from lightning_fasttrain.data.normalizer.trial.deterministic_step import list_batch_statistics
+from lightning_fasttrain.data.split_batch import split_sizes
 from lightning_fasttrain.data.trunk.float32_uses import Float32Uses
 
 
@@ -266,10 +268,3 @@ def refuse_batch_statistics(module: nn.Module) -> None:
         what = f"micro-batches through {type(module).__name__} with BatchNorm in training mode ('{names[0]}')"
         why = "its statistics are those of the samples that run together"
         raise ValueError(explain(what, why, "Use GroupNorm or LayerNorm, or freeze the BatchNorm layers with .eval()"))
-
-
-def list_batch_statistics(module: nn.Module) -> Iterator[str]:
-    """Yield the names of layers whose outputs for a sample depend on the rest of the batch."""
-    for name, layer in module.named_modules():
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training:
-            yield name

@@ -1,5 +1,6 @@
 """Check whether a step gives the same result as the unsplit step if submodules run in micro-batches."""
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -8,18 +9,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from lightning_fasttrain.core.batch.leaves import batch_size, list_tensors
 from lightning_fasttrain.core.distributed import from_all_ranks
-from lightning_fasttrain.data.normalizer.classify_terms import gradient_floor
-from lightning_fasttrain.data.normalizer.find_split import error_limit
-from lightning_fasttrain.data.normalizer.trial.runs import Run, Split, entries_of, relative_difference
+from lightning_fasttrain.data.normalizer.trial.runs import LOW_PRECISION, Run, Trial, entries_of, relative_difference
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample
-from lightning_fasttrain.data.normalizer.trial.try_split import Stage, Trial, run_again, try_unsplit
-from lightning_fasttrain.data.split_batch import batch_size, list_tensors
+from lightning_fasttrain.data.normalizer.trial.try_split import Stage, run_again, try_unsplit
 from lightning_fasttrain.data.trunk.micro_batch_forward import Trunk, find_batch_size
 
 # Errors that a user's model may raise when it is called with unfamiliar shapes.
 FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, IndexError)
-_FLOAT32, _LOW_PRECISION = 1e-4, 5e-2  # rounding differences between micro-batch sizes
+_FLOAT32 = 1e-4  # rounding differences between micro-batch sizes
 
 
 class TrunkTrial(Protocol):
@@ -75,7 +74,7 @@ class TrialOnSamples:
 
     def is_exact(self, trunk: Trunk) -> bool:
         run = _run_through(self.stage, self._trial, trunk, 2)
-        return run is not None and _is_near(self._trial, trunk, self._trial.splits[0].whole, run)
+        return run is not None and _is_near(self._trial, trunk, self._trial.whole, run)
 
 
 class TrialOnOutputs(TrialOnSamples):
@@ -105,7 +104,7 @@ class TrialOnOutputs(TrialOnSamples):
                 return False
             for one, other in zip(calls, seen[module], strict=True):
                 pairs += [(value, other.values[path]) for path, value in one.values.items() if path in other.values]
-        limit = _LOW_PRECISION if self._trial.rounding else _FLOAT32
+        limit = LOW_PRECISION if self._trial.rounding else _FLOAT32
         return all(one.shape == other.shape and relative_difference(one, other) <= limit for one, other in pairs)
 
 
@@ -146,7 +145,7 @@ class TrialOnBatch:
         whole = self._trial.whole
         one = _run_through(self.stage, self._trial, trunk, self._n)
         other = _run_through(self.stage, self._trial, trunk, self._n + 1 if self._n < self._size else self._n - 1)
-        if whole is None or one is None or other is None:
+        if one is None or other is None:
             return False
         as_unsplit = replace(one, loss=whole.loss, changed=whole.changed)
         return all(_is_near(self._trial, trunk, as_unsplit, run) for run in (one, other))
@@ -167,22 +166,20 @@ def _is_near(trial: Trial, trunk: Trunk, expected: Run, run: Run) -> bool:
     """Whether two runs have the same loss and gradient, and no buffer changes once per micro-batch."""
     if not _changes_what_is_expected(trunk, expected, run):
         return False
-    parameters = trial.splits[0].parameters if trial.splits else _list_common_leaves(expected, run)
+    leaves = trial.parameters
+    if not trial.splits:
+        # A step may create other leaves in each run, such as the inputs of a gradient penalty.
+        leaves = [leaf for leaf in expected.entries if leaf in run.entries or isinstance(leaf, nn.Parameter)]
+    expected, run = copy.copy(expected), copy.copy(run)
     for one in (expected, run):
-        one.take(parameters)
-    split = Split([trial.sample.whole], expected, [run], parameters)
-    tried = replace(trial, splits=[split])
-    return bool(parameters) and split.error([1.0], gradient_floor(tried)) <= error_limit(tried)
+        one.keep(leaves)
+    tried = replace(trial, whole=expected, splits=[[run]])
+    return bool(leaves) and tried.error(lambda runs: [1.0]) <= tried.limit
 
 
 def _changes_what_is_expected(trunk: Trunk, expected: Run, run: Run) -> bool:
     """Whether the same buffers change as in the unsplit step, and none of them in each micro-batch."""
     return set(run.changed) <= set(expected.changed) and not any(_holds(trunk, name) for name in expected.changed)
-
-
-def _list_common_leaves(one: Run, other: Run) -> list[Tensor]:
-    """Return the leaves of both runs: a step may create others, such as the inputs of a gradient penalty."""
-    return [leaf for leaf in one.entries if leaf in other.entries or isinstance(leaf, nn.Parameter)]
 
 
 def _holds(trunk: Trunk, buffer: str) -> bool:

@@ -8,9 +8,9 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
+from lightning_fasttrain.core.batch.leaves import list_tensors, walk_leaves
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
-from lightning_fasttrain.data.split_batch import list_tensors, walk_leaves
 from lightning_fasttrain.data.warmup.growth_schedule import Growth, KeepsGrowth
 from lightning_fasttrain.technique import Exactness, Technique
 from lightning_fasttrain.technique.duration import Length

@@ -40,6 +40,11 @@ class Sample:
     seen: int = 0
 
 
+def combine(loader: Any) -> CombinedLoader:
+    """Return a loader, or a collection of loaders, as Lightning combines them for training."""
+    return loader if isinstance(loader, CombinedLoader) else CombinedLoader(loader, "max_size_cycle")
+
+
 @contextmanager
 def reading_ahead(loaders: CombinedLoader) -> Iterator[Iterator[Any]]:
     """Iterate over a run's loaders from their beginning; random states, including the loaders' own, are restored.

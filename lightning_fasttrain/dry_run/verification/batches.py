@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_fasttrain.core.batch import count_bytes
+from lightning_fasttrain.core.batch.leaves import batch_size
 from lightning_fasttrain.core.device import free_bytes
 from lightning_fasttrain.core.messages import explain, format_bytes
 from lightning_fasttrain.data.normalizer.trial.sample_rows import rank_rows
-from lightning_fasttrain.data.split_batch import batch_size, pick_rows
+from lightning_fasttrain.data.split_batch import pick_rows
 from lightning_fasttrain.dry_run.verification.short_run import quietly
 from lightning_fasttrain.predict.predict_memory import predict_memory
 

@@ -140,7 +140,7 @@ def as_lightning_module(
     Raises:
         TypeError: not a module, or a module without loss or optimizer.
     """
-    built = module if isinstance(module, nn.Module) else module()
+    built = module() if callable(module) and not isinstance(module, nn.Module) else module
     if not isinstance(built, nn.Module):
         way_out = "Pass an nn.Module, or a function without arguments that returns one"
         raise TypeError(explain(f"module={module!r}", f"expected an nn.Module, got {type(built).__name__}", way_out))

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, ClassVar
 
 import lightning as L  # imported before torch.compile is used, since Lightning records its arguments
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from lightning_fasttrain.core.checks import one_of
+from lightning_fasttrain.core.files.atomic_write import refuse_unwritable
 from lightning_fasttrain.core.messages import explain, note_once, say, warn
 from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
 from lightning_fasttrain.core.modules.heads import find_heads
@@ -107,24 +109,38 @@ def compile_blocks_(
     entries: dict[tuple[Any, ...], CompiledEntry] = {}
     compiled: dict[str, CompiledForward | CompiledLoss] = {}
     found = find_blocks(model, blocks)
-    for name, block in {**found, **(_modules_beside(model, found.values()) if head else {})}.items():
+    if head:
+        found = {**found, **_modules_beside(model, found.values())}
+    for name, block in found.items():
         if wrapper_on(block, CompiledForward):
             # A technique and a direct call may both request it.
             compiled[name] = next(wrappers_on(block, CompiledForward))
             continue
-        shapes = tuple((key, p.shape, p.dtype) for key, p in block.named_parameters())
-        # The compiler distinguishes replaced forwards by identity, so blocks with such layers share no code.
-        replaced = [id(part) for part in block.modules() if part is not block and wrapper_on(part, WrappedForward)]
-        signature = (type(block), runs_class_forward(block), shapes, *replaced)
+        signature = _sign(block)
         if signature not in entries:
             entries[signature] = CompiledEntry(block, options, check)
         compiled[name] = CompiledForward(block, name, entries[signature], fallback)
         compiled[name].install()
     if head and backend == "inductor":
-        for name, module in model.named_modules():
-            for wrapper in wrappers_on(module, WrappedForward):
-                if wrapper.can_compile and not wrapper.compiled:
-                    compiled[name] = CompiledLoss(wrapper)
+        compiled.update(_compile_losses(model))
+    return compiled
+
+
+def _sign(block: nn.Module) -> tuple[Any, ...]:
+    """Return a key that is equal for blocks which can share one compilation."""
+    shapes = tuple((key, p.shape, p.dtype) for key, p in block.named_parameters())
+    # The compiler distinguishes replaced forwards by identity, so blocks with such layers share no code.
+    replaced = [id(part) for part in block.modules() if part is not block and wrapper_on(part, WrappedForward)]
+    return type(block), runs_class_forward(block), shapes, *replaced
+
+
+def _compile_losses(model: nn.Module) -> dict[str, CompiledLoss]:
+    """Compile what replaced forwards compute between their matrix products, such as the loss at a fused head."""
+    compiled: dict[str, CompiledLoss] = {}
+    for name, module in model.named_modules():
+        for wrapper in wrappers_on(module, WrappedForward):
+            if wrapper.can_compile and not wrapper.compiled:
+                compiled[name] = CompiledLoss(wrapper)
     return compiled
 
 
@@ -181,6 +197,7 @@ class CompileBlocks(Technique):
     exactness: ClassVar[Exactness] = Exactness.TOLERANCE
     bound: ClassVar[float] = 1e-4
     keeps_draws: ClassVar[bool] = False
+    capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.COMPILES_BLOCKS})
     surgery: ClassVar[Surgery | None] = Surgery.COMPILE
     effect: ClassVar[str] = "blocks run as fused, compiled code"
     when: ClassVar[str] = "a run is long enough to recover the minutes of compiling; not if shapes change at every step"
@@ -236,6 +253,8 @@ class CompileBlocks(Technique):
         if self.uses_cuda_graphs and trainer.accumulate_grad_batches > 1:
             what = f"CompileBlocks(mode={self.mode!r}) with accumulate_grad_batches={trainer.accumulate_grad_batches}"
             raise ValueError(explain(what, _OVERWRITES, "Use mode='max-autotune-no-cudagraphs'"))
+        if self.cache is not None:
+            refuse_unwritable(Path(self.cache).parent, f"CompileBlocks(cache={os.fspath(self.cache)!r})")
         return None
 
     def apply(self, model: nn.Module) -> Undo:
@@ -300,5 +319,13 @@ class CompileBlocks(Technique):
         if trainer.is_global_zero:
             say("CompileBlocks: %s", self.report)
             kept = {key: asdict(verdict) for key, verdict in verdicts.items() if not verdict.unchecked}
-            if self.cache is not None and not save_compile_cache(self.cache, kept):
+            self._save_cache(kept)
+
+    def _save_cache(self, verdicts: dict[str, Any]) -> None:
+        if self.cache is None:
+            return
+        try:
+            if not save_compile_cache(self.cache, verdicts):
                 note_once("CompileBlocks: the compiler produced nothing to save in the cache")
+        except OSError as error:  # the training is done, and must not be lost over it
+            warn(explain(f"the compiled code was not saved in {self.cache}", str(error), "Use another file"))

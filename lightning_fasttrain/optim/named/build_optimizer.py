@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fasttrain.core.checks import one_of, require
+from lightning_fasttrain.core.checks import one_of, real_number, require
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.optim.closure_optimizer import Groups
 from lightning_fasttrain.optim.galore_groups import block_matrices, galore_groups
@@ -174,7 +174,7 @@ def build_optimizer(
     Raises:
         ValueError: an unknown name (the message lists the known ones), settings that exclude each other or that the
             optimizer does not support, or no trainable parameters.
-        TypeError: a setting that the optimizer does not have.
+        TypeError: no model, an ``lr`` that is not a number, or a setting that the optimizer does not have.
         ModuleNotFoundError: the package that provides it is not installed; the message says what to install.
 
     Example:
@@ -186,6 +186,7 @@ def build_optimizer(
     Source:
         See the source of each optimizer; the groups are those of :func:`decay_groups`.
     """
+    _refuse_arguments(model, name, lr, weight_decay)
     known = find_known(name)
     _refuse_company(name, known, groups, layer_decay=layer_decay, lora_plus=lora_plus, offload=offload, updates=updates)
     rate = known.lr if lr is None else lr
@@ -221,6 +222,19 @@ def build_optimizer(
     if hasattr(optimizer, "train"):
         optimizer.train()
     return optimizer
+
+
+def _refuse_arguments(model: object, name: object, lr: float | None, weight_decay: float | None) -> None:
+    if not isinstance(model, nn.Module):
+        why = f"expected the model, got {type(model).__name__}; names of parameters decide on their weight decay"
+        way_out = "Use build_optimizer(model, 'adamw'), or groups= for parameter groups of your own"
+        raise TypeError(explain(f"model={model!r}", why, way_out))
+    if not isinstance(name, str):
+        why = f"expected the name of an optimizer, got {type(name).__name__}"
+        raise TypeError(explain(f"name={name!r}", why, f"Use one of {', '.join(KNOWN)}"))
+    for setting, value in (("lr", lr), ("weight_decay", weight_decay)):
+        if value is not None and not isinstance(value, Tensor):
+            real_number(setting, value, 1e-3)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.optim.closure_optimizer import ClosureOptimizer, groups_over, take_settings
 
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a value
+
 
 class HostOptimizer(ClosureOptimizer):
     """Keeps an optimizer, and a copy of the weights that it updates, in host memory: the device holds no state.
@@ -22,7 +24,8 @@ class HostOptimizer(ClosureOptimizer):
     result is that of the inner optimizer, stepping on the host. Its state is never in ``optimizer.state``, so Lightning
     does not move it; ``state_dict`` has the plain optimizer's format, and can be loaded in both directions.
 
-    Weights that were changed in place since the last step (by a checkpoint or an average) are read again.
+    Weights that were changed since the last step (by a checkpoint, an average, or a write to ``.data``) are read again:
+    a sum over the bits of each weight, computed on its device, shows it.
 
     Args:
         params: parameters on any device, or groups of them.
@@ -43,13 +46,13 @@ class HostOptimizer(ClosureOptimizer):
         Ren et al. 2021, "ZeRO-Offload", https://arxiv.org/abs/2101.06840, without its overlap of copies and updates.
     """
 
-    copied: ClassVar[tuple[str, ...]] = ("inner", "_hosted", "_versions")
+    copied: ClassVar[tuple[str, ...]] = ("inner", "_hosted", "_sums")
 
     def __init__(self, params: ParamsT, make: Callable[[list[dict[str, Any]]], Optimizer]) -> None:
         # The defaults are those of the inner optimizer, which is created below.
         super().__init__(params, {})
         self._hosted: dict[Tensor, nn.Parameter] = {}
-        self._versions: dict[Tensor, int] = {}
+        self._sums: dict[Tensor, Tensor] = {}
         self.inner = make(self._host_groups())
         take_settings(self.param_groups, self.inner.param_groups)
         self.defaults = self.inner.defaults
@@ -58,20 +61,22 @@ class HostOptimizer(ClosureOptimizer):
         groups = self._host_groups()
         moved = [p for p in parameters_of(self) if p.grad is not None]
         # All copies are started before any is waited for, so that they follow each other without gaps.
+        has_changed: list[Tensor] = []
         for parameter in moved:
-            hosted = self._hosted[parameter]
-            # Each in-place write increments it; ours below is recorded.
-            if self._versions[parameter] != parameter._version:
-                hosted.copy_(parameter, non_blocking=True)
-            hosted.grad = _host_copy(parameter.grad)
+            has_changed.append(_host_copy(_sum_bits(parameter) != self._sums[parameter]))
+            self._hosted[parameter].grad = _host_copy(parameter.grad)
         _wait_for_copies(moved)
+        changed = [parameter for parameter, flag in zip(moved, has_changed, strict=True) if flag]
+        for parameter in changed:
+            self._hosted[parameter].copy_(parameter, non_blocking=True)
+        _wait_for_copies(changed)
         self.inner.param_groups = groups
         self.inner.step()
         for parameter in moved:
             # Returns the pinned memory to torch's cache, for the next step.
             self._hosted[parameter].grad = None
             parameter.copy_(self._hosted[parameter], non_blocking=True)
-            self._versions[parameter] = parameter._version
+            self._sums[parameter] = _sum_bits(parameter)
 
     def on_host(self) -> Optimizer:
         """The inner optimizer, with the current settings of the groups."""
@@ -96,7 +101,7 @@ class HostOptimizer(ClosureOptimizer):
                 way_out = "Use FSDP2Strategy(offload='cpu')"
                 raise ValueError(explain("offload='cpu' with parameters that FSDP2 has sharded", why, way_out))
             self._hosted[parameter] = nn.Parameter(_host_copy(parameter), parameter.requires_grad)
-            self._versions[parameter] = parameter._version
+            self._sums[parameter] = _sum_bits(parameter)
         return self._hosted[parameter]
 
 
@@ -104,6 +109,11 @@ def _host_copy(tensor: Tensor | None) -> Tensor:
     assert tensor is not None
     copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
     return copy.copy_(tensor.detach(), non_blocking=True)
+
+
+def _sum_bits(tensor: Tensor) -> Tensor:
+    """Return the sum of a tensor's values read as integers, on its device; a write that keeps it is very unlikely."""
+    return tensor.detach().view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)
 
 
 def _wait_for_copies(parameters: Sequence[Tensor]) -> None:

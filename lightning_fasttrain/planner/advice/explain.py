@@ -13,7 +13,7 @@ from lightning_fasttrain.planner.advice.training_setup import TrainingSetup, fin
 from lightning_fasttrain.predict.fake_model import Factory, fake_model
 from lightning_fasttrain.predict.predict_memory import Loss
 from lightning_fasttrain.technique import Technique
-from lightning_fasttrain.technique.explanation import Explanation, explain_model, explain_run
+from lightning_fasttrain.technique.explanation import Explanation, explain_model, explain_run, padding_of
 from lightning_fasttrain.technique.predicted_step import PredictedStep
 from lightning_fasttrain.technique.technique import find_surgeons
 
@@ -41,7 +41,8 @@ def explain(
 
     Args:
         module: a model, or a function that builds it, left as it is; or a Trainer that has met its model.
-        batch: one rank's batch, as the loader gives it: adds the global batch, and the predicted peak of a step.
+        batch: one rank's batch, as the loader gives it: adds the global batch, its share of padding, and the predicted
+            peak of a step.
         techniques: by default the Trainer's, and those that the module brings (``FastTrainMixin``).
         trainer: says on how many devices, by which strategy and in which precision.
         loss: (module, batch) → loss, for a module without ``training_step``.
@@ -49,7 +50,7 @@ def explain(
         precision: where there is no Trainer.
 
     Returns:
-        Print it for at most ten lines; its ``as_dict()`` is plain JSON, in bytes.
+        Print it for at most twelve lines; its ``as_dict()`` is plain JSON, in bytes.
 
     Raises:
         TypeError, ValueError: what a fit would raise too: techniques that do not go together, or find nothing to take
@@ -79,6 +80,10 @@ def explain(
         found = _explain_ahead(setup, batch)
     if batch is None:
         return found
+    share = padding_of(setup.techniques)
+    if share is not None:
+        share.add(batch)
+        found = replace(found, padding=str(share))
     try:
         with quietly():
             predicted = setup.predict(batch, loss, optimizer)

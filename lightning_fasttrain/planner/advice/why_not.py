@@ -20,10 +20,10 @@ from lightning_fasttrain.dry_run.verification.short_run import quietly
 from lightning_fasttrain.model import LowPrecisionProducts
 from lightning_fasttrain.planner.advice.training_setup import TrainingSetup, find_setup
 from lightning_fasttrain.planner.catalogue import known_techniques
-from lightning_fasttrain.planner.suggestions import suggest_trimming
 from lightning_fasttrain.predict.fake_model import Factory, fake_model
 from lightning_fasttrain.predict.predict_memory import Loss
 from lightning_fasttrain.technique import Technique, check_together
+from lightning_fasttrain.technique.explanation import padding_of
 from lightning_fasttrain.technique.facts import Facts, add_model, describe_clipping, facts_of_machine
 from lightning_fasttrain.technique.predicted_step import PredictedStep
 from lightning_fasttrain.technique.technique import find_surgeons
@@ -135,8 +135,10 @@ def why_not(
         rows = [asker.ask(kind) for kind in known_techniques() if kind not in map(type, setup.techniques)]
     rows.sort(key=lambda row: (row.why_not is not None, math.inf if row.factor is None else row.factor))
     used = tuple(type(technique).__name__ for technique in setup.techniques)
-    if batch is not None and MicroBatching not in map(type, setup.techniques):
-        asker.notes += filter(None, [suggest_trimming(batch)])
+    padding = padding_of(setup.techniques)
+    if batch is not None and padding is not None:
+        padding.add(batch)
+        asker.notes += filter(None, [str(padding)])
     return UnusedReport(tuple(rows), used, asker.peak_bytes, setup.device.type, setup.precision, tuple(asker.notes))
 
 

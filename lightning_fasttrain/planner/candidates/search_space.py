@@ -9,8 +9,8 @@ from typing import Any
 import lightning as L
 from torch import nn
 
-from lightning_fasttrain.data.split_batch import batch_size
-from lightning_fasttrain.planner.candidates.configuration import SWITCHES, Budget, Choice
+from lightning_fasttrain.core.batch.leaves import batch_size
+from lightning_fasttrain.planner.candidates.configuration import SWITCHES, Budget, Choice, Switch
 from lightning_fasttrain.predict.fake_model import fake_model
 from lightning_fasttrain.technique import Exactness, Technique, check_together
 from lightning_fasttrain.technique.facts import Facts, add_model
@@ -83,12 +83,7 @@ def find_axes(
     for axis, words in SWITCHES.items():
         axes.words[axis] = [""]
         for word, switch in words.items():
-            technique = switch.make()
-            why = type(technique).why_not(facts)
-            if _ORDER.index(technique.exactness) > _ORDER.index(keep):
-                why = f"its exactness is {technique.exactness.value!r}, and keep={keep.value!r}"
-            elif why is None and technique.surgery is not None:
-                why = _why_not_on(module, technique)
+            why = _why_left_out(module, switch, facts, keep)
             if why is None:
                 axes.words[axis].append(word)
             else:
@@ -100,6 +95,20 @@ def find_axes(
     if precision is None:
         _add_precision(axes, keep, fast_bf16)
     return axes
+
+
+def _why_left_out(module: L.LightningModule, switch: Switch, facts: Facts, keep: Exactness) -> str | None:
+    """Return why a technique may not be chosen; None if it may."""
+    try:
+        technique = switch.make()
+    except ModuleNotFoundError as error:  # an extra, without which a plan can be made too
+        return str(error).rstrip(".")
+    if _ORDER.index(technique.exactness) > _ORDER.index(keep):
+        return f"its exactness is {technique.exactness.value!r}, and keep={keep.value!r}"
+    why = type(technique).why_not(facts)
+    if why is None and technique.surgery is not None:
+        why = _why_not_on(module, technique)
+    return why
 
 
 def _add_precision(axes: Axes, keep: Exactness, fast_bf16: bool) -> None:

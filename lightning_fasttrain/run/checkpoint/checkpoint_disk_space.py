@@ -1,6 +1,5 @@
 """Check before a run whether a folder can hold its checkpoints, and handle saves that fail."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fasttrain.core.device import GIB
-from lightning_fasttrain.core.files.atomic_write import free_disk_bytes, temporary_path
+from lightning_fasttrain.core.files.atomic_write import free_disk_bytes, why_unwritable
 from lightning_fasttrain.core.files.newest_checkpoint import sweep
 from lightning_fasttrain.core.files.safe_load import is_remote
 from lightning_fasttrain.core.host.lightning import replicates
@@ -33,31 +32,28 @@ def check_folders(trainer: L.Trainer, optimizers: Sequence[Optimizer]) -> str | 
             if reason is None and not is_remote(writer.dirpath):
                 sweep(Path(str(writer.dirpath)))
                 nbytes = checkpoint_bytes(trainer, [] if writer.save_weights_only else optimizers)
-                reason = why_unfit(Path(str(writer.dirpath)), nbytes)
+                reason = why_unfit(Path(str(writer.dirpath)), nbytes, "give ModelCheckpoint another dirpath")
     return trainer.strategy.broadcast(reason)
 
 
-def why_unfit(folder: Path, nbytes: int) -> str | None:
-    """Return why ``folder`` cannot hold two checkpoints of ``nbytes``: one is kept while the next is written.
+def why_unfit(folder: Path, nbytes: int, way_out: str, copies: int = 2) -> str | None:
+    """Return why ``folder`` cannot hold so many checkpoints of ``nbytes``; None if it can.
+
+    Two, where one is kept while the next is written.
 
     Example:
-        >>> why_unfit(getfixture("tmp_path") / "checkpoints", 1000) is None
+        >>> why_unfit(getfixture("tmp_path") / "checkpoints", 1000, "choose another folder") is None
         True
     """
-    there = next(one for one in (folder, *folder.absolute().parents) if one.exists())  # a file counts too
-    probe = temporary_path(there, "probe")
-    # Written to, since permissions do not show quotas, read-only mounts and the rules of network file systems.
-    try:
-        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
-        probe.unlink()
-    except OSError as error:
-        way_out = "Make it writable, or give ModelCheckpoint another dirpath"
-        return explain(f"checkpoints cannot be written to {folder}", f"{error.strerror or error} ({there})", way_out)
-    free = free_disk_bytes(there)
-    if free < 2 * nbytes:
-        why = f"a checkpoint of this run takes about {nbytes / GIB:.2f} GiB, and one is kept while the next is written"
-        way_out = "Free some space, or give ModelCheckpoint another dirpath"
-        return explain(f"{folder} has {free / GIB:.2f} GiB free", why, way_out)
+    unwritable = why_unwritable(folder)
+    if unwritable:
+        return explain(f"checkpoints cannot be written to {folder}", unwritable, f"Make it writable, or {way_out}")
+    free = free_disk_bytes(folder)
+    if free < copies * nbytes:
+        why = f"a checkpoint of this run takes about {nbytes / GIB:.2f} GiB"
+        if copies == 2:
+            why += ", and one is kept while the next is written"
+        return explain(f"{folder} has {free / GIB:.2f} GiB free", why, f"Free some space, or {way_out}")
     return None
 
 

@@ -1,7 +1,7 @@
 """Resume a killed run from its last checkpoint, bit for bit as if it had not been interrupted."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any, ClassVar, NamedTuple
 
@@ -14,10 +14,11 @@ from lightning_fasttrain.core.files.guarded_loading import guard_loading
 from lightning_fasttrain.core.host.lightning import (
     DataFetcher,
     accumulation_continues,
+    asked_checkpoint,
     is_last_batch_taken,
     validation_loaders,
 )
-from lightning_fasttrain.core.messages import explain, warn
+from lightning_fasttrain.core.messages import explain, list_some, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.core.state.rng import random_state
 from lightning_fasttrain.run.checkpoint._gathered_states import gather, gather_gradients, pack
@@ -36,9 +37,12 @@ from lightning_fasttrain.run.checkpoint.resumable_loader import ResumableLoader
 from lightning_fasttrain.run.checkpoint.resume_state import ResumeState, hold_loader, keeps_its_state, set_generators
 from lightning_fasttrain.run.checkpoint.run_fingerprint import (
     describe_loader,
+    list_disagreements,
     list_doubts,
     read_settings,
+    read_step_settings,
     refuse_other_optimizers,
+    with_restored,
 )
 from lightning_fasttrain.run.checkpoint.unsaved_state import read_forgotten, read_metrics
 from lightning_fasttrain.technique import Capability, Technique
@@ -70,14 +74,17 @@ class ExactResume(Technique):
 
     Args:
         strict: whether it is an error if the checkpoint has another number of processes, precision, clipping,
-            accumulation, training data, batch size, order, ``drop_last``, or other settings of a technique that
-            changes training; otherwise a warning, and all that still fits is restored. Data are identified by
-            class, length and a few entries of the dataset's tensors and lists, without calling the dataset. Other
-            hyper-parameters, and techniques that change only rounding, always give a warning.
+            accumulation, training data, batch size, order, ``drop_last``, other settings of a technique that changes
+            training, or other settings of optimizers and schedules, which the saved state replaces; or if
+            ``ckpt_path="last"`` finds none. Otherwise a warning, and all that still fits is restored. Data are
+            identified by class, length and a few entries of the dataset's tensors and lists, without calling the
+            dataset. Other hyper-parameters, and techniques that change only rounding, always give a warning.
+        seed_samples: as for :func:`~lightning_fasttrain.resumable`: resuming a run with workers reads no batches again.
 
     Raises:
         ValueError: in ``fit`` with ``ckpt_path``, for such a checkpoint if ``strict``; the message has both values.
-            Always for a checkpoint of another optimizer.
+            Always for a checkpoint of another model, or of other optimizers or parameter groups.
+        FileNotFoundError: in ``fit`` with ``ckpt_path="last"`` without a last checkpoint, if ``strict``.
 
     Example:
         >>> callbacks = [ExactResume(), L.pytorch.callbacks.ModelCheckpoint(every_n_train_steps=100)]
@@ -94,8 +101,8 @@ class ExactResume(Technique):
     in_a_loop: ClassVar[str] = "resumable(loader), and save run.random_state() with its state_dict()"
     predicted: ClassVar[bool] = True
 
-    def __init__(self, strict: bool = True) -> None:
-        self.strict = strict
+    def __init__(self, strict: bool = True, seed_samples: bool = False) -> None:
+        self.strict, self.seed_samples = strict, seed_samples
         self._begin()
 
     def _begin(self) -> None:
@@ -104,14 +111,48 @@ class ExactResume(Technique):
         self._being_made: list[_TrainingLoader] | None = None  # while Lightning makes the training loaders
         self._resume: ResumeState | None = None  # until training continues
         self._begins_epoch = False
+        self._step_settings: dict[str, Any] = {}  # until the optimizers exist
         self._validation: list[list[Any]] = []  # generator states of validation loaders that are not made yet
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
         self._begin()
         self._patches.callback(guard_loading(trainer.strategy))
         if trainer.state.fn == TrainerFn.FITTING:
+            self._explain_other_models(trainer)
             self._take_places(trainer, pl_module)
         return self._patches.close
+
+    def _refuse_missing_last(self, trainer: L.Trainer) -> None:
+        """Refuse ``ckpt_path="last"`` without a last checkpoint; Lightning then trains from the beginning."""
+        if trainer.ckpt_path is not None or asked_checkpoint(trainer) != "last":
+            return
+        why = "there is no last checkpoint, so the run would start from the beginning"
+        way_out = "Check the folder of ModelCheckpoint(save_last=True); or, to start where there is none, use "
+        message = explain("ckpt_path='last'", why, f"{way_out}ckpt_path=lightning_fasttrain.newest_checkpoint(folder)")
+        if self.strict:
+            raise FileNotFoundError(message)
+        warn(message)
+
+    def _explain_other_models(self, trainer: L.Trainer) -> None:
+        """Compare the techniques before the weights are loaded, whose names and shapes depend on them."""
+        load = trainer.strategy.load_model_state_dict
+
+        def load_model_state_dict(checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+            then = checkpoint.get(KEY, {}).get("settings", {})
+            message = next(list_disagreements(then, read_settings(trainer)), None)
+            if self.strict and message is not None:
+                raise ValueError(message)
+            try:
+                load(checkpoint, *args, **kwargs)
+            except RuntimeError as error:
+                lines = [line.strip(" \t.") for line in str(error).splitlines()]
+                if "in loading state_dict" not in lines[0]:
+                    raise
+                why = f"its weights do not fit this one ({list_some(lines[1:])})"
+                way_out = "Build the model and its techniques as in the saved run"
+                raise ValueError(explain("the checkpoint was saved with another model", why, way_out)) from error
+
+        self._patches.callback(patch(trainer.strategy, "load_model_state_dict", load_model_state_dict))
 
     def _take_places(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         fit_loop, strategy = trainer.fit_loop, trainer.strategy
@@ -157,7 +198,7 @@ class ExactResume(Technique):
             if self._validation:
                 set_generators(loader, self._validation.pop(0))
             return loader
-        i, held, resume = len(self._being_made), hold_loader(loader), self._resume
+        i, held, resume = len(self._being_made), hold_loader(loader, self.seed_samples), self._resume
         about = {} if keeps_its_state(loader) else None
         self._being_made.append(_TrainingLoader(held, about if held is None else describe_loader(loader)))
         # Here, not later: setup_data iterates as soon as it has wrapped the loaders, and may fetch ahead.
@@ -184,7 +225,7 @@ class ExactResume(Technique):
         checkpoint[KEY] = {
             "point": str(point),
             "ranks": gather(pack(mine), device),
-            "settings": {**read_settings(trainer), "loaders": [loader.about for loader in self._loaders]},
+            "settings": {**self._read_settings(trainer), "loaders": [loader.about for loader in self._loaders]},
             "forgotten": read_forgotten(trainer),
         }
         if not _in_window(trainer, point):
@@ -226,8 +267,8 @@ class ExactResume(Technique):
         self._resume = resume = ResumeState(state, fit_loop, trainer, self.strict)
         if resume.point in (SavePoint.BATCH, SavePoint.VALIDATION):
             complete_batch_(checkpoint)
-        now = read_settings(trainer)
-        resume.check(now)
+        now = self._read_settings(trainer)
+        self._compare(resume, now)
         for doubt in list_doubts(checkpoint, pl_module, resume.settings, now):
             warn(f"ExactResume: {doubt}")
         if resume.mine is None:
@@ -246,13 +287,23 @@ class ExactResume(Technique):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: the optimizers exist, and their state is not restored yet."""
+        self._step_settings = read_step_settings(trainer)
         if self._resume is not None:
-            now = read_settings(trainer)
-            refuse_other_optimizers(self._resume.settings, now)
-            self._resume.check(now)
+            self._compare(self._resume, self._read_settings(trainer))
+
+    def _read_settings(self, trainer: L.Trainer) -> dict[str, Any]:
+        return {**read_settings(trainer), **self._step_settings, "seed_samples": self.seed_samples}
+
+    def _compare(self, resume: ResumeState, now: dict[str, Any]) -> None:
+        """Compare with the saved settings; some strategies load a checkpoint before optimizers exist, others after."""
+        refuse_other_optimizers(resume.settings, now)
+        resume.check(now)
+        if self._step_settings:
+            self._step_settings = with_restored(self._step_settings, resume.settings)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: Lightning has restored its own state, and has not begun an epoch."""
+        self._refuse_missing_last(trainer)
         resume = self._resume
         if resume is None:
             return

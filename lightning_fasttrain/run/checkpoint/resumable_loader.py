@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from itertools import islice
 from typing import Any
 
@@ -20,17 +21,18 @@ from lightning_fasttrain.run.checkpoint.loader_rng import (
     generators_of,
     set_generator_state,
 )
+from lightning_fasttrain.run.checkpoint.seeded_samples import refuse_unseedable, seed_of_pass, seeded_rest
 
 _REMEMBERED = 6  # positions: more than anything between the loader and the training step prefetches
 
 
-def resumable(loader: Iterable[Any]) -> Any:
+def resumable(loader: Iterable[Any], seed_samples: bool = False) -> Any:
     """Wrap a loader so that it has ``state_dict`` and ``load_state_dict``, and resumes at its position.
 
     The contents of a batch follow from the generator states at the beginning of the pass over the data. These states
     are saved with the number of batches returned; after ``load_state_dict`` the next pass begins there and skips that
-    many batches: by their indices alone if a map-style dataset is read in this process, otherwise by reading them
-    again, which takes time and is logged. Afterwards the previous random state is restored.
+    many batches: by their indices alone if a map-style dataset is read in this process, or with ``seed_samples``;
+    otherwise by reading them again, which takes time and is logged. Afterwards the previous random state is restored.
 
     The saved generators are those of torch, Python and NumPy and those of the loader, its samplers and its dataset;
     the workers' seeds follow from them. ``persistent_workers`` are restarted for each pass, since their earlier random
@@ -41,13 +43,18 @@ def resumable(loader: Iterable[Any]) -> Any:
     Args:
         loader: a ``DataLoader``, the result of ``fabric.setup_dataloaders``, or any object that can be iterated
             repeatedly. Its attributes are forwarded.
+        seed_samples: seed the global generators for each sample, by the pass and the sample's index. Samples then
+            depend neither on the worker nor on those read before, so that resuming with workers reads nothing again,
+            and may have another number of workers. Random augmentations draw other numbers than without it.
 
     Returns:
         The wrapped loader, which is iterated over as before; ``loader`` itself if it has ``state_dict`` already.
 
     Raises:
         TypeError: ``loader`` is an iterator, which ends with its first pass.
-        ValueError: ``persistent_workers`` under Fabric; on iterating: the state is of another kind of loader.
+        ValueError: ``persistent_workers`` under Fabric; ``seed_samples`` where the loader is not a ``DataLoader`` of a
+            map-style dataset, or the dataset has generators of its own; on iterating: the state is of another kind of
+            loader.
 
     Example:
         A loop that resumes from its checkpoint, bit for bit:
@@ -77,13 +84,13 @@ def resumable(loader: Iterable[Any]) -> Any:
     """
     if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
         return loader
-    return ResumableLoader(loader)
+    return ResumableLoader(loader, seed_samples)
 
 
 class ResumableLoader(WrappedLoader):
     """The wrapper that :func:`resumable` returns."""
 
-    def __init__(self, inner: Iterable[Any]) -> None:
+    def __init__(self, inner: Iterable[Any], seed_samples: bool = False) -> None:
         if isinstance(inner, Iterator):
             why = "an iterator ends with its first pass, so a later process cannot skip to its position"
             way_out = "Pass a DataLoader, or an object whose __iter__ starts over"
@@ -94,6 +101,9 @@ class ResumableLoader(WrappedLoader):
         if torchs and loader.persistent_workers and loader is not inner:
             why = "their random draws in earlier passes cannot be reproduced, and Fabric starts them itself"
             raise ValueError(explain("persistent_workers=True under Fabric", why, "Use persistent_workers=False"))
+        if seed_samples:
+            refuse_unseedable(loader)
+        self._seeds = seed_samples
         self._persistent = torchs and loader.persistent_workers
         self._in_process = not torchs or loader.num_workers == 0
         self._watched = self._in_process and torchs and isinstance(loader.dataset, IterableDataset)
@@ -164,7 +174,20 @@ class ResumableLoader(WrappedLoader):
         """Set the number of batches returned so far, for :meth:`position`."""
         self._handed_out, self._repeats = used, 0 if used == 0 else self._repeats
 
-    def _begin(self, seed: int | None) -> Iterator[Any]:
+    def _begin(self, start: dict[str, Any], given: int = 0) -> Iterator[Any]:
+        """Begin the pass that ``start`` describes, after its first ``given`` batches."""
+        # Without workers, indices are drawn with the first batch, in another random state than now.
+        skipped = given if self._seeds and not self._in_process else 0
+        seeded = seeded_rest(without_fabric(self.inner), seed_of_pass(start), skipped) if self._seeds else nullcontext()
+        with seeded:
+            batches = self._start_workers(start["workers"])
+        # Training draws between the start of a pass and its first fetch, which is when samplers draw.
+        if given and start["first"] is not None:
+            set_random_state(start["first"])
+        self._skip(batches, given - skipped)
+        return batches
+
+    def _start_workers(self, seed: int | None) -> Iterator[Any]:
         inner = self.inner
         if not self._persistent:
             return iter(inner)
@@ -225,7 +248,7 @@ class _Pass(Iterator[Any]):
             "calls": passes_of(loader.inner),
             "first": None,
         }
-        self.batches = loader._begin(loader._workers_seed)
+        self.batches = loader._begin(self.start)
         self._note()
 
     def _resume(self, state: dict[str, Any]) -> None:
@@ -236,11 +259,7 @@ class _Pass(Iterator[Any]):
         set_random_state(self.start["random"])
         _set_generators(generators_of(loader.inner), self.start["generators"])
         set_passes_of(loader.inner, self.start["calls"])
-        self.batches = loader._begin(self.start["workers"])
-        # Training draws between the start of a pass and its first fetch, which is when samplers draw.
-        if self.start["first"] is not None:
-            set_random_state(self.start["first"])
-        loader._skip(self.batches, self.given)
+        self.batches = loader._begin(self.start, self.given)
         # Batches that were skipped by their indices drew nothing from the dataset's generators.
         _set_generators(self.data, state["data"])
         set_random_state(here)

@@ -120,7 +120,7 @@ def keeps_its_state(loader: object) -> bool:
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
-def hold_loader(loader: Iterable[Any]) -> ResumableLoader | None:
+def hold_loader(loader: Iterable[Any], seed_samples: bool) -> ResumableLoader | None:
     """Wrap a training loader so that its position is known; return None if it is not ours to save."""
     if keeps_its_state(loader):
         return None
@@ -129,7 +129,7 @@ def hold_loader(loader: Iterable[Any]) -> ResumableLoader | None:
         why = "an iterator cannot be read again from its beginning, so its position is not saved"
         warn(explain(what, why, "Use a DataLoader, or an object whose __iter__ starts over"))
         return None
-    return _HeldLoader(loader)
+    return _HeldLoader(loader, seed_samples)
 
 
 def set_generators(loader: object, states: list[Any]) -> None:

@@ -17,7 +17,11 @@ from lightning_fasttrain.technique import Capability, Exactness, Technique
 from lightning_fasttrain.technique.arguments import settings_of
 from lightning_fasttrain.technique.technique import techniques_of
 
-_OPTIMIZERS, _TECHNIQUES = "optimizers", "techniques"
+_OPTIMIZERS, _GROUPS, _SCHEDULES, _TECHNIQUES = "optimizers", "parameters per group", "schedules", "techniques"
+_PROCESSES = "processes"
+_RESTORED = "restored"  # settings that the saved state of optimizers and schedules replaces
+# Of a parameter group: not settings, or of no effect but on rounding. Schedules start from lr, and keep it aside.
+_LEFT_OUT = {"params", "name", "initial_lr", "base_lrs", "fused", "foreach", "capturable", "differentiable"}
 _SAMPLES = 3  # entries of a dataset that are hashed: the first, the middle, the last
 
 
@@ -29,7 +33,7 @@ def read_settings(trainer: L.Trainer) -> dict[str, Any]:
     clip = "none" if trainer.gradient_clip_val is None else float(trainer.gradient_clip_val)
     optimizers = [type(optimizer).__name__ for optimizer in trainer.optimizers]
     return {
-        "processes": trainer.world_size,
+        _PROCESSES: trainer.world_size,
         "accumulate_grad_batches": None if scheduled else trainer.accumulate_grad_batches,
         "precision": str(trainer.precision),
         "gradient_clip_val": clip,
@@ -37,6 +41,41 @@ def read_settings(trainer: L.Trainer) -> dict[str, Any]:
         _OPTIMIZERS: optimizers or None,
         _TECHNIQUES: _read_techniques(trainer),
     }
+
+
+def read_step_settings(trainer: L.Trainer) -> dict[str, Any]:
+    """Return the settings of new optimizers and schedules; call it before their saved state is restored."""
+    restored: dict[str, Any] = {}
+    for number, optimizer in enumerate(trainer.optimizers, 1):
+        named = type(optimizer).__name__
+        if len(trainer.optimizers) > 1:
+            named += f" {number}"
+        for i, group in enumerate(optimizer.param_groups):
+            where = f" of group {i}" if len(optimizer.param_groups) > 1 else ""
+            for key, value in _plain_settings({**group, "lr": group.get("initial_lr", group.get("lr"))}):
+                restored[f"{named}.{key}{where}"] = value
+    schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
+    for schedule in schedules:
+        for key, value in _plain_settings(schedule.state_dict()):
+            restored[f"{type(schedule).__name__}.{key}"] = value
+    counts: list[list[int]] = []
+    for optimizer in trainer.optimizers:
+        counts.append([len(group["params"]) for group in optimizer.param_groups])
+    return {_RESTORED: restored, _SCHEDULES: [type(schedule).__name__ for schedule in schedules], _GROUPS: counts}
+
+
+def with_restored(now: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings ``now`` of :func:`read_step_settings` once the saved ones have replaced them."""
+    kept = {name: value for name, value in then.get(_RESTORED, {}).items() if name in now[_RESTORED]}
+    return {**now, _RESTORED: {**now[_RESTORED], **kept}}
+
+
+def _plain_settings(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in settings.items():
+        values = value if isinstance(value, list | tuple) else [value]
+        is_plain = all(isinstance(one, bool | int | float | str) for one in values)
+        if is_plain and key not in _LEFT_OUT and not key.startswith("_"):
+            yield key, list(values) if values is value else value
 
 
 def _read_techniques(trainer: L.Trainer) -> dict[str, dict[str, Any]]:
@@ -155,14 +194,33 @@ def _bytes_of(entry: object) -> bytes | None:
 def list_disagreements(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
     """Yield a message for each setting whose value is known on both sides and differs."""
     # Loaders are compared one by one, when this run makes them.
-    for name in sorted((then.keys() & now.keys()) - {"loaders", _TECHNIQUES}):
+    for name in sorted((then.keys() & now.keys()) - {"loaders", _TECHNIQUES, _RESTORED}):
         if then[name] is not None and now[name] is not None and then[name] != now[name]:
-            what = f"the checkpoint was saved with {name} = {then[name]}, this run has {name} = {now[name]}"
-            yield explain(what, "so the resumed run would differ from the uninterrupted one", _AS_IT_WAS)
+            yield explain(_both(name, then, now), _consequence(name, then, now), _AS_IT_WAS)
+    before, after = then.get(_RESTORED, {}), now.get(_RESTORED, {})
+    for name in before:
+        if name in after and before[name] != after[name]:
+            why = f"the saved state replaces it, so the resumed run would use {before[name]}"
+            yield explain(_both(name, before, after), why, _AS_IT_WAS)
     other = list_other_techniques(then, now, changing_training=True)
     if other:
         what = f"the checkpoint was saved with different techniques: {'; '.join(other)}"
         yield explain(what, "so the resumed run would differ from the uninterrupted one", _AS_IT_WAS)
+
+
+def _both(name: str, then: dict[str, Any], now: dict[str, Any]) -> str:
+    return f"the checkpoint was saved with {name} = {then[name]}, this run has {name} = {now[name]}"
+
+
+def _consequence(name: str, then: dict[str, Any], now: dict[str, Any]) -> str:
+    """Return what would happen to a run that resumed nevertheless."""
+    if name == _PROCESSES:
+        return "positions in the data and random states do not fit, so the resumed run would read other batches"
+    if name == _SCHEDULES and len(then[name]) < len(now[name]):
+        return "the checkpoint has no state of the added schedule, which would begin at its first step"
+    if name == _SCHEDULES:
+        return "the state of the saved schedule would be lost, and the learning rate stays what it was last"
+    return "so the resumed run would differ from the uninterrupted one"
 
 
 _AS_IT_WAS = "Use the saved settings, or accept a different run with ExactResume(strict=False)"
@@ -213,14 +271,15 @@ def list_other_techniques(then: dict[str, Any], now: dict[str, Any], changing_tr
 
 
 def refuse_other_optimizers(then: dict[str, Any], now: dict[str, Any]) -> None:
-    """Refuse a checkpoint of another kind of optimizer, even where other differences are accepted.
+    """Refuse a checkpoint of other optimizers or parameter groups, even where other differences are accepted.
 
     Raises:
         ValueError: the optimizers differ; the message names both.
     """
-    saved, here = then.get(_OPTIMIZERS), now.get(_OPTIMIZERS)
-    if saved and here and saved != here:
-        what = f"the checkpoint was saved with {_OPTIMIZERS} = {saved}, this run has {_OPTIMIZERS} = {here}"
+    for name in (_OPTIMIZERS, _GROUPS):
+        if not then.get(name) or not now.get(name) or then[name] == now[name]:
+            continue
+        what = _both(name, then, now)
         way_out = "Use the same, or load only the weights: model.load_state_dict(torch.load(path)['state_dict'])"
         raise ValueError(explain(what, "the optimizer state cannot be converted", way_out))
 

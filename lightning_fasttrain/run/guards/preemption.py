@@ -12,6 +12,7 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.trainer.states import TrainerStatus
 
 from lightning_fasttrain.core.checks import positive_int
+from lightning_fasttrain.core.files.safe_load import is_remote
 from lightning_fasttrain.core.host.lightning import (
     DataFetcher,
     accumulation_continues,
@@ -21,6 +22,7 @@ from lightning_fasttrain.core.host.lightning import (
 )
 from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
+from lightning_fasttrain.run.checkpoint.checkpoint_disk_space import checkpoint_bytes, why_unfit
 from lightning_fasttrain.run.guards.preemption_flag import PreemptionFlag, check_exit_code, check_signals, name_of
 from lightning_fasttrain.technique import Technique
 
@@ -48,6 +50,7 @@ class Preemption(Technique):
 
     Raises:
         TypeError, ValueError: an argument is invalid; in ``fit``: a signal that SLURM's requeueing uses.
+        OSError: in ``fit``, before the first step: ``folder`` is not writable or too full.
 
     Example:
         >>> preemption = Preemption(signals=(signal.SIGTERM, signal.SIGUSR2))
@@ -65,7 +68,7 @@ class Preemption(Technique):
     def __init__(
         self,
         folder: str | os.PathLike[str] | None = None,
-        signals: Iterable[int] = (signal.SIGTERM,),
+        signals: Iterable[int] = (int(signal.SIGTERM),),
         exit_code: int = 143,
         every: int = 1,
     ) -> None:
@@ -143,6 +146,16 @@ class Preemption(Technique):
         # Under manual optimization Lightning does not know when a step ends, but its step counter does.
         return pl_module.automatic_optimization or before != self._steps
 
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Hook: the optimizers exist, so a checkpoint's size is known, and nothing is trained yet."""
+        folder, reason = self._folder_of(trainer), None
+        if trainer.is_global_zero and not is_remote(folder):
+            nbytes = checkpoint_bytes(trainer, trainer.optimizers)
+            reason = why_unfit(Path(folder), nbytes, "use Preemption(folder=...)", copies=1)
+        reason = trainer.strategy.broadcast(reason)
+        if reason is not None:
+            raise OSError(reason)
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: the last before the first step. Handles requests that arrived until now."""
         assert self._flag is not None
@@ -160,7 +173,7 @@ class Preemption(Technique):
 
     def _save_and_exit(self, trainer: L.Trainer) -> None:
         path = os.path.join(self._folder_of(trainer), f"preempted-step={trainer.global_step}.ckpt")
-        if "://" not in path and trainer.is_global_zero:
+        if not is_remote(path) and trainer.is_global_zero:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
         trainer.save_checkpoint(path)
         # A strategy may still be writing in the background.

@@ -59,7 +59,7 @@ class PreemptionFlag:
         20806), and broadcasts from rank 0 and waits for the device at each batch (issue 21487).
     """
 
-    def __init__(self, signals: Iterable[int] = (signal.SIGTERM,), every: int = 1, exit_code: int = 143) -> None:
+    def __init__(self, signals: Iterable[int] = (int(signal.SIGTERM),), every: int = 1, exit_code: int = 143) -> None:
         self.signals = check_signals(signals)
         self.every = positive_int("every", every)
         self.exit_code = check_exit_code(exit_code)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_fasttrain.core.checks import one_of, positive_int
+from lightning_fasttrain.core.checks import one_of, positive_int, real_number
 from lightning_fasttrain.core.distributed import rank_count
 from lightning_fasttrain.core.host.lightning import replicates
 from lightning_fasttrain.core.messages import explain, number_of, warn
@@ -119,6 +119,7 @@ class SteadySteps(JudgedSteps):
 
     def __init__(self, far: float = 6.0, window: int = 100, after: int = 20, stop_after: int = 10) -> None:
         super().__init__(stop_after)
+        real_number("far", far, 6)
         if not far > 0:
             raise ValueError(explain(f"far={far}", "a limit below the median skips good steps", "Use far=6"))
         self.far, self.window, self.after = far, positive_int("window", window), positive_int("after", after)

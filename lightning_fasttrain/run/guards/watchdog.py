@@ -15,7 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from subprocess import Popen
 
+from lightning_fasttrain.core.checks import real_number
 from lightning_fasttrain.core.distributed import rank_count, rank_here
+from lightning_fasttrain.core.files.atomic_write import refuse_unwritable
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.run.guards.rank_heartbeats import Position, RankBoard, describe, find_silent_ranks
 
@@ -46,7 +48,7 @@ class ProgressWatch:
         ending: the process shows no sign of life and is about to end.
 
     Raises:
-        ValueError: a time is not positive.
+        TypeError, ValueError: a time is not a positive number; on entering, OSError if ``folder`` is not writable.
 
     Example:
         >>> with ProgressWatch(timeout_s=60) as watch:
@@ -104,6 +106,7 @@ class ProgressWatch:
 
     def __enter__(self) -> "ProgressWatch":
         if self.folder is not None:
+            refuse_unwritable(self.folder, f"folder={str(self.folder)!r} for the reports of hangs")
             self.folder.mkdir(parents=True, exist_ok=True)
         self._mine = replace(self._mine, run=next(_RUNS))
         if rank_count() > 1:
@@ -274,6 +277,7 @@ def check_times(timeout_s: float, first_timeout_s: float | None) -> tuple[float,
     # The first step may include compilation.
     first = 3 * timeout_s if first_timeout_s is None else first_timeout_s
     for name, value in (("timeout_s", timeout_s), ("first_timeout_s", first)):
-        if isinstance(value, bool) or not value > 0:
+        real_number(name, value, 600)
+        if not value > 0:
             raise ValueError(explain(f"{name}={value}", "expected a positive time", f"Use, for example, {name}=600"))
     return timeout_s, first

@@ -10,6 +10,7 @@ from typing import ClassVar
 import lightning as L
 
 from lightning_fasttrain.core.checks import positive_int
+from lightning_fasttrain.core.files.atomic_write import refuse_unwritable
 from lightning_fasttrain.core.messages import format_bytes, say
 from lightning_fasttrain.run.profiling.memory_files import check_kinds
 from lightning_fasttrain.run.profiling.memory_meter import MemoryWindow
@@ -39,6 +40,7 @@ class MemoryTimeline(MemoryWindow):
     Raises:
         TypeError, ValueError: ``first_step`` is not an integer of at least 0, ``steps`` is not an integer of at least
             1, or a kind is unknown.
+        OSError: in ``fit``, before the first step: no file can be created in ``folder``.
         ModuleNotFoundError: "png" without matplotlib.
 
     Example:
@@ -70,6 +72,7 @@ class MemoryTimeline(MemoryWindow):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: nothing of this run has been recorded."""
+        refuse_unwritable(self.folder, f"MemoryTimeline(folder={str(self.folder)!r})")
         self.record, self._whole_steps = None, 0
 
     def on_train_batch_start(

@@ -159,7 +159,8 @@ class ZeROHost:
     ) -> Engine:
         # A CPU has no index, but DeepSpeed requires one.
         index = self.root_device.index
-        self.engine = Engine(config, model, optimizer, scheduler, self.local_rank if index is None else index)
+        with self.roll_call.watching("deepspeed.initialize"):
+            self.engine = Engine(config, model, optimizer, scheduler, self.local_rank if index is None else index)
         return self.engine
 
     @contextmanager

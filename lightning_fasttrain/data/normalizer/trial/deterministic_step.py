@@ -5,11 +5,12 @@ differs.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
@@ -41,35 +42,43 @@ _DRAWS_IN_PLACE = {Tensor.bernoulli_, Tensor.uniform_, Tensor.normal_, Tensor.ra
 _LOWER = (torch.float32, torch.bfloat16, torch.float16)
 # Functions that concern this very tensor rather than its values.
 _AS_THEY_ARE = frozenset(
-    [
-        "__get__",
-        "__set__",
-        "grad",
-        "backward",
-        "requires_grad_",
-        "register_hook",
-        "retain_grad",
-        "double",
-        "float",
-        "half",
-        "bfloat16",
-        "to",
-        "type",
-        "is_floating_point",
-        "size",
-        "dim",
-        "numel",
-        "data_ptr",
-    ]
+    """__get__ __set__ grad backward requires_grad_ register_hook retain_grad double float half bfloat16 to type
+    is_floating_point size dim numel data_ptr""".split()  # noqa: SIM905
 )
 _MHA_DROPOUT = list(inspect.signature(F.multi_head_attention_forward).parameters).index("dropout_p")
+
+
+@dataclass(frozen=True)
+class TrimmedRows:
+    """Samples whose padding is cut off.
+
+    Attributes:
+        start, stop: the first of them, and the one after the last, among the samples of a trial.
+        spans: of each axis that is cut, its length, the first entry that is kept, and the one after the last.
+    """
+
+    start: int
+    stop: int
+    spans: tuple[tuple[int, int, int], ...]
+
+    def cut(self, drawn: Tensor, shape: Sequence[int]) -> Tensor:
+        """Cut random values of padded samples to a shape, where they have it after the cut."""
+        for size, start, stop in self.spans:
+            for axis in range(1, min(drawn.ndim, len(shape))):
+                if drawn.shape[axis] == size and shape[axis] == stop - start:
+                    drawn = drawn.narrow(axis, start, stop - start)
+        return drawn
+
+
+Rows = slice | TrimmedRows
 
 
 class DeterministicStep(TorchFunctionMode):
     """Runs a step without randomness and without operations that mix samples.
 
     Dropout does nothing, BatchNorm uses no batch statistics (it is detected elsewhere), and a random draw in a
-    micro-batch is the rows that the unsplit draw had for these samples.
+    micro-batch is the rows that the unsplit draw had for these samples, without the values for their padding if that is
+    cut off: as for dropout, a run draws other values than the unsplit step, of the same distribution.
 
     Args:
         precision: ``"float32"`` switches autocast off around every operation, so that rounding does not hide a
@@ -85,10 +94,10 @@ class DeterministicStep(TorchFunctionMode):
         self.redrawn = False  # random draws in a recomputed forward, which cannot be assigned to rows
         self._draws: list[Tensor] = []
         self._drawn = 0
-        self._rows: slice | None = None
+        self._rows: Rows | None = None
         self._size = 1
 
-    def begin(self, rows: slice | None, size: int) -> None:
+    def begin(self, rows: Rows | None, size: int) -> None:
         """Start a run on all ``size`` samples (None), or on these rows of them."""
         self._rows, self._size, self._drawn = rows, size, 0
 
@@ -147,6 +156,8 @@ class DeterministicStep(TorchFunctionMode):
         whole = self._draws[self._drawn]
         self._drawn += 1
         rows = whole if whole.shape == drawn.shape else _rows_of(whole, self._rows, self._size)
+        if isinstance(self._rows, TrimmedRows):
+            rows = self._rows.cut(rows, drawn.shape)
         # In place, since an in-place draw fills a tensor that the step holds.
         return drawn.copy_(rows) if rows.shape == drawn.shape else drawn
 
@@ -190,7 +201,14 @@ def _without_dropout(place: int, args: Sequence[Any], kwargs: dict[str, Any]) ->
     return args, {**kwargs, "dropout_p": 0.0}
 
 
-def _rows_of(whole: Tensor, rows: slice, size: int) -> Tensor:
+def _rows_of(whole: Tensor, rows: Rows, size: int) -> Tensor:
     """Return the rows of these samples, where each sample has several (a flattened batch of sequences)."""
     each = whole.shape[0] // size if whole.ndim > 0 else 0
     return whole if each == 0 else whole[rows.start * each : rows.stop * each]
+
+
+def list_batch_statistics(module: nn.Module) -> Iterator[str]:
+    """Yield the names of layers whose outputs for a sample depend on the rest of the batch."""
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training:
+            yield name

@@ -1,21 +1,31 @@
-"""The results of a step on some samples, and the error of the weighted sum over their micro-batches."""
+"""The results of a step on a few samples and on their micro-batches, and the error of a weighted sum of the latter."""
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_fasttrain.data.normalizer.log_rules import LoggedValue
-from lightning_fasttrain.data.normalizer.read_normalizers import Kind, Term
-from lightning_fasttrain.data.normalizer.summed_values import count_summed, is_of_parameters
+from lightning_fasttrain.data.normalizer.micro_batch_weights import Number
+from lightning_fasttrain.data.normalizer.read_normalizers import Kind, Slot, Term, read_normalizers
+from lightning_fasttrain.data.normalizer.summed_values import count_summed, is_of_parameters, signed
+from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample
 
 _ENTRIES = 4096  # per parameter's gradient; equal sums are equal in every entry, so a sample of them suffices
 LOW = (torch.bfloat16, torch.float16)
 # Summed over thousands of tokens in 16 bits, the gradient of a bias is off by a fifth or more, unsplit or not, so that
 # only large gradients are conclusive there.
 _LOW_FLOOR = 3.0
+_FLOAT32 = 1e-3
+LOW_PRECISION = 5e-2  # for low-precision operations that float64 cannot replace
+FLOAT64 = 1e-6  # a step may itself round some tensors to float32
+_ALL_FLOAT64 = 1e-9
+NOT_FINITE = "the loss or its gradient is not finite"
+NO_GRADIENT = "the gradient is zero everywhere"
 
 
 @dataclass(frozen=True)
@@ -24,7 +34,7 @@ class ReadTerm:
 
     kind: Kind
     name: str
-    slots: tuple[tuple[float, bool], ...]
+    slots: tuple[Slot, ...]
     summed: float | None
     of_parameters: bool
     ignored: int | None = None
@@ -32,13 +42,39 @@ class ReadTerm:
 
 def as_numbers(term: Term) -> ReadTerm:
     """Return a term without its graph; this waits for the device."""
+    slots = tuple(Slot(float(slot.value), slot.divides) for slot in term.slots)
     summed = count_summed(term.node) if term.kind in ("sum", "quotient") else None
-    slots = tuple((float(slot.value), slot.divides) for slot in term.slots)
-    ignored = getattr(term.node, "_saved_ignore_index", None)
-    if ignored is not None and ignored >= 2**63:  # autograd stores it unsigned
-        ignored -= 2**64
     summed = None if summed is None else float(summed)
+    ignored = getattr(term.node, "_saved_ignore_index", None)
+    ignored = None if ignored is None else signed(ignored)
     return ReadTerm(term.kind, term.name, slots, summed, is_of_parameters(term.node), ignored)
+
+
+@dataclass(frozen=True)
+class LoggedValue:
+    """A scalar that a step logged.
+
+    Attributes:
+        value: the value.
+        divisor: the divisor shown by its graph; None where it has no graph, or is not a mean.
+    """
+
+    value: float
+    divisor: float | None
+
+
+def own_divisor(value: Tensor) -> Number | None:
+    """Return the divisor that the graph of a logged value shows.
+
+    Example:
+        >>> own_divisor(torch.ones(3, 2, requires_grad=True).mean())
+        6
+    """
+    terms = read_normalizers(value).terms
+    if not terms or any(term.kind not in ("mean", "quotient") for term in terms):
+        return None
+    # The terms of a loss share one normalizer, except for constant factors, which cancel.
+    return terms[0].normalizer
 
 
 @dataclass
@@ -46,8 +82,9 @@ class Run:
     """The result of one run of a step.
 
     Attributes:
-        gradient: some entries of each parameter's gradient, concatenated, in float64 on the CPU.
-        entries: the same for each leaf of its graph.
+        batch: the samples.
+        loss: the value of the loss.
+        entries: for each leaf of its graph, some entries of the gradient, in float64 on the CPU.
         terms: the terms of its loss.
         structure: the operations of its loss on scalars.
         logged: the scalars that it logged.
@@ -55,8 +92,8 @@ class Run:
         drawn: the states of Python's and NumPy's generators at its end.
     """
 
+    batch: Any
     loss: float
-    gradient: Tensor
     entries: dict[Tensor, Tensor] = field(default_factory=dict)
     terms: tuple[ReadTerm, ...] = ()
     structure: tuple[str, ...] = ()
@@ -64,68 +101,121 @@ class Run:
     changed: tuple[str, ...] = ()
     drawn: tuple[Any, ...] = ()
 
-    def take(self, parameters: Sequence[Tensor]) -> None:
-        """Keep the gradients of these parameters alone; zeros where a loss does not depend on one."""
-        nothing = torch.zeros(0, dtype=torch.float64)  # cat refuses an empty list
-        parts = [self.entries.get(parameter, entries_of(parameter, None)) for parameter in parameters]
-        self.gradient = torch.cat([nothing, *parts])
+    def keep(self, leaves: Sequence[Tensor]) -> None:
+        """Keep the gradients of these leaves alone; zeros where the loss does not depend on one."""
+        kept: dict[Tensor, Tensor] = {}
+        for leaf in leaves:
+            kept[leaf] = self.entries[leaf] if leaf in self.entries else entries_of(leaf, None)
+        self.entries = kept
+        vars(self).pop("values", None)
 
-    @property
-    def everything(self) -> Tensor:
-        return torch.cat([torch.tensor([self.loss]).double(), self.gradient])
+    @cached_property
+    def values(self) -> Tensor:
+        """The loss, followed by the entries of the gradient."""
+        return torch.cat([torch.tensor([self.loss], dtype=torch.float64), *self.entries.values()])
 
     @property
     def is_zero(self) -> bool:
         """Whether the gradient is zero, as without targets; or the loss, if no gradients were computed."""
-        return not self.gradient.any() if self.gradient.numel() else self.loss == 0
+        gradient = self.values[1:]
+        return not gradient.any() if gradient.numel() else self.loss == 0
 
     @property
     def is_finite(self) -> bool:
-        return bool(torch.isfinite(self.everything).all())
+        return bool(torch.isfinite(self.values).all())
 
 
 @dataclass
-class Split:
-    """A run, and the runs of the micro-batches that its samples were split into.
+class Trial:
+    """The outcome of trying a step.
 
     Attributes:
-        parameters: the parameters whose gradients the runs hold.
+        sample: the samples on which it was tried.
+        whole: the run on the unsplit sample; one without terms where the step did not run.
+        splits: the runs of the micro-batches, for each way of splitting; empty where there was nothing to compare.
+        rounding: whether low precision hides small differences.
+        precision: the precision in which it ran, as of a :class:`DeterministicStep`.
+        statistics: names of the BatchNorm layers that used statistics of the batch.
+        why_not: why there is nothing to compare; empty if there is.
+        is_skipped: whether the step returned None, so that nothing is known yet.
+        failed: whether the step raised an error other than out of memory on a few samples.
     """
 
-    micro_batches: list[Any]
-    whole: Run
-    runs: list[Run]
-    parameters: list[Tensor]
-
-    def error(self, weights: Sequence[float], floor: float) -> float:
-        """Return the relative error of ``Σ weight · micro-batch``: the largest of the loss and all parameters.
-
-        A parameter whose gradient is below ``floor`` times the average is compared with that instead, but never with
-        more than all gradients together.
-        """
-        # A micro-batch without counted elements has a mean of NaN, and a weight of 0.
-        used = [(w, run) for w, run in zip(weights, self.runs, strict=True) if w != 0]
-        if not all(run.is_finite for _, run in used):
-            return float("inf")
-        size = max([abs(self.whole.loss), *(abs(w * run.loss) for w, run in used)])
-        missed = abs(self.whole.loss - sum(w * run.loss for w, run in used))
-        norms = self._norms(self.whole.gradient)
-        low = torch.tensor([parameter.dtype in LOW for parameter in self.parameters], dtype=torch.bool)
-        least = norms.square().mean().sqrt() * torch.where(low, _LOW_FLOOR, floor)
-        missed_norms = self._norms(sum((-w * run.gradient for w, run in used), self.whole.gradient))
-        # 1e-300: if a parameter has no gradient at all, 0 / 0 would be NaN.
-        errors = missed_norms / torch.maximum(norms, least.clamp(max=self.norm)).clamp(min=1e-300)
-        return max([missed / size if size else 0.0, *errors.tolist()])
+    sample: Sample
+    whole: Run = field(default_factory=lambda: Run(None, math.nan))
+    splits: list[list[Run]] = field(default_factory=list)
+    rounding: bool = True
+    precision: str = "as it is"
+    statistics: Sequence[str] = ()
+    why_not: str = ""
+    is_skipped: bool = False
+    failed: bool = False
 
     @property
-    def norm(self) -> float:
-        return float(self.whole.gradient.norm())
+    def shows_nothing(self) -> bool:
+        """Whether the samples have no finite loss or no gradient, as without targets."""
+        return self.why_not in (NOT_FINITE, NO_GRADIENT)
 
-    def _norms(self, gradient: Tensor) -> Tensor:
+    @property
+    def runs(self) -> list[Run]:
+        """All runs, the unsplit one first."""
+        return [self.whole, *itertools.chain.from_iterable(self.splits)]
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The leaves whose gradients the runs hold."""
+        return list(self.whole.entries)
+
+    @property
+    def limit(self) -> float:
+        """The largest error that counts as rounding."""
+        if self.precision == "float64":
+            return FLOAT64
+        if self.parameters and all(parameter.dtype is torch.float64 for parameter in self.parameters):
+            return _ALL_FLOAT64
+        return LOW_PRECISION if self.rounding else _FLOAT32
+
+    @property
+    def _floor(self) -> float:
+        """The share of the average gradient below which gradients are mostly rounding."""
+        if self.precision == "float64":
+            return 1e-4
+        return 0.3 if self.rounding else 1e-2
+
+    def error(self, list_weights: Callable[[list[Run]], list[float]]) -> float:
+        """Return the relative error of ``Σ weight · micro-batch``: the largest of the loss and all parameters.
+
+        A parameter whose gradient is far below the average is compared with a share of that instead, but never with
+        more than all gradients together.
+
+        Args:
+            list_weights: maps the runs of all micro-batches of a sample to their weights.
+        """
+        return max(self._error(runs, list_weights(runs)) for runs in self.splits)
+
+    def _error(self, runs: list[Run], weights: list[float]) -> float:
+        # A micro-batch without counted elements has a mean of NaN, and a weight of 0.
+        used = [(weight, run) for weight, run in zip(weights, runs, strict=True) if weight != 0]
+        missed, size = self.whole.values, abs(self.whole.loss)
+        for weight, run in used:
+            missed = missed - weight * run.values
+            size = max(size, abs(weight * run.loss))
+        if not torch.isfinite(missed).all():
+            return float("inf")
+        norms, missed_norms = self._norms(self.whole.values), self._norms(missed)
+        average = math.sqrt(sum(norm**2 for norm in norms) / max(1, len(norms)))
+        error = abs(float(missed[0])) / size if size else 0.0
+        for parameter, norm, missed_norm in zip(self.parameters, norms, missed_norms, strict=True):
+            floor = _LOW_FLOOR if parameter.dtype in LOW else self._floor
+            least = min(floor * average, math.hypot(*norms))
+            # 1e-300: if a parameter has no gradient at all, 0 / 0 would be NaN.
+            error = max(error, missed_norm / max(norm, least, 1e-300))
+        return error
+
+    def _norms(self, values: Tensor) -> list[float]:
         """Return the norm of each parameter's entries."""
-        sizes = torch.tensor([len(_choose_entries(parameter)) for parameter in self.parameters], dtype=torch.int64)
-        owner = torch.arange(len(sizes)).repeat_interleave(sizes)
-        return torch.zeros(len(sizes), dtype=gradient.dtype).index_add(0, owner, gradient.square()).sqrt()
+        sizes = [entries.numel() for entries in self.whole.entries.values()]
+        return [float(entries.norm()) for entries in values[1:].split(sizes)]
 
 
 def relative_difference(one: Tensor, other: Tensor) -> float:
@@ -135,13 +225,10 @@ def relative_difference(one: Tensor, other: Tensor) -> float:
 
 
 def entries_of(parameter: Tensor, gradient: Tensor | None) -> Tensor:
+    """Return some entries of a gradient, spread over it; an odd step meets every column."""
+    step = (parameter.numel() // _ENTRIES) | 1
     if gradient is None:
-        return torch.zeros(len(_choose_entries(parameter)), dtype=torch.float64)
+        return torch.zeros(len(range(0, parameter.numel(), step)), dtype=torch.float64)
     if gradient.is_sparse:
         gradient = gradient.to_dense()
-    return gradient.detach().reshape(-1)[:: _choose_entries(parameter).step].cpu().double()
-
-
-def _choose_entries(parameter: Tensor) -> range:
-    """Choose which entries of a gradient are compared, spread over it; an odd step meets every column."""
-    return range(0, parameter.numel(), (parameter.numel() // _ENTRIES) | 1)
+    return gradient.detach().reshape(-1)[::step].cpu().double()

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from lightning_fasttrain.core.batch import find_labels
-from lightning_fasttrain.data.split_batch import batch_size, list_leaves, pick_rows, take_rows, walk_leaves
+from lightning_fasttrain.core.batch.leaves import batch_size, list_leaves, walk_leaves
+from lightning_fasttrain.data.normalizer.trial.deterministic_step import Rows
+from lightning_fasttrain.data.split_batch import pick_rows, take_rows
 
 _ROWS = 6
 # Values that labels and masks use for entries that are not counted.
@@ -22,7 +24,7 @@ class Sample:
 
     whole: Any
     size: int
-    cuttings: list[list[tuple[Any, slice | None]]]
+    cuttings: list[list[tuple[Any, Rows | None]]]
 
 
 def sample_rows(batch: Any, micro_batch_size: int) -> Iterator[Sample]:
@@ -113,14 +115,14 @@ def _alter(leaf: Any, path: str) -> Any:
 
 
 def _cut_as(sample: Sample, whole: Any) -> Sample:
-    slices: list[list[slice]] = []
+    slices: list[list[Rows]] = []
     for cutting in sample.cuttings:
         slices.append([rows for _, rows in cutting if rows is not None])
     return _cut(whole, sample.size, slices)
 
 
-def _cut(whole: Any, size: int, slices: Sequence[Sequence[slice]]) -> Sample:
-    cuttings: list[list[tuple[Any, slice | None]]] = []
+def _cut(whole: Any, size: int, slices: Sequence[Sequence[Rows]]) -> Sample:
+    cuttings: list[list[tuple[Any, Rows | None]]] = []
     for cutting in slices:
         cuttings.append([(take_rows(whole, rows.start, rows.stop), rows) for rows in cutting])
     return Sample(whole, size, cuttings)
@@ -139,7 +141,7 @@ def _pattern(leaf: Tensor) -> Tensor:
 def first_micro_batch(batch: Any, n: int, split: Callable[[Any, int], list[Any]]) -> Iterator[Sample]:
     """Yield the first micro-batch of a batch that the user's function splits, split by the same function."""
     whole = split(batch, n)[0]
-    cuttings: list[list[tuple[Any, slice | None]]] = []
+    cuttings: list[list[tuple[Any, Rows | None]]] = []
     for micro_batches in (2, 3):
         cuttings.append([(micro_batch, None) for micro_batch in split(whole, micro_batches)])
     yield Sample(whole, 1, [cutting for cutting in cuttings if len(cutting) > 1])

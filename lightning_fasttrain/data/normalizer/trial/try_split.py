@@ -5,7 +5,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning as L
@@ -16,15 +16,28 @@ from torch.autograd.graph import _engine_run_backward
 
 from lightning_fasttrain.core.modules.wrapped_forward import patch, without_rounding
 from lightning_fasttrain.core.state.restore import remember
-from lightning_fasttrain.data.normalizer.log_rules import LoggedValue, own_divisor
 from lightning_fasttrain.data.normalizer.read_normalizers import read_normalizers
-from lightning_fasttrain.data.normalizer.trial.deterministic_step import DeterministicStep, autocast_device
-from lightning_fasttrain.data.normalizer.trial.runs import LOW, Run, Split, as_numbers, entries_of
+from lightning_fasttrain.data.normalizer.summed_values import walk_graph
+from lightning_fasttrain.data.normalizer.trial.deterministic_step import (
+    DeterministicStep,
+    Rows,
+    autocast_device,
+    list_batch_statistics,
+)
+from lightning_fasttrain.data.normalizer.trial.runs import (
+    LOW,
+    NO_GRADIENT,
+    NOT_FINITE,
+    LoggedValue,
+    Run,
+    Trial,
+    as_numbers,
+    entries_of,
+    own_divisor,
+    relative_difference,
+)
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample
 from lightning_fasttrain.data.normalizer.trial.step_function import loss_of
-
-_NOT_FINITE = "the loss or its gradient is not finite"
-_NO_GRADIENT = "the gradient is zero everywhere"
 
 
 @dataclass(frozen=True)
@@ -48,81 +61,51 @@ class Stage:
     may_scale: bool = True
 
 
-@dataclass
-class Trial:
-    """The outcome of trying a step.
-
-    Attributes:
-        sample: the samples on which it was tried.
-        splits: empty where there was nothing to compare.
-        rounding: whether low precision hides small differences.
-        precision: the precision in which it ran, as of a :class:`DeterministicStep`.
-        statistics: whether BatchNorm used statistics of the batch.
-        whole: the run on the unsplit sample.
-        why_not: why there is nothing to compare; empty if there is.
-        is_skipped: whether the step returned None, so that nothing is known yet.
-        failed: whether the step raised an error other than out of memory on a few samples.
-    """
-
-    sample: Sample
-    splits: list[Split] = field(default_factory=list)
-    rounding: bool = True
-    precision: str = "as it is"
-    statistics: bool = False
-    whole: Run | None = None
-    why_not: str = ""
-    is_skipped: bool = False
-    failed: bool = False
-
-    @property
-    def shows_nothing(self) -> bool:
-        """Whether the samples have no finite loss or no gradient, as without targets."""
-        return self.why_not in (_NOT_FINITE, _NO_GRADIENT)
-
-    @property
-    def precise(self) -> bool:
-        """Whether all operations ran in float64."""
-        return self.precision == "float64"
-
-
 def try_split(stage: Stage, samples: Iterator[Sample], precision: str = "float32") -> Trial:
     """Run the step on a few samples, unsplit and in micro-batches, as far as memory and the step allow."""
     trial: Trial | None = None
-    if not stage.gradients:
-        return _try_in_step(stage, next(samples))
     for sample in samples:
-        trial = _try_either_way(stage, sample, precision)
-        if not trial.why_not or trial.is_skipped:
-            return trial
+        trial = _try_sample(stage, sample, precision)
+        # Ranks with sharded parameters must run the same number of forwards.
+        if not trial.why_not or trial.is_skipped or not stage.gradients:
+            break
     assert trial is not None
     return trial
+
+
+def try_in_float64(stage: Stage, trial: Trial) -> Trial:
+    """Return a trial in float64, which distinguishes rounding from a real difference; the given one where it fails."""
+    precise = try_split(stage, iter([trial.sample]), "float64")
+    if precise.precision != "float64" or precise.why_not:
+        return trial
+    # It must change rounding alone: kernels of quantized layers, for instance, do not support it.
+    one, other = trial.whole.values, precise.whole.values
+    return precise if one.shape == other.shape and relative_difference(one, other) <= 0.1 else trial
 
 
 def try_unsplit(stage: Stage, sample: Sample) -> Trial:
     """Run the step on an unsplit sample. Raises: whatever the step raises, or that it returns no loss."""
     try:
-        return _try(stage, sample, "float32")
+        return _try(stage, replace(sample, cuttings=[]), "float32")
     except _NoLossError as error:
         raise error.reason from None
 
 
-def _try_in_step(stage: Stage, sample: Sample) -> Trial:
-    """Run the step three times: ranks with sharded parameters must run the same number of forwards."""
-    try:
-        return _try(stage, Sample(sample.whole, sample.size, sample.cuttings[:1]), "as it is")
-    except _NoLossError as error:
-        return _skip_or_refuse(stage, sample, error)
-
-
-def _try_either_way(stage: Stage, sample: Sample, precision: str) -> Trial:
+def _try_sample(stage: Stage, sample: Sample, precision: str) -> Trial:
     """Run in the given precision; if the step fails in it or runs out of memory, in the step's own precision."""
+    precisions = [precision, "as it is"]
+    expected: tuple[type[Exception], ...] = (RuntimeError, ValueError, TypeError, IndexError)
+    if not stage.gradients:  # three runs, and a rank that fails must not leave the others waiting in a further one
+        sample, precisions, expected = replace(sample, cuttings=sample.cuttings[:1]), ["as it is"], ()
     failure, failed = "", False
-    for tried in dict.fromkeys((precision, "as it is")):
+    for tried in dict.fromkeys(precisions):
         try:
             return _try(stage, sample, tried)
         except _NoLossError as error:
-            return _skip_or_refuse(stage, sample, error)
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:  # errors that a user's step may raise
+            if error.output is not None or not stage.may_skip:
+                raise error.reason from None
+            return Trial(sample, why_not="the step returned None", is_skipped=True)
+        except expected as error:
             failed = not isinstance(error, torch.OutOfMemoryError)
             failure = f"the step failed on {sample.size} samples alone: {type(error).__name__} {error}"
         if torch.cuda.is_available():
@@ -130,41 +113,29 @@ def _try_either_way(stage: Stage, sample: Sample, precision: str) -> Trial:
     return Trial(sample, why_not=failure, failed=failed)
 
 
-def _skip_or_refuse(stage: Stage, sample: Sample, error: "_NoLossError") -> Trial:
-    """Accept that a step which may skip batches has skipped this one; any other must return a loss."""
-    if error.output is not None or not stage.may_skip:
-        raise error.reason from None
-    return Trial(sample, why_not="the step returned None", is_skipped=True)
-
-
 def _try(stage: Stage, sample: Sample, precision: str) -> Trial:
     mode = DeterministicStep(precision)
     with _undone(stage, precision) as restore:
-        whole, parameters, splits = _run_cuttings(stage, mode, sample, restore)
-    rounding = mode.autocast or mode.rounds or _uses_tf32(parameters)
-    return Trial(sample, splits, rounding, precision, mode.statistics, whole, _why_not(mode, splits, stage))
-
-
-def _run_cuttings(
-    stage: Stage, mode: DeterministicStep, sample: Sample, restore: Callable[[], None]
-) -> tuple[Run, list[Tensor], list[Split]]:
-    """Return the run on the sample, the parameters of its loss, and the runs on all micro-batches."""
-    whole = _run_once(stage, mode, sample.whole, None, sample.size)
-    runs: list[list[Run]] = []
-    for cutting in sample.cuttings:
-        runs.append([])
-        for micro_batch, rows in cutting:
-            restore()
-            runs[-1].append(_run_once(stage, mode, micro_batch, rows, sample.size))
-    # A step may create leaves of its own, such as inputs of a gradient penalty, which differ between runs.
-    others = {leaf for micro_batches in runs for run in micro_batches for leaf in run.entries}
-    parameters = [leaf for leaf in whole.entries if leaf in others or isinstance(leaf, nn.Parameter)]
-    for run in [whole, *itertools.chain.from_iterable(runs)]:
-        run.take(parameters)
-    splits: list[Split] = []
-    for cutting, micro_batches in zip(sample.cuttings, runs, strict=True):
-        splits.append(Split([micro_batch for micro_batch, _ in cutting], whole, micro_batches, parameters))
-    return whole, parameters, splits
+        whole = _run_once(stage, mode, sample.whole, None, sample.size)
+        splits: list[list[Run]] = []
+        for cutting in sample.cuttings:
+            splits.append([])
+            for micro_batch, rows in cutting:
+                restore()  # so that it begins with the state that the unsplit run began with
+                splits[-1].append(_run_once(stage, mode, micro_batch, rows, sample.size))
+    trial = Trial(sample, whole, splits, precision=precision)
+    if mode.statistics:
+        for model in stage.models:
+            trial.statistics = [*trial.statistics, *map(repr, list_batch_statistics(model))]
+    if splits:
+        # A step may create leaves of its own, such as inputs of a gradient penalty, which differ between runs.
+        others = set(itertools.chain.from_iterable(run.entries for run in trial.runs[1:]))
+        shared = [leaf for leaf in whole.entries if leaf in others or isinstance(leaf, nn.Parameter)]
+        for run in trial.runs:
+            run.keep(shared)
+    trial.rounding = mode.autocast or mode.rounds or _uses_tf32(trial.parameters)
+    trial.why_not = _why_not(mode, trial, stage)
+    return trial
 
 
 @contextmanager
@@ -189,57 +160,50 @@ def _undone(stage: Stage, precision: str) -> Iterator[Callable[[], None]]:
         restore()
 
 
-def _why_not(mode: DeterministicStep, splits: list[Split], stage: Stage) -> str:
-    if not splits:
+def _why_not(mode: DeterministicStep, trial: Trial, stage: Stage) -> str:
+    """Return why the runs of a trial cannot be compared; empty if they can."""
+    whole, *others = trial.runs
+    if not others:
         return "the batch is one sample, which cannot be compared with another"
     if mode.redrawn:
         return "the step draws random numbers in recomputed blocks"
-    if any(run.drawn != split.whole.drawn for split in splits for run in split.runs):
+    if any(run.drawn != whole.drawn for run in others):
         return "the step draws random numbers with Python or NumPy, more of them for more samples"
-    if not splits[0].whole.is_finite:
-        return _NOT_FINITE
-    if stage.gradients and not splits[0].norm:
-        return _NO_GRADIENT
+    if not whole.is_finite:
+        return NOT_FINITE
+    if stage.gradients and not whole.values[1:].any():
+        return NO_GRADIENT
     return ""
 
 
 def run_again(stage: Stage, trial: Trial, micro_batch: int | None = None) -> Run:
     """Run the step once more, on the unsplit sample of a trial or on one of its first micro-batches."""
-    mode = DeterministicStep(trial.precision)
     sample = trial.sample
-    rows, where = (sample.whole, None) if micro_batch is None else sample.cuttings[0][micro_batch]
+    batch, rows = (sample.whole, None) if micro_batch is None else sample.cuttings[0][micro_batch]
     with _undone(stage, trial.precision):
-        return _run_once(stage, mode, rows, where, sample.size)
+        return _run_once(stage, DeterministicStep(trial.precision), batch, rows, sample.size)
 
 
-def _run_once(stage: Stage, mode: DeterministicStep, rows: Any, where: slice | None, samples: int) -> Run:
-    """Run the step once."""
-    mode.begin(where, samples)
-    low = mode.precision != "as it is"
+def _run_once(stage: Stage, mode: DeterministicStep, batch: Any, rows: Rows | None, samples: int) -> Run:
+    """Run the step on a batch, which holds these rows of the samples; all of them if None."""
+    mode.begin(rows, samples)
     before = {name: (id(buffer), buffer._version) for name, buffer in _buffers(stage.models)}
     with _without_compiling(), _collecting_logs(stage.models) as logged, stage.context():
-        with _without_autocast() if low else nullcontext():
+        with nullcontext() if mode.precision == "as it is" else _without_autocast():
             with without_rounding(stage.models), mode:
-                output = stage.step(rows)
+                output = stage.step(batch)
                 loss = _loss(output)
-                for key, value in output.items() if type(output) is dict else ():
-                    note_value(logged, f"return {key}", value)
+                if type(output) is dict:
+                    for key, value in output.items():
+                        note_value(logged, f"return {key}", value)
                 leaves = _leaves_of(loss) if stage.gradients else []
                 read = read_normalizers(loss)
-                terms = tuple(as_numbers(term) for term in read.terms)
+                terms = tuple(map(as_numbers, read.terms))
                 gradients = _gradients(loss, leaves)
     entries = {leaf: entries_of(leaf, gradient) for leaf, gradient in zip(leaves, gradients, strict=True)}
     changed = [name for name, buffer in _buffers(stage.models) if before.get(name) != (id(buffer), buffer._version)]
-    return Run(
-        float(loss.detach()),
-        torch.zeros(0).double(),
-        entries,
-        terms,
-        read.structure,
-        logged,
-        tuple(changed),
-        _read_randomness(),
-    )
+    value = float(loss.detach())
+    return Run(batch, value, entries, terms, read.structure, logged, tuple(changed), _read_randomness())
 
 
 def _buffers(models: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
@@ -317,20 +281,12 @@ def note_value(logged: dict[str, LoggedValue], name: str, value: Any) -> None:
 
 def _leaves_of(loss: Tensor) -> list[Tensor]:
     """Return the leaf tensors that ``loss`` has a gradient for, in the order of its graph."""
-    if loss.grad_fn is None:
-        return []
     found: dict[int, Tensor] = {}
-    seen, waiting = {loss.grad_fn}, [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
+    for node in walk_graph(loss.grad_fn) if loss.grad_fn is not None else ():
         # Only nodes that accumulate a leaf's gradient have it.
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, Tensor):
             found[id(leaf)] = leaf
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)
     return list(found.values())
 
 

@@ -4,10 +4,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fasttrain.data.split_batch import list_leaves
+from lightning_fasttrain.core.batch.leaves import list_leaves
 
 Leaves = dict[str, Any]
 Lengths = Callable[[Any], Tensor]
@@ -110,7 +111,20 @@ class Padding:
         if len(known) < len(sizes):
             return None
         read = [axis.read(batch, leaves, size) for axis, size in zip(self.axes, known, strict=True)]
-        return Extents(self, known, torch.stack(read, 1).tolist())
+        return Extents(self, known, torch.stack(read, 1).tolist(), self._leaves_more(leaves, sum(known)))
+
+    def _leaves_more(self, leaves: Leaves, length: int) -> bool:
+        """Whether rows of some length also hold pictures or sequences that keep their length."""
+        cut = {path for axis in self.axes for path, _ in axis.members}
+        for path, leaf in leaves.items():
+            if path in cut or not isinstance(leaf, Tensor | np.ndarray) or leaf.ndim < 2:
+                continue
+            is_float = leaf.is_floating_point() if isinstance(leaf, Tensor) else leaf.dtype.kind == "f"
+            # A few numbers for each row, such as metadata, take little memory; integers may be token ids.
+            few = length if is_float else 1
+            if leaf.ndim > 2 or leaf.shape[1] > few:
+                return True
+        return False
 
     def as_state(self) -> list[dict[str, Any]]:
         """Return the axes as plain values for a checkpoint; a function of the user's is not part of them."""
@@ -134,11 +148,13 @@ class Extents:
         padding: the axes.
         sizes: length of each axis.
         rows: for each row, the first entry and the one after the last along each axis.
+        has_more: whether rows also hold pictures or sequences that keep their length.
     """
 
     padding: Padding
     sizes: list[int]
     rows: list["Ends"]
+    has_more: bool = False
 
     @property
     def padded(self) -> int:
@@ -169,6 +185,11 @@ class Extents:
             ([[0, 3]], [[0, 4]])
         """
         return self.round(self.ends_of(rows), multiple_of)
+
+    def share_of(self, groups: Sequence[Sequence[int]], multiple_of: int) -> float:
+        """Return the share of the entries that groups of rows have, each cut to what its rows need."""
+        tokens = [len(rows) * count_tokens(self.spans_of(rows, multiple_of)) for rows in groups]
+        return sum(tokens) / self.padded
 
     def is_whole(self, rows: Iterable[int], multiple_of: int) -> bool:
         """Whether nothing of these rows is cut off."""

@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.data.padding.padded_axes import (
+from lightning_fasttrain.core.batch.leaves import batch_size, list_leaves
+from lightning_fasttrain.core.batch.padded_axes import (
     Leaves,
     Lengths,
     PaddedAxis,
     Padding,
     find_extents,
 )
-from lightning_fasttrain.data.split_batch import batch_size, list_leaves
+from lightning_fasttrain.core.messages import explain
 
 _IGNORED = -100
 # Kinds of evidence, the most reliable first.

@@ -1,0 +1,8 @@
+"""Read a batch: its size, its leaves, its labels, and how much of it is padding.
+
+From the bottom up: ``contents``, ``leaves``, ``padded_axes``, ``find_padding``, ``group_rows``, ``padding_share``.
+"""
+
+from lightning_fasttrain.core.batch.contents import LABELS, count_batch, count_bytes, find_labels, is_integer, loss_in
+
+__all__ = ["LABELS", "count_batch", "count_bytes", "find_labels", "is_integer", "loss_in"]

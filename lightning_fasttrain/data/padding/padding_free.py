@@ -1,0 +1,380 @@
+"""Run the blocks of a model without the padding of their batches."""
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_fasttrain.core.batch.find_padding import propose_padding
+from lightning_fasttrain.core.batch.leaves import batch_size, can_be_cut, list_tensors, walk_leaves
+from lightning_fasttrain.core.distributed import from_all_ranks, is_sharded
+from lightning_fasttrain.core.messages import explain, say
+from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
+from lightning_fasttrain.core.modules.wrapped_forward import (
+    Undo,
+    WrappedForward,
+    count_wrapped,
+    undo_all,
+    wrapper_on,
+    wrappers_in,
+)
+from lightning_fasttrain.data.normalizer.find_count import stage_of
+from lightning_fasttrain.data.normalizer.trial.looks import Looks
+from lightning_fasttrain.data.normalizer.trial.runs import Run, Trial
+from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample, rank_rows
+from lightning_fasttrain.data.normalizer.trial.try_split import Stage, try_in_float64, try_split
+from lightning_fasttrain.data.padding.document_attention import DocumentMask, Documents, read_documents
+from lightning_fasttrain.data.split_batch import pick_rows
+from lightning_fasttrain.technique import Capability, Conflict, Surgery, Technique
+from lightning_fasttrain.technique.facts import NO_BLOCKS, Facts
+
+_SURE = 1e-5  # rounding in float32; larger differences are looked at in float64
+_LOGGED = 1e-3  # relative, of logged values: products of other shapes round differently
+_LEAST = 0.05  # a share of padding that is worth a word
+_MASK = "a mask of shape (rows, 1, length, length), or a key_padding_mask, that shows padding"
+_WAY_OUT = "Leave PaddingFree out: MicroBatching(n) cuts padding off where that is exact"
+
+
+class _Seen:
+    """Documents of the masks that are in use, so that each mask is read once, though all blocks get it.
+
+    Copies of a model start with an empty one.
+
+    Attributes:
+        padded: number of tokens so far, with padding.
+        tokens: number of tokens that ran.
+    """
+
+    def __init__(self) -> None:
+        self._by_mask = WeakIdKeyDictionary()
+        self.padded = self.tokens = 0
+
+    def read(self, mask: Tensor) -> Documents | None:
+        """Return the documents of a mask; None where no row has padding."""
+        if mask not in self._by_mask:
+            documents = self._by_mask[mask] = read_documents(mask)
+            padded = mask.shape[0] * mask.shape[-1]
+            self.padded += padded
+            self.tokens += padded if documents is None else documents.tokens
+        return self._by_mask[mask]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Seen":
+        return _Seen()
+
+    def __reduce__(self) -> Any:
+        return _Seen, ()
+
+
+class PackedForward(WrappedForward):
+    """A block's forward on the tokens of a padded batch, as one row.
+
+    Attributes:
+        acts: whether it does; otherwise the block runs on the padded batch.
+    """
+
+    def __init__(self, module: nn.Module, seen: _Seen) -> None:
+        super().__init__(module)
+        self.seen = seen
+        self.acts = True
+        self.names = list(inspect.signature(type(module).forward).parameters)[1:]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        mask = self._find_mask(args, kwargs) if self.acts and self.module.training else None
+        documents = None if mask is None else self.seen.read(mask)
+        if documents is None or not _has_rows((args, kwargs), documents.size):
+            return self.inner(*args, **kwargs)
+        self.ran = True
+        rows, length = documents.size
+
+        def pack(leaf: Any, path: str) -> Any:
+            if leaf is mask:
+                return DocumentMask.of(documents, leaf)
+            if isinstance(leaf, Tensor) and leaf.ndim > 1 and leaf.shape[0] in (1, rows) and leaf.shape[1] == length:
+                return documents.pack(leaf)
+            return leaf
+
+        def pad(leaf: Any, path: str) -> Any:
+            is_row = isinstance(leaf, Tensor) and leaf.shape[:2] == (1, documents.tokens)
+            return documents.pad(leaf) if is_row else leaf
+
+        args, kwargs = walk_leaves((args, kwargs), pack, "input")
+        return walk_leaves(self.inner(*args, **kwargs), pad, "output")
+
+    def _find_mask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        """Return the mask of the block's attention; None where it has none, or attends to another sequence, too."""
+        masks: list[Tensor] = []
+        for name, value in [*zip(self.names, args, strict=False), *kwargs.items()]:
+            if name.startswith(("encoder", "memory")) and value is not None:
+                return None
+            if (
+                "mask" in name
+                and isinstance(value, Tensor)
+                and (value.dtype == torch.bool or value.is_floating_point())
+            ):
+                masks.append(value)
+        is_pair = len(masks) == 2 and masks[0] is not masks[1]
+        return masks[-1] if masks and not is_pair and _is_of_attention(masks[-1]) else None
+
+
+def _is_of_attention(mask: Tensor) -> bool:
+    """Whether a mask has a shape of those that ``read_documents`` reads."""
+    return mask.ndim == 2 or (mask.ndim == 4 and mask.shape[2] in (1, mask.shape[3]))
+
+
+def _has_rows(arguments: Any, size: tuple[int, int]) -> bool:
+    """Whether a block gets features of so many rows and of this length, so that its mask is not shared by all rows."""
+    for leaf in list_tensors(arguments, "input").values():
+        if leaf.ndim == 3 and leaf.is_floating_point() and tuple(leaf.shape[:2]) == size:
+            return True
+    return False
+
+
+def remove_padding_(model: nn.Module, blocks: Blocks | None = None) -> dict[str, Undo]:
+    """Run the blocks of a model on the tokens of a batch alone, in place; the rest of the model sees the padded batch.
+
+    In training, each block gets the tokens of all rows as one row of shape (1, tokens, ...), and its output is padded
+    again, with zeros. Positions, which are added or computed before the blocks, are those of the padded batch, on
+    whichever side it is padded. In the attention, each row's tokens see one another as the mask allows. So the loss and
+    head see what they would, and need no other labels. It is exact if nothing but a block's attention connects tokens,
+    and the loss ignores the outputs at padding; :func:`check_padding_free` tries that. Dropout draws other masks.
+
+    The attention of the blocks must be ``F.scaled_dot_product_attention`` with a mask of shape (rows, 1, length or 1,
+    length) that the block gets as an argument with "mask" in its name, as in Hugging Face's models with
+    ``attn_implementation="sdpa"``, or ``nn.MultiheadAttention`` with a ``key_padding_mask`` alone, as in a
+    ``nn.TransformerEncoder``. Blocks without such a mask run as before, and so do those that attend to an encoder's
+    output.
+
+    Args:
+        model: any module.
+        blocks: the modules that are blocks, as for :func:`~lightning_fasttrain.model.find_blocks`.
+
+    Returns:
+        Qualified name of each block → how to undo it.
+
+    Raises:
+        ValueError: no blocks were found; in a forward: the attention computes with its mask itself.
+
+    Example:
+        >>> layers = nn.ModuleList([nn.TransformerEncoderLayer(8, 2, batch_first=True) for _ in range(2)])
+        >>> list(remove_padding_(layers))
+        ['0', '1']
+
+    Source:
+        Zeng et al. 2022, "Boosting Distributed Training Performance of the Unpadded BERT Model",
+        https://arxiv.org/abs/2208.08124; here as surgery on any model's blocks. On CUDA in half precision, the
+        attention is ``torch.nn.attention.varlen``.
+    """
+    seen = _Seen()
+    undos: dict[str, Undo] = {}
+    for name, block in find_blocks(model, blocks).items():
+        if not wrapper_on(block, PackedForward):
+            undos[name] = PackedForward(block, seen).install()
+    return undos
+
+
+def check_padding_free(step: Callable[[Any], Any], batch: Any) -> float:
+    """Raise if the gradient differs from that of the padded batch where blocks run without padding.
+
+    The step runs twice on a few rows of the batch, without dropout, and is undone.
+
+    Args:
+        step: maps a batch to its loss, as for :func:`~lightning_fasttrain.accumulate_gradients`.
+        batch: a padded batch.
+
+    Returns:
+        The relative difference that was found, which is rounding.
+
+    Raises:
+        ValueError: the gradient or a logged value differs, or no block ran without padding.
+    """
+    stage = stage_of(step)
+    outcome = _try(stage, batch)
+    if not outcome.is_known:
+        raise ValueError(explain("a step without padding cannot be checked", outcome.why_not, "Give a padded batch"))
+    if outcome.why_not:
+        raise ValueError(explain("a step without padding changes the training", outcome.why_not, _WAY_OUT))
+    return outcome.error
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """Result of running a few rows with and without padding.
+
+    Attributes:
+        why_not: why it changes the training, or why nothing is known, as a clause; empty if it is exact.
+        is_known: whether the rows could show anything.
+        error: relative difference of the gradients, or of the losses where ranks hold shards of the parameters.
+    """
+
+    why_not: str = ""
+    is_known: bool = True
+    error: float = 0.0
+
+
+def _try(stage: Stage, batch: Any) -> _Outcome:
+    """Run a few rows of a batch with and without padding, and return the worst outcome of all ranks."""
+    wrappers = [wrapper for model in stage.models for wrapper in wrappers_in(model, PackedForward)]
+    acted = [wrapper.acts for wrapper in wrappers]
+    try:
+        mine = _try_rows(stage, batch, wrappers)
+    finally:
+        for wrapper, acts in zip(wrappers, acted, strict=True):
+            wrapper.acts = acts
+    outcomes = from_all_ranks([mine])
+    known = [outcome for outcome in outcomes if outcome.is_known] or outcomes
+    return max(known, key=lambda outcome: (bool(outcome.why_not), outcome.error))
+
+
+def _try_rows(stage: Stage, batch: Any, wrappers: Sequence[PackedForward]) -> _Outcome:
+    def step(rows: Any) -> Any:
+        # It stays so until the next run, since a recomputation in the backward asks again.
+        for wrapper in wrappers:
+            wrapper.acts = rows is not sample.whole
+        return stage.step(rows)
+
+    for wrapper in wrappers:
+        wrapper.ran = False
+    ranked = rank_rows(batch, batch_size(batch))
+    trying = replace(stage, step=step)
+    for count in (4, 2):  # two where four do not fit in memory
+        rows = ranked[:count]
+        sample = Sample(pick_rows(batch, rows), len(rows), [[(pick_rows(batch, rows), None)]])
+        trial = try_split(trying, iter([sample]), "float32")
+        if trial.failed or not trial.why_not:
+            break
+    if trial.why_not:
+        return _Outcome(trial.why_not, is_known=trial.failed)
+    if not any(wrapper.ran for wrapper in wrappers):
+        why = f"none of its blocks got {_MASK} in this batch"
+        return _Outcome(why, is_known=False)
+    return _judge(trying, trial)
+
+
+def _judge(stage: Stage, trial: Trial) -> _Outcome:
+    """Compare the run with padding and the one without."""
+    error = trial.error(_weight_of_all)
+    if error > _SURE and stage.gradients:
+        trial = try_in_float64(stage, trial)
+        error = trial.error(_weight_of_all)
+    if error > trial.limit:
+        why = f"the gradient then differs by {error:.1g}: padded entries take part in it, or blocks connect tokens"
+        return _Outcome(f"{why} outside of their attention", error=error)
+    packed = trial.splits[0][0].logged
+    for name, logged in trial.whole.logged.items():
+        if not math.isclose(logged.value, packed[name].value, rel_tol=_LOGGED, abs_tol=1e-6):
+            return _Outcome(f"the logged value {name!r} depends on padding", error=error)
+    return _Outcome(error=error)
+
+
+def _weight_of_all(runs: list[Run]) -> list[float]:
+    """Return the weight of a run on all rows."""
+    return [1.0]
+
+
+class PaddingFree(Technique):
+    """Run the blocks of a model without the padding of their batches, as one row of all tokens.
+
+    The first batch with padding is tried on a few rows, and refused where the gradient or a logged value would change;
+    until then, blocks run with padding. Batches 2, 4, 8, ... are tried, too, within 1% of the time. It joins
+    ``MicroBatching``, whose micro-batches then run no padding at all, and :class:`~lightning_fasttrain.FusedLossHead`,
+    which on a CPU leaves out the head's work at labels that are ignored.
+
+    Acts on blocks outside of recomputation, so that what is kept for it is without padding, too; the trial is before
+    the batch's forward.
+
+    Args:
+        blocks: the modules that are blocks, as for :func:`~lightning_fasttrain.model.find_blocks`.
+
+    Raises:
+        ValueError: no blocks were found; in ``fit``: the gradient would change in this batch, or a block computes with
+            its mask.
+
+    Example:
+        >>> trainer = L.Trainer(accelerator="cpu", callbacks=[PaddingFree()], logger=False,
+        ...                     enable_checkpointing=False, enable_progress_bar=False)
+
+    Source:
+        See :func:`~lightning_fasttrain.data.remove_padding_`.
+    """
+
+    keeps_draws: ClassVar[bool] = False
+    capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.TRIMS_PADDING})
+    surgery: ClassVar[Surgery | None] = Surgery.UNPAD
+    effect: ClassVar[str] = "blocks compute the tokens of a padded batch alone, as one row"
+    when: ClassVar[str] = "much of a batch is padding, and its attention gets a mask; on a GPU, or with MicroBatching"
+    in_a_loop: ClassVar[str] = "data.remove_padding_(model)"
+
+    def __init__(self, blocks: Blocks | None = None) -> None:
+        self.blocks = blocks
+        self.acts = True  # in a bare loop check_padding_free tries it
+        self._has_padding = False
+        self._looks = Looks(from_first=True)
+
+    @classmethod
+    def conflicts(cls) -> tuple[Conflict, ...]:
+        why = "each batch has another number of tokens, and compiled code does not see which document a token is of"
+        way_out = "Use CompileBlocks with MicroBatching(n), which cuts padding off to a few lengths"
+        return (Conflict(Capability.COMPILES_BLOCKS, why, way_out),)
+
+    @classmethod
+    def why_not(cls, facts: Facts) -> str | None:
+        return NO_BLOCKS if facts.blocks == 0 else None
+
+    def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
+        self.acts, self._looks = False, Looks(from_first=True)
+        return None
+
+    def apply(self, model: nn.Module) -> Undo:
+        undo = undo_all(remove_padding_(model, self.blocks).values())
+        for wrapper in wrappers_in(model, PackedForward):
+            wrapper.acts = self.acts
+        return undo
+
+    def took_hold(self, model: nn.Module) -> str:
+        return f"{count_wrapped(model, PackedForward)} run without padding once that is found exact"
+
+    def why_idle(self, model: nn.Module) -> tuple[str, str] | None:
+        if not self._has_padding or any(wrapper.ran for wrapper in wrappers_in(model, PackedForward)):
+            return None
+        why = f"no block got {_MASK} in the first batch"
+        return why, "Load the model with attn_implementation='sdpa', or use MicroBatching(n), which trims padding"
+
+    def outcome(self, model: nn.Module) -> str:
+        seen = next((wrapper.seen for wrapper in wrappers_in(model, PackedForward)), _Seen())
+        saved = 1 - seen.tokens / max(seen.padded, 1)
+        return f"{saved:.0%} of the tokens were padding that did not run" if seen.tokens else ""
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Hook: the batch is on its device, and nothing has been computed from it."""
+        if not self._looks.is_due(lambda: can_be_cut(batch)):
+            return
+        self._has_padding = any(axis[0].share >= _LEAST for axis in propose_padding(batch))
+        with self._looks.timed() if self.acts else nullcontext():  # what decides is worth any time
+            outcome = _try(_stage_of_trainer(trainer, pl_module, batch_idx), batch)
+        if outcome.why_not and outcome.is_known:
+            raise ValueError(explain("PaddingFree() would change the training", outcome.why_not, _WAY_OUT))
+        if outcome.is_known and not self.acts:
+            self.acts = True
+            for wrapper in wrappers_in(pl_module, PackedForward):
+                wrapper.acts = True
+            what = "loss" if is_sharded(pl_module) else "gradient"
+            text = "PaddingFree: blocks run without padding. Checked on a few rows: the %s matches to %.0e"
+            say(text, what, max(outcome.error, 1e-9))
+
+
+def _stage_of_trainer(trainer: L.Trainer, pl_module: L.LightningModule, batch_idx: int) -> Stage:
+    strategy, sharded = trainer.strategy, is_sharded(pl_module)
+    # Bypass the strategy where possible, so that nothing is synchronized.
+    training_step = strategy.training_step if sharded else pl_module.training_step
+    rest = [batch_idx] if len(inspect.signature(pl_module.training_step).parameters) > 1 else []
+    context = strategy.precision_plugin.train_step_context
+    return Stage(lambda rows: training_step(rows, *rest), [pl_module], context, gradients=not sharded, may_skip=True)

@@ -1,0 +1,121 @@
+"""Samples that draw from generators seeded for each of them, so that a loader can skip samples without reading them."""
+
+import hashlib
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.run.checkpoint.loader_rng import generators_of
+
+
+class SeededSamples(Dataset[Any]):
+    """Reads each sample with the generators of torch (on the CPU), Python and NumPy seeded by the pass and its index.
+
+    A sample then depends neither on the worker that reads it nor on the samples read before. The generators are
+    restored afterwards, so that a loader without workers takes no numbers from training.
+
+    Args:
+        inner: a map-style dataset.
+        seed: that of the pass over the data.
+    """
+
+    def __init__(self, inner: Any, seed: str) -> None:
+        self.inner, self.seed = inner, seed
+        if callable(getattr(inner, "__getitems__", None)):
+            # Set on the object: torch reads samples together if the dataset has this method.
+            self.__getitems__ = self._read_several
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "inner":  # asked for by copy and pickle, before there is one
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __getitem__(self, index: Any) -> Any:
+        with _seeded(f"{self.seed} {index}"):
+            return self.inner[index]
+
+    def _read_several(self, indices: list[Any]) -> list[Any]:
+        with _seeded(f"{self.seed} {indices}"):
+            return self.inner.__getitems__(indices)
+
+
+@contextmanager
+def _seeded(text: str) -> Iterator[None]:
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])
+    # torch.manual_seed would seed CUDA too, which training draws from.
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        random.setstate(before[1])
+        np.random.set_state(before[2])
+
+
+def refuse_unseedable(loader: object) -> None:
+    """Refuse a loader whose samples depend on more than their index and the global generators.
+
+    Raises:
+        ValueError: not a DataLoader of a map-style dataset, or the dataset has generators of its own.
+    """
+    what, way_out = f"seed_samples=True with {type(loader).__name__}", "Use seed_samples=False for this loader"
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        raise ValueError(explain(what, "only a DataLoader of a map-style dataset reads samples by index", way_out))
+    if generators_of(loader.dataset):
+        what = f"seed_samples=True with {type(loader.dataset).__name__}"
+        why = "the dataset has generators of its own, whose states in the workers depend on the samples before"
+        raise ValueError(explain(what, why, "Draw from the generators of torch, Python and NumPy instead"))
+
+
+def seed_of_pass(start: Mapping[str, Any]) -> str:
+    """Return a seed that follows from the random states at the start of a pass over the data."""
+    digest = hashlib.sha256()
+    for state in (start["random"]["torch"], *start["generators"]):
+        digest.update(state.numpy().tobytes() if isinstance(state, Tensor) else repr(state).encode())
+    return digest.hexdigest()
+
+
+@contextmanager
+def seeded_rest(loader: DataLoader[Any], seed: str, skipped: int) -> Iterator[None]:
+    """Let a pass that is begun inside the context read seeded samples, without the first ``skipped`` batches."""
+    # An iterator reads both when it is created. torch forbids setting them, hence vars().
+    place, indices = vars(loader), "batch_sampler" if loader.batch_sampler is not None else "sampler"
+    before = {name: place[name] for name in ("dataset", indices)}
+    with ExitStack() as undo:
+        undo.callback(place.update, before)
+        place["dataset"] = SeededSamples(before["dataset"], seed)
+        if skipped:
+            place[indices] = _Rest(before[indices], skipped)
+        yield
+
+
+class _Rest:
+    """The entries of a sampler after the first ones, which are drawn and dropped."""
+
+    def __init__(self, inner: Any, skipped: int) -> None:
+        self.inner, self.skipped = inner, skipped
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self.inner), self.skipped, None)
+
+    def __len__(self) -> int:
+        return len(self.inner) - self.skipped
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
