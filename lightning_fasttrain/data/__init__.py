@@ -19,7 +19,8 @@ from lightning_fasttrain.data.normalizer.read_normalizers import Normalizers, re
 from lightning_fasttrain.data.out_of_memory.retry_with_smaller_micro_batches import split_until_it_fits
 from lightning_fasttrain.data.padding.check_documents import check_documents
 from lightning_fasttrain.data.padding.pack import PackedDocuments, pack
-from lightning_fasttrain.data.padding.padding_free import PaddingFree, check_padding_free, remove_padding_
+from lightning_fasttrain.data.padding.packed_forward import remove_padding_
+from lightning_fasttrain.data.padding.padding_free import PaddingFree, check_padding_free
 from lightning_fasttrain.data.padding.trim_search import TrimPadding
 from lightning_fasttrain.data.split_batch import split_batch
 from lightning_fasttrain.data.token_weighted_accumulation import TokenWeightedAccumulation
