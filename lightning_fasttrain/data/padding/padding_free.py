@@ -234,6 +234,8 @@ def _stage_of_trainer(trainer: L.Trainer, pl_module: L.LightningModule, batch_id
     strategy, sharded = trainer.strategy, is_sharded(pl_module)
     # Bypass the strategy where possible, so that nothing is synchronized.
     training_step = strategy.training_step if sharded else pl_module.training_step
-    rest = [batch_idx] if len(inspect.signature(pl_module.training_step).parameters) > 1 else []
+    # Of the class, since FSDP2 replaces the method of the module by one that takes any arguments.
+    takes_index = len(inspect.signature(type(pl_module).training_step).parameters) > 2
+    rest = [batch_idx] if takes_index else []
     context = strategy.precision_plugin.train_step_context
     return Stage(lambda rows: training_step(rows, *rest), [pl_module], context, gradients=not sharded, may_skip=True)
