@@ -164,7 +164,7 @@ def test_fsdp2_checkpoints_are_consolidated(out, tmp_path):
 def test_folder_without_a_checkpoint_is_refused(out, tmp_path):
     with pytest.raises(FileNotFoundError, match="no such checkpoint"):
         consolidate(tmp_path / "nothing", out)
-    with checkpoint_folder(tmp_path / "empty"):
-        pass
+    with checkpoint_folder(tmp_path / "other") as folder:
+        (folder / "notes.txt").write_text("no weights")
     with pytest.raises(ValueError, match="not a sharded checkpoint"):
-        consolidate(tmp_path / "empty", out)
+        consolidate(tmp_path / "other", out)

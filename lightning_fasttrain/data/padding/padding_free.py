@@ -197,7 +197,8 @@ class PaddingFree(Technique):
         return undo
 
     def took_hold(self, model: nn.Module) -> str:
-        return f"{count_wrapped(model, PackedForward)} run without padding once that is found exact"
+        blocks = count_wrapped(model, PackedForward)
+        return f"{blocks} run without padding once that is found exact" if blocks else ""
 
     def why_idle(self, model: nn.Module) -> tuple[str, str] | None:
         if not self._has_padding or any(wrapper.ran for wrapper in wrappers_in(model, PackedForward)):
