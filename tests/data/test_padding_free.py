@@ -13,7 +13,7 @@ from lightning_fasttrain.data import PaddingFree, check_padding_free, remove_pad
 from lightning_fasttrain.data.padding.document_attention import DocumentMask, attend, read_documents
 from tests.data.test_trim_hugging_face import EXACT, GPT2, make, words
 from tests.support.nets import as_loader, largest_difference, trainer, weights
-from tests.support.padded_reader import EVERY, LENGTHS, LONGEST, VOCAB, WIDTH, Reader, padded
+from tests.support.padded_reader import EVERY, LENGTHS, LONGEST, VOCAB, WIDTH, Block, Reader, padded
 
 BATCHES = [padded(shift=number) for number in range(4)]
 
@@ -95,6 +95,25 @@ def test_an_encoder_of_pytorch_runs_without_padding(norm_first):
     causal = torch.ones(LONGEST, LONGEST).triu(1) > 0
     assert torch.allclose(net(padded(), causal), plain(padded(), causal))
     assert seen[1:] == [len(LENGTHS) * LONGEST]  # of two masks together nothing is known
+
+
+class Keeping(nn.Module):
+    """A block whose mask has two axes and shows what to keep, unlike a ``key_padding_mask``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.block(x, attention_mask=attention_mask[:, None, None])[0]
+
+
+def test_a_mask_of_two_axes_is_read_only_where_its_meaning_is_known():
+    torch.manual_seed(0)
+    blocks, x = nn.ModuleList([Keeping(), Keeping()]), torch.randn(len(LENGTHS), LONGEST, WIDTH)
+    expected = blocks[0](x, padded()["kept"])
+    remove_padding_(blocks, Keeping)
+    assert torch.equal(blocks[0](x, padded()["kept"]), expected)
 
 
 def masks() -> dict[str, tuple[Tensor, str]]:

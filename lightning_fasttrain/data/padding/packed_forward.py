@@ -80,23 +80,24 @@ class PackedForward(WrappedForward):
 
     def _find_mask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """Return the mask of the block's attention; None where it has none, or attends to another sequence, too."""
-        masks: list[Tensor] = []
+        masks: list[tuple[str, Tensor]] = []
         for name, value in [*zip(self.names, args, strict=False), *kwargs.items()]:
             if name.startswith(("encoder", "memory")) and value is not None:
                 return None
-            if (
-                "mask" in name
-                and isinstance(value, Tensor)
-                and (value.dtype == torch.bool or value.is_floating_point())
-            ):
-                masks.append(value)
-        is_pair = len(masks) == 2 and masks[0] is not masks[1]
-        return masks[-1] if masks and not is_pair and _is_of_attention(masks[-1]) else None
+            is_mask = "mask" in name and isinstance(value, Tensor)
+            if is_mask and (value.dtype == torch.bool or value.is_floating_point()):
+                masks.append((name, value))
+        # Of a causal mask beside one of padding, blocks make a third one.
+        if len({id(mask) for _, mask in masks}) != 1:
+            return None
+        name, mask = masks[-1]
+        return mask if _is_of_attention(name, mask) else None
 
 
-def _is_of_attention(mask: Tensor) -> bool:
-    """Whether a mask has a shape of those that ``read_documents`` reads."""
-    return mask.ndim == 2 or (mask.ndim == 4 and mask.shape[2] in (1, mask.shape[3]))
+def _is_of_attention(name: str, mask: Tensor) -> bool:
+    """Whether a mask is one of those that ``read_documents`` reads; others of two axes may mean the opposite."""
+    is_of_keys = mask.ndim == 2 and name.endswith("key_padding_mask")
+    return is_of_keys or (mask.ndim == 4 and mask.shape[2] in (1, mask.shape[3]))
 
 
 def _has_rows(arguments: Any, size: tuple[int, int]) -> bool:

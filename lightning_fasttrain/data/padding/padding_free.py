@@ -127,7 +127,8 @@ def _judge(stage: Stage, trial: Trial) -> _Outcome:
         return _Outcome(f"{why} outside of their attention", error=error)
     packed = trial.splits[0][0].logged
     for name, logged in trial.whole.logged.items():
-        if not math.isclose(logged.value, packed[name].value, rel_tol=_LOGGED, abs_tol=1e-6):
+        other = packed.get(name)
+        if other is None or not math.isclose(logged.value, other.value, rel_tol=_LOGGED, abs_tol=1e-6):
             return _Outcome(f"the logged value {name!r} depends on padding", error=error)
     return _Outcome(error=error)
 
