@@ -4,6 +4,7 @@ import copy
 from dataclasses import replace
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
@@ -230,6 +231,26 @@ def test_a_run_without_padding_ends_with_the_weights_of_a_plain_one(others):
     assert largest_difference(weights(net), weights(plain)) < 1e-6
     assert list(net.state_dict()) == keys
     assert net.blocks[0].forward == before
+
+
+def test_a_later_batch_that_would_change_ends_it_and_not_the_run():
+    class Switching(Reader):
+        def training_step(self, batch, batch_idx=0):
+            self.pooling = "none" if batch_idx == 0 else "mean of all"
+            return super().training_step(batch)
+
+    plain, net = Switching(), Switching()
+    trainer([], max_epochs=1).fit(plain, as_loader(BATCHES[:2]))
+    with pytest.warns(ft.FastTrainWarning, match="the gradient then differs.*run with padding from here on"):
+        trainer([PaddingFree(), _Unhurried()], max_epochs=1).fit(net, as_loader(BATCHES[:2]))
+    assert largest_difference(weights(net), weights(plain)) < 1e-6
+
+
+class _Unhurried(L.Callback):
+    """Lets the second batch be looked at, though the run is short."""
+
+    def on_train_start(self, t: L.Trainer, module: L.LightningModule) -> None:
+        t.callbacks[0]._looks._began -= 1e6
 
 
 def test_the_first_batch_without_padding_decides_nothing():

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_fasttrain.core.batch.find_padding import propose_padding
 from lightning_fasttrain.core.batch.leaves import batch_size, can_be_cut
 from lightning_fasttrain.core.distributed import from_all_ranks, is_sharded
-from lightning_fasttrain.core.messages import explain, say
+from lightning_fasttrain.core.messages import explain, say, warn
 from lightning_fasttrain.core.modules.blocks import Blocks
 from lightning_fasttrain.core.modules.wrapped_forward import (
     Undo,
@@ -142,7 +142,8 @@ class PaddingFree(Technique):
     """Run the blocks of a model without the padding of their batches, as one row of all tokens.
 
     The first batch with padding is tried on a few rows, and refused where the gradient or a logged value would change;
-    until then, blocks run with padding. Batches 2, 4, 8, ... are tried, too, within 1% of the time. It joins
+    until then, blocks run with padding. Batches 2, 4, 8, ... are tried, too, within 1% of the time, and if one differs,
+    blocks run with padding from then on. It joins
     ``MicroBatching``, whose micro-batches then run no padding at all, and :class:`~lightning_fasttrain.FusedLossHead`,
     which on a CPU leaves out the head's work at labels that are ignored.
 
@@ -174,7 +175,7 @@ class PaddingFree(Technique):
     def __init__(self, blocks: Blocks | None = None) -> None:
         self.blocks = blocks
         self.acts = True  # in a bare loop check_padding_free tries it
-        self._has_padding = False
+        self._has_padding = self._has_ended = False
         self._looks = Looks(from_first=True)
 
     @classmethod
@@ -188,7 +189,7 @@ class PaddingFree(Technique):
         return NO_BLOCKS if facts.blocks == 0 else None
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
-        self.acts, self._looks = False, Looks(from_first=True)
+        self.acts, self._looks, self._has_ended = False, Looks(from_first=True), False
         return None
 
     def apply(self, model: nn.Module) -> Undo:
@@ -216,20 +217,28 @@ class PaddingFree(Technique):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Hook: the batch is on its device, and nothing has been computed from it."""
-        if not self._looks.is_due(lambda: can_be_cut(batch)):
+        if self._has_ended or not self._looks.is_due(lambda: can_be_cut(batch)):
             return
         self._has_padding = any(axis[0].share >= _LEAST for axis in propose_padding(batch))
         with self._looks.timed() if self.acts else nullcontext():  # what decides is worth any time
             outcome = _try(_stage_of_trainer(trainer, pl_module, batch_idx), batch)
         if outcome.why_not and outcome.is_known:
-            raise ValueError(explain("PaddingFree() would change the training", outcome.why_not, _WAY_OUT))
-        if outcome.is_known and not self.acts:
-            self.acts = True
-            for wrapper in wrappers_in(pl_module, PackedForward):
-                wrapper.acts = True
+            message = explain("PaddingFree() would change the training", outcome.why_not, _WAY_OUT)
+            if not self.acts:
+                raise ValueError(message)
+            self._act(pl_module, False)  # batches before this one were right, so the run may continue
+            warn(f"{message} Blocks run with padding from here on.")
+        elif outcome.is_known and not self.acts:
+            self._act(pl_module, True)
             what = "loss" if is_sharded(pl_module) else "gradient"
             text = "PaddingFree: blocks run without padding. Checked on a few rows: the %s matches to %.0e"
             say(text, what, max(outcome.error, 1e-9))
+
+    def _act(self, model: nn.Module, acts: bool) -> None:
+        self.acts = acts
+        self._has_ended = not acts
+        for wrapper in wrappers_in(model, PackedForward):
+            wrapper.acts = acts
 
 
 def _stage_of_trainer(trainer: L.Trainer, pl_module: L.LightningModule, batch_idx: int) -> Stage:
