@@ -84,8 +84,9 @@ class PackedForward(WrappedForward):
         for name, value in [*zip(self.names, args, strict=False), *kwargs.items()]:
             if name.startswith(("encoder", "memory")) and value is not None:
                 return None
-            is_mask = "mask" in name and isinstance(value, Tensor)
-            if is_mask and (value.dtype == torch.bool or value.is_floating_point()):
+            if "mask" not in name or not isinstance(value, Tensor):
+                continue
+            if value.dtype == torch.bool or value.is_floating_point():
                 masks.append((name, value))
         # Of a causal mask beside one of padding, blocks make a third one.
         if len({id(mask) for _, mask in masks}) != 1:
