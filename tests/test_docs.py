@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.bench.ladder.results import Climbed
+from lightning_fasttrain.cli.describe_techniques import conflicts_of, read_measurements, source_of
 from lightning_fasttrain.cli.main import main
-from lightning_fasttrain.cli.technique_table import conflicts_of, markdown_page, source_of
+from lightning_fasttrain.cli.technique_cards import markdown_page, read_cards
 from lightning_fasttrain.core.package import PACKAGE, SUBPACKAGES
 from lightning_fasttrain.planner.catalogue import known_techniques, public_path
 
@@ -34,7 +34,7 @@ def test_the_page_of_techniques_is_what_the_command_writes(capsys):
 
 
 def test_each_technique_has_one_card_with_what_it_states():
-    page = markdown_page(Climbed.read(LADDER))
+    page = markdown_page(read_cards(), read_measurements(LADDER))
     cards = {card.partition("\n")[0]: card for card in page.split("\n### ")[1:]}
     assert sorted(cards) == sorted(public_path(technique) for technique in known_techniques())
     for technique in known_techniques():

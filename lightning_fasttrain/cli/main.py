@@ -212,6 +212,7 @@ COMMANDS = (
             option("name", nargs="?", metavar="NAME", help="of one: when to use it, how exact it is, its code"),
             option("--ladder", metavar="JSON", help="a ladder.json, whose measurements are shown too"),
             option("--markdown", action="store_true", help="write Markdown: the page docs/techniques.md, or one card"),
+            option("--here", action="store_true", help="of one: state also if it has no effect on this machine"),
         ],
         tool_commands.describe_techniques,
     ),

@@ -2,8 +2,12 @@
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lightning_fasttrain.cli.command import BAD_INPUT, CommandError, refusing
+
+if TYPE_CHECKING:
+    from lightning_fasttrain.cli.technique_cards import Measurements
 
 INTERRUPTED = 130  # what shells give for a program that SIGINT ended: 128 + 2
 
@@ -114,24 +118,41 @@ def examine_machine(options: argparse.Namespace) -> None:
 
 def describe_techniques(options: argparse.Namespace) -> None:
     """Run ``fasttrain techniques``: the table of techniques, or all about one of them."""
-    from lightning_fasttrain.bench.ladder.results import Climbed
-    from lightning_fasttrain.cli.technique_table import card, markdown_card, markdown_page, markdown_table
+    from lightning_fasttrain.cli import technique_cards
     from lightning_fasttrain.core.checks import one_of
-    from lightning_fasttrain.planner.catalogue import known_techniques
-    from lightning_fasttrain.technique.facts import facts_of_machine
 
-    known = {technique.__name__: technique for technique in known_techniques()}
-    with refusing(ValueError):
-        if options.name is not None:
-            one_of("technique", options.name, tuple(known))
+    cards = technique_cards.read_cards()
+    if options.name is not None:
+        with refusing(ValueError):
+            one_of("technique", options.name, tuple(card.name for card in cards))
+        cards = [card for card in cards if card.name == options.name]
+    measured = _read_measurements(options.ladder) if options.ladder else None
+    if options.name is None and options.markdown:
+        print(technique_cards.markdown_page(cards, measured).rstrip("\n"))
+    elif options.name is None:
+        print(technique_cards.markdown_table(cards, measured))
+    elif options.markdown:
+        print(technique_cards.markdown_card(cards[0], measured))
+    else:
+        print(technique_cards.as_text(cards[0], measured, _find_idle(options.name) if options.here else None))
+
+
+def _read_measurements(path: str) -> "Measurements":
+    from lightning_fasttrain.cli.describe_techniques import read_measurements
+
     try:
-        measured = Climbed.read(options.ladder) if options.ladder else None
+        return read_measurements(path)
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not what `fasttrain ladder` writes"
-        raise CommandError(f"{options.ladder}: {reason}", BAD_INPUT) from error
-    if options.markdown:
-        print(markdown_card(known[options.name], measured) if options.name else markdown_page(measured).rstrip("\n"))
-    elif options.name is None:
-        print(markdown_table(measured))
-    else:
-        print(card(known[options.name], measured, facts_of_machine()))
+        raise CommandError(f"{path}: {reason}", BAD_INPUT) from error
+
+
+def _find_idle(name: str) -> str | None:
+    """Return why a technique has no effect on this machine; None if it may have one."""
+    from lightning_fasttrain.planner.catalogue import class_named
+    from lightning_fasttrain.technique import Technique
+    from lightning_fasttrain.technique.facts import facts_of_machine
+
+    technique = class_named(name)
+    assert issubclass(technique, Technique)
+    return technique.why_not(facts_of_machine())

@@ -1,6 +1,8 @@
 """The card of each technique, and code on it that runs."""
 
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 
 import peft
@@ -9,10 +11,31 @@ import torch
 import yaml
 
 import lightning_fasttrain as ft
+from lightning_fasttrain.cli.describe_techniques import describe
 from lightning_fasttrain.cli.main import BAD_INPUT, main
+from lightning_fasttrain.cli.technique_cards import read_cards
 from lightning_fasttrain.planner.catalogue import known_techniques, public_path
 from lightning_fasttrain.technique.facts import Facts
 from tests.support.run_example import ROOT
+
+
+def test_the_cards_on_file_are_those_of_the_classes():
+    written = {card.name: card for card in read_cards()}
+    described = {technique.__name__: describe(technique) for technique in known_techniques()}
+    remedy = "write them anew: python -m lightning_fasttrain.cli.describe_techniques"
+    assert list(written) == list(described), remedy
+    for name, card in described.items():
+        assert written[name] == card, remedy
+
+
+def test_the_table_and_the_cards_are_printed_without_importing_torch():
+    program = (
+        "import sys; from lightning_fasttrain.cli.main import main; main(['techniques']); "
+        "main(['techniques', 'MicroBatching']); assert not {'torch', 'lightning'} & sys.modules.keys()"
+    )
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert "| `MicroBatching` |" in printed
+    assert "MicroBatching: " in printed
 
 
 @pytest.mark.parametrize("technique", list(known_techniques()), ids=lambda technique: technique.__name__)
@@ -63,5 +86,5 @@ def test_what_cannot_act_says_so_and_the_rest_says_nothing():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_card_says_that_there_is_nothing_to_do_here(capsys):
-    assert main(["techniques", "DevicePrefetch"]) == 0
+    assert main(["techniques", "DevicePrefetch", "--here"]) == 0
     assert "not here   batches are already on the CPU" in capsys.readouterr().out
