@@ -122,6 +122,11 @@ def test_the_table_of_padded_batches_is_what_was_measured():
             cells.append(f"{speed}, {way['added_mib']:,.0f} MiB")
         expected.append(f"| {' | '.join(cells)} |")
     assert written == expected
+    errors = {one["lengths"]: max(way["error"] for way in one["ways"]) for one in measured}
+    assert f"{max(errors[kind] for kind in ('text', 'log-normal', 'bimodal')):.0e}, those of speech" in RESULTS.replace(
+        "\n", " "
+    )
+    assert f"speech to {errors['speech']:.0e}," in RESULTS
     speeds = [one["ways"][2]["speed"] for one in measured]
     shares = [one["padding"] for one in measured]
     words = (
