@@ -1,6 +1,7 @@
 """Measure the largest amount of tensor memory that is in use at once."""
 
 import math
+import os
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from lightning_fasttrain.core.modules.parameters import quantized_tensors
 
 _Change = tuple[int, int, int]  # time in ns, address, bytes: negative when freed
 _HELD = 0
+_LOG_LEVEL = "KINETO_LOG_LEVEL"
 
 
 class PeakMemory:
@@ -182,7 +184,14 @@ def refuse_second_profiler(what: str) -> None:
 def start_profile() -> profile:
     """Start torch's profiler of memory: of the host's activities alone, among which are CUDA's allocations."""
     started = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False)
-    started.start()
+    # torch reads the level when the first profiler of a process starts, and prints a line for each start otherwise.
+    is_new = _LOG_LEVEL not in os.environ
+    os.environ.setdefault(_LOG_LEVEL, "6")
+    try:
+        started.start()
+    finally:
+        if is_new:
+            del os.environ[_LOG_LEVEL]
     return started
 
 

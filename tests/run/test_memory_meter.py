@@ -1,4 +1,7 @@
 import gc
+import os
+import subprocess
+import sys
 
 import lightning as L
 import pytest
@@ -298,3 +301,14 @@ def test_cuda_matches_hand_computed_bytes_without_waiting():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert peak.added_bytes == pytest.approx(2 * ACTIVATION, abs=SCALARS + 10 * 512)  # it rounds up to 512 bytes
+
+
+def test_the_profiler_prints_nothing_and_the_environment_stays():
+    program = (
+        "import os, torch; import lightning_fasttrain as ft\n"
+        "with ft.run.PeakMemory('cpu'): torch.ones(3)\n"
+        "assert 'KINETO_LOG_LEVEL' not in os.environ"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "KINETO_LOG_LEVEL"}
+    ran = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert "profiler_start" not in ran.stderr
