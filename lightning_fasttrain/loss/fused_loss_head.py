@@ -24,7 +24,7 @@ from lightning_fasttrain.core.modules.wrapped_forward import (
 from lightning_fasttrain.loss._watched_logits import HeadEvidence, watch_logits
 from lightning_fasttrain.loss.chunked import autocast_dtype
 from lightning_fasttrain.loss.deferred_logits import DeferredLogits
-from lightning_fasttrain.loss.linear_cross_entropy import BACKENDS, linear_cross_entropy
+from lightning_fasttrain.loss.linear_cross_entropy import BACKENDS, MiscompiledError, linear_cross_entropy
 from lightning_fasttrain.technique import Setting, Surgery, Technique
 from lightning_fasttrain.technique.facts import Facts
 from lightning_fasttrain.technique.predicted_step import PredictedStep
@@ -232,10 +232,10 @@ class FusedHead(WrappedForward):
             return linear_cross_entropy(*tensors, **options)
         try:
             return linear_cross_entropy(*tensors, **{**options, "backend": "compiled"})
-        except torch._dynamo.exc.TorchDynamoException as error:
+        except (torch._dynamo.exc.TorchDynamoException, MiscompiledError) as error:
             self.failure = first_line(error)
         what = f"the loss of a head ({type(self.module).__name__}) could not be compiled and runs uncompiled"
-        warn(explain(what, self.failure, "Fix the cause, or use CompileBlocks without head=True"))
+        warn(explain(what, self.failure, "Fix the cause, or use CompileBlocks(head=False)"))
         return linear_cross_entropy(*tensors, **options)
 
 

@@ -16,6 +16,8 @@ from lightning_fasttrain.loss.chunked import ChunkedLoss, OfChunk, at_least_floa
 
 BACKENDS = ("auto", "chunked", "compiled", "liger", "torch")
 _IN_CACHE = 2**18  # elements; in float32 they fit in the caches of a CPU
+_COMPARED = 16  # rows
+_TRUSTED: set[tuple[object, ...]] = set()  # cases in which compiled code agreed with eager code
 _NAME = "linear_cross_entropy"
 _WAY_OUT = "Use F.cross_entropy of the logits, hidden @ weight.T, instead, and remove FusedLossHead"
 
@@ -71,6 +73,7 @@ def linear_cross_entropy(
         ValueError: shapes or arguments that do not match, or that the backend does not support.
         RuntimeError: a second derivative is requested (in the backward), or a forward-mode one, or ``torch.func``'s.
         ModuleNotFoundError: ``backend="liger"`` without the package.
+        MiscompiledError: ``backend="compiled"``, whose first results are compared with those of eager code.
 
     Example:
         >>> hidden, weight = torch.randn(2, 5, 4), torch.randn(9, 4)
@@ -158,6 +161,10 @@ def _check_options(smoothing: float, z_loss: float, softcap: float | None) -> No
 Options = tuple[float, float, float | None]  # label smoothing, z-loss, softcap
 
 
+class MiscompiledError(RuntimeError):
+    """Compiled code computed something else than eager code."""
+
+
 def _prepare(
     size: int,
     options: Options,
@@ -199,7 +206,7 @@ def _use_logits(
     cache from the first operation to the last.
     """
     if compiled and with_gradient and not torch.compiler.is_compiling():
-        return _compiled_use()(logits, targets[:, None], options, None if share is None else share[:, None])
+        return _use_compiled(logits, targets[:, None], options, None if share is None else share[:, None])
     losses = torch.empty(len(logits), dtype=at_least_float32(logits), device=logits.device)
     in_cache = logits.device.type == "cpu" and not torch.compiler.is_compiling()
     rows = max(1, _IN_CACHE // logits.shape[1]) if in_cache else max(1, len(logits))
@@ -208,6 +215,27 @@ def _use_logits(
         losses[some], gradient = _loss_of_rows(logits[some], targets[some, None], options)
         if with_gradient:
             logits[some] = gradient if share is None else gradient.mul_(share[some, None])
+    return losses
+
+
+def _use_compiled(logits: Tensor, targets: Tensor, options: Options, share: Tensor | None) -> Tensor:
+    """Compute :func:`_use_logits` by compiled code, whose first results are compared with those of eager code."""
+    case = (logits.shape[1], logits.dtype, logits.device, options, share is None)
+    if case in _TRUSTED:
+        return _compiled_use()(logits, targets, options, share)
+    some = slice(0, _COMPARED)
+    before = logits[some].clone()
+    losses = _compiled_use()(logits, targets, options, share)
+    expected, gradient = _loss_of_rows(before, targets[some], options)
+    if share is not None:
+        gradient *= share[some]
+    if not gradient.isfinite().all():
+        return losses
+    for seen, wanted in ((losses[some], expected), (logits[some], gradient)):
+        apart = (seen.to(wanted.dtype) - wanted).abs().amax()
+        if not apart <= 8 * torch.finfo(seen.dtype).eps * wanted.abs().amax():
+            raise MiscompiledError(f"compiled code computes another loss or gradient, {float(apart):.1e} off")
+    _TRUSTED.add(case)
     return losses
 
 

@@ -409,3 +409,41 @@ def test_head_compiles_the_fused_loss_with_a_fallback(monkeypatch):
     for a, b in zip(expected, seen, strict=True):
         torch.testing.assert_close(a, b)
     assert "no loss here" in again.failure
+
+
+def test_by_default_the_loss_of_a_large_head_is_compiled_and_nothing_else_beside_the_blocks():
+    net, _ = speaker_and_loss()
+    ft.fuse_loss_head_(net)
+    blocks = {"blocks.0", "blocks.1", "blocks.2"}
+    assert set(compile_blocks_(net)) == blocks  # of 16 outputs
+    net, _ = speaker_and_loss()
+    net.top.head = nn.Linear(net.top.head.in_features, 16_000)
+    (fused,) = ft.fuse_loss_head_(net).values()
+    technique = ft.CompileBlocks()
+    undo = technique.apply(net)
+    assert fused.compiled
+    assert technique.took_hold(net) == "3 blocks of Sequential compiled, and the loss at top.head"
+    undo()
+    assert not fused.compiled
+    assert set(compile_blocks_(net, head=False)) == blocks
+
+
+def test_a_loss_that_is_compiled_wrongly_runs_uncompiled(monkeypatch):
+    net, loss_of = speaker_and_loss()
+    expected = gradients(net, loss_of(net))
+    (fused,) = ft.fuse_loss_head_(net).values()
+    use = sys.modules["lightning_fasttrain.loss.linear_cross_entropy"]
+
+    def miscompiled(logits, targets, options, share):
+        losses = use._use_logits_in_two_passes(logits, targets, options, share)
+        logits[3] *= 1.01  # the gradient
+        return losses
+
+    monkeypatch.setattr(use, "_compiled_use", lambda: miscompiled)
+    monkeypatch.setattr(use, "_TRUSTED", set())
+    fused.compiled = True
+    with pytest.warns(ft.FastTrainWarning, match="the loss of a head.*another loss or gradient"):
+        seen = gradients(net, loss_of(net))
+    for a, b in zip(expected, seen, strict=True):
+        torch.testing.assert_close(a, b)
+    assert "another loss or gradient" in fused.failure
