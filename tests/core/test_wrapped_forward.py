@@ -58,6 +58,9 @@ def test_blocks_in_stages_are_found_rather_than_the_stages():
             super().__init__()
             self.inner = nn.Linear(2, 2)
 
+        def forward(self, x):
+            return x + self.inner(x)
+
     stages = nn.Sequential(*[nn.Sequential(Residual(), Residual()) for _ in range(4)])
     assert list(find_blocks(stages)) == [f"{stage}.{i}" for stage in range(4) for i in range(2)]
 
@@ -162,8 +165,50 @@ def test_a_stack_of_blocks_is_searched_and_a_block_with_experts_is_not():
             self.attention = nn.MultiheadAttention(8, 2)
             self.experts = layers()
 
+        def forward(self, x):
+            return sum(expert(self.attention(x, x, x)[0]) for expert in self.experts)
+
     assert list(find_blocks(Towers())) == ["left.layers.0", "left.layers.1", "right.layers.0", "right.layers.1"]
     assert list(find_blocks(nn.ModuleList([Routed() for _ in range(2)]))) == ["0", "1"]
+
+
+class Mixer(nn.Module):
+    """A model as that of x-transformers: its list holds lists, of which it calls the members."""
+
+    def __init__(self, width=4):
+        super().__init__()
+        attention = lambda: nn.MultiheadAttention(width, 2, batch_first=True)  # noqa: E731
+        feed_forward = lambda: Feed(width)  # noqa: E731
+        self.layers = nn.ModuleList()
+        for make in (attention, feed_forward) * 3:
+            self.layers.append(nn.ModuleList([nn.ModuleList([nn.LayerNorm(width), None]), make(), nn.Identity()]))
+
+    def forward(self, x):
+        for norms, part, _ in self.layers:
+            hidden = norms[0](x)
+            x = x + (part(hidden, hidden, hidden)[0] if isinstance(part, nn.MultiheadAttention) else part(hidden))
+        return x
+
+
+class Feed(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+
+
+def test_blocks_in_lists_of_lists_are_what_the_model_calls():
+    net, x = Mixer(), torch.randn(2, 3, 4)
+    expected = net(x)
+    found = find_blocks(net)
+    assert list(found) == [f"layers.{layer}.1" for layer in range(6)]
+    wrappers = [Negated(block) for name, block in found.items() if isinstance(block, Feed)]
+    for wrapper in wrappers:
+        wrapper.install()
+    assert len(wrappers) == 3
+    assert not torch.allclose(net(x), expected)
 
 
 def test_two_small_heads_are_no_blocks_beside_the_body():

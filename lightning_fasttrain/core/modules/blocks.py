@@ -32,8 +32,9 @@ def find_blocks(model: nn.Module, blocks: Blocks | None = None) -> dict[str, nn.
     in blocks do not. What holds such lists itself, as the stages of a ResNet or the two stacks of T5, is no block; they
     are looked for inside of it. In a model without, such as an MLP, the longest run of one class counts, whatever
     that is; where no two neighbours are of one class, as in a ``Sequential`` of linear layers and activations, others
-    may lie between. Parts of several layers, with at least 1% of the parameters, that are in no block are named in one
-    line.
+    may lie between. A module without a forward, such as a ``ModuleList`` inside another one, is never a block, since
+    nobody calls it: its members count as members of the list that holds it. Parts of several layers, with at least 1%
+    of the parameters, that are in no block are named in one line.
 
     Args:
         model: any module; a ``LightningModule`` or a wrapper that holds the real model is fine.
@@ -113,12 +114,12 @@ class _Search:
 
     def _is_layered(self, module: nn.Module) -> bool:
         # `type`: a user's subclass of Sequential may well be a block.
-        return self.weighty[module] > 1 and type(module) not in _CONTAINERS
+        return self.weighty[module] > 1 and type(module) not in _CONTAINERS and _is_callable(module)
 
     def _runs_of(self, parent: nn.Module) -> list[list[nn.Module]]:
         """Children of one class, at least two; or the only one of a list."""
         runs: dict[type[nn.Module], list[nn.Module]] = {}
-        for child in parent.children():
+        for child in _members(parent):
             if self._is_layered(child):
                 runs.setdefault(type(child), []).append(child)
         # A set, since a list may hold one layer several times, to call it several times.
@@ -194,6 +195,20 @@ def _has_weight(module: nn.Module) -> bool:
     return any(len(_shape(p)) > 1 and "weight" in name for name, p in module.named_parameters(recurse=False))
 
 
+def _is_callable(module: nn.Module) -> bool:
+    """Whether a model can call it; lists, and classes that only hold the parts that a model calls, have no forward."""
+    return type(module).forward is not nn.Module.forward
+
+
+def _members(parent: nn.Module) -> Iterator[nn.Module]:
+    """Yield the children; in a list, the members of those that cannot be called stand for them."""
+    for child in parent.children():
+        if _is_callable(child) or _is_callable(parent):
+            yield child
+        else:
+            yield from _members(child)
+
+
 def _is_table(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding | nn.EmbeddingBag)
 
@@ -209,7 +224,10 @@ def _share(model: nn.Module, found: dict[str, nn.Module]) -> float:
 def _runs(model: nn.Module, neighbours: bool) -> Iterator[list[tuple[str, nn.Module]]]:
     """Every run of at least two same-class children with parameters; ``neighbours``: with nothing in between."""
     for prefix, parent in model.named_modules():
-        children = [(f"{prefix}.{name}".removeprefix("."), child) for name, child in parent.named_children()]
+        children = []
+        for name, child in parent.named_children():
+            if _is_callable(child):
+                children.append((f"{prefix}.{name}".removeprefix("."), child))
         if not neighbours:
             # A stable sort, so that the members of a class keep their order.
             children.sort(key=lambda item: id(type(item[1])))
