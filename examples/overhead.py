@@ -1,19 +1,25 @@
 """What our techniques cost when there is nothing to gain: plain Trainer against Trainer with all that need no surgery.
 
-    python examples/overhead.py [STEPS] [REPETITIONS]
+    python examples/overhead.py [--steps 500] [--turns 7] [--out RESULTS.json]
 
-The step is almost empty (one 32 × 32 layer), so it is all Trainer, and ours can only lose. The kinds of run alternate
-within one process; the ratio is that of the medians, of milliseconds per step without setup and warm-up. The µs are
-what counts for you: they do not grow with the model. The line after the ratio is a step that waits 20 ms, as for a GPU,
-with a tenth of the steps. Before the ratios it prints what reading the normalizer of one micro-batch takes.
+The step is almost empty (one 32 × 32 layer), so it is all Trainer, and ours can only lose. The kinds of run take turns
+within one process; a ratio is that of the times of a turn, with its interval of 95%, of milliseconds of CPU time per
+step without setup and warm-up. The µs are what counts for you: they do not grow with the model. Each technique is also run alone,
+and the most expensive comes first; guards, which read each gradient, are measured apart. The last line is a step that
+waits 20 ms, as for a GPU, with a tenth of the steps.
 """
 
+import argparse
+import datetime
+import json
 import logging
+import shlex
 import statistics
 import sys
 import tempfile
 import time
 import warnings
+from pathlib import Path
 
 import lightning as L
 import torch
@@ -21,6 +27,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fasttrain as ft
+from lightning_fasttrain.core.machine import hardware, versions
+from lightning_fasttrain.planner.timing import compare_times
 
 WARMUP_STEPS = 50
 BUSY_MS = 20
@@ -43,14 +51,17 @@ class AlmostNothing(L.LightningModule):
 
 
 class Stopwatch(L.Callback):
-    """Seconds from the end of the warm-up to the end of the last step."""
+    """Seconds from the end of the warm-up to the end of the last step, by a clock."""
+
+    def __init__(self, clock):
+        self.clock = clock
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if batch_idx == WARMUP_STEPS:
-            self.started = time.perf_counter()
+            self.started = self.clock()
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.ended = time.perf_counter()
+        self.ended = self.clock()
 
 
 def techniques():
@@ -66,10 +77,14 @@ def techniques():
     ]
 
 
+def guards():
+    return [ft.FiniteGuard(), ft.run.SpikeGuard()]
+
+
 def ms_per_step(callbacks, steps, folder, busy_ms=0):
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(8 * (steps + WARMUP_STEPS), 32), torch.randn(8 * (steps + WARMUP_STEPS), 32))
-    watch = Stopwatch()
+    watch = Stopwatch(time.perf_counter if busy_ms else time.process_time)  # waiting takes no CPU time
     trainer = L.Trainer(
         accelerator="cpu",
         max_epochs=1,
@@ -85,14 +100,30 @@ def ms_per_step(callbacks, steps, folder, busy_ms=0):
     return (watch.ended - watch.started) / steps * 1000
 
 
-def compare(kinds, steps, repetitions, busy_ms=0):
-    """Name → median ms per step of each kind of run; a kind makes a fresh list of callbacks."""
+def measure(kinds, steps, turns, busy_ms=0):
+    """Name → ms per step of each kind of run in each turn; a kind makes a fresh list of callbacks."""
     times = {name: [] for name in kinds}
     with tempfile.TemporaryDirectory() as folder:
-        for _ in range(repetitions):
-            for name, make in kinds.items():  # interleaved: what slows the machine down slows all of them
+        for _ in range(turns):
+            for name, make in kinds.items():
                 times[name].append(ms_per_step(make(), steps, folder, busy_ms))
-    return {name: statistics.median(found) for name, found in times.items()}
+    return times
+
+
+def compare(times):
+    """Print and return what each kind of run takes beside the first, the most expensive first."""
+    base, *others = times
+    rows = []
+    for name in others:
+        ratio = compare_times(times[base], times[name])
+        us = 1000 * statistics.median(ms - plain for ms, plain in zip(times[name], times[base], strict=True))
+        rows.append({"kind": name, "ratio": ratio.value, "low": ratio.low, "high": ratio.high, "us": us})
+    rows.sort(key=lambda row: -row["us"])
+    print(f"{base}: {statistics.median(times[base]):.3f} ms a step")
+    for row in rows:
+        interval = f"{row['low']:.3f} to {row['high']:.3f}"
+        print(f"  {row['kind']:<28} ×{row['ratio']:.3f} ({interval})   {row['us']:+.0f} µs a step", flush=True)
+    return rows
 
 
 def us_of_reading(loss, repetitions=2000):
@@ -105,32 +136,52 @@ def us_of_reading(loss, repetitions=2000):
     return 1e6 * statistics.median(times)
 
 
-def print_what_reading_takes():
+def measure_reading():
+    """Print and return the median µs of reading the normalizer of one micro-batch, by loss."""
     scores, labels = torch.randn(8, 32, requires_grad=True), torch.arange(8)
     losses = {
         "one mean": scores.square().mean(),
         "cross_entropy": nn.functional.cross_entropy(scores, labels),
         "label smoothing": nn.functional.cross_entropy(scores, labels, label_smoothing=0.1),
     }
-    for name, loss in losses.items():
-        print(f"reading the normalizer of {name:<16} {us_of_reading(loss):.1f} µs a micro-batch")
+    found = {name: us_of_reading(loss) for name, loss in losses.items()}
+    for name, us in found.items():
+        print(f"reading the normalizer of {name:<16} {us:.1f} µs a micro-batch")
+    return found
 
 
-def main(steps=500, repetitions=7):
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--out", type=Path, help="a JSON file for the figures")
+    options = parser.parse_args()
     for name in ("lightning.pytorch", "lightning_fasttrain"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")
-    both = {"plain Trainer": list, "all techniques": techniques}
-    alone = {type(t).__name__: lambda i=i: [techniques()[i]] for i, t in enumerate(techniques())}
-    found = compare(both | alone, steps, repetitions)
-    plain = found["plain Trainer"]
-    for name, ms in found.items():
-        print(f"{name:<26} {ms:.3f} ms/step   ×{ms / plain:.3f}   {1000 * (ms - plain):+.0f} µs")
-    print_what_reading_takes()
-    print(f"ratio {found['all techniques'] / plain:.3f}: all techniques against plain Trainer")
-    busy = compare(both, max(1, steps // 10), repetitions, BUSY_MS)
-    print(f"ratio {busy['all techniques'] / busy['plain Trainer']:.3f}: the same where a step waits {BUSY_MS} ms")
+    kinds = {
+        "plain Trainer": list,
+        "all techniques": techniques,
+        "all techniques and guards": lambda: techniques() + guards(),
+    }
+    both = dict(list(kinds.items())[:2])
+    for place, technique in enumerate(techniques()):
+        kinds[type(technique).__name__] = lambda place=place: [techniques()[place]]
+    for place, guard in enumerate(guards()):
+        kinds[type(guard).__name__] = lambda place=place: [guards()[place]]
+    report = {
+        "hardware": hardware(),
+        "versions": versions(),
+        "command": shlex.join(["python", *sys.argv]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "empty_step": compare(measure(kinds, options.steps, options.turns)),
+        "reading_us": measure_reading(),
+    }
+    print(f"a step that waits {BUSY_MS} ms:")
+    report["busy_step"] = compare(measure(both, max(1, options.steps // 10), options.turns, BUSY_MS))
+    if options.out is not None:
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main()
