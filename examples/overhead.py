@@ -4,9 +4,9 @@
 
 The step is almost empty (one 32 × 32 layer), so it is all Trainer, and ours can only lose. The kinds of run take turns
 within one process; a ratio is that of the times of a turn, with its interval of 95%, of milliseconds of CPU time per
-step without setup and warm-up. The µs are what counts for you: they do not grow with the model. Each technique is also run alone,
-and the most expensive comes first; guards, which read each gradient, are measured apart. The last line is a step that
-waits 20 ms, as for a GPU, with a tenth of the steps.
+step without setup and warm-up. The µs are what counts for you: they do not grow with the model. Each technique also
+runs alone, and the most expensive comes first; guards, which read each gradient, are measured apart. The last line is a
+step that waits 20 ms, as for a GPU, with a tenth of the steps.
 """
 
 import argparse
