@@ -19,6 +19,8 @@ PARTS = 4
 SHAPES = {
     "llama": {"layers": 6, "width": 384, "heads": 6, "vocabulary": 16_000, "batch": 16, "length": 256},
     "gpt2": {"layers": 12, "width": 768, "heads": 12, "vocabulary": 50_304, "batch": 32, "length": 1024},
+    "gpt2-medium": {"layers": 24, "width": 1024, "heads": 16, "vocabulary": 50_304, "batch": 32, "length": 1024},
+    "gpt2-xl": {"layers": 48, "width": 1600, "heads": 25, "vocabulary": 50_304, "batch": 16, "length": 1024},
 }
 
 
@@ -42,7 +44,7 @@ def build_model(options):
     import transformers
 
     torch.manual_seed(0)
-    if options.model == "gpt2":
+    if options.model.startswith("gpt2"):
         return transformers.GPT2LMHeadModel(
             transformers.GPT2Config(
                 vocab_size=options.vocabulary,

@@ -21,6 +21,7 @@ DATA_SHEET_TFLOPS = {
     "L40S": 362,
     "B200": 2250,
 }
+MODELS = {"gpt2": "GPT-2 124M", "gpt2-medium": "GPT-2 354M", "gpt2-xl": "GPT-2 1.6B"}
 LAST_STEPS = 50
 DONE = "done"
 
@@ -45,11 +46,11 @@ def result_of(lines, name):
     return line["result"] if line is not None and line["status"] == DONE else None
 
 
-def gpt2_rows(lines):
-    """A row for each side of the comparison, with tokens/s, MFU and peak."""
+def gpt2_rows(lines, model="gpt2"):
+    """A row for each side of the comparison on a model, with tokens/s, MFU and peak."""
     runs = []
     for name, line in lines.items():
-        if name.startswith("gpt2 ") and not line["status"].startswith("skipped"):
+        if name.startswith(f"{model} ") and not line["status"].startswith("skipped"):
             error = None if line["status"] == DONE else line["status"]
             runs.append({"side": name.split()[1], **(line["result"] or {}), "error": error})
     good = [run for run in runs if run["error"] is None]
@@ -62,7 +63,7 @@ def gpt2_rows(lines):
         shape = run["settings"]
         per_token = flops_per_token(run["parameters"], shape["layers"], shape["width"], shape["length"])
         tflops = row["tokens_per_s"] * per_token / 1e12
-        card = lines[next(name for name in lines if name.startswith("gpt2 "))]["hardware"]["gpu"]
+        card = lines[next(name for name in lines if name.startswith(f"{model} "))]["hardware"]["gpu"]
         sheet = data_sheet_tflops(card or "")
         row["mfu_of_ceiling"] = tflops / ceilings["tflops"] if ceilings else None
         row["mfu_of_data_sheet"] = tflops / sheet if sheet else None
@@ -217,11 +218,12 @@ def as_markdown(lines):
     parts = [f"Measured on {'; '.join(sorted(machines))}, {dates[0]} to {dates[-1]}." if lines else "Nothing measured."]
     if any(line["tiny"] for line in lines.values()):
         parts[0] += " **Tiny sizes: these figures say nothing.**"
-    rows = gpt2_rows(lines)
-    if rows:
-        columns = ["GPT-2 124M", "ms/step", "tokens/s", "MFU of the ceiling", "of the data sheet", "peak GiB"]
-        parts.append(table(columns, map(gpt2_cells, rows)))
-    others = [piece.name for piece in PIECES if not piece.name.startswith("gpt2 ")]
+    for model, title in MODELS.items():
+        rows = gpt2_rows(lines, model)
+        if rows:
+            columns = [title, "ms/step", "tokens/s", "MFU of the ceiling", "of the data sheet", "peak GiB"]
+            parts.append(table(columns, map(gpt2_cells, rows)))
+    others = [piece.name for piece in PIECES if piece.name.split()[0] not in MODELS]
     parts.append(table(["piece", "found"], ([name, describe(name, lines.get(name))] for name in others)))
     both = parity(lines)
     return "\n\n".join([*parts, *([both] if both else [])]) + "\n"

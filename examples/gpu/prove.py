@@ -1,36 +1,38 @@
-"""What only a GPU can settle, in parts that fit where one is lent for minutes.
+"""What only a GPU can settle, in the order of its worth, where one is lent for minutes.
 
-    python examples/gpu/prove.py --part 1 --minutes 8.5 --out DIR     # and parts 2 and 3; the same again goes on
-    python examples/gpu/prove.py --report DIR                         # the README's table, and a picture
-    python examples/gpu/prove.py --prepare-tokens FILE.npy            # before, where the extra finetune is at hand
+    python examples/gpu/prove.py [--minutes 8.5] [--out DIR]     # the same again goes on with what is left
+    python examples/gpu/prove.py --report DIR                    # the README's table, and a picture
+    python examples/gpu/prove.py --prepare-tokens FILE.npy       # before, where the extra finetune is at hand
 
-Each piece (see pieces.py) runs in a process of its own and leaves one line of JSON in DIR/lines.jsonl, on disk before
-the next begins. What has a line is not run again, unless --again is given. A piece for which the time left is too
-short, or a package is missing, is skipped and named; it stays to be run. Nothing needs the network. Without tokens the
-text is Python's own source, byte by byte. --tiny shrinks every piece, to try all this on a CPU.
+A machine that has torch with CUDA, and this repository, is enough: what this package depends on is installed with pip
+if it is missing, unless --no-install is given, and torch stays as it is. Each piece (see pieces.py) runs in a process
+of its own and leaves one line of JSON in DIR/lines.jsonl, on disk before the next begins. What has a line is not run
+again, unless --again is given. A piece for which the time left is too short, or a package is missing, is skipped and
+named; it stays to be run. Without tokens the text is Python's own source, byte by byte. --tiny shrinks every piece, to
+try all this on a CPU.
 """
 
 import argparse
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from contextlib import suppress
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
 from pieces import PIECES
-from proof_report import write_report
-
-from lightning_fasttrain.bench.ladder.process import without_paths
-from lightning_fasttrain.core.messages import explain
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))  # this package need not be installed
 ENDING_S = 3  # to write the last line within the time
 TOKENS = Path(__file__).parent / "tokens" / "gpt2.npy"
 ASK = "import json; from lightning_fasttrain.core.machine import *; print(json.dumps([hardware(), versions()]))"
@@ -46,7 +48,7 @@ def run_pieces(pieces, out, ends, machine, tokens=None, tiny=False, again=False)
             continue
         left = ends - time.monotonic() - ENDING_S
         reason = why_not(piece, left, hardware)
-        line = {"piece": piece.name, "part": piece.part, "status": f"skipped: {reason}", "seconds": 0.0, "result": None}
+        line = {"piece": piece.name, "status": f"skipped: {reason}", "seconds": 0.0, "result": None}
         if reason is None:
             print(f"{piece.name}: begun, {left:.0f} s left", flush=True)
             line |= run_piece(piece, out, min(left, piece.limit_s), tokens, tiny)
@@ -82,6 +84,8 @@ def run_piece(piece, out, limit_s, tokens, tiny):
     line = {"status": status, "seconds": round(time.monotonic() - started, 1), "result": found}
     line["command"] = " ".join(["python", *shown.split()])
     if status != "done":
+        from lightning_fasttrain.bench.ladder.process import without_paths
+
         line["last_words"] = [without_paths(text) for text in (stdout + stderr).splitlines()[-30:]]
     return line
 
@@ -90,7 +94,7 @@ def run_group(command, limit_s, folder):
     """Status, stdout and stderr of a command; it and all it started are stopped after ``limit_s``."""
     names = [Path(folder) / name for name in ("stdout", "stderr")]
     with open(names[0], "wb") as stdout, open(names[1], "wb") as stderr:
-        environment = os.environ | {"TMPDIR": folder}
+        environment = make_environment() | {"TMPDIR": folder}
         process = subprocess.Popen(
             command, stdout=stdout, stderr=stderr, cwd=ROOT, env=environment, start_new_session=True
         )
@@ -104,6 +108,45 @@ def run_group(command, limit_s, folder):
     return status, *(name.read_text(errors="replace") for name in names)
 
 
+def make_environment():
+    """The environment of a piece: this repository is importable, and compiled code is kept from piece to piece."""
+    compiled = Path(tempfile.gettempdir()) / "fasttrain-compiled"
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    caches = {"TORCHINDUCTOR_CACHE_DIR": str(compiled), "TRITON_CACHE_DIR": str(compiled / "triton")}
+    return caches | os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+def install_missing(may_install):
+    """Install what this package depends on and is not there, beside torch as it is; exits if that cannot be done."""
+    missing = find_missing()
+    if not missing:
+        return
+    names = ", ".join(missing)
+    if not may_install:
+        sys.exit(f"{names}: not installed, and --no-install was given. Install them, or leave --no-install out.")
+    print(f"installing {names}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        pinned = Path(folder) / "constraints.txt"
+        pinned.write_text(f"torch=={version('torch')}\n")
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--retries", "1", "--constraint", str(pinned)]
+        ended = subprocess.run([*command, *missing], env=os.environ | {"PIP_BREAK_SYSTEM_PACKAGES": "1"})
+    if ended.returncode:
+        sys.exit(f"{names}: pip could not install them. Carry their wheels here, and install these first.")
+
+
+def find_missing():
+    """Requirements of this package that are not installed, in any version."""
+    requirements = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    missing = []
+    for requirement in requirements:
+        name = re.match(r"[\w.-]+", requirement)[0]
+        try:
+            version(name)
+        except PackageNotFoundError:
+            missing.append(requirement)
+    return missing
+
+
 def kill_group(process):
     with suppress(ProcessLookupError):  # all have ended
         os.killpg(process.pid, signal.SIGKILL)
@@ -112,7 +155,9 @@ def kill_group(process):
 
 def ask_about_the_machine():
     """Hardware and versions, from another process: this one must not hold memory of the device."""
-    answer = subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=True, cwd=ROOT)
+    answer = subprocess.run(
+        [sys.executable, "-c", ASK], capture_output=True, text=True, cwd=ROOT, env=make_environment()
+    )
     if answer.returncode:
         sys.exit(f"this package cannot be imported: {answer.stderr.strip().splitlines()[-1]}")
     return json.loads(answer.stdout.splitlines()[-1])
@@ -146,15 +191,15 @@ def last_lines(out):
     return found
 
 
-def choose(part, only):
-    """The pieces of a part, or of these names."""
+def choose(only):
+    """All pieces, or those of these names, in the order of their worth."""
+    from lightning_fasttrain.core.messages import explain
+
     names = [piece.name for piece in PIECES]
-    for name in only or ():
+    for name in only or names:
         if name not in names:
             raise ValueError(explain(f"piece {name!r}", "there is none of this name", f"Use {', '.join(names)}"))
-    if not only and part not in {piece.part for piece in PIECES}:
-        raise ValueError(explain(f"part {part}", "the proof has parts 1, 2 and 3", "Use --part 1"))
-    return [piece for piece in PIECES if (piece.name in only if only else piece.part == part)]
+    return [piece for piece in PIECES if piece.name in (only or names)]
 
 
 def prepare_tokens(file):
@@ -172,10 +217,10 @@ def prepare_tokens(file):
 
 def parse_options():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", type=int, help="1, 2 or 3")
     parser.add_argument("--minutes", type=float, default=8.5, help="when to be done; default: 8.5")
     parser.add_argument("--out", type=Path, default=Path("proof"), help="folder for the lines; default: proof")
-    parser.add_argument("--only", help="these pieces instead of a part: A,B")
+    parser.add_argument("--only", help="these pieces: A,B; default: all")
+    parser.add_argument("--no-install", action="store_true", help="do not install what is missing")
     parser.add_argument("--again", action="store_true", help="also what has a line")
     parser.add_argument("--tiny", action="store_true", help="every piece as small as can be")
     parser.add_argument("--tokens", type=Path, help=f"uint16 .npy; default: {TOKENS.relative_to(ROOT)}, if it is there")
@@ -186,34 +231,44 @@ def parse_options():
         "--prepare-tokens", type=Path, metavar="FILE", help="write such a file of the ladder's own text"
     )
     options = parser.parse_args()
-    only = [name.strip() for name in options.only.split(",")] if options.only else None
-    if options.report is None and options.prepare_tokens is None:
-        try:
-            options.pieces = choose(options.part, only)
-        except ValueError as error:
-            parser.error(str(error))
     if options.tokens is not None and not options.tokens.exists():
-        parser.error(explain(f"--tokens {options.tokens}", "there is no such file", "Make it with --prepare-tokens"))
-    return options
+        parser.error(f"--tokens {options.tokens}: there is no such file. Make it with --prepare-tokens.")
+    return parser, options
 
 
 def main():
-    options = parse_options()
+    ends = time.monotonic()
+    parser, options = parse_options()
+    ends += 60 * options.minutes
+    install_missing(not options.no_install)
     if options.prepare_tokens is not None:
         prepare_tokens(options.prepare_tokens)
         return
     if options.report is not None:
+        from proof_report import write_report
+
         print(write_report(last_lines(options.report), options.report))
         return
-    ends = time.monotonic() + 60 * options.minutes
+    try:
+        pieces = choose([name.strip() for name in options.only.split(",")] if options.only else None)
+    except ValueError as error:
+        parser.error(str(error))
     tokens = options.tokens or (TOKENS if TOKENS.exists() else None)
     if tokens is None or options.tiny:  # the little models' vocabulary is bytes
         tokens = None
         print("without prepared tokens: the text is Python's own source, byte by byte")
     options.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the piece is ended too
-    machine = ask_about_the_machine()
-    run_pieces(options.pieces, options.out, ends, machine, tokens, options.tiny, options.again)
+    run_pieces(pieces, options.out, ends, ask_about_the_machine(), tokens, options.tiny, options.again)
+    say_what_is_left(pieces, options.out, options.tiny)
+
+
+def say_what_is_left(pieces, out, tiny):
+    """Print what the same command would run next, and how long that takes about."""
+    finished = finished_pieces(out, tiny)
+    left = [piece for piece in pieces if piece.name not in finished]
+    minutes = sum(piece.estimate_s for piece in left) / 60
+    print(f"{len(pieces) - len(left)} of {len(pieces)} pieces are there; the others take about {minutes:.0f} minutes")
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def test_the_proof_runs_through_without_a_gpu(pieces, tmp_path):
     assert {line["piece"]: line["status"] for line in lines if line["status"] != "done"} == (
         {"offload": "skipped: needs a CUDA device"} if "offload" in pieces.split(",") else {}
     ), said
-    assert [line["piece"] for line in lines] == pieces.split(",")
+    assert {line["piece"] for line in lines} == set(pieces.split(","))
     last_line("gpu/prove.py", "--report", str(tmp_path))
     assert len(list(tmp_path.iterdir())) <= 8
 

@@ -2,7 +2,11 @@
 
 import importlib
 import json
+import os
+import re
 import shlex
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -26,7 +30,7 @@ def make(prove, tmp_path):
     def piece(name, code, **settings):
         script = tmp_path / f"{name}.py"
         script.write_text(f"import pathlib, sys\nresult = pathlib.Path(sys.argv[1])\n{code}\n")
-        defaults = {"part": 1, "estimate_s": 0, "limit_s": 60}
+        defaults = {"estimate_s": 0, "limit_s": 60}
         return prove.PIECES[0].__class__(name, **(defaults | settings), command=f"{script} {{folder}}/result.json")
 
     return piece
@@ -107,12 +111,46 @@ def test_a_little_run_does_not_stand_for_a_real_one(make, run):
     assert run(piece)["one"]["tiny"] is False
 
 
-def test_an_unknown_piece_or_part_is_refused_with_what_there_is(prove):
-    with pytest.raises(ValueError, match=r"piece 'cellings': there is none of this name. Use doctor, ceilings, "):
-        prove.choose(None, ["cellings"])
-    with pytest.raises(ValueError, match="part 4: "):
-        prove.choose(4, None)
-    assert [piece.name for piece in prove.choose(2, None)] == ["ladder", "parity naive", "parity top"]
+def test_an_unknown_piece_is_refused_with_what_there_is(prove):
+    with pytest.raises(ValueError, match=r"piece 'cellings': there is none of this name. Use gpt2 lightning 1, "):
+        prove.choose(["cellings"])
+    assert [piece.name for piece in prove.choose(["doctor", "ceilings"])] == ["ceilings", "doctor"]
+    assert prove.choose(None) == list(prove.PIECES)
+
+
+def test_what_is_missing_is_named_and_nothing_else_is_installed(prove, monkeypatch):
+    assert prove.find_missing() == []
+    there = prove.version
+
+    def version(name):
+        if name == "torchmetrics":
+            raise prove.PackageNotFoundError(name)
+        return there(name)
+
+    monkeypatch.setattr(prove, "version", version)
+    assert [re.match(r"\w+", requirement)[0] for requirement in prove.find_missing()] == ["torchmetrics"]
+    with pytest.raises(SystemExit, match=r"torchmetrics.*: not installed, and --no-install was given"):
+        prove.install_missing(False)
+
+
+def test_it_starts_where_this_package_is_not_installed(tmp_path):
+    script = ROOT / "examples" / "gpu" / "prove.py"
+    alone = "import runpy, sys; sys.path = [one for one in sys.path if one and not one.endswith('editable__')]; "
+    alone += "sys.meta_path = [one for one in sys.meta_path if 'editable' not in str(one).lower()]; "
+    alone += f"sys.argv = ['prove.py', '--report', {str(tmp_path)!r}]; sys.path.insert(0, {str(script.parent)!r}); "
+    alone += f"runpy.run_path({str(script)!r}, run_name='__main__')"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    ended = subprocess.run(
+        [sys.executable, "-c", alone], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    assert "Nothing measured." in ended.stdout
+
+
+def test_the_figures_that_count_come_within_three_minutes(prove):
+    names = [piece.name for piece in prove.PIECES]
+    first = names.index("gpt2 ours-lean 1")
+    assert sum(piece.estimate_s for piece in prove.PIECES[: first + 1]) <= 180
+    assert names[-1] == "tests"
 
 
 def test_tests_are_counted_also_where_they_were_stopped(prove):
@@ -130,10 +168,9 @@ def test_tests_are_counted_also_where_they_were_stopped(prove):
     assert [found[key] for key in ("passed", "failed", "skipped", "errors")] == [1, 1, 1, 1]
 
 
-def test_every_piece_runs_a_script_that_exists_within_its_part(prove):
+def test_every_piece_runs_a_script_that_exists_within_the_time_of_a_call(prove):
     names = [piece.name for piece in prove.PIECES]
     assert len(set(names)) == len(names)
-    assert [piece.part for piece in prove.PIECES] == sorted(piece.part for piece in prove.PIECES)
     for piece in prove.PIECES:
         words = shlex.split(f"{piece.command} {piece.full} {piece.tiny}".format(folder="F", out="O", tokens=""))
         assert words[0] == "-m" or (ROOT / words[0]).exists()
