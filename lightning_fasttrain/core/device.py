@@ -9,7 +9,10 @@ from pathlib import Path
 
 import torch
 
+from lightning_fasttrain.core.checks import check_arguments
 
+
+@check_arguments
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Return the FLOP/s of a large matrix product: the best that a step could reach on this device.
 

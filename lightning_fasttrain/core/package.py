@@ -57,16 +57,28 @@ def find_public(name: str) -> object:
 
 
 def _hint(name: str) -> str:
-    """Return where a name that the top level lacks can be found; "" if nowhere. Nothing is imported."""
-    places = []
-    for place in sorted({module for module in SUBPACKAGES.values() if module.count(".") == 1}):
+    """Return where a name that the top level lacks can be found, or which one it resembles; "" if neither."""
+    known = {**_read_names_of_subpackages(), **{public: public for public in PUBLIC}}
+    # As it is written comes first, then any case, then one with a typing mistake, then a longer one.
+    by_lower = {word.lower(): place for word, place in known.items()}
+    wanted = name.lower()
+    near = difflib.get_close_matches(wanted, by_lower, n=1, cutoff=0.7)
+    longer = [word for word in by_lower if word.startswith(wanted)]
+    for found in [wanted, *near, *longer]:
+        if found in by_lower:
+            return f". Did you mean {known.get(name, by_lower[found])!r}?"
+    return ""
+
+
+def _read_names_of_subpackages() -> dict[str, str]:
+    """Return the full path of each name in a subpackage. Their sources are read; nothing is imported."""
+    found: dict[str, str] = {}
+    for place in sorted({module for module in SUBPACKAGES.values() if module.count(".") == 1}, reverse=True):
         source = resources.files(PACKAGE).joinpath(place.partition(".")[2], "__init__.py")
         for statement in ast.parse(source.read_bytes() if source.is_file() else b"").body:
-            if isinstance(statement, ast.ImportFrom) and name in {alias.name for alias in statement.names}:
-                places.append(f"{place}.{name}")
-    similar = difflib.get_close_matches(name, PUBLIC, n=1)
-    found = places[:1] or similar
-    return f". Did you mean {found[0]!r}?" if found else ""
+            if isinstance(statement, ast.ImportFrom):
+                found |= {alias.name: f"{place}.{alias.name}" for alias in statement.names}
+    return found
 
 
 def list_names() -> list[str]:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import quantized_tensors
 
@@ -22,6 +23,7 @@ _HELD = 0
 _LOG_LEVEL = "KINETO_LOG_LEVEL"
 
 
+@check_arguments
 class PeakMemory:
     """Measures the largest number of bytes that tensors take at any moment inside a ``with`` block.
 

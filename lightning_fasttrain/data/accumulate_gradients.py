@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_fasttrain.core.batch.leaves import batch_size, list_tensors
-from lightning_fasttrain.core.checks import positive_int
+from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.core.distributed import rank_count
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule, named_count
@@ -33,17 +33,18 @@ Backward = Callable[[Tensor], Any]
 NoSync = Callable[[], AbstractContextManager[Any]]
 
 
+@check_arguments
 def accumulate_gradients(
     step: Step,
     batch: Any,
-    n: int | None = None,
+    n: PositiveInt | None = None,
     *,
     count: Count = "auto",
     check: bool = True,
     backward: Backward = torch.Tensor.backward,
     no_sync: NoSync = nullcontext,
     trim_padding: bool | TrimPadding | None = None,
-    max_tokens: int | None = None,
+    max_tokens: PositiveInt | None = None,
 ) -> Tensor:
     """Add the gradient of ``batch`` to ``.grad`` in ``n`` micro-batches, holding the activations of one at a time.
 
@@ -91,7 +92,7 @@ def accumulate_gradients(
         ``global_valid_tokens``, here per micro-batch of one batch.
     """
     trimming = TrimSearch(trim_padding, check_budget(max_tokens, n))
-    n = trimming.count_parts(batch, 1 if n is None else positive_int("n", n))
+    n = trimming.count_parts(batch, 1 if n is None else n)
     # A rank with a single sample takes part, too.
     most = n if rank_count() > 1 else min(n, batch_size(batch))
     most = max(most, 2) if trimming.is_asked_for else most  # a single micro-batch is trimmed, too
@@ -122,17 +123,18 @@ def _run_through(trunk: Trunk, step: Step, batch: Any, n: int, backward: Backwar
     return loss.detach()
 
 
+@check_arguments
 def accumulate_window(
     step: Step,
     batches: Iterable[Any],
-    n: int | None = None,
+    n: PositiveInt | None = None,
     *,
     count: Count = "auto",
     check: bool = True,
     backward: Backward = torch.Tensor.backward,
     no_sync: NoSync = nullcontext,
     trim_padding: bool | TrimPadding | None = None,
-    max_tokens: int | None = None,
+    max_tokens: PositiveInt | None = None,
 ) -> Tensor:
     """Add the gradient of several batches as if they were one, so that every target has the same weight.
 
@@ -162,7 +164,7 @@ def accumulate_window(
         raise ValueError(explain("no batches", "a window without batches has no gradient", "Skip the step"))
     n = 1 if n is None and max_tokens is None else n
     trimming = TrimSearch(trim_padding, check_budget(max_tokens, n))
-    n = 1 if n is None else positive_int("n", n)
+    n = 1 if n is None else n
     numbers = [trimming.count_parts(batch, n) for batch in held]
     # With other ranks, a single micro-batch is one of several.
     most = sum(min(number, batch_size(batch)) for number, batch in zip(numbers, held, strict=True)) * rank_count()

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_fasttrain.core.batch.padded_axes import padding_in
-from lightning_fasttrain.core.checks import positive_int
+from lightning_fasttrain.core.checks import PositiveInt, positive_int
 from lightning_fasttrain.core.messages import explain, number_of
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.data.closure.micro_batch_closure import BatchClosures
@@ -100,17 +100,17 @@ class MicroBatching(Technique):
 
     def __init__(
         self,
-        n: int | Literal["auto"] | None = None,
+        n: PositiveInt | Literal["auto"] | None = None,
         count: Count = "auto",
         split: Callable[[Any, int], list[Any]] | None = None,
         check: bool = True,
         then: Sequence[Technique] = (),
         through: Through | None = None,
         trim_padding: bool | TrimPadding | None = None,
-        max_tokens: int | None = None,
+        max_tokens: PositiveInt | None = None,
     ) -> None:
         self.adaptive = n == "auto"
-        self.n = 1 if self.adaptive or n is None else positive_int("n", n)
+        self.n = n if isinstance(n, int) else 1
         self.trimming = TrimSearch(trim_padding, check_budget(max_tokens, n))
         if split is not None and self.trimming.is_asked_for:
             what = "split= with max_tokens=" if max_tokens is not None else "split= with trim_padding=True"

@@ -7,10 +7,11 @@ import numpy as np
 from torch import Tensor
 
 from lightning_fasttrain.core.batch.leaves import batch_size, walk_leaves
-from lightning_fasttrain.core.checks import positive_int
+from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 
 
-def split_batch(batch: Any, n: int) -> list[Any]:
+@check_arguments
+def split_batch(batch: Any, n: PositiveInt) -> list[Any]:
     """Split ``batch`` into ``n`` micro-batches of neighbouring samples, whose sizes differ by one at most.
 
     The rule: the first axis of every tensor (or NumPy array) with an axis is the batch axis, and all of them have the
@@ -35,13 +36,12 @@ def split_batch(batch: Any, n: int) -> list[Any]:
         >>> [(part["x"].tolist(), part["name"]) for part in parts]
         [([0, 1, 2], 'train'), ([3, 4], 'train')]
     """
-    positive_int("n", n)
     size = batch_size(batch)
     stops = list(itertools.accumulate(split_sizes(size, n)))
     return [_select(batch, slice(start, stop), size) for start, stop in zip([0, *stops[:-1]], stops, strict=True)]
 
 
-def split_sizes(size: int, n: int) -> list[int]:
+def split_sizes(size: int, n: PositiveInt) -> list[int]:
     """Return the sizes of ``n`` micro-batches, which differ by one at most; one per sample where there are fewer.
 
     Example:

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.messages import list_some
 from lightning_fasttrain.core.modules.heads import find_heads
 from lightning_fasttrain.core.modules.layer_kinds import base_of
@@ -60,6 +61,7 @@ class ByteAccount:
         return "\n".join(lines)
 
 
+@check_arguments
 def account_bytes(model: nn.Module) -> ByteAccount:
     """Account for every byte of ``model`` by kind, including adapters and quantised weights.
 

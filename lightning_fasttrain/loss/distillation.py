@@ -10,6 +10,7 @@ import lightning as L
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
 
+from lightning_fasttrain.core.checks import NonNegativeFloat, PositiveFloat, Share, check_arguments
 from lightning_fasttrain.core.host.lightning import trainer_of
 from lightning_fasttrain.core.messages import explain, list_some
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch, wrappers_on
@@ -29,18 +30,19 @@ from lightning_fasttrain.technique import Conflict, Exactness, Surgery, Techniqu
 from lightning_fasttrain.technique.predicted_step import PredictedStep
 
 
+@check_arguments
 @contextmanager
 def distil_into(
     model: nn.Module,
     teacher: AnyTeacher,
     *,
     student: str | None = None,
-    temperature: float = 2.0,
-    alpha: float = 0.5,
+    temperature: PositiveFloat = 2.0,
+    alpha: Share = 0.5,
     head: str | None = None,
     teacher_head: str | None = None,
     features: Features | None = None,
-    feature_weight: float = 1.0,
+    feature_weight: NonNegativeFloat = 1.0,
     mask: Mask | None = None,
 ) -> Iterator[Distiller]:
     r"""Enter a context in which steps learn from ``teacher``, too.
@@ -182,18 +184,16 @@ class Distillation(Technique):
         teacher: AnyTeacher,
         *,
         student: str | None = None,
-        temperature: float = 2.0,
-        alpha: float = 0.5,
+        temperature: PositiveFloat = 2.0,
+        alpha: Share = 0.5,
         head: str | None = None,
         teacher_head: str | None = None,
         features: Features | None = None,
-        feature_weight: float = 1.0,
+        feature_weight: NonNegativeFloat = 1.0,
         mask: Mask | None = None,
     ) -> None:
         if not (isinstance(teacher, nn.Module | str | os.PathLike) or callable(teacher)):
             raise TypeError(explain(f"teacher={teacher!r}", "expected a model", "Give a module, directory or function"))
-        if not 0 <= alpha <= 1:
-            raise ValueError(explain(f"alpha={alpha}", "expected the teacher's share of the loss", "Use 0 to 1"))
         refuse_temperature(temperature)
         if not feature_weight >= 0:
             why = "a negative weight would push features apart"

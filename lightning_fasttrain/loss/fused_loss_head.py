@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lightning_fasttrain.core.checks import one_of, positive_int
+from lightning_fasttrain.core.checks import PositiveInt, check_arguments, one_of
 from lightning_fasttrain.core.messages import explain, list_some, note_once, warn
 from lightning_fasttrain.core.modules.heads import find_heads, outside_blocks
 from lightning_fasttrain.core.modules.wrapped_forward import (
@@ -30,8 +30,9 @@ from lightning_fasttrain.technique.facts import Facts
 from lightning_fasttrain.technique.predicted_step import PredictedStep
 
 
+@check_arguments
 def fuse_loss_head_(
-    model: nn.Module, head: str | None = None, *, chunk: int | None = None, backend: str = "auto"
+    model: nn.Module, head: str | None = None, *, chunk: PositiveInt | None = None, backend: str = "auto"
 ) -> dict[str, "FusedHead"]:
     """Compute the model's ``cross_entropy`` directly from its last hidden states, in place.
 
@@ -77,7 +78,7 @@ def fuse_loss_head_(
         See :func:`~lightning_fasttrain.linear_cross_entropy`. Checked against Hugging Face's models with their logits.
     """
     one_of("backend", backend, BACKENDS)
-    options = {"chunk": None if chunk is None else positive_int("chunk", chunk), "backend": backend}
+    options = {"chunk": chunk, "backend": backend}
     named = _named_heads(model, head)
     search = None if named else HeadSearch()
     fused: dict[str, FusedHead] = {}
@@ -269,9 +270,9 @@ class FusedLossHead(Technique):
     worth_trying: ClassVar[tuple[Setting, ...]] = (Setting("head", "fused", cost=1.05),)
     predicted: ClassVar[bool] = True
 
-    def __init__(self, head: str | None = None, *, chunk: int | None = None, backend: str = "auto") -> None:
+    def __init__(self, head: str | None = None, *, chunk: PositiveInt | None = None, backend: str = "auto") -> None:
         self.head = head
-        self.chunk = None if chunk is None else positive_int("chunk", chunk)
+        self.chunk = chunk
         self.backend = one_of("backend", backend, BACKENDS)
         self._fused: dict[str, FusedHead] = {}
         self._is_predicted = False

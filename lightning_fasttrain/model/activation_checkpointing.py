@@ -12,7 +12,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils.checkpoint import CheckpointPolicy as Keep
 from torch.utils.checkpoint import SelectiveCheckpointContext
 
-from lightning_fasttrain.core.checks import positive_int
+from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.core.messages import explain, note_once
 from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
 from lightning_fasttrain.core.modules.wrapped_forward import (
@@ -58,6 +58,7 @@ class CheckpointPolicy(ABC):
         """Called by the Trainer before each batch; a policy that measures memory counts the batch."""
 
 
+@check_arguments
 class EveryBlock(CheckpointPolicy):
     """Recompute every k-th block completely.
 
@@ -72,8 +73,8 @@ class EveryBlock(CheckpointPolicy):
         EveryBlock(k=2)
     """
 
-    def __init__(self, k: int = 1) -> None:
-        self.k = positive_int("k", k)
+    def __init__(self, k: PositiveInt = 1) -> None:
+        self.k = k
 
     def __repr__(self) -> str:
         return f"EveryBlock(k={self.k})"
@@ -83,6 +84,7 @@ class EveryBlock(CheckpointPolicy):
         return {name: CheckpointedForward(blocks[name], savings=savings).install() for name in chosen}
 
 
+@check_arguments
 class SelectiveOps(CheckpointPolicy):
     """Keep the expensive results of every block; recompute the rest: norms, activations, dropout, casts.
 
@@ -162,6 +164,7 @@ def _drops_out(op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     return False
 
 
+@check_arguments
 def checkpoint_activations_(
     model: nn.Module, policy: CheckpointPolicy | None = None, blocks: Blocks | None = None
 ) -> dict[str, Undo]:

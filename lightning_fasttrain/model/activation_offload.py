@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from lightning_fasttrain.core.checks import NonNegativeFloat, check_arguments
 from lightning_fasttrain.core.messages import note_once
 from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
 from lightning_fasttrain.core.modules.wrapped_forward import (
@@ -23,11 +24,12 @@ from lightning_fasttrain.technique.facts import NO_BLOCKS, Facts
 from lightning_fasttrain.technique.predicted_step import PredictedStep
 
 
+@check_arguments
 def offload_activations(
     model: nn.Module,
-    min_mib: float = 1.0,
+    min_mib: NonNegativeFloat = 1.0,
     *,
-    in_flight_mib: float = 1024.0,
+    in_flight_mib: NonNegativeFloat = 1024.0,
     folder: str | os.PathLike[str] | None = None,
 ) -> AbstractContextManager[None]:
     """Offload tensors that autograd saves in this context to pinned host memory; for any code.
@@ -129,9 +131,9 @@ class ActivationOffload(Technique):
 
     def __init__(
         self,
-        min_mib: float = 1.0,
+        min_mib: NonNegativeFloat = 1.0,
         *,
-        in_flight_mib: float = 1024.0,
+        in_flight_mib: NonNegativeFloat = 1024.0,
         folder: str | os.PathLike[str] | None = None,
         blocks: Blocks | None = None,
     ) -> None:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lightning_fasttrain.core.checks import one_of, positive_int
+from lightning_fasttrain.core.checks import PositiveInt, check_arguments, one_of
 from lightning_fasttrain.core.host.lightning import trainer_of
 from lightning_fasttrain.core.messages import explain, list_some, note_once, say
 from lightning_fasttrain.core.modules.heads import find_heads
@@ -68,8 +68,9 @@ class LowPrecisionReport:
         return "; ".join(parts)
 
 
+@check_arguments
 def multiply_in_low_precision_(
-    model: nn.Module, kind: str, *, skip: Blocks = (), min_features: int = MIN_FEATURES
+    model: nn.Module, kind: str, *, skip: Blocks = (), min_features: PositiveInt = MIN_FEATURES
 ) -> LowPrecisionReport:
     """Compute the products of a model's linear layers in 8 bits during training: forward, and both gradients.
 
@@ -118,7 +119,6 @@ def multiply_in_low_precision_(
         gradient in 16 bits for int8; here, as in torchao, it is in 8 bits too.
     """
     one_of("kind", kind, KINDS)
-    positive_int("min_features", min_features)
     layers, already, left = _sort_out(model, kind, skip, min_features)
     if not layers and not already:
         raise ValueError(_nothing_to_change(model, left))
@@ -128,7 +128,7 @@ def multiply_in_low_precision_(
 
 
 def _sort_out(
-    model: nn.Module, kind: str, skip: Blocks, min_features: int
+    model: nn.Module, kind: str, skip: Blocks, min_features: PositiveInt
 ) -> tuple[dict[str, nn.Linear], list[str], dict[str, str]]:
     """Return the linear layers of ``model``: to be changed, changed already, and skipped, with the reason."""
     skipped, heads = find_skipped(model, skip), find_heads(model)
@@ -151,7 +151,7 @@ def _sort_out(
     return layers, already, left
 
 
-def _why_unfit(layer: nn.Module, kind: str, min_features: int) -> str:
+def _why_unfit(layer: nn.Module, kind: str, min_features: PositiveInt) -> str:
     """Return why the layer itself is unsuitable; empty if it is suitable."""
     weight = layer._parameters.get("weight")
     if type(layer) is not nn.Linear or weight is None:
@@ -232,10 +232,10 @@ class LowPrecisionProducts(Technique):
     in_a_loop: ClassVar[str] = 'apply(model, [LowPrecisionProducts("int8")])'
     predicted: ClassVar[bool] = True
 
-    def __init__(self, kind: str, *, skip: Blocks = (), min_features: int = MIN_FEATURES) -> None:
+    def __init__(self, kind: str, *, skip: Blocks = (), min_features: PositiveInt = MIN_FEATURES) -> None:
         self.kind = one_of("kind", kind, KINDS)
         self.skip: Blocks = skip if isinstance(skip, str | type) else tuple(skip)  # YAML gives a list
-        self.min_features = positive_int("min_features", min_features)
+        self.min_features = min_features
         self.report: LowPrecisionReport | None = None
 
     @classmethod

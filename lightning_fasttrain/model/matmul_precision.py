@@ -7,7 +7,7 @@ import lightning as L
 import torch
 from torch import nn
 
-from lightning_fasttrain.core.checks import one_of
+from lightning_fasttrain.core.checks import check_arguments, one_of
 from lightning_fasttrain.core.messages import note_once
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.technique import Exactness, Technique
@@ -17,6 +17,7 @@ from lightning_fasttrain.technique.facts import Facts
 _OLD_WORD = {"tf32": "high", "ieee": "highest"}
 
 
+@check_arguments
 def matmul_precision_(precision: str) -> Undo:
     """Set how CUDA multiplies float32 values in linear, convolutional and recurrent layers.
 

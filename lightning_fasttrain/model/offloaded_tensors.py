@@ -1,7 +1,6 @@
 """Decide which saved tensors move from the device, in which order, and when they come back."""
 
 import functools
-import math
 import os
 import weakref
 from collections.abc import Iterator
@@ -24,8 +23,8 @@ class Offload:
     def __init__(self, min_mib: float, in_flight_mib: float, folder: str | os.PathLike[str] | None) -> None:
         self.settings = min_mib, in_flight_mib, folder
         # Moving empty storages gains nothing.
-        self.min_bytes = max(1, _bytes("min_mib", min_mib))
-        self.in_flight_bytes = _bytes("in_flight_mib", in_flight_mib)
+        self.min_bytes = max(1, int(min_mib * 2**20))
+        self.in_flight_bytes = int(in_flight_mib * 2**20)
         self.folder = folder
         if folder is not None and not Path(folder).is_dir():
             raise ValueError(explain(f"folder={str(folder)!r}", "the folder does not exist", "Create it first"))
@@ -239,11 +238,3 @@ class _Saved:
         size, stride = self.layout
         found = torch.empty_strided(found.size(), stride, dtype=found.dtype, device=found.device).copy_(found)
         return found.as_strided(size, stride)
-
-
-def _bytes(name: str, mib: float) -> int:
-    if not isinstance(mib, int | float) or isinstance(mib, bool):
-        raise TypeError(explain(f"{name}={mib!r}", "expected a size in MiB", f"Use a number, for example {name}=1.0"))
-    if not 0 <= mib < math.inf:
-        raise ValueError(explain(f"{name}={mib}", "expected a size in MiB of at least 0", f"Use {name}=0 or more"))
-    return int(mib * 2**20)

@@ -9,7 +9,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fasttrain.core.checks import real_number
+from lightning_fasttrain.core.checks import PositiveFloat, check_arguments
 from lightning_fasttrain.core.host.lightning import accumulation_continues
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.select import find_module
@@ -17,8 +17,9 @@ from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.technique import Capability, Conflict, Exactness, Technique
 
 
+@check_arguments
 @torch.no_grad()
-def clip_adaptively_(parameters: Iterable[Tensor], factor: float = 0.01, eps: float = 1e-3) -> int:
+def clip_adaptively_(parameters: Iterable[Tensor], factor: PositiveFloat = 0.01, eps: PositiveFloat = 1e-3) -> int:
     """Scale down the gradient of each unit whose norm is above ``factor`` times that of its weights.
 
     For unit i, a row of a matrix or a filter of a convolution:
@@ -49,7 +50,6 @@ def clip_adaptively_(parameters: Iterable[Tensor], factor: float = 0.01, eps: fl
     Source:
         Brock et al. 2021, "High-Performance Large-Scale Image Recognition Without Normalization", equation 3.
     """
-    _refuse_not_positive("gradients", factor=factor, eps=eps)
     weights: list[Tensor] = []
     gradients: list[Tensor] = []
     for parameter in parameters:
@@ -99,13 +99,6 @@ def _unit_norms(tensors: list[Tensor]) -> list[Tensor]:
     return norms
 
 
-def _refuse_not_positive(what: str, **numbers: float) -> None:
-    for name, number in numbers.items():
-        real_number(name, number, 0.01)
-        if not number > 0:
-            raise ValueError(explain(f"{name}={number}", f"all {what} would become zero", f"Use {name}=0.01"))
-
-
 class AdaptiveClipping(Technique):
     """Clip each unit's gradient by the norm of its own weights, instead of the global norm.
 
@@ -142,8 +135,9 @@ class AdaptiveClipping(Technique):
             Conflict(DeepSpeedStrategy, engine, "Use FSDP2 or DDP"),
         )
 
-    def __init__(self, factor: float = 0.01, eps: float = 1e-3, leave_out: Iterable[str] = ()) -> None:
-        _refuse_not_positive("gradients", factor=factor, eps=eps)
+    def __init__(
+        self, factor: PositiveFloat = 0.01, eps: PositiveFloat = 1e-3, leave_out: str | Iterable[str] = ()
+    ) -> None:
         self.factor, self.eps = factor, eps
         self.leave_out = [leave_out] if isinstance(leave_out, str) else list(leave_out)
         self._parameters: list[Tensor] = []
@@ -171,8 +165,9 @@ def _parameters_of(model: nn.Module, leave_out: Iterable[str]) -> list[Tensor]:
     return [parameter for parameter in model.parameters() if parameter not in left_out]
 
 
+@check_arguments
 @torch.no_grad()
-def clip_weights_(parameters: Iterable[Tensor], limit: float) -> int:
+def clip_weights_(parameters: Iterable[Tensor], limit: PositiveFloat) -> int:
     """Clamp every entry of the trainable parameters to [−limit, limit]; call it after ``optimizer.step()``.
 
     Args:
@@ -193,7 +188,6 @@ def clip_weights_(parameters: Iterable[Tensor], limit: float) -> int:
     Source:
         Arjovsky et al. 2017, "Wasserstein GAN", algorithm 1.
     """
-    _refuse_not_positive("weights", limit=limit)
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not trained:
         raise ValueError(explain("clip_weights_", "none of the parameters is trainable", "Pass trainable parameters"))
@@ -234,8 +228,7 @@ class WeightClipping(Technique):
         why = "DeepSpeed keeps the weights that it updates separate from those of the model"
         return (Conflict(DeepSpeedStrategy, why, "Use FSDP2 or DDP"),)
 
-    def __init__(self, limit: float, of: str = "") -> None:
-        _refuse_not_positive("weights", limit=limit)
+    def __init__(self, limit: PositiveFloat, of: str = "") -> None:
         self.limit, self.of = limit, of
         self._parameters: list[Tensor] = []
 

@@ -7,6 +7,7 @@ import lightning as L
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 
+from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.host.lightning import accumulation_continues
 from lightning_fasttrain.core.messages import explain, note_once
 from lightning_fasttrain.core.modules.parameters import parameters_of
@@ -15,6 +16,7 @@ from lightning_fasttrain.technique.facts import Facts
 from lightning_fasttrain.technique.predicted_step import PredictedStep
 
 
+@check_arguments
 def release_gradients_(parameters: Iterable[nn.Parameter]) -> int:
     """Set every gradient to None, so that its memory is free during the next forward.
 

@@ -5,12 +5,14 @@ from typing import Any, ClassVar
 import lightning as L
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 
+from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.messages import note_once
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.technique import Technique
 from lightning_fasttrain.technique.facts import Facts
 
 
+@check_arguments
 def allow_fused_clipping_(precision: Precision) -> Undo | None:
     """Let ``precision`` clip gradients of optimizers made with ``fused=True``, where no loss scaler is in use.
 

@@ -8,13 +8,14 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lightning_fasttrain.core.checks import one_of, positive_int
+from lightning_fasttrain.core.checks import check_arguments, one_of, positive_int
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.optim.closure_optimizer import ClosureOptimizer, refuse_out_of_range
 
 SUBSPACES = ("exact", "sketched")
 
 
+@check_arguments
 class GaLoreAdamW(ClosureOptimizer):
     r"""AdamW that keeps the two moments of a matrix in a subspace of ``rank`` dimensions; all weights are trained.
 

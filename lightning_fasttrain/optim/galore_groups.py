@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
 from lightning_fasttrain.optim.galore import check_settings
@@ -12,6 +13,7 @@ from lightning_fasttrain.optim.galore import check_settings
 STEP_BYTES = 4  # one float32 per parameter
 
 
+@check_arguments
 def galore_groups(
     model: nn.Module,
     rank: int = 128,
@@ -105,6 +107,7 @@ def block_matrices(model: nn.Module, blocks: Blocks | None = None) -> dict[str, 
     return matrices
 
 
+@check_arguments
 def galore_state_bytes(groups: Iterable[dict[str, Any]]) -> int:
     """Return the bytes of state that GaLore will have for these groups, once each parameter has had a gradient.
 

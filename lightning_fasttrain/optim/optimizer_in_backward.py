@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.distributed import rank_count
 from lightning_fasttrain.core.host.lightning import plain_optimizer
 from lightning_fasttrain.core.messages import explain, warn
@@ -21,6 +22,7 @@ from lightning_fasttrain.technique.facts import Facts
 from lightning_fasttrain.technique.predicted_step import PredictedStep
 
 
+@check_arguments
 def optimize_in_backward_(
     optimizer: Optimizer, *, clip_norm: float | None = None, clip_value: float | None = None
 ) -> Undo:

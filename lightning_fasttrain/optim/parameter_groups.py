@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.messages import explain, list_some, note_once, number_of
 from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
 from lightning_fasttrain.core.modules.heads import heads_beside, is_inside, warn_of_blocks_beyond
@@ -19,6 +20,7 @@ _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _EMBEDDED = re.compile(r"embed|token|position|latent|queries|prompt|registers|(^|_)pos(_|$)|(^|_)logs?$|^log_", re.I)
 
 
+@check_arguments
 def decay_groups(
     model: nn.Module,
     weight_decay: float = 0.01,
@@ -99,6 +101,7 @@ def _match_names(names: Iterable[str], wanted: str | Iterable[str], argument: st
     return found
 
 
+@check_arguments
 def layer_decay_groups(
     model: nn.Module,
     lr: float,
@@ -187,6 +190,7 @@ def layer_decay_groups(
     return groups
 
 
+@check_arguments
 def lora_plus_groups(
     model: nn.Module, lr: float, ratio: float = 16.0, weight_decay: float = 0.0, *, embedding_lr: float = 1e-6
 ) -> list[dict[str, Any]]:

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor
 
-from lightning_fasttrain.core.checks import one_of
+from lightning_fasttrain.core.checks import PositiveFloat, check_arguments, one_of
 from lightning_fasttrain.core.files.atomic_write import why_unwritable, write_atomic
 from lightning_fasttrain.core.host.lightning import training_loader
 from lightning_fasttrain.core.machine import hardware, versions
@@ -60,6 +60,7 @@ class AddsTechniques(L.Callback):
         self._added = ()
 
 
+@check_arguments
 class Auto(AddsTechniques):
     """Plan with :func:`~lightning_fasttrain.make_plan` at the start of ``fit``, and add the techniques to the Trainer.
 
@@ -92,7 +93,11 @@ class Auto(AddsTechniques):
     """
 
     def __init__(
-        self, memory_gib: float | str = "fit", keep: str = "exact", seconds: float | None = None, batch: Any = None
+        self,
+        memory_gib: PositiveFloat | Literal["fit"] = "fit",
+        keep: str = "exact",
+        seconds: PositiveFloat | None = None,
+        batch: Any = None,
     ) -> None:
         self.memory_gib, self.seconds, self.batch = memory_gib, seconds, batch
         self.keep = one_of("keep", keep, tuple(each.value for each in Exactness))

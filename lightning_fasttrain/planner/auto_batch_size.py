@@ -1,13 +1,13 @@
 """Find the largest micro-batch that fits before the first step, at the same global batch."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_fasttrain.core.batch.leaves import batch_size
-from lightning_fasttrain.core.checks import positive_int
+from lightning_fasttrain.core.checks import PositiveFloat, PositiveInt, check_arguments
 from lightning_fasttrain.core.device import GIB, free_bytes
 from lightning_fasttrain.core.files.safe_load import first_line
 from lightning_fasttrain.core.messages import explain, format_bytes, number_of, say
@@ -18,7 +18,6 @@ from lightning_fasttrain.dry_run.rehearsal.nested_trainer import find_unrehearsa
 from lightning_fasttrain.dry_run.rehearsal.rehearsal import Rehearsing, is_rehearsing
 from lightning_fasttrain.dry_run.rehearsal.run_copy import RunCopy, copy_run
 from lightning_fasttrain.planner.auto import AddsTechniques, Auto
-from lightning_fasttrain.planner.make_plan import refuse_bad_limit
 from lightning_fasttrain.planner.micro_batch_trial import PartTrial
 from lightning_fasttrain.run.profiling.memory_meter import MemoryMeter
 
@@ -70,6 +69,7 @@ class _Found:
         return self
 
 
+@check_arguments
 class AutoBatchSize(AddsTechniques):
     """Run each batch in as few micro-batches as fit into memory, so that the global batch does not change.
 
@@ -118,9 +118,10 @@ class AutoBatchSize(AddsTechniques):
         process only.
     """
 
-    def __init__(self, memory_gib: float | str = "fit", steps: int = 3, seconds: float = 5.0) -> None:
-        refuse_bad_limit(memory_gib)
-        if positive_int("steps", steps) < 2:
+    def __init__(
+        self, memory_gib: PositiveFloat | Literal["fit"] = "fit", steps: PositiveInt = 3, seconds: PositiveFloat = 5.0
+    ) -> None:
+        if steps < 2:
             raise ValueError(explain("steps=1", "the first makes the optimizer's state", "Use steps=2 or more"))
         self.memory_gib, self.steps, self.seconds = memory_gib, steps, seconds
         self._found = _Found()

@@ -3,13 +3,13 @@
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_fasttrain.core.checks import one_of, positive_int
+from lightning_fasttrain.core.checks import PositiveFloat, PositiveInt, check_arguments, one_of
 from lightning_fasttrain.core.device import GIB, free_bytes
 from lightning_fasttrain.core.machine import bf16_units
 from lightning_fasttrain.core.messages import explain
@@ -31,20 +31,21 @@ _SHARE, _MOST_SECONDS = 0.02, 30.0  # of a run's time that measuring may take by
 _ROOM = 0.95  # of the limit on a GPU: fragmentation and libraries are not predicted
 
 
+@check_arguments
 def make_plan(
     module: nn.Module | Callable[[], nn.Module],
     batch: Any,
-    memory_gib: float | str = "fit",
-    devices: int = 1,
+    memory_gib: PositiveFloat | Literal["fit"] = "fit",
+    devices: PositiveInt = 1,
     *,
-    nodes: int = 1,
+    nodes: PositiveInt = 1,
     keep: str = "tolerance",
     loss: Callable[[Any, Any], Any] | None = None,
     optimizer: Callable[[Any], Optimizer] | None = None,
     precision: str | None = None,
     device: str | None = None,
-    steps: int = 1000,
-    seconds: float | None = None,
+    steps: PositiveInt = 1000,
+    seconds: PositiveFloat | None = None,
     loader: Any = None,
     tell: Callable[[str], None] = lambda what: None,
     **settings: Any,
@@ -112,13 +113,9 @@ def make_plan(
         one_of("precision", precision, tuple(PRECISIONS))
     here = "cuda" if torch.cuda.is_available() else "cpu"
     device = here if device is None else one_of("device", device, DEVICES)
-    positive_int("steps", steps)
-    if seconds is not None and not seconds > 0:
-        way_out = "Give 120, or None for a small share of the run's time"
-        raise ValueError(explain(f"seconds={seconds}", "measuring takes time", way_out))
     limit_gib = _limit(memory_gib, device, here)
     plain = as_lightning_module(module, loss, optimizer)
-    facts = _facts(device, positive_int("devices", devices), settings)
+    facts = _facts(device, devices, settings)
     fast_bf16 = device == "cuda" or bool(bf16_units())
     tell("looking at the model")
     usable = limit_gib * GIB * (_ROOM if device == "cuda" else 1.0)
@@ -201,15 +198,7 @@ def _explain_unmeasured(device: str, here: str, steps: int, costs: Costs) -> str
     )
 
 
-def refuse_bad_limit(memory_gib: float | str) -> None:
-    """Refuse a limit of memory that is neither a positive number of GiB nor ``"fit"``."""
-    if memory_gib != "fit" and (isinstance(memory_gib, str) or not memory_gib > 0):
-        way_out = "Give a number above 0, or 'fit'"
-        raise ValueError(explain(f"memory_gib={memory_gib!r}", "it is a limit in GiB", way_out))
-
-
-def _limit(memory_gib: float | str, device: str, here: str) -> float:
-    refuse_bad_limit(memory_gib)
+def _limit(memory_gib: PositiveFloat | Literal["fit"], device: str, here: str) -> float:
     if memory_gib != "fit":
         return float(memory_gib)
     if device != here:

@@ -9,12 +9,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.data.accumulate_gradients import loss_of
 from lightning_fasttrain.predict.data_dependent_values import AssumedNumbers
 from lightning_fasttrain.predict.fake_model import Factory, fake_batch, fake_module
 from lightning_fasttrain.predict.predict_memory import Loss, explaining_errors, forward_of
 
 
+@check_arguments
 def count_flops(module: nn.Module | Factory, batch: Any, *, loss: Loss | None = None) -> int:
     """Count the floating-point operations of a plain forward and backward, without computing anything.
 

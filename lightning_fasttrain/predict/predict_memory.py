@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.autograd.graph import _engine_run_backward
 from torch.optim import Optimizer
 
-from lightning_fasttrain.core.checks import one_of
+from lightning_fasttrain.core.checks import check_arguments, one_of
 from lightning_fasttrain.core.host.lightning import configured_optimizers
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.data.accumulate_gradients import loss_of
@@ -45,6 +45,7 @@ _UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)
 Loss = Callable[[Any, Any], Any]
 
 
+@check_arguments
 def predict_memory(
     module: nn.Module | Factory,
     batch: Any,

@@ -11,11 +11,11 @@ from rich.table import Table
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_fasttrain.core.checks import positive_int
+from lightning_fasttrain.core.checks import NonNegativeFloat, PositiveFloat, PositiveInt, check_arguments
 from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.messages import Report, explain, titled_table
 from lightning_fasttrain.strategy._sharded_groups import ddp_states, fsdp2_states
-from lightning_fasttrain.strategy.choose._limits import Fit, Limits, check_limits, find_nearest, gib, name_leaner_ways
+from lightning_fasttrain.strategy.choose._limits import Fit, Limits, check_headroom, find_nearest, gib, name_leaner_ways
 from lightning_fasttrain.strategy.choose._model_sizes import Held, ZeROSizes, held_by, predict_activations
 from lightning_fasttrain.strategy.choose._optimizer_state import MakeOptimizer, unfit_family
 from lightning_fasttrain.strategy.choose.model_states import ModelStates, states_of, usual_sizes
@@ -143,18 +143,19 @@ def _meet(strategy: ParallelStrategy, name: str, devices: int) -> None:
     type(strategy).setup_environment(strategy)
 
 
+@check_arguments
 def choose_strategy(
     module: nn.Module | Callable[[], nn.Module],
     optimizer: Optimizer | MakeOptimizer | None = None,
-    devices: int = 1,
+    devices: PositiveInt = 1,
     *,
-    memory_gib: float | None = None,
+    memory_gib: PositiveFloat | None = None,
     batch: object = None,
     loss: Callable[[Any, Any], Any] | None = None,
-    nodes: int = 1,
+    nodes: PositiveInt = 1,
     precision: str = "32-true",
-    activation_gib: float | None = None,
-    host_gib: float | None = None,
+    activation_gib: NonNegativeFloat | None = None,
+    host_gib: PositiveFloat | None = None,
     headroom: float = 0.1,
 ) -> StrategyChoice:
     """Choose a strategy for training on several devices: DDP, FSDP2, or a stage of ZeRO, with or without offload.
@@ -202,7 +203,7 @@ def choose_strategy(
         :func:`~lightning_fasttrain.strategy.predict_traffic`.
     """
     _check_devices(devices, nodes)
-    check_limits(headroom, memory_gib=memory_gib, host_gib=host_gib)
+    check_headroom(headroom)
     _check_activations(activation_gib, batch)
     usable = int(_memory_of(memory_gib) * (1 - headroom))
     activations = None if activation_gib is None else int(activation_gib * GIB)
@@ -231,15 +232,12 @@ def choose_strategy(
 
 
 def _check_devices(devices: int, nodes: int) -> None:
-    positive_int("devices", devices)
-    if devices % positive_int("nodes", nodes):
+    if devices % nodes:
         why = "every node must have the same number of devices"
         raise ValueError(explain(f"devices={devices} in nodes={nodes}", why, f"Use a multiple of {nodes} devices"))
 
 
 def _check_activations(activation_gib: float | None, batch: object) -> None:
-    if activation_gib is not None and not activation_gib >= 0:
-        raise ValueError(explain(f"activation_gib={activation_gib}", "it cannot be negative", "Give GiB"))
     if batch is not None and activation_gib is not None:
         raise ValueError(explain("batch= and activation_gib=", "both give the memory of activations", "Leave one out"))
 

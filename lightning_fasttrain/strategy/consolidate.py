@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fasttrain.core.checks import require
+from lightning_fasttrain.core.checks import check_arguments, require
 from lightning_fasttrain.core.files.atomic_write import write_atomic
 from lightning_fasttrain.core.files.checkpoint_folder import MANIFEST, verify_checkpoint
 from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint, as_corrupt, existing_path
@@ -37,6 +37,7 @@ class Consolidated:
     source: str
 
 
+@check_arguments
 def consolidate(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> Consolidated:
     """Write the unsharded float32 weights of a sharded checkpoint to one file, which loads without DeepSpeed.
 

@@ -7,7 +7,7 @@ from functools import cached_property
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_fasttrain.core.checks import one_of, positive_int
+from lightning_fasttrain.core.checks import PositiveInt, check_arguments, one_of
 from lightning_fasttrain.strategy._sharded_groups import ShardedGroup, sharded_groups
 from lightning_fasttrain.strategy.choose._model_sizes import MASTER, Held, ZeROSizes, held_by
 from lightning_fasttrain.strategy.choose._optimizer_state import MakeOptimizer
@@ -39,7 +39,7 @@ class Traffic:
         return self.ranks + self.host + self.nvme
 
 
-def all_reduce_bytes(nbytes: int, world_size: int) -> int:
+def all_reduce_bytes(nbytes: int, world_size: PositiveInt) -> int:
     """Return the bytes that each rank sends in a ring all-reduce of ``nbytes`` over n ranks: 2(n−1)/n · ``nbytes``.
 
     Example:
@@ -49,7 +49,7 @@ def all_reduce_bytes(nbytes: int, world_size: int) -> int:
     return 2 * gather_bytes(nbytes, world_size)
 
 
-def gather_bytes(nbytes: int, world_size: int) -> int:
+def gather_bytes(nbytes: int, world_size: PositiveInt) -> int:
     """Return the bytes that each rank sends in an all-gather or reduce-scatter of ``nbytes``: (n−1)/n · ``nbytes``.
 
     Example:
@@ -59,14 +59,15 @@ def gather_bytes(nbytes: int, world_size: int) -> int:
     return nbytes * (world_size - 1) // world_size
 
 
+@check_arguments
 def predict_traffic(
     module: nn.Module | Callable[[], nn.Module],
     optimizer: Optimizer | MakeOptimizer | None = None,
     *,
-    world_size: int,
+    world_size: PositiveInt,
     precision: str = "32-true",
     strategies: Sequence[str] = STRATEGIES,
-    micro_batches: int = 1,
+    micro_batches: PositiveInt = 1,
     sizes: ZeROSizes | None = None,
 ) -> list[Traffic]:
     """Predict the bytes that each rank moves in one optimizer step, for each strategy.
@@ -114,7 +115,6 @@ def predict_traffic(
         Compared with the bytes that two processes pass to collectives, and send over the network, with gloo. Traffic
         to the host and to disk was read from DeepSpeed's sources only.
     """
-    positive_int("micro_batches", micro_batches)
     for strategy in strategies:
         one_of("strategy", strategy, STRATEGIES)
     held = held_by(module, optimizer, world_size, precision)

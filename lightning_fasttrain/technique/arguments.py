@@ -1,4 +1,4 @@
-"""Remember the arguments of a technique for its repr, and explain how it was made wrongly."""
+"""Check the arguments of a technique and remember them for its repr."""
 
 import functools
 import inspect
@@ -9,11 +9,12 @@ from typing import Any, TypeVar, cast
 import lightning as L
 from torch import Tensor, nn
 
+from lightning_fasttrain.core.checks import bind_arguments
 from lightning_fasttrain.core.messages import explain
 
 
 def remember_arguments(cls: Any) -> None:
-    """Let ``cls`` remember its arguments as text, and refuse other libraries' names of them with ours.
+    """Let ``cls`` check its arguments against their annotations, and remember them as text.
 
     As text, since a reference to a teacher, say, would be copied with the technique.
     """
@@ -21,12 +22,10 @@ def remember_arguments(cls: Any) -> None:
 
     @functools.wraps(make)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        for name in kwargs.keys() & self.names_elsewhere.keys():
-            what, way_out = f"{type(self).__name__}({name}=...)", f"Use {self.names_elsewhere[name]}="
-            raise TypeError(explain(what, "that is another library's name for it", way_out))
+        bound = bind_arguments(make, type(self).__name__, cls.ways_out, self, *args, **kwargs)
         # A subclass that calls this __init__ has remembered its own arguments.
         if type(self).__init__ is __init__:
-            self._given, self._settings = _describe_arguments(make, self, *args, **kwargs)
+            self._given, self._settings = _describe_arguments(bound)
         make(self, *args, **kwargs)
 
     cls.__init__ = __init__
@@ -60,14 +59,7 @@ _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # of a function, or of an object of a class that says nothing of itself
 
 
-def _describe_arguments(make: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[tuple[str, ...], dict[str, str]]:
-    signature = inspect.signature(make)
-    try:
-        bound = signature.bind(*args, **kwargs)
-    except TypeError as error:
-        names = [name for name in signature.parameters if name != "self"]
-        way_out = f"Its arguments are {', '.join(names)}" if names else "It has no arguments"
-        raise TypeError(explain(type(args[0]).__name__, str(error), way_out)) from None
+def _describe_arguments(bound: inspect.BoundArguments) -> tuple[tuple[str, ...], dict[str, str]]:
     given = tuple(bound.arguments)[1:]  # the first is self
     bound.apply_defaults()
     return given, {name: _in_words(value) for name, value in list(bound.arguments.items())[1:]}

@@ -4,7 +4,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from lightning_fasttrain.core.checks import one_of
+from lightning_fasttrain.core.checks import check_arguments, one_of
 from lightning_fasttrain.core.messages import explain
 
 _UNITS = {
@@ -19,6 +19,7 @@ _WRITTEN = re.compile(r"(\d[\d_,]*(?:\.\d+)?(?:e\+?\d+)?)\s*([a-z]*|%)")
 _UNDERSTOOD = "Use steps as 1000, or '2ep', '50_000 samples', '1e9tok', '5%'"
 
 
+@check_arguments
 @dataclass(frozen=True)
 class Length:
     """A length within a run.

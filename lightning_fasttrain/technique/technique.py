@@ -10,7 +10,7 @@ import lightning as L
 from lightning.pytorch.strategies import Strategy
 from torch import nn
 
-from lightning_fasttrain.core.checks import refuse_mixed_lightning
+from lightning_fasttrain.core.checks import check_arguments, refuse_mixed_lightning
 from lightning_fasttrain.core.host.late_parameters import LateParameters
 from lightning_fasttrain.core.host.lightning import after_configure_model, refuse_float16_on_cpu
 from lightning_fasttrain.core.messages import explain, warn
@@ -50,7 +50,8 @@ class Technique(L.Callback):
         in_a_loop: what to call in a Fabric or bare loop.
         predicted: whether :meth:`predict` describes everything it changes about a step's memory.
         worth_trying: settings that the planner looks at; subclasses bring their own.
-        names_elsewhere: another library's name of an argument → ours, for the error that answers it.
+        names_elsewhere: another library's name of an argument → how ours is written, for the error that answers it.
+        ways_out: by argument, what to do instead of a wrong value, where more can be said than what was expected.
         acting: whether a Trainer or :func:`apply` ever put it to use.
     """
 
@@ -66,6 +67,7 @@ class Technique(L.Callback):
     predicted: ClassVar[bool] = False
     worth_trying: ClassVar[tuple[Setting, ...]] = ()
     names_elsewhere: ClassVar[Mapping[str, str]] = {}
+    ways_out: ClassVar[Mapping[str, str]] = {}
 
     acting: bool = False
     _undo: ExitStack | None = None
@@ -239,6 +241,7 @@ def predict_window(techniques: Iterable[Technique]) -> int:
     return planned.window
 
 
+@check_arguments
 def apply(model: nn.Module, techniques: Sequence[Technique]) -> ExitStack:
     """Operate on ``model`` in place with all ``techniques``, in the suite's order; for Fabric and bare loops.
 

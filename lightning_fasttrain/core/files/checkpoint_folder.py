@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.files.atomic_write import (
     TEMPORARY,
@@ -240,6 +241,7 @@ def _refuse_to_replace(target: Path) -> None:
         raise FileExistsError(explain(f"{target}", why, "Use another name"))
 
 
+@check_arguments
 def verify_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a complete checkpoint and compare it with its checksums: sha256 for a folder, the archive's for a file.
 

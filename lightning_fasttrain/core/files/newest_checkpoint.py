@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.files.atomic_write import TEMPORARY, is_being_written, is_temporary_file, lock
 from lightning_fasttrain.core.files.checkpoint_folder import (
     MANIFEST,
@@ -60,6 +61,7 @@ def _older_of_its_run(path: Path) -> Path | None:
     return next((other for other in sorted(older, key=lambda one: older[one], reverse=True) if _is_whole(other)), None)
 
 
+@check_arguments
 def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     """Return the newest complete checkpoint in ``folder``, for ``trainer.fit(..., ckpt_path=...)``.
 

@@ -8,6 +8,7 @@ from itertools import chain, groupby
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.messages import note_once
 from lightning_fasttrain.core.modules.select import (
     Blocks,
@@ -23,6 +24,7 @@ _A_KIND = 0.05  # of the parameters in blocks; what has fewer, such as two heads
 _WORTH_A_WORD = 0.01  # of the model's parameters, where it is not in a block
 
 
+@check_arguments
 def find_blocks(model: nn.Module, blocks: Blocks | None = None) -> dict[str, nn.Module]:
     """Find the repeated blocks of a model: layers of encoder and decoder, residual blocks, levels of a U-Net.
 

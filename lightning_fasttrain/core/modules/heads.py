@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable
 
 from torch import nn
 
+from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.messages import explain, list_some, warn
 from lightning_fasttrain.core.modules.blocks import find_blocks
 from lightning_fasttrain.core.modules.layer_kinds import base_of, is_linear, layers_of
@@ -11,6 +12,7 @@ from lightning_fasttrain.core.modules.select import is_inside, is_part_of
 from lightning_fasttrain.core.modules.wrapped_forward import told_heads
 
 
+@check_arguments
 def find_heads(model: nn.Module) -> list[str]:
     """Names of the layers that turn features into predictions, which "all-linear" and quantisation leave out.
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.modules.layer_kinds import is_a
 
 
@@ -22,6 +23,7 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+@check_arguments
 def count_parameters(model: nn.Module) -> tuple[int, int]:
     """Return the number of trainable parameters and of all parameters; 4-bit weights count with their unpacked size.
 

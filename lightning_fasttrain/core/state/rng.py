@@ -8,7 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightning_fasttrain.core.checks import check_arguments
 
+
+@check_arguments
 def random_state() -> dict[str, Any]:
     """The state of torch's, Python's and NumPy's generators, and of all CUDA devices once CUDA is in use.
 
@@ -33,6 +36,7 @@ def random_state() -> dict[str, Any]:
     }
 
 
+@check_arguments
 def set_random_state(state: dict[str, Any]) -> None:
     """Put back what :func:`random_state` returned; of CUDA as many devices as there are now."""
     torch.set_rng_state(state["torch"])

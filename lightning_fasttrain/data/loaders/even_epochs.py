@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
+from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.distributed import rank_count
 from lightning_fasttrain.core.host.loader_wrapper import find_innermost, wrap_training_loaders
 from lightning_fasttrain.core.messages import number_of, say
@@ -20,6 +21,7 @@ from lightning_fasttrain.technique.facts import Facts
 _END = object()
 
 
+@check_arguments
 def even_epochs(loader: Iterable[Any]) -> "EvenLoader":
     """Wrap a loader so that every pass ends on all ranks after as many batches as the shortest rank has.
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from lightning_fasttrain.core.checks import NonNegativeInt, check_arguments
 from lightning_fasttrain.core.host.loader_wrapper import WrappedLoader, find_innermost, wrap_training_loaders
 from lightning_fasttrain.core.messages import explain, number_of, warn_on_any_rank
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
@@ -109,7 +110,8 @@ class Sieve:
         return Envelope(self.collate(good) if good else None, bad)
 
 
-def guard_samples(loader: Any, skip_bad_samples: int = 0) -> "GuardedLoader":
+@check_arguments
+def guard_samples(loader: Any, skip_bad_samples: NonNegativeInt = 0) -> "GuardedLoader":
     """Wrap a ``DataLoader`` so that it reports samples that it cannot read, and skips some of them.
 
     A sample whose ``__getitem__`` raises is left out of its batch, which is then one row shorter. An error is raised
@@ -147,14 +149,7 @@ def guard_samples(loader: Any, skip_bad_samples: int = 0) -> "GuardedLoader":
     Source:
         Replaces the usual pattern of a dataset that returns ``None`` and a ``collate_fn`` that drops it.
     """
-    _refuse_negative(skip_bad_samples)
     return GuardedLoader(loader, Tally(skip_bad_samples))
-
-
-def _refuse_negative(skip_bad_samples: object) -> None:
-    if isinstance(skip_bad_samples, bool) or not isinstance(skip_bad_samples, int) or skip_bad_samples < 0:
-        why = "expected the number of samples that may be skipped"
-        raise ValueError(explain(f"skip_bad_samples={skip_bad_samples!r}", why, "Use a whole number, 0 for none"))
 
 
 @dataclass
@@ -304,8 +299,7 @@ class SampleGuard(Technique):
     in_a_loop: ClassVar[str] = "data.guard_samples(loader, skip_bad_samples)"
     predicted: ClassVar[bool] = True
 
-    def __init__(self, skip_bad_samples: int = 0) -> None:
-        _refuse_negative(skip_bad_samples)
+    def __init__(self, skip_bad_samples: NonNegativeInt = 0) -> None:
         self.skip_bad_samples = skip_bad_samples
         self._tally = Tally(skip_bad_samples)
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_fasttrain.core.batch import find_labels
 from lightning_fasttrain.core.batch.leaves import batch_size
+from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.messages import explain, note_once
 
 CountTargets = Callable[[Any], Tensor | float]
@@ -91,6 +92,7 @@ def is_sum(count: object) -> bool:
     return isinstance(count, CountRule) and count.name == "sum"
 
 
+@check_arguments
 def count_targets(batch: Any, ignore_index: int = -100) -> Tensor | int:
     """Count the targets that a mean loss averages over, in a batch that holds its labels.
 
@@ -125,6 +127,7 @@ def count_targets(batch: Any, ignore_index: int = -100) -> Tensor | int:
     return CountRule("targets", ignore_index)(batch)
 
 
+@check_arguments
 def count_next_tokens(batch: Any, ignore_index: int = -100) -> Tensor | int:
     """Count targets for models that shift the labels inside: the first label of each row has no prediction.
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_fasttrain.core.batch.leaves import batch_size
+from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.distributed import is_sharded
 from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule, CountTargets, named_count
 from lightning_fasttrain.data.normalizer.find_split import CannotSplitError, find_split
@@ -17,6 +18,7 @@ from lightning_fasttrain.data.normalizer.trial.step_function import models_of
 from lightning_fasttrain.data.normalizer.trial.try_split import Stage
 
 
+@check_arguments
 def find_count(
     step: Callable[[Any], Any],
     batch: Any,

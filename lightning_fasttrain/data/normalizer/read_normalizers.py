@@ -11,6 +11,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.data.normalizer.summed_values import (
     PASSED_ON,
     is_of_one_parameter,
@@ -97,6 +98,7 @@ class Normalizers:
         return shown.get()
 
 
+@check_arguments
 def read_normalizers(loss: Tensor) -> Normalizers:
     """Return the terms of a scalar loss, each with the divisor of its sum over samples.
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.data.normalizer.find_count import stage_of
 from lightning_fasttrain.data.normalizer.trial.runs import Run, relative_difference
@@ -19,6 +20,7 @@ _IGNORED = -100
 _ROUNDING = 1e-4
 
 
+@check_arguments
 def check_documents(step: Callable[[Any], Any], batch: dict[str, Tensor]) -> float:
     """Raise if a document of a packed row sees another one.
 

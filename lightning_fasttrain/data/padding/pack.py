@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_fasttrain.core.checks import positive_int
+from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.core.messages import explain
 
 _IGNORED = -100
@@ -24,7 +24,7 @@ class PackedDocuments(Dataset[dict[str, Tensor]]):
         padding_before: share that would be padding with one document in each row.
     """
 
-    def __init__(self, dataset: Any, rows: list[list[Piece]], tokens: int, pad_id: int) -> None:
+    def __init__(self, dataset: Any, rows: list[list[Piece]], tokens: PositiveInt, pad_id: int) -> None:
         self.dataset, self.rows, self.tokens, self.pad_id = dataset, rows, tokens, pad_id
         pieces = [stop - start for row in rows for _, start, stop in row]
         self.padding = 1 - sum(pieces) / (len(rows) * tokens)
@@ -57,7 +57,10 @@ class PackedDocuments(Dataset[dict[str, Tensor]]):
         )
 
 
-def pack(dataset: Any, tokens: int, *, lengths: Iterable[int] | None = None, pad_id: int = 0) -> PackedDocuments:
+@check_arguments
+def pack(
+    dataset: Any, tokens: PositiveInt, *, lengths: Iterable[int] | None = None, pad_id: int = 0
+) -> PackedDocuments:
     """Pack the documents of a dataset into rows of ``tokens`` tokens, by the best-fit decreasing rule.
 
     The longest documents are placed first, each into the fullest row that still has space for it. A document that is
@@ -94,7 +97,7 @@ def pack(dataset: Any, tokens: int, *, lengths: Iterable[int] | None = None, pad
     Source:
         Fewer Truncations Improve Language Modeling (arXiv:2404.10830).
     """
-    if positive_int("tokens", tokens) < 2:
+    if tokens < 2:
         raise ValueError(explain(f"tokens={tokens}", "a row needs a token and its successor", "Use tokens=4096"))
     sizes = list(_read_lengths(dataset) if lengths is None else lengths)
     if not any(size > 0 for size in sizes):
@@ -105,7 +108,7 @@ def pack(dataset: Any, tokens: int, *, lengths: Iterable[int] | None = None, pad
     return PackedDocuments(dataset, _fill_rows(pieces, tokens), tokens, pad_id)
 
 
-def _fill_rows(pieces: Sequence[Piece], tokens: int) -> list[list[Piece]]:
+def _fill_rows(pieces: Sequence[Piece], tokens: PositiveInt) -> list[list[Piece]]:
     rows: list[list[Piece]] = []
     with_space: list[list[int]] = [[] for _ in range(tokens + 1)]  # rows by the space that they have left
     spaces = 0  # bit n is set if some row has space for n tokens: the fullest row that fits is then the lowest bit

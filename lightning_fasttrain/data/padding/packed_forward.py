@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_fasttrain.core.batch.leaves import list_tensors, walk_leaves
+from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, WrappedForward, wrapper_on
 from lightning_fasttrain.data.padding.document_attention import DocumentMask, Documents, read_documents
@@ -109,6 +110,7 @@ def _has_rows(arguments: Any, size: tuple[int, int]) -> bool:
     return False
 
 
+@check_arguments
 def remove_padding_(model: nn.Module, blocks: Blocks | None = None) -> dict[str, Undo]:
     """Run the blocks of a model on the tokens of a batch alone, in place; the rest of the model sees the padded batch.
 

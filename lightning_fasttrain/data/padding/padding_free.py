@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_fasttrain.core.batch.find_padding import propose_padding
 from lightning_fasttrain.core.batch.leaves import batch_size, can_be_cut
+from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.distributed import from_all_ranks, is_sharded
 from lightning_fasttrain.core.messages import explain, say, warn
 from lightning_fasttrain.core.modules.blocks import Blocks
@@ -38,6 +39,7 @@ _MASK = "a mask of shape (rows, 1, length, length), or a key_padding_mask, that 
 _WAY_OUT = "Leave PaddingFree out: MicroBatching(n) cuts padding off where that is exact"
 
 
+@check_arguments
 def check_padding_free(step: Callable[[Any], Any], batch: Any) -> float:
     """Raise if the gradient differs from that of the padded batch where blocks run without padding.
 

@@ -11,7 +11,7 @@ from lightning_fasttrain.core.batch.find_padding import propose_padding
 from lightning_fasttrain.core.batch.group_rows import group_rows, group_rows_evenly, split_groups
 from lightning_fasttrain.core.batch.leaves import batch_size, can_be_cut, list_tensors, walk_leaves
 from lightning_fasttrain.core.batch.padded_axes import Extents, Lengths, Padding
-from lightning_fasttrain.core.checks import positive_int
+from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.core.distributed import from_all_ranks
 from lightning_fasttrain.core.messages import explain, say, warn
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit
@@ -29,6 +29,7 @@ LOOKED_FOR = (
 )
 
 
+@check_arguments
 @dataclass(frozen=True)
 class TrimPadding:
     """Settings for finding padding and cutting it off.
@@ -48,13 +49,7 @@ class TrimPadding:
     """
 
     lengths: str | Lengths | None = None
-    multiple_of: int = 8
-
-    def __post_init__(self) -> None:
-        positive_int("multiple_of", self.multiple_of)
-        if self.lengths is not None and not isinstance(self.lengths, str) and not callable(self.lengths):
-            way_out = "Use lengths='attention_mask', or a function of a batch"
-            raise TypeError(explain(f"lengths={self.lengths!r}", "expected a name or a function", way_out))
+    multiple_of: PositiveInt = 8
 
 
 @dataclass(frozen=True)
@@ -321,4 +316,4 @@ def check_budget(max_tokens: int | None, n: int | str | None) -> int | None:
         what = "n and max_tokens= are both given" if n is not None else "neither n nor max_tokens= is given"
         way_out = "Use MicroBatching(8), or MicroBatching(max_tokens=4096)"
         raise ValueError(explain(what, "one of them decides the number of micro-batches", way_out))
-    return None if max_tokens is None else positive_int("max_tokens", max_tokens)
+    return max_tokens

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fasttrain.core.batch.leaves import list_tensors, walk_leaves
-from lightning_fasttrain.core.checks import positive_int
+from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.core.messages import explain, list_some
 from lightning_fasttrain.core.modules.recomputed_forward import RecomputedForward, recomputed_outside
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
@@ -22,7 +22,8 @@ from lightning_fasttrain.data.split_batch import split_sizes
 from lightning_fasttrain.data.trunk.float32_uses import Float32Uses
 
 
-def micro_batch_forward_(module: nn.Module, n: int) -> Undo:
+@check_arguments
+def micro_batch_forward_(module: nn.Module, n: PositiveInt) -> Undo:
     """Run ``module`` in ``n`` micro-batches and recompute each in the backward pass, in place.
 
     The rest of the model sees the outputs of the whole batch, joined along their first axis, so any loss has the
@@ -74,9 +75,9 @@ class MicroBatchedForward(RecomputedForward):
         fixed: paths of outputs that have the same shape for one row and for two; None where that is not known yet.
     """
 
-    def __init__(self, module: nn.Module, n: int) -> None:
+    def __init__(self, module: nn.Module, n: PositiveInt) -> None:
         super().__init__(module)
-        self.n = positive_int("n", n)
+        self.n = n
         self.shared: frozenset[str] = frozenset()
         self.fixed: frozenset[str] | None = None
 
@@ -210,7 +211,7 @@ class Trunk:
     def __str__(self) -> str:
         return list_some([repr(name or "the module itself") for name in self.modules])
 
-    def install(self, n: int) -> tuple[list[MicroBatchedForward], Undo]:
+    def install(self, n: PositiveInt) -> tuple[list[MicroBatchedForward], Undo]:
         """Run these submodules in ``n`` micro-batches until the returned function is called."""
         with ExitStack() as stack:
             wrappers: list[MicroBatchedForward] = []

@@ -9,7 +9,7 @@ import lightning as L
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_fasttrain.core.checks import one_of
+from lightning_fasttrain.core.checks import check_arguments, one_of
 from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.data.normalizer.count_targets import Count
@@ -22,6 +22,7 @@ from lightning_fasttrain.technique.facts import Facts
 RULES: dict[str, Callable[[float], float]] = {"linear": lambda share: share, "sqrt": math.sqrt}
 
 
+@check_arguments
 def scale_rates_(optimizer: Optimizer, factor: Callable[[], float]) -> Undo:
     """Multiply the learning rates of all groups by ``factor()`` in each update of ``optimizer``.
 
@@ -73,6 +74,7 @@ def scale_rates_(optimizer: Optimizer, factor: Callable[[], float]) -> Undo:
     return undo
 
 
+@check_arguments
 def grow_windows(batches: Iterable[Any], growth: Growth) -> Iterator[list[Any]]:
     """Yield the batches of each optimizer step, in growing numbers, for :func:`~lightning_fasttrain.accumulate_window`.
 

@@ -7,12 +7,13 @@ import lightning as L
 from lightning.pytorch.strategies import Strategy
 
 from lightning_fasttrain.core.batch import count_batch
-from lightning_fasttrain.core.checks import positive_int
+from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.core.distributed import sum_over_ranks
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.technique.duration import Length, read_length
 
 
+@check_arguments
 class Growth:
     """A size that grows from ``start`` to ``full`` in equal increments of ``grid``, each after an equal share of
     ``over``.
@@ -37,9 +38,9 @@ class Growth:
         [2, 2, 2, 3, 3, 3, 4, 4]
     """
 
-    def __init__(self, start: int, full: int, over: int | str | Length, grid: int = 1) -> None:
-        self.start, self.full = positive_int("start", start), positive_int("full", full)
-        self.grid, self.over = positive_int("grid", grid), read_length("over", over)
+    def __init__(self, start: PositiveInt, full: PositiveInt, over: int | str | Length, grid: PositiveInt = 1) -> None:
+        self.start, self.full = start, full
+        self.grid, self.over = grid, read_length("over", over)
         if start > full:
             raise ValueError(explain(f"start={start} with full={full}", "the size must grow", "Use a smaller start"))
         self.clock = self.over.clock or "steps"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fasttrain.core.batch.leaves import list_tensors, walk_leaves
+from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.data.warmup.growth_schedule import Growth, KeepsGrowth
@@ -21,6 +22,7 @@ _IDS = (torch.int64, torch.int32)
 Cut = Callable[[Any, int], Any]
 
 
+@check_arguments
 def cut_sequences(batch: Any, length: int) -> Any:
     """Return the first ``length`` tokens of each sequence of ``batch``; shorter sequences stay unchanged.
 
@@ -104,6 +106,7 @@ def find_length(batch: Any) -> int:
     raise ValueError(explain(f"a batch of type {type(batch).__name__}", why, "Give cut=(batch, length) → batch"))
 
 
+@check_arguments
 def grow_sequences(batches: Iterable[Any], growth: Growth, window: int = 1, cut: Cut = cut_sequences) -> Iterator[Any]:
     """Yield the batches with their sequences cut to ``growth.size``, which grows.
 

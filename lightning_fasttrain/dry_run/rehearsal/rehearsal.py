@@ -9,6 +9,7 @@ from typing import ClassVar
 import lightning as L
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.device import return_unused_memory
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.dry_run.rehearsal.context import Rehearsed, find_window, read_batches
@@ -97,6 +98,7 @@ def _as_rehearsal_error() -> Iterator[None]:
         raise RehearsalError(str(error)) from error
 
 
+@check_arguments
 class Rehearsal(Onlooker):
     """Rehearse the run in its first minute, without side effects, and report errors that would appear hours later.
 

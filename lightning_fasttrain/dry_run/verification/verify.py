@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lightning_fasttrain.core.checks import positive_int
+from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.core.host.lightning import list_callbacks
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.dry_run.verification.batches import take_batches, take_validation
@@ -23,6 +23,7 @@ from lightning_fasttrain.predict.predict_memory import Loss
 from lightning_fasttrain.technique import Technique, check_together
 
 
+@check_arguments
 def verify(
     module: nn.Module | Callable[[], nn.Module],
     batch: Any,
@@ -31,7 +32,7 @@ def verify(
     loss: Loss | None = None,
     optimizer: Callable[[Any], Optimizer] | None = None,
     precision: str = FULL,
-    steps: int = 2,
+    steps: PositiveInt = 2,
     validation: Any = None,
     full: bool = False,
     operators: bool = False,
@@ -99,7 +100,6 @@ def verify(
         Ours. Perturbing weights by one rounding to measure the effect of rounding is an old method of numerical
         analysis: Chaitin-Chatelin & Frayssé 1996, "Lectures on Finite Precision Computations".
     """
-    positive_int("steps", steps)
     plain = as_lightning_module(module, loss, optimizer)
     listed = _list_techniques(plain, techniques)
     batches, notes = take_batches(batch, steps)

@@ -7,6 +7,7 @@ import lightning as L
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
+from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.select import is_part_of
@@ -17,6 +18,7 @@ from lightning_fasttrain.finetune.selection.base_fingerprint import base_fingerp
 FINGERPRINT = "lightning_fasttrain.base"
 
 
+@check_arguments
 def trained_state(model: nn.Module) -> dict[str, Tensor]:
     """Return the part of ``model.state_dict()`` that training changes: kilobytes rather than gigabytes.
 
@@ -34,6 +36,7 @@ def trained_state(model: nn.Module) -> dict[str, Tensor]:
     return {name: state[name] for name in trained_names(model) if name in state}
 
 
+@check_arguments
 def trained_names(model: nn.Module) -> list[str]:
     """Return the keys of :func:`trained_state`, in the order of ``model.state_dict()``.
 

@@ -10,6 +10,7 @@ import lightning as L
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
+from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.host.late_parameters import notices_late_parameters
 from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.modules.heads import find_heads
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from peft import PeftConfig
 
 
+@check_arguments
 @notices_late_parameters
 def add_adapter_(
     model: nn.Module,
@@ -210,11 +212,13 @@ def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
+@check_arguments
 def adapter_names(model: nn.Module) -> list[str]:
     """Return the names of all adapters in ``model``, in the order in which they were added."""
     return list(dict.fromkeys(name for root in adapted_modules(model).values() for name in adapters_on(root)))
 
 
+@check_arguments
 def use_adapter_(model: nn.Module, name: str | list[str]) -> None:
     """Activate the adapter ``name``, or several at once, in the forward pass; only active adapters train.
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.modules.layer_kinds import TUNER, WRAPPER, is_a, is_tuner, walk_around
 from lightning_fasttrain.core.modules.select import is_part_of
@@ -24,6 +25,7 @@ from lightning_fasttrain.finetune.selection.base_fingerprint import PEFT_MODEL, 
 from lightning_fasttrain.finetune.selection.freezing import unfreeze_
 
 
+@check_arguments
 @contextmanager
 def base_model(model: nn.Module) -> Iterator[nn.Module]:
     """Disable the model's adapters inside a ``with`` block: a reference for DPO, or a teacher for distillation.
@@ -64,6 +66,7 @@ def base_model(model: nn.Module) -> Iterator[nn.Module]:
             parameter.requires_grad_(requires_grad)
 
 
+@check_arguments
 def enable_adapters_(model: nn.Module, on: bool = True) -> None:
     """Enable or disable the model's adapters; :func:`base_model` disables them for a ``with`` block.
 
@@ -78,6 +81,7 @@ def enable_adapters_(model: nn.Module, on: bool = True) -> None:
         layer.enable_adapters(on)
 
 
+@check_arguments
 def unload_adapters_(
     model: nn.Module,
     merge: bool = True,

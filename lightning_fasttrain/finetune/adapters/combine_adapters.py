@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fasttrain.core.checks import one_of, positive_int
+from lightning_fasttrain.core.checks import PositiveInt, check_arguments, one_of
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.layer_kinds import find_tuners
 from lightning_fasttrain.finetune.adapters.add_adapter import (
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from peft import PeftConfig
 
 
+@check_arguments
 def combine_adapters_(
     model: nn.Module,
     weights: Mapping[str, float],
@@ -32,7 +33,7 @@ def combine_adapters_(
     name: str = "combined",
     how: str = "sum",
     density: float = 0.2,
-    rank: int | None = None,
+    rank: PositiveInt | None = None,
 ) -> int:
     """Combine several LoRA adapters into a new one, in place, and activate it: Σ weight · ΔW in each layer.
 
@@ -88,7 +89,7 @@ def combine_adapters_(
         _refuse_unfit(one, config)
     layers = _layers(model, weights)
     ranks = [_sum_of_ranks(layer, weights) for layer in layers.values()]
-    rank = max(ranks) if rank is None else positive_int("rank", rank)
+    rank = max(ranks) if rank is None else rank
     factors = {place: _factors(layer, weights, how, density, rank) for place, layer in layers.items()}
     exactly = re.compile(match_exactly(layers))
     # With alpha = rank the scale is 1: the factors already include the weights.
@@ -103,6 +104,7 @@ def combine_adapters_(
     return rank
 
 
+@check_arguments
 def remove_adapter_(model: nn.Module, name: str) -> None:
     """Remove one of several adapters from the model, in place; if it was active, activate the first remaining one.
 

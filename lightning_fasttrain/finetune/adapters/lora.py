@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_fasttrain.core.checks import one_of, positive_int
+from lightning_fasttrain.core.checks import PositiveInt, one_of
 from lightning_fasttrain.core.files.guarded_loading import guard_loading
 from lightning_fasttrain.core.host.lightning import replicates
 from lightning_fasttrain.core.messages import explain, list_some, note_once, number_of, warn
@@ -85,7 +85,7 @@ class Adapter(Technique):
         config: Any,
         targets: Targets | None = None,
         *,
-        train: Iterable[str] = (),
+        train: str | Iterable[str] = (),
         name: str = "default",
         batches: Batches | None = None,
         checkpoint: str = "adapter",
@@ -213,23 +213,23 @@ class LoRA(Adapter):
     in_a_loop: ClassVar[str] = "apply(model, [LoRA(...)])"
     worth_trying: ClassVar[tuple[Setting, ...]] = (Setting("adapter", "lora", {"rank": 16}, cost=0.8),)
     names_elsewhere: ClassVar[Mapping[str, str]] = {
-        **{"r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "targets"},
-        **{"modules_to_save": "train", "use_rslora": "variant", "use_dora": "variant", "init_lora_weights": "variant"},
+        **{"r": "rank=", "lora_alpha": "alpha=", "lora_dropout": "dropout=", "target_modules": "targets="},
+        **{"modules_to_save": "train=", "use_rslora": "variant='rslora'", "use_dora": "variant='dora'"},
+        "init_lora_weights": "variant=",
     }
 
     def __init__(
         self,
-        rank: int = 16,
+        rank: PositiveInt = 16,
         alpha: float = 32,
         targets: Targets = ALL_LINEAR,
         *,
         variant: str = "lora",
         dropout: float = 0.0,
-        train: Iterable[str] = (),
+        train: str | Iterable[str] = (),
         name: str = "default",
         checkpoint: str = "adapter",
     ) -> None:
-        positive_int("rank", rank)
         one_of("variant", variant, ("lora", "rslora", "dora", "pissa"))
         if not alpha > 0:
             why = "alpha scales the adapter's output and must be above 0"
@@ -279,9 +279,9 @@ class IA3(Adapter):
     def __init__(
         self,
         targets: Targets | None = None,
-        feedforward: Iterable[str] = (),
+        feedforward: str | Iterable[str] = (),
         *,
-        train: Iterable[str] = (),
+        train: str | Iterable[str] = (),
         name: str = "default",
         checkpoint: str = "adapter",
     ) -> None:

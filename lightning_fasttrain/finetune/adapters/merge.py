@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.finetune.adapters._merged_layers import (
     Originals,
@@ -64,6 +65,7 @@ class MergeReport:
         return "; ".join(parts)
 
 
+@check_arguments
 def merge_adapters_(
     model: nn.Module,
     names: str | Iterable[str] | None = None,
@@ -121,6 +123,7 @@ def merge_adapters_(
     return merge_layers_(model, tuner_layers(model), names, into, original, batch, stay=True)
 
 
+@check_arguments
 def unmerge_adapters_(model: nn.Module) -> None:
     """Restore the weights from before merging bit for bit, and let the adapters train again.
 

@@ -71,7 +71,7 @@ class QLoRA(LoRA):
         skip: Blocks = (),
         variant: str = "lora",
         dropout: float = 0.0,
-        train: Iterable[str] = (),
+        train: str | Iterable[str] = (),
         name: str = "default",
         checkpoint: str = "adapter",
     ) -> None:

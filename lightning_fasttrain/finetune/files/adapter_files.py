@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.files.safe_load import open_safetensors
 from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.state.rng import keep_random_state
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from peft import PeftConfig
 
 
+@check_arguments
 def save_adapter(model: nn.Module, folder: Folder, *, name: str | None = None) -> Path:
     """Save an adapter as PEFT does, without the base: ``adapter_model.safetensors`` and ``adapter_config.json``.
 
@@ -96,6 +98,7 @@ def save_adapter(model: nn.Module, folder: Folder, *, name: str | None = None) -
     return target
 
 
+@check_arguments
 def load_adapter_(
     model: nn.Module, folder: Folder, *, name: str = "default", trainable: bool = False, check_base: bool = True
 ) -> list[str]:

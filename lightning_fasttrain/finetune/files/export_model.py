@@ -13,7 +13,7 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
-from lightning_fasttrain.core.checks import require
+from lightning_fasttrain.core.checks import check_arguments, require
 from lightning_fasttrain.core.files.atomic_write import sync_folder, temporary_path
 from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.modules.select import is_part_of
@@ -37,6 +37,7 @@ from lightning_fasttrain.finetune.selection.base_fingerprint import (
 from lightning_fasttrain.finetune.selection.targets import find_hugging_face_model
 
 
+@check_arguments
 def export_model(model: nn.Module, folder: Folder, *, dtype: torch.dtype | None = None) -> Path:
     """Save the Hugging Face model in ``model`` as a plain one: adapters merged, unquantised weights, in safetensors.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-from lightning_fasttrain.core.checks import positive_int
+from lightning_fasttrain.core.checks import check_arguments, positive_int
 from lightning_fasttrain.core.host.late_parameters import notices_late_parameters
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.layer_kinds import is_a
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 _KINDS = ("PROMPT_TUNING", "PREFIX_TUNING", "P_TUNING")
 
 
+@check_arguments
 @notices_late_parameters
 def add_prompt_(model: nn.Module, config: "PeftConfig", *, train: Iterable[str] = (), name: str = "default") -> str:
     """Prepend virtual tokens to the input of the Hugging Face model in ``model``, in place, and freeze everything else.

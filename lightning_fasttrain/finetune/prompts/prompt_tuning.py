@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lightning_fasttrain.core.checks import one_of, positive_int
+from lightning_fasttrain.core.checks import PositiveInt, one_of
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.finetune.adapters.lora import Adapter
 from lightning_fasttrain.finetune.prompts.add_prompt import add_prompt_, find_language_model
@@ -51,14 +51,13 @@ class PromptTuning(Adapter):
 
     def __init__(
         self,
-        tokens: int = 20,
+        tokens: PositiveInt = 20,
         *,
         start: str | Sequence[int] = "vocabulary",
-        train: Iterable[str] = (),
+        train: str | Iterable[str] = (),
         name: str = "default",
         checkpoint: str = "adapter",
     ) -> None:
-        positive_int("tokens", tokens)
         self.start: list[int] = []
         if isinstance(start, str):
             one_of("start", start, ("vocabulary", "random"))
@@ -116,15 +115,14 @@ class PrefixTuning(Adapter):
 
     def __init__(
         self,
-        tokens: int = 30,
+        tokens: PositiveInt = 30,
         *,
-        projection: bool | int = False,
-        train: Iterable[str] = (),
+        projection: bool | PositiveInt = False,
+        train: str | Iterable[str] = (),
         name: str = "default",
         checkpoint: str = "adapter",
     ) -> None:
-        positive_int("tokens", tokens)
-        width = None if isinstance(projection, bool) else positive_int("projection", projection)
+        width = None if isinstance(projection, bool) else projection
         config = require_peft().PrefixTuningConfig(
             num_virtual_tokens=tokens, prefix_projection=projection is not False, encoder_hidden_size=width
         )

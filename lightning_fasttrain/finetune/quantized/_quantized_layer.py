@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 
-from lightning_fasttrain.core.checks import one_of, require
+from lightning_fasttrain.core.checks import check_arguments, one_of, require
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.layer_kinds import CONV1D, find_imported_class, is_a
 from lightning_fasttrain.core.modules.parameters import quantized_tensors
@@ -21,6 +21,7 @@ NESTED_BLOCK = 256  # constants that share one, with double quantisation
 _CODE, _NESTED_CODE = 16, 256  # entries of the tables, in float32
 
 
+@check_arguments
 def quantized_bytes(out_features: int, in_features: int, kind: str = "nf4", *, double_quant: bool = True) -> int:
     """Compute the bytes of the quantised weight of one linear layer, including its constants and tables.
 
@@ -246,6 +247,7 @@ def quantization_of(layer: Any) -> dict[str, Tensor]:
     return {"weight": layer.weight, **beside}
 
 
+@check_arguments
 def dequantized_weight(layer: Any) -> Tensor:
     """Dequantise the weight of a quantised layer to [out_features, in_features].
 

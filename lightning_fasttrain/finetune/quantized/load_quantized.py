@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_fasttrain.core.checks import require
+from lightning_fasttrain.core.checks import check_arguments, require
 from lightning_fasttrain.core.messages import explain, list_some, say
 from lightning_fasttrain.core.modules.select import Blocks
 from lightning_fasttrain.finetune.quantized._quantizable import sort_out
@@ -24,6 +24,7 @@ from lightning_fasttrain.finetune.quantized.quantized_state import keep_quantize
 _LONG = 2**30  # bytes; longer loads show a progress bar
 
 
+@check_arguments
 def load_quantized(
     make_model: Callable[[], nn.Module],
     files: Where | Sequence[Where],

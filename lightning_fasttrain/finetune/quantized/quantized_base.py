@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from lightning_fasttrain.core.checks import one_of
+from lightning_fasttrain.core.checks import check_arguments, one_of
 from lightning_fasttrain.core.host.lightning import trainer_of
 from lightning_fasttrain.core.messages import explain, list_some, note_once, number_of, say, warn
 from lightning_fasttrain.core.modules.select import Blocks, group_by_reason
@@ -69,6 +69,7 @@ class QuantizedReport:
         return "; ".join(parts)
 
 
+@check_arguments
 def quantize_base_(
     model: nn.Module,
     kind: str = "nf4",

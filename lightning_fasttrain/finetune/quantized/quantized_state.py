@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.wrapped_forward import wrapper_on
 from lightning_fasttrain.finetune.quantized._quantized_layer import (
@@ -26,6 +27,7 @@ StateDict = MutableMapping[str, Any]
 _MOST_SETTINGS = 4096  # bytes; the settings are a few names and values
 
 
+@check_arguments
 def keep_quantized_(layer: Any) -> None:
     """Make a quantised layer preserve its state when it is saved, loaded, copied, moved or validated, in place.
 

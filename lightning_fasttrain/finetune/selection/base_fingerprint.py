@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.messages import explain, list_some
 from lightning_fasttrain.core.modules.layer_kinds import TUNER, WRAPPER, is_a, stands_for
 
@@ -25,6 +26,7 @@ _HOLDERS = {
 }
 
 
+@check_arguments
 def base_fingerprint(model: nn.Module) -> Fingerprint:
     """Return a short hash of each weight of the base model: of its shape, and 64 of its values as bfloat16.
 

@@ -6,12 +6,14 @@ from dataclasses import dataclass, field
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.messages import explain, note_once
 from lightning_fasttrain.core.modules.layer_kinds import is_a
 from lightning_fasttrain.core.modules.select import Named, is_part_of, select
 from lightning_fasttrain.core.modules.wrapped_forward import Replacement, Undo
 
 
+@check_arguments
 def freeze_(module: nn.Module) -> Undo:
     """Freeze all parameters and running statistics of ``module``, in place.
 
@@ -110,6 +112,7 @@ def keep_in_eval_(norm: nn.Module) -> StaysInEval | None:
     return stays
 
 
+@check_arguments
 def unfreeze_(module: nn.Module) -> list[str]:
     """Unfreeze all parameters of ``module``, in place; the inverse of :func:`freeze_`.
 
@@ -150,6 +153,7 @@ def can_train(parameter: nn.Parameter) -> bool:
     return (parameter.is_floating_point() or parameter.is_complex()) and not packed
 
 
+@check_arguments
 def freeze_except_(model: nn.Module, *keep: Named) -> list[str]:
     """Freeze everything in ``model`` except what ``keep`` names, in place. Nothing is unfrozen.
 

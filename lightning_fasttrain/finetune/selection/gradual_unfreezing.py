@@ -2,13 +2,13 @@
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import lightning as L
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import nn
 
-from lightning_fasttrain.core.checks import one_of, positive_int
+from lightning_fasttrain.core.checks import PositiveInt, check_arguments, positive_int
 from lightning_fasttrain.core.host.lightning import replicates, wrap_again
 from lightning_fasttrain.core.messages import explain, note_once, say, warn
 from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
@@ -32,6 +32,7 @@ from lightning_fasttrain.technique.predicted_step import PredictedStep
 Groups = Sequence[Named | Sequence[Named]]
 
 
+@check_arguments
 class Unfreezing:
     """Groups of a model's parameters, from the top down, of which the first k train.
 
@@ -254,9 +255,13 @@ class GradualUnfreezing(Technique):
     _unfreezing: Unfreezing | None = None
 
     def __init__(
-        self, every: int | str = "epoch", *, groups: Groups | None = None, blocks: Blocks | None = None
+        self,
+        every: PositiveInt | Literal["epoch"] = "epoch",
+        *,
+        groups: Groups | None = None,
+        blocks: Blocks | None = None,
     ) -> None:
-        self.every = one_of("every", every, ("epoch",)) if isinstance(every, str) else positive_int("every", every)
+        self.every = every
         check_groups(groups, blocks)
         self.groups = groups
         self.blocks = blocks

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_fasttrain.core.checks import positive_int
+from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.core.host.late_parameters import notices_late_parameters
 from lightning_fasttrain.core.messages import explain, say, warn
 from lightning_fasttrain.core.modules.heads import find_heads
@@ -14,8 +14,9 @@ from lightning_fasttrain.core.modules.select import has_parameters
 from lightning_fasttrain.core.modules.wrapped_forward import told_heads
 
 
+@check_arguments
 @notices_late_parameters
-def swap_head_(model: nn.Module, new_head: int | nn.Module, head: str | None = None) -> str:
+def swap_head_(model: nn.Module, new_head: PositiveInt | nn.Module, head: str | None = None) -> str:
     """Replace the head of ``model``, in place. Call it before adapters are added and the optimizer is created.
 
     A number creates an ``nn.Linear`` with this number of outputs: inputs, presence of a bias, dtype and device are
@@ -47,8 +48,6 @@ def swap_head_(model: nn.Module, new_head: int | nn.Module, head: str | None = N
         Yosinski et al. 2014, "How transferable are features in deep neural networks?", https://arxiv.org/abs/1411.1792.
         The scale of the weights is that of Hugging Face's models (``initializer_range``).
     """
-    if not isinstance(new_head, nn.Module):
-        positive_int("new_head", new_head)
     name, told = _find(model, head)
     old = model.get_submodule(name)
     if base_of(old) is not old:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from lightning_fasttrain.core.checks import require
+from lightning_fasttrain.core.checks import check_arguments, require
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.heads import find_heads
 from lightning_fasttrain.core.modules.layer_kinds import HUGGING_FACE_MODEL, is_a, is_linear, layers_of, stands_for
@@ -22,6 +22,7 @@ Targets = Target | Iterable[Target]
 ALL_LINEAR = "all-linear"
 
 
+@check_arguments
 def find_targets(model: nn.Module, targets: Targets = ALL_LINEAR) -> dict[str, nn.Module]:
     """Find the layers that ``targets`` selects.
 

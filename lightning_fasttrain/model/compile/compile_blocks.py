@@ -10,7 +10,7 @@ import lightning as L  # imported before torch.compile is used, since Lightning 
 import torch
 from torch import nn
 
-from lightning_fasttrain.core.checks import one_of
+from lightning_fasttrain.core.checks import check_arguments, one_of
 from lightning_fasttrain.core.files.atomic_write import refuse_unwritable
 from lightning_fasttrain.core.messages import explain, note_once, say, warn
 from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
@@ -49,6 +49,7 @@ _OVERWRITES = "CUDA graphs replay into the same memory, which overwrites gradien
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
+@check_arguments
 def compile_blocks_(
     model: nn.Module,
     mode: str = "default",

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.files.atomic_write import write_atomic
 from lightning_fasttrain.core.messages import explain, number_of, warn
 
@@ -25,6 +26,7 @@ _ARTIFACTS, _MACHINE, _VERDICTS = "artifacts", "machine", "verdicts.json"
 _LIBRARY = re.compile(r"[a-z0-9]{2}/[a-z0-9]+(\.main)?\.so")
 
 
+@check_arguments
 def save_compile_cache(path: str | os.PathLike[str], verdicts: Mapping[str, Any] | None = None) -> int:
     """Save this process's compiled code to one file, completely or not at all; return its bytes (0: nothing to save).
 
@@ -50,6 +52,7 @@ def save_compile_cache(path: str | os.PathLike[str], verdicts: Mapping[str, Any]
     return len(packed.getvalue())
 
 
+@check_arguments
 def load_compile_cache(path: str | os.PathLike[str]) -> bool:
     """Load a file of :func:`save_compile_cache`, so that this process compiles less.
 

@@ -1,17 +1,18 @@
 """Choose the blocks to recompute so that a step's peak stays within a limit, at the least extra time."""
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from torch import nn
 
-from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.checks import PositiveFloat, check_arguments
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.model.activation_checkpointing import CheckpointPolicy
 from lightning_fasttrain.model.memory_budget.block_profiler import StepWatch
 from lightning_fasttrain.model.memory_budget.checkpoint_plan import CheckpointPlan
 
 
+@check_arguments
 class MemoryBudget(CheckpointPolicy):
     """Recompute just enough that a training step's peak stays within a limit, at the least extra time.
 
@@ -49,12 +50,7 @@ class MemoryBudget(CheckpointPolicy):
 
     measures: ClassVar[bool] = True
 
-    def __init__(self, budget_gib: float | str = "fit") -> None:
-        number = isinstance(budget_gib, int | float) and not isinstance(budget_gib, bool) and budget_gib > 0
-        if budget_gib != "fit" and not number:
-            why = "expected the maximum memory of a step in GiB"
-            way_out = 'Use a number above 0, or "fit" for the free memory of the device'
-            raise ValueError(explain(f"budget_gib={budget_gib!r}", why, way_out))
+    def __init__(self, budget_gib: PositiveFloat | Literal["fit"] = "fit") -> None:
         self.budget_gib = budget_gib
         self.plan: CheckpointPlan | None = None
         self._watch: StepWatch | None = None

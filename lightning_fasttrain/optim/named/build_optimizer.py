@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fasttrain.core.checks import one_of, real_number, require
+from lightning_fasttrain.core.checks import check_arguments, one_of, real_number, require
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.optim.closure_optimizer import Groups
 from lightning_fasttrain.optim.galore_groups import block_matrices, galore_groups
@@ -127,6 +127,7 @@ def refuse_settings(name: str, kind: type[Optimizer], settings: Mapping[str, Any
 _OF_GALORE = ("rank", "update_every", "scale", "subspace", "blocks")
 
 
+@check_arguments
 def build_optimizer(
     model: nn.Module,
     name: str = "adamw",
@@ -237,6 +238,7 @@ def _refuse_arguments(model: object, name: object, lr: float | None, weight_deca
             real_number(setting, value, 1e-3)
 
 
+@check_arguments
 @dataclass(frozen=True)
 class NamedOptimizer:
     """A recipe for :func:`build_optimizer`, for a YAML file, a module's argument, or the mixin's ``optimizer``.

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.optim.closure_optimizer import ClosureOptimizer, groups_over, take_settings
@@ -16,6 +17,7 @@ from lightning_fasttrain.optim.closure_optimizer import ClosureOptimizer, groups
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a value
 
 
+@check_arguments
 class HostOptimizer(ClosureOptimizer):
     """Keeps an optimizer, and a copy of the weights that it updates, in host memory: the device holds no state.
 

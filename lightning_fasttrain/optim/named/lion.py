@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.optim.closure_optimizer import ClosureOptimizer, refuse_out_of_range
 
 
+@check_arguments
 class Lion(ClosureOptimizer):
     r"""Lion, whose update is the sign of an average of gradients.
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_fasttrain.core.checks import one_of
+from lightning_fasttrain.core.checks import check_arguments, one_of
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.optim.closure_optimizer import ClosureOptimizer, groups_over, take_settings
@@ -22,6 +22,7 @@ _LOW, _DRAW = "low_bits", "draw"  # our keys in a parameter's state
 _APART = 15_485_863
 
 
+@check_arguments
 class LowPrecisionUpdates(ClosureOptimizer):
     """Steps another optimizer over bfloat16 parameters as if they were float32, one parameter at a time.
 

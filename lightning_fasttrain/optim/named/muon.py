@@ -8,10 +8,12 @@ from torch import nn
 from torch.optim import AdamW, Muon
 from torch.optim.optimizer import ParamsT
 
+from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.optim.closure_optimizer import ClosureOptimizer
 
 
+@check_arguments
 class MuonAdamW(ClosureOptimizer):
     """PyTorch's Muon over groups that have ``"muon": True``, and its AdamW over the others.
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lightning_fasttrain.core.checks import require
+from lightning_fasttrain.core.checks import check_arguments, require
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.optim.named.host_optimizer import HostOptimizer
@@ -74,6 +74,7 @@ def page_again_after_loading_(optimizer: Optimizer) -> None:
     optimizer.register_step_pre_hook(page_again)
 
 
+@check_arguments
 def hand_over_state_(source: Optimizer, target: Optimizer) -> int:
     """Copy one optimizer's state to another of the same family over the same parameters, in any precision.
 

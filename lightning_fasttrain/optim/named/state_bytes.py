@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
+from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.optim.named.host_optimizer import HostOptimizer
 
@@ -31,6 +32,7 @@ _COMPILED = {
 }
 
 
+@check_arguments
 def optimizer_state_bytes(optimizer: Optimizer) -> int:
     """Return the bytes of state that ``optimizer`` has once each trainable parameter has had a gradient, on all
     devices.

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_fasttrain.core.batch import count_batch
+from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.distributed import sum_over_ranks
 from lightning_fasttrain.core.host.lightning import (
     plain_optimizer,
@@ -26,6 +27,7 @@ from lightning_fasttrain.technique.duration import Length
 from lightning_fasttrain.technique.run_length import is_length_known, steps_of_epochs, total_steps
 
 
+@check_arguments
 def build_schedule(
     optimizer: Optimizer,
     shape: str = "cosine",

@@ -8,6 +8,7 @@ import lightning as L
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.dry_run.verification.short_run import quietly
 from lightning_fasttrain.planner.advice.training_setup import TrainingSetup, find_setup
 from lightning_fasttrain.predict.fake_model import Factory, fake_model
@@ -18,6 +19,7 @@ from lightning_fasttrain.technique.predicted_step import PredictedStep
 from lightning_fasttrain.technique.technique import find_surgeons
 
 
+@check_arguments
 def explain(
     module: nn.Module | Factory | L.Trainer,
     batch: Any = None,

@@ -12,6 +12,7 @@ from rich.table import Table
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.messages import Report, format_bytes, titled_table
 from lightning_fasttrain.core.modules.parameters import count_parameters
 from lightning_fasttrain.core.modules.wrapped_forward import first_line
@@ -87,6 +88,7 @@ class UnusedReport(Report):
 _REFUSED = (TypeError, ValueError, ModuleNotFoundError)
 
 
+@check_arguments
 def why_not(
     module: nn.Module | Factory | L.Trainer,
     batch: Any = None,

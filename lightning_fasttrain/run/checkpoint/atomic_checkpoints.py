@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
-from lightning_fasttrain.core.checks import one_of
+from lightning_fasttrain.core.checks import check_arguments, one_of
 from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.files.atomic_write import free_disk_bytes, write_atomic
 from lightning_fasttrain.core.files.guarded_loading import guard_loading
@@ -26,6 +26,7 @@ from lightning_fasttrain.run.checkpoint.checkpoint_disk_space import check_folde
 from lightning_fasttrain.technique import Technique
 
 
+@check_arguments
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes a checkpoint to a temporary file, syncs it and renames it; loads tensors and plain values only.
 

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
+from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.host.lightning import passes_of, set_passes_of, without_fabric
 from lightning_fasttrain.core.host.loader_wrapper import WrappedLoader
 from lightning_fasttrain.core.messages import explain, note_once, say, warn
@@ -26,6 +27,7 @@ from lightning_fasttrain.run.checkpoint.seeded_samples import refuse_unseedable,
 _REMEMBERED = 6  # positions: more than anything between the loader and the training step prefetches
 
 
+@check_arguments
 def resumable(loader: Iterable[Any], seed_samples: bool = False) -> Any:
     """Wrap a loader so that it has ``state_dict`` and ``load_state_dict``, and resumes at its position.
 

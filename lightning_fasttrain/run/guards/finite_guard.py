@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.distributed import is_sharded
 from lightning_fasttrain.core.messages import explain, list_some
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
@@ -27,6 +28,7 @@ from lightning_fasttrain.run.guards.step_guard import (
 )
 
 
+@check_arguments
 class FiniteSteps(JudgedSteps):
     """Skips steps whose gradients or losses are not finite, on all ranks; counts them, and stops after several.
 
@@ -136,6 +138,7 @@ class FiniteSteps(JudgedSteps):
             buffer.copy_(kept)
 
 
+@check_arguments
 def refuse_unfinite(model: nn.Module, where: str = "a checkpoint", alone: bool = False) -> None:
     """Refuse to save weights or buffers that are not finite; call it before a save. Waits for the device.
 

@@ -11,7 +11,7 @@ import lightning as L
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.trainer.states import TrainerStatus
 
-from lightning_fasttrain.core.checks import positive_int
+from lightning_fasttrain.core.checks import PositiveInt
 from lightning_fasttrain.core.files.safe_load import is_remote
 from lightning_fasttrain.core.host.lightning import (
     DataFetcher,
@@ -23,7 +23,7 @@ from lightning_fasttrain.core.host.lightning import (
 from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.run.checkpoint.checkpoint_disk_space import checkpoint_bytes, why_unfit
-from lightning_fasttrain.run.guards.preemption_flag import PreemptionFlag, check_exit_code, check_signals, name_of
+from lightning_fasttrain.run.guards.preemption_flag import ExitCode, PreemptionFlag, check_signals, name_of
 from lightning_fasttrain.technique import Technique
 
 
@@ -69,13 +69,13 @@ class Preemption(Technique):
         self,
         folder: str | os.PathLike[str] | None = None,
         signals: Iterable[int] = (int(signal.SIGTERM),),
-        exit_code: int = 143,
-        every: int = 1,
+        exit_code: ExitCode = 143,
+        every: PositiveInt = 1,
     ) -> None:
         self.folder = folder
         self.signals = check_signals(signals)
-        self.exit_code = check_exit_code(exit_code)
-        self.every = positive_int("every", every)
+        self.exit_code = exit_code
+        self.every = every
         self._flag: PreemptionFlag | None = None
         self._going = False
         self._steps = 0

@@ -9,17 +9,21 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from types import FrameType
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 
-from lightning_fasttrain.core.checks import positive_int
+from lightning_fasttrain.core.checks import PositiveInt, check_arguments
+from lightning_fasttrain.core.checks.annotations import Bounds
 from lightning_fasttrain.core.distributed import rank_count
 from lightning_fasttrain.core.host.lightning import child_watchers
 from lightning_fasttrain.core.messages import explain, warn
 
+ExitCode = Annotated[int, Bounds(0, 255)]
 
+
+@check_arguments
 class PreemptionFlag:
     """Whether any rank was preempted, the same on all ranks; for Fabric and bare loops, as a context manager.
 
@@ -59,10 +63,12 @@ class PreemptionFlag:
         20806), and broadcasts from rank 0 and waits for the device at each batch (issue 21487).
     """
 
-    def __init__(self, signals: Iterable[int] = (int(signal.SIGTERM),), every: int = 1, exit_code: int = 143) -> None:
+    def __init__(
+        self, signals: Iterable[int] = (int(signal.SIGTERM),), every: PositiveInt = 1, exit_code: ExitCode = 143
+    ) -> None:
         self.signals = check_signals(signals)
-        self.every = positive_int("every", every)
-        self.exit_code = check_exit_code(exit_code)
+        self.every = every
+        self.exit_code = exit_code
         # An attribute, not an Event, since a handler must not acquire a lock.
         self.raised = False
         self._previous: dict[int, Any] = {}
@@ -149,10 +155,6 @@ class PreemptionFlag:
 
 
 def check_signals(signals: Iterable[int]) -> tuple[int, ...]:
-    if isinstance(signals, int):
-        raise TypeError(
-            explain(f"signals={signals!r}", "expected a sequence of signals", f"Use signals=({signals!r},)")
-        )
     numbers = tuple(signals)
     if not numbers:
         raise ValueError(explain("signals=()", "no signal could request preemption", "Use signals=(signal.SIGTERM,)"))
@@ -174,12 +176,6 @@ def _timeout_of_the_ranks() -> timedelta | None:
     with suppress(AttributeError, RuntimeError):  # not all backends have one
         return group._get_backend(group._device_types[0]).options._timeout
     return None
-
-
-def check_exit_code(value: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= 255:
-        raise ValueError(explain(f"exit_code={value!r}", "a process exits with 0 to 255", "Use exit_code=143"))
-    return value
 
 
 def _let_children_exit(exit_code: int, patience_s: float = 60.0) -> None:

@@ -12,7 +12,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_fasttrain.core.checks import one_of, positive_int, real_number
+from lightning_fasttrain.core.checks import (
+    PositiveFloat,
+    PositiveInt,
+    check_arguments,
+    one_of,
+)
 from lightning_fasttrain.core.distributed import rank_count
 from lightning_fasttrain.core.host.lightning import replicates
 from lightning_fasttrain.core.messages import explain, number_of, warn
@@ -50,7 +55,7 @@ class RunningLimit:
         1.48
     """
 
-    def __init__(self, far: float, window: int, after: int) -> None:
+    def __init__(self, far: PositiveFloat, window: PositiveInt, after: PositiveInt) -> None:
         self.far, self.after = far, after
         self.values: deque[float] = deque(maxlen=window)
 
@@ -67,6 +72,7 @@ class RunningLimit:
         return middle + self.far * max(high - low, 0.01 * abs(middle))
 
 
+@check_arguments
 class SteadySteps(JudgedSteps):
     """Skips steps whose loss or gradient norm is far above its running quantiles, on all ranks.
 
@@ -117,12 +123,11 @@ class SteadySteps(JudgedSteps):
     persists: ClassVar[str] = "this is not a spike but the current level"
     way_out: ClassVar[str] = "Lower the learning rate, check the data, or increase far"
 
-    def __init__(self, far: float = 6.0, window: int = 100, after: int = 20, stop_after: int = 10) -> None:
+    def __init__(
+        self, far: PositiveFloat = 6.0, window: PositiveInt = 100, after: PositiveInt = 20, stop_after: PositiveInt = 10
+    ) -> None:
         super().__init__(stop_after)
-        real_number("far", far, 6)
-        if not far > 0:
-            raise ValueError(explain(f"far={far}", "a limit below the median skips good steps", "Use far=6"))
-        self.far, self.window, self.after = far, positive_int("window", window), positive_int("after", after)
+        self.far, self.window, self.after = far, window, after
         if after > window:
             why = f"only {window} steps are kept"
             raise ValueError(explain(f"after={after} with window={window}", why, "Use a larger window"))
@@ -234,15 +239,15 @@ class SpikeGuard(StepGuard):
     def __init__(
         self,
         then: Literal["skip", "rewind"] = "skip",
-        far: float = 6.0,
-        window: int = 100,
-        after: int = 20,
-        stop_after: int = 10,
-        most_rewinds: int = 3,
+        far: PositiveFloat = 6.0,
+        window: PositiveInt = 100,
+        after: PositiveInt = 20,
+        stop_after: PositiveInt = 10,
+        most_rewinds: PositiveInt = 3,
     ) -> None:
         super().__init__(SteadySteps(far, window, after, stop_after))
         self.then = one_of("then", then, ("skip", "rewind"))
-        self.most_rewinds = positive_int("most_rewinds", most_rewinds)
+        self.most_rewinds = most_rewinds
         self.rewinds = 0
         self._last = LastCheckpoint()
 

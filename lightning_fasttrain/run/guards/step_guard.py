@@ -21,7 +21,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
-from lightning_fasttrain.core.checks import positive_int
+from lightning_fasttrain.core.checks import PositiveInt
 from lightning_fasttrain.core.distributed import rank_count
 from lightning_fasttrain.core.host.lightning import plain_optimizer
 from lightning_fasttrain.core.messages import explain, number_of, warn
@@ -229,8 +229,8 @@ class JudgedSteps:
     persists: ClassVar[str]  # why several bad steps in a row are an error
     way_out: ClassVar[str]
 
-    def __init__(self, stop_after: int) -> None:
-        self.stop_after = positive_int("stop_after", stop_after)
+    def __init__(self, stop_after: PositiveInt) -> None:
+        self.stop_after = stop_after
         self.skipped = self.in_a_row = 0
         self.skipped_now = False
         self.where: Callable[[], str] = lambda: ""

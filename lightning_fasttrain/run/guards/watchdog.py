@@ -15,15 +15,15 @@ from dataclasses import replace
 from pathlib import Path
 from subprocess import Popen
 
-from lightning_fasttrain.core.checks import real_number
+from lightning_fasttrain.core.checks import PositiveFloat, check_arguments
 from lightning_fasttrain.core.distributed import rank_count, rank_here
 from lightning_fasttrain.core.files.atomic_write import refuse_unwritable
-from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.run.guards.rank_heartbeats import Position, RankBoard, describe, find_silent_ranks
 
 _RUNS = itertools.count()  # runs of this process; a rank in an earlier one is behind
 
 
+@check_arguments
 class ProgressWatch:
     """Ends this process if the loop shows no sign of life for too long; for Fabric and bare loops, a context manager.
 
@@ -62,8 +62,8 @@ class ProgressWatch:
 
     def __init__(
         self,
-        timeout_s: float = 600.0,
-        first_timeout_s: float | None = None,
+        timeout_s: PositiveFloat = 600.0,
+        first_timeout_s: PositiveFloat | None = None,
         folder: str | os.PathLike[str] | None = None,
         children: Sequence[Popen[bytes]] = (),
         parent: int | None = None,
@@ -275,9 +275,4 @@ def write_to_stderr(text: str) -> None:
 
 def check_times(timeout_s: float, first_timeout_s: float | None) -> tuple[float, float]:
     # The first step may include compilation.
-    first = 3 * timeout_s if first_timeout_s is None else first_timeout_s
-    for name, value in (("timeout_s", timeout_s), ("first_timeout_s", first)):
-        real_number(name, value, 600)
-        if not value > 0:
-            raise ValueError(explain(f"{name}={value}", "expected a positive time", f"Use, for example, {name}=600"))
-    return timeout_s, first
+    return timeout_s, 3 * timeout_s if first_timeout_s is None else first_timeout_s

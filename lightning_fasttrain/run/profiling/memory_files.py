@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from lightning_fasttrain.core.checks import one_of, require
+from lightning_fasttrain.core.checks import check_arguments, one_of, require
 from lightning_fasttrain.core.files.atomic_write import write_atomic
 from lightning_fasttrain.core.messages import UNITS, format_bytes
 from lightning_fasttrain.run.profiling.memory_record import CATEGORIES, MemoryRecord
@@ -76,6 +76,7 @@ KINDS = ("html", "json", "png", "txt")
 INK, FAINT = "#22252b", "#70757f"
 
 
+@check_arguments
 def save_memory_record(
     record: MemoryRecord,
     folder: str | os.PathLike[str],
@@ -122,6 +123,7 @@ def check_kinds(kinds: Sequence[str]) -> None:
         require("matplotlib", extra="plots")
 
 
+@check_arguments
 def draw_memory(record: MemoryRecord) -> "Figure":
     """Draw the stacked timeline as a matplotlib figure, which is not registered with pyplot.
 

@@ -7,7 +7,7 @@ import lightning as L
 import torch
 from lightning.pytorch.profilers import PyTorchProfiler
 
-from lightning_fasttrain.core.checks import positive_int
+from lightning_fasttrain.core.checks import NonNegativeInt
 from lightning_fasttrain.core.host.lightning import accumulation_continues, is_time_to_log, log_to_all
 from lightning_fasttrain.core.messages import explain, note_once, say, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
@@ -114,9 +114,9 @@ class MemoryMeter(MemoryWindow):
     when: ClassVar[str] = "you want to know what fits"
     in_a_loop: ClassVar[str] = "run.PeakMemory(device, model, optimizer)"
 
-    def __init__(self, every_n_steps: int = 0, warmup: int = 2) -> None:
-        self.every_n_steps = positive_int("every_n_steps", every_n_steps) if every_n_steps != 0 else 0
-        self.warmup = self.first_step = positive_int("warmup", warmup) if warmup != 0 else 0
+    def __init__(self, every_n_steps: NonNegativeInt = 0, warmup: NonNegativeInt = 2) -> None:
+        self.every_n_steps = every_n_steps
+        self.warmup = self.first_step = warmup
         self.peak_bytes: int | None = None
         self._open: PeakMemory | None = None
 

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.profiler import profile
 
+from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.host.lightning import FabricModule
 from lightning_fasttrain.core.messages import explain, format_bytes, warn
 from lightning_fasttrain.core.modules.parameters import quantized_tensors
@@ -26,6 +27,7 @@ from lightning_fasttrain.run.profiling.memory_files import check_kinds, save_mem
 from lightning_fasttrain.run.profiling.memory_record import Allocation, MemoryRecord
 
 
+@check_arguments
 class MemoryRecording:
     """Records what memory is used for in the steps of a ``with`` block: how much, when, by which module and operator.
 

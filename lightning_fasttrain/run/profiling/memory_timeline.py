@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import lightning as L
 
-from lightning_fasttrain.core.checks import positive_int
+from lightning_fasttrain.core.checks import NonNegativeInt, PositiveInt
 from lightning_fasttrain.core.files.atomic_write import refuse_unwritable
 from lightning_fasttrain.core.messages import format_bytes, say
 from lightning_fasttrain.run.profiling.memory_files import check_kinds
@@ -59,14 +59,14 @@ class MemoryTimeline(MemoryWindow):
     def __init__(
         self,
         folder: str | os.PathLike[str],
-        first_step: int = 3,
-        steps: int = 2,
+        first_step: NonNegativeInt = 3,
+        steps: PositiveInt = 2,
         kinds: Sequence[str] = ("html", "json"),
     ) -> None:
         check_kinds(kinds)
         self.folder, self.kinds = Path(folder), tuple(kinds)
-        self.first_step = positive_int("first_step", first_step) if first_step != 0 else 0
-        self.steps = positive_int("steps", steps)
+        self.first_step = first_step
+        self.steps = steps
         self.record: MemoryRecord | None = None
         self._open: MemoryRecording | None = None
 

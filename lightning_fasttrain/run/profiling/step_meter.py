@@ -13,7 +13,7 @@ from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from torch import nn
 
 from lightning_fasttrain.core.batch import count_batch
-from lightning_fasttrain.core.checks import positive_int
+from lightning_fasttrain.core.checks import NonNegativeInt, PositiveFloat, check_arguments, positive_int
 from lightning_fasttrain.core.device import dtype_of, peak_flops
 from lightning_fasttrain.core.distributed import is_sharded
 from lightning_fasttrain.core.host.lightning import is_time_to_log, log_to_all
@@ -27,6 +27,7 @@ from lightning_fasttrain.technique import Technique
 UNTIL_BACKWARD = ("data_wait", "transfer", "forward")
 
 
+@check_arguments
 def compare_ranks(
     summary: Mapping[str, float],
     device: torch.device | str,
@@ -137,8 +138,10 @@ class StepMeter(Technique):
     in_a_loop: ClassVar[str] = "run.StepTimer(device)"
     predicted: ClassVar[bool] = True
 
-    def __init__(self, warmup: int = 5, flops: float | None = None, compare_ranks_every: int = 0) -> None:
-        self.warmup = positive_int("warmup", warmup) if warmup != 0 else 0
+    def __init__(
+        self, warmup: NonNegativeInt = 5, flops: PositiveFloat | None = None, compare_ranks_every: NonNegativeInt = 0
+    ) -> None:
+        self.warmup = warmup
         self.compare_ranks_every = compare_ranks_every
         if compare_ranks_every != 0:
             positive_int("compare_ranks_every", compare_ranks_every)
@@ -147,7 +150,7 @@ class StepMeter(Technique):
                 explain(f"{flops=}", "expected a positive number", "Use ft.predict.count_flops(module, batch)")
             )
         self.flops = flops
-        self._peak_flops: float | None = None
+        self._peak_flops: PositiveFloat | None = None
         self._profiler: _StepProfiler | None = None
         self._result: dict[str, float] = {}
 

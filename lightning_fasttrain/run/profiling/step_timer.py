@@ -8,7 +8,7 @@ from time import perf_counter
 
 import torch
 
-from lightning_fasttrain.core.checks import one_of, positive_int
+from lightning_fasttrain.core.checks import NonNegativeInt, check_arguments, one_of
 
 PHASES = ("data_wait", "transfer", "forward", "backward", "optimizer", "pause")
 # The latest steps only, since a long run must not keep the times of every step.
@@ -18,6 +18,7 @@ _Mark = tuple[str, torch.cuda.Event]  # where an interval of a phase ends on the
 _Step = tuple[dict[str, float], list[_Mark], int, int]  # seconds on the host, marks (CUDA only), samples, tokens
 
 
+@check_arguments
 class StepTimer:
     """Milliseconds per step, split into phases, and samples and tokens per second; for Fabric and bare loops.
 
@@ -46,10 +47,10 @@ class StepTimer:
         Ours. The separation of a plain timer and a callback that holds it follows Lightning's ``Throughput``.
     """
 
-    def __init__(self, device: torch.device | str, warmup: int = 5) -> None:
+    def __init__(self, device: torch.device | str, warmup: NonNegativeInt = 5) -> None:
         self._device = torch.device(device)
         self._on_cuda = self._device.type == "cuda"
-        self._to_skip = positive_int("warmup", warmup) if warmup != 0 else 0
+        self._to_skip = warmup
         self._phases = {name: TimedPhase(self, name) for name in PHASES}
         self._outer: list[str] = []
         self._steps: deque[_Step] = deque(maxlen=_KEPT_STEPS)

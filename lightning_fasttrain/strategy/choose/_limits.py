@@ -9,15 +9,8 @@ from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.strategy.choose.model_states import ModelStates
 
 
-def check_limits(headroom: float, **memory_gib: float | None) -> None:
-    """Refuse a memory limit that nothing can fit into.
-
-    Raises:
-        ValueError: a memory limit is not positive, or ``headroom`` is outside [0, 1).
-    """
-    for name, value in memory_gib.items():
-        if value is not None and not value > 0:
-            raise ValueError(explain(f"{name}={value}", "nothing fits into that", "Give a value above 0, in GiB"))
+def check_headroom(headroom: float) -> None:
+    """Refuse a headroom outside [0, 1)."""
     if not 0 <= headroom < 1:
         why = "it is the fraction of the memory that stays free"
         raise ValueError(explain(f"headroom={headroom}", why, "Use a number from 0 to below 1, such as 0.1"))

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import ParamsT
 
-from lightning_fasttrain.core.checks import one_of, positive_int
+from lightning_fasttrain.core.checks import check_arguments, one_of
 from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized, quantization_of
 from lightning_fasttrain.optim.named.state_bytes import Group, groups_of, state_bytes
 from lightning_fasttrain.predict.fake_model import fake_module
@@ -22,6 +22,7 @@ from lightning_fasttrain.strategy.choose._optimizer_state import MakeOptimizer, 
 MASTER = 4  # bytes per element of the float32 master weights that the optimizer updates
 
 
+@check_arguments
 @dataclass(frozen=True)
 class ZeROSizes:
     """Sizes of DeepSpeed's buckets and buffers, in elements.
@@ -73,7 +74,6 @@ def held_by(
         TypeError: ``module`` is not a model, or there is no optimizer.
         ValueError: the world size is below one, the precision is unknown, or no parameter trains.
     """
-    positive_int("world_size", world_size)
     one_of("precision", precision, tuple(PRECISIONS))
     # An existing optimizer holds the real parameters; one that is still to be made gets fake parameters.
     if isinstance(module, nn.Module) and isinstance(optimizer, Optimizer):

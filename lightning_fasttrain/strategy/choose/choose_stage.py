@@ -9,8 +9,9 @@ from rich.table import Table
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.strategy.choose._limits import Fit, Limits, check_limits, find_nearest, gib, name_leaner_ways
+from lightning_fasttrain.strategy.choose._limits import Fit, Limits, check_headroom, find_nearest, gib, name_leaner_ways
 from lightning_fasttrain.strategy.choose._model_sizes import ZeROSizes, held_by
 from lightning_fasttrain.strategy.choose._optimizer_state import MakeOptimizer
 from lightning_fasttrain.strategy.choose.model_states import STAGES, ModelStates, states_of, usual_sizes
@@ -63,11 +64,12 @@ class StageChoice:
         return table
 
 
+@check_arguments
 def choose_stage(
     module: nn.Module | Callable[[], nn.Module],
     optimizer: Optimizer | MakeOptimizer | None = None,
     *,
-    world_size: int,
+    world_size: PositiveInt,
     free_bytes: int,
     host_bytes: int | None = None,
     nvme_path: str | os.PathLike | None = None,
@@ -135,7 +137,7 @@ def _check(
             raise ValueError(explain(f"{name}={value}", f"it must be at least {least}", f"Give {name} in bytes"))
     if host_bytes is not None and host_bytes < 0:
         raise ValueError(explain(f"host_bytes={host_bytes}", "it cannot be negative", "Give bytes for each rank"))
-    check_limits(headroom)
+    check_headroom(headroom)
     if nvme_path is not None and not Path(nvme_path).is_dir():
         raise ValueError(explain(f"nvme_path={str(nvme_path)!r}", "there is no such folder", "Create it first"))
 
@@ -147,7 +149,7 @@ def _explain_choice(states: ModelStates, before: Fit | None, limits: Limits) -> 
     return f"Stage {states.stage} is the first that fits: {takes}; stage {before.states.stage} would be {before.over}."
 
 
-def _nothing_fits(fits: list[Fit], limits: Limits, world_size: int, precision: str) -> str:
+def _nothing_fits(fits: list[Fit], limits: Limits, world_size: PositiveInt, precision: str) -> str:
     nearest = find_nearest(fits)
     states = nearest.states
     if not nearest.short and fits[-1].states.stage != "3+nvme" and limits.host is not None:

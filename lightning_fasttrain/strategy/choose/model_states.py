@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_fasttrain.core.checks import one_of
+from lightning_fasttrain.core.checks import PositiveInt, check_arguments, one_of
 from lightning_fasttrain.strategy.choose._model_sizes import MASTER, Held, ZeROSizes, held_by
 from lightning_fasttrain.strategy.choose._optimizer_state import MakeOptimizer, refuse_unshardable
 
@@ -51,11 +51,12 @@ class ModelStates:
         return self.parameters + self.gradients + self.optimizer + self.buffers
 
 
+@check_arguments
 def predict_model_states(
     module: nn.Module | Callable[[], nn.Module],
     optimizer: Optimizer | MakeOptimizer | None = None,
     *,
-    world_size: int,
+    world_size: PositiveInt,
     precision: str = "32-true",
     stages: Sequence[str] = STAGES,
     sizes: ZeROSizes | None = None,

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.host.lightning import BackwardSyncControl, Stateful
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.blocks import Blocks
@@ -31,6 +32,7 @@ from lightning_fasttrain.strategy.fsdp2.shard_blocks import (
 from lightning_fasttrain.strategy.fsdp2.sharding import STEPS, FSDP2Host, Sharding
 
 
+@check_arguments
 class FabricFSDP2Strategy(FSDP2Host, ModelParallelStrategy):
     """Shard the model, its gradients and its optimizer over all processes; the Fabric loop needs no changes.
 

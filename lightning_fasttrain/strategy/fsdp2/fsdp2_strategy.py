@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.optim import Optimizer
 
+from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.host.lightning import accumulation_continues, move_optimizers, note_device
 from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.modules.blocks import Blocks
@@ -44,6 +45,7 @@ _CONFLICTS = [
 ]
 
 
+@check_arguments
 class FSDP2Strategy(FSDP2Host, ModelParallelStrategy):
     """Shard the model, its gradients and its optimizer over all processes; the LightningModule needs no changes.
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_fasttrain.core.checks import one_of
+from lightning_fasttrain.core.checks import check_arguments, one_of
 from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.messages import explain, list_some, note_once
 from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
@@ -41,6 +41,7 @@ _UNFIT = {
 _not_reducing: WeakSet[nn.Module] = WeakSet()
 
 
+@check_arguments
 def precision_policy(precision: str = "32-true", reduce_dtype: str | None = None) -> MixedPrecisionPolicy:
     """Return FSDP2's mixed-precision policy for a precision of Lightning's.
 
@@ -80,6 +81,7 @@ def precision_policy(precision: str = "32-true", reduce_dtype: str | None = None
     return MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=reduce, cast_forward_inputs=False)
 
 
+@check_arguments
 def shard_blocks_(
     model: nn.Module,
     mesh: DeviceMesh,
@@ -248,6 +250,7 @@ def _refuse_unshardable(model: nn.Module) -> None:
         raise ValueError(explain("parameters of several dtypes train", why, way_out))
 
 
+@check_arguments
 def check_sharded(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer] = ()) -> None:
     """Refuse a model with trained parameters that are not sharded, or an optimizer that would train nothing.
 

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.distributed import agree_on_all_ranks
 from lightning_fasttrain.core.files.atomic_write import write_atomic
 from lightning_fasttrain.core.files.checkpoint_folder import checkpoint_folder, verify_checkpoint
@@ -36,6 +37,7 @@ _MODEL = "model."
 NamesToLoad = Callable[[Mapping[str, Any], set[str], bool], set[str]]
 
 
+@check_arguments
 def save_sharded(
     target: str | os.PathLike[str],
     model: Mapping[str, Any],
@@ -93,6 +95,7 @@ def save_sharded(
             write_atomic(folder / REST, lambda file: torch.save(plain, file))
 
 
+@check_arguments
 def load_sharded_(
     folder: str | os.PathLike[str],
     model: nn.Module,
@@ -217,6 +220,7 @@ def _part(full: Tensor, like: object) -> Any:
     return distribute_tensor(on_mesh, like.device_mesh, like.placements, src_data_rank=None).to(like.device)
 
 
+@check_arguments
 def full_state_dict(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
     """Return the unsharded ``state_dict`` of a sharded checkpoint, in a single process and in host memory.
 
@@ -240,6 +244,7 @@ def full_state_dict(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
     return _read_whole(folder, _MODEL)
 
 
+@check_arguments
 def full_checkpoint(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Return a sharded checkpoint of the Trainer as one dict: ``torch.save`` it, and resume on one device.
 

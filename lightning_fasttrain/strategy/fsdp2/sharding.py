@@ -109,6 +109,18 @@ class FSDP2Host:
     """Base of the Trainer's and Fabric's FSDP2 strategies, which inherit it before Lightning's own class."""
 
     strategy_name: ClassVar[str] = "fasttrain_fsdp2"
+    # Of the arguments of Lightning's FSDPStrategy and ModelParallelStrategy.
+    names_elsewhere: ClassVar[Mapping[str, str]] = {
+        "sharding_strategy": "reshard_after_forward=True for FULL_SHARD, False for SHARD_GRAD_OP",
+        "cpu_offload": "offload='cpu'",
+        "auto_wrap_policy": "blocks=",
+        "mixed_precision": "Trainer(precision='bf16-mixed') and reduce_dtype=",
+        "activation_checkpointing": "the technique ActivationCheckpointing() beside the strategy",
+        "activation_checkpointing_policy": "the technique ActivationCheckpointing() beside the strategy",
+        "state_dict_type": "full_state_dict(folder) to read the sharded checkpoints that it writes",
+        "device_mesh": "replicas=",
+        "data_parallel_size": "replicas=",
+    }
 
     def _set_options(self, sharding: Sharding, broadcast_buffers: bool, async_checkpoints: bool) -> None:
         self.sharding = sharding

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_fasttrain.core.host.lightning import training_loader
 from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.state.rng import random_state, set_random_state
-from lightning_fasttrain.strategy.choose._limits import check_limits
+from lightning_fasttrain.strategy.choose._limits import check_headroom
 from lightning_fasttrain.strategy.choose._model_sizes import predict_activations
 from lightning_fasttrain.strategy.choose.model_states import STAGES
 from lightning_fasttrain.strategy.fsdp2.sharding import Sharding
@@ -93,7 +93,7 @@ class StageQuestion:
 
     def __post_init__(self) -> None:
         self.stage = check_stage(self.stage, self.config, self.settings)
-        check_limits(self.headroom, memory_gib=self.memory_gib)
+        check_headroom(self.headroom)
         named = self.config is not None or self.stage != "auto"
         if named and self.memory_gib is not None:
             what = f"memory_gib={self.memory_gib} with {'a config' if self.config is not None else f'{self.stage=}'}"

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_fasttrain.core.checks import NonNegativeFloat, PositiveFloat, check_arguments
 from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.host.lightning import BackwardSyncControl
 from lightning_fasttrain.core.messages import explain
@@ -19,6 +20,7 @@ from lightning_fasttrain.strategy.zero.zero_checkpoint import folder_to_load, sa
 from lightning_fasttrain.strategy.zero.zero_host import ZeROHost, fit_buckets, refuse_unfit_optimizer
 
 
+@check_arguments
 class FabricZeROStrategy(ZeROHost, DeepSpeedStrategy):
     """Shard optimizer state, gradients and parameters over processes with DeepSpeed, in a Fabric loop.
 
@@ -51,17 +53,15 @@ class FabricZeROStrategy(ZeROHost, DeepSpeedStrategy):
         self,
         stage: int | str = "auto",
         *,
-        memory_gib: float | None = None,
+        memory_gib: PositiveFloat | None = None,
         headroom: float = 0.1,
         nvme_path: str | None = None,
-        activation_gib: float = 0.0,
+        activation_gib: NonNegativeFloat = 0.0,
         trusted: bool = False,
         universal: bool = False,
         config: str | Path | dict[str, Any] | None = None,
         **settings: object,
     ) -> None:
-        if activation_gib < 0:
-            raise ValueError(explain(f"{activation_gib=}", "it cannot be negative", "Give at least 0, in GiB"))
         super().__init__(
             stage,
             memory_gib=memory_gib,

@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_fasttrain.core.checks import require
+from lightning_fasttrain.core.checks import PositiveFloat, require
 from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.distributed import rank_count, rank_here, smallest_over_ranks
 from lightning_fasttrain.core.messages import explain, wide_enough
@@ -41,7 +41,7 @@ class ZeROHost:
         self,
         stage: int | str = "auto",
         *,
-        memory_gib: float | None = None,
+        memory_gib: PositiveFloat | None = None,
         headroom: float = 0.1,
         nvme_path: str | None = None,
         trusted: bool = False,

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.messages import explain, note_once, warn
 from lightning_fasttrain.core.modules.wrapped_forward import patch
 from lightning_fasttrain.run.checkpoint.atomic_checkpoints import probe_folders
@@ -40,6 +41,7 @@ CONFLICTS_OF_ZERO = (
 )
 
 
+@check_arguments
 class ZeROStrategy(ZeROHost, DeepSpeedStrategy):
     """Shard optimizer state, gradients and parameters over processes with DeepSpeed, as far as needed to fit.
 

@@ -1,0 +1,15 @@
+"""Checks of arguments and of installed packages. Nothing in here imports torch or lightning when it is imported.
+
+From the bottom up: ``packages``, ``values``, ``annotations``, ``arguments``.
+"""
+
+from lightning_fasttrain.core.checks.annotations import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Share,
+)
+from lightning_fasttrain.core.checks.arguments import bind_arguments, check_arguments
+from lightning_fasttrain.core.checks.packages import refuse_compromised_hosts, refuse_mixed_lightning, require
+from lightning_fasttrain.core.checks.values import one_of, positive_int, real_number

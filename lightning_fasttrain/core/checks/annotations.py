@@ -1,0 +1,301 @@
+"""Compare a value with the annotation of an argument, and say in words what was expected."""
+
+import math
+import os
+import re
+import types
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Limits of a number, beside its type: ``Annotated[int, Bounds(1)]``.
+
+    Example:
+        >>> print(Bounds(0, 1)), print(Bounds(0, excluded=True))
+        between 0 and 1
+        greater than 0
+        (None, None)
+    """
+
+    low: float
+    high: float = math.inf
+    excluded: bool = False  # the lower limit itself
+
+    def allow(self, value: Any) -> bool:
+        """Check whether a number lies within the limits."""
+        return self.low <= value <= self.high and not (self.excluded and value == self.low)
+
+    def __str__(self) -> str:
+        if self.high < math.inf:
+            return f"between {self.low:g} and {self.high:g}"
+        return f"greater than {self.low:g}" if self.excluded else f"at least {self.low:g}"
+
+
+PositiveInt = Annotated[int, Bounds(1)]
+NonNegativeInt = Annotated[int, Bounds(0)]
+PositiveFloat = Annotated[float, Bounds(0, excluded=True)]
+NonNegativeFloat = Annotated[float, Bounds(0)]
+Share = Annotated[float, Bounds(0, 1)]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong with a value.
+
+    Attributes:
+        why: why it is refused.
+        way_out: what to pass instead; "" if nothing better is known than the default.
+        kind: class of the error.
+    """
+
+    why: str
+    way_out: str = ""
+    kind: type[Exception] = TypeError
+
+
+def find_problem(annotation: Any, value: object) -> Problem | None:
+    """Return what is wrong with a value for an argument annotated so; None if nothing is.
+
+    Stricter than ``isinstance`` where mistakes are common: True is not a number, numbers are finite, one string is
+    not a list of strings, and an empty string is neither a name nor a path. Elements are checked in built-in
+    containers only, since others may be iterated once. What cannot be checked is accepted.
+
+    Example:
+        >>> find_problem(PositiveInt | Literal["auto"], 4)
+        >>> find_problem(PositiveInt | Literal["auto"], 0).why
+        'it must be at least 1'
+        >>> find_problem(PositiveInt | Literal["auto"], "4").why
+        "expected a whole number or 'auto', got a string"
+    """
+    origin = get_origin(annotation)
+    if origin is Union or origin is types.UnionType:
+        return _find_in_union(annotation, value)
+    check = _CHECKS.get(origin if origin is not None else annotation, _find_in_object)
+    return check(annotation, value)
+
+
+def describe_annotation(annotation: Any) -> str:
+    """Say in words what an annotation accepts.
+
+    Example:
+        >>> describe_annotation(Sequence[str] | int | None)
+        'a list of strings, a whole number or None'
+    """
+    words = list(dict.fromkeys(_describe(one) for one in _members(annotation)))
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+_WORDS = {int: "a whole number", float: "a number", str: "a string", bool: "True or False", type(None): "None"}
+_SEVERAL = {"a string": "strings", "a whole number": "whole numbers", "a number": "numbers"}
+
+
+def _members(annotation: Any) -> list[Any]:
+    """Return the alternatives of a union, and a union of only itself for anything else."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [inner for one in get_args(annotation) for inner in _members(one)]
+    return [annotation]
+
+
+def _describe(annotation: Any) -> str:
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _describe(inner[0])
+    if origin is Literal:
+        return ", ".join(map(repr, inner))
+    if origin is type:
+        return f"a class of {_name(inner[0])}"
+    if kind_of_container := _describe_container(origin, inner):
+        return kind_of_container
+    kind = origin or annotation
+    words = {Callable: "a function", os.PathLike: "a path", **_WORDS}
+    return words.get(kind) or _with_article(_name(kind))
+
+
+def _describe_container(kind: Any, inner: tuple[Any, ...]) -> str:
+    if not isinstance(kind, type) or not issubclass(kind, Iterable) or not inner:
+        return ""
+    if issubclass(kind, Mapping):
+        return "a dict"
+    if kind is tuple and inner[-1] is not ...:
+        return f"{len(inner)} values"
+    element = describe_annotation(inner[0])
+    article, _, name = element.partition(" ")
+    return f"a list of {_SEVERAL.get(element, f'{name} objects' if article in ('a', 'an') else element)}"
+
+
+def _name(kind: Any) -> str:
+    return getattr(kind, "__name__", str(kind))
+
+
+def _with_article(name: str) -> str:
+    return f"an {name}" if name[:1] in "AEIOU" else f"a {name}"
+
+
+def describe_kind(value: object) -> str:
+    """Say of what kind a value is.
+
+    Example:
+        >>> describe_kind("4"), describe_kind(int), describe_kind(None)
+        ('a string', 'the class int', 'None')
+    """
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    return _WORDS.get(type(value)) or _with_article(type(value).__name__)
+
+
+def _expected(annotation: Any, value: object, way_out: str = "") -> Problem:
+    words = repr(value) if isinstance(value, bool) else describe_kind(value)
+    return Problem(f"expected {describe_annotation(annotation)}, got {words}", way_out)
+
+
+def _find_in_union(annotation: Any, value: object) -> Problem | None:
+    members = _members(annotation)
+    problems = []
+    for member in members:
+        problem = find_problem(member, value)
+        if problem is None:
+            return None
+        problems.append(problem)
+    numeric = any(_describe(member) in ("a number", "a whole number") for member in members)
+    if isinstance(value, str) and numeric and _NUMBER.fullmatch(value):
+        return _expected(annotation, value, f"Write the number without quotes: {value}")
+    # A value of the right kind has the better reason: a bound it breaks, or a word that is none of the choices.
+    for problem in problems:
+        if problem.why == _UNKNOWN:
+            return Problem(f"expected {describe_annotation(annotation)}", "", ValueError)
+        if problem.kind is ValueError:
+            return problem
+    hints = [problem.way_out for problem in problems if problem.way_out]
+    return _expected(annotation, value, hints[0] if hints else "")
+
+
+_UNKNOWN = "not a known choice"
+_NUMBER = re.compile(r"[-+]?\d+(\.\d*)?([eE][-+]?\d+)?")
+
+
+def _find_in_annotated(annotation: Any, value: object) -> Problem | None:
+    base, *limits = get_args(annotation)
+    problem = find_problem(base, value)
+    for limit in limits:
+        if problem is None and isinstance(limit, Bounds) and not limit.allow(value):
+            problem = Problem(f"it must be {limit}", "", ValueError)
+    return problem
+
+
+def _find_in_int(annotation: Any, value: object) -> Problem | None:
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return None
+    return _expected(annotation, value, _unquoted(value))
+
+
+def _find_in_float(annotation: Any, value: object) -> Problem | None:
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return _expected(annotation, value, _unquoted(value))
+    if isinstance(value, float) and not math.isfinite(value):
+        return Problem("it must be a finite number", "", ValueError)
+    return None
+
+
+def _unquoted(value: object) -> str:
+    number = isinstance(value, str) and _NUMBER.fullmatch(value)
+    return f"Write the number without quotes: {value}" if number else ""
+
+
+def _find_in_str(annotation: Any, value: object) -> Problem | None:
+    if not isinstance(value, str):
+        return _expected(annotation, value)
+    return None if value else Problem("an empty string means nothing here", "", ValueError)
+
+
+def _find_in_literal(annotation: Any, value: object) -> Problem | None:
+    choices = get_args(annotation)
+    if any(type(value) is type(choice) and value == choice for choice in choices):
+        return None
+    words = ", ".join(map(repr, choices))
+    if isinstance(value, str):
+        return Problem(_UNKNOWN, f"Use one of {words}", ValueError)
+    return _expected(annotation, value)
+
+
+def _find_in_class(annotation: Any, value: object) -> Problem | None:
+    (wanted,) = get_args(annotation) or (object,)
+    if isinstance(value, type):
+        right = not isinstance(wanted, type) or issubclass(value, wanted)
+        return None if right else _expected(annotation, value)
+    hint = f"Use its class, {type(value).__name__}" if isinstance(wanted, type) and isinstance(value, wanted) else ""
+    return _expected(annotation, value, hint)
+
+
+def _find_in_function(annotation: Any, value: object) -> Problem | None:
+    return None if callable(value) else _expected(annotation, value)
+
+
+def _find_in_container(annotation: Any, value: object) -> Problem | None:
+    kind, inner = get_origin(annotation) or annotation, get_args(annotation)
+    if isinstance(value, str | bytes) or not isinstance(value, kind):
+        single = inner and find_problem(inner[0], value) is None and inner[0] is not Any
+        return _expected(annotation, value, "Put it into a list: [...]" if single else "")
+    if inner and isinstance(value, list | tuple | set | frozenset):
+        return _first_problem(inner[0], value)
+    parameters = getattr(value, "parameters", None)  # a Sequential can be iterated too, but over its modules
+    if callable(parameters) and inner and "Tensor" in str(inner[0]):
+        return _expected(annotation, value, "Pass its parameters()")
+    return None
+
+
+def _find_in_tuple(annotation: Any, value: object) -> Problem | None:
+    inner = get_args(annotation)
+    if not isinstance(value, list | tuple):
+        return _expected(annotation, value)
+    if inner[-1] is ...:
+        return _first_problem(inner[0], value)
+    if len(value) != len(inner):
+        return Problem(f"expected {len(inner)} values, got {len(value)}", "", ValueError)
+    problems = [find_problem(*pair) for pair in zip(inner, value, strict=True)]
+    return next(filter(None, problems), None)
+
+
+def _first_problem(annotation: Any, values: Iterable[object]) -> Problem | None:
+    for place, value in enumerate(values):
+        problem = find_problem(annotation, value)
+        if problem is not None:
+            return Problem(f"entry {place}: {problem.why}", problem.way_out, problem.kind)
+    return None
+
+
+def _find_in_mapping(annotation: Any, value: object) -> Problem | None:
+    if not isinstance(value, Mapping):
+        return _expected(annotation, value)
+    keys, values = get_args(annotation) or (Any, Any)
+    return _first_problem(keys, list(value)) or _first_problem(values, list(value.values()))
+
+
+def _accept(annotation: Any, value: object) -> Problem | None:
+    return None
+
+
+def _find_in_object(annotation: Any, value: object) -> Problem | None:
+    kind = get_origin(annotation) or annotation
+    if not isinstance(kind, type) or getattr(kind, "_is_protocol", False) or isinstance(value, kind):
+        return None
+    if isinstance(value, type) and issubclass(value, kind):
+        return _expected(annotation, value, f"Make an object of it: {value.__name__}(...)")
+    # By name, for the check must not import what it knows of.
+    if (kind.__name__, type(value).__name__) == ("Module", "Trainer"):
+        return _expected(annotation, value, "Pass the model, not the Trainer")
+    if (kind.__name__, type(value).__name__) == ("Module", "generator"):
+        return _expected(annotation, value, "Pass the model itself, not its parameters()")
+    return _expected(annotation, value)
+
+
+_CHECKS: dict[Any, Callable[[Any, object], Problem | None]] = {
+    **{Annotated: _find_in_annotated, Literal: _find_in_literal, type: _find_in_class, TypeVar: _accept},
+    **{int: _find_in_int, float: _find_in_float, str: _find_in_str, Callable: _find_in_function},
+    **{Any: _accept, object: _accept, tuple: _find_in_tuple},
+    **dict.fromkeys((list, Sequence, Collection, Iterable, set, frozenset), _find_in_container),
+    **dict.fromkeys((dict, Mapping), _find_in_mapping),
+}

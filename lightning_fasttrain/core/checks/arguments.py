@@ -1,0 +1,162 @@
+"""Check the arguments of a call against the annotations of the function, with one form of error for all."""
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, get_type_hints, overload
+
+from lightning_fasttrain.core.checks.annotations import Problem, find_problem
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_LONGEST = 60  # characters of a value in a message
+
+
+@overload
+def check_arguments(function: _Function, /) -> _Function: ...
+@overload
+def check_arguments(**ways_out: str) -> Callable[[_Function], _Function]: ...
+def check_arguments(function: Callable[..., Any] | None = None, /, **ways_out: str) -> Any:
+    """Refuse arguments that do not fit their annotations, before the function runs; for whatever users call.
+
+    Decorates a function, or a class, whose ``__init__`` is then checked. Limits of numbers are part of the annotations:
+    :data:`PositiveInt`, :data:`NonNegativeFloat`, :data:`Share`. A default is always accepted. The check takes about
+    10 µs a call, so functions that are compiled or called many times in a step are left without it.
+
+    Args:
+        function: the function or class.
+        ways_out: by argument, what to do instead, where the message should say more than what was expected.
+
+    Raises:
+        TypeError: by the function: an argument is of another type, missing, or unknown.
+        ValueError: by the function: a number is outside of its limits, or a word is not among the choices.
+
+    Example:
+        >>> from lightning_fasttrain.core.checks import PositiveInt
+        >>> @check_arguments(n="Use n=1 to leave the batch unsplit")
+        ... def split(n: PositiveInt) -> None: ...
+        >>> split(0)
+        Traceback (most recent call last):
+        ValueError: split(n=0): it must be at least 1. Use n=1 to leave the batch unsplit.
+    """
+    if function is None:
+        return functools.partial(_wrap, ways_out=ways_out)
+    return _wrap(function, ways_out)
+
+
+def _wrap(function: Any, ways_out: Mapping[str, str]) -> Any:
+    if isinstance(function, type):
+        function.__init__ = _wrap(function.__init__, ways_out)
+        return function
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        name = function.__name__
+        if name == "__init__":
+            name = type(args[0]).__name__
+        bind_arguments(function, name, ways_out, *args, **kwargs)
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def bind_arguments(
+    function: Callable[..., Any], name: str, ways_out: Mapping[str, str], /, *args: Any, **kwargs: Any
+) -> inspect.BoundArguments:
+    """Bind the arguments of a call to the parameters of ``function`` and check each against its annotation.
+
+    Args:
+        function: whose signature counts; of a method, ``self`` is among ``args``.
+        name: of the callable, for messages.
+        ways_out: as for :func:`check_arguments`.
+        args, kwargs: of the call.
+
+    Raises:
+        TypeError, ValueError: as of :func:`check_arguments`.
+    """
+    elsewhere: Mapping[str, str] = getattr(type(args[0]), "names_elsewhere", {}) if args else {}
+    for word in kwargs.keys() & elsewhere.keys():
+        raise TypeError(f"{name}({word}=...): that is another library's name for it. Use {elsewhere[word]}.")
+    signature, annotations = _read_annotations(function)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{name}: {error}. {_list_parameters(signature, kwargs)}.") from None
+    for word, value in bound.arguments.items():
+        parameter = signature.parameters[word]
+        if word not in annotations or value is parameter.default:
+            continue
+        problem = _find_any_problem(parameter, annotations[word], value)
+        if problem is not None:
+            raise problem.kind(_explain(name, parameter, value, problem, ways_out))
+    return bound
+
+
+@functools.cache
+def _read_annotations(function: Callable[..., Any]) -> tuple[inspect.Signature, dict[str, Any]]:
+    """Return signature and annotations; of names that only type checkers know, such as PEFT's, none."""
+    try:
+        annotations = get_type_hints(function, include_extras=True)
+    except NameError:
+        annotations = {name: kind for name, kind in function.__annotations__.items() if not isinstance(kind, str)}
+    return inspect.signature(function), annotations
+
+
+def _find_any_problem(parameter: inspect.Parameter, annotation: Any, value: Any) -> Problem | None:
+    if parameter.kind is parameter.VAR_POSITIONAL:
+        values = value
+    elif parameter.kind is parameter.VAR_KEYWORD:
+        values = value.values()
+    else:
+        values = (value,)
+    problems = [find_problem(annotation, one) for one in values]
+    return next(filter(None, problems), None)
+
+
+def _explain(
+    name: str, parameter: inspect.Parameter, value: object, problem: Problem, ways_out: Mapping[str, str]
+) -> str:
+    """Format the message: the call with the value, what is wrong with it, and what to write instead."""
+    word = parameter.name
+    way_out = ways_out.get(word, problem.way_out)
+    if not way_out and parameter.default is parameter.empty:
+        way_out = f"See help({name})"
+    elif not way_out:
+        way_out = f"Leave it out for the default, {word}={show(parameter.default)}"
+    return f"{name}({word}={show(value)}): {problem.why}. {way_out}."
+
+
+def show(value: object) -> str:
+    """Return a value as text for a message: plain values as code, others by their class, since they may be large.
+
+    Example:
+        >>> show("4"), show([1, 2]), show(int), show(object())
+        ("'4'", '[1, 2]', 'int', '<object>')
+    """
+    if isinstance(value, type):
+        return value.__name__
+    if value is None or isinstance(value, str | bytes | int | float | complex):
+        text = repr(value)
+    elif type(value) in (list, tuple, set, frozenset, dict):
+        text = _show_container(value)
+    else:
+        text = getattr(value, "__name__", "") or f"<{type(value).__name__}>"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+
+
+def _show_container(value: Any) -> str:
+    plain = all(isinstance(one, str | int | float | None) for one in value)
+    if plain and not isinstance(value, dict) and len(value) <= _LONGEST:
+        return repr(value)
+    return f"<{type(value).__name__} of {len(value)}>"
+
+
+def _list_parameters(signature: inspect.Signature, given: Mapping[str, object]) -> str:
+    names = [name for name in signature.parameters if name != "self"]
+    if not names:
+        return "It has no arguments"
+    for word in given.keys() - signature.parameters.keys():
+        near = difflib.get_close_matches(word, names, n=1)
+        if near:
+            return f"Did you mean {near[0]}? Its arguments are {', '.join(names)}"
+    return f"Its arguments are {', '.join(names)}"
