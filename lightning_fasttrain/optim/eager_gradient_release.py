@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.host.lightning import accumulation_continues
-from lightning_fasttrain.core.messages import explain, note_once
+from lightning_fasttrain.core.messages import note_once
 from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.technique import Conflict, Setting, Technique
 from lightning_fasttrain.technique.facts import Facts
@@ -38,9 +38,6 @@ def release_gradients_(parameters: Iterable[nn.Parameter]) -> int:
         >>> release_gradients_(net.parameters()), net.weight.grad
         (40, None)
     """
-    if isinstance(parameters, nn.Module):
-        way_out = "Use release_gradients_(model.parameters())"
-        raise TypeError(explain(f"release_gradients_({type(parameters).__name__})", "expected parameters", way_out))
     released = 0
     for parameter in parameters:
         if parameter.grad is not None:

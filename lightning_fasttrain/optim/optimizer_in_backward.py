@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fasttrain.core.checks import check_arguments
+from lightning_fasttrain.core.checks import PositiveFloat, check_arguments
 from lightning_fasttrain.core.distributed import rank_count
 from lightning_fasttrain.core.host.lightning import plain_optimizer
 from lightning_fasttrain.core.messages import explain, warn
@@ -24,7 +24,7 @@ from lightning_fasttrain.technique.predicted_step import PredictedStep
 
 @check_arguments
 def optimize_in_backward_(
-    optimizer: Optimizer, *, clip_norm: float | None = None, clip_value: float | None = None
+    optimizer: Optimizer, *, clip_norm: PositiveFloat | None = None, clip_value: PositiveFloat | None = None
 ) -> Undo:
     """Let ``optimizer`` update each parameter during ``backward``, so that all gradients never exist at the same time.
 
@@ -70,8 +70,6 @@ def optimize_in_backward_(
     """
     optimizer = plain_optimizer(optimizer)  # hooks and groups belong to it
     _refuse_unfit(optimizer)
-    for name, limit in (("clip_norm", clip_norm), ("clip_value", clip_value)):
-        _refuse_not_positive(name, limit)
     return _InBackward(optimizer, clip_norm, clip_value).undo
 
 
@@ -174,11 +172,6 @@ def _refuse_unfit(optimizer: Optimizer) -> None:
         raise ValueError(explain(f"{name} in backward on {rank_count()} processes", why, way_out))
 
 
-def _refuse_not_positive(name: str, limit: float | None) -> None:
-    if limit is not None and not limit > 0:
-        raise ValueError(explain(f"{name}={limit}", "all gradients would become zero", f"Remove {name}"))
-
-
 class OptimizerInBackward(Technique):
     """Update each parameter during the backward pass, as its gradient arrives, and free the gradient at once.
 
@@ -224,8 +217,7 @@ class OptimizerInBackward(Technique):
             Conflict(Capability.SUMS_BATCHES, f"{why} batches", "Use one of them"),
         )
 
-    def __init__(self, clip_norm: float | None = None) -> None:
-        _refuse_not_positive("clip_norm", clip_norm)
+    def __init__(self, clip_norm: PositiveFloat | None = None) -> None:
         self.clip_norm = clip_norm
         if clip_norm is not None:
             self.exactness = Exactness.CHANGES_TRAINING

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_fasttrain.core.checks import check_arguments
+from lightning_fasttrain.core.checks import NonNegativeFloat, PositiveFloat, check_arguments
 from lightning_fasttrain.core.messages import explain, list_some, note_once, number_of
 from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
 from lightning_fasttrain.core.modules.heads import heads_beside, is_inside, warn_of_blocks_beyond
@@ -23,7 +23,7 @@ _EMBEDDED = re.compile(r"embed|token|position|latent|queries|prompt|registers|(^
 @check_arguments
 def decay_groups(
     model: nn.Module,
-    weight_decay: float = 0.01,
+    weight_decay: NonNegativeFloat = 0.01,
     *,
     decayed: str | Iterable[str] = (),
     spared: str | Iterable[str] = (),
@@ -61,7 +61,6 @@ def decay_groups(
         Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101, for the decay. Norms and biases are spared as in
         BERT's training, and embeddings as in :func:`~lightning_fasttrain.optim.layer_decay_groups`.
     """
-    _refuse_decay(weight_decay)
     names = {name: p for name, p in model.named_parameters() if p.is_floating_point() and (frozen or p.requires_grad)}
     if not names:
         why = "all its parameters are frozen"
@@ -104,9 +103,9 @@ def _match_names(names: Iterable[str], wanted: str | Iterable[str], argument: st
 @check_arguments
 def layer_decay_groups(
     model: nn.Module,
-    lr: float,
+    lr: PositiveFloat,
     decay: float = 0.9,
-    weight_decay: float = 0.01,
+    weight_decay: NonNegativeFloat = 0.01,
     *,
     blocks: Blocks | None = None,
     head: str | Iterable[str] = (),
@@ -157,7 +156,6 @@ def layer_decay_groups(
         Howard and Ruder 2018 (ULMFiT), https://arxiv.org/abs/1801.06146; with these exponents as in Bao et al. 2021
         (BEiT), https://arxiv.org/abs/2106.08254.
     """
-    _refuse_rates(lr, weight_decay)
     if not 0 < decay <= 1:
         why = "expected the ratio of a layer's learning rate to that of the one above"
         raise ValueError(explain(f"decay={decay}", why, "Use 0.75 to 0.95"))
@@ -192,7 +190,12 @@ def layer_decay_groups(
 
 @check_arguments
 def lora_plus_groups(
-    model: nn.Module, lr: float, ratio: float = 16.0, weight_decay: float = 0.0, *, embedding_lr: float = 1e-6
+    model: nn.Module,
+    lr: PositiveFloat,
+    ratio: PositiveFloat = 16.0,
+    weight_decay: NonNegativeFloat = 0.0,
+    *,
+    embedding_lr: PositiveFloat = 1e-6,
 ) -> list[dict[str, Any]]:
     """Return the groups of LoRA+: adapters' B matrices have ``ratio`` times the learning rate of their A matrices.
 
@@ -222,7 +225,6 @@ def lora_plus_groups(
         Hayou et al. 2024, "LoRA+: Efficient Low Rank Adaptation of Large Models", https://arxiv.org/abs/2402.12354.
         Checked against PEFT's ``create_loraplus_optimizer``.
     """
-    _refuse_rates(lr, weight_decay)
     if not ratio > 0:
         raise ValueError(explain(f"{ratio=}", "B would not be trained", "Use 1 for plain LoRA, or about 16"))
     if not embedding_lr >= 0:
@@ -316,14 +318,3 @@ def _is_no_product(name: str, parameter: Tensor) -> bool:
     # Such as bias_k of attention, a gain, or the scale of a channel.
     has_one_axis = parameter.numel() == max(parameter.shape)
     return is_bare and (has_one_axis or _EMBEDDED.search(own) is not None)
-
-
-def _refuse_rates(lr: float, weight_decay: float) -> None:
-    if not lr > 0:
-        raise ValueError(explain(f"{lr=}", "expected the head's learning rate", "Use a value above 0"))
-    _refuse_decay(weight_decay)
-
-
-def _refuse_decay(weight_decay: float) -> None:
-    if not weight_decay >= 0:
-        raise ValueError(explain(f"{weight_decay=}", "weights would grow", "Use 0 for none"))

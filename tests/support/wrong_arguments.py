@@ -5,6 +5,7 @@ Which values are wrong is read from the text of the annotation, by rules simpler
 
 import ast
 import doctest
+import enum
 import functools
 import importlib
 import inspect
@@ -46,7 +47,8 @@ def public_things():
         room = importlib.import_module(f"lightning_fasttrain.{name}")
         for word in room.__all__:
             thing = getattr(room, word)
-            if callable(thing) and not isinstance(thing, types.ModuleType):
+            raised = isinstance(thing, type) and issubclass(thing, Exception | enum.Enum)
+            if callable(thing) and not isinstance(thing, types.ModuleType) and not raised:
                 seen.setdefault(thing, f"{name}.{word}")
     return {path: thing for thing, path in seen.items()}
 

@@ -241,9 +241,10 @@ def _find_in_container(annotation: Any, value: object) -> Problem | None:
         return _expected(annotation, value, "Put it into a list: [...]" if single else "")
     if inner and isinstance(value, list | tuple | set | frozenset):
         return _first_problem(inner[0], value)
-    parameters = getattr(value, "parameters", None)  # a Sequential can be iterated too, but over its modules
-    if callable(parameters) and inner and "Tensor" in str(inner[0]):
-        return _expected(annotation, value, "Pass its parameters()")
+    # A Sequential can be iterated too, but over its modules, which is never meant.
+    if callable(getattr(value, "parameters", None)) and inner and inner[0] is not Any:
+        wants_tensors = any(word in str(inner[0]) for word in ("Tensor", "Parameter"))
+        return _expected(annotation, value, "Pass its parameters()" if wants_tensors else "")
     return None
 
 

@@ -140,7 +140,8 @@ def show(value: object) -> str:
     elif type(value) in (list, tuple, set, frozenset, dict):
         text = _show_container(value)
     else:
-        text = getattr(value, "__name__", "") or f"<{type(value).__name__}>"
+        text = getattr(value, "__name__", "") if callable(value) else ""
+        text = text or f"<{type(value).__name__}>"
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 

@@ -9,9 +9,8 @@ from typing import ClassVar
 import lightning as L
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_fasttrain.core.checks import check_arguments
+from lightning_fasttrain.core.checks import NonNegativeFloat, check_arguments
 from lightning_fasttrain.core.device import return_unused_memory
-from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.dry_run.rehearsal.context import Rehearsed, find_window, read_batches
 from lightning_fasttrain.dry_run.rehearsal.disk_space import find_places, refuse_bad_folders, temporary_folder
 from lightning_fasttrain.dry_run.rehearsal.isolation import leaving_no_trace
@@ -149,9 +148,7 @@ class Rehearsal(Onlooker):
         Ours; Lightning's ``fast_dev_run`` and its sanity check of validation run parts of this, without a checkpoint.
     """
 
-    def __init__(self, seconds: float = 60.0, without: tuple[type[L.Callback], ...] = ()) -> None:
-        if not seconds >= 0:
-            raise ValueError(explain(f"seconds={seconds}", "expected a positive time", "Use, for example, seconds=60"))
+    def __init__(self, seconds: NonNegativeFloat = 60.0, without: tuple[type[L.Callback], ...] = ()) -> None:
         self.seconds, self.without = seconds, tuple(without)
         self.report: RehearsalReport | None = None
         self._run: RunCopy | None = None

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fasttrain.core.checks import check_arguments, one_of, real_number, require
+from lightning_fasttrain.core.checks import NonNegativeFloat, check_arguments, one_of, require
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.optim.closure_optimizer import Groups
 from lightning_fasttrain.optim.galore_groups import block_matrices, galore_groups
@@ -127,13 +127,13 @@ def refuse_settings(name: str, kind: type[Optimizer], settings: Mapping[str, Any
 _OF_GALORE = ("rank", "update_every", "scale", "subspace", "blocks")
 
 
-@check_arguments
+@check_arguments(model="Pass the model itself: names of parameters decide on their weight decay; or use groups=")
 def build_optimizer(
     model: nn.Module,
     name: str = "adamw",
     *,
-    lr: float | None = None,
-    weight_decay: float | None = None,
+    lr: NonNegativeFloat | Tensor | None = None,
+    weight_decay: NonNegativeFloat | None = None,
     groups: Groups | None = None,
     layer_decay: float | None = None,
     lora_plus: float | None = None,
@@ -187,7 +187,6 @@ def build_optimizer(
     Source:
         See the source of each optimizer; the groups are those of :func:`decay_groups`.
     """
-    _refuse_arguments(model, name, lr, weight_decay)
     known = find_known(name)
     _refuse_company(name, known, groups, layer_decay=layer_decay, lora_plus=lora_plus, offload=offload, updates=updates)
     rate = known.lr if lr is None else lr
@@ -225,19 +224,6 @@ def build_optimizer(
     return optimizer
 
 
-def _refuse_arguments(model: object, name: object, lr: float | None, weight_decay: float | None) -> None:
-    if not isinstance(model, nn.Module):
-        why = f"expected the model, got {type(model).__name__}; names of parameters decide on their weight decay"
-        way_out = "Use build_optimizer(model, 'adamw'), or groups= for parameter groups of your own"
-        raise TypeError(explain(f"model={model!r}", why, way_out))
-    if not isinstance(name, str):
-        why = f"expected the name of an optimizer, got {type(name).__name__}"
-        raise TypeError(explain(f"name={name!r}", why, f"Use one of {', '.join(KNOWN)}"))
-    for setting, value in (("lr", lr), ("weight_decay", weight_decay)):
-        if value is not None and not isinstance(value, Tensor):
-            real_number(setting, value, 1e-3)
-
-
 @check_arguments
 @dataclass(frozen=True)
 class NamedOptimizer:
@@ -266,8 +252,8 @@ class NamedOptimizer:
     """
 
     name: str = "adamw"
-    lr: float | None = None
-    weight_decay: float | None = None
+    lr: NonNegativeFloat | None = None
+    weight_decay: NonNegativeFloat | None = None
     layer_decay: float | None = None
     lora_plus: float | None = None
     offload: str | None = None

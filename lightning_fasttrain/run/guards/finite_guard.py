@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from lightning_fasttrain.core.checks import check_arguments
+from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.core.distributed import is_sharded
 from lightning_fasttrain.core.messages import explain, list_some
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
@@ -78,7 +78,7 @@ class FiniteSteps(JudgedSteps):
     persists: ClassVar[str] = "the cause is unlikely to disappear by itself"
     way_out: ClassVar[str] = "Check that batch and layer, lower the learning rate, or resume from an older checkpoint"
 
-    def __init__(self, stop_after: int = 3) -> None:
+    def __init__(self, stop_after: PositiveInt = 3) -> None:
         super().__init__(stop_after)
         self.losses: list[tuple[int, Tensor]] = []
         self._statistics: list[tuple[Tensor, Tensor]] = []  # of BatchNorm, and their values after the last good step
@@ -202,7 +202,7 @@ class FiniteGuard(StepGuard):
     engine_way_out: ClassVar[str] = "Use FSDP2 or DDP, or DeepSpeed's check in float16"
     steps: FiniteSteps
 
-    def __init__(self, stop_after: int = 3) -> None:
+    def __init__(self, stop_after: PositiveInt = 3) -> None:
         super().__init__(FiniteSteps(stop_after))
         self.stop_after = self.steps.stop_after
         self._batch: Any = None

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import lightning as L
 from lightning.pytorch.trainer.states import TrainerStatus
 
+from lightning_fasttrain.core.checks import PositiveFloat
 from lightning_fasttrain.core.host.lightning import started_processes, surround_teardown
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.run.guards.watchdog import ProgressWatch, check_times, write_to_stderr
@@ -50,8 +51,8 @@ class HangWatch(Technique):
 
     def __init__(
         self,
-        timeout_s: float = 600.0,
-        first_timeout_s: float | None = None,
+        timeout_s: PositiveFloat = 600.0,
+        first_timeout_s: PositiveFloat | None = None,
         folder: str | os.PathLike[str] | None = None,
     ) -> None:
         self.timeout_s, self.first_timeout_s = check_times(timeout_s, first_timeout_s)
