@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_fasttrain.core.checks import one_of, positive_int, require
+from lightning_fasttrain.core.checks import PositiveInt, check_arguments, one_of, require
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.first_derivatives import refuse_second_derivative, refuse_transforms
 from lightning_fasttrain.loss.chunked import ChunkedLoss, OfChunk, at_least_float32, autocast_dtype, cast, chunk_size
@@ -22,6 +22,7 @@ _NAME = "linear_cross_entropy"
 _WAY_OUT = "Use F.cross_entropy of the logits, hidden @ weight.T, instead, and remove FusedLossHead"
 
 
+@check_arguments
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -33,7 +34,7 @@ def linear_cross_entropy(
     reduction: str = "mean",
     z_loss: float = 0.0,
     softcap: float | None = None,
-    chunk: int | None = None,
+    chunk: PositiveInt | None = None,
     backend: str = "auto",
 ) -> Tensor:
     r"""Compute ``cross_entropy(hidden @ weight.T + bias, targets)`` without storing the logits.
@@ -103,7 +104,7 @@ def linear_cross_entropy(
     if kept is not None:
         hidden, targets = hidden[kept], targets[kept]
     size = chunk_size(len(hidden), len(weight) * (low or hidden.dtype).itemsize)
-    size = size if chunk is None else positive_int("chunk", chunk)
+    size = size if chunk is None else chunk
     options = (label_smoothing, z_loss, softcap)
     if backend in ("auto", "chunked", "compiled"):
         prepare = functools.partial(_prepare, size, options, backend == "compiled")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_fasttrain.core.checks import one_of, positive_int
+from lightning_fasttrain.core.checks import PositiveInt, check_arguments, one_of, positive_int
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.first_derivatives import refuse_transforms
 from lightning_fasttrain.loss.chunked import ChunkedLoss, OfChunk, at_least_float32, autocast_dtype, cast, chunk_size
@@ -53,6 +53,7 @@ class LogitsOf(NamedTuple):
         return self._replace(hidden=self.hidden.detach(), weight=weight, bias=bias)
 
 
+@check_arguments
 def linear_kl_divergence(
     hidden: Tensor,
     weight: Tensor,
@@ -66,7 +67,7 @@ def linear_kl_divergence(
     temperature: float = 1.0,
     mask: Tensor | None = None,
     reduction: str = "mean",
-    chunk: int | None = None,
+    chunk: PositiveInt | None = None,
 ) -> Tensor:
     r"""Compute :math:`T^2 \, \mathrm{KL}(p \Vert q)` of a teacher's p and a student's q, without storing their logits.
 
@@ -114,6 +115,7 @@ def linear_kl_divergence(
     return divergence(student, teacher, temperature=temperature, mask=mask, reduction=reduction, chunk=chunk)
 
 
+@check_arguments
 def kl_divergence(
     logits: Tensor,
     teacher_logits: Tensor,
@@ -121,7 +123,7 @@ def kl_divergence(
     temperature: float = 1.0,
     mask: Tensor | None = None,
     reduction: str = "mean",
-    chunk: int | None = None,
+    chunk: PositiveInt | None = None,
 ) -> Tensor:
     """Compute :func:`linear_kl_divergence` of existing logits, without complete float32 copies and probabilities.
 
@@ -154,7 +156,7 @@ def divergence(
     temperature: float,
     mask: Tensor | None = None,
     reduction: str = "mean",
-    chunk: int | None = None,
+    chunk: PositiveInt | None = None,
 ) -> Tensor:
     """Compute the divergence of any two kinds of logits."""
     one_of("reduction", reduction, ("mean", "sum", "none"))

@@ -49,6 +49,7 @@ class Length:
         return f"{100 * self.amount:.4g}% of the run" if self.unit == "share" else f"{self.amount:,.10g} {self.unit}"
 
 
+@check_arguments
 def read_length(name: str, value: int | str | Length) -> Length:
     """Parse a length.
 
@@ -66,8 +67,6 @@ def read_length(name: str, value: int | str | Length) -> Length:
     """
     if isinstance(value, Length):
         return value
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise ValueError(explain(f"{name}={value!r}", "expected a length", _UNDERSTOOD))
     written = _WRITTEN.fullmatch(str(value).strip().lower())
     if written is None or written[2] not in _UNITS:
         raise ValueError(explain(f"{name}={value!r}", "this is not understood as a length", _UNDERSTOOD))

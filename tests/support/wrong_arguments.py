@@ -10,21 +10,28 @@ import functools
 import importlib
 import inspect
 import re
+import tempfile
 import types
 import typing
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import nn
 
 ROOMS = ("data", "dry_run", "finetune", "loss", "model", "optim", "planner", "predict", "run", "strategy", "technique")
-# Arguments for which zero, or a negative number, means something.
+# Arguments for which zero, or a negative number, means something; where they differ by function, with its path.
 ZERO = {
     *("compare_ranks_every", "every_n_steps", "first_step", "warmup", "skip_bad_samples", "exit_code", "pad_id"),
-    *("weight_decay", "dropout", "label_smoothing", "z_loss", "final", "by", "alpha", "activation_gib", "at"),
+    *("weight_decay", "dropout", "label_smoothing", "z_loss", "final", "by", "alpha", "activation_gib", "at", "over"),
+    *("ignore_index", "lr", "decay", "feature_weight", "min_mib", "in_flight_mib", "host_bytes", "headroom", "stage"),
+    *("momentum", "eps", "prefetch", "persistence", "reuse", "parent_rank", "data.read_length.value"),
+    "dry_run.Rehearsal.seconds",
 }
-NEGATIVE = {"z_loss", "ignore_index"}
+NEGATIVE = {"z_loss", "ignore_index", "pad_id"}
+# Classes that the package makes for its users, with docstrings that show one.
+MADE_HERE = {"loss.DeferredLogits", "run.MemoryRecord"}
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,7 @@ def right_arguments(thing):
     """The arguments of the docstring's example, bound to names."""
     before, call = find_example(thing)
     names = dict(vars(importlib.import_module(thing.__module__)))
+    names["getfixture"] = lambda name: Path(tempfile.mkdtemp(dir="."))
     exec(before, names)
     positional = [eval(ast.unparse(argument), names) for argument in call.args]
     named = {keyword.arg: eval(ast.unparse(keyword.value), names) for keyword in call.keywords}
@@ -80,7 +88,7 @@ NUMBERS = {"True": True, "3": 3, "2.5": 2.5, "1j": 1j}
 OBJECTS = {"object()": NOTHING, "a module": MODULE, "a tensor": TENSOR, "an array": ARRAY, "bytes": b"x"}
 
 
-def wrong_values(annotation, name):
+def wrong_values(annotation, name, path):
     """Values that the annotation excludes, and values of the right type that mean nothing."""
     text = re.sub(r"Annotated\[(\w+), [^\]]*\]", r"\1", str(annotation))
     whole = text + f" {getattr(annotation, '__name__', '')}"
@@ -120,7 +128,7 @@ def wrong_values(annotation, name):
         wrong["a class"] = CLASS
     if not function:
         wrong["a function"] = repr
-    if integer and name not in ZERO:
+    if integer and not {name, f"{path}.{name}"} & ZERO:
         wrong |= {} if "bool" in whole else {"0": 0}
     if integer and name not in NEGATIVE:
         wrong |= {"-1": -1}
@@ -139,6 +147,8 @@ def find_cases():
             p.kind for p in signature.parameters.values()
         }:
             continue
+        if path in MADE_HERE:
+            continue
         if find_example(thing) is None:
             without.append(path)
             continue
@@ -150,7 +160,7 @@ def find_cases():
         for name, parameter in signature.parameters.items():
             if parameter.kind is parameter.VAR_KEYWORD:
                 continue
-            for words, value in wrong_values(hints.get(name, inspect._empty), name).items():
+            for words, value in wrong_values(hints.get(name, inspect._empty), name, path).items():
                 if value is not parameter.default and (value == parameter.default) is not True:
                     cases.append(Case(path, name, words, value))
     return cases, without

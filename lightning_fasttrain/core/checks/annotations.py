@@ -239,7 +239,7 @@ def _find_in_container(annotation: Any, value: object) -> Problem | None:
     if isinstance(value, str | bytes) or not isinstance(value, kind):
         single = inner and find_problem(inner[0], value) is None and inner[0] is not Any
         return _expected(annotation, value, "Put it into a list: [...]" if single else "")
-    if inner and isinstance(value, list | tuple | set | frozenset):
+    if inner and isinstance(value, list | tuple | set | frozenset | dict):
         return _first_problem(inner[0], value)
     # A Sequential can be iterated too, but over its modules, which is never meant.
     if callable(getattr(value, "parameters", None)) and inner and inner[0] is not Any:

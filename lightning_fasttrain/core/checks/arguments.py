@@ -51,10 +51,13 @@ def _wrap(function: Any, ways_out: Mapping[str, str]) -> Any:
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        name = function.__name__
-        if name == "__init__":
-            name = type(args[0]).__name__
-        bind_arguments(function, name, ways_out, *args, **kwargs)
+        from torch.compiler import is_compiling  # here, for the package does not import torch when it is imported
+
+        if not is_compiling():  # a check that is traced would break the graph
+            name = function.__name__
+            if name == "__init__":
+                name = type(args[0]).__name__
+            bind_arguments(function, name, ways_out, *args, **kwargs)
         return function(*args, **kwargs)
 
     return checked

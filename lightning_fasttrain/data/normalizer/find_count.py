@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_fasttrain.core.batch.leaves import batch_size
-from lightning_fasttrain.core.checks import check_arguments
+from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.core.distributed import is_sharded
 from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule, CountTargets, named_count
 from lightning_fasttrain.data.normalizer.find_split import CannotSplitError, find_split
@@ -22,7 +22,7 @@ from lightning_fasttrain.data.normalizer.trial.try_split import Stage
 def find_count(
     step: Callable[[Any], Any],
     batch: Any,
-    n: int = 2,
+    n: PositiveInt = 2,
     *,
     count: Count = "auto",
     check: bool = True,

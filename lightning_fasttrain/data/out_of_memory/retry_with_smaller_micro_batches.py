@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from lightning_fasttrain.core.checks import check_arguments
+from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.state.restore import remember, remember_gradients
 from lightning_fasttrain.data.out_of_memory.rank_vote import Agreement, Outcome, Verdict
@@ -25,8 +25,8 @@ _MIB = {"bytes": 2.0**-20, "KiB": 2.0**-10, "MiB": 1.0, "GiB": 2.0**10}
 def split_until_it_fits(
     attempt: Callable[[int], Result],
     model: nn.Module,
-    n: int,
-    most: int,
+    n: PositiveInt,
+    most: PositiveInt,
     *,
     then: Iterable[Callable[[], object]] = (),
     agree: Agreement | None = None,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fasttrain.core.batch.leaves import list_tensors, walk_leaves
-from lightning_fasttrain.core.checks import check_arguments
+from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.data.warmup.growth_schedule import Growth, KeepsGrowth
@@ -23,7 +23,7 @@ Cut = Callable[[Any, int], Any]
 
 
 @check_arguments
-def cut_sequences(batch: Any, length: int) -> Any:
+def cut_sequences(batch: Any, length: PositiveInt) -> Any:
     """Return the first ``length`` tokens of each sequence of ``batch``; shorter sequences stay unchanged.
 
     The rule: the length T is the second axis of the first tensor that looks like token ids (integers of 32 or 64 bits,
@@ -107,7 +107,9 @@ def find_length(batch: Any) -> int:
 
 
 @check_arguments
-def grow_sequences(batches: Iterable[Any], growth: Growth, window: int = 1, cut: Cut = cut_sequences) -> Iterator[Any]:
+def grow_sequences(
+    batches: Iterable[Any], growth: Growth, window: PositiveInt = 1, cut: Cut = cut_sequences
+) -> Iterator[Any]:
     """Yield the batches with their sequences cut to ``growth.size``, which grows.
 
     Args:

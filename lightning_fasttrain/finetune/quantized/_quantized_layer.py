@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 
-from lightning_fasttrain.core.checks import check_arguments, one_of, require
+from lightning_fasttrain.core.checks import PositiveInt, check_arguments, one_of, require
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.layer_kinds import CONV1D, find_imported_class, is_a
 from lightning_fasttrain.core.modules.parameters import quantized_tensors
@@ -22,7 +22,9 @@ _CODE, _NESTED_CODE = 16, 256  # entries of the tables, in float32
 
 
 @check_arguments
-def quantized_bytes(out_features: int, in_features: int, kind: str = "nf4", *, double_quant: bool = True) -> int:
+def quantized_bytes(
+    out_features: PositiveInt, in_features: PositiveInt, kind: str = "nf4", *, double_quant: bool = True
+) -> int:
     """Compute the bytes of the quantised weight of one linear layer, including its constants and tables.
 
     For n = out_features · in_features and b = ⌈n/64⌉ blocks: in 4 bits ⌈n/2⌉ + 4b, with double quantisation

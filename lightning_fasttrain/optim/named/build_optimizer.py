@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fasttrain.core.checks import NonNegativeFloat, check_arguments, one_of, require
+from lightning_fasttrain.core.checks import NonNegativeFloat, PositiveFloat, check_arguments, one_of, require
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.optim.closure_optimizer import Groups
 from lightning_fasttrain.optim.galore_groups import block_matrices, galore_groups
@@ -135,8 +135,8 @@ def build_optimizer(
     lr: NonNegativeFloat | Tensor | None = None,
     weight_decay: NonNegativeFloat | None = None,
     groups: Groups | None = None,
-    layer_decay: float | None = None,
-    lora_plus: float | None = None,
+    layer_decay: PositiveFloat | None = None,
+    lora_plus: PositiveFloat | None = None,
     offload: str | None = None,
     updates: str | None = None,
     **settings: Any,
@@ -254,8 +254,8 @@ class NamedOptimizer:
     name: str = "adamw"
     lr: NonNegativeFloat | None = None
     weight_decay: NonNegativeFloat | None = None
-    layer_decay: float | None = None
-    lora_plus: float | None = None
+    layer_decay: PositiveFloat | None = None
+    lora_plus: PositiveFloat | None = None
     offload: str | None = None
     updates: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import AdamW, Muon
 from torch.optim.optimizer import ParamsT
 
-from lightning_fasttrain.core.checks import check_arguments
+from lightning_fasttrain.core.checks import NonNegativeFloat, PositiveInt, check_arguments
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.optim.closure_optimizer import ClosureOptimizer
 
@@ -57,15 +57,15 @@ class MuonAdamW(ClosureOptimizer):
     def __init__(
         self,
         params: ParamsT,
-        lr: float = 1e-3,
-        weight_decay: float = 0.01,
+        lr: NonNegativeFloat = 1e-3,
+        weight_decay: NonNegativeFloat = 0.01,
         *,
-        momentum: float = 0.95,
+        momentum: NonNegativeFloat = 0.95,
         nesterov: bool = True,
-        ns_steps: int = 5,
+        ns_steps: PositiveInt = 5,
         adjust_lr_fn: str = "match_rms_adamw",
         betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
+        eps: NonNegativeFloat = 1e-8,
         fused: bool | None = None,
     ) -> None:
         # Both need a parameter when they are created; their groups are set before each step.

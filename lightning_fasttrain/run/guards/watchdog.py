@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from subprocess import Popen
 
-from lightning_fasttrain.core.checks import PositiveFloat, check_arguments
+from lightning_fasttrain.core.checks import NonNegativeInt, PositiveFloat, PositiveInt, check_arguments
 from lightning_fasttrain.core.distributed import rank_count, rank_here
 from lightning_fasttrain.core.files.atomic_write import refuse_unwritable
 from lightning_fasttrain.run.guards.rank_heartbeats import Position, RankBoard, describe, find_silent_ranks
@@ -66,8 +66,8 @@ class ProgressWatch:
         first_timeout_s: PositiveFloat | None = None,
         folder: str | os.PathLike[str] | None = None,
         children: Sequence[Popen[bytes]] = (),
-        parent: int | None = None,
-        parent_rank: int | None = None,
+        parent: PositiveInt | None = None,
+        parent_rank: NonNegativeInt | None = None,
     ) -> None:
         self.timeout_s, self.first_timeout_s = check_times(timeout_s, first_timeout_s)
         self.folder = None if folder is None else Path(folder)

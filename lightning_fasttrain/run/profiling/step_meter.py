@@ -32,7 +32,7 @@ def compare_ranks(
     summary: Mapping[str, float],
     device: torch.device | str,
     phases: Sequence[str] = UNTIL_BACKWARD,
-    at_least: float = 1.2,
+    at_least: PositiveFloat = 1.2,
 ) -> str:
     """Find the rank that the others wait for. All ranks must call it; a few hundred bytes are gathered.
 
