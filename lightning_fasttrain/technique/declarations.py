@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import Any, Protocol, runtime_checkable
 
+from lightning_fasttrain.core.checks import PositiveFloat, check_arguments
 from lightning_fasttrain.core.messages import explain
 
 
@@ -58,6 +59,7 @@ class CanDo(Protocol):
     def does(self, capability: Capability) -> bool: ...
 
 
+@check_arguments
 @dataclass(frozen=True)
 class Conflict:
     """A class or capability that a technique cannot be combined with, and the alternative.
@@ -100,6 +102,7 @@ def refuse_conflicts(one: object, conflicts: Iterable[Conflict], others: Iterabl
             raise ValueError(explain(names, conflict.why, conflict.way_out))
 
 
+@check_arguments
 @dataclass(frozen=True)
 class Setting:
     """A setting of a technique that the planner may try.
@@ -114,4 +117,4 @@ class Setting:
     axis: str
     word: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    cost: float = 1.0
+    cost: PositiveFloat = 1.0

@@ -4,7 +4,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from lightning_fasttrain.core.checks import check_arguments, one_of
+from lightning_fasttrain.core.checks import NonNegativeFloat, check_arguments, one_of
 from lightning_fasttrain.core.messages import explain
 
 _UNITS = {
@@ -32,7 +32,7 @@ class Length:
         ValueError: another unit.
     """
 
-    amount: float
+    amount: NonNegativeFloat
     unit: str
 
     def __post_init__(self) -> None:

@@ -304,6 +304,7 @@ def _refuse_all_frozen(model: nn.Module) -> None:
         raise ValueError(explain(f"{type(model).__name__} has {len(parameters)} parameters", why, way_out))
 
 
+@check_arguments
 def check_together(
     techniques: Iterable[Technique], strategy: Strategy | None = None, callbacks: Sequence[L.Callback] = ()
 ) -> list[Technique]:

@@ -11,27 +11,49 @@ import importlib
 import inspect
 import re
 import tempfile
-import types
 import typing
 from dataclasses import dataclass
 from pathlib import Path
 
+import lightning as L
 import numpy as np
 import torch
 from torch import nn
 
 ROOMS = ("data", "dry_run", "finetune", "loss", "model", "optim", "planner", "predict", "run", "strategy", "technique")
-# Arguments for which zero, or a negative number, means something; where they differ by function, with its path.
+# Arguments for which zero, or a negative number, means something; where functions differ, with the path.
 ZERO = {
     *("compare_ranks_every", "every_n_steps", "first_step", "warmup", "skip_bad_samples", "exit_code", "pad_id"),
     *("weight_decay", "dropout", "label_smoothing", "z_loss", "final", "by", "alpha", "activation_gib", "at", "over"),
     *("ignore_index", "lr", "decay", "feature_weight", "min_mib", "in_flight_mib", "host_bytes", "headroom", "stage"),
-    *("momentum", "eps", "prefetch", "persistence", "reuse", "parent_rank", "data.read_length.value"),
+    *("momentum", "eps", "prefetch", "persistence", "reuse", "parent_rank", "amount", "data.read_length.value"),
     "dry_run.Rehearsal.seconds",
 }
 NEGATIVE = {"z_loss", "ignore_index", "pad_id"}
-# Classes that the package makes for its users, with docstrings that show one.
-MADE_HERE = {"loss.DeferredLogits", "run.MemoryRecord"}
+# Calls of what is shown by no example of its own.
+CALLS = {
+    "data.Length": "Length(3, 'steps')",
+    "data.check_padding_free": "check_padding_free(print, {})",
+    "finetune.adapter_names": "adapter_names(nn.Linear(1, 1))",
+    "finetune.count_parameters": "count_parameters(nn.Linear(1, 1))",
+    "finetune.enable_adapters_": "enable_adapters_(nn.Linear(1, 1))",
+    "run.set_random_state": "set_random_state(random_state())",
+    "run.verify_checkpoint": "verify_checkpoint('last.ckpt')",
+    "technique.check_together": "check_together([])",
+    "technique.Conflict": "Conflict(int, 'it counts', 'Use float')",
+    "technique.Setting": "Setting('parts', '4')",
+}
+# Classes that the package makes for its users: reports, and what functions return.
+MADE_HERE = {
+    *("data.Normalizers", "data.PackedDocuments", "dry_run.Distance", "dry_run.RehearsalReport"),
+    *("dry_run.Verification", "dry_run.Verified", "finetune.ByteAccount", "finetune.MergeReport"),
+    *("finetune.QuantizedReport", "loss.DeferredLogits", "model.BlockPlan", "model.CheckpointPlan"),
+    *("model.CompileReport", "model.LowPrecisionReport", "optim.Schedule", "planner.Choice", "planner.Plan"),
+    *("planner.Tried", "planner.Unused", "planner.UnusedReport", "predict.MemoryReport", "run.MemoryRecord"),
+    *("run.ResumableLoader", "strategy.Consolidated", "strategy.ModelStates", "strategy.StageChoice"),
+    *("strategy.StrategyChoice", "strategy.Traffic", "technique.Facts", "technique.PredictedStep"),
+}
+CLASS, MODULE, TENSOR, ARRAY, OBJECT = nn.Linear, nn.Linear(1, 1), torch.zeros(2), np.zeros(2), object()
 
 
 @dataclass(frozen=True)
@@ -40,28 +62,31 @@ class Case:
 
     path: str
     argument: str
-    wrong: str
+    words: str
     value: object
 
     def __str__(self):
-        return f"{self.path}({self.argument}={self.wrong})"
+        return f"{self.path}({self.argument}={self.words})"
 
 
+@functools.cache
 def public_things():
-    """Each public class and function once, with the path under which users find it."""
-    seen = {}
+    """The public classes and functions that users call, by the path under which they find them."""
+    found = {}
     for name in ROOMS:
         room = importlib.import_module(f"lightning_fasttrain.{name}")
         for word in room.__all__:
             thing = getattr(room, word)
-            raised = isinstance(thing, type) and issubclass(thing, Exception | enum.Enum)
-            if callable(thing) and not isinstance(thing, types.ModuleType) and not raised:
-                seen.setdefault(thing, f"{name}.{word}")
-    return {path: thing for thing, path in seen.items()}
+            declared = isinstance(thing, type) and issubclass(thing, Exception | enum.Enum)
+            if callable(thing) and not declared and thing not in found.values():
+                found[f"{name}.{word}"] = thing
+    return {path: thing for path, thing in found.items() if path not in MADE_HERE}
 
 
-def find_example(thing):
-    """The statements of the docstring before the call of the thing, and the call; None if there is no such call."""
+def find_example(path, thing):
+    """The statements of the docstring before the call of the thing, and the call."""
+    if path in CALLS:
+        return "", ast.parse(CALLS[path], mode="eval").body
     before = []
     for example in doctest.DocTestParser().get_examples(inspect.getdoc(thing) or ""):
         for statement in ast.parse(example.source).body:
@@ -69,13 +94,15 @@ def find_example(thing):
                 if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == thing.__name__:
                     return "\n".join(before), node
             before.append(ast.unparse(statement))
-    return None
+    raise LookupError(f"{path}: its docstring calls it nowhere. Add an example, or a line to CALLS.")
 
 
-def right_arguments(thing):
-    """The arguments of the docstring's example, bound to names."""
-    before, call = find_example(thing)
-    names = dict(vars(importlib.import_module(thing.__module__)))
+@functools.cache
+def right_arguments(path):
+    """The arguments of the docstring's example, by name."""
+    thing = public_things()[path]
+    before, call = find_example(path, thing)
+    names = {**vars(importlib.import_module(thing.__module__)), "nn": nn}
     names["getfixture"] = lambda name: Path(tempfile.mkdtemp(dir="."))
     exec(before, names)
     positional = [eval(ast.unparse(argument), names) for argument in call.args]
@@ -83,106 +110,81 @@ def right_arguments(thing):
     return inspect.signature(thing).bind(*positional, **named).arguments
 
 
-CLASS, MODULE, TENSOR, ARRAY, NOTHING = nn.Linear, nn.Linear(1, 1), torch.zeros(2), np.zeros(2), object()
-NUMBERS = {"True": True, "3": 3, "2.5": 2.5, "1j": 1j}
-OBJECTS = {"object()": NOTHING, "a module": MODULE, "a tensor": TENSOR, "an array": ARRAY, "bytes": b"x"}
+def wrong_values(annotation, names):
+    """Values that the annotation excludes, and values of the right type that mean nothing, by the way they are shown.
 
-
-def wrong_values(annotation, name, path):
-    """Values that the annotation excludes, and values of the right type that mean nothing."""
-    text = re.sub(r"Annotated\[(\w+), [^\]]*\]", r"\1", str(annotation))
-    whole = text + f" {getattr(annotation, '__name__', '')}"
-    if re.search(r"\bAny\]?$|\bobject\b|^typing.Any", text) or annotation in (typing.Any, object, inspect._empty):
+    Args:
+        annotation: of the argument.
+        names: the argument's name, alone and with its path.
+    """
+    text = f"{annotation} {getattr(annotation, '__name__', '')}"
+    if annotation is inspect.Parameter.empty or re.search(r"\bAny\b(?!.*\])|\bobject\b", text):
         return {}
-    number = re.search(r"\bfloat\b", whole) is not None
-    integer = number or re.search(r"\bint\b", whole) is not None
-    several = re.search(r"Sequence|Iterable|list|tuple|Collection", whole) is not None
-    function = "Callable" in whole
-    wrong = {"{0: object()}": {0: NOTHING}, "[object()]": [NOTHING], "[None]": [None]}
-    if "Mapping" in whole or "dict" in whole:
-        wrong = {}
-    if re.search(r"(Sequence|Iterable|list|Collection)\[(typing\.)?Any\]", whole):
-        wrong = {}
-    wrong |= {"object()": NOTHING, "bytes": b"x", "1j": 1j}
-    if "None" not in text and "Optional" not in text:
-        wrong["None"] = None
-    if "bool" not in whole:
-        wrong["True"] = True
-    if not integer:
-        wrong["3"] = 3
-    if not number:
-        wrong["2.5"] = 2.5
-    if "str" not in whole:
-        wrong |= {"'4'": "4", "'nonsense'": "nonsense", "''": ""}
-        if "Literal" in whole:
-            wrong["'nonsense'"] = "nonsense"
-    else:
-        wrong["''"] = ""
-    if "Module" not in re.sub(r"type\[[\w.]*\]", "", whole) and not function:
-        wrong["a module"] = MODULE
-    if "Tensor" not in whole and not several:
-        wrong |= {"a tensor": TENSOR}
-    if not several:
-        wrong["an array"] = ARRAY
-    if not function and "type[" not in whole and "type]" not in whole:
-        wrong["a class"] = CLASS
-    if not function:
-        wrong["a function"] = repr
-    if integer and not {name, f"{path}.{name}"} & ZERO:
-        wrong |= {} if "bool" in whole else {"0": 0}
-    if integer and name not in NEGATIVE:
-        wrong |= {"-1": -1}
+    number = re.search(r"\bfloat\b", text) is not None
+    integer = number or re.search(r"\bint\b", text) is not None
+    several = re.search(r"Sequence|Iterable|list|tuple|Collection", text) is not None
+    function, module = "Callable" in text, "Module" in re.sub(r"type\[[\w.]*\]", "", text)
+    wrong = {"object()": OBJECT, "bytes": b"x", "1j": 1j}
+    of_anything = re.search(r"(Sequence|Iterable|list|Collection)\[(typing\.)?Any\]|Mapping|dict", text)
+    excluded = [
+        (of_anything is None, {"{0: object()}": {0: OBJECT}, "[object()]": [OBJECT], "[None]": [None]}),
+        ("None" not in text and "Optional" not in text, {"None": None}),
+        ("bool" not in text, {"True": True}),
+        (not integer, {"3": 3}),
+        (not number, {"2.5": 2.5}),
+        ("str" not in text, {"'4'": "4", "'nonsense'": "nonsense"}),
+        (not module and not function, {"a module": MODULE}),
+        (not function and "Trainer" not in text, {"a Trainer": make_trainer()}),
+        ("Tensor" not in text and not several, {"a tensor": TENSOR}),
+        (not several, {"an array": ARRAY}),
+        (not function and not re.search(r"\btype\b", text), {"a class": CLASS}),
+        (not function, {"a function": repr}),
+        (True, {"''": ""}),
+    ]
+    for is_wrong, values in excluded:
+        wrong |= values if is_wrong else {}
+    if integer and not names & ZERO and "bool" not in text:
+        wrong["0"] = 0
+    if integer and not names & NEGATIVE:
+        wrong["-1"] = -1
     if number:
         wrong |= {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
     return wrong
 
 
 @functools.cache
+def make_trainer():
+    return L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+
+
 def find_cases():
-    """All cases, and the public names whose docstring calls them nowhere."""
-    cases, without = [], []
+    """All cases."""
+    cases = []
     for path, thing in public_things().items():
-        signature = inspect.signature(thing)
-        if not signature.parameters or inspect.Parameter.VAR_POSITIONAL in {
-            p.kind for p in signature.parameters.values()
-        }:
-            continue
-        if path in MADE_HERE:
-            continue
-        if find_example(thing) is None:
-            without.append(path)
-            continue
         function = thing.__init__ if isinstance(thing, type) else thing
         try:
-            hints = typing.get_type_hints(function)
-        except NameError:
-            hints = inspect.get_annotations(function)
-        for name, parameter in signature.parameters.items():
-            if parameter.kind is parameter.VAR_KEYWORD:
+            annotations = typing.get_type_hints(function)
+        except NameError:  # of an optional package
+            annotations = inspect.get_annotations(function)
+        for name, parameter in inspect.signature(thing).parameters.items():
+            if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
                 continue
-            for words, value in wrong_values(hints.get(name, inspect._empty), name, path).items():
-                if value is not parameter.default and (value == parameter.default) is not True:
+            annotation = annotations.get(name, parameter.empty)
+            for words, value in wrong_values(annotation, {name, f"{path}.{name}"}).items():
+                if type(value) is not type(parameter.default) or value != parameter.default:
                     cases.append(Case(path, name, words, value))
-    return cases, without
+    return cases
 
 
-FORM = re.compile(r"^.+: .+\. .+\.$", re.DOTALL)
-
-
-def outcome(case, arguments):
-    """How a call ends: "refused" in our form of an error, "accepted", or the raw error."""
-    thing = public_things()[case.path]
-    changed = {**arguments, case.argument: case.value}
-    positional = []
+def outcome(thing, arguments, name, value):
+    """How a call with one argument replaced ends: "refused" in our form of an error, "accepted", or the raw error."""
+    bound = inspect.signature(thing).bind_partial()
+    bound.arguments.update({**arguments, name: value})
     try:
-        bound = inspect.signature(thing).bind_partial()
-        bound.arguments.update(changed)
-        result = thing(*bound.args, **bound.kwargs)
-    except (ValueError, TypeError, OSError, RuntimeError) as error:
-        if FORM.match(str(error)) and "lightning_fasttrain" in inspect.getinnerframes(error.__traceback__)[-1].filename:
-            return "refused"
-        return f"raw {type(error).__name__}: {error}"
+        thing(*bound.args, **bound.kwargs)
     except Exception as error:
-        return f"raw {type(error).__name__}: {error}"
-    del result, positional
+        ours = "lightning_fasttrain" in inspect.getinnerframes(error.__traceback__)[-1].filename
+        if ours and re.fullmatch(r".+: .+\. .+\.", str(error), re.DOTALL):
+            return "refused"
+        return f"{type(error).__name__}: {error}"
     return "accepted"
