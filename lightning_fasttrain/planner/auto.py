@@ -99,7 +99,8 @@ class Auto(AddsTechniques):
         seconds: PositiveFloat | None = None,
         batch: Any = None,
     ) -> None:
-        self.memory_gib, self.seconds, self.batch = memory_gib, seconds, batch
+        self.memory_gib: float | Literal["fit"] = memory_gib
+        self.seconds, self.batch = seconds, batch
         self.keep = one_of("keep", keep, tuple(each.value for each in Exactness))
         self.plan: Plan | None = None
         self.choice: Choice | None = None

@@ -242,7 +242,7 @@ def predict_window(techniques: Iterable[Technique]) -> int:
 
 
 @check_arguments
-def apply(model: nn.Module, techniques: Sequence[Technique]) -> ExitStack:
+def apply(model: nn.Module, techniques: Iterable[Technique]) -> ExitStack:
     """Operate on ``model`` in place with all ``techniques``, in the suite's order; for Fabric and bare loops.
 
     Call it before the optimizer is made and before ``fabric.setup``. Applying twice is the same as once.

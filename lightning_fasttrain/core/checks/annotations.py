@@ -44,7 +44,7 @@ Share = Annotated[float, Bounds(0, 1)]
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong with a value.
+    """Description of a wrong value.
 
     Attributes:
         why: why it is refused.

@@ -288,7 +288,7 @@ def _refuse_company(name: str, known: Known, groups: Groups | None, **asked: obj
 
 
 def _make_groups(
-    model: nn.Module, lr: float, weight_decay: float, layer_decay: float | None, lora_plus: float | None
+    model: nn.Module, lr: float | Tensor, weight_decay: float, layer_decay: float | None, lora_plus: float | None
 ) -> Groups:
     if layer_decay is not None:
         return layer_decay_groups(model, lr, layer_decay, weight_decay, frozen=False)
