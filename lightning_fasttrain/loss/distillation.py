@@ -1,7 +1,6 @@
 """Knowledge distillation: a student learns from a teacher's predictions, not only from the labels."""
 
 import copy
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
@@ -24,7 +23,6 @@ from lightning_fasttrain.loss._distiller import (
     projection_key,
 )
 from lightning_fasttrain.loss._teacher import AnyTeacher, load_teacher
-from lightning_fasttrain.loss.linear_kl_divergence import refuse_temperature
 from lightning_fasttrain.loss.loss_inputs import PROJECTIONS, student_of
 from lightning_fasttrain.technique import Conflict, Exactness, Surgery, Technique
 from lightning_fasttrain.technique.predicted_step import PredictedStep
@@ -169,6 +167,9 @@ class Distillation(Technique):
 
     exactness: ClassVar[Exactness] = Exactness.CHANGES_TRAINING
     surgery: ClassVar[Surgery | None] = Surgery.ARCHITECTURE
+    ways_out: ClassVar[Mapping[str, str]] = {
+        "features": "Use {'name in the student': 'name in the teacher'}, or a pair of that name and a module as value"
+    }
     effect: ClassVar[str] = "a smaller model learns from a larger one, whose logits are never stored in full"
     when: ClassVar[str] = "there is a larger model with the same vocabulary to learn from"
     in_a_loop: ClassVar[str] = "with loss.distil_into(model, teacher) as distil: step = distil(step)"
@@ -192,17 +193,9 @@ class Distillation(Technique):
         feature_weight: NonNegativeFloat = 1.0,
         mask: Mask | None = None,
     ) -> None:
-        if not (isinstance(teacher, nn.Module | str | os.PathLike) or callable(teacher)):
-            raise TypeError(explain(f"teacher={teacher!r}", "expected a model", "Give a module, directory or function"))
-        refuse_temperature(temperature)
-        if not feature_weight >= 0:
-            why = "a negative weight would push features apart"
-            raise ValueError(explain(f"feature_weight={feature_weight}", why, "Use 0 or more"))
-        if mask is not None and not callable(mask):
-            raise TypeError(explain(f"mask={mask!r}", "expected a function of a batch", "Give a function"))
         self.teacher, self.student, self.temperature, self.alpha = teacher, student, temperature, alpha
         self.head, self.teacher_head, self.feature_weight, self.mask = head, teacher_head, feature_weight, mask
-        self.features = _check_features(features or {})
+        self.features = _as_pairs(features or {})
         self._stage: str | None = None
         self._distiller: Distiller | None = None
 
@@ -284,21 +277,11 @@ class _LoggedStep(DistilledStep):
         return output
 
 
-def _check_features(features: Features) -> Pairs:
-    wanted = "Use {'name in the student': 'name in the teacher'}, or a pair of that name and a module as value"
-    if not isinstance(features, Mapping):
-        raise TypeError(explain(f"features={features!r}", "expected a mapping of names to names", wanted))
-    checked: Pairs = {}
+def _as_pairs(features: Features) -> Pairs:
+    pairs: Pairs = {}
     for name, to in features.items():
-        if not isinstance(name, str) or not (isinstance(to, str) or _is_pair(to)):
-            raise TypeError(explain(f"features={{{name!r}: {to!r}}}", "expected a mapping of names to names", wanted))
-        checked[name] = (to, None) if isinstance(to, str) else (to[0], to[1])
-    return checked
-
-
-def _is_pair(to: object) -> bool:
-    """Whether ``to`` is a pair of a name and a projection."""
-    return isinstance(to, tuple | list) and len(to) == 2 and isinstance(to[0], str) and isinstance(to[1], nn.Module)
+        pairs[name] = (to, None) if isinstance(to, str) else (to[0], to[1])
+    return pairs
 
 
 def distiller_on(student: nn.Module) -> Distiller | None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_fasttrain.core.checks import PositiveInt, check_arguments, one_of, positive_int
+from lightning_fasttrain.core.checks import PositiveFloat, PositiveInt, check_arguments, one_of, positive_int
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.first_derivatives import refuse_transforms
 from lightning_fasttrain.loss.chunked import ChunkedLoss, OfChunk, at_least_float32, autocast_dtype, cast, chunk_size
@@ -64,7 +64,7 @@ def linear_kl_divergence(
     teacher_bias: Tensor | None = None,
     softcap: float | None = None,
     teacher_softcap: float | None = None,
-    temperature: float = 1.0,
+    temperature: PositiveFloat = 1.0,
     mask: Tensor | None = None,
     reduction: str = "mean",
     chunk: PositiveInt | None = None,
@@ -120,7 +120,7 @@ def kl_divergence(
     logits: Tensor,
     teacher_logits: Tensor,
     *,
-    temperature: float = 1.0,
+    temperature: PositiveFloat = 1.0,
     mask: Tensor | None = None,
     reduction: str = "mean",
     chunk: PositiveInt | None = None,
@@ -177,12 +177,6 @@ def divergence(
     return loss.reshape(shape) if reduction == "none" else loss
 
 
-def refuse_temperature(temperature: float) -> None:
-    """Refuse a temperature out of range."""
-    if not 0 < temperature < math.inf:
-        raise ValueError(explain(f"temperature={temperature}", "logits are divided by it", "Use a positive number"))
-
-
 def refuse_other_classes(student: int, teacher: int) -> None:
     """Refuse a student and a teacher with different numbers of classes."""
     if student != teacher:
@@ -192,7 +186,6 @@ def refuse_other_classes(student: int, teacher: int) -> None:
 
 
 def _check(student: LogitsOf, teacher: LogitsOf, temperature: float, mask: Tensor | None) -> None:
-    refuse_temperature(temperature)
     for whose, one in (("student", student), ("teacher", teacher)):
         if one.weight is not None and (one.weight.ndim != 2 or one.hidden.shape[-1] != one.weight.shape[1]):
             what = f"{whose}: hidden {tuple(one.hidden.shape)}, weight {tuple(one.weight.shape)}"

@@ -225,8 +225,6 @@ def lora_plus_groups(
         Hayou et al. 2024, "LoRA+: Efficient Low Rank Adaptation of Large Models", https://arxiv.org/abs/2402.12354.
         Checked against PEFT's ``create_loraplus_optimizer``.
     """
-    if not ratio > 0:
-        raise ValueError(explain(f"{ratio=}", "B would not be trained", "Use 1 for plain LoRA, or about 16"))
     if not embedding_lr >= 0:
         raise ValueError(explain(f"{embedding_lr=}", "expected a learning rate of at least 0", "Use 1e-6"))
     rates = {"A": lr, "embedding": embedding_lr, "B": lr * ratio, "B/no_decay": lr * ratio}

@@ -16,7 +16,7 @@ _UNITS = {
     "%": "share",
 }
 _WRITTEN = re.compile(r"(\d[\d_,]*(?:\.\d+)?(?:e\+?\d+)?)\s*([a-z]*|%)")
-_UNDERSTOOD = "Use steps as 1000, or '2ep', '50_000 samples', '1e9tok', '5%'"
+LENGTHS = "Use steps as 1000, or '2ep', '50_000 samples', '1e9tok', '5%'"
 
 
 @check_arguments
@@ -49,7 +49,6 @@ class Length:
         return f"{100 * self.amount:.4g}% of the run" if self.unit == "share" else f"{self.amount:,.10g} {self.unit}"
 
 
-@check_arguments
 def read_length(name: str, value: int | str | Length) -> Length:
     """Parse a length.
 
@@ -67,14 +66,16 @@ def read_length(name: str, value: int | str | Length) -> Length:
     """
     if isinstance(value, Length):
         return value
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ValueError(explain(f"{name}={value!r}", "expected a length", LENGTHS))
     written = _WRITTEN.fullmatch(str(value).strip().lower())
     if written is None or written[2] not in _UNITS:
-        raise ValueError(explain(f"{name}={value!r}", "this is not understood as a length", _UNDERSTOOD))
+        raise ValueError(explain(f"{name}={value!r}", "this is not understood as a length", LENGTHS))
     amount, unit = float(written[1].replace("_", "").replace(",", "")), _UNITS[written[2]]
     if unit == "share":
         amount /= 100
         if amount > 1:
-            raise ValueError(explain(f"{name}={value!r}", "a share is 100% at most", _UNDERSTOOD))
+            raise ValueError(explain(f"{name}={value!r}", "a share is 100% at most", LENGTHS))
     elif not math.isfinite(amount) or (unit != "epochs" and amount != int(amount)):
         raise ValueError(explain(f"{name}={value!r}", f"{unit} are counted one by one", "Use a whole number"))
     return Length(amount, unit)

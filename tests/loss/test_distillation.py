@@ -787,16 +787,16 @@ def test_autocast_may_be_inside_the_step_alone():
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"alpha": 1.5}, ValueError, "alpha=1.5: expected the teacher's share"),
+        ({"alpha": 1.5}, ValueError, r"alpha=1.5\): it must be between 0 and 1"),
         ({"alpha": -0.1}, ValueError, "alpha=-0.1"),
-        ({"temperature": 0}, ValueError, "temperature=0: logits are divided by it"),
+        ({"temperature": 0}, ValueError, r"temperature=0\): it must be greater than 0"),
         ({"feature_weight": -1.0}, ValueError, "feature_weight=-1.0"),
-        ({"features": ["blocks.0"]}, TypeError, "expected a mapping of names to names"),
-        ({"features": {"blocks.0": 3}}, TypeError, "expected a mapping of names to names"),
-        ({"features": {"blocks.0": ("blocks.1", 16)}}, TypeError, "expected a mapping of names to names"),
-        ({"features": {"blocks.0": ("blocks.1", None)}}, TypeError, "expected a mapping of names to names"),
-        ({"mask": torch.ones(3)}, TypeError, "expected a function of a batch"),
-        ({"teacher": 3}, TypeError, "teacher=3.*a module, directory or function"),
+        ({"features": ["blocks.0"]}, TypeError, "expected a dict or None, got a list"),
+        ({"features": {"blocks.0": 3}}, TypeError, "entry 0: expected a string or 2 values, got a whole number"),
+        ({"features": {"blocks.0": ("blocks.1", 16)}}, TypeError, "expected a Module, got a whole number"),
+        ({"features": {"blocks.0": ("blocks.1", None)}}, TypeError, "expected a Module, got None"),
+        ({"mask": torch.ones(3)}, TypeError, "expected a function or None, got a Tensor"),
+        ({"teacher": 3}, TypeError, r"teacher=3\): expected a Module, a string, a path or a function"),
     ],
 )
 def test_invalid_settings_are_refused(settings, error, message):

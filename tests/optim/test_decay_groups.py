@@ -132,7 +132,7 @@ def test_given_names_override_the_rules():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"weight_decay": -0.1}, "weight_decay=-0.1: weights would grow"),
+        ({"weight_decay": -0.1}, r"weight_decay=-0.1\): it must be at least 0"),
         ({"decayed": "embeds"}, "decayed='embeds': no trainable parameter has this name.*embed.weight"),
         ({"spared": ["nothing.*"]}, r"spared='nothing\.\*'"),
     ],

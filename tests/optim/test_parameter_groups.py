@@ -225,8 +225,8 @@ def test_names_with_a_common_prefix_are_distinguished():
         ({"decay": 0}, "decay=0: expected the ratio"),
         ({"decay": 1.1}, "decay=1.1"),
         ({"decay": float("nan")}, "decay=nan"),
-        ({"lr": 0}, "lr=0: expected the head's learning rate"),
-        ({"weight_decay": -0.1}, "weight_decay=-0.1: weights would grow"),
+        ({"lr": 0}, r"lr=0\): it must be greater than 0"),
+        ({"weight_decay": -0.1}, r"weight_decay=-0.1\): it must be at least 0"),
         ({"head": "classifier"}, "head='classifier' in TinyLM: no such module.*its children are embed, blocks, head"),
         ({"blocks": "Conv2d"}, "matches nothing"),
     ],
@@ -289,7 +289,7 @@ def test_a_model_without_adapters_or_with_frozen_ones_is_refused():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"ratio": 0}, "ratio=0: B would not be trained"),
+        ({"ratio": 0}, r"ratio=0\): it must be greater than 0"),
         ({"ratio": -1}, "ratio=-1"),
         ({"lr": -1}, "lr=-1"),
         ({"weight_decay": -1}, "weight_decay=-1"),

@@ -163,17 +163,17 @@ def _find_in_union(annotation: Any, value: object) -> Problem | None:
     numeric = any(_describe(member) in ("a number", "a whole number") for member in members)
     if isinstance(value, str) and numeric and _NUMBER.fullmatch(value):
         return _expected(annotation, value, f"Write the number without quotes: {value}")
-    # A value of the right kind has the better reason: a bound it breaks, or a word that is none of the choices.
+    # A value of the right kind has the better reason: a bound it breaks, a wrong entry, a word that is no choice.
     for problem in problems:
         if problem.why == _UNKNOWN:
             return Problem(f"expected {describe_annotation(annotation)}", "", ValueError)
-        if problem.kind is ValueError:
+        if problem.kind is ValueError or problem.why.startswith(_ENTRY):
             return problem
     hints = [problem.way_out for problem in problems if problem.way_out]
     return _expected(annotation, value, hints[0] if hints else "")
 
 
-_UNKNOWN = "not a known choice"
+_UNKNOWN, _ENTRY = "not a known choice", "entry"
 _NUMBER = re.compile(r"[-+]?\d+(\.\d*)?([eE][-+]?\d+)?")
 
 
@@ -236,15 +236,16 @@ def _find_in_function(annotation: Any, value: object) -> Problem | None:
 
 def _find_in_container(annotation: Any, value: object) -> Problem | None:
     kind, inner = get_origin(annotation) or annotation, get_args(annotation)
+    anything = not inner or inner[0] is Any
+    # A Sequential can be iterated too, but over its modules, which is never meant.
+    if callable(getattr(value, "parameters", None)) and not anything:
+        wants_tensors = any(word in str(inner[0]) for word in ("Tensor", "Parameter"))
+        return _expected(annotation, value, "Pass its parameters()" if wants_tensors else "")
     if isinstance(value, str | bytes) or not isinstance(value, kind):
-        single = inner and find_problem(inner[0], value) is None and inner[0] is not Any
+        single = not anything and find_problem(inner[0], value) is None
         return _expected(annotation, value, "Put it into a list: [...]" if single else "")
     if inner and isinstance(value, list | tuple | set | frozenset | dict):
         return _first_problem(inner[0], value)
-    # A Sequential can be iterated too, but over its modules, which is never meant.
-    if callable(getattr(value, "parameters", None)) and inner and inner[0] is not Any:
-        wants_tensors = any(word in str(inner[0]) for word in ("Tensor", "Parameter"))
-        return _expected(annotation, value, "Pass its parameters()" if wants_tensors else "")
     return None
 
 
@@ -263,8 +264,9 @@ def _find_in_tuple(annotation: Any, value: object) -> Problem | None:
 def _first_problem(annotation: Any, values: Iterable[object]) -> Problem | None:
     for place, value in enumerate(values):
         problem = find_problem(annotation, value)
-        if problem is not None:
-            return Problem(f"entry {place}: {problem.why}", problem.way_out, problem.kind)
+        is_root = isinstance(value, str) and not value  # the name of the model itself among its modules
+        if problem is not None and not is_root:
+            return Problem(f"{_ENTRY} {place}: {problem.why}", problem.way_out, problem.kind)
     return None
 
 

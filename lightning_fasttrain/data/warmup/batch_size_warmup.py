@@ -1,7 +1,7 @@
 """Batch size warmup: optimizer steps of few batches at first, and of more and more later."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any, ClassVar
 
@@ -16,7 +16,7 @@ from lightning_fasttrain.data.normalizer.count_targets import Count
 from lightning_fasttrain.data.token_weighted_accumulation import TokenWeightedAccumulation
 from lightning_fasttrain.data.warmup.growth_schedule import Growth, KeepsGrowth
 from lightning_fasttrain.technique import Exactness
-from lightning_fasttrain.technique.duration import Length
+from lightning_fasttrain.technique.duration import LENGTHS, Length
 from lightning_fasttrain.technique.facts import Facts
 
 RULES: dict[str, Callable[[float], float]] = {"linear": lambda share: share, "sqrt": math.sqrt}
@@ -139,6 +139,7 @@ class BatchSizeWarmup(KeepsGrowth, TokenWeightedAccumulation):
     """
 
     exactness: ClassVar[Exactness] = Exactness.CHANGES_TRAINING
+    ways_out: ClassVar[Mapping[str, str]] = {"over": LENGTHS}
     effect: ClassVar[str] = "steps of few batches first and of more later, optionally with scaled learning rates"
     when: ClassVar[str] = "a large batch is only useful late in the run; not for fine-tuning"
     in_a_loop: ClassVar[str] = "accumulate_window(step, window) for window in data.grow_windows(loader, growth)"

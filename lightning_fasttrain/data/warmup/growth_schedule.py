@@ -10,10 +10,10 @@ from lightning_fasttrain.core.batch import count_batch
 from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.core.distributed import sum_over_ranks
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.technique.duration import Length, read_length
+from lightning_fasttrain.technique.duration import LENGTHS, Length, read_length
 
 
-@check_arguments
+@check_arguments(over=LENGTHS)
 class Growth:
     """A size that grows from ``start`` to ``full`` in equal increments of ``grid``, each after an equal share of
     ``over``.

@@ -1,7 +1,7 @@
 """Sequence length warmup: short sequences at first, and longer ones later."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import lightning as L
@@ -14,7 +14,7 @@ from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.data.warmup.growth_schedule import Growth, KeepsGrowth
 from lightning_fasttrain.technique import Exactness, Technique
-from lightning_fasttrain.technique.duration import Length
+from lightning_fasttrain.technique.duration import LENGTHS, Length
 from lightning_fasttrain.technique.predicted_step import PredictedStep
 from lightning_fasttrain.technique.run_length import steps_of_epochs, total_steps
 
@@ -164,6 +164,7 @@ class SequenceLengthWarmup(KeepsGrowth, Technique):
     """
 
     exactness: ClassVar[Exactness] = Exactness.CHANGES_TRAINING
+    ways_out: ClassVar[Mapping[str, str]] = {"over": LENGTHS}
     effect: ClassVar[str] = "short sequences at first, of growing length: cheaper and more stable early steps"
     when: ClassVar[str] = "training on long sequences is unstable at first; not where the ends of sequences matter"
     in_a_loop: ClassVar[str] = "for batch in data.grow_sequences(loader, growth)"

@@ -1,7 +1,7 @@
 """Run the model's blocks as compiled code, with one compilation per kind of block."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
@@ -55,7 +55,7 @@ def compile_blocks_(
     mode: str = "default",
     *,
     blocks: Blocks | None = None,
-    backend: str = "inductor",
+    backend: str | Callable[..., Any] = "inductor",
     dynamic: bool | None = None,
     fullgraph: bool = False,
     fallback: bool = True,
@@ -214,7 +214,7 @@ class CompileBlocks(Technique):
         mode: str = "default",
         *,
         blocks: Blocks | None = None,
-        backend: str = "inductor",
+        backend: str | Callable[..., Any] = "inductor",
         dynamic: bool | None = None,
         fullgraph: bool = False,
         fallback: bool = True,
