@@ -79,7 +79,8 @@ class BatchClosures:
         name = type(micro or window).__name__
         if not pl_module.automatic_optimization:
             why = "the module runs backward itself, so there is no step to split"
-            way_out = "Call accumulate_gradients(...) inside your training_step, with backward=self.manual_backward"
+            function = "accumulate_window(step, batches" if micro is None else "accumulate_gradients(step, batch, n"
+            way_out = f"In your training_step call {function}, backward=self.manual_backward), with step: batch → loss"
             raise ValueError(explain(f"{name} with automatic_optimization=False", why, way_out))
         if trainer.strategy is not None and trainer.strategy.handles_gradient_accumulation:
             why = "this strategy counts micro-batches itself and decides by its own count when to step"

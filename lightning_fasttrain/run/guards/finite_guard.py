@@ -255,8 +255,9 @@ class FiniteGuard(StepGuard):
         everyone = gather_values(f"{bad[0]}" if bad else "", device)
         layer = ""
         # The same on all ranks: a forward may contain collectives. Earlier batches of a window are not kept, so only a
-        # bad loss of the last one can be located.
-        if not is_sharded(module) and f"{batch_idx}" in everyone:
+        # bad loss of the last one can be located. Under manual optimization a repeated step would toggle optimizers.
+        can_repeat = module.automatic_optimization and not is_sharded(module)
+        if can_repeat and f"{batch_idx}" in everyone:
             layer = first_layer_in_forward(module, lambda: _forward(trainer, module, batch, batch_idx))
         layers = gather_values(layer or last_bad_gradient(module.named_parameters()), device)
         ranks = [rank for rank, number in enumerate(everyone) if number]
