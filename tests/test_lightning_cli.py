@@ -13,6 +13,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 import lightning_fasttrain as ft
 from lightning_fasttrain.cli.main import main
 from lightning_fasttrain.planner.catalogue import known_techniques, public_path
+from lightning_fasttrain.strategy.fsdp2.sharding import Sharding
 from tests.support.run_example import ROOT
 
 
@@ -29,7 +30,14 @@ def build(tmp_path, **trainer):
         yaml.safe_dump({"seed_everything": 0, "trainer": {**quiet, "enable_model_summary": False, **trainer}})
     )
     cli = LightningCLI(BoringModel, run=False, args=["--config", str(path)], save_config_callback=None)
-    yaml.safe_load(cli.parser.dump(cli.config, skip_none=False))  # as Lightning writes it beside the logs of a run
+    # As --print_config shows it, and as Lightning writes it beside the logs of a run; and back.
+    printed = cli.parser.dump(cli.config, skip_none=False)
+    again = cli.parser.instantiate_classes(cli.parser.parse_string(printed)).trainer
+    techniques = [callback for callback in cli.trainer.callbacks if isinstance(callback, ft.Technique)]
+    assert [repr(callback) for callback in again.callbacks or [] if isinstance(callback, ft.Technique)] == [
+        repr(technique) for technique in techniques
+    ]
+    assert again.strategy == "auto" or type(again.strategy) is type(cli.trainer.strategy)
     return cli.trainer
 
 
@@ -71,16 +79,30 @@ def test_policies_are_settings_too(policy, tmp_path):
 
 @pytest.mark.parametrize(
     ("strategy", "settings"),
-    [("FSDP2Strategy", {"offload": "cpu", "reduce_dtype": "float32"}), ("ZeROStrategy", {"stage": 2})],
+    [
+        (
+            "FSDP2Strategy",
+            {
+                **{"reshard_after_forward": 2, "offload": "cpu", "replicas": 2, "blocks": ["Linear"]},
+                **{"reduce_dtype": "float32", "float32_residual": True, "broadcast_buffers": False},
+                **{"reduce_once": False, "async_checkpoints": True, "process_group_backend": "gloo"},
+            },
+        ),
+        ("ZeROStrategy", {"stage": 2}),
+        ("ZeROStrategy", {"memory_gib": 8.0, "headroom": 0.2, "trusted": True, "universal": True}),
+    ],
 )
 def test_strategies(strategy, settings, tmp_path):
     spec = {"class_path": f"lightning_fasttrain.{strategy}", "init_args": settings}
     made = build(tmp_path, devices=2, strategy=spec).strategy
     assert type(made) is getattr(ft, strategy)
     if strategy == "FSDP2Strategy":
-        assert made.sharding.offload == "cpu"
+        assert made.sharding == Sharding(2, "cpu", 2, ["Linear"], "float32", True)
+        assert not made.broadcast_buffers
+        assert made.async_checkpoints
     else:
-        assert made.stage == 2
+        assert made.stage == settings.get("stage", made.stage)
+        assert (made.question.memory_gib, made.trusted) == (settings.get("memory_gib"), "trusted" in settings)
 
 
 def test_settings_that_were_left_out_are_written_out_too(tmp_path):
