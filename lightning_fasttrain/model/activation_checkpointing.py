@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import lightning as L
 import torch
 from torch import nn
-from torch._ops import OpOverload, OpOverloadPacket
+from torch._ops import OpOverload
 from torch.utils.checkpoint import CheckpointPolicy as Keep
 from torch.utils.checkpoint import SelectiveCheckpointContext
 
@@ -84,7 +84,7 @@ class EveryBlock(CheckpointPolicy):
         return {name: CheckpointedForward(blocks[name], savings=savings).install() for name in chosen}
 
 
-@check_arguments
+@check_arguments(also="Use operator overloads, such as torch.ops.aten.bmm.default")
 class SelectiveOps(CheckpointPolicy):
     """Keep the expensive results of every block; recompute the rest: norms, activations, dropout, casts.
 
@@ -113,9 +113,6 @@ class SelectiveOps(CheckpointPolicy):
     def __init__(self, also: Iterable[OpOverload] = ()) -> None:
         self.also = tuple(also)
         for op in self.also:
-            if not isinstance(op, OpOverload):
-                way_out = f"Use torch.ops.{op}.default" if isinstance(op, OpOverloadPacket) else "Use an overload"
-                raise TypeError(explain(f"also={op!r}", "expected an operator overload", way_out))
             if torch.Tag.nondeterministic_seeded in op.tags:
                 why = "it draws random numbers; if it is not recomputed, all later draws shift"
                 raise ValueError(explain(f"also={op}", why, "Remove it: it is cheap to recompute"))
@@ -164,7 +161,10 @@ def _drops_out(op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     return False
 
 
-@check_arguments
+_POLICIES = "Use EveryBlock(k), SelectiveOps() or MemoryBudget(budget_gib)"
+
+
+@check_arguments(policy=_POLICIES)
 def checkpoint_activations_(
     model: nn.Module, policy: CheckpointPolicy | None = None, blocks: Blocks | None = None
 ) -> dict[str, Undo]:
@@ -200,7 +200,7 @@ def checkpoint_activations_(
         Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", https://arxiv.org/abs/1604.06174; uses
         ``torch.utils.checkpoint``, which restores torch's random state but neither Python's, NumPy's nor buffers.
     """
-    policy = _check_policy(policy)
+    policy = policy or EveryBlock()
     found = find_blocks(model, blocks)
     undos: dict[str, Undo] = {
         name: _do_nothing for name, block in found.items() if wrapper_on(block, CheckpointedForward)
@@ -209,15 +209,6 @@ def checkpoint_activations_(
         undos.update(policy.wrap(model, found))
     _without_cache(model, undos)
     return undos
-
-
-def _check_policy(policy: CheckpointPolicy | None) -> CheckpointPolicy:
-    if policy is not None and not isinstance(policy, CheckpointPolicy):
-        way_out = "Use EveryBlock, SelectiveOps or MemoryBudget"
-        if isinstance(policy, int):
-            way_out = f"Use EveryBlock({policy})"
-        raise TypeError(explain(f"policy={policy!r}", "expected a checkpoint policy", way_out))
-    return policy or EveryBlock()
 
 
 def _do_nothing() -> None:
@@ -255,6 +246,7 @@ class ActivationCheckpointing(Technique):
     """
 
     surgery: ClassVar[Surgery | None] = Surgery.CHECKPOINT
+    ways_out: ClassVar[Mapping[str, str]] = {"policy": _POLICIES}
     effect: ClassVar[str] = "recomputes all blocks, every k-th, cheap operations, or as much as a limit in GiB requires"
     when: ClassVar[str] = "activations do not fit, and a step may take a third more time; try MicroBatching first"
     in_a_loop: ClassVar[str] = "checkpoint_activations_(model)"
@@ -266,7 +258,7 @@ class ActivationCheckpointing(Technique):
     predicted: ClassVar[bool] = True
 
     def __init__(self, policy: CheckpointPolicy | None = None, blocks: Blocks | None = None) -> None:
-        self.policy = _check_policy(policy)
+        self.policy = policy or EveryBlock()
         self.blocks = blocks
 
     def apply(self, model: nn.Module) -> Undo:

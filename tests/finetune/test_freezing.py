@@ -194,7 +194,7 @@ def test_call_without_names_is_refused():
 
 def test_entry_of_another_type_is_refused():
     net = TinyLM()
-    with pytest.raises(TypeError, match="expected a name pattern or a class of modules"):
+    with pytest.raises(TypeError, match="expected a string or a class of Module, got a Linear. Use its class, Linear"):
         freeze_except_(net, net.head)
 
 

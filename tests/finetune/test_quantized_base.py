@@ -574,7 +574,7 @@ def test_skip_without_a_match_is_refused():
     message = refusal(ValueError, TinyLM(), skip=["**.up", "**.router"])
     assert "skip='**.router' matches nothing" in message
     assert "Block ×3" in message
-    assert "skip=3" in refusal(TypeError, TinyLM(), skip=[3])
+    assert "skip=[3]" in refusal(TypeError, TinyLM(), skip=[3])
     assert "skip=<class 'int'>" in refusal(TypeError, TinyLM(), skip=int)
 
 

@@ -206,7 +206,7 @@ def test_a_head_with_an_adapter_is_refused():
         ("3", None, TypeError, "new_head='3'"),
         (True, None, TypeError, "new_head=True"),
         (3, "haed", ValueError, r"head='haed' in TinyLM: there is no such layer.*'blocks.2.down', 'head'"),
-        (3, "", ValueError, "there is no such layer"),
+        (3, "", ValueError, "an empty string"),
         (3, "blocks.1", ValueError, r"head 'blocks.1' \(Block\): its number of input.*head='blocks.1.down'"),
         (3, "embed", ValueError, r"head 'embed' \(Embedding\): its number of input.*Pass a module instead of 3\."),
         (

@@ -165,7 +165,7 @@ def test_several_devices_get_a_strategy_that_shards_what_does_not_fit():
 @pytest.mark.parametrize(
     ("settings", "error"),
     [
-        ({"memory_gib": 0}, "memory_gib=0: it is a limit in GiB"),
+        ({"memory_gib": 0}, r"memory_gib=0\): it must be greater than 0"),
         ({"memory_gib": "most"}, "memory_gib='most'"),
         ({"keep": "roughly"}, "keep='roughly'"),
         ({"seconds": 0}, "seconds=0"),

@@ -207,5 +207,5 @@ def test_a_sign_of_life_is_cheap():
 @pytest.mark.parametrize("arguments", [{"timeout_s": 0}, {"timeout_s": -1.0}, {"first_timeout_s": 0}])
 def test_times_must_be_positive(arguments):
     for kind in (HangWatch, ProgressWatch):
-        with pytest.raises(ValueError, match="expected a positive time"):
+        with pytest.raises(ValueError, match="must be greater than 0"):
             kind(**arguments)

@@ -267,7 +267,7 @@ def test_lightnings_observer_lets_the_main_process_finish_unless_a_child_failed(
     ("arguments", "error", "message"),
     [
         ({"signals": ()}, ValueError, "no signal could request preemption"),
-        ({"signals": signal.SIGTERM}, TypeError, "expected a sequence of signals"),
+        ({"signals": signal.SIGTERM}, TypeError, "expected a list of whole numbers"),
         ({"signals": (signal.SIGKILL,)}, ValueError, "not a signal that can be caught"),
         ({"signals": (999,)}, ValueError, "999 is not a signal"),
         ({"exit_code": 300}, ValueError, "exit_code=300"),

@@ -1,5 +1,6 @@
 """Compare a value with the annotation of an argument, and say in words what was expected."""
 
+import functools
 import math
 import os
 import re
@@ -47,14 +48,18 @@ class Problem:
     """Description of a wrong value.
 
     Attributes:
-        why: why it is refused.
+        reason: why it is refused, or a function that says so: of a union, most members refuse most values in vain.
         way_out: what to pass instead; "" if nothing better is known than the default.
         kind: class of the error.
     """
 
-    why: str
+    reason: str | Callable[[], str]
     way_out: str = ""
     kind: type[Exception] = TypeError
+
+    @property
+    def why(self) -> str:
+        return self.reason if isinstance(self.reason, str) else self.reason()
 
 
 def find_problem(annotation: Any, value: object) -> Problem | None:
@@ -93,6 +98,7 @@ _WORDS = {int: "a whole number", float: "a number", str: "a string", bool: "True
 _SEVERAL = {"a string": "strings", "a whole number": "whole numbers", "a number": "numbers"}
 
 
+@functools.cache
 def _members(annotation: Any) -> list[Any]:
     """Return the alternatives of a union, and a union of only itself for anything else."""
     if get_origin(annotation) in (Union, types.UnionType):
@@ -110,6 +116,8 @@ def _describe(annotation: Any) -> str:
         return f"a class of {_name(inner[0])}"
     if kind_of_container := _describe_container(origin, inner):
         return kind_of_container
+    if origin is Callable and inner[0] == []:
+        return "a function without arguments"
     kind = origin or annotation
     words = {Callable: "a function", os.PathLike: "a path", **_WORDS}
     return words.get(kind) or _with_article(_name(kind))
@@ -123,6 +131,8 @@ def _describe_container(kind: Any, inner: tuple[Any, ...]) -> str:
     if kind is tuple and inner[-1] is not ...:
         return f"{len(inner)} values"
     element = describe_annotation(inner[0])
+    if " or " in element:
+        return "a list"
     article, _, name = element.partition(" ")
     return f"a list of {_SEVERAL.get(element, f'{name} objects' if article in ('a', 'an') else element)}"
 
@@ -148,8 +158,11 @@ def describe_kind(value: object) -> str:
 
 
 def _expected(annotation: Any, value: object, way_out: str = "") -> Problem:
-    words = repr(value) if isinstance(value, bool) else describe_kind(value)
-    return Problem(f"expected {describe_annotation(annotation)}, got {words}", way_out)
+    def reason() -> str:
+        words = repr(value) if isinstance(value, bool) else describe_kind(value)
+        return f"expected {describe_annotation(annotation)}, got {words}"
+
+    return Problem(reason, way_out)
 
 
 def _find_in_union(annotation: Any, value: object) -> Problem | None:
@@ -257,12 +270,15 @@ def _find_in_tuple(annotation: Any, value: object) -> Problem | None:
         return _first_problem(inner[0], value)
     if len(value) != len(inner):
         return Problem(f"expected {len(inner)} values, got {len(value)}", "", ValueError)
-    problems = [find_problem(*pair) for pair in zip(inner, value, strict=True)]
-    return next(filter(None, problems), None)
+    for place, (wanted, one) in enumerate(zip(inner, value, strict=True)):
+        problem = _first_problem(wanted, [one], place)
+        if problem is not None:
+            return problem
+    return None
 
 
-def _first_problem(annotation: Any, values: Iterable[object]) -> Problem | None:
-    for place, value in enumerate(values):
+def _first_problem(annotation: Any, values: Iterable[object], first: int = 0) -> Problem | None:
+    for place, value in enumerate(values, first):
         problem = find_problem(annotation, value)
         is_root = isinstance(value, str) and not value  # the name of the model itself among its modules
         if problem is not None and not is_root:

@@ -4,6 +4,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar, get_type_hints, overload
 
 from lightning_fasttrain.core.checks.annotations import Problem, find_problem
@@ -53,7 +54,8 @@ def _wrap(function: Any, ways_out: Mapping[str, str]) -> Any:
     def checked(*args: Any, **kwargs: Any) -> Any:
         from torch.compiler import is_compiling  # here, for the package does not import torch when it is imported
 
-        if not is_compiling():  # a check that is traced would break the graph
+        # A check that is traced would break the graph.
+        if not is_compiling() and not _fit(_read(function), args, kwargs):
             name = function.__name__
             if name == "__init__":
                 name = type(args[0]).__name__
@@ -61,6 +63,45 @@ def _wrap(function: Any, ways_out: Mapping[str, str]) -> Any:
         return function(*args, **kwargs)
 
     return checked
+
+
+@dataclass(frozen=True)
+class _Parameters:
+    """The parameters of a function, and the annotations of those that can be checked."""
+
+    signature: inspect.Signature
+    annotations: dict[str, Any]
+    positional: tuple[str, ...]
+    required: frozenset[str]
+
+
+@functools.cache
+def _read(function: Callable[..., Any]) -> _Parameters:
+    try:
+        annotations = get_type_hints(function, include_extras=True)
+    except NameError:  # of a name that only type checkers know, such as PEFT's
+        annotations = {name: kind for name, kind in function.__annotations__.items() if not isinstance(kind, str)}
+    checked = {name: kind for name, kind in annotations.items() if kind is not Any}
+    signature, positional, required = inspect.signature(function), [], set()
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+            positional.append(name)
+        if parameter.default is parameter.empty:
+            required.add(name)
+    return _Parameters(signature, checked, tuple(positional), frozenset(required))
+
+
+def _fit(parameters: _Parameters, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Check whether nothing is wrong with a call, in the short way; False where only binding its arguments can tell."""
+    given = dict(zip(parameters.positional, args, strict=False)) | kwargs
+    known = parameters.signature.parameters
+    if len(given) < len(args) + len(kwargs) or not parameters.required <= given.keys() <= known.keys():
+        return False
+    for name, value in given.items():
+        annotation = parameters.annotations.get(name)
+        if annotation is not None and value is not known[name].default and find_problem(annotation, value) is not None:
+            return False
+    return True
 
 
 def bind_arguments(
@@ -80,29 +121,19 @@ def bind_arguments(
     elsewhere: Mapping[str, str] = getattr(type(args[0]), "names_elsewhere", {}) if args else {}
     for word in kwargs.keys() & elsewhere.keys():
         raise TypeError(f"{name}({word}=...): that is another library's name for it. Use {elsewhere[word]}.")
-    signature, annotations = _read_annotations(function)
+    parameters = _read(function)
     try:
-        bound = signature.bind(*args, **kwargs)
+        bound = parameters.signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise TypeError(f"{name}: {error}. {_list_parameters(signature, kwargs)}.") from None
+        raise TypeError(f"{name}: {error}. {_list_parameters(parameters.signature, kwargs)}.") from None
     for word, value in bound.arguments.items():
-        parameter = signature.parameters[word]
-        if word not in annotations or value is parameter.default:
+        parameter = parameters.signature.parameters[word]
+        if word not in parameters.annotations or value is parameter.default:
             continue
-        problem = _find_any_problem(parameter, annotations[word], value)
+        problem = _find_any_problem(parameter, parameters.annotations[word], value)
         if problem is not None:
             raise problem.kind(_explain(name, parameter, value, problem, ways_out))
     return bound
-
-
-@functools.cache
-def _read_annotations(function: Callable[..., Any]) -> tuple[inspect.Signature, dict[str, Any]]:
-    """Return signature and annotations; of names that only type checkers know, such as PEFT's, none."""
-    try:
-        annotations = get_type_hints(function, include_extras=True)
-    except NameError:
-        annotations = {name: kind for name, kind in function.__annotations__.items() if not isinstance(kind, str)}
-    return inspect.signature(function), annotations
 
 
 def _find_any_problem(parameter: inspect.Parameter, annotation: Any, value: Any) -> Problem | None:

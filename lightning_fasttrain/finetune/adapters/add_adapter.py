@@ -1,6 +1,7 @@
 """Add adapters to a frozen model, list them, and select the active ones."""
 
 import copy
+import re
 import warnings
 from collections.abc import Collection, Iterable
 from contextlib import ExitStack
@@ -58,7 +59,7 @@ def add_adapter_(
     config: "PeftConfig",
     targets: Targets | None = None,
     *,
-    train: Iterable[str] = (),
+    train: Iterable[str | re.Pattern[str]] = (),
     name: str = "default",
     batches: Batches | None = None,
 ) -> list[str]:

@@ -231,7 +231,7 @@ def _add(model: nn.Module, place: Place, config: "PeftConfig", name: str) -> tup
     if place.tokens:
         config.trainable_token_indices = place.tokens
     # ``()`` is not None: a data-dependent initialization is accepted, and the file's values replace it.
-    names = add_adapter_(model, config, targets, train=train, name=name, batches=())  # pyright: ignore[reportArgumentType]
+    names = add_adapter_(model, config, targets, train=train, name=name, batches=())
     for prefix, root in adapted_modules(model).items():
         before = f"{prefix}." if prefix else ""
         if name in adapters_on(root) and names[0].startswith(before):

@@ -96,7 +96,8 @@ class StageQuestion:
         check_headroom(self.headroom)
         named = self.config is not None or self.stage != "auto"
         if named and self.memory_gib is not None:
-            what = f"memory_gib={self.memory_gib} with {'a config' if self.config is not None else f'stage={self.stage!r}'}"
+            other = "a config" if self.config is not None else f"stage={self.stage!r}"
+            what = f"memory_gib={self.memory_gib} with {other}"
             why = "memory_gib is used by stage='auto' only"
             raise ValueError(explain(what, why, "Leave one of the two out"))
 
