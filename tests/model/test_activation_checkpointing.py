@@ -373,7 +373,7 @@ def test_operations_listed_by_the_user_are_kept_too():
 @pytest.mark.parametrize(
     ("op", "error", "message"),
     [
-        (torch.ops.aten.bmm, TypeError, r"Use torch\.ops\.aten\.bmm\.default"),
+        (torch.ops.aten.bmm, TypeError, r"Use operator overloads, such as torch\.ops\.aten\.bmm\.default"),
         ("bmm", TypeError, "expected an OpOverload, got a string"),
         (torch.ops.aten.native_dropout.default, ValueError, "draws random numbers"),
     ],

@@ -21,8 +21,8 @@ def check_arguments(function: Callable[..., Any] | None = None, /, **ways_out: s
     """Refuse arguments that do not fit their annotations, before the function runs; for whatever users call.
 
     Decorates a function, or a class, whose ``__init__`` is then checked. Limits of numbers are part of the annotations:
-    :data:`PositiveInt`, :data:`NonNegativeFloat`, :data:`Share`. A default is always accepted. The check takes about
-    10 µs a call, so functions that are compiled or called many times in a step are left without it.
+    :data:`PositiveInt`, :data:`NonNegativeFloat`, :data:`Share`. A default is always accepted. The check takes
+    some 10 µs a call, and none in code that is compiled.
 
     Args:
         function: the function or class.

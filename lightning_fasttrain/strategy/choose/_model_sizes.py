@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import ParamsT
 
-from lightning_fasttrain.core.checks import NonNegativeInt, PositiveInt, check_arguments, one_of
+from lightning_fasttrain.core.checks import NonNegativeInt, check_arguments, one_of
 from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized, quantization_of
 from lightning_fasttrain.optim.named.state_bytes import Group, groups_of, state_bytes
 from lightning_fasttrain.predict.fake_model import fake_module
@@ -39,11 +39,11 @@ class ZeROSizes:
         200000000
     """
 
-    reduce_bucket: PositiveInt = 200_000_000  # Lightning's default; the others are DeepSpeed's
+    reduce_bucket: NonNegativeInt = 200_000_000  # Lightning's default; the others are DeepSpeed's
     prefetch: NonNegativeInt = 50_000_000
     persistence: NonNegativeInt = 100_000
     reuse: NonNegativeInt = 1_000_000_000
-    sub_group: PositiveInt = 1_000_000_000
+    sub_group: NonNegativeInt = 1_000_000_000
 
     def as_config(self) -> dict[str, int]:
         """Return the entries for ``"zero_optimization"`` of a DeepSpeed config that sets these sizes."""
