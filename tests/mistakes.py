@@ -126,6 +126,8 @@ MISTAKES = {
     "ft.FSDP2Strategy(reduce_dtype='int8')": ("reduce_dtype='int8'", "'float32'"),
     "ft.FSDP2Strategy(timeout=60)": ("timeout=60", "a timedelta"),
     "ft.FabricFSDP2Strategy(cpu_offload=True)": ("cpu_offload", "offload='cpu'"),
+    "ft.ZeROStrategy(stage=True)": ("stage=True", "a whole number or a string"),
+    "ft.ZeROStrategy(memory_gib=0)": ("memory_gib=0", "greater than 0"),
     "ft.choose_strategy(net, adamw, devices=0, memory_gib=1)": ("devices=0", "at least 1"),
     "ft.choose_strategy(net, adamw, devices=3, nodes=2, memory_gib=1)": ("devices=3 in nodes=2", "a multiple of 2"),
     "ft.choose_strategy(net, adamw, memory_gib=-1)": ("memory_gib=-1", "greater than 0"),

@@ -103,7 +103,7 @@ def _match_names(names: Iterable[str], wanted: str | Iterable[str], argument: st
 @check_arguments
 def layer_decay_groups(
     model: nn.Module,
-    lr: PositiveFloat,
+    lr: PositiveFloat | Tensor,
     decay: float = 0.9,
     weight_decay: NonNegativeFloat = 0.01,
     *,
@@ -191,7 +191,7 @@ def layer_decay_groups(
 @check_arguments
 def lora_plus_groups(
     model: nn.Module,
-    lr: PositiveFloat,
+    lr: PositiveFloat | Tensor,
     ratio: PositiveFloat = 16.0,
     weight_decay: NonNegativeFloat = 0.0,
     *,

@@ -319,7 +319,7 @@ class Two(L.LightningModule):
         (nn.Linear(2, 2), lambda p: "adam", {}, TypeError, "gives str"),
         (nn.Linear(2, 2).requires_grad_(False), adamw, {}, ValueError, "without trainable parameters"),
         (Two(), None, {}, ValueError, "2 optimizers"),
-        (3, adamw, {}, TypeError, "expected an nn.Module, got int"),
+        (3, adamw, {}, TypeError, "expected a Module or a function without arguments, got a whole number"),
     ],
 )
 def test_invalid_arguments_are_refused(net, optimizer, more, error, says):

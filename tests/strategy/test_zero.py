@@ -264,7 +264,7 @@ def test_unsupported_features_are_refused_with_the_reason(one, what, words):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("stage", [4, -1, "2 + offload", "1+offload", True, None])
+@pytest.mark.parametrize("stage", [4, -1, "2 + offload", "1+offload"])
 def test_an_unknown_stage_is_refused_with_the_known_ones(kind, stage):
     with pytest.raises(ValueError, match=r"no such stage. Use stage='auto', or one of 0, 1, 2, 3, '2\+offload'"):
         kind(stage=stage)
@@ -281,7 +281,7 @@ def test_an_unknown_stage_is_refused_with_the_known_ones(kind, stage):
         ({"offload_parameters": True}, "the stage determines the placement"),
         ({"config": {"zero_optimization": {}}, "overlap_comm": False}, "would be ignored"),
         ({"stage": "3+nvme"}, "no folder to offload to"),
-        ({"memory_gib": 0}, "nothing fits"),
+        ({"memory_gib": 0}, "it must be greater than 0"),
         ({"headroom": 1.0}, "stays free. Use a number from 0 to below 1"),
     ],
 )
