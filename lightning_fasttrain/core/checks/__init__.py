@@ -1,6 +1,6 @@
 """Checks of arguments and of installed packages. Nothing in here imports torch or lightning when it is imported.
 
-From the bottom up: ``packages``, ``values``, ``annotations``, ``arguments``.
+From the bottom up: ``packages``, ``values``, ``descriptions``, ``annotations``, ``arguments``.
 """
 
 from lightning_fasttrain.core.checks.annotations import (

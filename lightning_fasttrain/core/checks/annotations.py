@@ -1,14 +1,14 @@
 """Compare a value with the annotation of an argument, and say in words what was expected."""
 
-import functools
 import math
-import os
 import re
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+from lightning_fasttrain.core.checks.descriptions import describe_annotation, describe_kind, list_members
 
 
 @dataclass(frozen=True)
@@ -83,80 +83,6 @@ def find_problem(annotation: Any, value: object) -> Problem | None:
     return check(annotation, value)
 
 
-def describe_annotation(annotation: Any) -> str:
-    """Say in words what an annotation accepts.
-
-    Example:
-        >>> describe_annotation(Sequence[str] | int | None)
-        'a list of strings, a whole number or None'
-    """
-    words = list(dict.fromkeys(_describe(one) for one in _members(annotation)))
-    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
-
-
-_WORDS = {int: "a whole number", float: "a number", str: "a string", bool: "True or False", type(None): "None"}
-_SEVERAL = {"a string": "strings", "a whole number": "whole numbers", "a number": "numbers"}
-
-
-@functools.cache
-def _members(annotation: Any) -> list[Any]:
-    """Return the alternatives of a union, and a union of only itself for anything else."""
-    if get_origin(annotation) in (Union, types.UnionType):
-        return [inner for one in get_args(annotation) for inner in _members(one)]
-    return [annotation]
-
-
-def _describe(annotation: Any) -> str:
-    origin, inner = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        return _describe(inner[0])
-    if origin is Literal:
-        return ", ".join(map(repr, inner))
-    if origin is type:
-        return f"a class of {_name(inner[0])}"
-    if kind_of_container := _describe_container(origin, inner):
-        return kind_of_container
-    if origin is Callable and inner[0] == []:
-        return "a function without arguments"
-    kind = origin or annotation
-    words = {Callable: "a function", os.PathLike: "a path", **_WORDS}
-    return words.get(kind) or _with_article(_name(kind))
-
-
-def _describe_container(kind: Any, inner: tuple[Any, ...]) -> str:
-    if not isinstance(kind, type) or not issubclass(kind, Iterable) or not inner:
-        return ""
-    if issubclass(kind, Mapping):
-        return "a dict"
-    if kind is tuple and inner[-1] is not ...:
-        return f"{len(inner)} values"
-    element = describe_annotation(inner[0])
-    if " or " in element:
-        return "a list"
-    article, _, name = element.partition(" ")
-    return f"a list of {_SEVERAL.get(element, f'{name} objects' if article in ('a', 'an') else element)}"
-
-
-def _name(kind: Any) -> str:
-    return getattr(kind, "__name__", str(kind))
-
-
-def _with_article(name: str) -> str:
-    return f"an {name}" if name[:1] in "AEIOU" else f"a {name}"
-
-
-def describe_kind(value: object) -> str:
-    """Say of what kind a value is.
-
-    Example:
-        >>> describe_kind("4"), describe_kind(int), describe_kind(None)
-        ('a string', 'the class int', 'None')
-    """
-    if isinstance(value, type):
-        return f"the class {value.__name__}"
-    return _WORDS.get(type(value)) or _with_article(type(value).__name__)
-
-
 def _expected(annotation: Any, value: object, way_out: str = "") -> Problem:
     def reason() -> str:
         words = repr(value) if isinstance(value, bool) else describe_kind(value)
@@ -166,14 +92,14 @@ def _expected(annotation: Any, value: object, way_out: str = "") -> Problem:
 
 
 def _find_in_union(annotation: Any, value: object) -> Problem | None:
-    members = _members(annotation)
+    members = list_members(annotation)
     problems = []
     for member in members:
         problem = find_problem(member, value)
         if problem is None:
             return None
         problems.append(problem)
-    numeric = any(_describe(member) in ("a number", "a whole number") for member in members)
+    numeric = any(describe_annotation(member) in ("a number", "a whole number") for member in members)
     if isinstance(value, str) and numeric and _NUMBER.fullmatch(value):
         return _expected(annotation, value, f"Write the number without quotes: {value}")
     # A value of the right kind has the better reason: a bound it breaks, a wrong entry, a word that is no choice.
