@@ -143,7 +143,7 @@ MISTAKES = {
     "ft.predict_memory(lm, batch, precision='bf16')": ("precision='bf16'", "'bf16-mixed'"),
     "ft.predict_memory(lm, batch, device='tpu')": ("device='tpu'", "'cuda'"),
     "ft.make_plan(lm, batch, '8GB')": ("memory_gib='8GB'", "'fit'"),
-    "ft.build_optimizer(net.parameters())": ("model=<generator>", "Pass the model itself", "groups="),
+    "ft.build_optimizer(net.parameters())": ("model=<generator>", "Pass the model itself"),
     "ft.build_optimizer(net, lr='1e-3')": ("lr='1e-3'", "without quotes: 1e-3"),
     "ft.build_optimizer(net, 'adamw9')": ("adamw9", "adamw8bit"),
     "ft.build_optimizer(net, torch.optim.AdamW)": ("name=AdamW", "a string"),

@@ -152,7 +152,7 @@ def _explain(
 ) -> str:
     """Format the message: the call with the value, what is wrong with it, and what to write instead."""
     word = parameter.name
-    way_out = ways_out.get(word, problem.way_out)
+    way_out = problem.way_out or ways_out.get(word, "")
     if not way_out and parameter.default is parameter.empty:
         way_out = f"See help({name})"
     elif not way_out:
