@@ -11,6 +11,8 @@ MISTAKES = {
     "ft.MicroBatching(0)": ("MicroBatching(n=0)", "at least 1"),
     "ft.MicroBatching(-2)": ("MicroBatching(n=-2)", "at least 1"),
     "ft.MicroBatching(2.0)": ("MicroBatching(n=2.0)", "a whole number", "got a number"),
+    "ft.MicroBatching(__import__('numpy').int64(4))": ("got an int64", "Use int(4)"),
+    "ft.LoRA(alpha=__import__('numpy').float32(4))": ("got a float32", "Use float(4.0)"),
     "ft.MicroBatching(True)": ("MicroBatching(n=True)", "a whole number", "got True"),
     "ft.MicroBatching('automatic')": ("n='automatic'", "'auto'"),
     "ft.MicroBatching(n=4, chek=True)": ("'chek'", "Did you mean check?"),

@@ -110,7 +110,7 @@ class MicroBatching(Technique):
         max_tokens: PositiveInt | None = None,
     ) -> None:
         self.adaptive = n == "auto"
-        self.n = n if isinstance(n, int) else 1
+        self.n = 1 if n is None or n == "auto" else n
         self.trimming = TrimSearch(trim_padding, check_budget(max_tokens, n))
         if split is not None and self.trimming.is_asked_for:
             what = "split= with max_tokens=" if max_tokens is not None else "split= with trim_padding=True"

@@ -126,22 +126,26 @@ def _find_in_annotated(annotation: Any, value: object) -> Problem | None:
 
 
 def _find_in_int(annotation: Any, value: object) -> Problem | None:
-    if isinstance(value, Integral) and not isinstance(value, bool):
+    if isinstance(value, int) and not isinstance(value, bool):
         return None
-    return _expected(annotation, value, _unquoted(value))
+    return _expected(annotation, value, _convert(value))
 
 
 def _find_in_float(annotation: Any, value: object) -> Problem | None:
-    if not isinstance(value, Real) or isinstance(value, bool):
-        return _expected(annotation, value, _unquoted(value))
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return _expected(annotation, value, _convert(value))
     if isinstance(value, float) and not math.isfinite(value):
         return Problem("it must be a finite number", "", ValueError)
     return None
 
 
-def _unquoted(value: object) -> str:
-    number = isinstance(value, str) and _NUMBER.fullmatch(value)
-    return f"Write the number without quotes: {value}" if number else ""
+def _convert(value: object) -> str:
+    if isinstance(value, str) and _NUMBER.fullmatch(value):
+        return f"Write the number without quotes: {value}"
+    # NumPy's numbers are not Python's in a checkpoint, a config or a printed call.
+    if isinstance(value, Real) and not isinstance(value, int | float):
+        return f"Use int({value})" if isinstance(value, Integral) else f"Use float({value})"
+    return ""
 
 
 def _find_in_str(annotation: Any, value: object) -> Problem | None:

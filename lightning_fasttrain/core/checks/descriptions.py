@@ -66,7 +66,7 @@ def _name(kind: Any) -> str:
 
 
 def _with_article(name: str) -> str:
-    return f"an {name}" if name[:1] in "AEIOU" else f"a {name}"
+    return f"an {name}" if name[:1] in "AEIOaeio" else f"a {name}"
 
 
 def describe_kind(value: object) -> str:
