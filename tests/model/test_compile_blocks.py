@@ -411,7 +411,7 @@ def test_head_compiles_the_fused_loss_with_a_fallback(monkeypatch):
     assert "no loss here" in again.failure
 
 
-def test_by_default_the_loss_of_a_large_head_is_compiled_and_nothing_else_beside_the_blocks():
+def test_by_default_only_the_loss_of_a_large_head_is_compiled_beside_blocks():
     net, _ = speaker_and_loss()
     ft.fuse_loss_head_(net)
     blocks = {"blocks.0", "blocks.1", "blocks.2"}

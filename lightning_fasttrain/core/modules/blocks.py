@@ -34,9 +34,9 @@ def find_blocks(model: nn.Module, blocks: Blocks | None = None) -> dict[str, nn.
     in blocks do not. What holds such lists itself, as the stages of a ResNet or the two stacks of T5, is no block; they
     are looked for inside of it. In a model without, such as an MLP, the longest run of one class counts, whatever
     that is; where no two neighbours are of one class, as in a ``Sequential`` of linear layers and activations, others
-    may lie between. A module without a forward, such as a ``ModuleList`` inside another one, is never a block, since
-    nobody calls it: its members count as members of the list that holds it. Parts of several layers, with at least 1%
-    of the parameters, that are in no block are named in one line.
+    may lie between. A ``ModuleList`` inside another one is never a block, since no model calls it: its members count as
+    members of the list that holds it. Parts of several layers, with at least 1% of the parameters, that are in no block
+    are named in one line.
 
     Args:
         model: any module; a ``LightningModule`` or a wrapper that holds the real model is fine.
@@ -198,12 +198,13 @@ def _has_weight(module: nn.Module) -> bool:
 
 
 def _is_callable(module: nn.Module) -> bool:
-    """Whether a model can call it; lists, and classes that only hold the parts that a model calls, have no forward."""
-    return type(module).forward is not nn.Module.forward
+    """Whether a model can call it; lists have no forward."""
+    is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)
+    return not is_list or type(module).forward is not nn.Module.forward
 
 
 def _members(parent: nn.Module) -> Iterator[nn.Module]:
-    """Yield the children; in a list, the members of those that cannot be called stand for them."""
+    """Yield the children; in a list, the members of lists in it stand for them."""
     for child in parent.children():
         if _is_callable(child) or _is_callable(parent):
             yield child
