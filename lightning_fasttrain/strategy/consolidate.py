@@ -134,6 +134,8 @@ def _zero_state(files: ZeROFiles) -> dict[str, Tensor]:
 
 
 def _as_float32(tensor: Tensor) -> Tensor:
+    if tensor.is_meta:
+        raise TypeError("a tensor has no values")
     return tensor.float() if tensor.dtype in _LOW else tensor
 
 

@@ -52,6 +52,8 @@ def check_layers(found: dict[str, nn.Module], config: "PeftConfig") -> None:
         if isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear):
             why = "nn.MultiheadAttention uses its weight without calling the layer, so an adapter would have no effect"
             raise TypeError(explain(f"target '{name}'", why, f"Target '{name.rpartition('.')[0]}'"))
+        if isinstance(layer, nn.MultiheadAttention):
+            _check_attention(name, config)
         weight = layer._parameters.get("weight")
         if is_quantized(layer) or (weight is not None and is_torchaos(weight)):
             _check_quantized_start(name, config)
@@ -66,12 +68,26 @@ def check_layers(found: dict[str, nn.Module], config: "PeftConfig") -> None:
 
 
 def check_parameters(found: Iterable[str], config: "PeftConfig") -> None:
-    """Refuse initializations from a decomposition of a layer's weight for adapters on stacked tensors."""
+    """Refuse adapters on stacked tensors other than LoRA, and initializations that decompose a layer's weight."""
+    for name in found:
+        if method_of(config) != "LORA":
+            why = "PEFT adapts tensors that a module itself multiplies with by LoRA alone"
+            raise TypeError(explain(f"{method_of(config)} on the tensor '{name}'", why, "Use peft.LoraConfig"))
     start = getattr(config, "init_lora_weights", True)
     for name in found:
         if isinstance(start, str) and start not in ("gaussian", "eva"):
             why = "this initialization decomposes one layer's weight, and this tensor is a stack of weights"
             raise TypeError(explain(f"'{start}' on the tensor '{name}'", why, "Use init_lora_weights=True"))
+
+
+def _check_attention(name: str, config: "PeftConfig") -> None:
+    start = getattr(config, "init_lora_weights", True)
+    if isinstance(start, str) and start != "gaussian":
+        why = "PEFT has this initialization for a layer with one weight, and nn.MultiheadAttention has several"
+        raise TypeError(explain(f"'{start}' on '{name}'", why, "Use init_lora_weights=True"))
+    if method_of(config) == "LN_TUNING":
+        why = "PEFT would train a copy of all of nn.MultiheadAttention, and could not load it again"
+        raise TypeError(explain(f"LN tuning of '{name}'", why, "Target normalization layers"))
 
 
 def _check_quantized_start(name: str, config: "PeftConfig") -> None:

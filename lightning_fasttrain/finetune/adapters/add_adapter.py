@@ -10,6 +10,7 @@ import lightning as L
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
+from lightning_fasttrain.core.files.safe_load import first_line
 from lightning_fasttrain.core.host.late_parameters import notices_late_parameters
 from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.modules.heads import find_heads
@@ -156,14 +157,21 @@ def _refuse_both(found: Iterable[str], whole: Collection[str]) -> None:
 
 
 def _put_in(
-    model: nn.Module, root: nn.Module, config: "PeftConfig", name: str, replaced: Iterable[str], batches: Batches | None
+    model: nn.Module,
+    root: nn.Module,
+    config: "PeftConfig",
+    name: str,
+    replaced: Collection[str],
+    batches: Batches | None,
 ) -> None:
     """Freeze ``model`` and add the adapter; if that fails, leave the model unchanged."""
     with ExitStack() as on_error:
         # PEFT freezes only the module that it is given, and keeps updating running statistics.
         on_error.callback(freeze_(model))
         # PEFT replaces layers one by one, so a failure in the middle would leave some of them adapted.
-        for one in replaced:
+        # Undone in reverse: an attention gets its projection back after the model has the attention back.
+        inside = [f"{one}.out_proj" for one in replaced if isinstance(model.get_submodule(one), nn.MultiheadAttention)]
+        for one in (*inside, *replaced):
             on_error.callback(model.set_submodule, one, model.get_submodule(one))
         prepare_start(model, root, config, batches)
         _inject(config, root, name)
@@ -310,11 +318,10 @@ def _inject(config: "PeftConfig", root: nn.Module, name: str) -> None:
         try:
             with shown_as_parameters(root):
                 peft.inject_adapter_in_model(config, root, adapter_name=name)
-        except ValueError as error:
-            if not any(words in str(error) for words in ("is not supported", "is incompatible with")):
-                raise
-            what = f"{method_of(config)} on {config.target_modules}"
-            raise TypeError(explain(what, f"PEFT reports: {error}", "Leave these layers out of the targets")) from error
+        except (ValueError, TypeError) as error:
+            what = f"{method_of(config)} on {config.target_modules or config.target_parameters}"
+            why, way_out = f"PEFT reports: {first_line(error).rstrip('.')}", "Leave these layers out of the targets"
+            raise TypeError(explain(what, why, way_out)) from error
     # Only now, since PEFT creates its wrappers for plain parameters.
     use_held_tensors_(root)
 
