@@ -14,7 +14,7 @@ from lightning_fasttrain.core.files.safe_load import first_line
 from lightning_fasttrain.core.host.late_parameters import notices_late_parameters
 from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.modules.heads import find_heads
-from lightning_fasttrain.core.modules.layer_kinds import TUNER, WRAPPER, is_a
+from lightning_fasttrain.core.modules.layer_kinds import TUNER, WRAPPER, find_tuners, is_a
 from lightning_fasttrain.core.modules.parameters import count_parameters
 from lightning_fasttrain.core.modules.select import is_part_of
 from lightning_fasttrain.core.modules.wrapped_forward import patch
@@ -24,7 +24,9 @@ from lightning_fasttrain.finetune.adapters._adapter_checks import (
     check_name,
     check_parameters,
     is_there,
+    refuse_merged,
     refuse_namesake,
+    refuse_unknown,
     without_namesakes,
 )
 from lightning_fasttrain.finetune.adapters.fast_path_weights import see_adapters_
@@ -265,13 +267,6 @@ def use_prompt_(root: Any, name: str, trainable: bool = True) -> None:
         encoder.requires_grad_(trainable and other == name)
 
 
-def refuse_unknown(names: Iterable[str], there: list[str]) -> None:
-    for name in names:
-        if name not in there:
-            listed = f"Existing adapters: {', '.join(there)}"
-            raise ValueError(explain(f"adapter '{name}'", "the model has no adapter of this name", listed))
-
-
 def adapter_parameters(model: nn.Module) -> set[str]:
     """Return the qualified names of the adapters' parameters and buffers, copies of fully trained modules included."""
     brought: set[str] = set()
@@ -284,20 +279,6 @@ def adapter_parameters(model: nn.Module) -> set[str]:
             start = f"{name}.prompt_encoder.".removeprefix(".")
             brought |= {f"{start}{key}" for key in module.get_submodule("prompt_encoder").state_dict()}
     return brought
-
-
-def refuse_merged(model: nn.Module, what: str) -> None:
-    """Refuse an operation while an adapter is merged, since PEFT would silently unmerge it.
-
-    Raises:
-        ValueError: an adapter is merged.
-    """
-    # Virtual tokens are not modules and cannot be merged.
-    layers: list[Any] = [layer for layer in switches(model) if isinstance(layer, nn.Module)]
-    merged = dict.fromkeys(name for layer in layers for name in layer.merged_adapters)
-    if merged:
-        why = f"adapter {', '.join(merged)} is already merged into the weights"
-        raise ValueError(explain(what, why, "Call unmerge_adapters_(model) first"))
 
 
 def _inject(config: "PeftConfig", root: nn.Module, name: str) -> None:
@@ -322,6 +303,10 @@ def _inject(config: "PeftConfig", root: nn.Module, name: str) -> None:
             what = f"{method_of(config)} on {config.target_modules or config.target_parameters}"
             why, way_out = f"PEFT reports: {first_line(error).rstrip('.')}", "Leave these layers out of the targets"
             raise TypeError(explain(what, why, way_out)) from error
+    for layer in find_tuners(root).values():
+        if hasattr(layer, "ranknum"):
+            # PEFT lets AdaLoRA's number of ranks train in another dtype than float32, and never saves it.
+            layer.ranknum.requires_grad_(False)
     # Only now, since PEFT creates its wrappers for plain parameters.
     use_held_tensors_(root)
 
