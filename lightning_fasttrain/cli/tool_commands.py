@@ -140,8 +140,11 @@ def describe_techniques(options: argparse.Namespace) -> None:
 def _read_measurements(path: str) -> "Measurements":
     from lightning_fasttrain.cli.describe_techniques import read_measurements
 
-    with refusing(OSError, ValueError):
-        return read_measurements(path)
+    try:
+        with refusing(OSError, ValueError):
+            return read_measurements(path)
+    except (LookupError, TypeError) as error:
+        raise CommandError(f"{path}: not what `fasttrain ladder` writes") from error
 
 
 def _find_idle(name: str) -> str | None:
