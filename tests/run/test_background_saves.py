@@ -214,7 +214,7 @@ def test_a_process_that_exits_waits_and_one_that_is_killed_leaves_a_whole_file(t
 
 @pytest.mark.benchmark
 def test_benchmark_stall_of_a_save(tmp_path, capsys):
-    model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(24)])
+    model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(8)])
     optimizer = torch.optim.AdamW(model.parameters())
     batch = torch.randn(64, 1024)
 
@@ -229,18 +229,18 @@ def test_benchmark_stall_of_a_save(tmp_path, capsys):
     background = BackgroundCheckpointIO(plain)
     stalls, beside = {"waits": [], "background": []}, {"waits": [], "background": []}
     alone = statistics.median(step() for _ in range(10))
-    for _ in range(5):
+    for _ in range(3):
         for name, io in (("waits", plain), ("background", background)):
             state = {"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()]}
             began = time.perf_counter()
             io.save_checkpoint(state, tmp_path / f"{name}.ckpt")
             stalls[name].append(time.perf_counter() - began)
-            beside[name].append(sum(step() for _ in range(20)))
+            beside[name].append(sum(step() for _ in range(10)))
             background.wait()
     size = (tmp_path / "waits.ckpt").stat().st_size / 2**20
     assert plain.load_checkpoint(tmp_path / "background.ckpt")["state_dict"].keys() == model.state_dict().keys()
     with capsys.disabled():
-        print(f"\na checkpoint of {size:.0f} MiB, a step of {1e3 * alone:.0f} ms, medians of 5 saves in turn:")
+        print(f"\na checkpoint of {size:.0f} MiB, a step of {1e3 * alone:.0f} ms, medians of 3 saves in turn:")
         for name in stalls:
             stall, after = statistics.median(stalls[name]), statistics.median(beside[name])
-            print(f"  {name}: training stalls for {1e3 * stall:.0f} ms, the next 20 steps take {1e3 * after:.0f} ms")
+            print(f"  {name}: training stalls for {1e3 * stall:.0f} ms, the next 10 steps take {1e3 * after:.0f} ms")
