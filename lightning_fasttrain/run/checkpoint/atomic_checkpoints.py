@@ -159,8 +159,8 @@ class BackgroundCheckpointIO(CheckpointIO):
         {'step': 3}
 
     Source:
-        Lightning's ``AsyncCheckpointIO``, which holds any number of copies, removes the old file before the new one is
-        written, and does not raise the error of the last save but one.
+        Lightning's ``AsyncCheckpointIO``, which holds any number of copies, and removes the old file before the new one
+        is written.
     """
 
     def __init__(self, inner: CheckpointIO) -> None:
