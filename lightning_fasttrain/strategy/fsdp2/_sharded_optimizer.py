@@ -1,6 +1,7 @@
 """State of an optimizer over sharded parameters, keyed by parameter names: split for saving, and joined on any mesh."""
 
 import itertools
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -120,7 +121,11 @@ def template(size: torch.Size, dtype: torch.dtype, layout: str | int, parameter:
 
 
 def join(
-    plain: dict[str, Any], tensors: dict[str, Tensor], model: nn.Module, optimizer: Optimizer, path: object
+    plain: dict[str, Any],
+    tensors: dict[str, Tensor],
+    model: nn.Module,
+    optimizer: Optimizer,
+    path: str | os.PathLike[str],
 ) -> None:
     """Load plain values and tensors of the checkpoint at ``path`` into ``optimizer``, in its order of parameters.
 
