@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_fasttrain.cli.command import BAD_INPUT, CommandError, refusing
+from lightning_fasttrain.cli.command import CommandError, refusing
 
 if TYPE_CHECKING:
     from lightning_fasttrain.cli.technique_cards import Measurements
@@ -141,10 +141,10 @@ def _read_measurements(path: str) -> "Measurements":
     from lightning_fasttrain.cli.describe_techniques import read_measurements
 
     try:
-        return read_measurements(path)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not what `fasttrain ladder` writes"
-        raise CommandError(f"{path}: {reason}", BAD_INPUT) from error
+        with refusing(OSError, ValueError):
+            return read_measurements(path)
+    except (LookupError, TypeError) as error:
+        raise CommandError(f"{path}: not what `fasttrain ladder` writes") from error
 
 
 def _find_idle(name: str) -> str | None:

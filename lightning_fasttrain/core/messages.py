@@ -2,8 +2,10 @@
 
 import functools
 import logging
+import os
 import warnings
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from io import StringIO
 from typing import Any, ClassVar
@@ -70,6 +72,14 @@ def warn_on_any_rank(message: str) -> None:
     """Warn once per place, on the rank where it happens, with its number: the first rank may know nothing of it."""
     rank: int = getattr(rank_zero_only, "rank", 0) or 0
     warnings.warn(f"rank {rank}: {message}" if rank else message, FastTrainWarning, stacklevel=2)
+
+
+def write_to_stderr(text: str) -> None:
+    """Write to stderr at once, bypassing a replaced ``sys.stderr``, so that the output of ranks does not mix."""
+    data = text.encode(errors="replace")
+    with suppress(OSError):
+        while data:
+            data = data[os.write(2, data) :]
 
 
 def note_once(message: str) -> None:

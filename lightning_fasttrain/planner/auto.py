@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_fasttrain.core.checks import PositiveFloat, check_arguments, one_of
 from lightning_fasttrain.core.files.atomic_write import why_unwritable, write_atomic
+from lightning_fasttrain.core.files.safe_load import read_json
 from lightning_fasttrain.core.host.lightning import training_loader
 from lightning_fasttrain.core.machine import hardware, versions
 from lightning_fasttrain.core.messages import explain, say, warn
@@ -136,8 +137,8 @@ class Auto(AddsTechniques):
         kept = _read(path)
         # A plan for a longer run is good for a shorter one; a prediction is replaced where there is time to measure.
         batches = count_batches(trainer, loader)
-        if kept.get("key") == key and (kept["plan"]["measured"] or kept["batches"] >= batches):
-            say("Auto: continues with the plan in %s: %s", path, kept["words"])
+        if kept.get("key") == key and (kept["measured"] or kept["batches"] >= batches):
+            say("Auto: continues with the plan in %s: %s", path, kept.get("words"))
             return kept["choice"]
         unwritable = why_unwritable(path.parent)
         if unwritable:  # no reason to end a run, which can train without
@@ -218,6 +219,8 @@ def _clipping_of(trainer: L.Trainer) -> dict[str, Any]:
 
 def _read(path: Path) -> Mapping[str, Any]:
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):  # none yet, or a damaged one, which is planned again
-        return {}
+        kept = read_json(path)
+        Choice.read(kept["choice"]).techniques()
+        return {**kept, "batches": int(kept["batches"]), "measured": bool(kept["plan"]["measured"])}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return {}  # none yet, or a damaged one, which is planned again

@@ -8,7 +8,11 @@ from lightning_fasttrain.core.files.checkpoint_folder import verify_checkpoint
 from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint
 from lightning_fasttrain.core.peak_memory import PeakMemory
 from lightning_fasttrain.core.state.rng import random_state, set_random_state
-from lightning_fasttrain.run.checkpoint.atomic_checkpoints import AtomicCheckpointIO, AtomicCheckpoints
+from lightning_fasttrain.run.checkpoint.atomic_checkpoints import (
+    AtomicCheckpointIO,
+    AtomicCheckpoints,
+    BackgroundCheckpointIO,
+)
 from lightning_fasttrain.run.checkpoint.exact_resume import ExactResume
 from lightning_fasttrain.run.checkpoint.resumable_loader import ResumableLoader, resumable
 from lightning_fasttrain.run.guards.finite_guard import FiniteGuard, FiniteSteps, refuse_unfinite
@@ -28,6 +32,7 @@ from lightning_fasttrain.run.profiling.step_timer import StepTimer
 __all__ = [
     "AtomicCheckpointIO",
     "AtomicCheckpoints",
+    "BackgroundCheckpointIO",
     "CorruptCheckpoint",
     "ExactResume",
     "FiniteGuard",

@@ -1,6 +1,6 @@
 """Sharding of parameters, gradients and optimizer state: FSDP2, ZeRO, and the choice among them.
 
-From the bottom up: ``choose``, ``async_save``, ``rank_health``, ``fsdp2``, ``_sharded_groups``, ``zero``, ``traffic``,
+From the bottom up: ``choose``, ``rank_health``, ``fsdp2``, ``_sharded_groups``, ``zero``, ``traffic``,
 ``consolidate``, ``choose_strategy``.
 """
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_fasttrain.core.checks import check_arguments, require
 from lightning_fasttrain.core.files.atomic_write import write_atomic
 from lightning_fasttrain.core.files.checkpoint_folder import MANIFEST, verify_checkpoint
-from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint, as_corrupt, existing_path
+from lightning_fasttrain.core.files.safe_load import as_corrupt, existing_path
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.strategy.zero._zero_files import ZeROFiles
 
@@ -116,7 +116,7 @@ def _deepspeed_files(folder: Path) -> Path | None:
 def _zero_state(files: ZeROFiles) -> dict[str, Tensor]:
     module = files.model.get("module")
     if not isinstance(module, dict):
-        raise CorruptCheckpoint(explain("the checkpoint", "it contains no module", "Use another checkpoint"))
+        raise TypeError("it contains no module")
     masters, frozen, tied = dict(files.masters()), dict(files.read_frozen()), files.read_ties()
     state: dict[str, Tensor] = {}
     for name, value in module.items():  # the model's own order
@@ -135,6 +135,8 @@ def _zero_state(files: ZeROFiles) -> dict[str, Tensor]:
 
 
 def _as_float32(tensor: Tensor) -> Tensor:
+    if tensor.is_meta:
+        raise TypeError("a tensor has no values")
     return tensor.float() if tensor.dtype in _LOW else tensor
 
 

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_fasttrain.core.distributed import rank_count, rank_here
-from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.run.guards.watchdog import write_to_stderr
+from lightning_fasttrain.core.messages import explain, write_to_stderr
 
 # A failing rank ends then, whether or not the others have received its status.
 _HEARD_WITHIN = timedelta(seconds=10)

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from lightning_fasttrain.core.files.atomic_write import write_atomic
+from lightning_fasttrain.core.files.safe_load import first_line, local_path, read_json
+from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.planner.timing import Ratio
 from lightning_fasttrain.technique import Exactness
 
@@ -161,10 +163,18 @@ class Climbed:
         """Read a ladder from its file.
 
         Raises:
-            OSError: there is no such file.
-            ValueError, KeyError, TypeError: it is not what :meth:`write` writes.
+            FileNotFoundError: there is no such file.
+            ValueError: it is not what :meth:`write` writes.
         """
-        values = json.loads(Path(path).read_text())
+        values = read_json(local_path(path))
+        try:
+            return cls._from_json(values)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            why = f"it does not hold the results of a ladder ({type(error).__name__}: {first_line(error)})"
+            raise ValueError(explain(f"{path} cannot be read", why, "Run fasttrain ladder again")) from error
+
+    @classmethod
+    def _from_json(cls, values: dict[str, Any]) -> Self:
         rows = {name: Row.read(values[name]) for name in ("strong", "bare_loop") if values[name] is not None}
         tops = {name: _read_top(top) for name, top in values["tops"].items()}
         skipped = [Skipped(**one) for one in values["skipped"]]

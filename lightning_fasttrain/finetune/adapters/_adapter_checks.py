@@ -9,6 +9,7 @@ from torch import nn
 
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.finetune.quantized._quantized_layer import in_8_bits, is_quantized
+from lightning_fasttrain.finetune.selection._adapter_switches import switches
 from lightning_fasttrain.finetune.selection.base_fingerprint import is_torchaos
 from lightning_fasttrain.finetune.selection.targets import method_of, require_peft
 
@@ -46,12 +47,38 @@ def refuse_namesake(name: str, names: Iterable[str]) -> None:
         raise ValueError(explain(f"adapter '{name}'", why, "Give the adapter another name"))
 
 
+def refuse_unknown(names: Iterable[str], there: list[str]) -> None:
+    for name in names:
+        if name not in there:
+            listed = f"Existing adapters: {', '.join(there)}"
+            raise ValueError(explain(f"adapter '{name}'", "the model has no adapter of this name", listed))
+
+
+def refuse_merged(model: nn.Module, what: str) -> None:
+    """Refuse an operation while an adapter is merged, since PEFT would silently unmerge it.
+
+    Raises:
+        ValueError: an adapter is merged.
+    """
+    # Virtual tokens are not modules and cannot be merged.
+    layers: list[Any] = [layer for layer in switches(model) if isinstance(layer, nn.Module)]
+    merged = dict.fromkeys(name for layer in layers for name in layer.merged_adapters)
+    if merged:
+        why = f"adapter {', '.join(merged)} is already merged into the weights"
+        raise ValueError(explain(what, why, "Call unmerge_adapters_(model) first"))
+
+
 def check_layers(found: dict[str, nn.Module], config: "PeftConfig") -> None:
     rank = getattr(config, "r", None)
     for name, layer in found.items():
         if isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear):
             why = "nn.MultiheadAttention uses its weight without calling the layer, so an adapter would have no effect"
             raise TypeError(explain(f"target '{name}'", why, f"Target '{name.rpartition('.')[0]}'"))
+        if isinstance(layer, nn.MultiheadAttention):
+            _check_attention(name, config)
+        if method_of(config) == "LN_TUNING" and "norm" not in type(layer).__name__.lower():
+            why = f"LN tuning trains a copy of a normalization layer, and this is a {type(layer).__name__}"
+            raise TypeError(explain(f"target '{name}'", why, "Target normalization layers, or use freeze_"))
         weight = layer._parameters.get("weight")
         if is_quantized(layer) or (weight is not None and is_torchaos(weight)):
             _check_quantized_start(name, config)
@@ -66,12 +93,23 @@ def check_layers(found: dict[str, nn.Module], config: "PeftConfig") -> None:
 
 
 def check_parameters(found: Iterable[str], config: "PeftConfig") -> None:
-    """Refuse initializations from a decomposition of a layer's weight for adapters on stacked tensors."""
+    """Refuse adapters on stacked tensors other than LoRA, and initializations that decompose a layer's weight."""
+    for name in found:
+        if method_of(config) != "LORA":
+            why = "PEFT adapts tensors that a module itself multiplies with by LoRA alone"
+            raise TypeError(explain(f"{method_of(config)} on the tensor '{name}'", why, "Use peft.LoraConfig"))
     start = getattr(config, "init_lora_weights", True)
     for name in found:
         if isinstance(start, str) and start not in ("gaussian", "eva"):
             why = "this initialization decomposes one layer's weight, and this tensor is a stack of weights"
             raise TypeError(explain(f"'{start}' on the tensor '{name}'", why, "Use init_lora_weights=True"))
+
+
+def _check_attention(name: str, config: "PeftConfig") -> None:
+    start = getattr(config, "init_lora_weights", True)
+    if isinstance(start, str) and start != "gaussian":
+        why = "PEFT has this initialization for a layer with one weight, and nn.MultiheadAttention has several"
+        raise TypeError(explain(f"'{start}' on '{name}'", why, "Use init_lora_weights=True"))
 
 
 def _check_quantized_start(name: str, config: "PeftConfig") -> None:

@@ -44,6 +44,8 @@ class Originals(Replacement):
         # DoRA's merge stores a norm there for PEFT's unmerge.
         self.caches = dict(vars(layer).get("_caches", {}))
         self.trained: list[nn.Parameter] = []
+        # LN tuning merges by exchanging two modules.
+        self.exchanges = "ln_tuning_layers" in layer._modules
         # Merging replaces a quantised layer rather than writing to it, so keeping the layer is enough.
         self.base = layer.base_layer if is_quantized(layer.base_layer) else None
         self.owner = layer.get_base_layer()
@@ -58,6 +60,8 @@ class Originals(Replacement):
         if self.base is not None:
             # The model may have moved since.
             self.module.base_layer = self.base.to(self.module.base_layer.weight.device)
+        if self.exchanges and self.module.merged:
+            type(self.module).unmerge(self.module)
         for name, holder in self.held.items():
             hold_(self.owner, name, holder)
         # PEFT's attention turns its weights into parameters again when called.

@@ -57,8 +57,9 @@ def trained_names(model: nn.Module) -> list[str]:
     trains = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
     names = []
     parameters = dict(model.named_parameters(remove_duplicate=False))
+    # Quantised weights have nested keys, such as "weight.absmax", also beside a bias that trains.
+    frozen |= parameters.keys() - trains
     for name in model.state_dict():
-        # By name: quantised weights have nested keys, such as "weight.absmax".
         changes = name in trains or (name not in parameters and not is_part_of(name, frozen))
         if name in adapters or changes:
             names.append(name)

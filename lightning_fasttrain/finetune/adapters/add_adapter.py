@@ -12,10 +12,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from lightning_fasttrain.core.checks import check_arguments
+from lightning_fasttrain.core.files.safe_load import first_line
 from lightning_fasttrain.core.host.late_parameters import notices_late_parameters
 from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.modules.heads import find_heads
-from lightning_fasttrain.core.modules.layer_kinds import TUNER, WRAPPER, is_a
+from lightning_fasttrain.core.modules.layer_kinds import TUNER, WRAPPER, find_tuners, is_a
 from lightning_fasttrain.core.modules.parameters import count_parameters
 from lightning_fasttrain.core.modules.select import is_part_of
 from lightning_fasttrain.core.modules.wrapped_forward import patch
@@ -25,7 +26,9 @@ from lightning_fasttrain.finetune.adapters._adapter_checks import (
     check_name,
     check_parameters,
     is_there,
+    refuse_merged,
     refuse_namesake,
+    refuse_unknown,
     without_namesakes,
 )
 from lightning_fasttrain.finetune.adapters.fast_path_weights import see_adapters_
@@ -159,14 +162,21 @@ def _refuse_both(found: Iterable[str], whole: Collection[str]) -> None:
 
 
 def _put_in(
-    model: nn.Module, root: nn.Module, config: "PeftConfig", name: str, replaced: Iterable[str], batches: Batches | None
+    model: nn.Module,
+    root: nn.Module,
+    config: "PeftConfig",
+    name: str,
+    replaced: Collection[str],
+    batches: Batches | None,
 ) -> None:
     """Freeze ``model`` and add the adapter; if that fails, leave the model unchanged."""
     with ExitStack() as on_error:
         # PEFT freezes only the module that it is given, and keeps updating running statistics.
         on_error.callback(freeze_(model))
         # PEFT replaces layers one by one, so a failure in the middle would leave some of them adapted.
-        for one in replaced:
+        # Undone in reverse: an attention gets its projection back after the model has the attention back.
+        inside = [f"{one}.out_proj" for one in replaced if isinstance(model.get_submodule(one), nn.MultiheadAttention)]
+        for one in (*inside, *replaced):
             on_error.callback(model.set_submodule, one, model.get_submodule(one))
         prepare_start(model, root, config, batches)
         _inject(config, root, name)
@@ -262,13 +272,6 @@ def use_prompt_(root: Any, name: str, trainable: bool = True) -> None:
         encoder.requires_grad_(trainable and other == name)
 
 
-def refuse_unknown(names: Iterable[str], there: list[str]) -> None:
-    for name in names:
-        if name not in there:
-            listed = f"Existing adapters: {', '.join(there)}"
-            raise ValueError(explain(f"adapter '{name}'", "the model has no adapter of this name", listed))
-
-
 def adapter_parameters(model: nn.Module) -> set[str]:
     """Return the qualified names of the adapters' parameters and buffers, copies of fully trained modules included."""
     brought: set[str] = set()
@@ -281,20 +284,6 @@ def adapter_parameters(model: nn.Module) -> set[str]:
             start = f"{name}.prompt_encoder.".removeprefix(".")
             brought |= {f"{start}{key}" for key in module.get_submodule("prompt_encoder").state_dict()}
     return brought
-
-
-def refuse_merged(model: nn.Module, what: str) -> None:
-    """Refuse an operation while an adapter is merged, since PEFT would silently unmerge it.
-
-    Raises:
-        ValueError: an adapter is merged.
-    """
-    # Virtual tokens are not modules and cannot be merged.
-    layers: list[Any] = [layer for layer in switches(model) if isinstance(layer, nn.Module)]
-    merged = dict.fromkeys(name for layer in layers for name in layer.merged_adapters)
-    if merged:
-        why = f"adapter {', '.join(merged)} is already merged into the weights"
-        raise ValueError(explain(what, why, "Call unmerge_adapters_(model) first"))
 
 
 def _inject(config: "PeftConfig", root: nn.Module, name: str) -> None:
@@ -315,11 +304,14 @@ def _inject(config: "PeftConfig", root: nn.Module, name: str) -> None:
         try:
             with shown_as_parameters(root):
                 peft.inject_adapter_in_model(config, root, adapter_name=name)
-        except ValueError as error:
-            if not any(words in str(error) for words in ("is not supported", "is incompatible with")):
-                raise
-            what = f"{method_of(config)} on {config.target_modules}"
-            raise TypeError(explain(what, f"PEFT reports: {error}", "Leave these layers out of the targets")) from error
+        except (ValueError, TypeError) as error:
+            what = f"{method_of(config)} on {config.target_modules or config.target_parameters}"
+            why, way_out = f"PEFT reports: {first_line(error).rstrip('.')}", "Leave these layers out of the targets"
+            raise TypeError(explain(what, why, way_out)) from error
+    for layer in find_tuners(root).values():
+        if hasattr(layer, "ranknum"):
+            # PEFT lets AdaLoRA's number of ranks train in another dtype than float32, and never saves it.
+            layer.ranknum.requires_grad_(False)
     # Only now, since PEFT creates its wrappers for plain parameters.
     use_held_tensors_(root)
 

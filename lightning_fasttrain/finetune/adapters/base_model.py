@@ -10,11 +10,11 @@ from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.modules.layer_kinds import TUNER, WRAPPER, is_a, is_tuner, walk_around
 from lightning_fasttrain.core.modules.select import is_part_of
+from lightning_fasttrain.finetune.adapters._adapter_checks import refuse_merged
 from lightning_fasttrain.finetune.adapters._merged_layers import tuner_layers
 from lightning_fasttrain.finetune.adapters.add_adapter import (
     adapted_modules,
     adapter_parameters,
-    refuse_merged,
 )
 from lightning_fasttrain.finetune.adapters.fast_path_weights import forget_adapters_
 from lightning_fasttrain.finetune.adapters.merge import merge_layers_, unmerge_adapters_

@@ -5,9 +5,10 @@ from typing import Any
 
 from torch import nn
 
-from lightning_fasttrain.core.modules.layer_kinds import find_tuners, is_tuner
+from lightning_fasttrain.core.modules.layer_kinds import find_tuners, is_a
 from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, patched, wrapper_on, wrappers_in
 
+_ATTENTION = "peft.tuners.lora.layer.MultiheadAttention"
 # Attributes that torch checks only to choose the fast path.
 _SWITCHES: dict[type[nn.Module], tuple[str, int]] = {
     nn.TransformerEncoderLayer: ("activation_relu_or_gelu", 0),
@@ -66,8 +67,7 @@ def forget_adapters_(model: nn.Module) -> None:
 def _kind_for(module: nn.Module) -> type[WrappedForward] | None:
     if isinstance(module, tuple(_SWITCHES)):
         return SlowPath if find_tuners(module) else None
-    holds_attention = isinstance(module._modules.get("base_layer"), nn.MultiheadAttention)
-    return KeepsBaseWeights if holds_attention and is_tuner(module) else None
+    return KeepsBaseWeights if is_a(module, _ATTENTION) else None
 
 
 def _is_adapted_inside(module: nn.Module) -> bool:

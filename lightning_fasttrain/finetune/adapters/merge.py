@@ -9,6 +9,7 @@ from torch import nn
 
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.messages import explain, say
+from lightning_fasttrain.finetune.adapters._adapter_checks import refuse_merged, refuse_unknown
 from lightning_fasttrain.finetune.adapters._merged_layers import (
     Originals,
     find_quantized_under,
@@ -19,8 +20,6 @@ from lightning_fasttrain.finetune.adapters._merged_layers import (
 from lightning_fasttrain.finetune.adapters.add_adapter import (
     adapter_names,
     adapter_parameters,
-    refuse_merged,
-    refuse_unknown,
     use_adapter_,
 )
 from lightning_fasttrain.finetune.adapters.merge_quantized import (

@@ -90,16 +90,16 @@ def read_config(folder: Path, copy: str | None) -> Any:
         ValueError: the file is not a configuration, has settings that are unknown, of the wrong type or from another
             save than the tensors, or describes a kind of adapter that cannot be added.
     """
-    path = folder / "adapter_config.json"
+    path, of_copy = folder / "adapter_config.json", f"the settings in {folder / 'adapter_model.safetensors'}"
     if path.is_file():
         with path.open("rb") as file:
             # One byte more than allowed, so that a longer file is detected.
             settings = _parse(file.read(_LARGEST + 1), str(path))
         if copy is not None:
-            _refuse_mixed(settings, _parse(copy.encode(), "its copy"), path)
+            _refuse_mixed(settings, _parse(copy.encode(), of_copy), path)
     elif copy is not None:
         # After an interrupted save the tensor file is complete, and so is its copy of the configuration.
-        settings = _parse(copy.encode(), f"the settings in {folder / 'adapter_model.safetensors'}")
+        settings = _parse(copy.encode(), of_copy)
     else:
         raise FileNotFoundError(explain(f"{path}", "the file does not exist", "Pass an adapter's folder"))
     return _make_config(settings, str(path))

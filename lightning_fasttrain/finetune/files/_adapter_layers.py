@@ -123,6 +123,8 @@ def _layers_in_file(keys: Iterable[str], config: "PeftConfig") -> list[str]:
         at = next((i for i in reversed(range(1, len(parts))) if parts[i].startswith(mark)), None)
         if at is not None:
             name = ".".join(parts[:at])
+            # PEFT's layer for an attention has another one inside, for the output projection.
+            name = name.removesuffix(".base_layer.out_proj")
             # PEFT's layers for the tensors of one module are nested.
             if getattr(config, "target_parameters", None):
                 while name.endswith(".base_layer"):

@@ -251,9 +251,9 @@ def _scaled_at_input(place: Place, config: "PeftConfig", keys: list[str], file: 
     for target in place.targets:
         key = f"{target}.ia3_l"
         shape = file.get_slice(f"{PREFIX}{key}").get_shape() if key in keys else [0]
-        # A shape [1, 1] can be either, so the settings decide.
-        single = all(size == 1 for size in shape)
-        if shape[:1] == [1] and (not single or has_ending(target, ends)):
+        # Shapes [1, 1] and those of convolutions, [1, channels, 1, 1], can be either, so the settings decide.
+        either = len(shape) != 2 or all(size == 1 for size in shape)
+        if shape[:1] == [1] and (not either or has_ending(target, ends)):
             found.append(target)
     return found
 

@@ -88,7 +88,7 @@ def load_quantized(
     found = sort_out(model, kind, skip)
     slots = _slots(model)
     stored = find_tensors(files)
-    wanted = _select_tensors(model, slots, stored)
+    wanted = _select_tensors(model, slots, stored, files)
     names = [*(f"{name}.weight" for name in found.layers), *found.stacks]
     _refuse_unfit(names, slots, wanted, dtype)
     layers = {id(layer._parameters["weight"]): layer for layer in found.layers.values()}
@@ -181,7 +181,7 @@ def _build_empty(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _select_tensors(
-    model: nn.Module, slots: dict[str, _Slot], stored: dict[str, StoredTensor]
+    model: nn.Module, slots: dict[str, _Slot], stored: dict[str, StoredTensor], files: object
 ) -> dict[str, StoredTensor]:
     """Select the stored tensors that the model needs; tied ones only once."""
     # A state dict has no non-persistent buffers.
@@ -199,7 +199,7 @@ def _select_tensors(
     wrong = [f"{what}: {list_some(names, most=5)}" for what, names in listed if names]
     if wrong:
         way_out = "Build the class and configuration that the files were saved from"
-        raise ValueError(explain(f"the files do not fit {type(model).__name__}", "; ".join(wrong), way_out))
+        raise ValueError(explain(f"{files} does not fit {type(model).__name__}", "; ".join(wrong), way_out))
     read: dict[int, str] = {}
     for name in needed:
         if name in stored:

@@ -24,6 +24,7 @@ from lightning_fasttrain.finetune.quantized._quantized_layer import (
 from lightning_fasttrain.finetune.quantized.unaligned_matmul import FlatForward
 
 StateDict = MutableMapping[str, Any]
+_NO_TENSOR = "is not a tensor, or a part of its quantisation state is not"
 _MOST_SETTINGS = 4096  # bytes; the settings are a few names and values
 
 
@@ -96,9 +97,13 @@ def load_4bit(layer: Any, state_dict: StateDict, prefix: str, *rest: Any) -> Non
         return
     settle_4bit_(layer)
     old = layer.weight.quant_state
-    if parts:
-        # Removed from the dict, or they would be unexpected; copied, as the state keeps references to them.
-        found = {part: state_dict.pop(key).detach().clone() for part, key in parts.items()}
+    # Removed from the dict, or they would be unexpected.
+    taken = {part: state_dict.pop(key) for part, key in parts.items()}
+    if not all(isinstance(value, Tensor) for value in (weight, *taken.values())):
+        return _refuse(state_dict, name, layer, _NO_TENSOR, errors)
+    if taken:
+        # Copied, as the state keeps references to them.
+        found = {part: tensor.detach().clone() for part, tensor in taken.items()}
         wrong = _find_mismatch(weight, found, old, layer)
         if wrong:
             return _refuse(state_dict, name, layer, wrong, errors)
@@ -166,16 +171,24 @@ def load_8bit(layer: Any, state_dict: StateDict, prefix: str, metadata: StateDic
     if weight is None:
         return
     settle_8bit_(layer)
+    if not all(isinstance(value, Tensor) for value in (weight, constants) if value is not None):
+        return _refuse(state_dict, name, layer, _NO_TENSOR, errors)
     if (plain := _plain_weight(weight, layer)) is not None:
         state_dict[name], constants = pack(plain.to(layer.weight.device), "int8", False)
     elif weight.dtype is not torch.int8 or constants is None or constants.shape != layer.state.SCB.shape:
         return _refuse(state_dict, name, layer, "is neither a plain weight nor quantised to int8", errors)
-    elif layout not in (0, "row"):
+    elif not _is_row_major(layout):
         return _refuse(state_dict, name, layer, f"has an unsupported layout, weight_format={layout}", errors)
     layer.state.SCB = constants.detach().to(layer.weight.device, torch.float32, copy=True)
     # With ``assign=True`` the weight becomes this tensor; otherwise it is copied into memory that CB shares.
     if metadata.get("assign_to_params_buffers", False):
         layer.state.CB = state_dict[name]
+
+
+def _is_row_major(layout: object) -> bool:
+    if isinstance(layout, Tensor):
+        return layout.numel() == 1 and layout.item() == 0
+    return layout in (0, "row")
 
 
 def _plain_weight(weight: Tensor, layer: Any) -> Tensor | None:

@@ -18,6 +18,7 @@ import torch
 
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.files.atomic_write import write_atomic
+from lightning_fasttrain.core.files.safe_load import LARGEST_JSON, parse_json
 from lightning_fasttrain.core.messages import explain, number_of, warn
 
 # torch packs graphs but, for CPU kernels, only the C++ source: a second start would compile them again, which takes
@@ -97,10 +98,12 @@ def read_verdicts(path: str | os.PathLike[str]) -> dict[str, Any]:
         {}
     """
     try:
-        with zipfile.ZipFile(path) as packed:
-            return json.loads(packed.read(_VERDICTS))
-    except (OSError, zipfile.BadZipFile, zlib.error, KeyError, ValueError):
+        with zipfile.ZipFile(path) as packed, packed.open(_VERDICTS) as file:
+            # One byte more than allowed, since a short file may unpack to a long one.
+            verdicts = parse_json(file.read(LARGEST_JSON + 1), f"{path}")
+    except (OSError, EOFError, zipfile.BadZipFile, zlib.error, KeyError, ValueError, RuntimeError):
         return {}  # everything is compared again
+    return verdicts if isinstance(verdicts, dict) else {}
 
 
 def machine_of_kernels() -> str:

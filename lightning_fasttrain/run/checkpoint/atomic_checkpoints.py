@@ -1,4 +1,4 @@
-"""Atomic checkpoints: a file is either complete or absent, and is never unpickled."""
+"""Atomic checkpoints: a file is either complete or absent, is never unpickled, and may be written in the background."""
 
 import os
 from collections.abc import Sequence
@@ -9,20 +9,28 @@ from typing import Any, BinaryIO, ClassVar
 import lightning as L
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import check_arguments, one_of
 from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.files.atomic_write import free_disk_bytes, write_atomic
+from lightning_fasttrain.core.files.background_save import BackgroundSave
 from lightning_fasttrain.core.files.guarded_loading import guard_loading
 from lightning_fasttrain.core.files.newest_checkpoint import whole_or_older
 from lightning_fasttrain.core.files.run_mark import KEY, RunMark, step_in
 from lightning_fasttrain.core.files.safe_load import is_remote, local_path, read_archive, refuse_unreadable
+from lightning_fasttrain.core.host.lightning import replicates
 from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
-from lightning_fasttrain.run.checkpoint.checkpoint_disk_space import check_folders, share_failed_saves
+from lightning_fasttrain.run.checkpoint.checkpoint_disk_space import (
+    check_folders,
+    save_on_all_ranks,
+    share_failed_saves,
+)
 from lightning_fasttrain.technique import Technique
 
 
@@ -132,6 +140,78 @@ class _ErrorRecordingFile:
         self.file.flush()
 
 
+class BackgroundCheckpointIO(CheckpointIO):
+    """Copies a checkpoint to host memory, and lets another plugin write the copy while training continues.
+
+    One copy is held at a time: a save waits until the one before is written. An error of a save is raised by the next
+    one, by :meth:`wait`, or when the file is loaded. An older checkpoint is removed only after the newer one is
+    written. A program that exits waits for its last checkpoint.
+
+    For ``Trainer(plugins=[...])`` and ``Fabric(plugins=[...])``; call :meth:`wait` at the end of a Fabric loop.
+
+    Args:
+        inner: plugin that writes and reads; it must not call collectives.
+
+    Example:
+        >>> path = getfixture("tmp_path") / "a.ckpt"
+        >>> io = BackgroundCheckpointIO(AtomicCheckpointIO())
+        >>> io.save_checkpoint({"step": 3}, path)
+        >>> io.load_checkpoint(path)
+        {'step': 3}
+
+    Source:
+        Lightning's ``AsyncCheckpointIO``, which holds any number of copies, and removes the old file before the new one
+        is written.
+    """
+
+    def __init__(self, inner: CheckpointIO) -> None:
+        self.inner = inner
+        self._background = BackgroundSave(inner.save_checkpoint)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.inner,)  # a thread cannot be copied
+
+    @property
+    def verifies(self) -> bool:
+        return getattr(self.inner, "verifies", False)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: object = None) -> None:
+        """Copy ``checkpoint`` and begin to write it, after the checkpoint before is written.
+
+        Raises:
+            ValueError: ``checkpoint`` holds an object that could not be loaded again.
+            OSError: the checkpoint before could not be written; this one is being written nevertheless.
+        """
+        if isinstance(self.inner, AtomicCheckpointIO):
+            refuse_unreadable(checkpoint)
+        try:
+            self.wait()
+        finally:
+            # A plugin of the user may not know storage_options.
+            options = () if storage_options is None else (storage_options,)
+            self._background.start(checkpoint, path, *options)
+
+    def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Load ``path`` after the save in flight is written."""
+        self.wait()
+        return self.inner.load_checkpoint(path, *args, **kwargs)
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Remove ``path`` after the save in flight is written; if it fails, ``path`` is kept."""
+        self._background.do_afterwards(lambda: self.inner.remove_checkpoint(path))
+
+    def wait(self) -> None:
+        """Wait until no checkpoint is being written, and raise the error of the last save, if any."""
+        self._background.wait()
+
+    def finish(self) -> None:
+        """Wait as :meth:`wait` does, but warn instead of raising an error, for a run that has failed already."""
+        self._background.give_up(None)
+
+    def teardown(self) -> None:
+        self.inner.teardown()
+
+
 class AtomicCheckpoints(Technique):
     """Write this run's checkpoints so that a crash leaves the old one or the new one, and load them safely.
 
@@ -147,6 +227,9 @@ class AtomicCheckpoints(Technique):
     Args:
         on_failed_save: ``"stop"`` ends the run; ``"warn"`` continues, and keeps older checkpoints until a newer one
             could be written. The same holds for a folder that is not writable or too full.
+        background: write while training continues, from a copy in host memory; see :class:`BackgroundCheckpointIO`.
+            An error is then raised at the next save or at the end of the run. Your own checkpoint plugin is used too.
+            Strategies that shard write by themselves: for FSDP2 give ``FSDP2Strategy(async_checkpoints=True)``.
 
     Raises:
         OSError: in ``fit``: a folder is not writable or too full, or a checkpoint could not be written.
@@ -166,8 +249,9 @@ class AtomicCheckpoints(Technique):
     )
     predicted: ClassVar[bool] = True
 
-    def __init__(self, on_failed_save: str = "stop") -> None:
+    def __init__(self, on_failed_save: str = "stop", background: bool = False) -> None:
         self.on_failed_save = one_of("on_failed_save", on_failed_save, ("stop", "warn"))
+        self.background = background
         self._run = RunMark()
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
@@ -175,22 +259,51 @@ class AtomicCheckpoints(Technique):
         # With DDP one rank writes. Unless its error is shared, the other ranks wait for it without end.
         if self.on_failed_save == "warn" or isinstance(strategy, DDPStrategy):
             undo.callback(share_failed_saves(strategy, continue_training=self.on_failed_save == "warn"))
-        theirs = strategy.checkpoint_io
+        theirs = ours = strategy.checkpoint_io
         # A subclass is the user's own plugin.
-        if type(theirs) is not TorchCheckpointIO:
+        if type(theirs) is TorchCheckpointIO:
+            ours = AtomicCheckpointIO(substitute=trainer.state.fn == TrainerFn.FITTING)
+            ours.run = self._run
+            undo.callback(guard_loading(strategy))
+        else:
             why = "this run already has its own checkpoint plugin, which is kept"
             warn(explain(f"AtomicCheckpoints with {type(theirs).__name__}", why, "Remove one of the two"))
-            return undo.close
-        ours = AtomicCheckpointIO(substitute=trainer.state.fn == TrainerFn.FITTING)
-        ours.run = self._run
+        if self.background and can_write_in_background(strategy):
+            ours = BackgroundCheckpointIO(ours)
+            undo.callback(self._finish, trainer, ours)
         strategy.checkpoint_io = ours
         undo.callback(setattr, strategy, "checkpoint_io", theirs)
-        undo.callback(guard_loading(strategy))
         return undo.close
+
+    def _finish(self, trainer: L.Trainer, io: BackgroundCheckpointIO) -> None:
+        # An error of the last save must not replace the one that the run failed with.
+        if trainer.interrupted:
+            io.finish()
+        else:
+            io.wait()
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: the model and optimizers exist, so a checkpoint's size is known, and nothing is trained yet."""
         probe_folders(trainer, trainer.optimizers)
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Hook: all checkpoints of the run are saved, and the last one may still be in flight."""
+        io = trainer.strategy.checkpoint_io
+        if isinstance(io, BackgroundCheckpointIO):
+            save_on_all_ranks(trainer.strategy, io.wait, continue_training=self.on_failed_save == "warn")
+
+
+def can_write_in_background(strategy: Strategy) -> bool:
+    """Return whether :class:`BackgroundCheckpointIO` may be put around the strategy's plugin; warn if not."""
+    name, plugin = type(strategy).__name__, strategy.checkpoint_io
+    if getattr(strategy, "async_checkpoints", False) or isinstance(plugin, BackgroundCheckpointIO | AsyncCheckpointIO):
+        return False  # it writes in the background already
+    if replicates(strategy):
+        return True
+    why = "this strategy writes checkpoints itself, so training waits for each"
+    way_out = "Under FSDP2 use FSDP2Strategy(async_checkpoints=True), otherwise save less often"
+    warn(explain(f"AtomicCheckpoints(background=True) with {name}", why, way_out))
+    return False
 
 
 def probe_folders(trainer: L.Trainer, optimizers: Sequence[Optimizer]) -> None:

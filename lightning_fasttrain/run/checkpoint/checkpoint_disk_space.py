@@ -1,6 +1,6 @@
 """Check before a run whether a folder can hold its checkpoints, and handle saves that fail."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,27 +97,37 @@ def share_failed_saves(strategy: Strategy, continue_training: bool) -> Undo:
 
     def save_checkpoint(checkpoint: dict[str, Any], filepath: str | Path, *args: object, **kwargs: object) -> None:
         nonlocal failed
-        error: Exception | None = None
-        try:
-            save(checkpoint, filepath, *args, **kwargs)
-        except Exception as caught:
-            error = caught
-        bad = error is not None and not (continue_training and isinstance(error, OSError))
-        failed = error is not None
-        # Under DDP one process writes; sharding strategies agree by themselves.
-        if isinstance(strategy, DDPStrategy):
-            if error is not None:
-                # Logged now, since the other ranks may never answer.
-                log.error("%s", error)
-            # Two collectives, so all ranks must come here, also those whose save succeeded.
-            failed, bad = (not strategy.reduce_boolean_decision(not told, all=True) for told in (failed, bad))
-        if bad:
-            raise error or OSError(f"checkpoint {filepath} could not be saved. See the error of the rank that writes")
-        if failed:
-            warn(f"{error or 'the checkpoint could not be written.'} Training continues without this checkpoint.")
+        failed = save_on_all_ranks(strategy, lambda: save(checkpoint, filepath, *args, **kwargs), continue_training)
 
     def remove_checkpoint(filepath: str | Path) -> None:
         if not failed:
             remove(filepath)
 
     return patch_all(strategy, {"save_checkpoint": save_checkpoint, "remove_checkpoint": remove_checkpoint})
+
+
+def save_on_all_ranks(strategy: Strategy, save: Callable[[], None], continue_training: bool) -> bool:
+    """Call ``save``, and return whether it failed on any rank of DDP; all ranks must call it.
+
+    Raises:
+        OSError: it failed on some rank; a warning instead with ``continue_training``.
+    """
+    error: Exception | None = None
+    try:
+        save()
+    except Exception as caught:
+        error = caught
+    bad = error is not None and not (continue_training and isinstance(error, OSError))
+    failed = error is not None
+    # Under DDP one process writes; sharding strategies agree by themselves.
+    if isinstance(strategy, DDPStrategy):
+        if error is not None:
+            # Logged now, since the other ranks may never answer.
+            log.error("%s", error)
+        # Two collectives, so all ranks must come here, also those whose save succeeded.
+        failed, bad = (not strategy.reduce_boolean_decision(not told, all=True) for told in (failed, bad))
+    if bad:
+        raise error or OSError("a checkpoint could not be saved. See the error of the rank that writes")
+    if failed:
+        warn(f"{error or 'a checkpoint could not be written.'} Training continues without this checkpoint.")
+    return failed

@@ -14,8 +14,9 @@ from lightning.pytorch.trainer.states import TrainerStatus
 
 from lightning_fasttrain.core.checks import PositiveFloat
 from lightning_fasttrain.core.host.lightning import started_processes, surround_teardown
+from lightning_fasttrain.core.messages import write_to_stderr
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
-from lightning_fasttrain.run.guards.watchdog import ProgressWatch, check_times, write_to_stderr
+from lightning_fasttrain.run.guards.watchdog import ProgressWatch, check_times
 from lightning_fasttrain.technique import Technique
 
 

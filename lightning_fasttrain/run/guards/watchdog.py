@@ -18,6 +18,7 @@ from subprocess import Popen
 from lightning_fasttrain.core.checks import NonNegativeInt, PositiveFloat, PositiveInt, check_arguments
 from lightning_fasttrain.core.distributed import rank_count, rank_here
 from lightning_fasttrain.core.files.atomic_write import refuse_unwritable
+from lightning_fasttrain.core.messages import write_to_stderr
 from lightning_fasttrain.run.guards.rank_heartbeats import Position, RankBoard, describe, find_silent_ranks
 
 _RUNS = itertools.count()  # runs of this process; a rank in an earlier one is behind
@@ -263,14 +264,6 @@ class ProgressWatch:
 
 def _name_process(pid: int) -> str:
     return f"{socket.gethostname()}:{pid}"
-
-
-def write_to_stderr(text: str) -> None:
-    """Write to stderr at once, bypassing a replaced ``sys.stderr``, so that the output of ranks does not mix."""
-    data = text.encode(errors="replace")
-    with suppress(OSError):
-        while data:
-            data = data[os.write(2, data) :]
 
 
 def check_times(timeout_s: float, first_timeout_s: float | None) -> tuple[float, float]:

@@ -12,9 +12,11 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from lightning_fasttrain.core.messages import format_bytes
+from lightning_fasttrain.core.files.safe_load import parse_json
+from lightning_fasttrain.core.messages import explain, format_bytes
 
 CATEGORIES: tuple[str, ...] = ("parameters", "gradients", "optimizer state", "activations", "temporaries", "inputs")
+_LARGEST = 2**30  # bytes of a record as JSON
 
 
 @dataclass(slots=True)
@@ -187,12 +189,20 @@ class MemoryRecord:
 
     @classmethod
     def from_json(cls, text: str) -> "MemoryRecord":
-        """Load the record that :meth:`to_json` wrote."""
-        data = json.loads(text)
-        allocations = [Allocation(*row) for row in data["allocations"]]
+        """Load the record that :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: it is not such a record.
+        """
+        data = parse_json(text, "the memory record", _LARGEST)
+        try:
+            allocations = [Allocation(*row) for row in data["allocations"]]
+            own = {f.name: data[f.name] for f in fields(cls) if f.name != "allocations"}
+        except (LookupError, TypeError) as error:
+            why = f"MemoryRecord.to_json did not write it ({type(error).__name__}: {error})"
+            raise ValueError(explain("the memory record cannot be read", why, "Record it again")) from error
         for allocation in allocations:
             allocation.end_ms = inf if allocation.end_ms is None else allocation.end_ms
-        own = {f.name: data[f.name] for f in fields(cls) if f.name != "allocations"}
         return cls(allocations=allocations, **own)
 
     @property

@@ -1,5 +1,7 @@
 """State of an optimizer over sharded parameters, keyed by parameter names: split for saving, and joined on any mesh."""
 
+import itertools
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, empty
 from torch.optim import Optimizer
 
+from lightning_fasttrain.core.files.safe_load import as_corrupt
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import parameters_of
 
@@ -85,6 +88,18 @@ def take_apart(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, A
     return tensors, plain
 
 
+def is_taken_apart(state: object) -> bool:
+    """Return whether this is the plain part of an optimizer's state, as :func:`take_apart` makes it."""
+    kinds = {"class": str, "param_groups": list, "layout": dict, "values": dict}
+    if not isinstance(state, dict) or not all(isinstance(state.get(part), kind) for part, kind in kinds.items()):
+        return False
+    groups = state["param_groups"]
+    if not all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
+        return False
+    names = [*state["layout"], *state["values"], *itertools.chain.from_iterable(group["params"] for group in groups)]
+    return all(isinstance(name, str) for name in names)
+
+
 def _layout(tensor: Tensor) -> str | int:
     if not isinstance(tensor, DTensor):
         return _PLAIN
@@ -105,8 +120,14 @@ def template(size: torch.Size, dtype: torch.dtype, layout: str | int, parameter:
     return empty(size, dtype=dtype, device_mesh=parameter.device_mesh, placements=placements)
 
 
-def join(plain: dict[str, Any], tensors: dict[str, Tensor], model: nn.Module, optimizer: Optimizer) -> None:
-    """Load plain values and tensors into ``optimizer``, which may hold the parameters in another order.
+def join(
+    plain: dict[str, Any],
+    tensors: dict[str, Tensor],
+    model: nn.Module,
+    optimizer: Optimizer,
+    path: str | os.PathLike[str],
+) -> None:
+    """Load plain values and tensors of the checkpoint at ``path`` into ``optimizer``, in its order of parameters.
 
     Raises:
         ValueError: the optimizer is of another class, or holds other parameters; names them.
@@ -116,7 +137,7 @@ def join(plain: dict[str, Any], tensors: dict[str, Tensor], model: nn.Module, op
     saved = [name for group in plain["param_groups"] for name in group["params"]]
     if type(optimizer).__name__ != plain["class"] or set(held) != set(saved):
         differ = sorted(set(held) ^ set(saved))
-        what = f"the checkpoint's {plain['class']} does not match this {type(optimizer).__name__}"
+        what = f"{plain['class']} in {path} does not match this {type(optimizer).__name__}"
         why = f"they differ in the parameters {', '.join(differ[:4])}" if differ else "their states are different"
         way_out = "Use the same optimizer, or load only the weights, with full_state_dict(folder)"
         raise ValueError(explain(what, why, way_out))
@@ -128,14 +149,25 @@ def join(plain: dict[str, Any], tensors: dict[str, Tensor], model: nn.Module, op
     names_then = [sorted(group["params"]) for group in plain["param_groups"]]
     # A parameter's group decides its settings; the order within a group does not matter.
     if names_now != names_then:
-        what = f"the checkpoint's {plain['class']} has {len(plain['param_groups'])} parameter groups"
+        what = f"{plain['class']} in {path} has {len(plain['param_groups'])} parameter groups"
         why = f"this one has {len(now)}, or groups the parameters differently"
         raise ValueError(explain(what, why, "Use the same parameter groups"))
     groups = [{**old, "params": group["params"]} for old, group in zip(plain["param_groups"], now, strict=True)]
-    optimizer.load_state_dict({"state": by_number(plain, tensors, numbers), "param_groups": groups})
+    with as_corrupt(path):
+        optimizer.load_state_dict({"state": _by_number(plain, tensors, numbers), "param_groups": groups})
 
 
-def by_number(
+def with_numbers(state: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Return the state of an optimizer as torch saves it, with numbers in place of the parameters' names."""
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    numbers = {name: number for number, name in enumerate(names)}
+    groups = []
+    for group in state["param_groups"]:
+        groups.append({**group, "params": [numbers[name] for name in group["params"]]})
+    return {"state": _by_number(state, tensors, numbers), "param_groups": groups}
+
+
+def _by_number(
     plain: Mapping[str, Any], tensors: Mapping[str, Tensor], numbers: Mapping[str, int]
 ) -> dict[int, dict[str, Any]]:
     """Return the state of each parameter by its number, which ``numbers`` gives for its name."""

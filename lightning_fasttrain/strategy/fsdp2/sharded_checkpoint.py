@@ -29,7 +29,13 @@ from lightning_fasttrain.core.files.safe_load import (
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.strategy.fsdp2._shard_index import ShardReader, write_index
-from lightning_fasttrain.strategy.fsdp2._sharded_optimizer import by_number, join, take_apart, template
+from lightning_fasttrain.strategy.fsdp2._sharded_optimizer import (
+    is_taken_apart,
+    join,
+    take_apart,
+    template,
+    with_numbers,
+)
 from lightning_fasttrain.strategy.rank_health import RollCall
 
 REST = "rest.pt"  # everything except the tensors of the model and of the optimizers
@@ -163,7 +169,7 @@ def _load_optimizer_(
         parameter = parameters.get(name.rpartition("/")[0])
         tensors[name] = template(stored.size, stored.properties.dtype, layout, parameter)
     _read(reader, {f"{key}.{name}": tensor for name, tensor in tensors.items()})
-    join(plain, tensors, model, optimizer)
+    join(plain, tensors, model, optimizer, reader.path)
 
 
 def load_full_(
@@ -264,13 +270,8 @@ def full_checkpoint(folder: str | os.PathLike[str]) -> dict[str, Any]:
     plain = _read_rest(folder)
     states = []
     for key, state in plain["optimizers"].items():
-        tensors = _read_whole(folder, f"{key}.")
-        names = [name for group in state["param_groups"] for name in group["params"]]
-        numbers = {name: number for number, name in enumerate(names)}
-        groups = []
-        for group in state["param_groups"]:
-            groups.append({**group, "params": [numbers[name] for name in group["params"]]})
-        states.append({"state": by_number(state, tensors, numbers), "param_groups": groups})
+        with as_corrupt(folder):
+            states.append(with_numbers(state, _read_whole(folder, f"{key}.")))
     return {
         **plain["rest"],
         "state_dict": {**_read_whole(folder, _MODEL), **plain["values"]},
@@ -331,15 +332,7 @@ def _is_rest(plain: object) -> bool:
     parts = ("rest", "optimizers", "values")
     if not isinstance(plain, dict) or not all(isinstance(plain.get(part), dict) for part in parts):
         return False
-    return all(map(_is_taken_apart, plain["optimizers"].values()))
-
-
-def _is_taken_apart(state: object) -> bool:
-    """Return whether this is the plain part of an optimizer's state, as :func:`take_apart` makes it."""
-    kinds = {"class": str, "param_groups": list, "layout": dict, "values": dict}
-    if not isinstance(state, dict) or not all(isinstance(state.get(part), kind) for part, kind in kinds.items()):
-        return False
-    return all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in state["param_groups"])
+    return all(map(is_taken_apart, plain["optimizers"].values()))
 
 
 def refuse_other_names(mine: set[str], saved: set[str], path: str | os.PathLike[str], strict: bool) -> None:

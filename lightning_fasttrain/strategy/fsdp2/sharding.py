@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import one_of, positive_int
 from lightning_fasttrain.core.distributed import from_rank_zero
+from lightning_fasttrain.core.files.background_save import BackgroundSave
 from lightning_fasttrain.core.files.newest_checkpoint import whole_or_older
 from lightning_fasttrain.core.files.run_mark import KEY, mark_of, step_in
 from lightning_fasttrain.core.files.safe_load import local_path
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.blocks import Blocks
-from lightning_fasttrain.strategy.async_save import BackgroundSave
 from lightning_fasttrain.strategy.fsdp2._packed_weights import is_opaque
 from lightning_fasttrain.strategy.fsdp2.broadcast_weights import (
     leave_to_rank_zero,

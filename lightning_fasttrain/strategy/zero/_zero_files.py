@@ -157,9 +157,8 @@ def _masters_of_stage_0(model: dict[str, Any], tied: Mapping[str, str]) -> Itera
 
 def _slice(flat: Tensor, start: int, size: int, name: str) -> Tensor:
     if start + size > flat.numel():
-        raise CorruptCheckpoint(
-            f"{name} is incomplete: the ranks' shards hold {flat.numel()} of {start + size} values."
-        )
+        why = f"the ranks' shards hold {flat.numel()} of {start + size} values"
+        raise ValueError(f"{name} is incomplete: {why}")
     return flat[start : start + size]
 
 

@@ -1,15 +1,16 @@
-"""Asynchronous checkpoints: one at a time, written in the background on a separate process group."""
+"""Checkpoints that are copied to host memory and written in the background, one at a time."""
 
-import atexit
+import copy
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from multiprocessing.util import Finalize
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from lightning_fasttrain.core.messages import warn
-from lightning_fasttrain.run.guards.watchdog import write_to_stderr
+from lightning_fasttrain.core.messages import warn, write_to_stderr
 
 Write = Callable[..., None]
 
@@ -17,13 +18,12 @@ Write = Callable[..., None]
 class BackgroundSave:
     """Copy states to host memory, and write them in a thread while training continues.
 
-    At most one copy is held: the next save waits until this one is written. All ranks agree, on a separate process
-    group, that the folder is complete before it is renamed to its final name; training's collectives are not
-    disturbed. An error is raised by the next :meth:`start` or :meth:`wait`, on all ranks. At exit, the program waits
-    for its last checkpoint.
+    At most one copy is held: the next save waits until this one is written. An error is raised by the next
+    :meth:`start` or :meth:`wait`. At exit, the program waits for its last checkpoint.
 
     Args:
-        write: function that is called with the copies, in a thread, on all ranks.
+        write: function that is called with the copies, in a thread. If it calls collectives, then on a process group of
+            its own, so that those of training are not disturbed.
 
     Example:
         >>> import torch
@@ -45,6 +45,7 @@ class BackgroundSave:
         self._thread: threading.Thread | None = None
         self._left_alone: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._at_exit: Finalize | None = None
         self._after: list[Callable[[], None]] = []
 
     @property
@@ -68,8 +69,9 @@ class BackgroundSave:
 
         # A daemon: when the process must end, an incomplete folder stays unpublished.
         self._thread = threading.Thread(target=run, name="fasttrain-checkpoint", daemon=True)
-        # A daemon thread ends with the interpreter, so the exit waits for it here.
-        atexit.register(self._finish)
+        # A daemon thread ends with the interpreter, so the exit waits for it here; unlike atexit, also in processes
+        # that multiprocessing starts.
+        self._at_exit = Finalize(None, self._finish, exitpriority=10)
         self._thread.start()
 
     def do_afterwards(self, action: Callable[[], None]) -> None:
@@ -89,8 +91,12 @@ class BackgroundSave:
         for action in after:
             action()
 
-    def give_up(self, seconds: float) -> None:
-        """Wait up to ``seconds``, warn if the last checkpoint is incomplete, and abandon it; for a run that fails."""
+    def give_up(self, seconds: float | None) -> None:
+        """Wait up to ``seconds``, warn if the last checkpoint is incomplete, and abandon it; for a run that fails.
+
+        Args:
+            seconds: None waits until the checkpoint is written.
+        """
         self._join(seconds)
         # The run fails with another error, so this one is only reported.
         if self._thread is not None or self._error is not None:
@@ -107,22 +113,46 @@ class BackgroundSave:
 
     def _join(self, seconds: float | None) -> None:
         # This call waits, so the exit handler need not.
-        atexit.unregister(self._finish)
+        if self._at_exit is not None:
+            self._at_exit.cancel()
+            self._at_exit = None
         if self._thread is not None:
             self._thread.join(seconds)
             self._thread = self._thread if self._thread.is_alive() else None
 
 
-def to_host(state: object) -> Any:
-    """Copy nested dicts, lists and tuples to host memory; no tensor shares memory with the original."""
+def to_host(state: object, copies: dict[int, Any] | None = None) -> Any:
+    """Copy nested dicts, lists, tuples and sets to host memory; no tensor shares memory with the original.
+
+    Tensors that share memory with each other, such as tied weights, do so in the copy.
+
+    Args:
+        state: what to copy.
+        copies: storages that are copied already, by the address of the original.
+    """
+    copies = {} if copies is None else copies
     if isinstance(state, Tensor):
-        # copy=True: training continues to change tensors that are on the CPU already.
-        return state.detach().to("cpu", copy=True)
-    if isinstance(state, Mapping):
-        return {key: to_host(value) for key, value in state.items()}
+        return _copy_tensor(state.detach(), copies)
+    if isinstance(state, dict):
+        copied = copy.copy(state)  # which keeps the class, and the metadata of a state_dict
+        for key, value in state.items():
+            copied[key] = to_host(value, copies)
+        return copied
     # A named tuple's constructor takes separate arguments.
     if isinstance(state, tuple) and hasattr(state, "_fields"):
-        return type(state)(*(to_host(value) for value in state))
+        return type(state)(*(to_host(value, copies) for value in state))
     if isinstance(state, list | tuple):
-        return type(state)(to_host(value) for value in state)
-    return state
+        return type(state)(to_host(value, copies) for value in state)
+    return copy.copy(state) if isinstance(state, set) else state
+
+
+def _copy_tensor(tensor: Tensor, copies: dict[int, Any]) -> Tensor:
+    plain = type(tensor) is Tensor and tensor.layout == torch.strided and not (tensor.is_conj() or tensor.is_neg())
+    if not plain:
+        # copy=True: training continues to change tensors that are on the CPU already.
+        return tensor.to("cpu", copy=True)
+    storage = tensor.untyped_storage()
+    if storage._cdata not in copies:
+        copies[storage._cdata] = storage.clone() if tensor.device.type == "cpu" else storage.cpu()
+    copied = torch.empty(0, dtype=tensor.dtype)
+    return copied.set_(copies[storage._cdata], tensor.storage_offset(), tensor.size(), tensor.stride())
