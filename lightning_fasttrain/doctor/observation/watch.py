@@ -1,0 +1,191 @@
+"""What the doctor sees of a training loop, whoever runs it: times of phases, lines, operators, updates, modules."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_fasttrain.core.checks import positive_int
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.doctor.observation.line_sampler import LineSampler
+from lightning_fasttrain.doctor.observation.measured import Measured
+from lightning_fasttrain.doctor.observation.module_watch import ModuleWatch, is_compiled
+from lightning_fasttrain.doctor.observation.operator_trials import OperatorTrials
+from lightning_fasttrain.doctor.observation.operator_watch import OperatorWatch
+from lightning_fasttrain.doctor.observation.source_lines import SourceLine
+from lightning_fasttrain.doctor.observation.update_record import UpdateRecord
+from lightning_fasttrain.run.profiling.step_timer import PHASES, StepTimer
+
+LOOP_PHASES = (*PHASES[:-1], "callbacks", PHASES[-1])
+LEAST_STEPS = 6
+
+
+@dataclass
+class LoaderFacts:
+    """Settings of the loader that the training batches come from, and the sizes of its batches."""
+
+    workers: int = 0
+    pins_memory: bool = False
+    persistent: bool = False
+    dataset: str = ""
+    batches: int | None = None
+
+
+@dataclass
+class SchedulerCall:
+    """Calls of a scheduler's ``step``: how often, and whether the first came before the optimizer's."""
+
+    scheduler: Any
+    line: SourceLine | None
+    calls: int = 0
+    came_first: bool = False
+
+
+@dataclass
+class HostFacts:
+    """What the Trainer says about itself; empty in a loop.
+
+    Attributes:
+        max_epochs: 0 if there is no limit.
+        updates: number of optimizer steps of the run.
+        optimizers: all of them, also those that did not step yet.
+        schedulers: each with the interval at which the Trainer steps it, "step" or "epoch".
+        every: settings that say how often something is done, by the name of the Trainer's argument.
+    """
+
+    max_epochs: int = 0
+    updates: float = math.inf
+    optimizers: list[Optimizer] = field(default_factory=list)
+    schedulers: list[tuple[Any, str]] = field(default_factory=list)
+    every: dict[str, int] = field(default_factory=dict)
+
+
+class Watch:
+    """Watches ``warmup`` and then ``steps`` optimizer steps; nothing of the run is changed.
+
+    Args:
+        device: device of the model.
+        steps: number of steps to watch; in two of them each operator is looked at, which are not timed.
+        warmup: number of steps before.
+    """
+
+    def __init__(self, device: torch.device, steps: int, warmup: int) -> None:
+        self.steps, self.warmup, self.device = steps, warmup, device
+        self.timer = StepTimer(device, warmup, LOOP_PHASES)
+        self.sampler = LineSampler(lambda: self.timer.current)
+        self.trials = OperatorTrials()
+        self.looks: dict[int, OperatorWatch] = {}
+        self.modules = ModuleWatch()
+        self.updates: dict[int, UpdateRecord] = {}
+        self.schedulers: dict[int, SchedulerCall] = {}
+        self.actions: dict[str, list[float]] = {}
+        self.loader = LoaderFacts()
+        self.host = HostFacts()
+        self.done = 0
+        self.model: nn.Module | None = None
+        self._look: OperatorWatch | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all steps were watched."""
+        return self.done >= self.warmup + self.steps
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether the current step is counted."""
+        return self.warmup <= self.done < self.warmup + self.steps
+
+    def begin_step(self) -> None:
+        """Begin a step: its lines are sampled, or its operators are looked at, or neither during warm-up."""
+        number = self.done - self.warmup
+        looks = number in (1, self.steps // 2)
+        self.sampler.active = self.is_warm and not looks
+        # One step earlier, so that the modules of a loop are known.
+        if number == 0 and self.model is None:
+            self.modules.start([])
+        if not looks or any(map(is_compiled, self.find_models())):
+            return
+        self._look = self.looks[number] = OperatorWatch(lambda: self.timer.current, self._trial_of(number))
+        self.modules.start(self.find_models())
+        self._look.__enter__()
+
+    def end_step(self) -> None:
+        """End a step; the timer's step must have ended."""
+        self._leave_look()
+        self.modules.stop()
+        self.done += 1
+        self.sampler.active = False
+
+    def find_models(self) -> list[nn.Module]:
+        """Return the module of the Trainer, or the outermost modules that were called in a loop."""
+        return [self.model] if self.model is not None else self.modules.roots()
+
+    def measure(self) -> Measured:
+        """Return the times of the steps by phase and by line, without the steps that were looked at."""
+        times = self.timer.step_times()[: self.steps]
+        return Measured([step for number, step in enumerate(times) if number not in self.looks], self.sampler.found)
+
+    def before_backward(self) -> None:
+        """Note the gradients that exist when a backward begins."""
+        for record in self.updates.values():
+            record.before_backward()
+
+    def before_update(self, optimizer: Optimizer, line: SourceLine | None) -> None:
+        """Note an optimizer and its gradients before it steps at a line of the user's code."""
+        self.updates.setdefault(id(optimizer), UpdateRecord(optimizer, line)).note_gradients()
+
+    def after_update(self, optimizer: Optimizer) -> None:
+        """Count an update."""
+        self.updates[id(optimizer)].after_update()
+
+    def note_scheduler(self, scheduler: Any, line: SourceLine | None) -> None:
+        """Count a call of a scheduler's ``step``."""
+        found = self.schedulers.get(id(scheduler))
+        if found is None:
+            updates = self.updates.get(id(scheduler.optimizer))
+            found = SchedulerCall(scheduler, line, came_first=updates is None or updates.updates == 0)
+            self.schedulers[id(scheduler)] = found
+        found.calls += 1
+
+    def note_action(self, name: str, seconds: float) -> None:
+        """Add the time of an action, such as writing a checkpoint, if the current step counts."""
+        if self.is_warm:
+            self.actions.setdefault(name, []).append(seconds)
+
+    @property
+    def counted(self) -> int:
+        """Number of steps after the warm-up, at least 1."""
+        return max(self.done - self.warmup, 1)
+
+    def close(self) -> None:
+        """Stop watching, whatever was seen so far."""
+        self._leave_look()
+        self.sampler.stop()
+        self.modules.close()
+
+    def _leave_look(self) -> None:
+        if self._look is not None:
+            self._look.__exit__(None, None, None)
+            self._look = None
+
+    def _trial_of(self, number: int) -> Any:
+        # Only once, since each trial runs operators several times.
+        return self.trials if number == 1 else _try_nothing
+
+
+def _try_nothing(func: Any, args: Any, kwargs: Any) -> None:
+    """Stand in for trials in a step without any."""
+
+
+def refuse_few_steps(steps: int) -> None:
+    """Refuse a number of steps that is too small.
+
+    Raises:
+        TypeError, ValueError: it is not a number of at least 6.
+    """
+    if positive_int("steps", steps) < LEAST_STEPS:
+        why = "two steps are looked at in detail, and the others are timed"
+        raise ValueError(explain(f"steps={steps}", why, f"Use steps={LEAST_STEPS} or more"))
