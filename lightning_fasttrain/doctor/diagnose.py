@@ -37,10 +37,11 @@ def diagnose(watch: Watch) -> Diagnosis:
     measured = watch.measure()
     with keep_random_state():
         found: list[Finding] = []
-        for find in _FAMILIES:
+        # Without any time there is nothing that a finding could be compared with.
+        for find in _FAMILIES if measured.times else ():
             found += find(watch, measured)
     shown, minor = rank(found, measured.step_ms)
-    phases = {name: measured.median(name) for name in (*LOOP_PHASES[:-1], "other")}
+    phases = {name: measured.typical(name) for name in (*LOOP_PHASES[:-1], "other")}
     return Diagnosis(
         device=watch.device.type,
         steps=len(measured.times),

@@ -58,11 +58,13 @@ class Doctor(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: optimizers and loaders exist, and no batch was requested yet."""
-        if not trainer.is_global_zero or self.diagnosis is not None:
+        doctors = [callback for callback in trainer.callbacks if isinstance(callback, Doctor)]
+        # Two would see what the other one tries out.
+        if not trainer.is_global_zero or self.diagnosis is not None or self is not doctors[-1]:
             return
         self._watch = Watch(trainer.strategy.root_device, self.steps, self.warmup)
         self._watch.model = pl_module
-        self._seams = TrainerSeams(trainer, self._watch)
+        self._seams = TrainerSeams(trainer, self._watch, self)
         self._seams.install()
         self._watch.sampler.start()
 
@@ -102,10 +104,14 @@ class Doctor(L.Callback):
     def _finish(self) -> None:
         watch = self._close()
         self.diagnosis = diagnose(watch)
+        self.on_diagnosis(self.diagnosis)
+
+    def on_diagnosis(self, diagnosis: Diagnosis) -> None:
+        """Print and save the diagnosis; subclasses may do something else with it."""
         if self.show:
-            show(self.diagnosis)
+            show(diagnosis)
         if self.out is not None:
-            save_diagnosis(self.diagnosis, Path(self.out))
+            save_diagnosis(diagnosis, Path(self.out))
 
     def _close(self) -> Watch:
         assert self._watch is not None

@@ -17,7 +17,7 @@ _OF_THE_WAIT = 0.3
 
 def find_data_waits(watch: Watch, measured: Measured) -> Iterator[Finding]:
     """Yield the expensive lines of loading, and the rest of the wait with its settings."""
-    wait_ms = measured.median("data_wait")
+    wait_ms = measured.typical("data_wait")
     if wait_ms < _LEAST_SHARE * measured.step_ms:
         return
     lines = measured.lines(_is_loading)

@@ -35,13 +35,13 @@ def _describe(line: SourceLine, kept: list[Tensor], *, with_graph: bool) -> Find
     keeper = _find_keeper(kept[0]) or line
     made = "" if keeper == line else f", made at {line}"
     what = f"{number_of(len(kept), 'tensor')} of each step, {format_bytes(nbytes)}, never freed{made}: `{keeper.text}`"
-    cure, exactness = "Free them after their last use, or keep fewer", "exact"
+    cure = "Free them after their last use, or keep fewer"
     if with_graph:
         nodes = _count_nodes(kept[0])
         what = f"{what}; {number_of(nodes, 'node')} of the autograd graph stay with it"
         cure = "Keep loss.detach(), or loss.item() once every N steps: the graph is freed"
     cost = Cost(float(nbytes), float(nbytes), float(nbytes), "bytes")
-    return Finding("growing_memory", what, cure, exactness, keeper, cost)
+    return Finding("growing_memory", what, cure, "exact", keeper, cost)
 
 
 def _find_keeper(tensor: Tensor) -> SourceLine | None:

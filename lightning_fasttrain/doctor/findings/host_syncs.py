@@ -11,7 +11,7 @@ from lightning_fasttrain.doctor.observation.source_lines import SourceLine
 from lightning_fasttrain.doctor.observation.watch import Watch
 
 # Operators that these phases run are not the user's to change.
-_NOT_THE_STEP = ("data_wait", "optimizer", "pause")
+_NOT_THE_STEP = ("data_wait", "backward", "optimizer", "pause")
 _READ = "Keep it a tensor: add up `.detach()` and read the sum every N steps"
 _MASK = "Keep the shape: torch.where(mask, x, 0), or multiply by the mask and divide by its sum"
 _SYNC_CURES = {

@@ -26,7 +26,7 @@ _LEAST_SHARE = 0.01
 
 def find_slow_optimizers(watch: Watch, measured: Measured) -> Iterator[Finding]:
     """Yield optimizers whose fused variant was faster on copies of the parameters and the state."""
-    if measured.median("optimizer") < _LEAST_SHARE * measured.step_ms:
+    if measured.typical("optimizer") < _LEAST_SHARE * measured.step_ms:
         return
     for record in watch.updates.values():
         if _could_be_fused(record):
@@ -35,7 +35,10 @@ def find_slow_optimizers(watch: Watch, measured: Measured) -> Iterator[Finding]:
 
 def _could_be_fused(record: UpdateRecord) -> bool:
     optimizer = record.optimizer
-    known = type(optimizer).__module__.startswith("torch.optim") and "fused" in inspect.signature(type(optimizer)).parameters
+    known = (
+        type(optimizer).__module__.startswith("torch.optim")
+        and "fused" in inspect.signature(type(optimizer)).parameters
+    )
     if not known or optimizer.defaults.get("fused") or optimizer.defaults.get("capturable"):
         return False
     parameters = parameters_of(optimizer)

@@ -11,8 +11,6 @@ from lightning_fasttrain.doctor.observation.watch import Watch
 _METRICS = ("torchmetrics", "sklearn", "evaluate", "scipy")
 # Of these one run within the few watched steps is one too many, if it takes a large share of their time.
 _LEAST_SHARE = 0.05
-_HOOKS_OF_A_STEP = ("on_train_batch_start", "on_train_batch_end", "on_before_optimizer_step")
-_OTHERWISE_COUNTED = ("Doctor", "ModelCheckpoint")
 # Action → the cure, the argument that sets how often it is done, and whose argument it is.
 _RARE = {
     "checkpoint": (
@@ -55,10 +53,10 @@ def _find_logging(watch: Watch) -> Iterator[Finding]:
 
 
 def _find_callbacks(watch: Watch) -> Iterator[Finding]:
-    for name, seconds in watch.actions.items():
-        owner, _, hook = name.removeprefix("[Callback]").rpartition(".")
-        if hook in _HOOKS_OF_A_STEP and not owner.startswith(_OTHERWISE_COUNTED):
-            kind = owner.partition("{")[0]
+    for name, (kind, hook) in watch.host.hooks.items():
+        seconds = watch.actions.get(name)
+        # The time of checkpoints is reported by itself.
+        if seconds and kind != "ModelCheckpoint":
             cost = cost_of_calls(seconds, watch.counted)
             what = f"The callback {kind} takes time in {hook} of each step"
             yield Finding("slow_callback", what, "Do it every N steps only", _EXACT, find_hook(kind, hook), cost)

@@ -19,7 +19,9 @@ def find_scheduler_faults(watch: Watch, measured: Measured) -> Iterator[Finding]
         name = type(called.scheduler).__name__
         if called.came_first and called.line is not None:
             what = f"{name} was stepped before its optimizer: the first learning rate is skipped"
-            yield Finding("scheduler_first", what, "Call scheduler.step() after optimizer.step()", _INTENDED, called.line)
+            yield Finding(
+                "scheduler_first", what, "Call scheduler.step() after optimizer.step()", _INTENDED, called.line
+            )
     for scheduler, interval in watch.host.schedulers:
         problem = _wrong_unit(scheduler, interval, watch.host)
         if problem is not None:

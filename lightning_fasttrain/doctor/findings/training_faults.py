@@ -34,7 +34,7 @@ def find_training_faults(watch: Watch, measured: Measured) -> Iterator[Finding]:
     if outside:
         yield _outside_the_optimizer(outside)
     for record in records:
-        if record.kept_gradients >= max(2, record.updates - 2):
+        if record.kept_gradients >= max(2, record.compared - 1):
             what = f"Each update of {type(record.optimizer).__name__} adds the gradients of all earlier ones"
             cure = "Call optimizer.zero_grad() before each backward"
             yield Finding("zero_grad_missing", what, cure, "changes the training to the intended one", record.line)

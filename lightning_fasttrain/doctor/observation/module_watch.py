@@ -82,7 +82,7 @@ class ModuleWatch:
     def _note_dropout(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         if torch.is_grad_enabled() or not module.training or not getattr(module, "p", 0.0):
             return
-        line = find_call(sys._getframe(1)).line
+        line = find_call(sys._getframe(1), beyond="forward").line
         if line is not None and not _is_recomputed_later():
             self.active_dropout.setdefault(line, type(module).__name__)
 

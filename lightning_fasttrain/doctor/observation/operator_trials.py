@@ -80,7 +80,9 @@ class OperatorTrials:
     def _has_bf16(self, tensors: list[Tensor]) -> bool:
         if self._tries_bf16 is None:
             on_cuda = tensors[0].device.type == "cuda"
-            self._tries_bf16 = torch.cuda.is_bf16_supported(including_emulation=False) if on_cuda else bool(bf16_units())
+            self._tries_bf16 = (
+                torch.cuda.is_bf16_supported(including_emulation=False) if on_cuda else bool(bf16_units())
+            )
         return self._tries_bf16
 
 

@@ -44,10 +44,11 @@ class Event(NamedTuple):
 
 @dataclass
 class Alive:
-    """A tensor that a step made, as long as it lives."""
+    """A tensor that a step made, or changed in place, as long as it lives."""
 
     tensor: weakref.ref[Tensor]
     line: SourceLine
+    is_new: bool
 
 
 class OperatorWatch(TorchDispatchMode):
@@ -76,18 +77,21 @@ class OperatorWatch(TorchDispatchMode):
             kind, detail = described
             nbytes = result.nbytes if isinstance(result, Tensor) else 0
             self.events.append(Event(kind, call, self._phase(), seconds, detail, nbytes))
-        if call.line is not None and not func._schema.is_mutable:
+        if call.line is not None:
             for tensor in result if isinstance(result, tuple | list) else (result,):
                 if isinstance(tensor, Tensor):
-                    self.made.append(Alive(weakref.ref(tensor), call.line))
+                    self.made.append(Alive(weakref.ref(tensor), call.line, not func._schema.is_mutable))
         return result
 
     def find_alive(self) -> dict[SourceLine, list[Tensor]]:
-        """Return the tensors of the step that still exist, by the line that made them."""
+        """Return the tensors of the step that still exist, by the line that made them.
+
+        Of those that were changed in place only the ones with a graph, which has grown.
+        """
         found: dict[SourceLine, list[Tensor]] = {}
         for made in self.made:
             tensor = made.tensor()
-            if tensor is not None:
+            if tensor is not None and (made.is_new or tensor.grad_fn is not None):
                 found.setdefault(made.line, []).append(tensor)
         return found
 

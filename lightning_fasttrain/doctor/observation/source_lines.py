@@ -6,7 +6,7 @@ import linecache
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import lightning_fasttrain
 
+# Methods by which a container grows.
+_ADDING = ("append", "extend", "add", "insert", "setdefault")
 _OWN = str(Path(lightning_fasttrain.__file__).parent) + os.sep
 
 
@@ -45,8 +47,9 @@ class Call(NamedTuple):
 
     Attributes:
         line: the innermost line of the user's code; None outside of it.
-        package: top-level package of the function that this line called; "" if the line itself runs.
-        function: name of that function.
+        package: top-level package that this line called, another one than torch if there is one on the way; "" if the
+            line itself runs.
+        function: name of the function that this line called.
     """
 
     line: SourceLine | None
@@ -54,19 +57,22 @@ class Call(NamedTuple):
     function: str = ""
 
 
-def find_call(frame: FrameType | None) -> Call:
-    """Walk from a frame outwards to the first one in the user's own code."""
-    callee: FrameType | None = None
+def find_call(frame: FrameType | None, beyond: str = "") -> Call:
+    """Walk from a frame outwards to the first one in the user's own code.
+
+    Args:
+        frame: where to start.
+        beyond: name of functions of the user that are passed over, such as "forward".
+    """
+    package = function = ""
     while frame is not None:
-        file = frame.f_code.co_filename
-        if is_user_file(file):
-            line = SourceLine(file, frame.f_lineno, frame.f_code.co_name)
-            if callee is None:
-                return Call(line)
-            package = str(callee.f_globals.get("__name__", "")).partition(".")[0]
-            return Call(line, package, callee.f_code.co_name)
-        if not file.startswith(_OWN):
-            callee = frame
+        code = frame.f_code
+        if is_user_file(code.co_filename) and code.co_name != beyond:
+            return Call(SourceLine(code.co_filename, frame.f_lineno, code.co_name), package, function)
+        if not code.co_filename.startswith(_OWN):
+            function = code.co_name
+            name = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+            package = package if name == "torch" and package else name
         frame = frame.f_back
     return Call(None)
 
@@ -104,38 +110,47 @@ def user_files() -> list[str]:
     return found
 
 
-def find_calls(name: str, files: list[str] | None = None) -> Iterator[tuple[SourceLine, ast.Call]]:
-    """Yield the calls of a function or method of this name in the user's files, from top to bottom."""
-    for file in user_files() if files is None else files:
-        for node in ast.walk(_parse(file)):
-            if isinstance(node, ast.Call) and _called(node) == name:
-                yield SourceLine(file, node.lineno), node
+def find_only_call(name: str) -> SourceLine | None:
+    """Return the line of the only call of a function, class or method of this name; None if there is not one."""
+    return _find_only(lambda node: isinstance(node, ast.Call) and _last_name(node.func) == name)
 
 
 def find_keyword(name: str) -> SourceLine | None:
-    """Return the only line of the user's files that passes a keyword argument of this name; None if not exactly one."""
-    found = []
-    for file in user_files():
-        for node in ast.walk(_parse(file)):
-            if isinstance(node, ast.keyword) and node.arg == name:
-                found.append(SourceLine(file, node.lineno))
-    return found[0] if len(found) == 1 else None
-
-
-def find_only_call(name: str) -> SourceLine | None:
-    """Return the line of the only call of this name in the user's files; None if there is not exactly one."""
-    found = [line for line, _ in find_calls(name)]
-    return found[0] if len(found) == 1 else None
+    """Return the only line that passes a keyword argument of this name; None if there is not exactly one."""
+    return _find_only(lambda node: isinstance(node, ast.keyword) and node.arg == name)
 
 
 def find_attribute(name: str) -> SourceLine | None:
-    """Return the line of the user's files that sets ``self.name``; None if there is not exactly one."""
-    found = []
-    for file in user_files():
-        for node in ast.walk(_parse(file)):
-            if isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Store):
-                found.append(SourceLine(file, node.lineno))
-    return found[0] if len(found) == 1 else None
+    """Return the only line that sets ``self.name``; None if there is not exactly one."""
+
+    def sets_it(node: ast.AST) -> bool:
+        return isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Store)
+
+    return _find_only(sets_it)
+
+
+def find_growth(name: str, file: str) -> SourceLine | None:
+    """Return the line of a file that adds to what is called ``name``; None if there is not exactly one."""
+    return _find_only(lambda node: _grows(node, name), [file])
+
+
+def _grows(node: ast.AST, name: str) -> bool:
+    """Whether a node is ``name += x``, ``name.append(x)`` or the like, or ``name[x] = y``."""
+    if isinstance(node, ast.AugAssign):
+        return _last_name(node.target) == name
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return node.func.attr in _ADDING and _last_name(node.func.value) == name
+    return isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) and _last_name(node.value) == name
+
+
+def _find_only(is_it: Callable[[ast.AST], bool], files: list[str] | None = None) -> SourceLine | None:
+    """Return the only such node of the script, or of the first other file of the user that has any."""
+    for file in user_files() if files is None else files:
+        found = [node for node in ast.walk(_parse(file)) if is_it(node)]
+        if found:
+            line = getattr(found[0], "lineno", 0)
+            return SourceLine(file, line) if len(found) == 1 else None
+    return None
 
 
 def find_hook(kind: str, hook: str) -> SourceLine | None:
@@ -149,31 +164,11 @@ def find_hook(kind: str, hook: str) -> SourceLine | None:
     return None
 
 
-def find_growth(name: str, file: str) -> SourceLine | None:
-    """Return the line of a file that appends to what is called ``name``; None if there is not exactly one."""
-    found = []
-    for node in ast.walk(_parse(file)):
-        if isinstance(node, ast.AugAssign) and _last_name(node.target) == name:
-            found.append(SourceLine(file, node.lineno))
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            adds = node.func.attr in ("append", "extend", "add", "insert", "setdefault")
-            if adds and _last_name(node.func.value) == name:
-                found.append(SourceLine(file, node.lineno))
-        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) and _last_name(node.value) == name:
-            found.append(SourceLine(file, node.lineno))
-    return found[0] if len(found) == 1 else None
-
-
 def _last_name(node: ast.expr) -> str:
+    """Return "c" of the expression ``a.b.c``; "" of anything else than names and attributes."""
     if isinstance(node, ast.Attribute):
         return node.attr
     return node.id if isinstance(node, ast.Name) else ""
-
-
-def _called(node: ast.Call) -> str:
-    if isinstance(node.func, ast.Attribute):
-        return node.func.attr
-    return node.func.id if isinstance(node.func, ast.Name) else ""
 
 
 @functools.cache

@@ -12,18 +12,27 @@ from lightning_fasttrain.doctor.observation.torch_seams import TorchSeams
 from lightning_fasttrain.doctor.observation.watch import HostFacts, Watch
 from lightning_fasttrain.run.profiling.step_meter import PhaseAction, StepProfiler
 
-class TrainerSeams:
-    """Reports to a watch what a Trainer does, until :meth:`close`."""
+_HOOKS_OF_A_STEP = ("on_train_batch_start", "on_train_batch_end", "on_before_optimizer_step")
 
-    def __init__(self, trainer: L.Trainer, watch: Watch) -> None:
-        self.trainer, self.watch = trainer, watch
+
+class TrainerSeams:
+    """Reports to a watch what a Trainer does, until :meth:`close`.
+
+    Args:
+        trainer: the Trainer.
+        watch: what is reported to.
+        watcher: the callback for which it is done, whose own time is not reported.
+    """
+
+    def __init__(self, trainer: L.Trainer, watch: Watch, watcher: L.Callback) -> None:
+        self.trainer, self.watch, self.watcher = trainer, watch, watcher
         self._undo = ExitStack()
         self._profiler: WatchingProfiler | None = None
 
     def install(self) -> None:
         """Start reporting."""
         trainer, watch = self.trainer, self.watch
-        _note_host(watch.host, trainer)
+        _note_host(watch.host, trainer, self.watcher)
         self._profiler = profiler = WatchingProfiler(trainer, watch)
         self._undo.callback(patch(trainer, "profiler", profiler))
         for logger in trainer.loggers:
@@ -52,12 +61,17 @@ class TrainerSeams:
         return log_and_time
 
 
-def _note_host(facts: HostFacts, trainer: L.Trainer) -> None:
+def _note_host(facts: HostFacts, trainer: L.Trainer, watcher: L.Callback) -> None:
     facts.max_epochs = max(trainer.max_epochs or 0, 0)
     facts.updates = trainer.estimated_stepping_batches
     facts.optimizers = list(trainer.optimizers)
     for config in trainer.lr_scheduler_configs:
         facts.schedulers.append((config.scheduler, str(config.interval)))
+    for callback in trainer.callbacks:
+        for hook in _HOOKS_OF_A_STEP:
+            is_overridden = getattr(type(callback), hook) is not getattr(L.Callback, hook)
+            if is_overridden and callback is not watcher:
+                facts.hooks[f"[Callback]{callback.state_key}.{hook}"] = (type(callback).__name__, hook)
     facts.every = {"log_every_n_steps": int(trainer.log_every_n_steps)}
 
 
@@ -88,7 +102,7 @@ class WatchingProfiler(StepProfiler):
         with self.inner.profile(action_name), self._phase_of(action_name):
             yield action_name
         name = {"save_checkpoint": "checkpoint"}.get(action_name, action_name)
-        if name == "checkpoint" or name.startswith("[Callback]"):
+        if name == "checkpoint" or name in self.watch.host.hooks:
             self.watch.note_action(name, perf_counter() - began)
 
     def _phase_of(self, action_name: str) -> Any:

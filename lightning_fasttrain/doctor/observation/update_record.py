@@ -18,6 +18,7 @@ class UpdateRecord:
         line: line of the user's code at which it stepped first.
         with_gradient: ids of its parameters that ever had a gradient when it stepped.
         updates: number of updates.
+        compared: number of updates for which that is known:
         kept_gradients: number of updates whose gradients still contained those of the previous update.
     """
 
@@ -25,6 +26,7 @@ class UpdateRecord:
     line: SourceLine | None = None
     with_gradient: set[int] = field(default_factory=set)
     updates: int = 0
+    compared: int = 0
     kept_gradients: int = 0
     _was_cleared: bool = True
     _probe: Tensor | None = None
@@ -43,6 +45,10 @@ class UpdateRecord:
         """Count the update."""
         self.note_gradients()
         self.updates += 1
+
+    def compare_gradients(self) -> None:
+        """Note after an update whether its gradients contained those of the one before."""
+        self.compared += 1
         self.kept_gradients += not self._was_cleared
         self._probe = next(filter(_has_values, parameters_of(self.optimizer)), None)
         self._was_cleared = self._probe is None

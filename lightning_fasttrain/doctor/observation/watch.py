@@ -53,6 +53,7 @@ class HostFacts:
         updates: number of optimizer steps of the run.
         optimizers: all of them, also those that did not step yet.
         schedulers: each with the interval at which the Trainer steps it, "step" or "epoch".
+        hooks: Lightning's names of the callbacks' hooks in a step → the class of the callback, and the hook.
         every: settings that say how often something is done, by the name of the Trainer's argument.
     """
 
@@ -60,6 +61,7 @@ class HostFacts:
     updates: float = math.inf
     optimizers: list[Optimizer] = field(default_factory=list)
     schedulers: list[tuple[Any, str]] = field(default_factory=list)
+    hooks: dict[str, tuple[str, str]] = field(default_factory=dict)
     every: dict[str, int] = field(default_factory=dict)
 
 
@@ -130,8 +132,10 @@ class Watch:
 
     def before_backward(self) -> None:
         """Note the gradients that exist when a backward begins."""
-        for record in self.updates.values():
-            record.before_backward()
+        # In a step whose operators are looked at, those of this comparison would be seen too.
+        if self._look is None:
+            for record in self.updates.values():
+                record.before_backward()
 
     def before_update(self, optimizer: Optimizer, line: SourceLine | None) -> None:
         """Note an optimizer and its gradients before it steps at a line of the user's code."""
@@ -139,7 +143,10 @@ class Watch:
 
     def after_update(self, optimizer: Optimizer) -> None:
         """Count an update."""
-        self.updates[id(optimizer)].after_update()
+        record = self.updates[id(optimizer)]
+        record.after_update()
+        if self._look is None:
+            record.compare_gradients()
 
     def note_scheduler(self, scheduler: Any, line: SourceLine | None) -> None:
         """Count a call of a scheduler's ``step``."""
