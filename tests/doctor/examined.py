@@ -3,6 +3,7 @@
 import json
 import sys
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,10 +63,8 @@ def examine_script(code: str, folder: Path, monkeypatch, steps: int = 8, warmup:
     monkeypatch.chdir(folder)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        try:
+        with suppress(EndedError):
             examined_script.run_examined()
-        except EndedError:
-            pass
     return Examined(script, json.loads((folder / "result.json").read_text())["report"])
 
 

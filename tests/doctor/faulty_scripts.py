@@ -227,13 +227,13 @@ FAULTS = [
     in_trainer(
         "checkpoints",
         "frequent_checkpoint",
-        settings="logger=False, callbacks=[\n        ModelCheckpoint('saved', every_n_train_steps=1),  # <-\n        ],",
+        settings="logger=False, callbacks=[ModelCheckpoint('saved', every_n_train_steps=1)],  # <-",
     ),
     in_trainer(
         "validations",
         "frequent_validation",
         methods="def validation_step(self, batch, batch_idx):\n        self.net(batch[0])",
-        settings="logger=False, enable_checkpointing=False, num_sanity_val_steps=0,\n        val_check_interval=2,  # <-",
+        settings="logger=False, enable_checkpointing=False, num_sanity_val_steps=0, val_check_interval=2,  # <-",
         validation="DataLoader(data, batch_size=32)",
     ),
     in_trainer(

@@ -41,8 +41,10 @@ def _find_trial(watch: Watch, cure: str, what: str, advice: str, exactness: str)
     gain = _sum_gains(trials)
     if gain.low > 0:
         count = sum(trial.count for trial in trials)
+        untried = number_of(watch.trials.left_out, "operator")
+        details = (f"{untried} not tried, for lack of time",) if watch.trials.left_out else ()
         slowest = max(trials, key=lambda trial: trial.count * min(trial.base_ms))
-        yield Finding(cure, f"{count} {what}", advice, exactness, slowest.call.line, gain)
+        yield Finding(cure, f"{count} {what}", advice, exactness, slowest.call.line, gain, details)
 
 
 def _sum_gains(trials: list[Trial]) -> Cost:
@@ -68,7 +70,8 @@ def _find_float64(watch: Watch) -> Iterator[Finding]:
         return
     count = sum(map(len, events.values())) // len(watch.looks)
     gain = _sum_gains([trial for trial in watch.trials.trials.values() if trial.cure == "float32"])
-    what = f"{number_of(count, 'operator')} per step in float64, first at `{first.text}`; float32 was timed on their inputs"
+    began = f"{number_of(count, 'operator')} per step in float64, first at `{first.text}`"
+    what = f"{began}; float32 was timed on their inputs"
     cure = "Convert where it begins: dtype=torch.float32, array.astype(np.float32), or .float()"
     yield Finding("float64", what, cure, "changes the training: 24 bits instead of 53", first, gain)
 

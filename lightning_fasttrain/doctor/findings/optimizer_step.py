@@ -61,10 +61,10 @@ def _try_fused(record: UpdateRecord) -> Iterator[Finding]:
     if ratio.high >= 1:
         return
     gain = cost_of_ratio(sorted(base_ms)[_TURNS // 2], ratio, is_gain=True)
-    what = f"{name} updates {len(record.with_gradient):,} parameters one after the other; the fused one was timed on copies"
-    yield Finding(
-        "unfused_optimizer", what, f"{name}(..., fused=True)", "to rounding", find_only_call(name) or record.line, gain
-    )
+    count = len(record.with_gradient)
+    what = f"{name} updates {count:,} parameters one after the other; the fused one was timed on copies"
+    line = find_only_call(name) or record.line
+    yield Finding("unfused_optimizer", what, f"{name}(..., fused=True)", "to rounding", line, gain)
 
 
 def _copy(optimizer: Optimizer, record: UpdateRecord, **changes: bool) -> Optimizer:

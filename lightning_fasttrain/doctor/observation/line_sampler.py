@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from lightning_fasttrain.doctor.observation.source_lines import Call, find_call
 
-_INTERVAL_S = 0.002
+_INTERVAL_S = 0.004
 # Python code that holds the interpreter is asked to let the sampler in after this time, not after 5 ms.
 _SWITCH_S = 0.0005
 

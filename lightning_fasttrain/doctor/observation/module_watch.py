@@ -96,7 +96,7 @@ def is_dropout(module: nn.Module) -> bool:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether any part of a model is compiled: operators inside of it cannot be seen, and looking would recompile it."""
+    """Whether any part of a model is compiled: its operators cannot be seen, and looking would recompile it."""
     for module in model.modules():
         # By name, since importing the compiler takes seconds.
         if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:

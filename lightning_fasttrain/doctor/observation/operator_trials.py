@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -42,9 +43,17 @@ class Trial:
 
 @dataclass
 class OperatorTrials:
-    """Tries a changed argument once for each operator and shape, and counts how often each of them runs."""
+    """Tries a changed argument once for each operator and shape, and counts how often each of them runs.
+
+    Attributes:
+        trials: what was tried.
+        budget_s: seconds that are left; nothing new is tried afterwards.
+        left_out: number of operators that were not tried because of it.
+    """
 
     trials: dict[tuple[object, ...], Trial] = field(default_factory=dict)
+    budget_s: float = 0.0
+    left_out: int = 0
     _tries_bf16: bool | None = None
 
     def __call__(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -57,6 +66,10 @@ class OperatorTrials:
         if key in self.trials:
             self.trials[key].count += 1
             return
+        if self.budget_s <= 0:
+            self.left_out += 1
+            return
+        began = perf_counter()
         changed = tree_map(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, args)
         base_ms, changed_ms = [], []
         for _ in range(_REPEATS):
@@ -64,6 +77,7 @@ class OperatorTrials:
             changed_ms.append(_time(func, changed, kwargs))
         # The first turn pays for caches and for loading kernels.
         self.trials[key] = Trial(cure, find_call(sys._getframe()), base_ms[1:], changed_ms[1:])
+        self.budget_s -= perf_counter() - began
 
     def _find_change(self, func: Any, args: Any) -> tuple[str, Change] | None:
         if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:

@@ -38,6 +38,15 @@ class SourceLine:
         """The line itself, without its indentation."""
         return linecache.getline(self.file, self.number).strip()
 
+    def context(self, lines: int) -> list[tuple[int, str]]:
+        """Return the line with its neighbours: their numbers, and their text without line ends."""
+        found = []
+        for number in range(max(1, self.number - lines), self.number + lines + 1):
+            text = linecache.getline(self.file, number)
+            if text:
+                found.append((number, text.rstrip()))
+        return found
+
     def __str__(self) -> str:
         return f"{os.path.relpath(self.file)}:{self.number}"
 

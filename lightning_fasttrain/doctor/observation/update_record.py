@@ -50,7 +50,10 @@ class UpdateRecord:
         """Note after an update whether its gradients contained those of the one before."""
         self.compared += 1
         self.kept_gradients += not self._was_cleared
-        self._probe = next(filter(_has_values, parameters_of(self.optimizer)), None)
+        if not _has_values(self._probe):
+            # The smallest one, since all of its gradient is read in each step.
+            candidates = [one for one in parameters_of(self.optimizer) if _has_values(one)]
+            self._probe = min(candidates, key=lambda one: one.numel(), default=None)
         self._was_cleared = self._probe is None
 
 

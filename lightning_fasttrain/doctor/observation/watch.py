@@ -21,6 +21,8 @@ from lightning_fasttrain.run.profiling.step_timer import PHASES, StepTimer
 
 LOOP_PHASES = (*PHASES[:-1], "callbacks", PHASES[-1])
 LEAST_STEPS = 6
+# Of the time of all watched steps.
+_SHARE_OF_TRIALS = 0.08
 
 
 @dataclass
@@ -110,7 +112,12 @@ class Watch:
             self.modules.start([])
         if not looks or any(map(is_compiled, self.find_models())):
             return
-        self._look = self.looks[number] = OperatorWatch(lambda: self.timer.current, self._trial_of(number))
+        trial = _try_nothing
+        if number == 1:
+            # Once, since each trial runs an operator several times.
+            self.trials.budget_s = _SHARE_OF_TRIALS * self.steps * self.timer.step_times()[0]["step"] / 1e3
+            trial = self.trials
+        self._look = self.looks[number] = OperatorWatch(lambda: self.timer.current, trial)
         self.modules.start(self.find_models())
         self._look.__enter__()
 
@@ -177,10 +184,6 @@ class Watch:
         if self._look is not None:
             self._look.__exit__(None, None, None)
             self._look = None
-
-    def _trial_of(self, number: int) -> Any:
-        # Only once, since each trial runs operators several times.
-        return self.trials if number == 1 else _try_nothing
 
 
 def _try_nothing(func: Any, args: Any, kwargs: Any) -> None:
