@@ -17,7 +17,7 @@ LEAST_SHARE = 0.01
 
 @dataclass(frozen=True)
 class Diagnosis(Report):
-    """What the doctor found.
+    """Findings of the doctor, and the times that they rest on.
 
     Attributes:
         device: type of the device.
@@ -40,14 +40,15 @@ class Diagnosis(Report):
     notes: tuple[str, ...] = field(default=())
 
     def as_dict(self) -> dict[str, Any]:
+        lines = [{"phase": phase, **_line_as_dict(one.line), "ms": one.ms} for phase, one in self.lines]
         return {
             "device": self.device,
             "steps": self.steps,
             "step_ms": self.step_ms,
             "phase_ms": self.phase_ms,
-            "findings": [_finding_as_dict(finding, self.step_ms) for finding in self.findings],
-            "minor": [_finding_as_dict(finding, self.step_ms) for finding in self.minor],
-            "lines": [{"phase": phase, **_line_as_dict(one.line), "ms": one.ms} for phase, one in self.lines],
+            "findings": _findings_as_dicts(self.findings, self.step_ms),
+            "minor": _findings_as_dicts(self.minor, self.step_ms),
+            "lines": lines,
             "notes": list(self.notes),
         }
 
@@ -100,6 +101,10 @@ def _order(finding: Finding, step_ms: float) -> tuple[int, float]:
     if finding.cost.unit == "bytes":
         return 1, -finding.cost.value
     return 2, -finding.share_of(step_ms)
+
+
+def _findings_as_dicts(findings: Iterable[Finding], step_ms: float) -> list[dict[str, Any]]:
+    return [_finding_as_dict(finding, step_ms) for finding in findings]
 
 
 def _finding_as_dict(finding: Finding, step_ms: float) -> dict[str, Any]:

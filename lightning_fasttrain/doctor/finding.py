@@ -11,7 +11,7 @@ from lightning_fasttrain.planner.timing import Ratio, compare_times
 
 @dataclass(frozen=True)
 class Cost:
-    """What a finding costs in each step, with the interval that contains it with a confidence of 95%.
+    """The cost of a finding in each step, with the interval that contains it with a confidence of 95%.
 
     Attributes:
         value, low, high: the cost and its interval.

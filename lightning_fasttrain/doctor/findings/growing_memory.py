@@ -24,10 +24,14 @@ def find_growing_memory(watch: Watch, measured: Measured) -> Iterator[Finding]:
     if len(looks) < 2:
         return
     lasting = set(looks[0]).intersection(*looks[1:])
-    with_graph = [line for line in lasting if any(tensor.grad_fn is not None for tensor in looks[-1][line])]
+    with_graph = [line for line in lasting if _has_graph(looks[-1][line])]
     for line in sorted(with_graph) or sorted(lasting):
         kept = looks[-1][line]
         yield _describe(line, kept, with_graph=bool(with_graph))
+
+
+def _has_graph(tensors: list[Tensor]) -> bool:
+    return any(tensor.grad_fn is not None for tensor in tensors)
 
 
 def _describe(line: SourceLine, kept: list[Tensor], *, with_graph: bool) -> Finding:

@@ -1,4 +1,4 @@
-"""What surrounds the steps: logging, metrics, callbacks, checkpoints and validations, by their measured share."""
+"""Costs around the steps: logging, metrics, callbacks, checkpoints and validations, by their measured share."""
 
 from collections.abc import Iterator
 
@@ -55,8 +55,7 @@ def _find_logging(watch: Watch) -> Iterator[Finding]:
 def _find_callbacks(watch: Watch) -> Iterator[Finding]:
     for name, (kind, hook) in watch.host.hooks.items():
         seconds = watch.actions.get(name)
-        # The time of checkpoints is reported by itself.
-        if seconds and kind != "ModelCheckpoint":
+        if seconds and name not in watch.host.savers:
             cost = cost_of_calls(seconds, watch.counted)
             what = f"The callback {kind} takes time in {hook} of each step"
             yield Finding("slow_callback", what, "Do it every N steps only", _EXACT, find_hook(kind, hook), cost)
@@ -65,9 +64,18 @@ def _find_callbacks(watch: Watch) -> Iterator[Finding]:
 def _find_rare(watch: Watch, measured: Measured) -> Iterator[Finding]:
     for name, (cure, keyword, owner) in _RARE.items():
         seconds = watch.actions.get(name, [])
-        cost = cost_of_calls(seconds, watch.counted)
+        cost = cost_of_calls(_all_seconds(watch, name), watch.counted)
         if cost.value >= _LEAST_SHARE * measured.step_ms:
-            each_ms = 1e3 * sum(seconds) / len(seconds)
-            what = f"{number_of(len(seconds), name)} in {watch.counted} steps, {each_ms:.3g} ms each"
+            what = f"{number_of(len(seconds), name)} in {watch.counted} steps"
             line = find_keyword(keyword) or find_only_call(owner)
             yield Finding(f"frequent_{name}", what, cure, _EXACT, line, cost)
+
+
+def _all_seconds(watch: Watch, name: str) -> list[float]:
+    """Return the times of an action; of checkpoints with what else their callbacks do, such as removing old ones."""
+    if name != "checkpoint" or not watch.actions.get(name):
+        return watch.actions.get(name, [])
+    found: list[float] = []
+    for hook in watch.host.savers:
+        found += watch.actions.get(hook, [])
+    return found

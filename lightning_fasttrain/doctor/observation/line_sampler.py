@@ -15,7 +15,7 @@ _SWITCH_S = 0.0005
 
 
 class Running(NamedTuple):
-    """What was running: the phase of the step, and the line of the user's code."""
+    """The running code: the phase of the step, and the line of the user's code."""
 
     phase: str
     call: Call

@@ -1,4 +1,4 @@
-"""Which modules a step calls, in which mode, and with how many samples."""
+"""Note the modules that a step calls, their mode, and the size of their batches."""
 
 import sys
 from dataclasses import dataclass

@@ -12,11 +12,9 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-import lightning_fasttrain
-
 # Methods by which a container grows.
 _ADDING = ("append", "extend", "add", "insert", "setdefault")
-_OWN = str(Path(lightning_fasttrain.__file__).parent) + os.sep
+_OWN = str(Path(__file__).parents[2]) + os.sep
 
 
 @dataclass(frozen=True, order=True)
@@ -52,7 +50,7 @@ class SourceLine:
 
 
 class Call(NamedTuple):
-    """Where the running code was called from.
+    """A call from the user's code into a library.
 
     Attributes:
         line: the innermost line of the user's code; None outside of it.

@@ -6,6 +6,7 @@ from time import perf_counter
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.callbacks import Checkpoint
 
 from lightning_fasttrain.core.modules.wrapped_forward import patch
 from lightning_fasttrain.doctor.observation.torch_seams import TorchSeams
@@ -71,7 +72,10 @@ def _note_host(facts: HostFacts, trainer: L.Trainer, watcher: L.Callback) -> Non
         for hook in _HOOKS_OF_A_STEP:
             is_overridden = getattr(type(callback), hook) is not getattr(L.Callback, hook)
             if is_overridden and callback is not watcher:
-                facts.hooks[f"[Callback]{callback.state_key}.{hook}"] = (type(callback).__name__, hook)
+                name = f"[Callback]{callback.state_key}.{hook}"
+                facts.hooks[name] = (type(callback).__name__, hook)
+                if isinstance(callback, Checkpoint):
+                    facts.savers.add(name)
     facts.every = {"log_every_n_steps": int(trainer.log_every_n_steps)}
 
 

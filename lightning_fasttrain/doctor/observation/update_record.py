@@ -1,4 +1,4 @@
-"""What was seen of an optimizer and its parameters from one update to the next."""
+"""Compare the gradients of an optimizer from one update to the next."""
 
 from dataclasses import dataclass, field
 

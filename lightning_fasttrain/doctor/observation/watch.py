@@ -1,4 +1,4 @@
-"""What the doctor sees of a training loop, whoever runs it: times of phases, lines, operators, updates, modules."""
+"""Collect what a training loop does: times of phases and lines, operators, updates and modules."""
 
 import math
 from dataclasses import dataclass, field
@@ -48,7 +48,7 @@ class SchedulerCall:
 
 @dataclass
 class HostFacts:
-    """What the Trainer says about itself; empty in a loop.
+    """Facts that a Trainer knows about its run; empty in a loop.
 
     Attributes:
         max_epochs: 0 if there is no limit.
@@ -56,6 +56,7 @@ class HostFacts:
         optimizers: all of them, also those that did not step yet.
         schedulers: each with the interval at which the Trainer steps it, "step" or "epoch".
         hooks: Lightning's names of the callbacks' hooks in a step → the class of the callback, and the hook.
+        savers: those of these names that belong to callbacks which write checkpoints.
         every: settings that say how often something is done, by the name of the Trainer's argument.
     """
 
@@ -64,6 +65,7 @@ class HostFacts:
     optimizers: list[Optimizer] = field(default_factory=list)
     schedulers: list[tuple[Any, str]] = field(default_factory=list)
     hooks: dict[str, tuple[str, str]] = field(default_factory=dict)
+    savers: set[str] = field(default_factory=set)
     every: dict[str, int] = field(default_factory=dict)
 
 
