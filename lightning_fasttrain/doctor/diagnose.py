@@ -37,9 +37,13 @@ def diagnose(watch: Watch) -> Diagnosis:
     measured = watch.measure()
     with keep_random_state():
         found: list[Finding] = []
+        failed: list[str] = []
         # Without any time there is nothing that a finding could be compared with.
         for find in _FAMILIES if measured.times else ():
-            found += find(watch, measured)
+            try:
+                found += find(watch, measured)
+            except Exception as error:  # the training must not fail because of what is said about it
+                failed.append(f"{find.__name__} failed with {type(error).__name__}: {error}")
     shown, minor = rank(found, measured.step_ms)
     phases = {name: measured.typical(name) for name in (*LOOP_PHASES[:-1], "other")}
     return Diagnosis(
@@ -50,7 +54,7 @@ def diagnose(watch: Watch) -> Diagnosis:
         findings=shown,
         minor=minor,
         lines=most_expensive(list(_lines_by_phase(measured))),
-        notes=tuple(_notes(watch, measured)),
+        notes=(*_notes(watch, measured), *failed),
     )
 
 

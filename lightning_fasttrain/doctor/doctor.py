@@ -15,6 +15,7 @@ from lightning_fasttrain.doctor.diagnosis import Diagnosis
 from lightning_fasttrain.doctor.observation.trainer_seams import TrainerSeams
 from lightning_fasttrain.doctor.observation.watch import Watch, refuse_few_steps
 from lightning_fasttrain.doctor.page import save_diagnosis
+from lightning_fasttrain.dry_run.rehearsal.rehearsal import is_rehearsing
 
 
 class Doctor(L.Callback):
@@ -60,7 +61,7 @@ class Doctor(L.Callback):
         """Hook: optimizers and loaders exist, and no batch was requested yet."""
         doctors = [callback for callback in trainer.callbacks if isinstance(callback, Doctor)]
         # Two would see what the other one tries out.
-        if not trainer.is_global_zero or self.diagnosis is not None or self is not doctors[-1]:
+        if not trainer.is_global_zero or self.diagnosis is not None or self is not doctors[-1] or is_rehearsing():
             return
         self._watch = Watch(trainer.strategy.root_device, self.steps, self.warmup)
         self._watch.model = pl_module
@@ -112,6 +113,9 @@ class Doctor(L.Callback):
             show(diagnosis)
         if self.out is not None:
             save_diagnosis(diagnosis, Path(self.out))
+
+    def __getstate__(self) -> dict[str, Any]:  # copies are made of the settings, never of what is watched
+        return {**vars(self), "_watch": None, "_seams": None}
 
     def _close(self) -> Watch:
         assert self._watch is not None

@@ -21,7 +21,7 @@ class Examination:
     """A context around a training loop; see :func:`examine`.
 
     Attributes:
-        diagnosis: the result; None until all steps were watched, or the context ended.
+        diagnosis: the result; None until all steps were watched, or the context ended, and if nothing was trained.
     """
 
     def __init__(self, watch: Watch, report: Callable[[Diagnosis], None]) -> None:
@@ -40,7 +40,9 @@ class Examination:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
+        # A script may end with sys.exit().
+        has_ended = kind is None or issubclass(kind, SystemExit)
+        if has_ended and self._watch is not None and self._watch.updates:
             self._finish()
         else:
             self.cancel()

@@ -12,6 +12,7 @@ from tests.doctor.faulty_scripts import FAULTS
 def test_a_planted_fault_is_found_at_its_line(fault, tmp_path, monkeypatch):
     examined = examine_script(fault.script, tmp_path, monkeypatch)
     kinds = [finding["kind"] for finding in examined.all]
+    assert examined.report["notes"] == []
     assert fault.kind in kinds
     if examined.marked:
         assert examined.lines(fault.kind) == examined.marked

@@ -15,6 +15,7 @@ from lightning_fasttrain.doctor.observation.watch import Watch
 
 # A tensor may be kept until the next step; what is older than this and was made in both looks is kept forever.
 _STEPS_LATER = 2
+_LEAST_BYTES = 64 * 2**10
 
 
 def find_growing_memory(watch: Watch, measured: Measured) -> Iterator[Finding]:
@@ -27,6 +28,9 @@ def find_growing_memory(watch: Watch, measured: Measured) -> Iterator[Finding]:
     with_graph = [line for line in lasting if _has_graph(looks[-1][line])]
     for line in sorted(with_graph) or sorted(lasting):
         kept = looks[-1][line]
+        # A list of detached losses grows by a few bytes, which is no fault.
+        if not with_graph and sum(tensor.nbytes for tensor in kept) < _LEAST_BYTES:
+            continue
         yield _describe(line, kept, with_graph=bool(with_graph))
 
 
