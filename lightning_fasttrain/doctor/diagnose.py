@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from lightning_fasttrain.core.messages import number_of
 from lightning_fasttrain.core.state.rng import keep_random_state
 from lightning_fasttrain.doctor.diagnosis import Diagnosis, most_expensive, rank
 from lightning_fasttrain.doctor.finding import Finding
@@ -69,3 +70,5 @@ def _notes(watch: Watch, measured: Measured) -> Iterator[str]:
         yield f"The run ended after {watch.done} steps, within the warm-up: nothing was timed"
     elif not watch.looks:
         yield "The model is compiled, so its operators were not looked at: host syncs and float64 are not reported"
+    for cure, count in watch.trials.left_out.items():
+        yield f"{cure} was not tried on {number_of(count, 'operator')}, for lack of time: watch more steps"

@@ -63,12 +63,14 @@ class Diagnosis(Report):
             what = "\n".join([finding.what, *finding.details])
             cure = f"{finding.cure}\n({finding.exactness})"
             table.add_row(*map(escape, (describe_cost(finding, self.step_ms), where, what, cure)))
+        if not self.findings:
+            table.add_row("none", "", "Nothing was found that costs at least 1% of a step, memory, or accuracy", "")
         return table
 
     def _summary(self) -> list[str]:
-        if self.findings or self.minor:
-            return [f"{number_of(len(self.minor), 'finding')} below 1% of a step not shown"] if self.minor else []
-        return ["Nothing was found"]
+        if not self.minor:
+            return []
+        return [f"{number_of(len(self.minor), 'finding')} below 1% of a step not shown"]
 
 
 def describe_cost(finding: Finding, step_ms: float) -> str:

@@ -1,6 +1,7 @@
 """Time an operator of the run a second time with a changed argument, on copies, to measure what a cure would bring."""
 
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -18,7 +19,6 @@ _aten = torch.ops.aten
 # The place of the input among the arguments.
 _CONVOLUTIONS = {_aten.convolution.default: 0, _aten.convolution_backward.default: 1}
 _PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default}
-_REPEATS = 3
 
 Change = Callable[[Tensor], Tensor]
 
@@ -30,13 +30,14 @@ class Trial:
     Attributes:
         cure: name of the change.
         call: where it was called from first.
-        base_ms, changed_ms: the times, in turn.
+        base_ms: the time as it is, between the two others.
+        changed_ms: the times with changed arguments.
         count: how often it ran in the step.
     """
 
     cure: str
     call: Call
-    base_ms: list[float]
+    base_ms: float
     changed_ms: list[float]
     count: int = 1
 
@@ -48,12 +49,12 @@ class OperatorTrials:
     Attributes:
         trials: what was tried.
         budget_s: seconds that are left; nothing new is tried afterwards.
-        left_out: number of operators that were not tried because of it.
+        left_out: number of operators that were not tried because of it, by the name of the change.
     """
 
     trials: dict[tuple[object, ...], Trial] = field(default_factory=dict)
     budget_s: float = 0.0
-    left_out: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)
     _tries_bf16: bool | None = None
 
     def __call__(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -67,16 +68,15 @@ class OperatorTrials:
             self.trials[key].count += 1
             return
         if self.budget_s <= 0:
-            self.left_out += 1
+            self.left_out[cure] += 1
             return
         began = perf_counter()
         changed = tree_map(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, args)
-        base_ms, changed_ms = [], []
-        for _ in range(_REPEATS):
-            base_ms.append(_time(func, args, kwargs))
-            changed_ms.append(_time(func, changed, kwargs))
-        # The first turn pays for caches and for loading kernels.
-        self.trials[key] = Trial(cure, find_call(sys._getframe()), base_ms[1:], changed_ms[1:])
+        # First what is changed, which so pays for caches and for loading kernels.
+        first_ms = _time(func, changed, kwargs)
+        base_ms = _time(func, args, kwargs)
+        changed_ms = [first_ms, _time(func, changed, kwargs)]
+        self.trials[key] = Trial(cure, find_call(sys._getframe()), base_ms, changed_ms)
         self.budget_s -= perf_counter() - began
 
     def _find_change(self, func: Any, args: Any) -> tuple[str, Change] | None:

@@ -22,7 +22,7 @@ from lightning_fasttrain.run.profiling.step_timer import PHASES, StepTimer
 LOOP_PHASES = (*PHASES[:-1], "callbacks", PHASES[-1])
 LEAST_STEPS = 6
 # Of the time of all watched steps.
-_SHARE_OF_TRIALS = 0.08
+_SHARE_OF_TRIALS = 0.12
 
 
 @dataclass
