@@ -64,7 +64,7 @@ class Doctor(L.Callback):
         if not trainer.is_global_zero or self.diagnosis is not None or self is not doctors[-1] or is_rehearsing():
             return
         self._watch = Watch(trainer.strategy.root_device, self.steps, self.warmup)
-        self._watch.model = pl_module
+        self._watch.models.append(pl_module)
         self._seams = TrainerSeams(trainer, self._watch, self)
         self._seams.install()
         self._watch.sampler.start()

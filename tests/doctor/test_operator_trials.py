@@ -22,7 +22,9 @@ def test_each_shape_of_a_convolution_is_tried_once_and_counted():
     trials, net = OperatorTrials(budget_s=60.0), nn.Sequential(*[nn.Conv2d(8, 8, 3, padding=1) for _ in range(3)])
     with watch(trials):
         net(images()).sum().backward()
-    assert sorted((trial.cure, trial.count) for trial in trials.trials.values()) == [("channels_last", 3)] * 2
+    assert {trial.cure for trial in trials.trials.values()} == {"channels_last"}
+    # The last one has another gradient: that of the sum, without strides.
+    assert sorted(trial.count for trial in trials.trials.values()) == [1, 2, 3]
 
 
 def test_channels_last_images_and_single_channels_need_no_trial():

@@ -39,7 +39,7 @@ def find_module_modes(watch: Watch, measured: Measured) -> Iterator[Finding]:
 def _name_modules(watch: Watch) -> dict[int, tuple[str, nn.Module]]:
     """Return the name of each module, and the module that contains it."""
     named: dict[int, tuple[str, nn.Module]] = {}
-    for model in watch.find_models():
+    for model in watch.models:
         for name, module in model.named_modules():
             named[id(module)] = (name or type(module).__name__, model.get_submodule(name.rpartition(".")[0]))
     return named

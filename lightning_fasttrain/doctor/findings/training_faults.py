@@ -42,7 +42,7 @@ def find_training_faults(watch: Watch, measured: Measured) -> Iterator[Finding]:
 
 def _name_parameters(watch: Watch) -> dict[str, nn.Parameter]:
     named = {}
-    for model in watch.find_models():
+    for model in watch.models:
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 named[name] = parameter

@@ -1,6 +1,8 @@
 """Note the modules that a step calls, their mode, and the size of their batches."""
 
+import gc
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,16 +66,9 @@ class ModuleWatch:
             handle.remove()
         self._dropouts.clear()
 
-    def roots(self) -> list[nn.Module]:
-        """Return the modules that were called and are part of no other one that was called."""
-        called = [call.module for call in self.called.values()]
-        inner: set[int] = set()
-        for module in called:
-            inner.update(id(child) for child in module.modules() if child is not module)
-        return [module for module in called if id(module) not in inner]
-
     def _note(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if not torch.is_grad_enabled() or id(module) in self.called:
+        # While the compiler traces a forward, its hooks are traced too.
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or id(module) in self.called:
             return
         first = inputs[0] if inputs else None
         samples = len(first) if isinstance(first, Tensor) and first.dim() > 1 else 0
@@ -81,11 +76,28 @@ class ModuleWatch:
         self.called[id(module)] = ModuleCall(module, line, module.training, samples)
 
     def _note_dropout(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if torch.is_grad_enabled() or not module.training or not getattr(module, "p", 0.0):
+        if (
+            torch.compiler.is_compiling()
+            or torch.is_grad_enabled()
+            or not module.training
+            or not getattr(module, "p", 0.0)
+        ):
             return
         line = find_call(sys._getframe(1), beyond="forward").line
         if line is not None and not _is_recomputed_later():
             self.active_dropout.setdefault(line, type(module).__name__)
+
+
+def find_trained_models(parameters: Iterable[Tensor]) -> list[nn.Module]:
+    """Return the outermost modules of this process that contain any of these parameters."""
+    trained = set(map(id, parameters))
+    # By their type: a proxy may do work when it is asked for its class.
+    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
+    inner = set[int]()
+    for module in modules:
+        inner.update(map(id, module.children()))
+    outermost = [module for module in modules if id(module) not in inner]
+    return [module for module in outermost if trained.intersection(map(id, module.parameters()))]
 
 
 def is_batch_norm(module: nn.Module) -> bool:

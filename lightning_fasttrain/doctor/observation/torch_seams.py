@@ -163,8 +163,8 @@ class LoopSeams(TorchSeams):
         self._has_stepped = False
         if self.watch.has_ended:
             return
-        self.watch.timer.end_step()
         self.watch.end_step()
+        self.watch.timer.end_step()
         if self.watch.has_ended:
             self._when_done()
         else:

@@ -10,9 +10,10 @@ from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import positive_int
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.doctor.observation.line_sampler import LineSampler
 from lightning_fasttrain.doctor.observation.measured import Measured
-from lightning_fasttrain.doctor.observation.module_watch import ModuleWatch, is_compiled
+from lightning_fasttrain.doctor.observation.module_watch import ModuleWatch, find_trained_models, is_compiled
 from lightning_fasttrain.doctor.observation.operator_trials import OperatorTrials
 from lightning_fasttrain.doctor.observation.operator_watch import OperatorWatch
 from lightning_fasttrain.doctor.observation.source_lines import SourceLine
@@ -91,7 +92,7 @@ class Watch:
         self.loader = LoaderFacts()
         self.host = HostFacts()
         self.done = 0
-        self.model: nn.Module | None = None
+        self.models: list[nn.Module] = []
         self._look: OperatorWatch | None = None
 
     @property
@@ -109,10 +110,7 @@ class Watch:
         number = self.done - self.warmup
         looks = number in (1, self.steps // 2)
         self.sampler.active = self.is_warm and not looks
-        # One step earlier, so that the modules of a loop are known.
-        if number == 0 and self.model is None:
-            self.modules.start([])
-        if not looks or any(map(is_compiled, self.find_models())):
+        if not looks or any(map(is_compiled, self.models)):
             return
         trial = _try_nothing
         if number == 1:
@@ -120,19 +118,18 @@ class Watch:
             self.trials.budget_s = _SHARE_OF_TRIALS * self.steps * self.timer.step_times()[0]["step"] / 1e3
             trial = self.trials
         self._look = self.looks[number] = OperatorWatch(lambda: self.timer.current, trial)
-        self.modules.start(self.find_models())
+        self.modules.start(self.models)
         self._look.__enter__()
 
     def end_step(self) -> None:
-        """End a step; the timer's step must have ended."""
+        """End a step. At the end of the warm-up the models of a loop are found."""
         self._leave_look()
         self.modules.stop()
         self.done += 1
         self.sampler.active = False
-
-    def find_models(self) -> list[nn.Module]:
-        """Return the module of the Trainer, or the outermost modules that were called in a loop."""
-        return [self.model] if self.model is not None else self.modules.roots()
+        if self.done == self.warmup and not self.models:
+            for record in self.updates.values():
+                self.models += find_trained_models(parameters_of(record.optimizer))
 
     def measure(self) -> Measured:
         """Return the times of the steps by phase and by line, without the steps that were looked at."""
