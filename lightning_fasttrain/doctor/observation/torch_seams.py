@@ -68,12 +68,20 @@ class TorchSeams:
                 return original(loader)
             self.on_request()
             with self.watch.timer.phase("data_wait"):
-                batch = original(loader)
+                batch = self._next(original, loader)
             _note_loader(self.watch.loader, loader)
             self.on_arrival()
             return batch
 
         return request
+
+    def _next(self, original: Callable[..., Any], loader: Any) -> Any:
+        try:
+            return original(loader)
+        except StopIteration:
+            # What follows an epoch, such as validation, is not a part of the step.
+            self.watch.leave_look()
+            raise
 
     def _iterate(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -28,13 +28,12 @@ _SHARE_OF_TRIALS = 0.12
 
 @dataclass
 class LoaderFacts:
-    """Settings of the loader that the training batches come from, and the sizes of its batches."""
+    """Settings of the loader that the training batches come from."""
 
     workers: int = 0
     pins_memory: bool = False
     persistent: bool = False
     dataset: str = ""
-    batches: int | None = None
 
 
 @dataclass
@@ -123,7 +122,7 @@ class Watch:
 
     def end_step(self) -> None:
         """End a step. At the end of the warm-up the models of a loop are found."""
-        self._leave_look()
+        self.leave_look()
         self.modules.stop()
         self.done += 1
         self.sampler.active = False
@@ -175,11 +174,12 @@ class Watch:
 
     def close(self) -> None:
         """Stop watching, whatever was seen so far."""
-        self._leave_look()
+        self.leave_look()
         self.sampler.stop()
         self.modules.close()
 
-    def _leave_look(self) -> None:
+    def leave_look(self) -> None:
+        """Stop looking at operators, if they are looked at."""
         if self._look is not None:
             self._look.__exit__(None, None, None)
             self._look = None
