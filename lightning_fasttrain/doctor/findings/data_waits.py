@@ -51,7 +51,7 @@ def _wait(watch: Watch, measured: Measured, lines: list[LineTime]) -> Finding:
     what = f"Each step waits for its batch (num_workers={facts.workers}, {facts.dataset or 'no DataLoader'})"
     details = tuple(f"{one.line}: {one.ms:.3g} ms/step, `{one.line.text}`" for one in lines[:3])
     exactness = "exact; random transforms draw other numbers in workers"
-    return Finding("data_wait", what, f"Set {_settings(watch)}", exactness, _loader_line(lines), cost, details)
+    return Finding("data_wait", what, f"Set {_settings(watch)}", exactness, _loader_line(measured), cost, details)
 
 
 def _settings(watch: Watch) -> str:
@@ -63,8 +63,10 @@ def _settings(watch: Watch) -> str:
     return f"DataLoader(num_workers={2 * facts.workers}{persistent}{pin})"
 
 
-def _loader_line(lines: list[LineTime]) -> SourceLine | None:
+def _loader_line(measured: Measured) -> SourceLine | None:
+    """Return the line that makes the loader, or the one that requests batches if there are several loaders."""
     made = find_only_call("DataLoader")
-    if made is not None or not lines:
+    waiting = measured.lines(lambda running: running.phase == "data_wait")
+    if made is not None or not waiting:
         return made
-    return lines[0].line
+    return waiting[0].line

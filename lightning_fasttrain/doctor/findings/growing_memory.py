@@ -45,7 +45,7 @@ def _describe(line: SourceLine, kept: list[Tensor], *, with_graph: bool) -> Find
     what = f"{number_of(len(kept), 'tensor')} of each step, {format_bytes(nbytes)}, never freed{made}: `{keeper.text}`"
     cure = "Free them after their last use, or keep fewer"
     if with_graph:
-        nodes = _count_nodes(kept[0])
+        nodes = max(map(_count_nodes, kept))
         what = f"{what}; {number_of(nodes, 'node')} of the autograd graph stay with it"
         cure = "Keep loss.detach(), or loss.item() once every N steps: the graph is freed"
     cost = Cost(float(nbytes), float(nbytes), float(nbytes), "bytes")

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from lightning_fasttrain.core.messages import number_of
-from lightning_fasttrain.doctor.finding import Cost, Finding, cost_of_samples
+from lightning_fasttrain.doctor.finding import Cost, Finding, cost_of_calls, cost_of_samples
 from lightning_fasttrain.doctor.observation.measured import Measured
 from lightning_fasttrain.doctor.observation.operator_watch import Event
 from lightning_fasttrain.doctor.observation.source_lines import SourceLine
@@ -20,6 +20,7 @@ _SYNC_CURES = {
     "selects by a mask, whose size is unknown before": _MASK,
     "indexes with a boolean mask": _MASK,
 }
+_TENSORS_ON_A_GPU = "To print a tensor on a GPU waits until the device has finished its queued work"
 _ON_A_GPU = "On a GPU each of these waits until the device has finished its queued work"
 
 
@@ -60,18 +61,16 @@ def _cost(line: SourceLine, events: Iterable[Event], watch: Watch, measured: Mea
     if watch.device.type == "cuda":
         timed = measured.line_ms(line)
         return cost_of_samples(timed.ms, timed.samples)
-    seconds = [event.seconds for event in events]
-    ms = 1e3 * sum(seconds) / len(watch.looks)
-    return Cost(ms, 1e3 * min(seconds), max(ms, 1e3 * max(seconds)))
+    return cost_of_calls([event.seconds for event in events], len(watch.looks))
 
 
 def _find_printing(measured: Measured) -> Iterator[Finding]:
     for timed in measured.lines(lambda running: running.phase not in _NOT_THE_STEP):
         if _is_print(timed.line):
             cure = "Print every N steps, and values that were collected without reading them"
-            what = f"`{timed.line.text}` prints in each step"
+            what = f"`{timed.line.text}` prints within the steps"
             cost = cost_of_samples(timed.ms, timed.samples)
-            yield Finding("printing", what, cure, "exact", timed.line, cost, (_ON_A_GPU,))
+            yield Finding("printing", what, cure, "exact", timed.line, cost, (_TENSORS_ON_A_GPU,))
 
 
 def _is_print(line: SourceLine) -> bool:

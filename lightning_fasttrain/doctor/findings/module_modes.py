@@ -8,7 +8,7 @@ from lightning_fasttrain.core.messages import list_some, number_of
 from lightning_fasttrain.doctor.finding import Finding
 from lightning_fasttrain.doctor.observation.measured import Measured
 from lightning_fasttrain.doctor.observation.module_watch import ModuleCall, is_batch_norm, is_dropout
-from lightning_fasttrain.doctor.observation.source_lines import find_only_call
+from lightning_fasttrain.doctor.observation.source_lines import SourceLine, find_only_call
 from lightning_fasttrain.doctor.observation.watch import Watch
 
 _TINY = 4
@@ -23,17 +23,25 @@ def find_module_modes(watch: Watch, measured: Measured) -> Iterator[Finding]:
     if asleep:
         listed = list_some([names[id(call.module)][0] for call in asleep])
         what = f"{number_of(len(asleep), 'module')} ran in eval mode while training: {listed}"
-        line = find_only_call("eval") or find_only_call("from_pretrained") or asleep[0].line
-        yield Finding("left_in_eval", what, "Call model.train() before training, and after validation", _INTENDED, line)
+        cure = "Call model.train() before training, and after validation, unless this is intended"
+        yield Finding("left_in_eval", what, cure, _INTENDED, _set_to_eval() or asleep[0].line)
     for line, kind in watch.modules.active_dropout.items():
         what = f"{kind} was active in a forward without gradients: `{line.text}`"
-        yield Finding("dropout_in_validation", what, "Call model.eval() before validation", _INTENDED, line)
+        cure = "Call model.eval() before validation, unless this is intended"
+        yield Finding("dropout_in_validation", what, cure, _INTENDED, line)
     tiny = [call for call in calls if is_batch_norm(call.module) and call.was_training and 0 < call.samples <= _TINY]
     if tiny:
         samples = max(call.samples for call in tiny)
         what = f"{number_of(len(tiny), 'batch norm')} normalizes over {number_of(samples, 'sample')} only"
         cure = "Use larger micro-batches, or GroupNorm, or SyncBatchNorm over several devices"
         yield Finding("tiny_batch_norm", what, cure, "changes the training: its statistics", tiny[0].line)
+
+
+def _set_to_eval() -> SourceLine | None:
+    """Return the line that sets a model to eval mode; None if a later call of ``train`` may have undone it."""
+    if find_only_call("train") is not None:
+        return None
+    return find_only_call("eval") or find_only_call("from_pretrained")
 
 
 def _name_modules(watch: Watch) -> dict[int, tuple[str, nn.Module]]:

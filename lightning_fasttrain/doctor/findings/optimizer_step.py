@@ -18,7 +18,9 @@ from lightning_fasttrain.doctor.observation.update_record import UpdateRecord
 from lightning_fasttrain.doctor.observation.watch import Watch
 from lightning_fasttrain.planner.timing import compare_times
 
-_TURNS, _WARMUP = 9, 2
+_TURNS, _LEAST_TURNS, _WARMUP = 9, 3, 2
+# The turns of a large model are fewer.
+_BUDGET_MS = 2000.0
 # Two copies of parameters, gradients and two moments, and a margin.
 _COPIES = 10
 _LEAST_SHARE = 0.01
@@ -26,11 +28,12 @@ _LEAST_SHARE = 0.01
 
 def find_slow_optimizers(watch: Watch, measured: Measured) -> Iterator[Finding]:
     """Yield optimizers whose fused variant was faster on copies of the parameters and the state."""
-    if measured.typical("optimizer") < _LEAST_SHARE * measured.step_ms:
+    optimizer_ms = measured.typical("optimizer")
+    if optimizer_ms < _LEAST_SHARE * measured.step_ms:
         return
     for record in watch.updates.values():
         if _could_be_fused(record):
-            yield from _try_fused(record)
+            yield from _try_fused(record, optimizer_ms)
 
 
 def _could_be_fused(record: UpdateRecord) -> bool:
@@ -47,12 +50,13 @@ def _could_be_fused(record: UpdateRecord) -> bool:
     return plain and free is not None and _COPIES * sum(one.nbytes for one in parameters) < free
 
 
-def _try_fused(record: UpdateRecord) -> Iterator[Finding]:
+def _try_fused(record: UpdateRecord, optimizer_ms: float) -> Iterator[Finding]:
     optimizer, name = record.optimizer, type(record.optimizer).__name__
     device = parameters_of(optimizer)[0].device
-    base, fused = _copy(optimizer, record, fused=False), _copy(optimizer, record, fused=True)
+    base, fused = _copy(optimizer, record), _copy(optimizer, record, foreach=None, fused=True)
     base_ms, fused_ms = [], []
-    for turn in range(_TURNS + _WARMUP):
+    turns = min(_TURNS, max(_LEAST_TURNS, int(_BUDGET_MS / (2 * optimizer_ms))))
+    for turn in range(turns + _WARMUP):
         times = _time_step(base, device), _time_step(fused, device)
         if turn >= _WARMUP:
             base_ms.append(times[0])
@@ -60,14 +64,14 @@ def _try_fused(record: UpdateRecord) -> Iterator[Finding]:
     ratio = compare_times(base_ms, fused_ms)
     if ratio.high >= 1:
         return
-    gain = cost_of_ratio(sorted(base_ms)[_TURNS // 2], ratio, is_gain=True)
+    gain = cost_of_ratio(sorted(base_ms)[turns // 2], ratio, is_gain=True)
     count = len(record.with_gradient)
     what = f"{name} updates {count:,} parameters one after the other; the fused one was timed on copies"
     line = find_only_call(name) or record.line
     yield Finding("unfused_optimizer", what, f"{name}(..., fused=True)", "to rounding", line, gain)
 
 
-def _copy(optimizer: Optimizer, record: UpdateRecord, **changes: bool) -> Optimizer:
+def _copy(optimizer: Optimizer, record: UpdateRecord, **changes: bool | None) -> Optimizer:
     """Return a copy of an optimizer, with copies of its parameters and its state, and gradients of zeros."""
     copies: dict[int, torch.Tensor] = {}
     groups: list[dict[str, Any]] = []
@@ -79,7 +83,7 @@ def _copy(optimizer: Optimizer, record: UpdateRecord, **changes: bool) -> Optimi
             if id(parameter) in record.with_gradient:
                 made.grad = torch.zeros_like(made)
             parameters.append(made)
-        groups.append({**settings, "foreach": None, **changes, "params": parameters})
+        groups.append({**settings, **changes, "params": parameters})
     made_optimizer = type(optimizer)(groups, **_lr_of(optimizer))
     for parameter in parameters_of(optimizer):
         if parameter in optimizer.state:

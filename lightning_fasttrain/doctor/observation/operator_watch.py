@@ -71,12 +71,15 @@ class OperatorWatch(TorchDispatchMode):
         began = perf_counter()
         result = func(*args, **kwargs)
         seconds = perf_counter() - began
+        described, phase = _describe(func, args, result), self._phase()
+        # The user's line is far up the stack there, and what these phases make is not the user's.
+        if described is None and phase in ("backward", "optimizer"):
+            return result
         call = find_call(sys._getframe(1))
-        described = _describe(func, args, result)
         if described is not None:
             kind, detail = described
             nbytes = result.nbytes if isinstance(result, Tensor) else 0
-            self.events.append(Event(kind, call, self._phase(), seconds, detail, nbytes))
+            self.events.append(Event(kind, call, phase, seconds, detail, nbytes))
         if call.line is not None:
             for tensor in result if isinstance(result, tuple | list) else (result,):
                 if isinstance(tensor, Tensor):

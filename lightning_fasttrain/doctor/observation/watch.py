@@ -157,8 +157,9 @@ class Watch:
         """Count a call of a scheduler's ``step``."""
         found = self.schedulers.get(id(scheduler))
         if found is None:
-            updates = self.updates.get(id(scheduler.optimizer))
-            found = SchedulerCall(scheduler, line, came_first=updates is None or updates.updates == 0)
+            # The scheduler sets this attribute, for a warning of its own.
+            has_stepped = getattr(scheduler.optimizer, "_opt_called", False)
+            found = SchedulerCall(scheduler, line, came_first=not has_stepped)
             self.schedulers[id(scheduler)] = found
         found.calls += 1
 
