@@ -171,11 +171,11 @@ def main():
     fabric = L.Fabric(accelerator="cpu", devices=1)
     fabric.launch()
     fabric.seed_everything(0)
-    net = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Dropout(0.1), nn.Linear(1024, 1024), nn.ReLU(),
-                        nn.Linear(1024, 10))
+    net = nn.Sequential(nn.Linear(256, 2048), nn.ReLU(), nn.Dropout(0.1), nn.Linear(2048, 2048), nn.ReLU(),
+                        nn.Linear(2048, 10))
     net, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, fused=True))
-    data = TensorDataset(torch.randn(12800, 256), torch.randint(10, (12800,)))
-    train, valid = fabric.setup_dataloaders(DataLoader(data, batch_size=128, shuffle=True), DataLoader(data, 128))
+    data = TensorDataset(torch.randn(3200, 256), torch.randint(10, (3200,)))
+    train, valid = fabric.setup_dataloaders(DataLoader(data, batch_size=32, shuffle=True), DataLoader(data, 32))
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
     for _ in range(2):
         net.train()

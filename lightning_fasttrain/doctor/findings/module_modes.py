@@ -8,7 +8,7 @@ from lightning_fasttrain.core.messages import list_some, number_of
 from lightning_fasttrain.doctor.finding import Finding
 from lightning_fasttrain.doctor.observation.measured import Measured
 from lightning_fasttrain.doctor.observation.module_watch import ModuleCall, is_batch_norm, is_dropout
-from lightning_fasttrain.doctor.observation.source_lines import SourceLine, find_only_call
+from lightning_fasttrain.doctor.observation.source_lines import SourceLine, find_only_call, has_method_call
 from lightning_fasttrain.doctor.observation.watch import Watch
 
 _TINY = 4
@@ -39,7 +39,7 @@ def find_module_modes(watch: Watch, measured: Measured) -> Iterator[Finding]:
 
 def _set_to_eval() -> SourceLine | None:
     """Return the line that sets a model to eval mode; None if a later call of ``train`` may have undone it."""
-    if find_only_call("train") is not None:
+    if has_method_call("train"):
         return None
     return find_only_call("eval") or find_only_call("from_pretrained")
 

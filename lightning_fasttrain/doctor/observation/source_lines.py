@@ -122,6 +122,15 @@ def find_only_call(name: str) -> SourceLine | None:
     return _find_only(lambda node: isinstance(node, ast.Call) and _last_name(node.func) == name)
 
 
+def has_method_call(name: str) -> bool:
+    """Whether the user's code calls a method of this name anywhere."""
+    for file in user_files():
+        for node in ast.walk(_parse(file)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == name:
+                return True
+    return False
+
+
 def find_keyword(name: str) -> SourceLine | None:
     """Return the only line that passes a keyword argument of this name; None if there is not exactly one."""
     return _find_only(lambda node: isinstance(node, ast.keyword) and node.arg == name)
