@@ -19,7 +19,7 @@ from lightning_fasttrain.doctor.observation.update_record import UpdateRecord
 from lightning_fasttrain.doctor.observation.watch import Watch
 from lightning_fasttrain.planner.timing import compare_times
 
-_TURNS, _LEAST_TURNS, _WARMUP = 9, 3, 2
+_TURNS, _LEAST_TURNS, _WARMUP = 15, 3, 2
 # The turns of a large model are fewer.
 _BUDGET_MS = 2000.0
 # Two copies of parameters, gradients and two moments, and a margin.
