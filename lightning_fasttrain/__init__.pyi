@@ -1,6 +1,7 @@
 """What the package offers, and from which room. Type checkers read this, and so does ``core/package.py``."""
 
 from lightning_fasttrain import data as data
+from lightning_fasttrain import doctor as doctor
 from lightning_fasttrain import dry_run as dry_run
 from lightning_fasttrain import finetune as finetune
 from lightning_fasttrain import loss as loss
@@ -21,6 +22,7 @@ from lightning_fasttrain.data import accumulate_gradients as accumulate_gradient
 from lightning_fasttrain.data import accumulate_window as accumulate_window
 from lightning_fasttrain.data import micro_batch_forward_ as micro_batch_forward_
 from lightning_fasttrain.data import prefetch_to_device as prefetch_to_device
+from lightning_fasttrain.doctor import Doctor as Doctor
 from lightning_fasttrain.dry_run import verify as verify
 from lightning_fasttrain.finetune import LoRA as LoRA
 from lightning_fasttrain.finetune import QLoRA as QLoRA

@@ -22,7 +22,7 @@ FLOORS = (
     ("predict",),
     ("dry_run", "strategy"),
     ("planner",),
-    ("bench",),
+    ("bench", "doctor"),
     ("cli", "mixin", "__init__"),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS, start=1) for room in rooms}

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from lightning_fasttrain.cli import model_commands, tool_commands
+from lightning_fasttrain.cli import examine_script, model_commands, tool_commands
 from lightning_fasttrain.cli.command import BAD_INPUT, Command, CommandError, model_options, option
 from lightning_fasttrain.cli.rehearsal.rehearse import rehearse
 from lightning_fasttrain.cli.tool_commands import INTERRUPTED
@@ -201,9 +201,19 @@ COMMANDS = (
     ),
     Command(
         "doctor",
-        "what this machine offers, and how to get what is missing",
-        [],
-        tool_commands.examine_machine,
+        "what this machine lacks, and what a script wastes, with lines and cures",
+        [
+            option("--steps", type=int, default=20, metavar="N", help="optimizer steps to watch; default: 20"),
+            option("--warmup", type=int, default=3, metavar="N", help="steps before them; default: 3"),
+            option("--out", metavar="DIR", default="doctor", help="folder for doctor.html and doctor.json"),
+            option("--json", action="store_true", help="print JSON; what the script prints goes to stderr"),
+            option("script", nargs="?", metavar="SCRIPT", help="a Python file that trains; default: the machine alone"),
+            option("arguments", nargs=argparse.REMAINDER, metavar="...", help="of the script"),
+        ],
+        examine_script.run_doctor,
+        "Say what this machine offers and how to get what is missing. With a script, also run its training, unchanged, "
+        "for a few steps: with Lightning, Fabric or a loop of its own. Each finding has its measured cost, the line of "
+        "the script, and a cure. The script ends after these steps.",
     ),
     Command(
         "techniques",

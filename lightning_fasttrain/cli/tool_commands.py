@@ -106,16 +106,6 @@ def write_consolidated(options: argparse.Namespace) -> None:
     )
 
 
-def examine_machine(options: argparse.Namespace) -> None:
-    """Run ``fasttrain doctor``: what this machine offers, and how to get what is missing."""
-    from rich.console import Console
-
-    from lightning_fasttrain.cli import doctor
-    from lightning_fasttrain.core.messages import wide_enough
-
-    wide_enough(Console()).print(doctor.as_table(doctor.examine()))
-
-
 def describe_techniques(options: argparse.Namespace) -> None:
     """Run ``fasttrain techniques``: the table of techniques, or all about one of them."""
     from lightning_fasttrain.cli import technique_cards

@@ -146,7 +146,7 @@ class StepMeter(Technique):
         self.compare_ranks_every = compare_ranks_every
         self.flops = flops
         self._peak_flops: float | None = None
-        self._profiler: _StepProfiler | None = None
+        self._profiler: StepProfiler | None = None
         self._result: dict[str, float] = {}
 
     def summary(self) -> dict[str, float]:
@@ -164,7 +164,7 @@ class StepMeter(Technique):
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
         if trainer.state.fn != "fit":
             return None
-        self._profiler = _StepProfiler(trainer, StepTimer(trainer.strategy.root_device, self.warmup))
+        self._profiler = StepProfiler(trainer, StepTimer(trainer.strategy.root_device, self.warmup))
         # Lightning reads `trainer.profiler` at each call, so an instance attribute is enough.
         restore = patch(trainer, "profiler", self._profiler)
 
@@ -217,7 +217,7 @@ class StepMeter(Technique):
             say("StepMeter: %s", values or f"nothing was measured: the fit ended within the first {self.warmup} steps")
 
 
-class _StepProfiler(Profiler):
+class StepProfiler(Profiler):
     """Forwards everything to the user's profiler, and reports the beginning and end of actions to the timer."""
 
     def __init__(self, trainer: L.Trainer, timer: StepTimer) -> None:
@@ -230,14 +230,14 @@ class _StepProfiler(Profiler):
         # Nothing is timed until the first batch is requested.
         timer.phase("pause").__enter__()
         strategy, module = type(trainer.strategy).__name__, type(trainer.lightning_module).__name__
-        self.actions: dict[str, _Action] = {
+        self.actions: dict[str, PhaseAction] = {
             # Lightning's action names contain class names, so they are built for this run.
-            f"[{type(trainer.fit_loop.epoch_loop).__name__}].train_dataloader_next": _Action(self, "data_wait"),
-            f"[Strategy]{strategy}.batch_to_device": _Action(self, "transfer"),
-            f"[Strategy]{strategy}.training_step": _Action(self, "forward"),
-            f"[Strategy]{strategy}.backward": _Action(self, "backward"),
-            f"[LightningModule]{module}.optimizer_step": _Action(self, "optimizer"),
-            "optimizer_step": _Action(self, "optimizer"),  # its name under manual optimization
+            f"[{type(trainer.fit_loop.epoch_loop).__name__}].train_dataloader_next": PhaseAction(self, "data_wait"),
+            f"[Strategy]{strategy}.batch_to_device": PhaseAction(self, "transfer"),
+            f"[Strategy]{strategy}.training_step": PhaseAction(self, "forward"),
+            f"[Strategy]{strategy}.backward": PhaseAction(self, "backward"),
+            f"[LightningModule]{module}.optimizer_step": PhaseAction(self, "optimizer"),
+            "optimizer_step": PhaseAction(self, "optimizer"),  # its name under manual optimization
         }
         if type(self.inner) is PassThroughProfiler:
             # Lightning's default does nothing, but creates a generator for each hook of each callback. A dictionary
@@ -290,10 +290,10 @@ class _StepProfiler(Profiler):
         """Do nothing: the user's profiler is torn down by its owner."""
 
 
-class _Action(TimedPhase):
+class PhaseAction(TimedPhase):
     """An action of the Trainer as a phase of the timer. During validation actions are not timed."""
 
-    def __init__(self, profiler: _StepProfiler, name: str) -> None:
+    def __init__(self, profiler: StepProfiler, name: str) -> None:
         super().__init__(profiler.timer, name)
         self.profiler = profiler
         self.is_fetch, self.is_transfer, self.is_update = (name == n for n in ("data_wait", "transfer", "optimizer"))

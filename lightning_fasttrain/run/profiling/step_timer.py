@@ -1,6 +1,7 @@
 """Milliseconds of a training step by phase, and its throughput."""
 
 from collections import deque
+from collections.abc import Sequence
 from itertools import pairwise
 from math import inf
 from statistics import median
@@ -13,7 +14,6 @@ from lightning_fasttrain.core.checks import NonNegativeInt, check_arguments, one
 PHASES = ("data_wait", "transfer", "forward", "backward", "optimizer", "pause")
 # The latest steps only, since a long run must not keep the times of every step.
 _KEPT_STEPS = 1000
-_NOTHING_YET: dict[str, float] = dict.fromkeys((*PHASES, "other"), 0.0)
 _Mark = tuple[str, torch.cuda.Event]  # where an interval of a phase ends on the device
 _Step = tuple[dict[str, float], list[_Mark], int, int]  # seconds on the host, marks (CUDA only), samples, tokens
 
@@ -31,6 +31,7 @@ class StepTimer:
     Args:
         device: device of the model.
         warmup: number of initial steps that are not measured.
+        phases: names of the phases, in the order of a step; "pause" is one of them.
 
     Example:
         >>> import torch
@@ -47,16 +48,17 @@ class StepTimer:
         Ours. The separation of a plain timer and a callback that holds it follows Lightning's ``Throughput``.
     """
 
-    def __init__(self, device: torch.device | str, warmup: NonNegativeInt = 5) -> None:
+    def __init__(self, device: torch.device | str, warmup: NonNegativeInt = 5, phases: Sequence[str] = PHASES) -> None:
         self._device = torch.device(device)
         self._on_cuda = self._device.type == "cuda"
         self._to_skip = warmup
-        self._phases = {name: TimedPhase(self, name) for name in PHASES}
+        self._phases = {name: TimedPhase(self, name) for name in phases}
+        self._nothing_yet = dict.fromkeys((*phases, "other"), 0.0)
         self._outer: list[str] = []
         self._steps: deque[_Step] = deque(maxlen=_KEPT_STEPS)
         self._current = "other"
         self._since = perf_counter()
-        self._host_s = _NOTHING_YET.copy()
+        self._host_s = self._nothing_yet.copy()
         self._marks: list[_Mark] = []
         self._switch("other")
 
@@ -64,9 +66,14 @@ class StepTimer:
         """Return a context manager around one phase of the step.
 
         Raises:
-            ValueError: the name is not in :data:`PHASES`.
+            ValueError: the name is not one of the timer's phases.
         """
-        return self._phases[one_of("phase", name, PHASES)]
+        return self._phases[one_of("phase", name, tuple(self._phases))]
+
+    @property
+    def current(self) -> str:
+        """Name of the innermost phase at this moment; "other" outside of phases."""
+        return self._current
 
     def end_step(self, samples: int = 0, tokens: int = 0) -> None:
         """Mark the end of a step with its samples and tokens; the next one begins."""
@@ -75,7 +82,7 @@ class StepTimer:
             self._to_skip -= 1
         else:
             self._steps.append((self._host_s, self._marks, samples, tokens))
-        self._host_s = _NOTHING_YET.copy()
+        self._host_s = self._nothing_yet.copy()
         # The end of this step is the beginning of the next one.
         self._marks = self._marks[-1:]
 
@@ -90,21 +97,31 @@ class StepTimer:
             ``step_ms``, the milliseconds of each phase, ``other_ms`` for the rest, and ``samples_per_s`` and
             ``tokens_per_s`` if these were counted. Empty if no step was measured.
         """
-        if wait and self._on_cuda:
-            torch.cuda.synchronize(self._device)
-        recent = list(self._steps)[-last:]
-        # elapsed_time raises for an event that has not passed.
-        steps = [_read(*step) for step in recent if _has_passed(step[1])]
+        steps = self._read_steps(last, wait)
         if not steps:
             return {}
         middle: dict[str, float] = {}
         for name in steps[0]:
             middle[name] = median(step[name] for step in steps)
         # Each phase has its own median, so they need not add up to the median step.
-        parts = {f"{name}_ms": middle[name] * 1e3 for name in PHASES if name != "pause"}
+        parts = {f"{name}_ms": middle[name] * 1e3 for name in self._phases if name != "pause"}
         step_ms = middle["step"] * 1e3
         counted = {f"{name}_per_s": middle[name] for name in ("samples", "tokens") if middle[name]}
         return {"step_ms": step_ms, **parts, "other_ms": max(0.0, step_ms - sum(parts.values())), **counted}
+
+    def step_times(self) -> list[dict[str, float]]:
+        """Return the milliseconds of each measured step by phase, with "other" and "step", after waiting for CUDA."""
+        times = []
+        for step in self._read_steps(_KEPT_STEPS, wait=True):
+            times.append({name: 1e3 * step[name] for name in (*self._nothing_yet, "step")})
+        return times
+
+    def _read_steps(self, last: int, wait: bool) -> list[dict[str, float]]:
+        if wait and self._on_cuda:
+            torch.cuda.synchronize(self._device)
+        recent = list(self._steps)[-last:]
+        # elapsed_time raises for an event that has not passed.
+        return [_read(*step) for step in recent if _has_passed(step[1])]
 
     def _switch(self, name: str) -> None:
         """End the interval of the current phase, and begin one of ``name``."""
@@ -142,7 +159,7 @@ def _has_passed(marks: list[_Mark]) -> bool:
 def _read(host_s: dict[str, float], marks: list[_Mark], samples: int, tokens: int) -> dict[str, float]:
     spent_s = host_s
     if marks:
-        spent_s = _NOTHING_YET.copy()
+        spent_s = dict.fromkeys(host_s, 0.0)
         for (_, start), (phase, end) in pairwise(marks):
             # A mark ends the interval before it, so two neighbors delimit one interval, with the phase of its end.
             spent_s[phase] += start.elapsed_time(end) / 1e3

@@ -1,0 +1,74 @@
+"""Put together a diagnosis from what was watched."""
+
+from collections.abc import Iterator
+
+from lightning_fasttrain.core.messages import number_of
+from lightning_fasttrain.core.state.rng import keep_random_state
+from lightning_fasttrain.doctor.diagnosis import Diagnosis, most_expensive, rank
+from lightning_fasttrain.doctor.finding import Finding
+from lightning_fasttrain.doctor.findings.data_waits import find_data_waits
+from lightning_fasttrain.doctor.findings.growing_memory import find_growing_memory
+from lightning_fasttrain.doctor.findings.host_syncs import find_host_syncs
+from lightning_fasttrain.doctor.findings.module_modes import find_module_modes
+from lightning_fasttrain.doctor.findings.operators import find_operators
+from lightning_fasttrain.doctor.findings.optimizer_step import find_slow_optimizers
+from lightning_fasttrain.doctor.findings.run_costs import find_run_costs
+from lightning_fasttrain.doctor.findings.schedulers import find_scheduler_faults
+from lightning_fasttrain.doctor.findings.training_faults import find_training_faults
+from lightning_fasttrain.doctor.observation.measured import LineTime, Measured
+from lightning_fasttrain.doctor.observation.watch import LOOP_PHASES, Watch
+
+# Memory first, since later families hold tensors of their own.
+_FAMILIES = (
+    find_growing_memory,
+    find_training_faults,
+    find_module_modes,
+    find_scheduler_faults,
+    find_host_syncs,
+    find_data_waits,
+    find_operators,
+    find_run_costs,
+    find_slow_optimizers,
+)
+
+
+def diagnose(watch: Watch) -> Diagnosis:
+    """Return the diagnosis of what was watched so far; the random state is kept, and nothing of the run changes."""
+    watch.close()
+    measured = watch.measure()
+    with keep_random_state():
+        found: list[Finding] = []
+        failed: list[str] = []
+        # Without any time there is nothing that a finding could be compared with.
+        for find in _FAMILIES if measured.times else ():
+            try:
+                found += find(watch, measured)
+            except Exception as error:  # the training must not fail because of what is said about it
+                failed.append(f"{find.__name__} failed with {type(error).__name__}: {error}")
+    shown, minor = rank(found, measured.step_ms)
+    phases = {name: measured.typical(name) for name in (*LOOP_PHASES[:-1], "other")}
+    return Diagnosis(
+        device=watch.device.type,
+        steps=len(measured.times),
+        step_ms=measured.step_ms,
+        phase_ms=phases,
+        findings=shown,
+        minor=minor,
+        lines=most_expensive(list(_lines_by_phase(measured))),
+        notes=(*_notes(watch, measured), *failed),
+    )
+
+
+def _lines_by_phase(measured: Measured) -> Iterator[tuple[str, LineTime]]:
+    for phase in (*LOOP_PHASES[:-1], "other"):
+        for timed in measured.lines(lambda running, phase=phase: running.phase == phase):
+            yield phase, timed
+
+
+def _notes(watch: Watch, measured: Measured) -> Iterator[str]:
+    if not measured.times:
+        yield f"The run ended after {watch.done} steps, within the warm-up: nothing was timed"
+    elif not watch.looks:
+        yield "The model is compiled, so its operators were not looked at: host syncs and float64 are not reported"
+    for cure, count in watch.trials.left_out.items():
+        yield f"{cure} was not tried on {number_of(count, 'operator')}, for lack of time: watch more steps"

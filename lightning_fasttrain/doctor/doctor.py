@@ -1,0 +1,132 @@
+"""A callback that watches the first steps of a run, and reports what costs time or memory, with lines and cures."""
+
+import os
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import lightning as L
+from rich.console import Console
+
+from lightning_fasttrain.core.checks import positive_int
+from lightning_fasttrain.core.messages import wide_enough
+from lightning_fasttrain.doctor.diagnose import diagnose
+from lightning_fasttrain.doctor.diagnosis import Diagnosis
+from lightning_fasttrain.doctor.observation.trainer_seams import TrainerSeams
+from lightning_fasttrain.doctor.observation.watch import Watch, refuse_few_steps
+from lightning_fasttrain.doctor.page import save_diagnosis
+from lightning_fasttrain.dry_run.rehearsal.rehearsal import is_rehearsing
+
+
+class Doctor(L.Callback):
+    """Watches some steps of a run, prints what costs time, memory or accuracy in them, and is silent afterwards.
+
+    Each finding has its measured cost, the line of your own code, and a cure. The run is not changed: its weights are
+    bitwise those of a run without the doctor. On several ranks only the first one is watched.
+
+    Args:
+        steps: number of optimizer steps to watch, at least 6; in two of them every operator is looked at.
+        warmup: number of steps before them.
+        out: folder for ``doctor.html`` and ``doctor.json``; None for none.
+        show: whether the findings are printed.
+
+    Attributes:
+        diagnosis: the result; None until all steps were watched, or the run ended.
+
+    Raises:
+        TypeError, ValueError: a number of steps is invalid.
+
+    Example:
+        >>> import lightning_fasttrain as ft
+        >>> doctor = ft.Doctor(steps=20)  # Trainer(callbacks=[doctor])
+        >>> doctor.diagnosis is None
+        True
+
+    Source:
+        Ours.
+    """
+
+    def __init__(
+        self, steps: int = 20, warmup: int = 3, out: str | os.PathLike[str] | None = None, show: bool = True
+    ) -> None:
+        refuse_few_steps(steps)
+        self.steps, self.warmup = steps, positive_int("warmup", warmup)
+        self.out, self.show = out, show
+        self.diagnosis: Diagnosis | None = None
+        self._watch: Watch | None = None
+        self._seams: TrainerSeams | None = None
+        self._validation_began = 0.0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Hook: optimizers and loaders exist, and no batch was requested yet."""
+        doctors = [callback for callback in trainer.callbacks if isinstance(callback, Doctor)]
+        # Two would see what the other one tries out.
+        if not trainer.is_global_zero or self.diagnosis is not None or self is not doctors[-1] or is_rehearsing():
+            return
+        self._watch = Watch(trainer.strategy.root_device, self.steps, self.warmup)
+        self._watch.models.append(pl_module)
+        self._seams = TrainerSeams(trainer, self._watch, self)
+        self._seams.install()
+        self._watch.sampler.start()
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Hook: the first one after the end of a step, which is when the next batch is requested."""
+        if self._watch is not None and self._watch.has_ended:
+            self._finish()
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Hook: validation is timed by itself."""
+        if self._seams is not None:
+            self._seams.pause()
+            self._validation_began = perf_counter()
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Hook: the end of a validation."""
+        if self._watch is not None:
+            self._watch.note_action("validation", perf_counter() - self._validation_began)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Hook: what comes before the next batch belongs to no step."""
+        if self._seams is not None:
+            self._seams.pause()
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Hook: the run ended before all steps were watched."""
+        if self._watch is not None:
+            self._finish()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Hook: restore everything, and report nothing about a run that failed."""
+        if self._watch is not None:
+            self._close()
+
+    def _finish(self) -> None:
+        watch = self._close()
+        self.diagnosis = diagnose(watch)
+        self.on_diagnosis(self.diagnosis)
+
+    def on_diagnosis(self, diagnosis: Diagnosis) -> None:
+        """Print and save the diagnosis; subclasses may do something else with it."""
+        if self.show:
+            show(diagnosis)
+        if self.out is not None:
+            save_diagnosis(diagnosis, Path(self.out))
+
+    def __getstate__(self) -> dict[str, Any]:  # copies are made of the settings, never of what is watched
+        return {**vars(self), "_watch": None, "_seams": None}
+
+    def _close(self) -> Watch:
+        assert self._watch is not None
+        watch, self._watch = self._watch, None
+        if self._seams is not None:
+            self._seams.close()
+            self._seams = None
+        watch.close()
+        return watch
+
+
+def show(diagnosis: Diagnosis) -> None:
+    """Print a diagnosis on the terminal."""
+    wide_enough(Console()).print(diagnosis.as_table())

@@ -1,0 +1,116 @@
+"""Examine a Fabric or bare training loop: a context manager around it."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+
+from lightning_fasttrain.core.checks import positive_int
+from lightning_fasttrain.doctor.diagnose import diagnose
+from lightning_fasttrain.doctor.diagnosis import Diagnosis
+from lightning_fasttrain.doctor.doctor import show
+from lightning_fasttrain.doctor.observation.torch_seams import LoopSeams
+from lightning_fasttrain.doctor.observation.watch import Watch, refuse_few_steps
+from lightning_fasttrain.doctor.page import save_diagnosis
+
+
+class Examination:
+    """A context around a training loop; see :func:`examine`.
+
+    Attributes:
+        diagnosis: the result; None until all steps were watched, or the context ended, and if nothing was trained.
+    """
+
+    def __init__(self, watch: Watch, report: Callable[[Diagnosis], None]) -> None:
+        self.diagnosis: Diagnosis | None = None
+        self._report = report
+        self._watch: Watch | None = watch
+        self._seams = LoopSeams(watch, self._finish)
+
+    def __enter__(self) -> Self:
+        # Other ranks are not watched, and none of them waits for the first one.
+        if self._watch is not None and not (rank_zero_only.rank or 0):
+            self._watch.sampler.start()
+            self._seams.install()
+        else:
+            self._watch = None
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # A script may end with sys.exit().
+        has_ended = kind is None or issubclass(kind, SystemExit)
+        if has_ended and self._watch is not None and self._watch.updates:
+            self._finish()
+        else:
+            self.cancel()
+
+    def cancel(self) -> None:
+        """Stop watching, and report nothing."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            self._seams.close()
+            watch.close()
+
+    def _finish(self) -> None:
+        watch = self._watch
+        if watch is not None:
+            self.cancel()
+            self.diagnosis = diagnose(watch)
+            self._report(self.diagnosis)
+
+
+def examine(
+    steps: int = 20,
+    warmup: int = 3,
+    device: torch.device | str | None = None,
+    out: str | os.PathLike[str] | None = None,
+    report: Callable[[Diagnosis], None] = show,
+) -> Examination:
+    """Watch some steps of the training loop in a ``with`` block, and report what costs time or memory in them.
+
+    The loop is not changed. A step lasts from one batch of a ``DataLoader`` to the next that is requested after an
+    update; without a ``DataLoader``, from one update to the next. After ``steps`` steps the block continues unwatched.
+
+    Args:
+        steps: number of optimizer steps to watch, at least 6; in two of them every operator is looked at.
+        warmup: number of steps before them.
+        device: device of the model; by default CUDA where there is one.
+        out: folder for ``doctor.html`` and ``doctor.json``; None for none.
+        report: called with the diagnosis; prints it by default.
+
+    Returns:
+        The context manager, whose ``diagnosis`` is set when the steps are done.
+
+    Raises:
+        TypeError, ValueError: a number of steps is invalid.
+
+    Example:
+        >>> import torch
+        >>> net = torch.nn.Linear(8, 8)
+        >>> optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        >>> with examine(steps=6, warmup=1, device="cpu", report=lambda diagnosis: None) as examination:
+        ...     for _ in range(8):
+        ...         loss = net(torch.ones(2, 8)).sum()
+        ...         optimizer.zero_grad()
+        ...         loss.backward()
+        ...         optimizer.step()
+        >>> examination.diagnosis.steps
+        4
+
+    Source:
+        Ours.
+    """
+    refuse_few_steps(steps)
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    watch = Watch(torch.device(device), steps, positive_int("warmup", warmup))
+
+    def save_and_report(diagnosis: Diagnosis) -> None:
+        if out is not None:
+            save_diagnosis(diagnosis, Path(out))
+        report(diagnosis)
+
+    return Examination(watch, save_and_report)

@@ -1,0 +1,195 @@
+"""Find the line of the user's own code that a stack of calls comes from, and lines of the user's sources by content."""
+
+import ast
+import functools
+import linecache
+import os
+import sys
+import sysconfig
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+# Methods by which a container grows.
+_ADDING = ("append", "extend", "add", "insert", "setdefault")
+_OWN = str(Path(__file__).parents[2]) + os.sep
+
+
+@dataclass(frozen=True, order=True)
+class SourceLine:
+    """A line of the user's code.
+
+    Attributes:
+        file: path of the file.
+        number: number of the line, from 1.
+        function: name of the function that it is in.
+    """
+
+    file: str
+    number: int
+    function: str = ""
+
+    @property
+    def text(self) -> str:
+        """The line itself, without its indentation."""
+        return linecache.getline(self.file, self.number).strip()
+
+    def context(self, lines: int) -> list[tuple[int, str]]:
+        """Return the line with its neighbours: their numbers, and their text without line ends."""
+        found = []
+        for number in range(max(1, self.number - lines), self.number + lines + 1):
+            text = linecache.getline(self.file, number)
+            if text:
+                found.append((number, text.rstrip()))
+        return found
+
+    def __str__(self) -> str:
+        return f"{os.path.relpath(self.file)}:{self.number}"
+
+
+class Call(NamedTuple):
+    """A call from the user's code into a library.
+
+    Attributes:
+        line: the innermost line of the user's code; None outside of it.
+        package: top-level package that this line called, another one than torch if there is one on the way; "" if the
+            line itself runs.
+        function: name of the function that this line called.
+    """
+
+    line: SourceLine | None
+    package: str = ""
+    function: str = ""
+
+
+def find_call(frame: FrameType | None, beyond: str = "") -> Call:
+    """Walk from a frame outwards to the first one in the user's own code.
+
+    Args:
+        frame: where to start.
+        beyond: name of functions of the user that are passed over, such as "forward".
+    """
+    package = function = ""
+    while frame is not None:
+        code = frame.f_code
+        if is_user_file(code.co_filename) and code.co_name != beyond:
+            return Call(SourceLine(code.co_filename, frame.f_lineno, code.co_name), package, function)
+        if not code.co_filename.startswith(_OWN):
+            function = code.co_name
+            name = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+            package = package if name == "torch" and package else name
+        frame = frame.f_back
+    return Call(None)
+
+
+@functools.cache
+def is_user_file(file: str) -> bool:
+    """Whether a file is neither of an installed package, nor of Python, nor of this package.
+
+    Example:
+        >>> is_user_file(linecache.__file__), is_user_file("<string>"), is_user_file("/home/me/train.py")
+        (False, False, True)
+    """
+    if file.startswith("<") or file.startswith(_OWN):
+        return False
+    return not any(file.startswith(folder) for folder in _library_folders())
+
+
+@functools.cache
+def _library_folders() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    found = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    found |= {str(Path(path).resolve()) for path in found}
+    found |= {path for path in sys.path if path.endswith(("site-packages", "dist-packages"))}
+    return tuple(path + os.sep for path in sorted(found))
+
+
+def user_files() -> list[str]:
+    """Return the files of the user's code that are imported in this process, the script first."""
+    found = []
+    modules = dict(sys.modules)
+    for module in [modules.get("__main__"), *modules.values()]:
+        file = getattr(module, "__file__", None)
+        if file and file.endswith(".py") and is_user_file(file) and file not in found:
+            found.append(file)
+    return found
+
+
+def find_only_call(name: str) -> SourceLine | None:
+    """Return the line of the only call of a function, class or method of this name; None if there is not one."""
+    return _find_only(lambda node: isinstance(node, ast.Call) and _last_name(node.func) == name)
+
+
+def has_method_call(name: str) -> bool:
+    """Whether the user's code calls a method of this name anywhere."""
+    for file in user_files():
+        for node in ast.walk(_parse(file)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == name:
+                return True
+    return False
+
+
+def find_keyword(name: str) -> SourceLine | None:
+    """Return the only line that passes a keyword argument of this name; None if there is not exactly one."""
+    return _find_only(lambda node: isinstance(node, ast.keyword) and node.arg == name)
+
+
+def find_attribute(name: str) -> SourceLine | None:
+    """Return the only line that sets ``self.name``; None if there is not exactly one."""
+
+    def sets_it(node: ast.AST) -> bool:
+        return isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Store)
+
+    return _find_only(sets_it)
+
+
+def find_growth(name: str, file: str) -> SourceLine | None:
+    """Return the line of a file that adds to what is called ``name``; None if there is not exactly one."""
+    return _find_only(lambda node: _grows(node, name), [file])
+
+
+def _grows(node: ast.AST, name: str) -> bool:
+    """Whether a node is ``name += x``, ``name.append(x)`` or the like, or ``name[x] = y``."""
+    if isinstance(node, ast.AugAssign):
+        return _last_name(node.target) == name
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return node.func.attr in _ADDING and _last_name(node.func.value) == name
+    return isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) and _last_name(node.value) == name
+
+
+def _find_only(is_it: Callable[[ast.AST], bool], files: list[str] | None = None) -> SourceLine | None:
+    """Return the only such node of the script, or of the first other file of the user that has any."""
+    for file in user_files() if files is None else files:
+        found = [node for node in ast.walk(_parse(file)) if is_it(node)]
+        if found:
+            line = getattr(found[0], "lineno", 0)
+            return SourceLine(file, line) if len(found) == 1 else None
+    return None
+
+
+def find_hook(kind: str, hook: str) -> SourceLine | None:
+    """Return the first line of a method of a class in the user's files; None if they do not define it."""
+    for file in user_files():
+        for node in ast.walk(_parse(file)):
+            if isinstance(node, ast.ClassDef) and node.name == kind:
+                for method in node.body:
+                    if isinstance(method, ast.FunctionDef) and method.name == hook:
+                        return SourceLine(file, method.lineno, hook)
+    return None
+
+
+def _last_name(node: ast.expr) -> str:
+    """Return "c" of the expression ``a.b.c``; "" of anything else than names and attributes."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+@functools.cache
+def _parse(file: str) -> ast.Module:
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return ast.parse("")

@@ -1,0 +1,23 @@
+"""Nothing is found in scripts without faults."""
+
+import pytest
+
+from tests.doctor.clean_scripts import CLEAN
+from tests.doctor.examined import examine_script
+
+# In the default tests nothing may depend on a time, so findings that do are left to the benchmark.
+_OF_TIMES = {"data_wait", "slow_callback", "bf16", "channels_last"}
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_a_script_without_faults_has_no_findings(name, tmp_path, monkeypatch):
+    examined = examine_script(CLEAN[name], tmp_path, monkeypatch, steps=6)
+    assert [finding for finding in examined.report["findings"] if finding["kind"] not in _OF_TIMES] == []
+
+
+@pytest.mark.benchmark
+@pytest.mark.parametrize("name", CLEAN)
+def test_nothing_in_a_script_without_faults_costs_two_percent(name, tmp_path, monkeypatch):
+    examined = examine_script(CLEAN[name], tmp_path, monkeypatch, steps=20, warmup=3)
+    for finding in examined.report["findings"]:
+        assert finding["cost"]["share"] < 0.02, finding

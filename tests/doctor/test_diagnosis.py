@@ -1,0 +1,66 @@
+"""The order of findings, the page, and what is said of models whose operators cannot be seen."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import lightning_fasttrain as ft
+from lightning_fasttrain.doctor import Cost, Diagnosis, Finding, SourceLine, save_diagnosis
+from lightning_fasttrain.doctor.diagnosis import rank
+from lightning_fasttrain.doctor.finding import cost_of_calls, cost_of_phase, cost_of_samples
+
+
+def finding(kind, ms=None, unit="ms"):
+    cost = None if ms is None else Cost(ms, ms / 2, 2 * ms, unit)
+    return Finding(kind, "<b>what</b> & [why]", "cure", "exact", SourceLine(__file__, 1), cost)
+
+
+FOUND = [
+    finding("small", 0.5),
+    finding("large", 40.0),
+    finding("fault"),
+    finding("memory", 4.0, "bytes"),
+    finding("5", 5.0),
+]
+
+
+def test_faults_come_first_then_memory_then_time_and_small_ones_apart():
+    shown, minor = rank(FOUND, step_ms=100.0)
+    assert [one.kind for one in shown] == ["fault", "memory", "large", "5"]
+    assert [one.kind for one in minor] == ["small"]
+
+
+def test_the_page_and_the_table_show_every_finding_as_text(tmp_path):
+    shown, minor = rank(FOUND, step_ms=100.0)
+    diagnosis = Diagnosis("cpu", 18, 100.0, {"forward": 60.0, "backward": 40.0}, shown, minor)
+    page, data = save_diagnosis(diagnosis, tmp_path)
+    text = page.read_text()
+    assert text.count("&lt;b&gt;what&lt;/b&gt; &amp; [why]") == len(FOUND)
+    assert text.count("<mark>") == len(FOUND)  # each with its source line
+    assert [one["kind"] for one in json.loads(data.read_text())["findings"]] == [one.kind for one in shown]
+    assert str(diagnosis).count("[why]") == len(shown)
+    assert "1 finding below 1% of a step" in str(diagnosis)
+
+
+def test_costs_by_hand():
+    calls = cost_of_calls([0.01, 0.03], steps=4)
+    assert calls.value == pytest.approx(10.0)
+    assert calls.low < 10.0 < calls.high
+    assert cost_of_phase([10.0] * 5, [4.0] * 5).value == pytest.approx(4.0)
+    sampled = cost_of_samples(4.0, samples=49)
+    assert (sampled.low, sampled.high) == pytest.approx((4 - 4 * 0.28, 4 + 4 * 0.28))
+
+
+def test_operators_of_a_compiled_model_are_left_alone_and_that_is_stated():
+    net = nn.Linear(8, 8)
+    net.compile(backend="eager")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with ft.doctor.examine(steps=6, warmup=1, device="cpu", report=lambda diagnosis: None) as examination:
+        for _ in range(8):
+            optimizer.zero_grad()
+            net(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+    assert examination.diagnosis.steps == 6
+    assert "The model is compiled" in examination.diagnosis.notes[0]

@@ -1,0 +1,58 @@
+"""Trials of single operators: each shape once, counted, and only as long as there is time."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_fasttrain.doctor.findings.operators import _sum_gains
+from lightning_fasttrain.doctor.observation.operator_trials import OperatorTrials, Trial
+from lightning_fasttrain.doctor.observation.operator_watch import OperatorWatch
+from lightning_fasttrain.doctor.observation.source_lines import Call
+
+
+def watch(trials):
+    return OperatorWatch(lambda: "forward", trials)
+
+
+def images(**how):
+    return torch.ones(2, 8, 6, 6, **how).requires_grad_()
+
+
+def test_each_shape_of_a_convolution_is_tried_once_and_counted():
+    trials, net = OperatorTrials(budget_s=60.0), nn.Sequential(*[nn.Conv2d(8, 8, 3, padding=1) for _ in range(3)])
+    with watch(trials):
+        net(images()).sum().backward()
+    assert {trial.cure for trial in trials.trials.values()} == {"channels_last"}
+    # The last one has another gradient: that of the sum, without strides.
+    assert sorted(trial.count for trial in trials.trials.values()) == [1, 2, 3]
+
+
+def test_channels_last_images_and_single_channels_need_no_trial():
+    trials = OperatorTrials(budget_s=60.0)
+    with watch(trials):
+        nn.Conv2d(8, 8, 3)(images().to(memory_format=torch.channels_last))
+        nn.Linear(8, 8)(torch.ones(2, 8))
+    assert "channels_last" not in {trial.cure for trial in trials.trials.values()}
+
+
+def test_float64_is_tried_in_float32_without_changing_the_result():
+    trials, x = OperatorTrials(budget_s=60.0), torch.rand(16, 16, dtype=torch.float64)
+    with watch(trials):
+        product = x @ x
+    assert torch.equal(product, x @ x)
+    assert [trial.cure for trial in trials.trials.values()] == ["float32"]
+
+
+def test_without_time_nothing_is_tried_and_that_is_counted():
+    trials = OperatorTrials(budget_s=0.0)
+    with watch(trials):
+        nn.Conv2d(8, 8, 3)(images())
+    assert trials.trials == {}
+    assert trials.left_out["channels_last"] == 1
+
+
+def test_the_gain_of_a_step_counts_each_call():
+    fast = Trial("channels_last", Call(None), base_ms=3.0, changed_ms=[2.0, 1.0], count=4)
+    slow = Trial("channels_last", Call(None), base_ms=1.0, changed_ms=[2.0, 2.0], count=1)
+    gain = _sum_gains([fast, slow])
+    assert (gain.low, gain.value, gain.high) == pytest.approx((3.0, 5.0, 7.0))
