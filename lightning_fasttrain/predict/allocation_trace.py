@@ -67,7 +67,7 @@ class AllocationTrace(AssumedNumbers):
             fake run.
         kept: operation → (arguments, result) → the tensor in the result that is larger than in a fake run, and its
             size in bytes.
-        truth: see :class:`AssumedNumbers`.
+        assume: settings of :class:`AssumedNumbers`.
 
     Attributes:
         allocations: all allocations, in order of birth.
@@ -82,9 +82,9 @@ class AllocationTrace(AssumedNumbers):
         granule: int = 1,
         workspace: Mapping[Any, Workspace] | None = None,
         kept: Mapping[Any, Kept] | None = None,
-        truth: bool = True,
+        **assume: Any,
     ) -> None:
-        super().__init__(truth)
+        super().__init__(**assume)
         self.granule = granule
         self.workspace, self.kept = workspace or {}, kept or {}
         self.allocations: list[Allocation] = []

@@ -1,59 +1,98 @@
 """Trace a step on the CPU with the choices that torch makes on a GPU."""
 
-from contextlib import nullcontext
+import functools
+import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-GRANULE = 512  # the caching allocator rounds up to multiples of this many bytes
+from lightning_fasttrain.predict.cuda_attention import cuda_attention
+
 CUBLAS_WORKSPACE = 32 * 2**20  # on Hopper; 8.1 MiB before
 
-_NAMES = (  # noqa: SIM905
-    "layer_norm group_norm softmax log_softmax cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss kl_div "
-    "binary_cross_entropy_with_logits cosine_similarity normalize norm sum prod cumsum pow __pow__ exp log log1p "
-    "rsqrt reciprocal softplus"
+# Functions that autocast runs in float32 on CUDA, by their arguments or by their dtype, wherever torch offers them.
+_BY_ARGUMENTS = (  # noqa: SIM905
+    "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow __pow__ __rpow__ softplus "
+    "layer_norm group_norm nuclear_norm cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d "
+    "nll_loss_nd cross_entropy_loss hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss "
+    "margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss "
+    "binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample_nearest1d upsample_nearest2d "
+    "upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d "
+    "upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d "
+    "_upsample_bicubic2d_aa"
 ).split()
-# Functions that autocast runs in float32 on CUDA but not on the CPU, wherever torch offers them.
-_IN_FLOAT32 = {getattr(place, name) for place in (torch, F, Tensor) for name in _NAMES if hasattr(place, name)}
-_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+_BY_DTYPE = "prod softmax log_softmax cumprod cumsum linalg_vector_norm linalg_matrix_norm sum".split()  # noqa: SIM905
+_PLACES: tuple[Any, ...] = (torch, Tensor, torch._C._nn, torch._C._linalg)  # type: ignore[attr-defined]
+
+
+def _find_functions(names: list[str]) -> set[Any]:
+    return {getattr(place, name) for place in _PLACES for name in names if hasattr(place, name)}
+
+
+_IN_FLOAT32, _TO_FLOAT32 = _find_functions(_BY_ARGUMENTS), _find_functions(_BY_DTYPE)
+_COMPOSITES = ("torch.nn.functional", "torch.functional", "torch._tensor")  # modules of functions in Python
 
 
 class AsOnCuda(TorchFunctionMode):
-    """CUDA's dropout with a mask of one byte per element, fused attention with dropout, and CUDA's autocast list.
+    """CUDA's dropout with a mask of one byte per element, its attention, and its autocast list.
 
     Source:
-        The list is PyTorch's "CUDA Ops that can autocast to float32"; the rest are the CUDA branches of ``dropout``
-        and ``scaled_dot_product_attention``. The inside of ``nn.MultiheadAttention`` is not covered.
+        The list is that of ``autocast_mode.h``; the rest are the CUDA branches of ``dropout`` and
+        ``scaled_dot_product_attention``.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is F.dropout:
-            return _fused_dropout(*args, **kwargs)
-        if func is F.scaled_dot_product_attention:
-            # Without dropout: fused CPU kernels do not support it, and on CUDA a seed is kept instead of a mask.
-            return _attention(**{**dict(zip(_ATTENTION, args, strict=False)), **kwargs, "dropout_p": 0.0})
-        if func in _IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
-            args, kwargs = tree_map_only(Tensor, _in_float32, (args, kwargs))
-        return func(*args, **kwargs)
+        if func in _REPLACED:
+            return _REPLACED[func](*args, **kwargs)
+        if torch.is_autocast_enabled("cpu"):
+            if func in _IN_FLOAT32:
+                args, kwargs = tree_map_only(Tensor, _in_float32, (args, kwargs))
+            elif func in _TO_FLOAT32 and _takes_dtype(args, kwargs):
+                kwargs = {**kwargs, "dtype": torch.float32}
+        body = _find_body(func)
+        if body is None:
+            return func(*args, **kwargs)
+        # What it calls is to be seen, too.
+        with self:
+            return body(*args, **kwargs)
 
 
-def _attention(query: Tensor, **settings: Any) -> Tensor:
-    """Use the math kernel for shared keys in float32: only flash attention supports shared keys, and not in float32."""
-    in_float32 = query.dtype is torch.float32 and not torch.is_autocast_enabled("cpu")
-    whole = in_float32 and settings.get("enable_gqa", False)
-    with sdpa_kernel(SDPBackend.MATH) if whole else nullcontext():
-        return F.scaled_dot_product_attention(query, **settings)
+@functools.cache
+def _find_body(func: Any) -> Callable[..., Any] | None:
+    """Return a function of torch that is written in Python, without its check for modes like this one."""
+    if not isinstance(func, types.FunctionType) or func.__module__ not in _COMPOSITES or func.__closure__:
+        return None
+    unchecked = {name: _answer_no for name in func.__globals__ if name.startswith("has_torch_function")}
+    body = types.FunctionType(func.__code__, {**func.__globals__, **unchecked}, func.__name__, func.__defaults__)
+    body.__kwdefaults__ = func.__kwdefaults__
+    return body
 
 
-def _fused_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    return torch.native_dropout(input, p, True)[0] if training and p > 0 else input
+def _answer_no(*_: object) -> bool:
+    return False
+
+
+def _drop(input: Tensor, p: float, train: bool) -> Tensor:
+    return torch.native_dropout(input, p, True)[0] if train and p > 0 else input
+
+
+_REPLACED: dict[Any, Callable[..., Any]] = {
+    torch.dropout: _drop,
+    F.scaled_dot_product_attention: cuda_attention,
+}
+
+
+def _takes_dtype(args: Any, kwargs: Any) -> bool:
+    """Whether the dtype of the result is still to be chosen, for a tensor in 16 bits."""
+    given = kwargs.get("dtype") is not None or any(isinstance(argument, torch.dtype) for argument in args)
+    return not given and bool(args) and isinstance(args[0], Tensor) and args[0].dtype is torch.bfloat16
 
 
 def _in_float32(tensor: Tensor) -> Tensor:

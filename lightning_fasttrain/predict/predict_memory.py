@@ -24,11 +24,13 @@ from lightning_fasttrain.optim.named.build_optimizer import make_optimizer
 from lightning_fasttrain.optim.named.host_optimizer import HostOptimizer
 from lightning_fasttrain.optim.named.state_bytes import tensors_in
 from lightning_fasttrain.predict.allocation_trace import AllocationTrace
-from lightning_fasttrain.predict.cuda_dispatch import CUBLAS_WORKSPACE, GRANULE, AsOnCuda, step_in_lists_
-from lightning_fasttrain.predict.data_dependent_values import AssumedNumbers
-from lightning_fasttrain.predict.fake_model import Factory, fake_batch, fake_model, settle_
-from lightning_fasttrain.predict.kernel_workspace import CPU_WORKSPACE, CUDA_WORKSPACE, KEPT, quantized_workspace
-from lightning_fasttrain.predict.memory_report import MemoryReport, report
+from lightning_fasttrain.predict.caching_allocator import GRANULE, place_in_blocks
+from lightning_fasttrain.predict.cuda_dispatch import CUBLAS_WORKSPACE, AsOnCuda, step_in_lists_
+from lightning_fasttrain.predict.cuda_workspace import CUDA_WORKSPACE
+from lightning_fasttrain.predict.data_dependent_values import AssumedArrays, AssumedNumbers
+from lightning_fasttrain.predict.fake_model import Factory, fake_batch, fake_model, find_longest_axis, settle_
+from lightning_fasttrain.predict.kernel_workspace import CPU_WORKSPACE, KEPT, quantized_workspace
+from lightning_fasttrain.predict.memory_report import MemoryReport, join_range, report
 from lightning_fasttrain.technique import Technique, check_together
 from lightning_fasttrain.technique.predicted_step import PredictedStep
 
@@ -39,7 +41,8 @@ PRECISIONS: dict[str, Callable[[], Precision]] = {
     "bf16-true": lambda: HalfPrecision("bf16-true"),
 }
 DEVICES = ("cpu", "cuda")
-_ASSUMED = "The code reads values from tensors (.item()): 1 was assumed for each."
+_ASSUMED = "The code reads values from tensors (.item(), masks, NumPy), which were assumed."
+_RANGE = "They decide shapes: the lower bound selects one element each time, the upper bound all."
 _UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)
 
 Loss = Callable[[Any, Any], Any]
@@ -111,18 +114,41 @@ def predict_memory(
     planned = PredictedStep(precision, on_cuda)
     surgeons = _ask(techniques, planned)
     granule, workspace = (GRANULE, CUDA_WORKSPACE) if on_cuda else (1, CPU_WORKSPACE)
-    # Code that reads booleans from tensors may raise for one of the two.
-    for truth in (True, False):
-        trace = AllocationTrace(granule, workspace, KEPT, truth)
+
+    def run(truth: bool, number: int, selects_all: bool) -> MemoryReport:
+        trace = AllocationTrace(granule, workspace, KEPT, truth=truth, number=number, selects_all=selects_all)
         try:
             with isolate_rng(include_cuda=False), explaining_errors():
                 since = _trace_steps(trace, module, batch, loss, optimizer, surgeons, planned)
-            notes = [*planned.notes, *([_ASSUMED] if trace.assumed else [])]
-            return report(trace.allocations, since, device=device, precision=precision, notes=tuple(notes))
         except Exception as error:
-            if not trace.assumed:
-                raise
-            failure = error
+            if trace.assumed:
+                raise _FailedOnAssumedValues from error
+            raise
+        reserved = place_in_blocks(trace.allocations) if on_cuda else None
+        notes = [*planned.notes, *([_ASSUMED] if trace.assumed else [])]
+        return report(trace.allocations, since, reserved, device=device, precision=precision, notes=tuple(notes))
+
+    # An integer that is read from a tensor is taken for the longest axis of the batch.
+    longest = find_longest_axis(batch)
+    most = _run_first(run, [(True, longest, True), (False, longest, True), (True, 1, True), (False, 1, True)])
+    if _ASSUMED not in most.notes:
+        return most
+    least = _run_first(run, [(True, 1, False), (False, 1, False)])
+    return join_range(least, most, _RANGE)
+
+
+class _FailedOnAssumedValues(Exception):
+    """The code raised an error after a value was assumed, which may be the reason."""
+
+
+def _run_first(run: Callable[..., MemoryReport], assumptions: Sequence[tuple[bool, int, bool]]) -> MemoryReport:
+    """Run with the first of ``assumptions`` for which the code raises no error."""
+    failure: BaseException | None = None
+    for assumption in assumptions:
+        try:
+            return run(*assumption)
+        except _FailedOnAssumedValues as error:
+            failure = error.__cause__
     why = f"a prediction has no values, and with assumed ones the code raises {type(failure).__name__}: {failure}"
     way_out = "Pass loss=, a function of (module, batch) that does not need values"
     raise ValueError(explain("the code branches on values read from tensors", why, way_out)) from failure
@@ -163,6 +189,7 @@ def _trace_steps(
             act(stepper)
         # The trace begins after the optimizer is built, which does not belong to a step.
         undo.enter_context(trace)
+        undo.enter_context(AssumedArrays(trace))
         undo.enter_context(trace.watch(net))
         data = plugin.convert_input(fake_batch(batch, mode))
         if loss is None and isinstance(net, L.LightningModule):
