@@ -20,7 +20,7 @@ CUBLAS_WORKSPACE = 32 * 2**20  # on Hopper; 8.1 MiB before
 _BY_ARGUMENTS = (  # noqa: SIM905
     "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow __pow__ __rpow__ softplus "
     "layer_norm group_norm nuclear_norm cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d "
-    "nll_loss_nd cross_entropy_loss hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss "
+    "nll_loss_nd hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss "
     "margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss "
     "binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample_nearest1d upsample_nearest2d "
     "upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d "
@@ -83,9 +83,82 @@ def _drop(input: Tensor, p: float, train: bool) -> Tensor:
     return torch.native_dropout(input, p, True)[0] if train and p > 0 else input
 
 
+def _cross_entropy(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Log-softmax in the dtype of the logits, whatever autocast says of it, and the loss of that in float32."""
+    whole = torch.is_autocast_enabled("cpu") and input.dtype is torch.bfloat16 and not target.is_floating_point()
+    if not whole:
+        return _CROSS_ENTROPY(input, target, *args, **kwargs)
+    scores = torch.log_softmax(input, min(1, input.ndim - 1), dtype=input.dtype)
+    settings = {**dict(zip(_CROSS_ENTROPY_SETTINGS, args, strict=False)), **kwargs}
+    settings.pop("label_smoothing", None)
+    return torch._C._nn.nll_loss_nd(_in_float32(scores), target, **settings)  # type: ignore[attr-defined]
+
+
+def _lstm(input: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Run an LSTM cell by cell, as torch does without cuDNN; what cuDNN keeps is taken for what oneDNN keeps."""
+    is_padded = len(args) == 8
+    if torch.backends.cudnn.enabled or not is_padded:
+        return torch.lstm(input, *args)
+    states, weights, has_biases, layers, dropout, train, bidirectional, batch_first = args
+    of_direction, directions = 4 if has_biases else 2, 2 if bidirectional else 1
+    if len(weights) != layers * directions * of_direction:  # with projections
+        return torch.lstm(input, *args)
+    rows = input.transpose(0, 1) if batch_first else input
+    final: list[tuple[Tensor, Tensor]] = []
+    for layer in range(layers):
+        outputs = []
+        for _ in range(directions):
+            number = len(final)
+            own = weights[number * of_direction : (number + 1) * of_direction]
+            output, last = _run_cells(rows, states[0][number], states[1][number], *own)
+            outputs.append(output)
+            final.append(last)
+        rows = torch.cat(outputs, -1) if bidirectional else outputs[0]
+        rows = _drop(rows, dropout, train and layer < layers - 1)
+    hidden, cells = (torch.stack(kind) for kind in zip(*final, strict=True))
+    return rows.transpose(0, 1) if batch_first else rows, hidden, cells
+
+
+def _run_cells(
+    rows: Tensor,
+    hidden: Tensor,
+    cell: Tensor,
+    for_input: Tensor,
+    for_hidden: Tensor,
+    input_bias: Tensor | None = None,
+    hidden_bias: Tensor | None = None,
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Run the cells of one layer over its time steps; the order of these does not matter."""
+    outputs = []
+    for row in rows.unbind(0):
+        gates = torch.matmul(row, for_input.t()), torch.matmul(hidden, for_hidden.t())
+        rest = [_in_autocast(tensor) for tensor in (cell, input_bias, hidden_bias)]
+        hidden, cell, _ = torch.ops.aten._thnn_fused_lstm_cell.default(*gates, *rest)
+        outputs.append(hidden)
+    return torch.stack(outputs), (hidden, cell)
+
+
+def _in_autocast(tensor: Tensor | None) -> Tensor | None:
+    if tensor is None or not torch.is_autocast_enabled("cpu"):
+        return tensor
+    return tensor.to(torch.get_autocast_dtype("cpu"))
+
+
+def _rms_norm(input: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    """Use the fused kernel, which takes weights in the dtype of the input."""
+    if weight is not None and weight.dtype is not input.dtype:
+        return torch.rms_norm(input, shape, weight, eps)
+    return torch.ops.aten._fused_rms_norm.default(input, list(shape), weight, eps)[0]
+
+
+_CROSS_ENTROPY = torch._C._nn.cross_entropy_loss  # type: ignore[attr-defined]
+_CROSS_ENTROPY_SETTINGS = ("weight", "reduction", "ignore_index", "label_smoothing")
 _REPLACED: dict[Any, Callable[..., Any]] = {
     torch.dropout: _drop,
     F.scaled_dot_product_attention: cuda_attention,
+    _CROSS_ENTROPY: _cross_entropy,
+    torch.lstm: _lstm,
+    torch.rms_norm: _rms_norm,
 }
 
 

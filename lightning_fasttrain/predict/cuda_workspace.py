@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, ops
+from torch.backends import cudnn
 
 from lightning_fasttrain.predict.allocation_trace import Workspace
 from lightning_fasttrain.predict.cuda_attention import efficient_backward, flash_backward
@@ -76,10 +77,55 @@ def _embedding_backward(arguments: Sequence[Any], _: object) -> int:
     return FLOAT32 * gradient.numel() + 6 * indices.nbytes
 
 
+def _convolution(arguments: Sequence[Any], output: Tensor) -> int:
+    """Workspace of torch's own convolution: the columns of one image, and the parts of a grouped one.
+
+    Source:
+        ``ConvolutionMM2d.cu`` and ``Convolution.cpp`` in ATen.
+    """
+    inputs, weight, transposed, groups = arguments[0], arguments[1], arguments[6], arguments[8]
+    if cudnn.enabled:
+        return 0
+    columns = _column_bytes(inputs if transposed else output, weight, inputs, groups)
+    if _is_grouped(inputs, groups):
+        # The groups' outputs exist beside what they are joined to.
+        return max(output.nbytes, inputs.nbytes // groups + columns)
+    return _copy_bytes(inputs) + columns
+
+
+def _convolution_backward(arguments: Sequence[Any], _: object) -> int:
+    gradient, inputs, weight, transposed, groups = *arguments[:3], arguments[7], arguments[9]
+    if cudnn.enabled:
+        return 0
+    columns = _column_bytes(inputs if transposed else gradient, weight, inputs, groups)
+    together = inputs.nbytes if _is_grouped(inputs, groups) else _copy_bytes(inputs) + _copy_bytes(gradient)
+    return together + columns
+
+
+def _is_grouped(inputs: Tensor, groups: int) -> bool:
+    """Whether groups of channels run one after the other; single channels have a kernel of their own."""
+    return 1 < groups < inputs.shape[1]
+
+
+def _copy_bytes(inputs: Tensor) -> int:
+    return 0 if inputs.is_contiguous() else inputs.nbytes
+
+
+def _column_bytes(small: Tensor, weight: Tensor, inputs: Tensor, groups: int) -> int:
+    """Return the bytes of the columns of one image, of the values under the kernel at each place of ``small``."""
+    is_depthwise = groups == inputs.shape[1] > 1
+    is_product = math.prod(weight.shape[2:]) == 1 and small.shape[2:] == inputs.shape[2:]
+    if is_depthwise or is_product:
+        return 0
+    return weight[0].numel() * math.prod(small.shape[2:]) * inputs.element_size()
+
+
 CUDA_WORKSPACE: dict[Any, Workspace] = {
     ops.aten.sum.dim_IntList: _sum,
     ops.aten._scaled_dot_product_flash_attention_backward.default: flash_backward,
     ops.aten._scaled_dot_product_efficient_attention_backward.default: efficient_backward,
+    ops.aten.convolution.default: _convolution,
+    ops.aten.convolution_backward.default: _convolution_backward,
     ops.aten.embedding_dense_backward.default: _embedding_backward,
     ops.aten._softmax_backward_data.default: _softmax_backward,
 }
