@@ -12,6 +12,7 @@ from torch.backends import cudnn
 
 from lightning_fasttrain.predict.allocation_trace import Workspace
 from lightning_fasttrain.predict.cuda_attention import efficient_backward, flash_backward
+from lightning_fasttrain.predict.kernel_workspace import softmax_copies
 
 PROCESSORS, THREADS = 132, 2048  # of an H100 or H200: streaming multiprocessors, and resident threads of each
 VECTOR = 4  # adjacent columns that a thread sums up
@@ -61,8 +62,8 @@ def _block(columns: int, rows: int) -> tuple[int, int]:
     return min(wide, most // height), height
 
 
-def _softmax_backward(arguments: Sequence[Any], _: object) -> int:
-    return arguments[0].nbytes
+def _softmax_backward(arguments: Sequence[Any], result: object) -> int:
+    return arguments[0].nbytes + softmax_copies(arguments, result)
 
 
 def _embedding_backward(arguments: Sequence[Any], _: object) -> int:
@@ -128,4 +129,5 @@ CUDA_WORKSPACE: dict[Any, Workspace] = {
     ops.aten.convolution_backward.default: _convolution_backward,
     ops.aten.embedding_dense_backward.default: _embedding_backward,
     ops.aten._softmax_backward_data.default: _softmax_backward,
+    ops.aten._log_softmax_backward_data.default: softmax_copies,
 }

@@ -23,15 +23,15 @@ class AssumedNumbers(TorchDispatchMode):
     Args:
         truth: the value returned for booleans.
         number: the value returned for integers; for floats it is 1.
-        selects_all: whether a mask selects all elements, the upper bound, or one.
+        selected: number of elements that a mask selects; None means all.
 
     Attributes:
         assumed: number of assumed values.
     """
 
-    def __init__(self, truth: bool, number: int = 1, selects_all: bool = True) -> None:
+    def __init__(self, truth: bool, number: int = 1, selected: int | None = None) -> None:
         super().__init__()
-        self.truth, self.number, self.selects_all = truth, number, selects_all
+        self.truth, self.number, self.selected = truth, number, selected
         self.assumed = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -62,7 +62,7 @@ class AssumedNumbers(TorchDispatchMode):
 
     def count(self, candidates: int) -> int:
         """Return how many of so many elements are selected."""
-        return candidates if self.selects_all else min(candidates, 1)
+        return candidates if self.selected is None else min(candidates, self.selected)
 
     def _index(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Index with masks: an assignment allocates as with any index, a selection has as many rows as are assumed."""
@@ -92,19 +92,14 @@ class AssumedArrays(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in (Tensor.numpy, Tensor.__array__, Tensor.tolist):
+        if func in (Tensor.numpy, Tensor.__array__):
             self.numbers.assumed += 1
-            array = _fill_array(args[0], self.numbers.value(args[0].dtype))
-            return array.tolist() if func is Tensor.tolist else array
+            value, dtype = self.numbers.value(args[0].dtype), str(args[0].dtype).removeprefix("torch.")
+            return numpy.full(tuple(args[0].shape), value, dtype)
         if func in (F.ctc_loss, torch.ctc_loss):
             self.numbers.assumed += 1
             return _ctc_loss(*args, **kwargs)
         return func(*args, **kwargs)
-
-
-def _fill_array(tensor: Tensor, value: float) -> Any:
-    dtype = torch.empty(0, dtype=tensor.dtype, device="meta").dtype
-    return numpy.full(tuple(tensor.shape), value, dtype=str(dtype).removeprefix("torch."))
 
 
 def _ctc_loss(
@@ -138,7 +133,7 @@ class _CTCLoss(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, *_: Tensor) -> tuple[Tensor, None]:
         log_probs, alpha = context.saved_tensors
-        gradient = torch.empty_like(log_probs)
+        gradient = torch.empty_like(log_probs, memory_format=torch.contiguous_format)
         torch.empty_like(alpha)
         return gradient, None
 

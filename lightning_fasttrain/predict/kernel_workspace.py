@@ -92,6 +92,11 @@ def _in_blocks(channels: int) -> int:
     return -(-channels // BLOCK) * BLOCK
 
 
+def softmax_copies(arguments: Sequence[Any], _: object) -> int:
+    """Return the bytes of contiguous copies that the backward of (log-)softmax makes, on every device."""
+    return sum(tensor.nbytes for tensor in arguments[:2] if not tensor.is_contiguous())
+
+
 def _batch_norm_backward(arguments: Sequence[Any], _: object) -> int:
     return arguments[1].nbytes
 
@@ -116,6 +121,8 @@ CPU_WORKSPACE: dict[Any, Workspace] = {
     ops.aten.convolution.default: _convolution,
     ops.aten.convolution_backward.default: _convolution_backward,
     ops.aten.native_batch_norm_backward.default: _batch_norm_backward,
+    ops.aten._softmax_backward_data.default: softmax_copies,
+    ops.aten._log_softmax_backward_data.default: softmax_copies,
     ops.aten.mkldnn_rnn_layer.default: _lstm,
     ops.aten.mkldnn_rnn_layer_backward.default: _lstm_backward,
 }

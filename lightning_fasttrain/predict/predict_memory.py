@@ -42,7 +42,7 @@ PRECISIONS: dict[str, Callable[[], Precision]] = {
 }
 DEVICES = ("cpu", "cuda")
 _ASSUMED = "The code reads values from tensors (.item(), masks, NumPy), which were assumed."
-_RANGE = "They decide shapes: the lower bound selects one element each time, the upper bound all."
+_RANGE = "They decide shapes: masks select nothing for the lower bound, and everything for the upper bound."
 _UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)
 
 Loss = Callable[[Any, Any], Any]
@@ -115,8 +115,8 @@ def predict_memory(
     surgeons = _ask(techniques, planned)
     granule, workspace = (GRANULE, CUDA_WORKSPACE) if on_cuda else (1, CPU_WORKSPACE)
 
-    def run(truth: bool, number: int, selects_all: bool) -> MemoryReport:
-        trace = AllocationTrace(granule, workspace, KEPT, truth=truth, number=number, selects_all=selects_all)
+    def run(truth: bool, number: int, selected: int | None) -> MemoryReport:
+        trace = AllocationTrace(granule, workspace, KEPT, truth=truth, number=number, selected=selected)
         try:
             with isolate_rng(include_cuda=False), explaining_errors():
                 since = _trace_steps(trace, module, batch, loss, optimizer, surgeons, planned)
@@ -130,10 +130,10 @@ def predict_memory(
 
     # An integer that is read from a tensor is taken for the longest axis of the batch.
     longest = find_longest_axis(batch)
-    most = _run_first(run, [(True, longest, True), (False, longest, True), (True, 1, True), (False, 1, True)])
+    most = _run_first(run, [(True, longest, None), (False, longest, None), (True, 1, None), (False, 1, None)])
     if _ASSUMED not in most.notes:
         return most
-    least = _run_first(run, [(True, 1, False), (False, 1, False)])
+    least = _run_first(run, [(True, 1, 0), (False, 1, 0), (True, 1, 1), (False, 1, 1)])
     return join_range(least, most, _RANGE)
 
 
@@ -141,7 +141,7 @@ class _FailedOnAssumedValues(Exception):
     """The code raised an error after a value was assumed, which may be the reason."""
 
 
-def _run_first(run: Callable[..., MemoryReport], assumptions: Sequence[tuple[bool, int, bool]]) -> MemoryReport:
+def _run_first(run: Callable[..., MemoryReport], assumptions: Sequence[tuple[bool, int, int | None]]) -> MemoryReport:
     """Run with the first of ``assumptions`` for which the code raises no error."""
     failure: BaseException | None = None
     for assumption in assumptions:
