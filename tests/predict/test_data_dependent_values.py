@@ -114,9 +114,7 @@ def test_a_matching_outside_of_torch_is_predicted(device):
     report = predict(Matched(), batch, lambda net, batch: net(*batch), device)
     assert report.peaks["temporaries"] >= ROWS * 100 * ROWS * 10 * 4
     if device == "cpu":
-        assert report.peak_bytes == pytest.approx(
-            measure(Matched(), batch, lambda net, batch: net(*batch)), rel=0.03
-        )
+        assert report.peak_bytes == pytest.approx(measure(Matched(), batch, lambda net, batch: net(*batch)), rel=0.03)
 
 
 def test_unique_values_are_predicted():
