@@ -64,6 +64,7 @@ WAYS = {
     "all three": Way(True, 4, "bf16-mixed"),
     "lean": Way(True, 4, "bf16-mixed", releases=True),
 }
+NO_GPU = "no GPU: the caching allocator of torch's CUDA build on a driver whose kernels compute nothing"
 WAYS_ON_CPU = ("plain", "checkpointing", "micro-batches ×4", "bf16-mixed", "all three")
 WAYS_ON_CUDA = ("plain", "bf16-mixed", "checkpointing", "micro-batches ×4", "lean")
 
@@ -76,6 +77,12 @@ def find_specimens(options):
     if options.cuda:
         return {name: specimen for name, specimen in families(SIZE_ON_CUDA).items() if name in KINDS_ON_CUDA}
     return {name: specimen for name, specimen in families().items() if name not in MODELS}
+
+
+def find_device():
+    """The name of the GPU, or that it is none: a driver may pretend to be one."""
+    computes = torch.ones(3, device="cuda").add(1).sum().item() == 6
+    return torch.cuda.get_device_name() if computes else NO_GPU
 
 
 def predict(specimen, device, way):
@@ -149,9 +156,13 @@ def main():
     if options.cuda:
         torch.backends.cudnn.enabled = False
         torch.backends.cuda.enable_cudnn_sdp(False)
+    name = find_device() if options.cuda else "cpu"
+    machine = hardware()
+    if name == NO_GPU:
+        machine |= {"gpu": None, "gpu_memory_gib": None}
     about = {
-        "device": torch.cuda.get_device_name() if options.cuda else "cpu",
-        "hardware": hardware(),
+        "device": name,
+        "hardware": machine,
         "versions": versions(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": without_paths(shlex.join(["python", "examples/memory_prediction.py", *sys.argv[1:]])),

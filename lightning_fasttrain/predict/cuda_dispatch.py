@@ -2,7 +2,7 @@
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ _BY_DTYPE = "prod softmax log_softmax cumprod cumsum linalg_vector_norm linalg_m
 _PLACES: tuple[Any, ...] = (torch, Tensor, torch._C._nn, torch._C._linalg)  # type: ignore[attr-defined]
 
 
-def _find_functions(names: list[str]) -> set[Any]:
+def _find_functions(names: Sequence[str]) -> set[Any]:
     return {getattr(place, name) for place in _PLACES for name in names if hasattr(place, name)}
 
 

@@ -67,10 +67,15 @@ def predict_memory(
     therefore be predicted, in seconds.
 
     All tensors are counted, including the batch, as :class:`~lightning_fasttrain.run.PeakMemory` would measure them.
-    Not counted are memory of the process and the CUDA context, fragmentation, and most workspace of kernels. Included
-    are workspaces of convolutions, BatchNorm and LSTMs on the CPU; and on CUDA one cuBLAS workspace, sums over rows,
-    and attention, but not cuDNN's. Code is run eagerly: for :class:`~lightning_fasttrain.CompileBlocks` the result is
-    an upper bound.
+    Included are workspaces of convolutions, BatchNorm and LSTMs on the CPU; and on CUDA one cuBLAS workspace, those of
+    sums over rows, attention, embeddings and, where cuDNN is switched off, convolutions, and the blocks of the caching
+    allocator, whose fragmentation is in ``reserved_bytes``. Not counted are memory of the process and the CUDA context,
+    and the workspace of cuDNN. Code is run eagerly: for :class:`~lightning_fasttrain.CompileBlocks` the result is an
+    upper bound.
+
+    Values read from tensors are unknown. Where they decide shapes, as lengths and masks do, the peak is a range:
+    ``least_bytes`` where masks select nothing, ``peak_bytes`` where they select everything and a length is the longest
+    axis of the batch.
 
     Args:
         module: a function that builds the model, such as ``lambda: Net(...)``, or an existing model, which is neither
@@ -88,8 +93,8 @@ def predict_memory(
 
     Raises:
         TypeError: no model, no loss, no optimizer, or a model that cannot be copied.
-        ValueError: an unknown precision or device, conflicting techniques, manual optimization, or code with shapes
-            that depend on tensor values.
+        ValueError: an unknown precision or device, conflicting techniques, manual optimization, or code that fails
+            with every value that is assumed.
 
     Example:
         >>> report = predict_memory(
@@ -103,9 +108,9 @@ def predict_memory(
         (20000004, 'forward', 4000000)
 
     Source:
-        Ours, on torch's fake tensors. ``examples/memory_prediction.py`` compares it with
-        :class:`~lightning_fasttrain.run.PeakMemory` on the CPU. Differences on CUDA follow PyTorch's documentation and
-        sources; a test for machines with a GPU compares it with the caching allocator.
+        Ours, on torch's fake tensors; what differs on CUDA follows PyTorch's sources. The example
+        ``memory_prediction.py`` compares it with :class:`~lightning_fasttrain.run.PeakMemory` on the CPU and with the
+        caching allocator.
     """
     one_of("precision", precision, tuple(PRECISIONS))
     one_of("device", device, DEVICES)
