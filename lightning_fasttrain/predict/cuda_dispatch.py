@@ -100,7 +100,8 @@ def _lstm(input: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     if torch.backends.cudnn.enabled or not is_padded:
         return torch.lstm(input, *args)
     states, weights, has_biases, layers, dropout, train, bidirectional, batch_first = args
-    of_direction, directions = 4 if has_biases else 2, 2 if bidirectional else 1
+    of_direction = 4 if has_biases else 2
+    directions = 1 + int(bidirectional)
     if len(weights) != layers * directions * of_direction:  # with projections
         return torch.lstm(input, *args)
     rows = input.transpose(0, 1) if batch_first else input
