@@ -1,161 +1,201 @@
 """Models of other families than the reference models, from Hugging Face and by hand, each with a batch."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import small_nets
 import torch
 import torch.nn.functional as F
 import transformers as hf
 from reference_models import Supervised
-from torch import nn
 
 from lightning_fasttrain.bench.gpt import Specimen
 
-BATCH, LENGTH, WORDS, WIDTH = 8, 128, 4096, 128
-LAYERED = {"hidden_size": WIDTH, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 4 * WIDTH}
+
+@dataclass(frozen=True)
+class Size:
+    """How large the models and their batches are."""
+
+    batch: int = 8
+    length: int = 128
+    words: int = 4096
+    width: int = 128
+    pixels: int = 64
+
+    @property
+    def layered(self) -> dict[str, int]:
+        shape = {"hidden_size": self.width, "num_hidden_layers": 4, "num_attention_heads": 4}
+        return {**shape, "intermediate_size": 4 * self.width}
+
+    @property
+    def halves(self) -> dict[str, int]:
+        """Encoder and decoder, in the words of BART and Whisper."""
+        settings = {"d_model": self.width, "encoder_layers": 2, "decoder_layers": 2, "vocab_size": self.words}
+        for half in ("encoder", "decoder"):
+            settings |= {f"{half}_attention_heads": 4, f"{half}_ffn_dim": 4 * self.width}
+        return settings
+
+    def tokens(self, *shape: int) -> torch.Tensor:
+        return torch.randint(3, self.words, shape or (self.batch, self.length))
+
+    def classes(self, *shape: int) -> torch.Tensor:
+        return torch.randint(10, (self.batch, *shape))
+
+    def images(self) -> torch.Tensor:
+        return torch.randn(self.batch, 3, self.pixels, self.pixels)
+
+    def of_text(self) -> dict[str, torch.Tensor]:
+        ids = self.tokens()
+        return {"input_ids": ids, "labels": ids}
+
+    def of_short_text(self) -> dict[str, torch.Tensor]:
+        ids = self.tokens(self.batch, self.length // 4)
+        return {"input_ids": ids, "labels": ids}
+
+    def of_pairs(self) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.tokens(), "labels": self.tokens()}
+
+    def of_speech(self) -> dict[str, torch.Tensor]:
+        return {"input_features": torch.randn(self.batch, 80, 2 * self.length), "labels": self.tokens()}
+
+    def of_sound(self) -> dict[str, torch.Tensor]:
+        return {"input_values": torch.randn(self.batch, 320 * self.length), "labels": self.tokens(self.batch, 16) % 32}
+
+    def of_images(self) -> dict[str, torch.Tensor]:
+        return {"pixel_values": self.images(), "labels": self.classes()}
+
+    def of_masks(self) -> dict[str, torch.Tensor]:
+        return {"pixel_values": self.images(), "labels": self.classes(self.pixels, self.pixels)}
+
+    def of_noise(self) -> dict[str, torch.Tensor]:
+        return {"pixels": self.images(), "time": torch.rand(self.batch, 1)}
 
 
-def tokens(*shape, most=WORDS):
-    return torch.randint(3, most, shape)
+SMALL = Size()
+# Large enough that a card's memory is theirs, and not the workspace of its libraries.
+SIZE_ON_CUDA = Size(length=512, words=16_384, width=512, pixels=224)
 
 
-def of_text():
-    ids = tokens(BATCH, LENGTH)
-    return {"input_ids": ids, "labels": ids}
+def families(size: Size = SMALL) -> dict[str, Specimen]:
+    """The models of this size by name, each with the function that makes a batch for it."""
+    layered, words, width = size.layered, size.words, size.width
+    shared_keys = {**layered, "num_key_value_heads": 2, "vocab_size": words}
+    return {
+        "GPT-2": hugging_face("GPT2LMHeadModel", size.of_text, n_embd=width, n_layer=4, n_head=4, vocab_size=words),
+        "Llama": hugging_face("LlamaForCausalLM", size.of_text, **shared_keys),
+        "Qwen3": hugging_face("Qwen3ForCausalLM", size.of_text, **shared_keys, head_dim=width // 4),
+        "Mixtral": hugging_face("MixtralForCausalLM", size.of_text, **shared_keys),
+        "biased attention": by_hand(
+            lambda: small_nets.BiasedAttention(words, width, size.length), size.of_text, classify
+        ),
+        "BERT": hugging_face("BertForMaskedLM", size.of_text, **layered, vocab_size=words),
+        "ModernBERT": hugging_face("ModernBertForMaskedLM", size.of_text, **layered, vocab_size=words, pad_token_id=0),
+        "Mamba": hugging_face(
+            "MambaForCausalLM", size.of_short_text, hidden_size=width, num_hidden_layers=2, vocab_size=words
+        ),
+        "BART": hugging_face("BartForConditionalGeneration", size.of_pairs, **size.halves),
+        "T5": hugging_face(
+            "T5ForConditionalGeneration",
+            size.of_pairs,
+            d_model=width,
+            num_layers=2,
+            num_heads=4,
+            vocab_size=words,
+            decoder_start_token_id=0,
+        ),
+        "Whisper": hugging_face(
+            "WhisperForConditionalGeneration",
+            size.of_speech,
+            **size.halves,
+            max_source_positions=size.length,
+            max_target_positions=max(size.length, 448),
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            decoder_start_token_id=1,
+        ),
+        "wav2vec2": hugging_face(
+            "Wav2Vec2ForCTC", size.of_sound, **layered, vocab_size=32, **SOUND, conv_dim=(width // 2,) * 7
+        ),
+        "ViT": hugging_face("ViTForImageClassification", size.of_images, **layered, image_size=size.pixels),
+        "Swin": hugging_face(
+            "SwinForImageClassification",
+            size.of_images,
+            image_size=size.pixels,
+            embed_dim=48,
+            depths=[2, 2],
+            num_heads=[3, 6],
+            window_size=4,
+        ),
+        "ConvNeXt": hugging_face("ConvNextForImageClassification", size.of_images, **STAGES),
+        "ConvNeXtV2": hugging_face("ConvNextV2ForImageClassification", size.of_images, **STAGES),
+        "EfficientNet": hugging_face(
+            "EfficientNetForImageClassification",
+            size.of_images,
+            width_coefficient=1.0,
+            depth_coefficient=1.0,
+            hidden_dim=1280,
+        ),
+        "SegFormer": hugging_face("SegformerForSemanticSegmentation", size.of_masks),
+        "U-Net": by_hand(small_nets.UNet, size.of_masks, classify),
+        "diffusion": by_hand(lambda: small_nets.DiffusionUNet(width // 4), size.of_noise, denoise),
+        "LSTM": by_hand(lambda: small_nets.Recurrent(words, width), size.of_text, classify),
+    }
 
 
-def of_pairs():
-    return {"input_ids": tokens(BATCH, LENGTH), "labels": tokens(BATCH, LENGTH)}
+# Those that the table of CUDA has: one of each kind of kernels.
+KINDS_ON_CUDA = (
+    "GPT-2",
+    "Llama",
+    "biased attention",
+    "T5",
+    "BERT",
+    "ModernBERT",
+    "Mixtral",
+    "Mamba",
+    "ViT",
+    "ConvNeXtV2",
+    "SegFormer",
+    "EfficientNet",
+    "Whisper",
+    "wav2vec2",
+    "diffusion",
+    "LSTM",
+)
+SOUND = {"layerdrop": 0.0}  # or the memory is another in each step
+STAGES: dict[str, Any] = {"hidden_sizes": [32, 64, 128, 256], "depths": [2, 2, 2, 2]}
 
 
-def of_speech():
-    return {"input_features": torch.randn(BATCH, 80, 256), "labels": tokens(BATCH, LENGTH)}
+def hugging_face(kind: str, batch: Callable[[], Any], **settings: Any) -> Specimen:
+    """A model of transformers with random weights, which computes its own loss."""
+
+    def module() -> Supervised:
+        model_class = getattr(hf, kind)
+        images = {"num_labels": 10} if "Classification" in kind or "Segmentation" in kind else {}
+        config = model_class.config_class(**settings, **images)
+        config.use_cache = False
+        return Supervised(model_class(config).train(), own_loss)
+
+    return Specimen(module, batch)
 
 
-def of_images():
-    return {"pixel_values": torch.randn(BATCH, 3, 64, 64), "labels": tokens(BATCH, most=10)}
-
-
-def of_masks():
-    return {"pixel_values": torch.randn(BATCH, 3, 64, 64), "labels": tokens(BATCH, 64, 64, most=10)}
+def by_hand(make: Callable[[], torch.nn.Module], batch: Callable[[], Any], loss: Callable[..., Any]) -> Specimen:
+    return Specimen(lambda: Supervised(make(), loss), batch)
 
 
 def own_loss(net, batch):
     return net(**batch).loss
 
 
-def hugging_face(kind, config, batch, **settings):
-    def module():
-        made = getattr(hf, config)(**settings)
-        made.use_cache = False
-        return Supervised(getattr(hf, kind)(made), own_loss)
-
-    return Specimen(module, batch)
+def classify(net, batch):
+    inputs, labels = batch.values()
+    logits = net(inputs)
+    classes_last = logits.movedim(1, -1) if logits.ndim == 4 else logits
+    return F.cross_entropy(classes_last.flatten(0, -2), labels.flatten())
 
 
-class Recurrent(nn.Module):
-    """An LSTM of two layers that reads words."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(WORDS, WIDTH)
-        self.lstm = nn.LSTM(WIDTH, 2 * WIDTH, 2, batch_first=True)
-        self.head = nn.Linear(2 * WIDTH, WORDS)
-
-    def forward(self, ids):
-        return self.head(self.lstm(self.embed(ids))[0])
-
-
-class UNet(nn.Module):
-    """Two levels down, two up, and what is passed across."""
-
-    def __init__(self, width=32):
-        super().__init__()
-        self.enter = nn.Conv2d(3, width, 3, padding=1)
-        self.down = nn.ModuleList([self.level(width, 2 * width), self.level(2 * width, 4 * width)])
-        self.up = nn.ModuleList([self.level(6 * width, 2 * width), self.level(3 * width, width)])
-        self.leave = nn.Conv2d(width, 10, 1)
-
-    @staticmethod
-    def level(before, after):
-        first, second = nn.Conv2d(before, after, 3, padding=1), nn.Conv2d(after, after, 3, padding=1)
-        return nn.Sequential(first, nn.GroupNorm(8, after), nn.SiLU(), second, nn.GroupNorm(8, after), nn.SiLU())
-
-    def forward(self, x):
-        passed = [self.enter(x)]
-        for level in self.down:
-            passed.append(level(F.avg_pool2d(passed[-1], 2)))
-        x = passed.pop()
-        for level in self.up:
-            x = level(torch.cat([F.interpolate(x, scale_factor=2.0), passed.pop()], dim=1))
-        return self.leave(x)
-
-
-def by_hand(make, batch):
-    def loss(net, parts):
-        inputs, labels = parts.values()
-        logits = net(inputs)
-        classes_last = logits.movedim(1, -1) if logits.ndim == 4 else logits
-        return F.cross_entropy(classes_last.flatten(0, -2), labels.flatten())
-
-    return Specimen(lambda: Supervised(make(), loss), batch)
-
-
-HALVES = {"d_model": WIDTH, "encoder_layers": 2, "decoder_layers": 2, "vocab_size": WORDS} | {
-    f"{half}_{what}": size
-    for half in ("encoder", "decoder")
-    for what, size in (("attention_heads", 4), ("ffn_dim", 4 * WIDTH))
-}
-FAMILIES = {
-    "GPT-2": hugging_face(
-        "GPT2LMHeadModel", "GPT2Config", of_text, n_embd=WIDTH, n_layer=4, n_head=4, vocab_size=WORDS
-    ),
-    "Qwen3": hugging_face(
-        "Qwen3ForCausalLM", "Qwen3Config", of_text, **LAYERED, num_key_value_heads=2, head_dim=32, vocab_size=WORDS
-    ),
-    "Mixtral": hugging_face(
-        "MixtralForCausalLM", "MixtralConfig", of_text, **LAYERED, num_key_value_heads=2, vocab_size=WORDS
-    ),
-    "BART": hugging_face("BartForConditionalGeneration", "BartConfig", of_pairs, **HALVES),
-    "T5": hugging_face(
-        "T5ForConditionalGeneration",
-        "T5Config",
-        of_pairs,
-        d_model=WIDTH,
-        num_layers=2,
-        num_heads=4,
-        vocab_size=WORDS,
-        decoder_start_token_id=0,
-    ),
-    "Whisper": hugging_face(
-        "WhisperForConditionalGeneration",
-        "WhisperConfig",
-        of_speech,
-        **HALVES,
-        max_source_positions=128,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        decoder_start_token_id=1,
-    ),
-    "ViT": hugging_face("ViTForImageClassification", "ViTConfig", of_images, **LAYERED, image_size=64, num_labels=10),
-    "Swin": hugging_face(
-        "SwinForImageClassification",
-        "SwinConfig",
-        of_images,
-        image_size=64,
-        embed_dim=48,
-        depths=[2, 2],
-        num_heads=[3, 6],
-        window_size=4,
-        num_labels=10,
-    ),
-    "ConvNeXt": hugging_face(
-        "ConvNextForImageClassification",
-        "ConvNextConfig",
-        of_images,
-        hidden_sizes=[32, 64, 128, 256],
-        depths=[2, 2, 2, 2],
-        num_labels=10,
-    ),
-    "SegFormer": hugging_face("SegformerForSemanticSegmentation", "SegformerConfig", of_masks, num_labels=10),
-    "U-Net": by_hand(UNet, of_masks),
-    "LSTM": by_hand(Recurrent, of_text),
-}
+def denoise(net, batch):
+    pixels, time = batch.values()
+    noise = torch.randn_like(pixels)
+    return F.mse_loss(net(pixels + noise * time[..., None, None], time), noise)

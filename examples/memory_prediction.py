@@ -1,9 +1,10 @@
 """How well the predicted peak memory of a training step agrees with the measured one, on the CPU or on CUDA.
 
-    python examples/memory_prediction.py [--families] [--models "GPT nano,ResNet"] [--device cpu] [--out RESULTS.json]
+    python examples/memory_prediction.py [--families | --cuda] [--models "GPT nano,ResNet"] [--out RESULTS.json]
 
-Without more it is the six reference models; with ``--families`` twelve of other kinds, which need the extra finetune.
-Where there is a GPU it is two larger models there, held against the allocator's own count.
+Without more it is the six reference models on the CPU; with ``--families`` models of other kinds, which need the extra
+finetune. With ``--cuda`` it is larger models of 16 kinds, held against the caching allocator's own count and without
+cuDNN, whose workspace is not predicted. The results name the device.
 
 The prediction runs on tensors without memory, from the function that builds the model; the measurement is of the
 third step of the same training, by PeakMemory. The last line is the largest error of all.
@@ -14,6 +15,7 @@ import gc
 import json
 import shlex
 import sys
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -34,54 +36,102 @@ MODELS = {
     "ResNet": reference_models.resnet(),
     "uneven blocks": reference_models.uneven(),
 }
-# Large enough that a card's memory is theirs, and not the work space of its libraries.
-ON_CUDA = {
-    "GPT-2 small": reference_models.gpt("gpt2-small", batch=8),
-    "large Llama": reference_models.llama(layers=12, width=1024, batch=8, length=1024, vocabulary=32_000),
-}
-# name → (checkpointing, micro-batches, precision)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to train a model."""
+
+    checkpointing: bool = False
+    parts: int = 1
+    precision: str = "32-true"
+    releases: bool = False
+
+    def techniques(self):
+        techniques = [ft.MicroBatching(self.parts)]
+        if self.checkpointing:
+            techniques.append(ft.ActivationCheckpointing())
+        if self.releases:
+            techniques.append(ft.EagerGradientRelease())
+        return techniques
+
+
 WAYS = {
-    "plain": (False, 1, "32-true"),
-    "checkpointing": (True, 1, "32-true"),
-    "micro-batches ×4": (False, 4, "32-true"),
-    "bf16-mixed": (False, 1, "bf16-mixed"),
-    "all three": (True, 4, "bf16-mixed"),
+    "plain": Way(),
+    "checkpointing": Way(checkpointing=True),
+    "micro-batches ×4": Way(parts=4),
+    "bf16-mixed": Way(precision="bf16-mixed"),
+    "all three": Way(True, 4, "bf16-mixed"),
+    "lean": Way(True, 4, "bf16-mixed", releases=True),
 }
+NO_GPU = "no GPU: the caching allocator of torch's CUDA build on a driver whose kernels compute nothing"
+WAYS_ON_CPU = ("plain", "checkpointing", "micro-batches ×4", "bf16-mixed", "all three")
+WAYS_ON_CUDA = ("plain", "bf16-mixed", "checkpointing", "micro-batches ×4", "lean")
 
 
-def predicted_bytes(specimen, device, checkpointing, parts, precision):
-    techniques = [ft.MicroBatching(parts), *([ft.ActivationCheckpointing()] if checkpointing else [])]
-    report = ft.predict_memory(
-        specimen.module, specimen.batch(), techniques=techniques, precision=precision, device=device
+def find_specimens(options):
+    if not (options.families or options.cuda):
+        return MODELS
+    from families import KINDS_ON_CUDA, SIZE_ON_CUDA, families
+
+    if options.cuda:
+        return {name: specimen for name, specimen in families(SIZE_ON_CUDA).items() if name in KINDS_ON_CUDA}
+    return {name: specimen for name, specimen in families().items() if name not in MODELS}
+
+
+def find_device():
+    """The name of the GPU, or that it is none: a driver may pretend to be one."""
+    computes = torch.ones(3, device="cuda").add(1).sum().item() == 6
+    return torch.cuda.get_device_name() if computes else NO_GPU
+
+
+def predict(specimen, device, way):
+    return ft.predict_memory(
+        specimen.module, specimen.batch(), techniques=way.techniques(), precision=way.precision, device=device
     )
-    return report.peak_bytes
 
 
-def measured_bytes(specimen, device, checkpointing, parts, precision):
+def measure(specimen, device, way):
+    """The peak of the third step, in bytes: of what was in use, and on CUDA of what the allocator had reserved."""
+    before = empty_cache(device)
     module, batch = specimen.module().to(device), move_data_to_device(specimen.batch(), device)
-    if checkpointing:
+    if way.checkpointing:
         ft.checkpoint_activations_(module)
     optimizer = module.configure_optimizers()
 
     def loss_of(part):
-        with torch.autocast(device, torch.bfloat16, enabled=precision == "bf16-mixed", cache_enabled=False):
+        with torch.autocast(device, torch.bfloat16, enabled=way.precision == "bf16-mixed", cache_enabled=False):
             return module.loss(part)
 
     def step():  # as the Trainer does it: gradients of the last step live through the forward of an unsplit batch
-        if parts == 1:
+        if way.parts == 1:
             loss = loss_of(batch)
             optimizer.zero_grad()
             loss.backward()
         else:
             optimizer.zero_grad()
-            ft.accumulate_gradients(loss_of, batch, parts)
+            # Memory is the same with every weight, and a split that need not be exact can have all of these models.
+            ft.accumulate_gradients(loss_of, batch, way.parts, count="samples", check=False, trim_padding=False)
         optimizer.step()
+        if way.releases:
+            ft.optim.release_gradients_(module.parameters())
 
     step()
     step()
     with ft.run.PeakMemory(device, module, optimizer, batch) as peak:
         step()
-    return peak.peak_bytes
+    reserved = torch.cuda.max_memory_reserved() if device == "cuda" else 0
+    return peak.peak_bytes - before, reserved
+
+
+def empty_cache(device):
+    """Give back what an earlier model has left, the workspace of cuBLAS too; return the bytes that are still there."""
+    gc.collect()
+    if device != "cuda":
+        return 0
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated()
 
 
 def has_blocks(specimen):
@@ -94,26 +144,33 @@ def has_blocks(specimen):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--models", help="some of them, by name; default: all")
-    parser.add_argument("--ways", default=",".join(WAYS), help="some of the ways to train them, by name; default: all")
+    parser.add_argument("--ways", help="some of the ways to train them, by name; default: all")
     parser.add_argument("--families", action="store_true", help="models of other families")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda or cpu")
+    parser.add_argument("--cuda", action="store_true", help="models of 16 families on a GPU")
     parser.add_argument("--out", type=Path, help="a JSON file for the figures")
     options = parser.parse_args()
-    specimens, chosen = MODELS | ON_CUDA, ON_CUDA if options.device == "cuda" else MODELS
-    if options.families:
-        from families import FAMILIES
-
-        specimens = chosen = FAMILIES
+    device = "cuda" if options.cuda else "cpu"
+    specimens = find_specimens(options)
+    chosen = options.models.split(",") if options.models else list(specimens)
+    ways = options.ways.split(",") if options.ways else WAYS_ON_CUDA if options.cuda else WAYS_ON_CPU
+    if options.cuda:
+        torch.backends.cudnn.enabled = False
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    name = find_device() if options.cuda else "cpu"
+    machine = hardware()
+    if name == NO_GPU:
+        machine |= {"gpu": None, "gpu_memory_gib": None}
     about = {
-        "hardware": hardware(),
+        "device": name,
+        "hardware": machine,
         "versions": versions(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": without_paths(shlex.join(["python", "examples/memory_prediction.py", *sys.argv[1:]])),
     }
     rows = []
     print(f"{'MiB':<34} {'predicted':>10} {'measured':>10} {'error':>7}")
-    for model in options.models.split(",") if options.models else chosen:
-        for row in rows_of(model, specimens[model], options.ways.split(","), options.device):
+    for model in chosen:
+        for row in rows_of(model, specimens[model], ways, device):
             rows.append(row)
             largest = max(abs(error_of(row)) for row in rows)
             if options.out is not None:
@@ -125,14 +182,17 @@ def main():
 def rows_of(model, specimen, ways, device):
     """A row for each of these ways to train the model, as it is measured."""
     blocks = has_blocks(specimen)
-    for way, settings in WAYS.items():
-        if way not in ways or (settings[0] and not blocks):
+    for name in ways:
+        way = WAYS[name]
+        if way.checkpointing and not blocks:
             continue
-        predicted, measured = (of(specimen, device, *settings) for of in (predicted_bytes, measured_bytes))
-        gc.collect()  # or what is left of this one counts in the next
-        row = {"model": model, "way": way, "predicted_bytes": predicted, "measured_bytes": measured}
-        mib = f"{predicted / 2**20:>10.2f} {measured / 2**20:>10.2f}"
-        print(f"{model:<16} {way:<17} {mib} {error_of(row):>+7.1%}", flush=True)
+        report = predict(specimen, device, way)
+        measured, reserved = measure(specimen, device, way)
+        row = {"model": model, "way": name, "predicted_bytes": report.peak_bytes, "measured_bytes": measured}
+        if device == "cuda":
+            row |= {"predicted_reserved": report.reserved_bytes, "measured_reserved": reserved}
+        mib = f"{report.peak_bytes / 2**20:>10.2f} {measured / 2**20:>10.2f}"
+        print(f"{model:<16} {name:<17} {mib} {error_of(row):>+7.1%}", flush=True)
         yield row
 
 

@@ -8,6 +8,8 @@ import re
 import tomllib
 from pathlib import Path
 
+import pytest
+
 import lightning_fasttrain as ft
 from lightning_fasttrain.cli.main import main
 
@@ -75,18 +77,32 @@ def test_the_table_of_large_models_is_what_was_predicted():
         assert cells == [f"{cell:.2f}" for cell in (*found, step["optimizer state"], step["peak"])]
 
 
-def test_the_table_of_predictions_is_what_was_measured():
-    written = RESULTS.split("<!-- predictions -->\n")[1].split("\n<!-- /predictions -->")[0].splitlines()
+PREDICTED = {
+    "predictions": ("memory_prediction_cpu", "memory_prediction_families_cpu", "memory_prediction_families_avx2"),
+    "cuda predictions": ("memory_prediction_cuda",),
+}
+
+
+@pytest.mark.parametrize("table", PREDICTED)
+def test_the_tables_of_predictions_are_what_was_measured(table):
+    written = RESULTS.split(f"<!-- {table} -->\n")[1].split(f"\n<!-- /{table} -->")[0].splitlines()
     ways = [cell.strip() for cell in written[0].split("|")[2:-1]]
     cells = {
         (line.split("|")[1].strip(), way): cell.strip()
         for line in written[2:]
         for way, cell in zip(ways, line.split("|")[2:-1], strict=True)
     }
-    results = [f"memory_prediction{kind}_cpu.json" for kind in ("", "_families")]
-    rows = [row for name in results for row in json.loads((ROOT / "examples/results" / name).read_text())["rows"]]
+    files = [ROOT / "examples" / "results" / f"{name}.json" for name in PREDICTED[table]]
+    rows = [row for file in files for row in json.loads(file.read_text())["rows"]]
     found = {(r["model"], r["way"]): f"{r['predicted_bytes'] / r['measured_bytes'] - 1:+.1%}" for r in rows}
     assert {key: cell for key, cell in cells.items() if cell} == found
+
+
+def test_no_figure_of_the_allocator_alone_is_called_a_gpus():
+    measured = json.loads((ROOT / "examples" / "results" / "memory_prediction_cuda.json").read_text())
+    if measured["device"].startswith("no GPU"):
+        assert measured["hardware"]["gpu"] is None
+        assert "no GPU has computed" in RESULTS
 
 
 def test_plans_are_as_good_as_what_a_search_found(monkeypatch):

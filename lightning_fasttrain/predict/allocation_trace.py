@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_iter
 
 from lightning_fasttrain.core.messages import explain
@@ -17,6 +18,8 @@ from lightning_fasttrain.core.modules.parameters import quantized_tensors
 from lightning_fasttrain.predict.data_dependent_values import AssumedNumbers
 
 FOR_EVER = 2**62
+# References to a tensor and its storage that dispatch to Python holds, if the sum of gradients alone refers to them.
+_REFERENCES, _STORAGE_REFERENCES = 4, 2
 
 Workspace = Callable[[Sequence[Any], Any], int]
 Kept = Callable[[Sequence[Any], Any], tuple[Tensor, int]]
@@ -67,7 +70,7 @@ class AllocationTrace(AssumedNumbers):
             fake run.
         kept: operation → (arguments, result) → the tensor in the result that is larger than in a fake run, and its
             size in bytes.
-        truth: see :class:`AssumedNumbers`.
+        assume: settings of :class:`AssumedNumbers`.
 
     Attributes:
         allocations: all allocations, in order of birth.
@@ -82,9 +85,9 @@ class AllocationTrace(AssumedNumbers):
         granule: int = 1,
         workspace: Mapping[Any, Workspace] | None = None,
         kept: Mapping[Any, Kept] | None = None,
-        truth: bool = True,
+        **assume: Any,
     ) -> None:
-        super().__init__(truth)
+        super().__init__(**assume)
         self.granule = granule
         self.workspace, self.kept = workspace or {}, kept or {}
         self.allocations: list[Allocation] = []
@@ -107,6 +110,8 @@ class AllocationTrace(AssumedNumbers):
         if phase == "forward":
             self._module_of_node.setdefault(torch.autograd._get_sequence_nr() - 1, module)
         op = str(func.overloadpacket).removeprefix("aten.")
+        if phase == "backward" and func is torch.ops.aten.add.Tensor and _sums_in_place(*args):
+            func = torch.ops.aten.add_.Tensor
         result = self.answer(func, args, kwargs or {})
         for tensor in tree_iter(result):
             if isinstance(tensor, Tensor) and _has_storage(tensor):
@@ -207,6 +212,22 @@ class AllocationTrace(AssumedNumbers):
     def _mark_gradient(self, name: str, parameter: Tensor) -> None:
         if parameter.grad is not None:
             self.mark(parameter.grad, "gradients", name)
+
+
+def _sums_in_place(total: Any, part: Any, *_: object) -> bool:
+    """Whether autograd would add ``part`` to ``total`` in place, if these were no fake tensors.
+
+    It does so for the gradients of one tensor, if nothing else refers to their sum.
+
+    Source:
+        ``can_accumulate_inplace`` in torch's ``input_buffer.cpp``.
+    """
+    if not isinstance(part, Tensor) or part.shape != total.shape or isinstance(_current_node(), BackwardCFunction):
+        return False
+    storage = total.untyped_storage()
+    if total._use_count() > _REFERENCES or torch._C._storage_Use_Count(storage._cdata) > _STORAGE_REFERENCES:
+        return False
+    return total.dtype == part.dtype and total.nbytes == storage.nbytes()
 
 
 def _has_storage(tensor: Tensor) -> bool:

@@ -1,28 +1,37 @@
 """Assume values for ``.item()`` and data-dependent shapes when tracing with fake tensors."""
 
+import math
+from collections.abc import Callable
 from typing import Any
 
+import numpy
 import torch
+import torch.nn.functional as F
 from torch import Tensor, ops
 from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 MOST = 10_000  # values; a loop that waits for another value would never end
 
 
 class AssumedNumbers(TorchDispatchMode):
-    """Returns 1 for every value read from a tensor, where torch would raise an error. Enter it inside a fake mode.
+    """Returns an assumed value for every value read from a tensor, where torch would raise an error.
+
+    Enter it inside a fake mode.
 
     Args:
         truth: the value returned for booleans.
+        number: the value returned for integers; for floats it is 1.
+        selected: number of elements that a mask selects; None means all.
 
     Attributes:
         assumed: number of assumed values.
     """
 
-    def __init__(self, truth: bool) -> None:
+    def __init__(self, truth: bool, number: int = 1, selected: int | None = None) -> None:
         super().__init__()
-        self.truth = truth
+        self.truth, self.number, self.selected = truth, number, selected
         self.assumed = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -32,20 +41,141 @@ class AssumedNumbers(TorchDispatchMode):
         """Return the operation's result with assumed values."""
         if func is ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
             return _grouped_product(*args, **kwargs)
-        if func is ops.aten.masked_select.default:
+        if func in _INDEXED and any(_is_mask(index) for index in args[1]):
+            return self._index(func, args, kwargs)
+        if func in _SELECTIONS:
             self.assumed += 1
-            # Assumes that all elements are selected, the upper bound.
-            return args[0].new_empty(torch.broadcast_shapes(args[0].shape, args[1].shape).numel())
+            return _SELECTIONS[func](self.count, *args, **kwargs)
         try:
             return func(*args, **kwargs)
         except DataDependentOutputException:
             if func is not ops.aten._local_scalar_dense.default or self.assumed >= MOST:
                 raise
         self.assumed += 1
-        dtype = args[0].dtype
+        return self.value(args[0].dtype)
+
+    def value(self, dtype: torch.dtype) -> bool | int | float:
+        """Return the value that is assumed for an element of this dtype."""
         if dtype is torch.bool:
             return self.truth
-        return 1.0 if dtype.is_floating_point else 1
+        return 1.0 if dtype.is_floating_point else self.number
+
+    def count(self, candidates: int) -> int:
+        """Return how many of so many elements are selected."""
+        return candidates if self.selected is None else min(candidates, self.selected)
+
+    def _index(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Index with masks: an assignment allocates as with any index, a selection has as many rows as are assumed."""
+        self.assumed += 1
+        if func is not ops.aten.index.Tensor:
+            return args[0] if func in _IN_PLACE else torch.empty_like(args[0])
+        indices: list[Tensor | None] = []
+        for index in args[1]:
+            if _is_mask(index):
+                rows = self.count(index.numel())
+                indices += [index.new_empty(rows, dtype=torch.long) for _ in range(index.ndim)]
+            else:
+                indices.append(index)
+        return func(args[0], indices, **kwargs)
+
+
+class AssumedArrays(TorchFunctionMode):
+    """Assumes values for code that leaves torch, such as a matching in NumPy, and for the lengths of a CTC loss.
+
+    Args:
+        numbers: what else is assumed; its count includes these.
+    """
+
+    def __init__(self, numbers: AssumedNumbers) -> None:
+        super().__init__()
+        self.numbers = numbers
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (Tensor.numpy, Tensor.__array__):
+            self.numbers.assumed += 1
+            value, dtype = self.numbers.value(args[0].dtype), str(args[0].dtype).removeprefix("torch.")
+            return numpy.full(tuple(args[0].shape), value, dtype)
+        if func in (F.ctc_loss, torch.ctc_loss):
+            self.numbers.assumed += 1
+            return _ctc_loss(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: str | int = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:
+    """Return a CTC loss [B] or [] whose targets are all as long as the mean. [T, B, C] log-probabilities."""
+    batch = log_probs.shape[1] if log_probs.ndim == 3 else 1
+    longest = targets.shape[1] if targets.ndim == 2 else math.ceil(targets.numel() / batch)
+    losses = _CTCLoss.apply(log_probs, longest)
+    if reduction in ("mean", 1):
+        return losses.mean()
+    return losses.sum() if reduction in ("sum", 2) else losses
+
+
+class _CTCLoss(torch.autograd.Function):
+    """Keeps the forward variables [B, T, 2·S + 1] of targets of length S, and needs as much for the backward ones."""
+
+    @staticmethod
+    def forward(context: Any, log_probs: Tensor, longest: int) -> Tensor:
+        steps, batch = log_probs.shape[0], log_probs.shape[1]
+        alpha = log_probs.new_empty(batch, steps, 2 * longest + 1)
+        context.save_for_backward(log_probs, alpha)
+        return log_probs.new_empty(batch)
+
+    @staticmethod
+    def backward(context: Any, *_: Tensor) -> tuple[Tensor, None]:
+        log_probs, alpha = context.saved_tensors
+        gradient = torch.empty_like(log_probs, memory_format=torch.contiguous_format)
+        torch.empty_like(alpha)
+        return gradient, None
+
+
+def _is_mask(index: Tensor | None) -> bool:
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
+
+
+def _select(count: Callable[[int], int], source: Tensor, mask: Tensor) -> Tensor:
+    return source.new_empty(count(torch.broadcast_shapes(source.shape, mask.shape).numel()))
+
+
+def _find(count: Callable[[int], int], source: Tensor) -> Tensor:
+    return source.new_empty((count(source.numel()), source.ndim), dtype=torch.long)
+
+
+def _find_unique(count: Callable[[int], int], source: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
+    found = count(source.numel())
+    inverse, counts = source.new_empty(source.shape, dtype=torch.long), source.new_empty(found, dtype=torch.long)
+    return source.new_empty(found), inverse, counts
+
+
+def _repeat(count: Callable[[int], int], repeats: Tensor, output_size: int | None = None) -> Tensor:
+    rows = repeats.numel() if output_size is None else output_size
+    return repeats.new_empty(rows)
+
+
+_INDEXED = {
+    ops.aten.index.Tensor,
+    ops.aten.index_put.default,
+    ops.aten.index_put_.default,
+    ops.aten._index_put_impl_.default,
+}
+_IN_PLACE = {ops.aten.index_put_.default, ops.aten._index_put_impl_.default}
+# Operation → (number of elements that are selected of so many, arguments) → result
+_SELECTIONS: dict[Any, Callable[..., Any]] = {
+    ops.aten.masked_select.default: _select,
+    ops.aten.nonzero.default: _find,
+    ops.aten._unique2.default: _find_unique,
+    ops.aten.unique_consecutive.default: _find_unique,
+    ops.aten.repeat_interleave.Tensor: _repeat,
+}
 
 
 def _grouped_product(first: Tensor, second: Tensor, ends: Tensor | None = None, *_: Any, **settings: Any) -> Tensor:

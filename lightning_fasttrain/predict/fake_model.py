@@ -82,6 +82,19 @@ def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
     return apply_to_collection(batch, Tensor, lambda tensor: _make_fake(tensor, mode, tensor.dtype))
 
 
+def find_longest_axis(batch: Any) -> int:
+    """Return the size of the longest axis of the tensors in ``batch``, at least 1."""
+    longest = 1
+
+    def measure(tensor: Tensor) -> Tensor:
+        nonlocal longest
+        longest = max(longest, *tensor.shape, 1)
+        return tensor
+
+    apply_to_collection(batch, Tensor, measure)
+    return longest
+
+
 def _belongs(tensor: Tensor, mode: FakeTensorMode) -> bool:
     return isinstance(tensor, FakeTensor) and tensor.fake_mode is mode
 

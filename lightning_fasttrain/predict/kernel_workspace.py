@@ -1,4 +1,4 @@
-"""Workspace that kernels allocate outside of a fake run, where it matters.
+"""Workspace that CPU kernels allocate outside of a fake run, where it matters.
 
 Derived from measurements of single oneDNN operations with AVX-512 and AVX2, in float32 and bfloat16. Convolutions
 work on copies in oneDNN's own layout, with channels in blocks of 16, or of 8 with AVX2; of channels-last images only
@@ -16,70 +16,6 @@ from typing import Any
 from torch import Tensor, backends, bfloat16, channels_last, cpu, get_num_threads, ops
 
 from lightning_fasttrain.predict.allocation_trace import Kept, Workspace
-
-PROCESSORS, THREADS = 132, 2048  # of an H100 or H200: streaming multiprocessors, and resident threads of each
-VECTOR = 4  # adjacent columns that a thread sums up
-WARP, MOST_THREADS = 32, 512
-FEWEST_VALUES, MOST_VALUES = 16, 256  # values that a thread should sum up
-FLOAT32 = 4
-
-
-def _sum(arguments: Sequence[Any], _: object) -> int:
-    """Workspace of a sum over all rows, such as a bias's gradient: partial sums of blocks that share a column.
-
-    Source:
-        ``setReduceConfig`` and ``ReduceConfig::global_memory_size`` in ATen's ``Reduce.cuh``.
-    """
-    table, axes = arguments[0], arguments[1]
-    rows = _rows(table, axes)
-    columns = table.numel() // rows if rows else 0
-    if columns < VECTOR or rows < 2:
-        return 0
-    width, height = _block(columns // VECTOR, rows)
-    values = -(-rows // height)
-    grid = -(-columns // (VECTOR * width))
-    wanted = PROCESSORS * (THREADS // (width * height))
-    if rows < min(height * FEWEST_VALUES, MOST_VALUES) or values < MOST_VALUES or grid > wanted:
-        return 0
-    blocks = max(min(-(-wanted // grid), -(-values // FEWEST_VALUES)), -(-values // MOST_VALUES))
-    return FLOAT32 * columns * blocks * width * VECTOR if blocks > 1 else 0
-
-
-def _rows(table: Tensor, axes: Sequence[int] | None) -> int:
-    """Return the number of values summed up in each column; 0 if the columns are not adjacent in memory."""
-    if not table.ndim:
-        return 0
-    # No axes means all of them; negative ones count from the end.
-    summed = {axis % table.ndim for axis in axes or range(table.ndim)}
-    if table.ndim - 1 in summed or table.stride(-1) != 1:
-        return 0
-    return math.prod(table.shape[axis] for axis in summed)
-
-
-def _block(columns: int, rows: int) -> tuple[int, int]:
-    """Return width and height of a thread block."""
-    most = MOST_THREADS // VECTOR
-    wide, high = (min(1 << (n.bit_length() - 1), most) for n in (columns, rows))
-    height = min(high, most // min(wide, WARP))
-    return min(wide, most // height), height
-
-
-def _attention_backward(arguments: Sequence[Any], _: object) -> int:
-    """Workspace of attention's backward: the queries' gradients in float32, and one value per query."""
-    query = arguments[1]
-    return FLOAT32 * (query.numel() + query.numel() // query.shape[-1])
-
-
-def _softmax_backward(arguments: Sequence[Any], _: object) -> int:
-    return arguments[0].nbytes
-
-
-CUDA_WORKSPACE: dict[Any, Workspace] = {
-    ops.aten.sum.dim_IntList: _sum,
-    ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
-    ops.aten._softmax_backward_data.default: _softmax_backward,
-}
-
 
 _AVX2 = backends.cpu.get_cpu_capability() == "AVX2"
 _AMX = cpu._is_amx_tile_supported()
@@ -156,6 +92,11 @@ def _in_blocks(channels: int) -> int:
     return -(-channels // BLOCK) * BLOCK
 
 
+def softmax_copies(arguments: Sequence[Any], _: object) -> int:
+    """Return the bytes of contiguous copies that the backward of (log-)softmax makes, on every device."""
+    return sum(tensor.nbytes for tensor in arguments[:2] if not tensor.is_contiguous())
+
+
 def _batch_norm_backward(arguments: Sequence[Any], _: object) -> int:
     return arguments[1].nbytes
 
@@ -180,6 +121,8 @@ CPU_WORKSPACE: dict[Any, Workspace] = {
     ops.aten.convolution.default: _convolution,
     ops.aten.convolution_backward.default: _convolution_backward,
     ops.aten.native_batch_norm_backward.default: _batch_norm_backward,
+    ops.aten._softmax_backward_data.default: softmax_copies,
+    ops.aten._log_softmax_backward_data.default: softmax_copies,
     ops.aten.mkldnn_rnn_layer.default: _lstm,
     ops.aten.mkldnn_rnn_layer_backward.default: _lstm_backward,
 }

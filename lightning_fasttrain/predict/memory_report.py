@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.table import Table
@@ -38,7 +38,9 @@ class MemoryReport(Report):
     """The memory of one training step, in bytes.
 
     Args:
-        peak_bytes: the peak.
+        peak_bytes: the peak; if values that a prediction does not have decide shapes, its upper bound.
+        least_bytes: its lower bound; the same as ``peak_bytes`` if values decide nothing.
+        reserved_bytes: bytes that CUDA's caching allocator holds, with what is fragmented; the peak on the CPU.
         at_peak: category → bytes at the peak; they add up to ``peak_bytes``.
         peaks: category → its own peak in the step.
         phase: phase of the peak: ``"forward"``, ``"recomputation"``, ``"backward"`` or ``"optimizer step"``.
@@ -51,6 +53,8 @@ class MemoryReport(Report):
     """
 
     peak_bytes: int
+    least_bytes: int
+    reserved_bytes: int
     at_peak: dict[str, int]
     peaks: dict[str, int]
     phase: str
@@ -64,7 +68,7 @@ class MemoryReport(Report):
     def as_table(self) -> Table:
         """Build a ``rich`` table with the categories and the largest holders."""
         where = f"{self.phase} of {self.module}" if self.module else self.phase
-        peak = f"Peak {format_bytes(self.peak_bytes)} on {self.device}, {self.precision}"
+        peak = f"Peak {self._format_peak()} on {self.device}, {self.precision}"
         table = titled_table(f"{peak}, in the {where}: {self.op}", self.notes)
         table.add_column("")
         table.add_column("at the peak", justify="right")
@@ -78,13 +82,22 @@ class MemoryReport(Report):
             table.add_row(name, format_bytes(holder.nbytes), "")
         return table
 
+    def _format_peak(self) -> str:
+        most = format_bytes(self.peak_bytes)
+        if self.least_bytes < self.peak_bytes:
+            return f"{format_bytes(self.least_bytes)} to {most}"
+        return most
 
-def report(allocations: Sequence[Allocation], since: int, **about: Any) -> MemoryReport:
+
+def report(
+    allocations: Sequence[Allocation], since: int, reserved_bytes: int | None = None, **about: Any
+) -> MemoryReport:
     """Find the peak among ``allocations`` from the time ``since`` on.
 
     Args:
         allocations: allocations of a finished trace.
         since: a time of that trace; memory that existed then counts from the beginning.
+        reserved_bytes: as in the report; by default the peak.
         about: ``device``, ``precision`` and ``notes`` of the report.
     """
     counted = [allocation for allocation in allocations if allocation.died > since]
@@ -108,6 +121,8 @@ def report(allocations: Sequence[Allocation], since: int, **about: Any) -> Memor
         at_peak[allocation.category] += allocation.nbytes
     return MemoryReport(
         peak_bytes=peak_bytes,
+        least_bytes=peak_bytes,
+        reserved_bytes=peak_bytes if reserved_bytes is None else reserved_bytes,
         at_peak=at_peak,
         peaks=peaks,
         phase=last.phase,
@@ -116,6 +131,14 @@ def report(allocations: Sequence[Allocation], since: int, **about: Any) -> Memor
         holders=_find_largest(held),
         **about,
     )
+
+
+def join_range(one: MemoryReport, other: MemoryReport, note: str) -> MemoryReport:
+    """Return the report with the higher peak, with the lower one as its lower bound; ``note`` if they differ."""
+    least, most = sorted((one, other), key=lambda report: report.peak_bytes)
+    if least.peak_bytes == most.peak_bytes:
+        return most
+    return replace(most, least_bytes=least.peak_bytes, notes=(*most.notes, note))
 
 
 def _find_largest(held: Sequence[Allocation]) -> tuple[Holder, ...]:

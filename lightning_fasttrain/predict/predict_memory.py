@@ -24,11 +24,13 @@ from lightning_fasttrain.optim.named.build_optimizer import make_optimizer
 from lightning_fasttrain.optim.named.host_optimizer import HostOptimizer
 from lightning_fasttrain.optim.named.state_bytes import tensors_in
 from lightning_fasttrain.predict.allocation_trace import AllocationTrace
-from lightning_fasttrain.predict.cuda_dispatch import CUBLAS_WORKSPACE, GRANULE, AsOnCuda, step_in_lists_
-from lightning_fasttrain.predict.data_dependent_values import AssumedNumbers
-from lightning_fasttrain.predict.fake_model import Factory, fake_batch, fake_model, settle_
-from lightning_fasttrain.predict.kernel_workspace import CPU_WORKSPACE, CUDA_WORKSPACE, KEPT, quantized_workspace
-from lightning_fasttrain.predict.memory_report import MemoryReport, report
+from lightning_fasttrain.predict.caching_allocator import GRANULE, place_in_blocks
+from lightning_fasttrain.predict.cuda_dispatch import CUBLAS_WORKSPACE, AsOnCuda, step_in_lists_
+from lightning_fasttrain.predict.cuda_workspace import CUDA_WORKSPACE
+from lightning_fasttrain.predict.data_dependent_values import AssumedArrays, AssumedNumbers
+from lightning_fasttrain.predict.fake_model import Factory, fake_batch, fake_model, find_longest_axis, settle_
+from lightning_fasttrain.predict.kernel_workspace import CPU_WORKSPACE, KEPT, quantized_workspace
+from lightning_fasttrain.predict.memory_report import MemoryReport, join_range, report
 from lightning_fasttrain.technique import Technique, check_together
 from lightning_fasttrain.technique.predicted_step import PredictedStep
 
@@ -39,7 +41,8 @@ PRECISIONS: dict[str, Callable[[], Precision]] = {
     "bf16-true": lambda: HalfPrecision("bf16-true"),
 }
 DEVICES = ("cpu", "cuda")
-_ASSUMED = "The code reads values from tensors (.item()): 1 was assumed for each."
+_ASSUMED = "The code reads values from tensors (.item(), masks, NumPy), which were assumed."
+_RANGE = "They decide shapes: masks select nothing for the lower bound, and everything for the upper bound."
 _UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)
 
 Loss = Callable[[Any, Any], Any]
@@ -64,10 +67,15 @@ def predict_memory(
     therefore be predicted, in seconds.
 
     All tensors are counted, including the batch, as :class:`~lightning_fasttrain.run.PeakMemory` would measure them.
-    Not counted are memory of the process and the CUDA context, fragmentation, and most workspace of kernels. Included
-    are workspaces of convolutions, BatchNorm and LSTMs on the CPU; and on CUDA one cuBLAS workspace, sums over rows,
-    and attention, but not cuDNN's. Code is run eagerly: for :class:`~lightning_fasttrain.CompileBlocks` the result is
-    an upper bound.
+    Included are workspaces of convolutions, BatchNorm and LSTMs on the CPU; and on CUDA one cuBLAS workspace, those of
+    sums over rows, attention, embeddings and, where cuDNN is switched off, convolutions, and the blocks of the caching
+    allocator, whose fragmentation is in ``reserved_bytes``. Not counted are memory of the process and the CUDA context,
+    and the workspace of cuDNN. Code is run eagerly: for :class:`~lightning_fasttrain.CompileBlocks` the result is an
+    upper bound.
+
+    Values read from tensors are unknown. Where they decide shapes, as lengths and masks do, the peak is a range:
+    ``least_bytes`` where masks select nothing, ``peak_bytes`` where they select everything and a length is the longest
+    axis of the batch.
 
     Args:
         module: a function that builds the model, such as ``lambda: Net(...)``, or an existing model, which is neither
@@ -85,8 +93,8 @@ def predict_memory(
 
     Raises:
         TypeError: no model, no loss, no optimizer, or a model that cannot be copied.
-        ValueError: an unknown precision or device, conflicting techniques, manual optimization, or code with shapes
-            that depend on tensor values.
+        ValueError: an unknown precision or device, conflicting techniques, manual optimization, or code that fails
+            with every value that is assumed.
 
     Example:
         >>> report = predict_memory(
@@ -100,9 +108,9 @@ def predict_memory(
         (20000004, 'forward', 4000000)
 
     Source:
-        Ours, on torch's fake tensors. ``examples/memory_prediction.py`` compares it with
-        :class:`~lightning_fasttrain.run.PeakMemory` on the CPU. Differences on CUDA follow PyTorch's documentation and
-        sources; a test for machines with a GPU compares it with the caching allocator.
+        Ours, on torch's fake tensors; what differs on CUDA follows PyTorch's sources. The example
+        ``memory_prediction.py`` compares it with :class:`~lightning_fasttrain.run.PeakMemory` on the CPU and with the
+        caching allocator.
     """
     one_of("precision", precision, tuple(PRECISIONS))
     one_of("device", device, DEVICES)
@@ -111,18 +119,41 @@ def predict_memory(
     planned = PredictedStep(precision, on_cuda)
     surgeons = _ask(techniques, planned)
     granule, workspace = (GRANULE, CUDA_WORKSPACE) if on_cuda else (1, CPU_WORKSPACE)
-    # Code that reads booleans from tensors may raise for one of the two.
-    for truth in (True, False):
-        trace = AllocationTrace(granule, workspace, KEPT, truth)
+
+    def run(truth: bool, number: int, selected: int | None) -> MemoryReport:
+        trace = AllocationTrace(granule, workspace, KEPT, truth=truth, number=number, selected=selected)
         try:
             with isolate_rng(include_cuda=False), explaining_errors():
                 since = _trace_steps(trace, module, batch, loss, optimizer, surgeons, planned)
-            notes = [*planned.notes, *([_ASSUMED] if trace.assumed else [])]
-            return report(trace.allocations, since, device=device, precision=precision, notes=tuple(notes))
         except Exception as error:
-            if not trace.assumed:
-                raise
-            failure = error
+            if trace.assumed:
+                raise _FailedOnAssumedValues from error
+            raise
+        reserved = place_in_blocks(trace.allocations) if on_cuda else None
+        notes = [*planned.notes, *([_ASSUMED] if trace.assumed else [])]
+        return report(trace.allocations, since, reserved, device=device, precision=precision, notes=tuple(notes))
+
+    # An integer that is read from a tensor is taken for the longest axis of the batch.
+    longest = find_longest_axis(batch)
+    most = _run_first(run, [(True, longest, None), (False, longest, None), (True, 1, None), (False, 1, None)])
+    if _ASSUMED not in most.notes:
+        return most
+    least = _run_first(run, [(True, 1, 0), (False, 1, 0), (True, 1, 1), (False, 1, 1)])
+    return join_range(least, most, _RANGE)
+
+
+class _FailedOnAssumedValues(Exception):
+    """The code raised an error after a value was assumed, which may be the reason."""
+
+
+def _run_first(run: Callable[..., MemoryReport], assumptions: Sequence[tuple[bool, int, int | None]]) -> MemoryReport:
+    """Run with the first of ``assumptions`` for which the code raises no error."""
+    failure: BaseException | None = None
+    for assumption in assumptions:
+        try:
+            return run(*assumption)
+        except _FailedOnAssumedValues as error:
+            failure = error.__cause__
     why = f"a prediction has no values, and with assumed ones the code raises {type(failure).__name__}: {failure}"
     way_out = "Pass loss=, a function of (module, batch) that does not need values"
     raise ValueError(explain("the code branches on values read from tensors", why, way_out)) from failure
@@ -163,6 +194,7 @@ def _trace_steps(
             act(stepper)
         # The trace begins after the optimizer is built, which does not belong to a step.
         undo.enter_context(trace)
+        undo.enter_context(AssumedArrays(trace))
         undo.enter_context(trace.watch(net))
         data = plugin.convert_input(fake_batch(batch, mode))
         if loss is None and isinstance(net, L.LightningModule):
