@@ -8,16 +8,17 @@ from typing import Any
 import lightning as L
 from rich.console import Console
 
-from lightning_fasttrain.core.checks import positive_int
+from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.core.messages import wide_enough
 from lightning_fasttrain.doctor.diagnose import diagnose
 from lightning_fasttrain.doctor.diagnosis import Diagnosis
 from lightning_fasttrain.doctor.observation.trainer_seams import TrainerSeams
-from lightning_fasttrain.doctor.observation.watch import Watch, refuse_few_steps
+from lightning_fasttrain.doctor.observation.watch import MANY_STEPS, StepCount, Watch
 from lightning_fasttrain.doctor.page import save_diagnosis
 from lightning_fasttrain.dry_run.rehearsal.rehearsal import is_rehearsing
 
 
+@check_arguments(steps=MANY_STEPS)
 class Doctor(L.Callback):
     """Watches some steps of a run, prints what costs time, memory or accuracy in them, and is silent afterwards.
 
@@ -47,10 +48,13 @@ class Doctor(L.Callback):
     """
 
     def __init__(
-        self, steps: int = 20, warmup: int = 3, out: str | os.PathLike[str] | None = None, show: bool = True
+        self,
+        steps: StepCount = 20,
+        warmup: PositiveInt = 3,
+        out: str | os.PathLike[str] | None = None,
+        show: bool = True,
     ) -> None:
-        refuse_few_steps(steps)
-        self.steps, self.warmup = steps, positive_int("warmup", warmup)
+        self.steps, self.warmup = steps, warmup
         self.out, self.show = out, show
         self.diagnosis: Diagnosis | None = None
         self._watch: Watch | None = None

@@ -8,12 +8,12 @@ from typing import Self
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
-from lightning_fasttrain.core.checks import positive_int
+from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.doctor.diagnose import diagnose
 from lightning_fasttrain.doctor.diagnosis import Diagnosis
 from lightning_fasttrain.doctor.doctor import show
 from lightning_fasttrain.doctor.observation.torch_seams import LoopSeams
-from lightning_fasttrain.doctor.observation.watch import Watch, refuse_few_steps
+from lightning_fasttrain.doctor.observation.watch import MANY_STEPS, StepCount, Watch
 from lightning_fasttrain.doctor.page import save_diagnosis
 
 
@@ -62,9 +62,10 @@ class Examination:
             self._report(self.diagnosis)
 
 
+@check_arguments(steps=MANY_STEPS)
 def examine(
-    steps: int = 20,
-    warmup: int = 3,
+    steps: StepCount = 20,
+    warmup: PositiveInt = 3,
     device: torch.device | str | None = None,
     out: str | os.PathLike[str] | None = None,
     report: Callable[[Diagnosis], None] = show,
@@ -103,10 +104,9 @@ def examine(
     Source:
         Ours.
     """
-    refuse_few_steps(steps)
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    watch = Watch(torch.device(device), steps, positive_int("warmup", warmup))
+    watch = Watch(torch.device(device), steps, warmup)
 
     def save_and_report(diagnosis: Diagnosis) -> None:
         if out is not None:

@@ -2,14 +2,13 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_fasttrain.core.checks import positive_int
-from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.checks.annotations import Bounds
 from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.doctor.observation.line_sampler import LineSampler
 from lightning_fasttrain.doctor.observation.measured import Measured
@@ -21,7 +20,8 @@ from lightning_fasttrain.doctor.observation.update_record import UpdateRecord
 from lightning_fasttrain.run.profiling.step_timer import PHASES, StepTimer
 
 LOOP_PHASES = (*PHASES[:-1], "callbacks", PHASES[-1])
-LEAST_STEPS = 6
+StepCount = Annotated[int, Bounds(6)]
+MANY_STEPS = "Use steps=6 or more: two are looked at in detail, and the others are timed"
 # Of the time of all watched steps.
 _SHARE_OF_TRIALS = 0.12
 
@@ -188,14 +188,3 @@ class Watch:
 
 def _try_nothing(func: Any, args: Any, kwargs: Any) -> None:
     """Stand in for trials in a step without any."""
-
-
-def refuse_few_steps(steps: int) -> None:
-    """Refuse a number of steps that is too small.
-
-    Raises:
-        TypeError, ValueError: it is not a number of at least 6.
-    """
-    if positive_int("steps", steps) < LEAST_STEPS:
-        why = "two steps are looked at in detail, and the others are timed"
-        raise ValueError(explain(f"steps={steps}", why, f"Use steps={LEAST_STEPS} or more"))
