@@ -4,7 +4,7 @@ import argparse
 import json
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning_fasttrain.cli.command import (
     CommandError,
@@ -100,7 +100,7 @@ def plan_training(options: argparse.Namespace) -> None:
         _write(plan, Path(options.out))
 
 
-def _number_or_word(text: str) -> float | str:
+def _number_or_word(text: str) -> Any:
     try:
         return float(text)
     except ValueError:
