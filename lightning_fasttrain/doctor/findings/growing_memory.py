@@ -41,8 +41,9 @@ def _has_graph(tensors: list[Tensor]) -> bool:
 def _describe(line: SourceLine, kept: list[Tensor], *, with_graph: bool) -> Finding:
     nbytes = sum(tensor.nbytes for tensor in kept)
     keeper = _find_keeper(kept[0]) or line
-    made = "" if keeper == line else f", made at {line}"
-    what = f"{number_of(len(kept), 'tensor')} of each step, {format_bytes(nbytes)}, never freed{made}: `{keeper.text}`"
+    made = "" if keeper == line else f" made at {line}"
+    tensors = f"{number_of(len(kept), 'tensor')}{made}"
+    what = f"`{keeper.text}` keeps {tensors} in each step, {format_bytes(nbytes)}, which is never freed"
     cure = "Free them after their last use, or keep fewer"
     if with_graph:
         nodes = max(map(_count_nodes, kept))
