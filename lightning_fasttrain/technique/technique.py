@@ -43,8 +43,7 @@ class Technique(L.Callback):
         bitwise: whether the values of a step are bitwise those of the plain step.
         keeps_draws: whether random layers, such as dropout, draw the same numbers as in the plain step.
         capabilities: effects that conflicts of other techniques name; :meth:`does` is asked of an object.
-        surgery: its place in the order of surgery; None if it does not operate on the model. A class
-            that overrides :meth:`apply` alone would never be called, and its objects are refused.
+        surgery: its place in the order of surgery; None, with :meth:`apply` not overridden, if it changes no model.
         effect: one line for the table of techniques.
         when: when it pays, and when not, in half a sentence.
         in_a_loop: what to call in a Fabric or bare loop.
@@ -262,7 +261,6 @@ def apply(model: nn.Module, techniques: Iterable[Technique]) -> ExitStack:
 
     Example:
         >>> import lightning_fasttrain as ft
-        >>> from torch import nn
         >>> net = nn.Sequential(*[nn.TransformerEncoderLayer(8, 2, batch_first=True) for _ in range(2)])
         >>> with ft.apply(net, [ft.ActivationCheckpointing()]):
         ...     "forward" in vars(net[0])
@@ -308,14 +306,11 @@ def _refuse_all_frozen(model: nn.Module) -> None:
 def check_together(
     techniques: Iterable[Technique], strategy: Strategy | None = None, callbacks: Sequence[L.Callback] = ()
 ) -> list[Technique]:
-    """Refuse a technique that is listed twice, and techniques that conflict with anything in use.
+    """Return techniques as a list; refuse one that is listed twice, and those that conflict with anything in use.
 
     Args:
         techniques: all techniques of the run.
         strategy, callbacks: those of the Trainer, if there is one.
-
-    Returns:
-        ``techniques``, which may be a generator, as a list.
 
     Raises:
         TypeError: not a list of techniques.
@@ -337,8 +332,7 @@ def check_together(
 def list_techniques(techniques: object) -> list[Technique]:
     """Return ``techniques`` as a list; a TypeError says what else was given."""
     if isinstance(techniques, Technique):
-        why = "expected a list, got one technique"
-        raise TypeError(explain(f"techniques={techniques}", why, f"Use [{techniques}]"))
+        raise TypeError(explain(f"techniques={techniques}", "expected a list, got one technique", f"Use [{techniques}]"))
     if not isinstance(techniques, Iterable):
         why = f"expected a list of techniques, got {type(techniques).__name__}"
         raise TypeError(explain(f"techniques={techniques!r}", why, "Use a list, as [MicroBatching(4)]"))
