@@ -332,7 +332,8 @@ def check_together(
 def list_techniques(techniques: object) -> list[Technique]:
     """Return ``techniques`` as a list; a TypeError says what else was given."""
     if isinstance(techniques, Technique):
-        raise TypeError(explain(f"techniques={techniques}", "expected a list, got one technique", f"Use [{techniques}]"))
+        why = "expected a list, got one technique"
+        raise TypeError(explain(f"techniques={techniques}", why, f"Use [{techniques}]"))
     if not isinstance(techniques, Iterable):
         why = f"expected a list of techniques, got {type(techniques).__name__}"
         raise TypeError(explain(f"techniques={techniques!r}", why, "Use a list, as [MicroBatching(4)]"))
