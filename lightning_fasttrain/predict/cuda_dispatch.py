@@ -49,6 +49,11 @@ class AsOnCuda(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # Tensors with an answer of their own, such as deferred logits, are asked before.
+        for kind in types:
+            if kind.__torch_function__ not in (Tensor.__torch_function__, torch._C._disabled_torch_function_impl):
+                with self:
+                    return kind.__torch_function__(func, types, args, kwargs)
         if func in _REPLACED:
             return _REPLACED[func](*args, **kwargs)
         if torch.is_autocast_enabled("cpu"):

@@ -95,7 +95,7 @@ def test_losses_would_differ_if_the_training_did(climbed):
 @pytest.mark.slow
 def test_a_failed_rung_says_why_and_the_others_go_on(climbed):
     rows = by_name(climbed[1])
-    assert rows["broken"].error.startswith("ValueError: n=0: it counts things")
+    assert rows["broken"].error.startswith("ValueError: MicroBatching(n=0): it must be at least 1")
     assert math.isnan(rows["broken"].step_ms)
     assert not rows["broken"].carried
     assert rows["checkpointing"].error is None
@@ -180,7 +180,7 @@ def test_the_table_and_the_picture_show_it(climbed):
     for words in ("micro-batches ×4", "failed", "skipped", "max |Δloss|", "The Trainer's step takes"):
         assert words in text
     assert "Skipped: not on this device: needs tpu." in report.summary(result)
-    assert "Failed: a rung that fails: ValueError: n=0" in report.summary(result)
+    assert "Failed: a rung that fails: ValueError: MicroBatching(n=0)" in report.summary(result)
     assert "Other processes" in report.summary(replace(result, strong=replace(result.strong, disturbed_cores=1.0)))
     picture = report.save_picture(result, out / "ladder.png")
     assert picture.read_bytes().startswith(b"\x89PNG")

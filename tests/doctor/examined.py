@@ -1,5 +1,6 @@
 """Run a script as ``fasttrain doctor`` does, but in this process, which has imported everything."""
 
+import importlib.metadata
 import json
 import sys
 import warnings
@@ -7,6 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from lightning.fabric.utilities import registry
 
 from lightning_fasttrain.cli import examined_script
 from lightning_fasttrain.cli.rehearsal.run_script import RESULT, write_entry_point
@@ -60,6 +63,8 @@ def examine_script(code: str, folder: Path, monkeypatch, steps: int = 8, warmup:
     monkeypatch.setattr(sys, "path", ["", str(points), *sys.path])
     monkeypatch.setattr(examined_script, "end_process", _end)
     monkeypatch.setattr(examined_script, "_examinations", [])
+    # Other tests look through all that is installed once only.
+    monkeypatch.setattr(registry, "entry_points", importlib.metadata.entry_points)
     monkeypatch.chdir(folder)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -153,7 +153,7 @@ def test_phases_add_up_to_the_step():
 
 
 def test_wrong_numbers_of_steps_are_refused():
-    with pytest.raises(ValueError, match=r"steps=5: two steps are looked at .* Use steps=6 or more"):
+    with pytest.raises(ValueError, match=r"steps=5\): it must be at least 6\. Use steps=6 or more: two are looked at"):
         ft.Doctor(steps=5)
     with pytest.raises(ValueError, match="warmup=0"):
         ft.doctor.examine(warmup=0)

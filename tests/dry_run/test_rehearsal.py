@@ -47,7 +47,7 @@ def test_a_step_that_cannot_be_predicted_does_not_fail(tmp_path):
     class Reads(TinyLM):
         def training_step(self, batch, batch_idx):
             loss = super().training_step(batch, batch_idx)
-            loss.detach().numpy()  # tensors without values cannot be read
+            torch.bincount(batch["input_ids"].flatten())  # as long as the largest value
             return loss
 
     report, _, _ = rehearse(tmp_path, [ft.MicroBatching(2)], Reads())

@@ -234,7 +234,7 @@ def summary(ladder: Climbed) -> str:
             f"Other processes were at work during {len(disturbed)} of these runs ({', '.join(disturbed)}): their "
             "intervals are wider for it."
         )
-    parts += [f"Failed: {row.title}: {row.error}." for row in rows if row.error is not None]
+    parts += [f"Failed: {row.title}: {row.error.rstrip('.')}." for row in rows if row.error is not None]
     parts += [f"Skipped: {one.title}: {one.reason}." for one in ladder.skipped]
     return "\n".join(parts)
 

@@ -34,9 +34,9 @@ def find_blocks(model: nn.Module, blocks: Blocks | None = None) -> dict[str, nn.
     in blocks do not. What holds such lists itself, as the stages of a ResNet or the two stacks of T5, is no block; they
     are looked for inside of it. In a model without, such as an MLP, the longest run of one class counts, whatever
     that is; where no two neighbours are of one class, as in a ``Sequential`` of linear layers and activations, others
-    may lie between. A ``ModuleList`` inside another one is never a block, since no model calls it: its members count as
-    members of the list that holds it. Parts of several layers, with at least 1% of the parameters, that are in no block
-    are named in one line.
+    may lie between. A ``ModuleList`` inside another one is no block if there are others, since no model calls it: its
+    members count as members of the list that holds it. Parts of several layers, with at least 1% of the parameters,
+    that are in no block are named in one line.
 
     Args:
         model: any module; a ``LightningModule`` or a wrapper that holds the real model is fine.
@@ -155,7 +155,10 @@ class _Search:
 
     def longest_run(self) -> dict[str, nn.Module]:
         """The longest run of one class of siblings, and every other run of that class."""
-        runs = list(_runs(self.model, neighbours=True)) or list(_runs(self.model, neighbours=False))
+        runs: list[list[tuple[str, nn.Module]]] = []
+        for lists in (False, True):
+            for neighbours in (True, False):
+                runs = runs or list(_runs(self.model, neighbours, lists))
         if not runs:
             return {}
         longest = max(runs, key=lambda run: (_rank(run[0][1]), len(run)))  # the first, outermost, of equals
@@ -224,12 +227,18 @@ def _share(model: nn.Module, found: dict[str, nn.Module]) -> float:
     return sum(_size(block) for block in found.values()) / max(_size(model), 1)
 
 
-def _runs(model: nn.Module, neighbours: bool) -> Iterator[list[tuple[str, nn.Module]]]:
-    """Every run of at least two same-class children with parameters; ``neighbours``: with nothing in between."""
+def _runs(model: nn.Module, neighbours: bool, lists: bool) -> Iterator[list[tuple[str, nn.Module]]]:
+    """Every run of at least two same-class children with parameters.
+
+    Args:
+        model: any module.
+        neighbours: with nothing in between.
+        lists: also of lists, which no model calls; they still tell which parameters belong together.
+    """
     for prefix, parent in model.named_modules():
         children = []
         for name, child in parent.named_children():
-            if _is_callable(child):
+            if lists or _is_callable(child):
                 children.append((f"{prefix}.{name}".removeprefix("."), child))
         if not neighbours:
             # A stable sort, so that the members of a class keep their order.

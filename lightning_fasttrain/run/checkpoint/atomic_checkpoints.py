@@ -140,6 +140,7 @@ class _ErrorRecordingFile:
         self.file.flush()
 
 
+@check_arguments
 class BackgroundCheckpointIO(CheckpointIO):
     """Copies a checkpoint to host memory, and lets another plugin write the copy while training continues.
 
