@@ -3,6 +3,7 @@
 import functools
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -10,7 +11,6 @@ from dataclasses import asdict
 from io import StringIO
 from typing import Any, ClassVar
 
-from lightning.fabric.utilities.rank_zero import rank_zero_only
 from rich.console import Console
 from rich.table import Table
 
@@ -45,13 +45,20 @@ def list_some(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + more
 
 
-@rank_zero_only
+def _rank() -> int:
+    """Return the rank that Lightning knows; this file is also used where nothing has imported Lightning."""
+    host = sys.modules.get("lightning.fabric.utilities.rank_zero")
+    return 0 if host is None else host.rank_zero_only.rank or 0
+
+
 def say(message: str, *values: object) -> None:
     """Log one line at INFO, on rank zero only, where it can be seen.
 
     Python shows no INFO by default. So unless this package's logger was given a level it is set to INFO, and unless
     the program has handlers one that writes to stderr is added to it, at the first line rather than at import.
     """
+    if _rank():
+        return
     if log.level == logging.NOTSET:
         log.setLevel(logging.INFO)
     if not log.hasHandlers():
@@ -61,16 +68,15 @@ def say(message: str, *values: object) -> None:
     log.info(message, *values)
 
 
-@rank_zero_only
 def warn(message: str) -> None:
     """Warn once per place, on rank zero only."""
-    # Level 2 is the wrapper that rank_zero_only makes.
-    warnings.warn(message, FastTrainWarning, stacklevel=3)
+    if not _rank():
+        warnings.warn(message, FastTrainWarning, stacklevel=2)
 
 
 def warn_on_any_rank(message: str) -> None:
     """Warn once per place, on the rank where it happens, with its number: the first rank may know nothing of it."""
-    rank: int = getattr(rank_zero_only, "rank", 0) or 0
+    rank = _rank()
     warnings.warn(f"rank {rank}: {message}" if rank else message, FastTrainWarning, stacklevel=2)
 
 
