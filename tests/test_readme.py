@@ -164,6 +164,17 @@ def test_the_table_of_trainers_on_padded_batches_is_what_was_measured():
     assert written == expected
 
 
+def test_the_table_of_bookkeeping_is_what_was_measured():
+    written = RESULTS.split("<!-- overhead -->\n")[1].split("\n<!-- /overhead -->")[0].splitlines()[2:]
+    measured = json.loads((ROOT / "examples" / "results" / "overhead_cpu.json").read_text())
+    expected = []
+    for part, step in (("empty_step", "an empty step"), ("busy_step", "a step that waits 20 ms")):
+        for row in measured[part]:
+            ratio = f"×{row['ratio']:.3f} ({row['low']:.3f}–{row['high']:.3f})"
+            expected.append(f"| {step} | {row['kind']} | {ratio} | {row['us']:+,.0f} µs |")
+    assert written == expected
+
+
 def test_the_table_of_what_a_proof_costs_is_what_was_measured():
     written = RESULTS.split("<!-- proof cost -->\n")[1].split("\n<!-- /proof cost -->")[0].splitlines()[2:]
     rows = json.loads((ROOT / "examples" / "results" / "proof_cost_cpu.json").read_text())["rows"]
