@@ -15,7 +15,7 @@ class Cost:
 
     Attributes:
         value, low, high: the cost and its interval.
-        unit: "ms" or "bytes", of a step.
+        unit: "ms" or "bytes", of a step; "" if it was not measured.
         is_gain: whether the cure was tried and this is the measured gain, rather than the measured cost.
     """
 
@@ -25,7 +25,14 @@ class Cost:
     unit: str = "ms"
     is_gain: bool = False
 
+    @classmethod
+    def unmeasured(cls) -> "Cost":
+        """Return the cost of what is known to cost time, and was not measured."""
+        return cls(0.0, 0.0, 0.0, unit="")
+
     def __str__(self) -> str:
+        if not self.unit:
+            return "not measured"
         if self.unit == "bytes":
             return f"{format_bytes(self.value)}/step"
         return f"{self.value:.3g} ms/step ({max(0.0, self.low):.3g} to {self.high:.3g})"

@@ -44,6 +44,29 @@ def test_the_page_and_the_table_show_every_finding_as_text(tmp_path):
     assert "1 finding below 1% of a step" in str(diagnosis)
 
 
+def test_the_page_draws_blocks_and_memory_by_category(tmp_path):
+    net = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)) for _ in range(3)])
+    optimizer = torch.optim.Adam(net.parameters())
+    with ft.doctor.examine(8, 1, "cpu", out=tmp_path, report=lambda diagnosis: None) as examination:
+        for _ in range(10):
+            optimizer.zero_grad()
+            net(torch.ones(16, 64)).sum().backward()
+            optimizer.step()
+    diagnosis = examination.diagnosis
+    assert list(diagnosis.block_ms) == ["0", "1", "2"]
+    assert 0 < sum(diagnosis.block_ms.values()) < diagnosis.phase_ms["forward"]
+    assert diagnosis.steps == 5  # two were looked at, and the memory of one was recorded
+    weights = sum(4 * parameter.numel() for parameter in net.parameters())
+    at_peak = json.loads((tmp_path / "doctor.json").read_text())["memory"]["at_peak"]
+    assert at_peak["parameters"] == weights
+    assert at_peak["optimizer state"] == pytest.approx(2 * weights, rel=0.01)
+    page = (tmp_path / "doctor.html").read_text()
+    assert page.count("<polygon") == 6
+    assert page.count("<title>0: ") == 1
+    assert not net[0]._forward_pre_hooks
+    assert not net[0]._forward_hooks
+
+
 def test_costs_by_hand():
     calls = cost_of_calls([0.01, 0.03], steps=4)
     assert calls.value == pytest.approx(10.0)
