@@ -41,11 +41,13 @@ class OperatorTrials:
         trials: what was tried.
         budget_s: seconds that are left; nothing new is tried afterwards.
         left_out: number of operators that were not tried because of it, by the name of the change.
+        failed: what could not run with its change, for lack of memory or of a kernel.
     """
 
     trials: dict[tuple[object, ...], Trial] = field(default_factory=dict)
     budget_s: float = 0.0
     left_out: Counter[str] = field(default_factory=Counter)
+    failed: set[tuple[object, ...]] = field(default_factory=set)
 
     def __call__(self, func: Any, args: Any, kwargs: Any) -> None:
         """Time the operator as it is and changed, for each change that applies to it."""
@@ -55,13 +57,19 @@ class OperatorTrials:
                 self.trials[key].count += 1
             elif self.budget_s <= 0:
                 self.left_out[change.cure] += 1
-            else:
-                began = perf_counter()
-                self.trials[key] = _try(change, func, args, kwargs)
-                self.budget_s -= perf_counter() - began
+            elif key not in self.failed:
+                self._try(key, change, func, args, kwargs)
+
+    def _try(self, key: tuple[object, ...], change: Change, func: Any, args: Any, kwargs: Any) -> None:
+        began = perf_counter()
+        try:
+            self.trials[key] = _time_both(change, func, args, kwargs)
+        except Exception:  # the training goes on without it
+            self.failed.add(key)
+        self.budget_s -= perf_counter() - began
 
 
-def _try(change: Change, func: Any, args: Any, kwargs: Any) -> Trial:
+def _time_both(change: Change, func: Any, args: Any, kwargs: Any) -> Trial:
     changed = tree_map(lambda leaf: change.of_tensor(leaf) if isinstance(leaf, Tensor) else leaf, args)
     with change.within():
         if change.searches:
