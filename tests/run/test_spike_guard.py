@@ -2,12 +2,14 @@
 
 import re
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 import lightning_fasttrain as ft
+from lightning_fasttrain.run.guards.spike_guard import RunningLimit
 from tests.support.nets import TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
 
 BATCHES = [{**batch, "times": torch.ones(6), "steep": torch.ones(6)} for batch in lm_batches(12)]
@@ -44,6 +46,16 @@ def run(batches, callbacks=(), net=Spiky, **settings):
     t = trainer(callbacks, **settings)
     t.fit(module, as_loader(batches))
     return module, t
+
+
+def test_the_limit_is_that_of_numpys_quantiles():
+    values = torch.rand(150, generator=torch.Generator().manual_seed(0)).tolist()
+    limit = RunningLimit(far=4.0, window=100, after=2)
+    for count, value in enumerate(values, 1):
+        limit.add(value)
+        if count > 1:
+            low, middle, high = np.quantile(values[max(0, count - 100) : count], (0.1, 0.5, 0.9))
+            assert limit.value == pytest.approx(middle + 4.0 * (high - low))
 
 
 def test_the_limit_follows_running_quantiles():

@@ -5,7 +5,6 @@ from collections import deque
 from typing import Any, ClassVar, Literal
 
 import lightning as L
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -68,8 +67,16 @@ class RunningLimit:
     def value(self) -> float:
         if len(self.values) < self.after:
             return math.inf
-        low, middle, high = np.quantile(self.values, (0.1, 0.5, 0.9)).tolist()
+        ordered = sorted(self.values)
+        low, middle, high = (_quantile(ordered, share) for share in (0.1, 0.5, 0.9))
         return middle + self.far * max(high - low, 0.01 * abs(middle))
+
+
+def _quantile(ordered: list[float], share: float) -> float:
+    """Return the value below which a share of the values lies, interpolated; NumPy's takes a hundred times as long."""
+    below, part = divmod(share * (len(ordered) - 1), 1)
+    above = ordered[min(int(below) + 1, len(ordered) - 1)]
+    return ordered[int(below)] + part * (above - ordered[int(below)])
 
 
 @check_arguments
@@ -153,10 +160,11 @@ class SteadySteps(JudgedSteps):
         loss = _mean_over_ranks(sum(self._losses, torch.zeros_like(norm)))
         self._losses = []
         numbers = torch.stack([loss, norm])
-        # Filled in by kernels: a copy from the host would wait for the device.
-        limits = torch.stack([torch.full_like(norm, limit.value) for limit in self.limits])
+        of_loss, of_norm = self.limits
+        # Limits are arguments of the kernels: a copy from the host would wait for the device.
+        above = (loss > of_loss.value) | (norm > of_norm.value)
         # Non-finite values are FiniteGuard's task: they must neither be skipped here nor enter the quantiles.
-        spike = (numbers > limits).any() & numbers.isfinite().all()
+        spike = above & numbers.isfinite().all()
         self._seen = torch.cat([spike.float()[None], numbers])
 
     def state_dict(self) -> dict[str, Any]:
