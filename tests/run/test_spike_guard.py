@@ -59,7 +59,7 @@ def test_the_limit_is_that_of_numpys_quantiles():
 
 
 def test_the_limit_follows_running_quantiles():
-    limit = ft.run.SteadySteps(far=2, window=5, after=3).limits[0]
+    limit = RunningLimit(far=2, window=5, after=3)
     for value in (100.0, 100.0, 1.0, 2.0, 3.0, 4.0, float("nan"), 5.0):
         limit.add(value)
     assert limit.value == pytest.approx(3 + 2 * (4.6 - 1.4))
@@ -87,7 +87,7 @@ def test_nothing_is_skipped_without_enough_steps_or_without_spikes():
     assert steady.skipped == 0
     steady = guard()
     run(BATCHES, [steady])
-    assert (steady.skipped, len(steady.steps.limits[0].values)) == (0, 12)
+    assert (steady.skipped, len(steady.state_dict()["values"][0][0])) == (0, 12)
 
 
 def test_a_sparse_gradient_has_the_norm_of_the_dense_one():
@@ -162,12 +162,6 @@ def test_rewinds_and_consecutive_skips_are_limited(tmp_path):
         run(with_spike(SPIKE, 9), [guard(stop_after=2)])
 
 
-class Manual(TinyLM):
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [({"far": 0}, "far=0"), ({"after": 200}, "after=200 with window=100"), ({"then": "stop"}, "then='stop'")],
@@ -178,8 +172,6 @@ def test_invalid_spike_guard_arguments_are_refused(settings, message):
 
 
 def test_unsupported_runs_are_refused_at_their_start():
-    with pytest.raises(ValueError, match="automatic_optimization=False"):
-        run(BATCHES, [guard()], Manual)
     precision = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
     with pytest.raises(ValueError, match="loss scaler"):
         run(BATCHES, [guard()], plugins=[precision])
