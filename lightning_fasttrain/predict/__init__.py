@@ -3,8 +3,8 @@
 The step runs on tensors with shapes but without memory. Workspace of kernels is added where its size is known.
 
 From the bottom up: ``data_dependent_values``, ``cuda_attention``, ``cuda_dispatch``, ``allocation_trace``,
-``caching_allocator``, ``fake_model``, ``kernel_workspace``, ``cuda_workspace``, ``memory_report``, ``predict_memory``,
-``count_flops``.
+``caching_allocator``, ``traced_step``, ``fake_model``, ``kernel_workspace``, ``cuda_workspace``, ``memory_report``,
+``predict_memory``, ``count_flops``.
 """
 
 from lightning_fasttrain.predict.count_flops import count_flops
