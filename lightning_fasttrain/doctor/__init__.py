@@ -1,7 +1,7 @@
 """Watch a user's own training for a few steps, and say what it wastes: measured, with the line and the cure.
 
-From the bottom up: ``observation``, ``finding``, ``findings``, ``diagnosis``, ``diagnose``, ``page``, ``doctor``,
-``examine``.
+From the bottom up: ``observation``, ``finding``, ``findings``, ``diagnosis``, ``diagnose``, ``pictures``, ``page``,
+``doctor``, ``examine``.
 """
 
 from lightning_fasttrain.doctor.diagnosis import Diagnosis

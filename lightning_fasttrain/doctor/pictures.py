@@ -19,7 +19,7 @@ PHASES = {
 }
 _WIDTH, _BAR, _TICK, _AREA = 960, 46, 18, 220
 _LEAST_LABEL = 0.06  # share of the picture below which a phase has no label in the bar
-# Neighbours differ; a block that takes long is told by its width.
+# Two in turn, so that neighbours differ.
 _BLOCKS = ("#3f68a8", "#6f93cf")
 
 

@@ -18,7 +18,7 @@ _LEAST_CLASSES = 4096
 
 
 class _Cure(NamedTuple):
-    """What is said about a change that was faster: what was seen, what to write, and how exact that is."""
+    """Report on a change that was faster: what was seen, what to write, and how exact that is."""
 
     what: str
     advice: str

@@ -21,15 +21,19 @@ def find_rank_faults(watch: Watch, measured: Measured) -> Iterator[Finding]:
 
 
 def _find_slow_rank(watch: Watch) -> Iterator[Finding]:
-    steps = set.intersection(*map(set, watch.own_ms)) if watch.own_ms else set[int]()
-    if len(watch.own_ms) < 2 or len(steps) < 2:
+    if len(watch.own_ms) < 2:
         return
-    means = [statistics.fmean(rank[step] for step in steps) for rank in watch.own_ms]
+    # The first rank has steps that are not timed.
+    steps = sorted(set.intersection(*map(set, watch.own_ms)))
+    if len(steps) < 2:
+        return
+    times = [list(map(rank.__getitem__, steps)) for rank in watch.own_ms]
+    means = list(map(statistics.fmean, times))
     slowest = means.index(max(means))
     extra = []
-    for step in sorted(steps):
-        others = [rank[step] for number, rank in enumerate(watch.own_ms) if number != slowest]
-        extra.append(watch.own_ms[slowest][step] - statistics.fmean(others))
+    for step in zip(*times, strict=True):
+        others = (sum(step) - step[slowest]) / (len(step) - 1)
+        extra.append(step[slowest] - others)
     mean, half = statistics.fmean(extra), 1.96 * statistics.stdev(extra) / len(extra) ** 0.5
     if mean - half <= 0:
         return

@@ -122,7 +122,9 @@ def is_compiled(model: nn.Module) -> bool:
 def list_compilations() -> list[Any]:
     """Return what torch noted of each compilation in this process; the compiler is not imported for it."""
     utils = sys.modules.get("torch._dynamo.utils")
-    return [] if utils is None else [one for one in utils.get_compilation_metrics() if one.is_forward]
+    if utils is None:
+        return []
+    return [one for one in utils.get_compilation_metrics() if one.is_forward]
 
 
 def is_recomputed_later() -> bool:

@@ -64,7 +64,7 @@ class OperatorTrials:
         began = perf_counter()
         try:
             self.trials[key] = _time_both(change, func, args, kwargs)
-        except Exception:  # the training goes on without it
+        except Exception:  # the training continues without it
             self.failed.add(key)
         self.budget_s -= perf_counter() - began
 

@@ -210,7 +210,9 @@ class Watch:
         # In the forward of sharded parameters the ranks wait for one another.
         shards = any(map(is_sharded, self.models))
         phases = ("data_wait", "transfer") if shards else ("data_wait", "transfer", "forward")
-        own = {number: sum(times[phase] for phase in phases) for number, times in self._times().items()}
+        own = {}
+        for number, times in self._times().items():
+            own[number] = sum(times[phase] for phase in phases)
         self.own_ms = from_all_ranks([own])
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -222,8 +224,10 @@ class Watch:
 
     def held_parameters(self) -> set[int]:
         """Return the ids of all parameters in an optimizer."""
-        optimizers = [*self.host.optimizers, *(record.optimizer for record in self.updates.values())]
-        return {id(parameter) for optimizer in optimizers for parameter in parameters_of(optimizer)}
+        held = set[int]()
+        for optimizer in (*self.host.optimizers, *(record.optimizer for record in self.updates.values())):
+            held.update(map(id, parameters_of(optimizer)))
+        return held
 
     def unused_parameters(self) -> list[str]:
         """Return the names of parameters in an optimizer that had no gradient in any update."""
