@@ -7,7 +7,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from lightning_fasttrain.core.messages import Report, number_of, titled_table
+from lightning_fasttrain.core.messages import Report, format_ms, number_of, titled_table
 from lightning_fasttrain.doctor.finding import Finding
 from lightning_fasttrain.doctor.observation.measured import LineTime
 from lightning_fasttrain.run.profiling.memory_record import MemoryRecord
@@ -60,8 +60,10 @@ class Diagnosis(Report):
         }
 
     def as_table(self) -> Table:
-        phases = ", ".join(f"{name} {ms:.3g}" for name, ms in self.phase_ms.items() if ms >= LEAST_SHARE * self.step_ms)
-        title = f"fasttrain doctor: {self.step_ms:.3g} ms/step on {self.device} ({phases} ms)"
+        phases = ", ".join(
+            f"{name} {format_ms(ms)}" for name, ms in self.phase_ms.items() if ms >= LEAST_SHARE * self.step_ms
+        )
+        title = f"fasttrain doctor: {format_ms(self.step_ms)} ms/step on {self.device} ({phases} ms)"
         table = titled_table(escape(title), [escape(note) for note in (*self._summary(), *self.notes)])
         for column in ("cost", "where", "what was found", "cure"):
             table.add_column(column, overflow="fold")

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_fasttrain.core.messages import format_bytes
+from lightning_fasttrain.core.messages import format_bytes, format_ms
 from lightning_fasttrain.doctor.observation.source_lines import SourceLine
 from lightning_fasttrain.planner.timing import Ratio, compare_times
 
@@ -35,7 +35,7 @@ class Cost:
             return "not measured"
         if self.unit == "bytes":
             return f"{format_bytes(self.value)}/step"
-        return f"{self.value:.3g} ms/step ({max(0.0, self.low):.3g} to {self.high:.3g})"
+        return f"{format_ms(self.value)} ms/step ({format_ms(max(0.0, self.low))} to {format_ms(self.high)})"
 
 
 def cost_of_ratio(base_ms: float, ratio: Ratio, *, is_gain: bool) -> Cost:

@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 
 from lightning_fasttrain.core.files.atomic_write import write_atomic
-from lightning_fasttrain.core.messages import number_of
+from lightning_fasttrain.core.messages import format_ms, number_of
 from lightning_fasttrain.doctor.diagnosis import Diagnosis, describe_cost
 from lightning_fasttrain.doctor.finding import Finding
 from lightning_fasttrain.doctor.observation.measured import LineTime
@@ -19,7 +19,7 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto
 h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 article { border-left: 4px solid #d1603d; padding: .2rem 0 .2rem 1rem; margin: 1rem 0; }
 article.accuracy { border-color: #a33; }
-.cost { font-weight: 600; } .faint { opacity: .7; }
+div.cost { font-weight: 600; } .faint { opacity: .7; }
 pre, code { font: 13px/1.45 ui-monospace, monospace; }
 pre { overflow-x: auto; background: #8881; padding: .5rem; margin: .4rem 0; }
 mark { background: #e3a63d55; color: inherit; display: block; }
@@ -58,7 +58,7 @@ def render_page(diagnosis: Diagnosis) -> str:
         >>> "Nothing was found" in page, "<script" in page, "http" in page
         (True, False, False)
     """
-    title = f"{diagnosis.step_ms:.3g} ms per step on {diagnosis.device}"
+    title = f"{format_ms(diagnosis.step_ms)} ms per step on {diagnosis.device}"
     parts = [
         f"<!doctype html><html lang=en><meta charset=utf-8><title>fasttrain doctor: {title}</title>",
         f"<style>{_STYLE}</style><h1>{title}</h1>",
@@ -122,5 +122,5 @@ def _table_of_lines(lines: Sequence[tuple[str, LineTime]]) -> Iterator[str]:
     for phase, timed in lines:
         label = PHASES[phase][1]
         where, text = escape(str(timed.line)), escape(timed.line.text)
-        yield f"<tr><td>{timed.ms:.3g}<td>{label}<td>{where}<td><code>{text}</code>"
+        yield f"<tr><td>{format_ms(timed.ms)}<td>{label}<td>{where}<td><code>{text}</code>"
     yield "</table>"

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from html import escape
 
-from lightning_fasttrain.core.messages import format_bytes
+from lightning_fasttrain.core.messages import format_bytes, format_ms
 from lightning_fasttrain.run.profiling.memory_files import COLOURS
 from lightning_fasttrain.run.profiling.memory_record import CATEGORIES, MemoryRecord
 
@@ -31,7 +31,7 @@ def draw_phases(phase_ms: Mapping[str, float]) -> Iterator[str]:
     yield "<table>"
     for label, ms, colour in parts:
         key = f'<i class=key style="background:{colour}"></i>{label}'
-        yield f"<tr><td>{key}<td>{ms:.3g} ms<td>{ms / total:.0%}"
+        yield f"<tr><td>{key}<td>{format_ms(ms)} ms<td>{ms / total:.0%}"
     yield "</table>"
 
 
@@ -43,7 +43,7 @@ def draw_blocks(block_ms: Mapping[str, float]) -> Iterator[str]:
     parts = [(name, ms, _BLOCKS[number % 2]) for number, (name, ms) in enumerate(block_ms.items())]
     yield from _bar(parts, "forward by block")
     slowest = sorted(block_ms.items(), key=lambda one: -one[1])[:3]
-    listed = ", ".join(f"<code>{escape(name)}</code> {ms:.3g} ms" for name, ms in slowest)
+    listed = ", ".join(f"<code>{escape(name)}</code> {format_ms(ms)} ms" for name, ms in slowest)
     yield f"<p class=faint>The slowest: {listed}.</p>"
 
 
@@ -54,7 +54,7 @@ def _bar(parts: list[tuple[str, float, str]], what: str) -> Iterator[str]:
     x = 0.0
     for label, ms, colour in parts:
         width, shown = _WIDTH * ms / total, escape(label)
-        title = f"<title>{shown}: {ms:.3g} ms</title>"
+        title = f"<title>{shown}: {format_ms(ms)} ms</title>"
         yield f'<rect x="{x:.1f}" width="{width:.1f}" height="{_BAR}" fill="{colour}">{title}</rect>'
         if ms >= _LEAST_LABEL * total:
             yield f'<text x="{x + 6:.1f}" y="{_BAR / 2 + 4:.0f}" style="fill:#fff">{shown}</text>'
@@ -67,7 +67,7 @@ def _scale(total_ms: float, height: int) -> Iterator[str]:
     for part in range(5):
         anchor = ("start", "middle", "middle", "middle", "end")[part]
         tick = f'x="{_WIDTH * part / 4:.0f}" y="{height + _TICK - 3}" text-anchor="{anchor}"'
-        yield f"<text {tick}>{total_ms * part / 4:.3g} ms</text>"
+        yield f"<text {tick}>{format_ms(total_ms * part / 4)} ms</text>"
 
 
 def draw_memory(record: MemoryRecord | None) -> Iterator[str]:

@@ -1,6 +1,8 @@
 """The order of findings, the page, and what is said of models whose operators cannot be seen."""
 
 import json
+import shutil
+import subprocess
 
 import pytest
 import torch
@@ -10,6 +12,8 @@ import lightning_fasttrain as ft
 from lightning_fasttrain.doctor import Cost, Diagnosis, Finding, SourceLine, save_diagnosis
 from lightning_fasttrain.doctor.diagnosis import rank
 from lightning_fasttrain.doctor.finding import cost_of_calls, cost_of_phase, cost_of_samples
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
 
 def finding(kind, ms=None, unit="ms"):
@@ -65,6 +69,21 @@ def test_the_page_draws_blocks_and_memory_by_category(tmp_path):
     assert page.count("<title>0: ") == 1
     assert not net[0]._forward_pre_hooks
     assert not net[0]._forward_hooks
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium")
+def test_the_page_opens_in_a_browser_and_its_details_open_with_a_click(tmp_path):
+    shown, minor = rank(FOUND, step_ms=100.0)
+    diagnosis = Diagnosis("cpu", 18, 100.0, {"forward": 60.0, "backward": 40.0}, shown, minor)
+    page, _ = save_diagnosis(diagnosis, tmp_path)
+    click = "<script>onload = () => document.querySelector('summary').click()</script>"
+    page.write_text(page.read_text() + click)
+    headless = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    command = [BROWSER, *headless, "--virtual-time-budget=2000", "--dump-dom", page.as_uri()]
+    seen = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert '<details open="">' in seen
+    assert seen.count("<rect") == 2
+    assert seen.count("<article") == len(FOUND)
 
 
 def test_costs_by_hand():

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Iterator
 
-from lightning_fasttrain.core.messages import list_some
+from lightning_fasttrain.core.messages import format_ms, list_some
 from lightning_fasttrain.doctor.finding import Cost, Finding
 from lightning_fasttrain.doctor.observation.measured import Measured
 from lightning_fasttrain.doctor.observation.source_lines import find_keyword
@@ -37,7 +37,7 @@ def _find_slow_rank(watch: Watch) -> Iterator[Finding]:
     mean, half = statistics.fmean(extra), 1.96 * statistics.stdev(extra) / len(extra) ** 0.5
     if mean - half <= 0:
         return
-    listed = list_some([f"rank {number}: {ms:.3g} ms" for number, ms in enumerate(means)])
+    listed = list_some([f"rank {number}: {format_ms(ms)} ms" for number, ms in enumerate(means)])
     what = f"The other ranks wait for rank {slowest} in each step"
     details = (f"Data, transfer and forward take {listed}",)
     cure = "Give ranks equal work (samples of similar length, the same augmentations), or look at its machine"
