@@ -7,9 +7,15 @@ From the bottom up: ``data_dependent_values``, ``cuda_attention``, ``cuda_dispat
 ``predict_memory``, ``count_flops``.
 """
 
-from lightning_fasttrain.predict.count_flops import count_flops
-from lightning_fasttrain.predict.memory_report import MemoryReport
-from lightning_fasttrain.predict.predict_memory import predict_memory
+from typing import TYPE_CHECKING
+
+from lightning_fasttrain.core.package import import_names_when_used
+
+import_names_when_used(__name__)
+if TYPE_CHECKING:
+    from lightning_fasttrain.predict.count_flops import count_flops
+    from lightning_fasttrain.predict.memory_report import MemoryReport
+    from lightning_fasttrain.predict.predict_memory import predict_memory
 
 __all__ = [
     "MemoryReport",
