@@ -318,6 +318,13 @@ def _papers_own(model: nn.Module, config: "PeftConfig") -> tuple[Any, Targets]:
         if targets is not None:
             # The technique keeps its own configuration for the next model.
             config = copy.deepcopy(config)
-            config.feedforward_modules = constants.TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING[kind]
-            return config, targets
+            scaled = constants.TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING[kind]
+            config.feedforward_modules = _present(model, scaled)
+            return config, _present(model, targets)
     return config, ALL_LINEAR
+
+
+def _present(model: nn.Module, targets: list[str]) -> list[str]:
+    """Return the targets that are layers of the model; Mixtral's experts, for example, have become parameters."""
+    lines = "".join(f".{name}\n" for name, _ in model.named_modules())
+    return [target for target in targets if f".{target}\n" in lines]
