@@ -152,6 +152,12 @@ def times(technique: Any, loop: Loop) -> None:
     loop.at_end.append(lambda: positive(timer.summary()["step_ms"]))
 
 
+def measures_noise(technique: Any, loop: Loop) -> None:
+    noise = ft.run.NoiseScale(loop.model)
+    loop.step = noise.watch(loop.step)
+    loop.around.append((1, lambda held: noise.measure()))
+
+
 def meters(technique: Any, loop: Loop) -> None:
     peak = ft.run.PeakMemory("cpu", loop.model, loop.optimizer)
     loop.around.append((1, lambda held: peak))
@@ -371,6 +377,7 @@ CASES = [
     ),  # on a CPU it changes nothing, and says so
     Case(lambda: ft.StepMeter(), times, effects.a_step_has_a_time),
     Case(lambda: ft.MemoryMeter(), meters, effects.a_step_has_a_peak),
+    Case(lambda: ft.run.GradientNoiseScale(every_n_steps=1), measures_noise, effects.two_batches_show_noise),
     # The steps before the one that MemoryMeter measures, as torch runs one profiler at a time.
     Case(lambda: ft.run.MemoryTimeline(f"{FOLDER}/memory", first_step=0), records, effects.a_step_has_a_picture),
     Case(lambda: ft.AtomicCheckpoints(), saves_whole, effects.a_damaged_checkpoint_is_not_loaded),

@@ -27,11 +27,13 @@ if TYPE_CHECKING:
     from lightning_fasttrain.run.guards.preemption_flag import PreemptionFlag
     from lightning_fasttrain.run.guards.spike_guard import SpikeGuard, SteadySteps
     from lightning_fasttrain.run.guards.watchdog import ProgressWatch
+    from lightning_fasttrain.run.profiling.gradient_noise_scale import GradientNoiseScale
     from lightning_fasttrain.run.profiling.memory_files import draw_memory, save_memory_record
     from lightning_fasttrain.run.profiling.memory_meter import MemoryMeter
     from lightning_fasttrain.run.profiling.memory_record import MemoryRecord
     from lightning_fasttrain.run.profiling.memory_recording import MemoryRecording
     from lightning_fasttrain.run.profiling.memory_timeline import MemoryTimeline
+    from lightning_fasttrain.run.profiling.noise_scale import NoiseScale, split_gradient_noise
     from lightning_fasttrain.run.profiling.step_meter import StepMeter, compare_ranks
     from lightning_fasttrain.run.profiling.step_timer import StepTimer
 
@@ -43,11 +45,13 @@ __all__ = [
     "ExactResume",
     "FiniteGuard",
     "FiniteSteps",
+    "GradientNoiseScale",
     "HangWatch",
     "MemoryMeter",
     "MemoryRecord",
     "MemoryRecording",
     "MemoryTimeline",
+    "NoiseScale",
     "PeakMemory",
     "Preemption",
     "PreemptionFlag",
@@ -65,5 +69,6 @@ __all__ = [
     "resumable",
     "save_memory_record",
     "set_random_state",
+    "split_gradient_noise",
     "verify_checkpoint",
 ]

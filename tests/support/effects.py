@@ -231,6 +231,13 @@ def a_step_has_a_peak(kind: Kind) -> None:
     assert meter.peak_bytes is not None
 
 
+def two_batches_show_noise(kind: Kind) -> None:
+    noise = kind(every_n_steps=1)
+    fit(TinyLM(), BATCHES, [noise], accumulate_grad_batches=2)
+    assert noise.samples is not None
+    assert noise.samples > 0
+
+
 def a_step_has_a_picture(kind: Kind) -> None:
     with tempfile.TemporaryDirectory() as folder:
         fit(TinyLM(), BATCHES, [kind(folder, first_step=0)])
