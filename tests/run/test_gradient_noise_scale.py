@@ -170,7 +170,10 @@ def test_a_step_without_number_is_left_out():
 def test_a_loss_that_is_not_watched_is_refused():
     net = nn.Linear(1, 1)
     noise = NoiseScale(net)
-    with pytest.raises(RuntimeError, match=r"its weight in the step is unknown\. Use step = noise\.watch"), noise.measure():
+    with (
+        pytest.raises(RuntimeError, match=r"its weight in the step is unknown\. Use step = noise\.watch"),
+        noise.measure(),
+    ):
         net(torch.ones(1, 1)).sum().backward()
 
 

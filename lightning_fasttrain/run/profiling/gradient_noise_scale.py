@@ -21,11 +21,11 @@ _ONE_GRADIENT = "each step has the gradient of one batch on one rank, and noise 
 class GradientNoiseScale(Technique):
     """Measures the gradient noise scale, which estimates the critical batch size of the run at its current loss.
 
-    Up to about this batch size, twice the batch trains in nearly half the steps; above, it mostly costs computation: see
-    :func:`~lightning_fasttrain.estimate.cost_of_batch_size`. It grows during training. The parts of a step that it
-    compares are its micro-batches, accumulated batches and ranks; without any of these it measures nothing. It is logged
-    as ``gradient_noise_scale/samples`` and ``gradient_noise_scale/tokens``. See
-    :class:`~lightning_fasttrain.run.NoiseScale`, also for its limits: a mean loss, and parts whose samples differ.
+    Up to about this batch size, twice the batch trains in nearly half the steps; above, it mostly costs computation:
+    see :func:`~lightning_fasttrain.estimate.cost_of_batch_size`. It grows during training. The parts of a step that are
+    compared are its micro-batches, accumulated batches and ranks; without any of these nothing is measured, nor where
+    only the trunk of a model runs in micro-batches. It is logged as ``gradient_noise_scale/samples`` and
+    ``gradient_noise_scale/tokens``. The loss must be a mean. See :class:`~lightning_fasttrain.run.NoiseScale`.
 
     Acts between ``on_train_batch_start`` of a step's first batch and ``on_before_optimizer_step``, before gradients are
     clipped. Nothing waits for the device, and training is bitwise unchanged.

@@ -1,0 +1,225 @@
+"""Estimate a training before it runs: FLOPs, time, loss, batch size and memory."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_fasttrain.core.batch import count_batch
+from lightning_fasttrain.core.checks import PositiveFloat, Share, check_arguments, one_of
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.dry_run.verification.verify import as_lightning_module
+from lightning_fasttrain.estimate.accelerators import Accelerator, read_devices
+from lightning_fasttrain.estimate.activation_memory import activation_bytes_per_layer, input_and_output_bytes
+from lightning_fasttrain.estimate.batch_size import cost_of_batch_size, critical_batch_tokens
+from lightning_fasttrain.estimate.counted_flops import StepFlops, count_step_flops
+from lightning_fasttrain.estimate.measured_step import MeasuredStep, measure_step
+from lightning_fasttrain.estimate.parameter_counts import count_parameters_by_part
+from lightning_fasttrain.estimate.run_time import energy_kwh, model_flops_utilization, pf_days, training_hours
+from lightning_fasttrain.estimate.scaling_laws import (
+    CHINCHILLA,
+    REPLICATION,
+    ScalingLaw,
+    expected_loss,
+    optimal_allocation,
+    optimal_tokens,
+    outside_of_range,
+)
+from lightning_fasttrain.estimate.training_estimate import LawEstimate, Speed, TrainingEstimate
+from lightning_fasttrain.predict import predict_memory
+from lightning_fasttrain.predict.fake_model import Factory, fake_model
+from lightning_fasttrain.predict.predict_memory import PRECISIONS, Loss
+from lightning_fasttrain.technique import Technique
+
+ASSUMED_MFU = 0.4
+_PUBLISHED = "published: 21% to 46% in table 3 of PaLM, 42% to 56% in table 5 of Korthikanti et al. 2022"
+
+
+@check_arguments
+def estimate_training(
+    module: nn.Module | Factory,
+    batch: Any,
+    length: PositiveFloat,
+    *,
+    gpu: str | Accelerator | None = None,
+    mfu: Share | None = None,
+    precision: str | None = None,
+    critical_batch: PositiveFloat | None = None,
+    techniques: Sequence[Technique] = (),
+    loss: Loss | None = None,
+    optimizer: Callable[[Any], Optimizer] | None = None,
+) -> TrainingEstimate:
+    """Estimate the FLOPs, time, energy, loss, batch size and memory of a training.
+
+    FLOPs are counted on a step without computing it. With ``gpu`` nothing is computed at all, and the model may be far
+    larger than this machine: time is that of the accelerator's peak times an assumed MFU. Without it, a few steps run
+    on copies of the model on this machine, and MFU is measured. Each value of the report states how it is known.
+
+    Args:
+        module: a function that builds the model, or the model, which is not changed.
+        batch: one batch of the loader, as one device sees it.
+        length: tokens of the training, each seen once; samples, for batches without token ids.
+        gpu: an accelerator of :func:`~lightning_fasttrain.estimate.find_accelerator` and their number, as ``"H100:8"``;
+            or one :class:`~lightning_fasttrain.estimate.Accelerator`. None to measure on this machine.
+        mfu: of that accelerator, above 0; by default 0.4.
+        precision: ``"32-true"``, ``"bf16-mixed"`` or ``"bf16-true"``; by default bf16-mixed with ``gpu``, else 32-true.
+        critical_batch: measured by :class:`~lightning_fasttrain.run.GradientNoiseScale`, in the unit of ``length``. By
+            default that of Kaplan et al. at the expected loss.
+        techniques: techniques of the run, for recomputed FLOPs and memory.
+        loss: (module, batch) → loss, instead of ``training_step``.
+        optimizer: parameters → optimizer, instead of ``configure_optimizers``.
+
+    Returns:
+        A report: print it for a table.
+
+    Raises:
+        TypeError: no model, or no loss; to measure: no optimizer.
+        ValueError: an unknown accelerator or precision; ``mfu`` without ``gpu``; a batch without samples.
+
+    Example:
+        >>> import torch
+        >>> def loss(net, ids):
+        ...     return nn.functional.cross_entropy(net(ids).flatten(0, 1), ids.flatten())
+        >>> net = nn.Sequential(nn.Embedding(100, 16), nn.Linear(16, 100))
+        >>> ids = torch.zeros(4, 32, dtype=torch.long)
+        >>> estimate = estimate_training(net, ids, 1e9, gpu="A100:2", loss=loss, optimizer=torch.optim.AdamW)
+        >>> estimate.flops.flops_per_token, round(estimate.model_flops / 1e12)
+        (9600.0, 10)
+
+    Source:
+        The functions of this subpackage, each with its own.
+    """
+    if mfu is not None and gpu is None:
+        raise ValueError(explain(f"mfu={mfu} without gpu", "on this machine it is measured", 'Add gpu="H100"'))
+    if mfu == 0:
+        raise ValueError(explain("mfu=0", "a training that reaches nothing never ends", "Use, for example, mfu=0.4"))
+    precision = one_of("precision", precision or ("32-true" if gpu is None else "bf16-mixed"), tuple(PRECISIONS))
+    flops = count_step_flops(module, batch, loss=loss, techniques=techniques)
+    with fake_model(module) as net:
+        parts = count_parameters_by_part(net)
+    notes: list[str] = []
+    memory: dict[str, tuple[float, str]] = {}
+    measured = None
+    if gpu is None:
+        measured = measure_step(as_lightning_module(module, loss, optimizer), batch, precision)
+        speed = _speed_here(flops, length, measured)
+    else:
+        accelerator, devices = (gpu, 1) if isinstance(gpu, Accelerator) else read_devices(gpu)
+        speed = _speed_on(accelerator, devices, flops, length, mfu)
+        memory["memory of a device"] = accelerator.memory_gb * 1e9, f"{accelerator.memory_gb:g} GB, of its data sheet"
+        notes += _notes_on(accelerator, precision)
+    laws = tuple(_by_law(law, flops, length) for law in (REPLICATION, CHINCHILLA)) if flops.unit == "token" else ()
+    if laws:
+        notes.append(
+            "Losses are those of language models trained from scratch, on the text and tokenizer of the paper."
+        )
+    critical, source = critical_batch, "measured, as given"
+    if critical is None and laws:
+        critical = critical_batch_tokens(laws[0].loss)
+        source = "Kaplan et al. 2020 at the expected loss; run.GradientNoiseScale() measures it on your run"
+    whole_batch = float(flops.tokens * speed.devices)
+    device = "cuda" if measured is None else measured.device
+    try:
+        memory |= _predict(module, batch, precision, techniques, loss, optimizer, device)
+    except (TypeError, ValueError) as error:
+        notes.append(f"Memory is not predicted: {str(error).partition(chr(10))[0]}")
+    memory |= _by_formula(flops, batch)
+    if measured is not None:
+        memory["peak, measured"] = measured.peak_bytes, f"a step on this machine's {measured.device}"
+        memory["activations, measured"] = measured.activation_bytes, "the most during that step"
+    return TrainingEstimate(
+        parameters=parts,
+        flops=flops,
+        length=length,
+        steps=length / whole_batch,
+        model_flops=flops.flops_per_token * length,
+        pf_days=pf_days(flops.flops_per_token * length),
+        speed=speed,
+        laws=laws,
+        critical_batch=critical,
+        critical_source=source if critical is not None else "",
+        batch=whole_batch,
+        batch_costs=None if critical is None else cost_of_batch_size(whole_batch, critical),
+        memory=memory,
+        measured=measured,
+        notes=tuple(notes),
+    )
+
+
+def _speed_here(flops: StepFlops, length: float, measured: MeasuredStep) -> Speed:
+    per_s = flops.tokens / measured.ms * 1e3
+    mfu = model_flops_utilization(per_s, flops.flops_per_token, measured.peak_flops)
+    how = f"measured here: {measured.ms:,.4g} ms/step, the fastest of {measured.steps}, without techniques"
+    hours = length / per_s / 3600
+    name, peak = f"this machine's {measured.device}", "measured: a large matrix product"
+    return Speed(1, name, measured.peak_flops, peak, mfu, how, per_s, hours, hours, None)
+
+
+def _speed_on(accelerator: Accelerator, devices: int, flops: StepFlops, length: float, mfu: float | None) -> Speed:
+    how = f"assumed; {_PUBLISHED}" if mfu is None else "assumed, as given"
+    mfu = ASSUMED_MFU if mfu is None else mfu
+    hours = training_hours(flops.flops_per_token * length, accelerator.flops, devices, mfu)
+    energy = None if accelerator.watts is None else energy_kwh(hours * devices, accelerator.watts)
+    per_s = length / hours / 3600
+    return Speed(
+        devices,
+        accelerator.name,
+        accelerator.flops,
+        accelerator.source,
+        mfu,
+        how,
+        per_s,
+        hours,
+        hours * devices,
+        energy,
+    )
+
+
+def _notes_on(accelerator: Accelerator, precision: str) -> Iterator[str]:
+    if precision == "32-true":
+        yield f"The peak is that of {accelerator.dtype}; products of 32-true take at least twice as long, also in TF32."
+    elif accelerator.dtype == "float16":
+        yield f"{accelerator.name} has no bfloat16: train it with precision='16-mixed', at the peak of float16."
+
+
+def _by_law(law: ScalingLaw, flops: StepFlops, length: float) -> LawEstimate:
+    parameters = flops.parameters
+    best = optimal_allocation(6 * parameters * length, law)
+    outside = outside_of_range(parameters, length, law)
+    loss, tokens = expected_loss(parameters, length, law), optimal_tokens(parameters, law)
+    return LawEstimate(law.name, loss, tokens, *best, outside, law.source)
+
+
+def _predict(
+    module: nn.Module | Factory,
+    batch: Any,
+    precision: str,
+    techniques: Sequence[Technique],
+    loss: Loss | None,
+    optimizer: Callable[[Any], Optimizer] | None,
+    device: str,
+) -> dict[str, tuple[float, str]]:
+    predicted = predict_memory(
+        module, batch, loss=loss, optimizer=optimizer, techniques=techniques, precision=precision, device=device
+    )
+    how = f"predict_memory, {precision}, on {device}, without sharding"
+    activations = predicted.peaks["activations"]
+    return {
+        "peak, predicted": (predicted.peak_bytes, how),
+        "activations, predicted": (activations, "the most in a step"),
+    }
+
+
+def _by_formula(flops: StepFlops, batch: Any) -> dict[str, tuple[float, str]]:
+    shape, width, samples = flops.shape, flops.hidden_width, count_batch(batch)[0]
+    if shape is None or not shape.heads or not width or flops.tokens % shape.context:
+        return {}
+    outside = input_and_output_bytes(shape.context, samples, width, flops.vocabulary)
+    found: dict[str, tuple[float, str]] = {}
+    how = "Korthikanti et al. 2022: 16 bits, GELU, dropout"
+    for recomputation, words in (("none", "34 + 5as/h"), ("selective", "34, as with flash attention"), ("full", "2")):
+        layer = activation_bytes_per_layer(shape.context, samples, width, shape.heads, recomputation)
+        label = f"activations, formula, recomputation {recomputation}"
+        found[label] = layer * shape.layers + outside, f"{shape.layers} × sbh({words}) + sb(5h + 4v); {how}"
+    return found
