@@ -21,7 +21,7 @@ FLOORS = (
     ("data", "loss", "model", "optim", "finetune", "run"),
     ("predict",),
     ("dry_run", "strategy"),
-    ("planner",),
+    ("planner", "estimate"),
     ("bench", "doctor"),
     ("cli", "mixin", "__init__"),
 )

@@ -18,6 +18,7 @@ HEAVY = {"torch", "lightning", "numpy", "rich"}
 COMMANDS = (
     "ladder",
     "memory",
+    "estimate",
     "verify",
     "plan",
     "rehearse",

@@ -23,20 +23,20 @@ except importlib.metadata.PackageNotFoundError:
     __version__ = "unknown (not installed)"
 
 
-def read_subpackages() -> dict[str, str]:
-    """Return the module that the stub names for each public name."""
+def read_imports() -> dict[str, str]:
+    """Return the module from which the stub imports each name: the package itself, for its subpackages."""
     stub = pkgutil.get_data(PACKAGE, "__init__.pyi")
     assert stub is not None
     found = {}
     for statement in ast.parse(stub).body:
-        if (
-            isinstance(statement, ast.ImportFrom) and statement.module != PACKAGE
-        ):  # lines of that kind import the subpackages themselves
+        if isinstance(statement, ast.ImportFrom):
             found |= dict.fromkeys([alias.name for alias in statement.names], statement.module)
     return found
 
 
-SUBPACKAGES = read_subpackages()
+_IMPORTS = read_imports()
+SUBPACKAGES = {name: module for name, module in _IMPORTS.items() if module != PACKAGE}
+ROOMS = [name for name, module in _IMPORTS.items() if module == PACKAGE]  # subpackages, with or without names here
 PUBLIC = [
     name for name in SUBPACKAGES if not name.startswith("_")
 ]  # for `import *`, which must not bring a __version__
@@ -52,7 +52,7 @@ def find_public(name: str) -> object:
         >>> find_public("MicroBatching").__module__
         'lightning_fasttrain.data.micro_batching'
     """
-    if f"{PACKAGE}.{name}" in SUBPACKAGES.values():
+    if name in ROOMS or f"{PACKAGE}.{name}" in SUBPACKAGES.values():
         return importlib.import_module(f"{PACKAGE}.{name}")
     if name not in SUBPACKAGES:
         raise AttributeError(f"module {PACKAGE!r} has no attribute {name!r}{_hint(name)}")
@@ -78,7 +78,8 @@ def _hint(name: str) -> str:
 def _read_names_of_subpackages() -> dict[str, str]:
     """Return the full path of each name in a subpackage. Their sources are read; nothing is imported."""
     found: dict[str, str] = {}
-    for place in sorted({module for module in SUBPACKAGES.values() if module.count(".") == 1}, reverse=True):
+    places = {module for module in SUBPACKAGES.values() if module.count(".") == 1}
+    for place in sorted(places | {f"{PACKAGE}.{room}" for room in ROOMS}, reverse=True):
         source = resources.files(PACKAGE).joinpath(place.partition(".")[2], "__init__.py")
         if source.is_file():
             found |= {name: f"{place}.{name}" for name in _read_names(source.read_bytes())}
@@ -135,4 +136,4 @@ def list_names() -> list[str]:
     """Return what ``dir`` shows of the package: public names and subpackages."""
     modules = {module.partition(".")[2] for module in SUBPACKAGES.values()}
     shown = [module for module in modules if not module.startswith("core.")]
-    return sorted([*shown, *SUBPACKAGES])
+    return sorted({*shown, *ROOMS, *SUBPACKAGES})

@@ -1,7 +1,8 @@
 """Estimate a training before it runs, by published formulas, counted FLOPs and measured steps.
 
 From the bottom up: ``accelerators``, ``transformer_flops``, ``activation_memory``, ``scaling_laws``, ``batch_size``,
-``run_time``, ``parameter_counts``, ``counted_flops``, ``measured_step``, ``training_estimate``, ``estimate_training``.
+``run_time``, ``parameter_counts``, ``counted_flops``, ``measured_step``, ``memory_estimate``, ``training_estimate``,
+``estimate_training``.
 """
 
 from lightning_fasttrain.estimate.accelerators import ACCELERATORS, Accelerator, find_accelerator, read_devices

@@ -16,7 +16,7 @@ class Accelerator:
         name: for messages.
         flops: dense FLOP/s of matrix products in 16 bits with sums in float32; data sheets that state them with
             sparsity state twice as much.
-        memory_gb: memory in GB of 1e9 bytes, as in data sheets.
+        memory_gib: memory in GiB, which data sheets write as GB.
         bandwidth_gb_per_s: memory bandwidth in 1e9 bytes/s.
         watts: the most power that it takes; None where its maker does not state it.
         source: where these values are stated.
@@ -30,7 +30,7 @@ class Accelerator:
 
     name: str
     flops: PositiveFloat
-    memory_gb: PositiveFloat
+    memory_gib: PositiveFloat
     bandwidth_gb_per_s: PositiveFloat
     watts: PositiveFloat | None
     source: str
@@ -82,7 +82,7 @@ def find_accelerator(name: str) -> Accelerator:
         ValueError: it is not in the table; the message lists it.
 
     Example:
-        >>> find_accelerator("h100 sxm").flops, find_accelerator("A100").memory_gb
+        >>> find_accelerator("h100 sxm").flops, find_accelerator("A100").memory_gib
         (989400000000000.0, 80)
 
     Source:

@@ -6,15 +6,15 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_fasttrain.core.batch import count_batch
 from lightning_fasttrain.core.checks import PositiveFloat, Share, check_arguments, one_of
+from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.dry_run.verification.verify import as_lightning_module
 from lightning_fasttrain.estimate.accelerators import Accelerator, read_devices
-from lightning_fasttrain.estimate.activation_memory import activation_bytes_per_layer, input_and_output_bytes
-from lightning_fasttrain.estimate.batch_size import cost_of_batch_size, critical_batch_tokens
+from lightning_fasttrain.estimate.batch_size import critical_batch_tokens
 from lightning_fasttrain.estimate.counted_flops import StepFlops, count_step_flops
 from lightning_fasttrain.estimate.measured_step import MeasuredStep, measure_step
+from lightning_fasttrain.estimate.memory_estimate import Memory, formula_bytes, measured_bytes, predicted_bytes
 from lightning_fasttrain.estimate.parameter_counts import count_parameters_by_part
 from lightning_fasttrain.estimate.run_time import energy_kwh, model_flops_utilization, pf_days, training_hours
 from lightning_fasttrain.estimate.scaling_laws import (
@@ -27,12 +27,12 @@ from lightning_fasttrain.estimate.scaling_laws import (
     outside_of_range,
 )
 from lightning_fasttrain.estimate.training_estimate import LawEstimate, Speed, TrainingEstimate
-from lightning_fasttrain.predict import predict_memory
 from lightning_fasttrain.predict.fake_model import Factory, fake_model
 from lightning_fasttrain.predict.predict_memory import PRECISIONS, Loss
 from lightning_fasttrain.technique import Technique
 
 ASSUMED_MFU = 0.4
+_ON_LAWS = "Losses are those of language models trained from scratch, on the text and tokenizer of the paper."
 _PUBLISHED = "published: 21% to 46% in table 3 of PaLM, 42% to 56% in table 5 of Korthikanti et al. 2022"
 
 
@@ -99,48 +99,37 @@ def estimate_training(
     with fake_model(module) as net:
         parts = count_parameters_by_part(net)
     notes: list[str] = []
-    memory: dict[str, tuple[float, str]] = {}
+    memory: Memory = {}
     measured = None
     if gpu is None:
-        measured = measure_step(as_lightning_module(module, loss, optimizer), batch, precision)
+        measured = measure_step(as_lightning_module(module, loss, optimizer), batch, precision, techniques)
         speed = _speed_here(flops, length, measured)
     else:
         accelerator, devices = (gpu, 1) if isinstance(gpu, Accelerator) else read_devices(gpu)
         speed = _speed_on(accelerator, devices, flops, length, mfu)
-        memory["memory of a device"] = accelerator.memory_gb * 1e9, f"{accelerator.memory_gb:g} GB, of its data sheet"
+        memory["memory of a device"] = accelerator.memory_gib * GIB, "of its data sheet; CUDA itself takes part of it"
         notes += _notes_on(accelerator, precision)
-    laws = tuple(_by_law(law, flops, length) for law in (REPLICATION, CHINCHILLA)) if flops.unit == "token" else ()
-    if laws:
-        notes.append(
-            "Losses are those of language models trained from scratch, on the text and tokenizer of the paper."
-        )
-    critical, source = critical_batch, "measured, as given"
-    if critical is None and laws:
-        critical = critical_batch_tokens(laws[0].loss)
-        source = "Kaplan et al. 2020 at the expected loss; run.GradientNoiseScale() measures it on your run"
-    whole_batch = float(flops.tokens * speed.devices)
+    laws = _by_laws(flops, length)
+    notes += [_ON_LAWS] if laws else []
+    critical = (critical_batch, "measured, as given") if critical_batch is not None else _critical_by_law(laws)
     device = "cuda" if measured is None else measured.device
     try:
-        memory |= _predict(module, batch, precision, techniques, loss, optimizer, device)
+        memory |= predicted_bytes(module, batch, precision, techniques, loss, optimizer, device)
     except (TypeError, ValueError) as error:
         notes.append(f"Memory is not predicted: {str(error).partition(chr(10))[0]}")
-    memory |= _by_formula(flops, batch)
-    if measured is not None:
-        memory["peak, measured"] = measured.peak_bytes, f"a step on this machine's {measured.device}"
-        memory["activations, measured"] = measured.activation_bytes, "the most during that step"
+    memory |= formula_bytes(flops, batch)
+    memory |= {} if measured is None else measured_bytes(measured)
+    model_flops = flops.flops_per_token * length
     return TrainingEstimate(
         parameters=parts,
         flops=flops,
         length=length,
-        steps=length / whole_batch,
-        model_flops=flops.flops_per_token * length,
-        pf_days=pf_days(flops.flops_per_token * length),
+        model_flops=model_flops,
+        pf_days=pf_days(model_flops),
         speed=speed,
         laws=laws,
-        critical_batch=critical,
-        critical_source=source if critical is not None else "",
-        batch=whole_batch,
-        batch_costs=None if critical is None else cost_of_batch_size(whole_batch, critical),
+        critical_batch=critical[0],
+        critical_source=critical[1],
         memory=memory,
         measured=measured,
         notes=tuple(notes),
@@ -150,7 +139,7 @@ def estimate_training(
 def _speed_here(flops: StepFlops, length: float, measured: MeasuredStep) -> Speed:
     per_s = flops.tokens / measured.ms * 1e3
     mfu = model_flops_utilization(per_s, flops.flops_per_token, measured.peak_flops)
-    how = f"measured here: {measured.ms:,.4g} ms/step, the fastest of {measured.steps}, without techniques"
+    how = f"measured here: {measured.ms:,.4g} ms/step, the fastest of {measured.steps}"
     hours = length / per_s / 3600
     name, peak = f"this machine's {measured.device}", "measured: a large matrix product"
     return Speed(1, name, measured.peak_flops, peak, mfu, how, per_s, hours, hours, None)
@@ -183,43 +172,23 @@ def _notes_on(accelerator: Accelerator, precision: str) -> Iterator[str]:
         yield f"{accelerator.name} has no bfloat16: train it with precision='16-mixed', at the peak of float16."
 
 
-def _by_law(law: ScalingLaw, flops: StepFlops, length: float) -> LawEstimate:
-    parameters = flops.parameters
-    best = optimal_allocation(6 * parameters * length, law)
-    outside = outside_of_range(parameters, length, law)
-    loss, tokens = expected_loss(parameters, length, law), optimal_tokens(parameters, law)
-    return LawEstimate(law.name, loss, tokens, *best, outside, law.source)
+def _by_laws(flops: StepFlops, length: float) -> tuple[LawEstimate, ...]:
+    """Return the estimates of both laws; none without token ids, for the laws are those of language models."""
+    if flops.unit != "token":
+        return ()
+    return tuple(_by_law(law, flops.parameters, length) for law in (REPLICATION, CHINCHILLA))
 
 
-def _predict(
-    module: nn.Module | Factory,
-    batch: Any,
-    precision: str,
-    techniques: Sequence[Technique],
-    loss: Loss | None,
-    optimizer: Callable[[Any], Optimizer] | None,
-    device: str,
-) -> dict[str, tuple[float, str]]:
-    predicted = predict_memory(
-        module, batch, loss=loss, optimizer=optimizer, techniques=techniques, precision=precision, device=device
-    )
-    how = f"predict_memory, {precision}, on {device}, without sharding"
-    activations = predicted.peaks["activations"]
-    return {
-        "peak, predicted": (predicted.peak_bytes, how),
-        "activations, predicted": (activations, "the most in a step"),
-    }
+def _by_law(law: ScalingLaw, parameters: int, tokens: float) -> LawEstimate:
+    best = optimal_allocation(6 * parameters * tokens, law)
+    outside = outside_of_range(parameters, tokens, law)
+    loss, optimal = expected_loss(parameters, tokens, law), optimal_tokens(parameters, law)
+    return LawEstimate(law.name, loss, optimal, *best, outside, law.source)
 
 
-def _by_formula(flops: StepFlops, batch: Any) -> dict[str, tuple[float, str]]:
-    shape, width, samples = flops.shape, flops.hidden_width, count_batch(batch)[0]
-    if shape is None or not shape.heads or not width or flops.tokens % shape.context:
-        return {}
-    outside = input_and_output_bytes(shape.context, samples, width, flops.vocabulary)
-    found: dict[str, tuple[float, str]] = {}
-    how = "Korthikanti et al. 2022: 16 bits, GELU, dropout"
-    for recomputation, words in (("none", "34 + 5as/h"), ("selective", "34, as with flash attention"), ("full", "2")):
-        layer = activation_bytes_per_layer(shape.context, samples, width, shape.heads, recomputation)
-        label = f"activations, formula, recomputation {recomputation}"
-        found[label] = layer * shape.layers + outside, f"{shape.layers} × sbh({words}) + sb(5h + 4v); {how}"
-    return found
+def _critical_by_law(laws: tuple[LawEstimate, ...]) -> tuple[float | None, str]:
+    if not laws:
+        return None, ""
+    kind = "an extrapolated" if laws[0].outside else "the expected"
+    how = f"Kaplan et al. 2020 at {kind} loss; run.GradientNoiseScale() measures it on your run"
+    return critical_batch_tokens(laws[0].loss), how

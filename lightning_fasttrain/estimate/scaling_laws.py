@@ -57,7 +57,6 @@ REPLICATION = ScalingLaw(
     "Besiroglu et al. 2024, https://arxiv.org/abs/2404.10102: the same runs, fitted again. It agrees with approaches 1 "
     "and 2 of Hoffmann et al., with about 20 tokens for each parameter; their approach 3 does not.",
 )
-KAPLAN_RANGE = (768, 1.5e9), (22e6, 23e9)
 
 
 @check_arguments

@@ -1,18 +1,22 @@
 """The report of an estimate, for users and for programs."""
 
+import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 from rich.table import Table
 
-from lightning_fasttrain.core.messages import FULL_WIDTH, Report, format_bytes, titled_table
+from lightning_fasttrain.core.messages import FULL_WIDTH, Report, explain, format_bytes, titled_table
+from lightning_fasttrain.estimate.batch_size import cost_of_batch_size
 from lightning_fasttrain.estimate.counted_flops import StepFlops
 from lightning_fasttrain.estimate.measured_step import MeasuredStep
 
 Row = tuple[str, str, str]  # label, value, how it is known
 
 _SUFFIXES = (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3))
+_WRITTEN = re.compile(r"(\d[\d_]*(?:\.\d+)?(?:[eE]\+?\d+)?)([kKmMbBtT]?)")
 
 
 def format_count(count: float) -> str:
@@ -26,6 +30,29 @@ def format_count(count: float) -> str:
         if count >= unit:
             return f"{count / unit:.3g}{suffix}"
     return f"{count:.3g}"
+
+
+def read_count(name: str, text: str) -> float:
+    """Parse a number with a suffix, as papers write it.
+
+    Args:
+        name: of the argument, for the error.
+        text: as ``"10B"``, ``"1.5e9"``, ``"300_000"``.
+
+    Raises:
+        ValueError: it is not understood, or not above 0.
+
+    Example:
+        >>> read_count("--tokens", "10B"), read_count("--tokens", "1.4T"), read_count("--tokens", "2e6")
+        (10000000000.0, 1400000000000.0, 2000000.0)
+    """
+    written = _WRITTEN.fullmatch(text.strip())
+    units = {suffix.lower(): unit for suffix, unit in _SUFFIXES}
+    count = float(written[1].replace("_", "")) * units.get(written[2].lower(), 1.0) if written else 0.0
+    if not 0 < count < math.inf:
+        why = "expected a number above 0, with k, M, B or T for thousands to trillions"
+        raise ValueError(explain(f"{name} {text}", why, f"Write {name} 10B"))
+    return count
 
 
 @dataclass(frozen=True)
@@ -88,15 +115,12 @@ class TrainingEstimate(Report):
         parameters: part of the model → number of parameters.
         flops: of a step on one device.
         length: tokens of the training, or samples of a model without token ids.
-        steps: optimizer steps, with a batch on each device.
         model_flops: of the training, without recomputation.
         pf_days: the same in petaflop/s-days.
         speed: on its devices.
         laws: estimates of scaling laws; empty for models without token ids.
         critical_batch: in tokens or samples; None if unknown.
         critical_source: where that is from.
-        batch: of a step on all devices, in the same unit.
-        batch_costs: steps relative to the fewest, and data relative to the least, with that batch.
         memory: what → (bytes of one device, how they are known).
         measured: the step on this machine, if it was measured.
         notes: assumptions and omissions.
@@ -107,22 +131,36 @@ class TrainingEstimate(Report):
     parameters: Mapping[str, int]
     flops: StepFlops
     length: float
-    steps: float
     model_flops: float
     pf_days: float
     speed: Speed
     laws: tuple[LawEstimate, ...]
     critical_batch: float | None
     critical_source: str
-    batch: float
-    batch_costs: tuple[float, float] | None
     memory: Mapping[str, tuple[float, str]]
     measured: MeasuredStep | None = None
     notes: tuple[str, ...] = field(default=())
 
+    @property
+    def batch(self) -> float:
+        """Tokens or samples of an optimizer step, with one batch on each device."""
+        return float(self.flops.tokens * self.speed.devices)
+
+    @property
+    def steps(self) -> float:
+        """Optimizer steps of the training."""
+        return self.length / self.batch
+
+    @property
+    def batch_costs(self) -> tuple[float, float] | None:
+        """Steps relative to the fewest, and data relative to the least, with this batch; None if unknown."""
+        return None if self.critical_batch is None else cost_of_batch_size(self.batch, self.critical_batch)
+
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON, with the FLOPs by part; sizes are in bytes."""
-        return {**asdict(self), "flops_by_part": {"6 N": self.flops.six_n, **self.flops.parts()}}
+        parts = {"6 N": self.flops.six_n, **self.flops.parts()}
+        derived = {"batch": self.batch, "steps": self.steps, "batch_costs": self.batch_costs}
+        return {**asdict(self), **derived, "flops_by_part": parts}
 
     def as_table(self) -> Table:
         """Build a ``rich`` table: what, how much, and how that is known."""

@@ -20,7 +20,20 @@ import numpy as np
 import torch
 from torch import nn
 
-ROOMS = ("data", "dry_run", "finetune", "loss", "model", "optim", "planner", "predict", "run", "strategy", "technique")
+ROOMS = (
+    "data",
+    "dry_run",
+    "estimate",
+    "finetune",
+    "loss",
+    "model",
+    "optim",
+    "planner",
+    "predict",
+    "run",
+    "strategy",
+    "technique",
+)
 # Arguments for which zero, or a negative number, means something; where functions differ, with the path.
 ZERO = {
     *("compare_ranks_every", "every_n_steps", "first_step", "warmup", "skip_bad_samples", "exit_code", "pad_id"),
@@ -52,7 +65,14 @@ MADE_HERE = {
     *("model.CompileReport", "model.LowPrecisionReport", "optim.Schedule", "planner.Choice", "planner.Plan"),
     *("planner.Tried", "planner.Unused", "planner.UnusedReport", "predict.MemoryReport", "run.MemoryRecord"),
     *("run.ResumableLoader", "strategy.Consolidated", "strategy.ModelStates", "strategy.StageChoice"),
-    *("strategy.StrategyChoice", "strategy.Traffic", "technique.Facts", "technique.PredictedStep"),
+    *(
+        "strategy.StrategyChoice",
+        "strategy.Traffic",
+        "estimate.StepFlops",
+        "estimate.TrainingEstimate",
+        "technique.Facts",
+        "technique.PredictedStep",
+    ),
 }
 CLASS, MODULE, TENSOR, ARRAY, OBJECT = nn.Linear, nn.Linear(1, 1), torch.zeros(2), np.zeros(2), object()
 
