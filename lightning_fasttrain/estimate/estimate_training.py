@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_fasttrain.core.checks import PositiveFloat, Share, check_arguments, one_of
+from lightning_fasttrain.core.checks import PositiveFloat, PositiveShare, check_arguments, one_of
 from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.dry_run.verification.verify import as_lightning_module
@@ -43,7 +43,7 @@ def estimate_training(
     length: PositiveFloat,
     *,
     gpu: str | Accelerator | None = None,
-    mfu: Share | None = None,
+    mfu: PositiveShare | None = None,
     precision: str | None = None,
     critical_batch: PositiveFloat | None = None,
     techniques: Sequence[Technique] = (),
@@ -62,7 +62,7 @@ def estimate_training(
         length: tokens of the training, each seen once; samples, for batches without token ids.
         gpu: an accelerator of :func:`~lightning_fasttrain.estimate.find_accelerator` and their number, as ``"H100:8"``;
             or one :class:`~lightning_fasttrain.estimate.Accelerator`. None to measure on this machine.
-        mfu: of that accelerator, above 0; by default 0.4.
+        mfu: of that accelerator; by default 0.4.
         precision: ``"32-true"``, ``"bf16-mixed"`` or ``"bf16-true"``; by default bf16-mixed with ``gpu``, else 32-true.
         critical_batch: measured by :class:`~lightning_fasttrain.run.GradientNoiseScale`, in the unit of ``length``. By
             default that of Kaplan et al. at the expected loss.
@@ -92,8 +92,6 @@ def estimate_training(
     """
     if mfu is not None and gpu is None:
         raise ValueError(explain(f"mfu={mfu} without gpu", "on this machine it is measured", 'Add gpu="H100"'))
-    if mfu == 0:
-        raise ValueError(explain("mfu=0", "a training that reaches nothing never ends", "Use, for example, mfu=0.4"))
     precision = one_of("precision", precision or ("32-true" if gpu is None else "bf16-mixed"), tuple(PRECISIONS))
     flops = count_step_flops(module, batch, loss=loss, techniques=techniques)
     with fake_model(module) as net:

@@ -10,11 +10,17 @@ from lightning_fasttrain.core.batch import count_batch
 from lightning_fasttrain.estimate.activation_memory import activation_bytes_per_layer, input_and_output_bytes
 from lightning_fasttrain.estimate.counted_flops import StepFlops
 from lightning_fasttrain.estimate.measured_step import MeasuredStep
+from lightning_fasttrain.estimate.transformer_flops import Recomputation
 from lightning_fasttrain.predict import predict_memory
 from lightning_fasttrain.predict.fake_model import Factory
 from lightning_fasttrain.predict.predict_memory import Loss
 from lightning_fasttrain.technique import Technique
 
+_FACTORS: dict[Recomputation, str] = {
+    "none": "34 + 5as/h",
+    "selective": "34, as with flash attention",
+    "full": "2",
+}
 Memory = dict[str, tuple[float, str]]  # what → (bytes, how they are known)
 
 
@@ -51,7 +57,7 @@ def formula_bytes(flops: StepFlops, batch: Any) -> Memory:
     outside = input_and_output_bytes(shape.context, samples, width, flops.vocabulary)
     found: Memory = {}
     how = "Korthikanti et al. 2022: 16 bits, GELU, dropout"
-    for recomputation, words in (("none", "34 + 5as/h"), ("selective", "34, as with flash attention"), ("full", "2")):
+    for recomputation, words in _FACTORS.items():
         layer = activation_bytes_per_layer(shape.context, samples, width, shape.heads, recomputation)
         label = f"activations, formula, recomputation {recomputation}"
         found[label] = layer * shape.layers + outside, f"{shape.layers} × sbh({words}) + sb(5h + 4v); {how}"

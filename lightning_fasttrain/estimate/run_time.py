@@ -1,6 +1,6 @@
 """Time, device hours and energy of a training, from its FLOPs."""
 
-from lightning_fasttrain.core.checks import PositiveFloat, PositiveInt, Share, check_arguments
+from lightning_fasttrain.core.checks import PositiveFloat, PositiveInt, PositiveShare, check_arguments
 from lightning_fasttrain.estimate.scaling_laws import PF_DAY
 
 
@@ -45,7 +45,7 @@ def model_flops_utilization(
 
 @check_arguments
 def training_hours(
-    flops: PositiveFloat, peak_flops: PositiveFloat, devices: PositiveInt = 1, mfu: Share = 0.4
+    flops: PositiveFloat, peak_flops: PositiveFloat, devices: PositiveInt = 1, mfu: PositiveShare = 0.4
 ) -> float:
     """Return the hours that a training takes, FLOPs / (peak FLOP/s · devices · MFU) / 3600.
 
@@ -53,11 +53,8 @@ def training_hours(
         flops: model FLOPs of the whole training.
         peak_flops: FLOP/s of one device.
         devices: how many.
-        mfu: the fraction of the peak that is reached, above 0. Published for large language models: 21% (GPT-3) to 46%
+        mfu: the fraction of the peak that is reached. Published for large language models: 21% (GPT-3) to 46%
             (PaLM) in table 3 of PaLM, 42% to 56% in table 5 of Korthikanti et al. 2022.
-
-    Raises:
-        ValueError: an argument out of range.
 
     Example:
         >>> hours = training_hours(5.76e23, peak_flops=989.4e12, devices=1024, mfu=0.4)
@@ -67,14 +64,12 @@ def training_hours(
     Source:
         Chowdhery et al. 2022 (PaLM), https://arxiv.org/abs/2204.02311, whose definition of MFU is solved for the time.
     """
-    if not mfu:
-        raise ValueError("mfu=0: a training that reaches nothing never ends. Use, for example, mfu=0.4.")
     return flops / (peak_flops * devices * mfu) / 3600
 
 
 @check_arguments
 def energy_kwh(
-    device_hours: PositiveFloat, watts: PositiveFloat, load: Share = 1.0, overhead: PositiveFloat = 1.0
+    device_hours: PositiveFloat, watts: PositiveFloat, load: PositiveShare = 1.0, overhead: PositiveFloat = 1.0
 ) -> float:
     """Return the energy of the devices in kWh; an upper bound by default, as if they took their full power all along.
 

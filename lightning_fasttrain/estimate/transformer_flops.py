@@ -79,9 +79,9 @@ def kaplan_forward_flops(
 def palm_flops_per_token(
     parameters: PositiveFloat,
     layers: NonNegativeInt,
-    heads: NonNegativeInt,
-    head_width: NonNegativeInt,
-    context: NonNegativeInt,
+    heads: PositiveInt,
+    head_width: PositiveInt,
+    context: PositiveInt,
 ) -> float:
     """Return the model FLOPs of a training for one token, 6 N + 12 L H Q T, without recomputation.
 
@@ -147,8 +147,8 @@ def megatron_flops(
         recomputation: ``"none"``, ``"selective"`` or ``"full"``.
 
     Example:
-        >>> gpt3 = {"batch": 64, "layers": 96, "width": 12288, "vocabulary": 51200, "context": 2048}
-        >>> f"{megatron_flops(**gpt3, recomputation='selective') / megatron_flops(**gpt3) - 1:.1%}"
+        >>> selective = megatron_flops(64, 96, 12288, 51200, 2048, recomputation="selective")  # GPT-3
+        >>> f"{selective / megatron_flops(64, 96, 12288, 51200, 2048) - 1:.1%}"
         '2.7%'
 
     Source:

@@ -89,6 +89,7 @@ def test_a_gpt_has_the_flops_of_palms_formula(attention):
             layer.kind = attention
     flops, config = count_step_flops(module, gpt.batch()), size_named("nano").model
     shape = flops.shape
+    assert shape is not None
     assert (shape.layers, shape.heads, shape.context) == (config.layers, config.heads, config.context)
     assert shape.head_width == config.width // config.heads
     expected = palm_flops_per_token(flops.multiplied, shape.layers, shape.heads, shape.head_width, shape.context)

@@ -75,6 +75,7 @@ def test_a_measured_noise_scale_is_the_critical_batch_size():
     noise = ft.run.GradientNoiseScale(every_n_steps=1)
     varied = tuple(torch.arange(ROWS * CONTEXT).view(ROWS, CONTEXT) for _ in range(2))
     fit(gpt(), [varied, varied], [noise, ft.MicroBatching(2)])
+    assert noise.samples is not None
     found = estimate.estimate_training(gpt, BATCH, 1e9, gpu="H100", critical_batch=noise.tokens)
     assert (found.critical_batch, found.critical_source) == (CONTEXT * noise.samples, "measured, as given")
     assert found.batch_costs == pytest.approx((1 + noise.samples / 2, 1 + 2 / noise.samples))
@@ -125,7 +126,7 @@ def test_peaks_that_a_precision_does_not_reach_are_noted():
     ("arguments", "says"),
     [
         ({"mfu": 0.5}, 'mfu=0.5 without gpu: on this machine it is measured. Add gpu="H100"'),
-        ({"gpu": "H100", "mfu": 0.0}, "mfu=0: a training that reaches nothing never ends"),
+        ({"gpu": "H100", "mfu": 0.0}, r"mfu=0\.0\): it must be above 0 and at most 1"),
         ({"gpu": "H1000"}, "accelerator 'H1000': it is not in the table"),
         ({"gpu": "H100", "precision": "64-true"}, "precision='64-true'"),
     ],

@@ -19,6 +19,7 @@ from lightning_fasttrain.estimate import (
     six_n_flops,
     training_hours,
 )
+from lightning_fasttrain.estimate.transformer_flops import Recomputation
 
 # GPT-3, tables 2.1 and D.1: layers, width, parameters in millions, PF-days. The widths of XL and 13B are as trained.
 GPT3 = {
@@ -53,11 +54,11 @@ MEGATRON = {
 @pytest.mark.parametrize("name", MEGATRON)
 def test_megatron_has_the_utilization_of_its_table(name):
     layers, width, _, batch, gpus, seconds, mfu, hardware = MEGATRON[name]
-    step = {"batch": batch, "layers": layers, "width": width, "vocabulary": 51200, "context": 2048}
+    step = (batch, layers, width, 51200, 2048)
     peak = seconds * gpus * 312e12
     # Times have three digits or four.
-    assert megatron_flops(**step) / peak == pytest.approx(mfu, abs=2e-3)
-    assert megatron_flops(**step, recomputation="selective") / peak == pytest.approx(hardware, abs=2.2e-3)
+    assert megatron_flops(*step) / peak == pytest.approx(mfu, abs=2e-3)
+    assert megatron_flops(*step, recomputation="selective") / peak == pytest.approx(hardware, abs=2.2e-3)
 
 
 @pytest.mark.parametrize(("name", "billions"), [("22B", 22), ("175B", 175), ("530B", 530), ("1T", 1008)])
@@ -80,8 +81,8 @@ def test_selective_recomputation_saves_and_costs_what_the_paper_states(name, ter
     assert 5 * heads * 2048 / width == pytest.approx(term)
     kept = activation_bytes_per_layer(2048, 1, width, heads, "selective")
     assert 1 - kept / activation_bytes_per_layer(2048, 1, width, heads) == pytest.approx(saved, abs=6e-3)
-    step = {"batch": 1, "layers": layers, "width": width, "vocabulary": 51200, "context": 2048}
-    more = megatron_flops(**step, recomputation="selective") / megatron_flops(**step) - 1
+    step = (1, layers, width, 51200, 2048)
+    more = megatron_flops(*step, recomputation="selective") / megatron_flops(*step) - 1
     assert more == pytest.approx(cost, abs=5e-4)
 
 
@@ -89,9 +90,8 @@ def test_selective_recomputation_saves_and_costs_what_the_paper_states(name, ter
 def test_activations_are_those_of_table_2(name):
     _, width, heads, *_ = MEGATRON[name]
     unit = 2048 * 4 * width
-    shape = {"context": 2048, "batch": 4, "width": width, "heads": heads}
     attention = 5 * heads * 2048 / width
-    expected = {
+    expected: dict[tuple[Recomputation, int, bool], float] = {
         ("none", 1, False): 34 + attention,
         ("none", 8, False): 10 + 24 / 8 + attention / 8,
         ("none", 8, True): (34 + attention) / 8,
@@ -101,7 +101,7 @@ def test_activations_are_those_of_table_2(name):
     }
     for (recomputation, parallel, sequence), times in expected.items():
         found = activation_bytes_per_layer(
-            **shape, recomputation=recomputation, tensor_parallel=parallel, sequence_parallel=sequence
+            *(2048, 4, width, heads), recomputation=recomputation, tensor_parallel=parallel, sequence_parallel=sequence
         )
         assert found / unit == pytest.approx(times)
 
@@ -109,13 +109,12 @@ def test_activations_are_those_of_table_2(name):
 def test_activations_add_up_over_the_tensors_of_a_layer():
     """Section 4.1, tensor by tensor, two bytes for each element and one for a dropout mask."""
     s, b, h, a = 128, 2, 64, 4
-    attention = (
-        2 * s * b * h + 4 * s * b * h + 2 * s * b * h + 2 * s * b * h + s * b * h
-    )  # input, q and k, v, out, mask
+    # The input, queries and keys, values, the input of the output layer, and the mask of its dropout.
+    attention = (2 + 4 + 2 + 2 + 1) * s * b * h
     attention += 2 * a * s * s * b + a * s * s * b + 2 * a * s * s * b  # softmax, its mask, its dropout
-    mlp = 2 * s * b * h + 8 * s * b * h + 8 * s * b * h + s * b * h
+    mlp = (2 + 8 + 8 + 1) * s * b * h
     assert activation_bytes_per_layer(s, b, h, a) == attention + mlp + 4 * s * b * h
-    assert input_and_output_bytes(s, b, h, 1000) == s * b * h + 2 * s * b * h + 2 * s * b * h + 4 * s * b * 1000
+    assert input_and_output_bytes(s, b, h, 1000) == (1 + 2 + 2) * s * b * h + 4 * s * b * 1000
 
 
 def test_sequences_are_shared_by_devices_that_share_layers():

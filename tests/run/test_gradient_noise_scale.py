@@ -95,6 +95,7 @@ def test_a_loop_measures_what_the_trainer_does():
             (step(first) / 2).backward()
             (step(second) / 2).backward()
         optimizer.step()
+    assert loop.samples is not None
     assert loop.samples == pytest.approx(noise.samples, rel=1e-4)
     assert loop.tokens == pytest.approx(5 * loop.samples)
     assert noise.tokens == pytest.approx(loop.tokens, rel=1e-4)
@@ -108,7 +109,7 @@ def test_the_gradients_of_parts_are_those_of_autograd():
         gradients = torch.autograd.grad(model.loss(batch), list(model.parameters()))
         norms.append(sum(gradient.square().sum() for gradient in gradients))
     whole = torch.autograd.grad((model.loss(batches[0]) + model.loss(batches[1])) / 2, list(model.parameters()))
-    total = sum(gradient.square().sum() for gradient in whole)
+    total = torch.cat([gradient.flatten() for gradient in whole]).square().sum()
     expected = split_gradient_noise(torch.stack(norms), torch.full((2,), 6.0), total)
     noise = NoiseScale(model, decay=0.0)
     step = noise.watch(model.loss)

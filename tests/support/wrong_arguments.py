@@ -41,6 +41,7 @@ ZERO = {
     *("ignore_index", "lr", "decay", "feature_weight", "min_mib", "in_flight_mib", "host_bytes", "headroom", "stage"),
     *("momentum", "eps", "prefetch", "persistence", "reuse", "reduce_bucket", "sub_group", "parent_rank", "amount"),
     "dry_run.Rehearsal.seconds",
+    "estimate.palm_flops_per_token.layers",
 }
 NEGATIVE = {"z_loss", "ignore_index", "pad_id"}
 # Calls of what is shown by no example of its own.
