@@ -92,7 +92,7 @@ class StepFlops(Report):
         return {
             "embeddings are looked up, not multiplied": self.lookups,
             "norms, biases and other vectors are not multiplied": self.others,
-            "weights used more or less than once a token": self.reused,
+            f"weights used more or less than once a {self.unit}": self.reused,
             "products without a weight, as in attention": self.attention,
             "gradients that are not needed (frozen weights, the batch)": self.not_needed,
         }

@@ -224,6 +224,8 @@ class TrainingEstimate(Report):
             yield "energy, kWh", f"{speed.energy_kwh:,.4g}", "devices at full power, without hosts, network and cooling"
 
     def _law_rows(self) -> Iterator[Row]:
+        if not self.laws:
+            return
         yield f"{self._units} per parameter", f"{self.length / self.flops.parameters:,.3g}", ""
         for one in self.laws:
             yield (

@@ -43,8 +43,7 @@ class GradientNoiseScale(Technique):
         >>> noise.samples  # after `Trainer(callbacks=[noise, ft.MicroBatching(4)]).fit(model)`
 
     Source:
-        See :class:`~lightning_fasttrain.run.NoiseScale`. McCandlish et al. 2018, "An Empirical Model of Large-Batch
-        Training", https://arxiv.org/abs/1812.06162.
+        See :class:`~lightning_fasttrain.run.NoiseScale`.
     """
 
     bitwise: ClassVar[bool] = True
