@@ -18,10 +18,11 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from lightning_fasttrain.core.batch import count_batch, loss_in
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.messages import Report, titled_table
+from lightning_fasttrain.core.modules.parameters import count_elements
 from lightning_fasttrain.predict.data_dependent_values import AssumedNumbers
 from lightning_fasttrain.predict.fake_model import Factory, fake_batch, fake_model
 from lightning_fasttrain.predict.predict_memory import Loss, explaining_errors, forward_of
-from lightning_fasttrain.technique import Technique
+from lightning_fasttrain.technique import Surgery, Technique
 from lightning_fasttrain.technique.predicted_step import PredictedStep
 from lightning_fasttrain.technique.technique import find_surgeons
 
@@ -124,7 +125,8 @@ def count_step_flops(
         module: a function that builds the model, or the model, which is not changed.
         batch: one batch of the loader.
         loss: (module, batch) → loss, instead of ``training_step``.
-        techniques: techniques of the run, whose recomputation is counted separately.
+        techniques: techniques of the run. What they recompute is counted separately; adapters and frozen weights
+            change the count itself.
 
     Raises:
         TypeError: no model, no loss, or a model that cannot be copied.
@@ -142,11 +144,18 @@ def count_step_flops(
     samples, tokens = count_batch(batch)
     if not samples:
         raise ValueError("batch: it holds no tensor with samples, so nothing can be counted. Pass a batch of a loader.")
-    plain = _trace(module, batch, loss, ())
     surgeons = find_surgeons(techniques, PredictedStep())
-    whole = _trace(module, batch, loss, surgeons).total if surgeons else plain.total
+    others = without_recomputation(surgeons)
+    plain = _trace(module, batch, loss, others)
+    whole = _trace(module, batch, loss, surgeons).total if len(surgeons) > len(others) else plain.total
     unit, count = ("token", tokens) if tokens else ("sample", samples)
     return plain.split_up(count, unit, samples, max(0, whole - plain.total))
+
+
+def without_recomputation(techniques: Sequence[Technique]) -> list[Technique]:
+    """Return the techniques that operate on a model, without those that recompute parts of it."""
+    kinds = (None, Surgery.CHECKPOINT)
+    return [technique for technique in techniques if technique.surgery not in kinds]
 
 
 def _trace(module: nn.Module | Factory, batch: Any, loss: Loss | None, techniques: Sequence[Technique]) -> "_Trace":
@@ -173,7 +182,7 @@ class _Trace(TorchDispatchMode):
         self.shapes: dict[int, tuple[int, ...]] = {}
         for parameter in model.parameters():
             key = _storage(parameter)
-            self.sizes[key] = self.sizes.get(key, 0) + parameter.numel()
+            self.sizes[key] = self.sizes.get(key, 0) + count_elements(parameter)
             self.shapes[key] = tuple(parameter.shape)
         self.total = self.forward = 0
         self.used: dict[int, int] = {}  # storage of a parameter → FLOPs of the products that use it

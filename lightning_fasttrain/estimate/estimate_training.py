@@ -12,7 +12,7 @@ from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.dry_run.verification.verify import as_lightning_module
 from lightning_fasttrain.estimate.accelerators import Accelerator, read_devices
 from lightning_fasttrain.estimate.batch_size import critical_batch_tokens
-from lightning_fasttrain.estimate.counted_flops import StepFlops, count_step_flops
+from lightning_fasttrain.estimate.counted_flops import StepFlops, count_step_flops, without_recomputation
 from lightning_fasttrain.estimate.measured_step import MeasuredStep, measure_step
 from lightning_fasttrain.estimate.memory_estimate import Memory, formula_bytes, measured_bytes, predicted_bytes
 from lightning_fasttrain.estimate.parameter_counts import count_parameters_by_part
@@ -30,6 +30,8 @@ from lightning_fasttrain.estimate.training_estimate import LawEstimate, Speed, T
 from lightning_fasttrain.predict.fake_model import Factory, fake_model
 from lightning_fasttrain.predict.predict_memory import PRECISIONS, Loss
 from lightning_fasttrain.technique import Technique
+from lightning_fasttrain.technique.predicted_step import PredictedStep
+from lightning_fasttrain.technique.technique import find_surgeons
 
 ASSUMED_MFU = 0.4
 _ON_LAWS = "Losses are those of language models trained from scratch, on the text and tokenizer of the paper."
@@ -94,7 +96,7 @@ def estimate_training(
         raise ValueError(explain(f"mfu={mfu} without gpu", "on this machine it is measured", 'Add gpu="H100"'))
     precision = one_of("precision", precision or ("32-true" if gpu is None else "bf16-mixed"), tuple(PRECISIONS))
     flops = count_step_flops(module, batch, loss=loss, techniques=techniques)
-    with fake_model(module) as net:
+    with fake_model(module, without_recomputation(find_surgeons(techniques, PredictedStep()))) as net:
         parts = count_parameters_by_part(net)
     notes: list[str] = []
     memory: Memory = {}

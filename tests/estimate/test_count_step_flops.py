@@ -107,6 +107,20 @@ def test_recomputation_is_counted_beside():
     assert flops.recomputed == 2 * tokens * config.layers * (weights + attention)
 
 
+def test_adapters_change_the_count_itself():
+    gpt = reference_gpt("nano", 1)
+    plain = count_step_flops(gpt.module, gpt.batch())
+    techniques = [ft.LoRA(rank=2, targets="up"), ft.ActivationCheckpointing()]
+    flops = count_step_flops(gpt.module, gpt.batch(), techniques=techniques)
+    width, layers, tokens = 128, 6, flops.tokens
+    adapters = layers * 2 * (width + 4 * width)
+    assert flops.parameters == plain.parameters + adapters
+    # Frozen weights have no gradient, nor has what lies below the first adapter.
+    assert flops.not_needed < -2 * tokens * (plain.multiplied - 8 * width * width)
+    assert flops.six_n + sum(flops.parts().values()) == flops.counted
+    assert flops.recomputed > 0
+
+
 def test_the_report_leads_from_6_n_to_the_count():
     text = str(counted())
     assert "6 N, N = 2,450" in text
