@@ -1,18 +1,21 @@
 """Counted FLOPs are those of closed forms, and each part of their difference from 6 N is counted by hand."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import lightning_fasttrain as ft
-from examples import reference_models
-from lightning_fasttrain.bench.gpt import reference_gpt, size_named
+from lightning_fasttrain.bench.gpt import GPTConfig, GPTModule
 from lightning_fasttrain.estimate import count_parameters_by_part, count_step_flops, palm_flops_per_token
+from lightning_fasttrain.estimate.counted_flops import AttentionShape
 from lightning_fasttrain.predict import count_flops
 
 ROWS, LENGTH, WIDTH, VOCABULARY = 3, 8, 16, 50
 IDS = torch.zeros(ROWS, LENGTH, dtype=torch.long)
+GPT = GPTConfig(VOCABULARY, context=LENGTH, layers=2, heads=4, width=WIDTH)
 
 
 class Model(nn.Module):
@@ -82,41 +85,30 @@ def test_a_convolution_uses_its_weight_at_each_place():
 
 @pytest.mark.parametrize("attention", ["sdpa", "naive"])
 def test_a_gpt_has_the_flops_of_palms_formula(attention):
-    gpt = reference_models.gpt("nano", batch=2)
-    module = gpt.module()
-    for layer in module.modules():
-        if hasattr(layer, "kind"):
-            layer.kind = attention
-    flops, config = count_step_flops(module, gpt.batch()), size_named("nano").model
+    flops = count_step_flops(GPTModule(dataclasses.replace(GPT, attention=attention)), (IDS, IDS))
     shape = flops.shape
     assert shape is not None
-    assert (shape.layers, shape.heads, shape.context) == (config.layers, config.heads, config.context)
-    assert shape.head_width == config.width // config.heads
+    assert shape == AttentionShape(layers=2, heads=4, head_width=WIDTH // 4, context=LENGTH)
     expected = palm_flops_per_token(flops.multiplied, shape.layers, shape.heads, shape.head_width, shape.context)
     assert flops.flops_per_token == expected
 
 
 def test_recomputation_is_counted_beside():
-    gpt = reference_gpt("nano", 1)
-    plain = count_step_flops(gpt.module, gpt.batch())
-    flops = count_step_flops(gpt.module, gpt.batch(), techniques=[ft.ActivationCheckpointing()])
+    plain = count_step_flops(GPTModule(GPT), (IDS, IDS))
+    flops = count_step_flops(GPTModule(GPT), (IDS, IDS), techniques=[ft.ActivationCheckpointing()])
     assert (flops.counted, plain.recomputed) == (plain.counted, 0)
-    config, tokens = size_named("nano").model, flops.tokens
     # Of a block's forward all but the last product, whose result no backward needs.
-    weights, attention = 8 * config.width**2, 2 * config.context * config.width
-    assert flops.recomputed == 2 * tokens * config.layers * (weights + attention)
+    weights, attention = 8 * WIDTH**2, 2 * LENGTH * WIDTH
+    assert flops.recomputed == 2 * flops.tokens * GPT.layers * (weights + attention)
 
 
 def test_adapters_change_the_count_itself():
-    gpt = reference_gpt("nano", 1)
-    plain = count_step_flops(gpt.module, gpt.batch())
+    plain = count_step_flops(GPTModule(GPT), (IDS, IDS))
     techniques = [ft.LoRA(rank=2, targets="up"), ft.ActivationCheckpointing()]
-    flops = count_step_flops(gpt.module, gpt.batch(), techniques=techniques)
-    width, layers, tokens = 128, 6, flops.tokens
-    adapters = layers * 2 * (width + 4 * width)
-    assert flops.parameters == plain.parameters + adapters
+    flops = count_step_flops(GPTModule(GPT), (IDS, IDS), techniques=techniques)
+    assert flops.parameters == plain.parameters + GPT.layers * 2 * (WIDTH + 4 * WIDTH)
     # Frozen weights have no gradient, nor has what lies below the first adapter.
-    assert flops.not_needed < -2 * tokens * (plain.multiplied - 8 * width * width)
+    assert flops.not_needed < -2 * flops.tokens * (plain.multiplied - 8 * WIDTH**2)
     assert flops.six_n + sum(flops.parts().values()) == flops.counted
     assert flops.recomputed > 0
 
@@ -129,13 +121,12 @@ def test_the_report_leads_from_6_n_to_the_count():
 
 
 def test_parameters_add_up_by_part():
-    gpt = reference_gpt("nano", 1).module()
-    parts = count_parameters_by_part(gpt)
-    assert sum(parts.values()) == sum(parameter.numel() for parameter in gpt.parameters())
-    width, layers = 128, 6
-    assert parts["gpt.blocks.*.up"] == layers * (4 * width * width + 4 * width)
-    assert parts["gpt.tokens"] == 256 * width  # tied with the head
-    assert "others" in parts
+    net = GPTModule(dataclasses.replace(GPT, width=128))
+    parts = count_parameters_by_part(net)
+    assert sum(parts.values()) == sum(parameter.numel() for parameter in net.parameters())
+    assert parts["gpt.blocks.*.up"] == GPT.layers * (4 * 128 * 128 + 4 * 128)
+    assert parts["gpt.tokens"] == VOCABULARY * 128  # tied with the head
+    assert parts["others"] == (4 * GPT.layers + 2) * 128  # norms
 
 
 def test_a_batch_without_samples_is_refused():
