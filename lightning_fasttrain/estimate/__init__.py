@@ -5,35 +5,41 @@ From the bottom up: ``accelerators``, ``transformer_flops``, ``activation_memory
 ``estimate_training``.
 """
 
-from lightning_fasttrain.estimate.accelerators import ACCELERATORS, Accelerator, find_accelerator, read_devices
-from lightning_fasttrain.estimate.activation_memory import activation_bytes_per_layer, input_and_output_bytes
-from lightning_fasttrain.estimate.batch_size import cost_of_batch_size, critical_batch_tokens
-from lightning_fasttrain.estimate.counted_flops import StepFlops, count_step_flops
-from lightning_fasttrain.estimate.estimate_training import estimate_training
-from lightning_fasttrain.estimate.parameter_counts import count_parameters_by_part
-from lightning_fasttrain.estimate.run_time import energy_kwh, model_flops_utilization, pf_days, training_hours
-from lightning_fasttrain.estimate.scaling_laws import (
-    CHINCHILLA,
-    REPLICATION,
-    ScalingLaw,
-    expected_loss,
-    kaplan_allocation,
-    kaplan_loss,
-    kaplan_loss_of_compute,
-    optimal_allocation,
-    optimal_tokens,
-    outside_of_range,
-    parameters_for_loss,
-)
-from lightning_fasttrain.estimate.training_estimate import TrainingEstimate
-from lightning_fasttrain.estimate.transformer_flops import (
-    kaplan_forward_flops,
-    kaplan_parameters,
-    megatron_flops,
-    megatron_parameters,
-    palm_flops_per_token,
-    six_n_flops,
-)
+from typing import TYPE_CHECKING
+
+from lightning_fasttrain.core.package import import_names_when_used
+
+import_names_when_used(__name__)
+if TYPE_CHECKING:
+    from lightning_fasttrain.estimate.accelerators import ACCELERATORS, Accelerator, find_accelerator, read_devices
+    from lightning_fasttrain.estimate.activation_memory import activation_bytes_per_layer, input_and_output_bytes
+    from lightning_fasttrain.estimate.batch_size import cost_of_batch_size, critical_batch_tokens
+    from lightning_fasttrain.estimate.counted_flops import StepFlops, count_step_flops
+    from lightning_fasttrain.estimate.estimate_training import estimate_training
+    from lightning_fasttrain.estimate.parameter_counts import count_parameters_by_part
+    from lightning_fasttrain.estimate.run_time import energy_kwh, model_flops_utilization, pf_days, training_hours
+    from lightning_fasttrain.estimate.scaling_laws import (
+        CHINCHILLA,
+        REPLICATION,
+        ScalingLaw,
+        expected_loss,
+        kaplan_allocation,
+        kaplan_loss,
+        kaplan_loss_of_compute,
+        optimal_allocation,
+        optimal_tokens,
+        outside_of_range,
+        parameters_for_loss,
+    )
+    from lightning_fasttrain.estimate.training_estimate import TrainingEstimate
+    from lightning_fasttrain.estimate.transformer_flops import (
+        kaplan_forward_flops,
+        kaplan_parameters,
+        megatron_flops,
+        megatron_parameters,
+        palm_flops_per_token,
+        six_n_flops,
+    )
 
 __all__ = [
     "ACCELERATORS",

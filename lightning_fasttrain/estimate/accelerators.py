@@ -71,6 +71,7 @@ _TABLE = (
     Accelerator("MI300X", 1307.4e12, 192, 5300, 750, _MI300X),
 )
 ACCELERATORS = {accelerator.name: accelerator for accelerator in _TABLE}
+"""Accelerators by name; each names the data sheet of its values."""
 _SHORT = {"H100": "H100-SXM", "A100": "A100-80GB-SXM", "A100-80GB": "A100-80GB-SXM", "A100-40GB": "A100-40GB-SXM"}
 
 

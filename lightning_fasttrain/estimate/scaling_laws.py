@@ -50,6 +50,8 @@ CHINCHILLA = ScalingLaw(
     "Hoffmann et al. 2022, approach 3, https://arxiv.org/abs/2203.15556. The digits are those of the TeX source; the "
     "text rounds α and β to 0.34 and 0.28, which gives other optima than its table A3.",
 )
+"""The law of Hoffmann et al. 2022, approach 3."""
+
 REPLICATION = ScalingLaw(
     "Chinchilla, replicated",
     *(1.8172, 482.01, 2085.43, 0.3478, 0.3658),
@@ -57,6 +59,7 @@ REPLICATION = ScalingLaw(
     "Besiroglu et al. 2024, https://arxiv.org/abs/2404.10102: the same runs, fitted again. It agrees with approaches 1 "
     "and 2 of Hoffmann et al., with about 20 tokens for each parameter; their approach 3 does not.",
 )
+"""The law of Besiroglu et al. 2024, a replication of :data:`CHINCHILLA`, which is the default here."""
 
 
 @check_arguments
