@@ -257,7 +257,6 @@ class _Call:
     def search(self, batch: Any) -> BatchSearch:
         """Return the search on a batch."""
         return BatchSearch(
-            "accumulate_gradients",
             self.stage,
             batch,
             self.n,

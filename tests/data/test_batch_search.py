@@ -149,6 +149,6 @@ def test_with_sharded_parameters_no_rank_searches_alone(monkeypatch):
     """Such a rank would wait for the others in its first forward, and they for it in theirs."""
     monkeypatch.setattr(batch_search, "rank_count", lambda: 2)
     stage = Stage(lambda batch: pytest.fail("it ran"), gradients=False)
-    search = BatchSearch("here", stage, None, 2)
+    search = BatchSearch(stage, None, 2)
     with pytest.raises(CannotSplitError, match=r"another term.*a single rank cannot run a batch again"):
         search.find_another(LossSplit(None, None), OtherSplitError("it has another term"), 0)

@@ -1,14 +1,12 @@
 """Find how the batches of a run are split: at the loss, by a weighting rule, or at the trunk."""
 
 import itertools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import lightning as L
 import torch
-from torch import Tensor
 
 from lightning_fasttrain.core.batch.leaves import batch_size, can_be_cut
 from lightning_fasttrain.core.distributed import is_sharded
@@ -17,14 +15,13 @@ from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.data.closure.micro_batch_logging import BatchLogs, LogCall
 from lightning_fasttrain.data.closure.roles import Counting, Splitter, Window
 from lightning_fasttrain.data.normalizer.count_targets import CountRule, count_targets
-from lightning_fasttrain.data.normalizer.find_split import CannotSplitError
-from lightning_fasttrain.data.normalizer.log_rules import LogRules, settle_log_rules
+from lightning_fasttrain.data.normalizer.log_rules import LogRules, match_log_rules
 from lightning_fasttrain.data.normalizer.micro_batch_weights import Number
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit, OtherSplitError
 from lightning_fasttrain.data.normalizer.step_weights import DeferredFlag
 from lightning_fasttrain.data.normalizer.trial.looks import Looks
 from lightning_fasttrain.data.normalizer.trial.sample_rows import sample_pairs
-from lightning_fasttrain.data.normalizer.trial.try_split import Stage
+from lightning_fasttrain.data.normalizer.trial.try_split import Stage, try_split
 from lightning_fasttrain.data.out_of_memory.deferred_gradient_sync import CollectivesWatch
 from lightning_fasttrain.data.padding.trim_search import Parts
 from lightning_fasttrain.data.split_batch import split_batch
@@ -33,7 +30,6 @@ from lightning_fasttrain.data.trunk.batch_search import BatchSearch, say_trunk
 from lightning_fasttrain.data.trunk.find_trunk import name_trunk, refuse_dependent_samples
 from lightning_fasttrain.data.trunk.micro_batch_forward import MicroBatchedForward, Trunk
 
-_NAME = "MicroBatching"
 _MOST_LOG_LOOKS = 8  # batches in which samples run again to decide the weights of a logged value
 _MOST_PAIRS = 4
 
@@ -71,15 +67,11 @@ class SplitSearch:
         if micro is not None:
             # Before any search, whose samples must fit in memory as a micro-batch does.
             micro.n = micro.trimming.count_parts(batch, micro.n)
-        if self.split is None and self._takes_shared():
-            return
         if self.split is None or self.split.provisional or is_due:
             self._find_split(batch, rest)
         if micro is not None and self._may_be_trimmed(micro, votes):
             split = self.split if self.trunk is None else None
             micro.trimming.look_at(lambda: self._stage(rest), batch, split, micro.n)
-            if micro.shared is not None:
-                micro.shared.trimming = micro.trimming
 
     def _may_be_trimmed(self, micro: Splitter, votes: bool) -> bool:
         """Whether padding may be looked for in this batch, which all ranks answer identically."""
@@ -95,18 +87,6 @@ class SplitSearch:
             return False
         return self.micro.split is not split_batch or (can_be_cut(batch) and batch_size(batch) > 1)
 
-    def _takes_shared(self) -> bool:
-        """Whether a copy's result can be used; with several ranks more than the loss is examined."""
-        looks_further = self.micro is not None and (self.micro.adaptive or self.micro.through is not None)
-        shared = self._counting.shared
-        if shared is None or shared.split is None or looks_further or self.trainer.world_size > 1:
-            return False
-        self._looks.seconds = shared.seconds  # as if this copy had searched
-        self._use(shared.split)
-        if self.micro is not None and shared.trimming is not None:
-            self.micro.trimming.take(shared.trimming)
-        return True
-
     def size_of(self, batch: Any) -> Number:
         """Return an estimate of what the loss of a batch is divided by."""
         split = self.split or LossSplit(None, count_targets)
@@ -117,41 +97,26 @@ class SplitSearch:
         return split.per_sample * (batch_size(batch) if can_be_cut(batch) else 1)
 
     def _find_split(self, batch: Any, rest: list[Any]) -> None:
-        through = None if self.micro is None else self.micro.through
-        search = self._search(batch, rest)
-        if through is not None and self.trunk is None:
-            trunk = name_trunk([self.trainer.lightning_module], through)
+        micro, search = self.micro, self._search(batch, rest)
+        if micro is not None and micro.through is not None and self.trunk is None:
+            trunk = name_trunk([self.trainer.lightning_module], micro.through)
             refuse_dependent_samples(search.stage, search.samples(), batch, search.n, trunk)
-            say_trunk(_NAME, trunk, "as given by through=")
+            say_trunk(trunk, "as given by through=")
             self._use(trunk)
         if self.trunk is not None and self.window is None:
             return
         is_one = search.split is split_batch and can_be_cut(batch) and batch_size(batch) < 2
         if is_one and self.window is None and self.trainer.world_size == 1:
             return  # its weight is 1; with several ranks, the others would wait
-        with self._looks.timed(), self._refusing(search):
+        with self._looks.timed():
             found = search.find(self.split)
         self._use(found)
 
-    @contextmanager
-    def _refusing(self, search: BatchSearch) -> Iterator[None]:
-        """Refuse what a search shows: windows of a loss that cannot be split, and steps that communicate."""
-        try:
-            yield
-        except CannotSplitError as error:
-            if self.micro is None or self.window is None or search.count != "auto":
-                raise
-            # Naming a trunk would not help here.
-            what = f"{_NAME} with {type(self.window).__name__}"
-            why = f"{error.why}, and the samples of several batches are never in memory together"
-            way_out = "Use larger batches in more micro-batches, or give count= a function"
-            raise ValueError(explain(what, why, way_out)) from None
-        # With sharded parameters, each forward communicates.
-        if self.micro is not None and self.micro.adaptive and search.stage.gradients:
-            self._collectives.refuse()
-
     def _use(self, found: LossSplit | Trunk | None) -> None:
         """Use this split from now on, and pass it to the techniques."""
+        # With sharded parameters, each forward communicates.
+        if self.micro is not None and self.micro.adaptive and not is_sharded(self.trainer.lightning_module):
+            self._collectives.refuse()
         if isinstance(found, Trunk):
             if self.micro is not None:
                 self.micro.trimming.refuse_trunk(found)
@@ -162,8 +127,6 @@ class SplitSearch:
         self.split = found
         for technique in self._techniques:
             technique.found = self.split
-            if technique.shared is not None and self.trunk is None and found is not None and not found.provisional:
-                technique.shared.split, technique.shared.seconds = found, self._looks.seconds
 
     def settle_logs(self, batch: Any, cut: Parts, rest: list[Any], logs: BatchLogs) -> LogRules:
         """Decide how logged values are weighted where the rules that matched so far differ in this batch.
@@ -171,33 +134,29 @@ class SplitSearch:
         A value may be the same in all samples of the first batch, such as an accuracy of 0 before training, and then
         any rule matches. A few pairs of samples are run from the micro-batches with the largest and the smallest value.
         """
-        if self.split is None or self.trainer.world_size > 1 or self._log_looks == _MOST_LOG_LOOKS:
+        micro, split = self.micro, self.split
+        if micro is None or micro.split is not split_batch or split is None or self.trainer.world_size > 1:
             return logs.rules
-        differing: dict[str, Sequence[LogCall]] = {}
-        for name, seen in (*logs.logged.items(), *logs.returned.items()):
-            if self._is_known(name, logs.rules_differ(name, seen)):
-                differing[name] = seen
-        if differing and self.micro is not None and self.micro.split is split_batch:
+        # What is on a device is read in a later batch.
+        for name in logs.seen.keys() - self._differing.keys():
+            differ = logs.compare_rules(name)
+            if differ is not None:
+                self._differing[name] = DeferredFlag(differ)
+        known = [name for name in logs.seen if name in self._differing and self._differing[name].is_known]
+        differing = [name for name in known if self._differing.pop(name).read()]
+        if differing and self._log_looks < _MOST_LOG_LOOKS:
             self._log_looks += 1
             # One name is enough to choose rows: what differs in one value mostly differs in the others.
-            first, second = _pick_rows(cut, next(iter(differing.values())))
-            stage, pairs = self._stage(rest), sample_pairs(batch, first, second)
+            first, second = _pick_rows(cut, logs.seen[differing[0]])
+            rules = dict(split.log_rules)
             with self._looks.timed():
-                settled = settle_log_rules(self.split, differing, stage, pairs)
-            self._use(replace(self.split, log_rules={**self.split.log_rules, **settled}))
-        return self.split.log_rules
-
-    def _is_known(self, name: str, differ: bool | Tensor) -> bool:
-        """Whether the rules of a name are known to differ; what is on a device is read in a later batch."""
-        if isinstance(differ, bool):
-            return differ
-        earlier = self._differing.get(name)
-        if earlier is None:
-            self._differing[name] = DeferredFlag(differ)
-        elif earlier.is_known:
-            del self._differing[name]
-            return earlier.read()
-        return False
+                for pair in sample_pairs(batch, first[:_MOST_PAIRS], itertools.cycle(second)):
+                    trial = try_split(self._stage(rest), iter([pair]))
+                    for name in differing:
+                        rules[name] = match_log_rules(split, name, rules[name], [trial])
+            self._use(replace(split, log_rules=rules))
+            return rules
+        return split.log_rules
 
     @property
     def runs_in_lockstep(self) -> bool:
@@ -216,33 +175,22 @@ class SplitSearch:
         if not is_first:
             what = "MicroBatching inside an accumulation window"
             why = f"this batch is split unlike earlier ones, whose gradients are in the sum: {error}"
-            raise ValueError(
-                explain(what, why, "Use TokenWeightedAccumulation, or name the trunk with through=")
-            ) from error
+            way_out = "Use TokenWeightedAccumulation, or name the trunk with through="
+            raise ValueError(explain(what, why, way_out)) from error
         assert self.split is not None
         search = self._search(batch, rest)
-        with self._refusing(search):
-            found = search.find_another(self.split, error, attempt)
+        found = search.find_another(self.split, error, attempt)
         if isinstance(found, LossSplit):
-            say("%s: %s; from here on each micro-batch is weighted by %s", _NAME, error, found)
+            say("MicroBatching: %s; from here on each micro-batch is weighted by %s", error, found)
         self._use(found)
 
     def _search(self, batch: Any, rest: list[Any]) -> BatchSearch:
         """Return the search on this batch."""
-        technique = self._counting
-        n, split = (1, split_batch) if self.micro is None else (self.micro.n, self.micro.split)
-        return BatchSearch(
-            _NAME,
-            self._stage(rest),
-            batch,
-            n,
-            split,
-            technique.count,
-            technique.check,
-            technique.found_before,
-            is_window=self.window is not None,
-            whole_batches=self.micro is None,
-        )
+        rule = self._counting
+        search = BatchSearch(self._stage(rest), batch, 1, split_batch, rule.count, rule.check, rule.found_before)
+        if self.micro is not None:
+            search = replace(search, n=self.micro.n, split=self.micro.split)
+        return replace(search, is_window=self.window is not None, whole_batches=self.micro is None)
 
     def _stage(self, rest: list[Any]) -> Stage:
         module, strategy = self.trainer.lightning_module, self.trainer.strategy
@@ -272,12 +220,8 @@ class SplitSearch:
 def _pick_rows(cut: Parts, seen: Sequence[LogCall]) -> tuple[list[int], list[int]]:
     """Return rows of the micro-batches that logged the largest and the smallest value."""
     # A micro-batch without targets logs NaN, which is taken as the smallest value.
-    values = torch.tensor([float(call.value) for call in seen]).abs().nan_to_num(-1.0).tolist()
-    rows: list[list[int]] = []
-    for value in (max(values), min(values)):
-        rows.append(cut.rows_of(seen[values.index(value)].part))
-    first, second = rows
-    return first[:_MOST_PAIRS], list(itertools.islice(itertools.cycle(second), _MOST_PAIRS))
+    values = torch.tensor([float(call.value) for call in seen]).abs().nan_to_num(-1.0)
+    return cut.rows_of(seen[int(values.argmax())].part), cut.rows_of(seen[int(values.argmin())].part)
 
 
 def _do_nothing() -> None:

@@ -1,13 +1,12 @@
 """Find how a logged value is combined from the values of its micro-batches."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from lightning_fasttrain.data.normalizer.classify_terms import list_rules
 from lightning_fasttrain.data.normalizer.count_targets import CountRule
 from lightning_fasttrain.data.normalizer.split_rule import LogRule, LossSplit
 from lightning_fasttrain.data.normalizer.trial.runs import Run, Trial
-from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample
-from lightning_fasttrain.data.normalizer.trial.try_split import Stage, try_split
 
 _ROUNDING = 2e-5
 OWN, LOSS = "own", "loss"  # the divisor that its own graph shows, and the normalizer of the loss
@@ -35,19 +34,17 @@ def find_log_rules(split: LossSplit, trials: Sequence[Trial]) -> dict[str, tuple
     if not trials[0].splits:
         return {}
     counting = list_rules(trials[0])
-    by_samples = [rule for rule in counting if rule == SAMPLES]
-    others = [rule for rule in counting if rule not in (SAMPLES, SUM)]
     found: dict[str, tuple[LogRule, ...]] = {}
     for name in trials[0].whole.logged:
         if not all(name in run.logged for trial in trials for run in trial.runs):
             continue
         values = [(trial.whole.logged[name].value, trial.whole.loss) for trial in trials]
         is_loss = all(_is_near(value, loss, 1.0, _ROUNDING) for value, loss in values)
-        likely = [LOSS, *by_samples] if is_loss else [*by_samples, LOSS]
-        rules = match_log_rules(split, name, [OWN, *likely, *others, SUM], trials)
-        if OWN in rules or is_loss:
-            rules = rules[:1]  # its graph shows its divisor, or it is the loss: others match by chance
-        found[name] = rules
+        likely = [OWN, LOSS, SAMPLES] if is_loss else [OWN, SAMPLES, LOSS]
+        applicable = [rule for rule in likely if rule in (OWN, LOSS, *counting)]
+        rules = match_log_rules(split, name, dict.fromkeys([*applicable, *counting]), trials)
+        # Where its graph shows its divisor, or it is the loss, others match by chance.
+        found[name] = rules[:1] if OWN in rules or is_loss else rules
     return found
 
 
@@ -70,29 +67,8 @@ def match_log_rules(
     return tuple(found)
 
 
-def settle_log_rules(
-    split: LossSplit, names: Iterable[str], stage: Stage, samples: Iterable[Sample]
-) -> dict[str, tuple[LogRule, ...]]:
-    """Run further samples until at most one of the rules that matched some values so far is left.
-
-    Args:
-        split: the split, with the rules that matched so far.
-        names: names of the values.
-        stage: where the step runs.
-        samples: samples on which the step runs, unsplit and in micro-batches.
-    """
-    found = {name: split.log_rules[name] for name in names}
-    for sample in samples:
-        trial = try_split(stage, iter([sample]))
-        for name, rules in found.items():
-            found[name] = match_log_rules(split, name, rules, [trial])
-        if all(len(rules) < 2 for rules in found.values()):
-            break
-    return found
-
-
 def merge_log_rules(before: LogRules, now: LogRules) -> dict[str, tuple[LogRule, ...]]:
-    """Merge what two batches show: if only one of them decides between rules, its rule is used.
+    """Keep those rules of each name that match in two batches, as the values of one may not decide between rules.
 
     Example:
         >>> tie, sure = ("samples", "loss"), ("loss",)
@@ -101,9 +77,8 @@ def merge_log_rules(before: LogRules, now: LogRules) -> dict[str, tuple[LogRule,
     """
     merged = {**before, **now}
     for name, rules in before.items():
-        later_decides = len(now.get(name, ())) == 1
-        if len(rules) == 1 or (rules and not later_decides):
-            merged[name] = rules
+        both = [rule for rule in rules if rule in now.get(name, ())]
+        merged[name] = tuple(both) or rules or merged[name]
     return merged
 
 
@@ -111,30 +86,29 @@ def _fits(split: LossSplit, name: str, rule: LogRule, trial: Trial, rounding: fl
     """Whether a rule gives the unsplit value of a name; also where the samples did not log it."""
     if name not in trial.whole.logged:
         return True
-    expected = trial.whole.logged[name].value
     for runs in trial.splits:
-        total, combined, size = 0.0, 0.0, 0.0
-        for run in runs:
-            weight = _weight(split, name, rule, run) if name in run.logged else 0.0
-            if weight is None:
-                return False
-            total += weight
+        logging = [run for run in runs if name in run.logged]
+        weights = [_weight(split, name, rule, run) for run in logging]
+        total = 1.0 if rule == SUM else sum(weights)  # a sum is not divided
+        shares: list[float] = []
+        for weight, run in zip(weights, logging, strict=True):
             if weight:  # a micro-batch without counted elements has a mean of NaN
-                combined += weight * run.logged[name].value
-                size = max(size, abs(weight * run.logged[name].value))
-        total = 1.0 if rule == SUM else total  # a sum is not divided
+                shares.append(weight / total * run.logged[name].value)
         # A small difference of large numbers, such as a divergence, has few exact digits.
-        size = max(size, rounding * abs(trial.whole.loss * total))
-        if not total or not _is_near(combined / total, expected, size / total, rounding):
+        size = max([rounding * abs(trial.whole.loss), *map(abs, shares)])
+        if not total or not _is_near(sum(shares), trial.whole.logged[name].value, size, rounding):
             return False
     return True
 
 
-def _weight(split: LossSplit, name: str, rule: LogRule, run: Run) -> float | None:
-    """Return the weight of a micro-batch by a rule; None where the rule does not apply."""
+def _weight(split: LossSplit, name: str, rule: LogRule, run: Run) -> float:
+    """Return the weight of a micro-batch by a rule; NaN where the rule does not apply."""
     if isinstance(rule, CountRule):
         return float(rule(run.batch))
-    return run.logged[name].divisor if rule == OWN else split.count_in(run)
+    weight = split.count_in(run)
+    if rule == OWN:
+        weight = run.logged[name].divisor
+    return math.nan if weight is None else weight
 
 
 def _is_near(one: float, other: float, size: float, rounding: float) -> bool:

@@ -116,11 +116,6 @@ class TrimSearch:
         """Start a run, in whose first batch padding is looked for again: its model may be another one."""
         self.looks = Looks(from_first=True)
 
-    def take(self, other: "TrimSearch") -> None:
-        """Take over what another run of the same steps has found."""
-        self.padding, self.why_not = other.padding, other.why_not
-        self.looks = Looks()
-
     def refuse_trunk(self, trunk: object) -> None:
         """Raises: ValueError: padding must be cut off, but the loss sees the whole batch."""
         if self.wanted:
