@@ -14,7 +14,7 @@ from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.data.closure.micro_batch_logging import BatchLogs, LogCall
 from lightning_fasttrain.data.closure.roles import Counting, Splitter, Window
-from lightning_fasttrain.data.normalizer.count_targets import CountRule, count_targets
+from lightning_fasttrain.data.normalizer.count_targets import CountRule
 from lightning_fasttrain.data.normalizer.log_rules import LogRules, match_log_rules
 from lightning_fasttrain.data.normalizer.micro_batch_weights import Number
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit, OtherSplitError
@@ -26,8 +26,8 @@ from lightning_fasttrain.data.out_of_memory.deferred_gradient_sync import Collec
 from lightning_fasttrain.data.padding.trim_search import Parts
 from lightning_fasttrain.data.split_batch import split_batch
 from lightning_fasttrain.data.step_gradients import own_scaling
-from lightning_fasttrain.data.trunk.batch_search import BatchSearch, say_trunk
-from lightning_fasttrain.data.trunk.find_trunk import name_trunk, refuse_dependent_samples
+from lightning_fasttrain.data.trunk.batch_search import BatchSearch, Found, guess_split, say_trunk
+from lightning_fasttrain.data.trunk.find_trunk import name_trunk
 from lightning_fasttrain.data.trunk.micro_batch_forward import MicroBatchedForward, Trunk
 
 _MOST_LOG_LOOKS = 8  # batches in which samples run again to decide the weights of a logged value
@@ -40,7 +40,7 @@ class SplitSearch:
     Attributes:
         micro: the technique that splits batches, if there is one.
         window: the technique that sums batches, if there is one.
-        split: how losses are split; None before the first batch.
+        split: how losses are split.
         trunk: the submodules that run in micro-batches where the loss cannot be split.
         forwards: the trunk's forwards.
     """
@@ -49,10 +49,10 @@ class SplitSearch:
         self.trainer = trainer
         self.micro: Splitter | None = None
         self.window: Window | None = None
-        self.split: LossSplit | None = None
+        self.split = guess_split()
         self.trunk: Trunk | None = None
         self.forwards: list[MicroBatchedForward] = []
-        self._undo_trunk: Undo = _do_nothing
+        self._undo_trunk: Undo = lambda: None
         self._looks = Looks()
         self._collectives = CollectivesWatch()
         self._log_looks = 0
@@ -67,40 +67,31 @@ class SplitSearch:
         if micro is not None:
             # Before any search, whose samples must fit in memory as a micro-batch does.
             micro.n = micro.trimming.count_parts(batch, micro.n)
-        if self.split is None or self.split.provisional or is_due:
+        if self.split.provisional or is_due:
             self._find_split(batch, rest)
-        if micro is not None and self._may_be_trimmed(micro, votes):
-            split = self.split if self.trunk is None else None
-            micro.trimming.look_at(lambda: self._stage(rest), batch, split, micro.n)
-
-    def _may_be_trimmed(self, micro: Splitter, votes: bool) -> bool:
-        """Whether padding may be looked for in this batch, which all ranks answer identically."""
         # From the second batch on, a rank may have failed outside of a vote, and the others would wait for it here.
-        if votes and micro.trimming.looks.has_begun:
-            return False
-        is_tried = self._counting.check or micro.trimming.wanted
-        return bool(is_tried) and micro.split is split_batch and micro.trimming.is_open
+        if micro is not None and micro.split is split_batch and not (votes and micro.trimming.looks.has_begun):
+            split = self.split if self.trunk is None else None
+            micro.trimming.look_at(lambda: self._stage(rest), batch, split, micro.n, self._counting.check)
 
     def _may_show_more(self, batch: Any) -> bool:
         """Whether a later batch could change the result."""
-        if self.micro is None or not self._counting.check or self.split is None or self.split.read is None:
+        if self.micro is None or not self._counting.check or self.split.read is None:
             return False
         return self.micro.split is not split_batch or (can_be_cut(batch) and batch_size(batch) > 1)
 
     def size_of(self, batch: Any) -> Number:
         """Return an estimate of what the loss of a batch is divided by."""
-        split = self.split or LossSplit(None, count_targets)
-        if split.is_sum:
+        if self.split.is_sum:
             return 1
-        if split.count is not None:
-            return split.count(batch)
-        return split.per_sample * (batch_size(batch) if can_be_cut(batch) else 1)
+        if self.split.count is not None:
+            return self.split.count(batch)
+        return self.split.per_sample * (batch_size(batch) if can_be_cut(batch) else 1)
 
     def _find_split(self, batch: Any, rest: list[Any]) -> None:
         micro, search = self.micro, self._search(batch, rest)
         if micro is not None and micro.through is not None and self.trunk is None:
-            trunk = name_trunk([self.trainer.lightning_module], micro.through)
-            refuse_dependent_samples(search.stage, search.samples(), batch, search.n, trunk)
+            trunk = name_trunk(search.stage, search.samples(), batch, search.n, micro.through)
             say_trunk(trunk, "as given by through=")
             self._use(trunk)
         if self.trunk is not None and self.window is None:
@@ -112,7 +103,7 @@ class SplitSearch:
             found = search.find(self.split)
         self._use(found)
 
-    def _use(self, found: LossSplit | Trunk | None) -> None:
+    def _use(self, found: Found) -> None:
         """Use this split from now on, and pass it to the techniques."""
         # With sharded parameters, each forward communicates.
         if self.micro is not None and self.micro.adaptive and not is_sharded(self.trainer.lightning_module):
@@ -134,8 +125,8 @@ class SplitSearch:
         A value may be the same in all samples of the first batch, such as an accuracy of 0 before training, and then
         any rule matches. A few pairs of samples are run from the micro-batches with the largest and the smallest value.
         """
-        micro, split = self.micro, self.split
-        if micro is None or micro.split is not split_batch or split is None or self.trainer.world_size > 1:
+        is_possible = self.micro is not None and self.micro.split is split_batch and self.trainer.world_size == 1
+        if not is_possible or self._log_looks == _MOST_LOG_LOOKS:
             return logs.rules
         # What is on a device is read in a later batch.
         for name in logs.seen.keys() - self._differing.keys():
@@ -144,19 +135,18 @@ class SplitSearch:
                 self._differing[name] = DeferredFlag(differ)
         known = [name for name in logs.seen if name in self._differing and self._differing[name].is_known]
         differing = [name for name in known if self._differing.pop(name).read()]
-        if differing and self._log_looks < _MOST_LOG_LOOKS:
+        if differing:
             self._log_looks += 1
             # One name is enough to choose rows: what differs in one value mostly differs in the others.
             first, second = _pick_rows(cut, logs.seen[differing[0]])
-            rules = dict(split.log_rules)
+            rules = dict(self.split.log_rules)
             with self._looks.timed():
                 for pair in sample_pairs(batch, first[:_MOST_PAIRS], itertools.cycle(second)):
                     trial = try_split(self._stage(rest), iter([pair]))
                     for name in differing:
-                        rules[name] = match_log_rules(split, name, rules[name], [trial])
-            self._use(replace(split, log_rules=rules))
-            return rules
-        return split.log_rules
+                        rules[name] = match_log_rules(self.split, name, rules[name], [trial])
+            self._use(replace(self.split, log_rules=rules))
+        return self.split.log_rules
 
     @property
     def runs_in_lockstep(self) -> bool:
@@ -168,7 +158,7 @@ class SplitSearch:
     def leave_trunk(self) -> None:
         """Restore the trunk's forwards at the end of the run."""
         self._undo_trunk()
-        self.trunk, self.forwards, self._undo_trunk = None, [], _do_nothing
+        self.trunk, self.forwards = None, []
 
     def find_another(self, batch: Any, rest: list[Any], error: OtherSplitError, attempt: int, is_first: bool) -> None:
         """Search again for a batch whose loss is split differently; none of its gradients have been used yet."""
@@ -177,7 +167,6 @@ class SplitSearch:
             why = f"this batch is split unlike earlier ones, whose gradients are in the sum: {error}"
             way_out = "Use TokenWeightedAccumulation, or name the trunk with through="
             raise ValueError(explain(what, why, way_out)) from error
-        assert self.split is not None
         search = self._search(batch, rest)
         found = search.find_another(self.split, error, attempt)
         if isinstance(found, LossSplit):
@@ -222,7 +211,3 @@ def _pick_rows(cut: Parts, seen: Sequence[LogCall]) -> tuple[list[int], list[int
     # A micro-batch without targets logs NaN, which is taken as the smallest value.
     values = torch.tensor([float(call.value) for call in seen]).abs().nan_to_num(-1.0)
     return cut.rows_of(seen[int(values.argmax())].part), cut.rows_of(seen[int(values.argmin())].part)
-
-
-def _do_nothing() -> None:
-    pass

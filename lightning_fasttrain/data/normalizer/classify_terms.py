@@ -47,9 +47,7 @@ def match_rules(read: ReadNormalizer, trial: Trial, preferred: CountRule | None)
 
     The likeliest is first; those that give the normalizer itself are before all others.
     """
-    # A rule that is only proportional, as samples are in rows of equal length, fits more batches by chance.
-    equal: dict[CountRule, float] = {}
-    proportional: dict[CountRule, float] = {}
+    found: dict[CountRule, float] = {}
     if read.term is None:
         return {}
     micro_batches = trial.runs[1:]
@@ -57,9 +55,9 @@ def match_rules(read: ReadNormalizer, trial: Trial, preferred: CountRule | None)
     for rule in list_rules(trial, preferred):
         scale = _find_ratio([float(rule(run.batch)) for run in micro_batches], divisors)
         if scale is not None and rule.name != "sum":
-            found = equal if abs(scale - 1) <= _SURE else proportional
             found[rule] = scale
-    return {**equal, **proportional}
+    # A rule that is only proportional, as samples are in rows of equal length, fits more batches by chance.
+    return dict(sorted(found.items(), key=lambda pair: abs(pair[1] - 1) > _SURE))
 
 
 def _find_ratio(counts: Sequence[float | None], divisors: Sequence[float]) -> float | None:

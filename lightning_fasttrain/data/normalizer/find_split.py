@@ -217,7 +217,7 @@ def _say_unchecked(split: LossSplit, why_not: str) -> None:
     if split.read is not None:
         say("each micro-batch is weighted by %s; gradients were not compared: %s", split, why_not)
     else:
-        way_out = "Give count= if the loss averages over something else."
+        way_out = "Give another count= if the loss averages over something else."
         warn(f"each micro-batch is weighted by {split}, unchecked: {why_not}. {way_out}")
 
 

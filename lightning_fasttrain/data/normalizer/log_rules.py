@@ -33,18 +33,19 @@ def find_log_rules(split: LossSplit, trials: Sequence[Trial]) -> dict[str, tuple
     """
     if not trials[0].splits:
         return {}
-    counting = list_rules(trials[0])
+    counting = list_rules(trials[0], preferred=SAMPLES)
     found: dict[str, tuple[LogRule, ...]] = {}
     for name in trials[0].whole.logged:
         if not all(name in run.logged for trial in trials for run in trial.runs):
             continue
-        values = [(trial.whole.logged[name].value, trial.whole.loss) for trial in trials]
-        is_loss = all(_is_near(value, loss, 1.0, _ROUNDING) for value, loss in values)
-        likely = [OWN, LOSS, SAMPLES] if is_loss else [OWN, SAMPLES, LOSS]
-        applicable = [rule for rule in likely if rule in (OWN, LOSS, *counting)]
-        rules = match_log_rules(split, name, dict.fromkeys([*applicable, *counting]), trials)
+        wholes = [trial.whole for trial in trials]
+        is_loss = all(_is_near(whole.logged[name].value, whole.loss, 1.0, _ROUNDING) for whole in wholes)
+        rules: list[LogRule] = [OWN, counting[0], LOSS, *counting[1:]]
+        if is_loss:
+            rules = [OWN, LOSS, *counting]
+        matching = match_log_rules(split, name, rules, trials)
         # Where its graph shows its divisor, or it is the loss, others match by chance.
-        found[name] = rules[:1] if OWN in rules or is_loss else rules
+        found[name] = matching[:1] if OWN in matching or is_loss else matching
     return found
 
 

@@ -166,8 +166,8 @@ class LossSplit:
     @property
     def parameters(self) -> list[Tensor]:
         """The leaf tensors that the loss has gradients for, as far as they still exist."""
-        found = [leaf() for leaf in self.leaves]
-        return [leaf for leaf in found if leaf is not None]
+        leaves = [reference() for reference in self.leaves]
+        return list(filter(torch.is_tensor, leaves))
 
     @property
     def is_sum(self) -> bool:

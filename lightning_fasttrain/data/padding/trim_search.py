@@ -122,7 +122,9 @@ class TrimSearch:
             why = f"{trunk} runs in micro-batches, and the loss sees the whole batch with its padding"
             raise ValueError(explain("trim_padding=True with a loss that cannot be split", why, _WAY_OUT))
 
-    def look_at(self, make_stage: Callable[[], Stage], batch: Any, split: LossSplit | None, n: int) -> None:
+    def look_at(
+        self, make_stage: Callable[[], Stage], batch: Any, split: LossSplit | None, n: int, check: bool
+    ) -> None:
         """Find padding in the first batch, and in batches 2, 4, 8, ... while that takes little time.
 
         Whether it can be cut off is tried on a few of the batch's rows. All ranks call this.
@@ -132,10 +134,13 @@ class TrimSearch:
             batch: the batch.
             split: how its loss is split; None where it is not.
             n: number of micro-batches, each of which fits in memory.
+            check: whether trials are wanted where padding need not be cut off.
 
         Raises:
             ValueError: padding must be cut off and cannot be.
         """
+        if not (self.is_open and (check or self.wanted)):
+            return
         # All ranks are asked, though one of them may have found another split, or the trunk, by itself.
         is_due = self.looks.is_due(lambda: split is not None and not split.provisional and can_be_cut(batch))
         if is_due and split is not None:

@@ -7,7 +7,7 @@ from typing import Any
 from lightning_fasttrain.core.batch.leaves import batch_size, can_be_cut
 from lightning_fasttrain.core.distributed import from_all_ranks, rank_count
 from lightning_fasttrain.core.messages import explain, say, warn
-from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule
+from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule, count_targets
 from lightning_fasttrain.data.normalizer.find_split import CannotSplitError, find_split
 from lightning_fasttrain.data.normalizer.log_rules import merge_log_rules
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit, OtherSplitError
@@ -21,13 +21,17 @@ TRIES = 4  # earlier split, this batch's split, that without the counting rule, 
 OUT_OF_TRIES = "its micro-batches have other normalizers than those found from this batch"
 
 
-Found = LossSplit | Trunk | None
+Found = LossSplit | Trunk
 
 
-def prefer_what_shows_something(found: Found, before: Found) -> Found:
-    """Return the split that a batch shows, unless it shows nothing, as without targets."""
-    shows_nothing = found is None or (isinstance(found, LossSplit) and found.provisional)
-    return before if shows_nothing and before is not None else found
+def guess_split() -> LossSplit:
+    """Return the split that is used as long as no batch has shown one."""
+    return LossSplit(None, count_targets, provisional=True)
+
+
+def is_guess(found: Found) -> bool:
+    """Whether no batch has shown how the step is split, as without targets."""
+    return isinstance(found, LossSplit) and found.provisional
 
 
 @dataclass(frozen=True)
@@ -56,8 +60,8 @@ class BatchSearch:
     is_window: bool = False
     whole_batches: bool = False
 
-    def find(self, before: Found = None, *, together: bool = True) -> Found:
-        """Return how the step is split; None where the step returned None, so that nothing is known yet.
+    def find(self, before: Found, *, together: bool = True) -> Found:
+        """Return how the step is split.
 
         Args:
             before: the split of earlier batches, which is kept where this one shows nothing.
@@ -67,7 +71,7 @@ class BatchSearch:
             CannotSplitError: it cannot be split.
         """
         try:
-            found: Found = find_split(
+            found = find_split(
                 self.stage,
                 self.samples(),
                 self.count,
@@ -77,10 +81,11 @@ class BatchSearch:
                 whole_batches=self.whole_batches,
             )
         except CannotSplitError as error:
-            found = self._find_trunk(error, together)
-        found = prefer_what_shows_something(found, before)
-        if isinstance(found, LossSplit) and isinstance(before, LossSplit):
-            return replace(found, log_rules=merge_log_rules(before.log_rules, found.log_rules))
+            return self._find_trunk(error, together)
+        if found is None or (found.provisional and not is_guess(before)):
+            return before
+        if isinstance(before, LossSplit):
+            found.log_rules = merge_log_rules(before.log_rules, found.log_rules)
         return found
 
     def samples(self) -> Iterator[Sample]:
@@ -92,7 +97,7 @@ class BatchSearch:
             return iter([Sample(self.batch, 1, [])])
         return sample_rows(self.batch, -(-batch_size(self.batch) // self.n))
 
-    def find_another(self, before: LossSplit, error: OtherSplitError, attempt: int) -> LossSplit | Trunk:
+    def find_another(self, before: LossSplit, error: OtherSplitError, attempt: int) -> Found:
         """Return a split for a batch whose loss is not split like earlier ones. Other ranks do not take part.
 
         Args:
@@ -108,13 +113,13 @@ class BatchSearch:
             raise CannotSplitError(why)
         if attempt == 0:
             found = self.find(before, together=False)
-            if found is not None and found != before:
+            if found != before:
                 return found
         if before.count is not None and before.read is not None and self.stage.may_scale:
             return replace(before, count=None)  # the counting rule does not match, so only the graph is read
         return self._find_trunk(CannotSplitError(f"{error}", try_split(self.stage, self.samples())), together=False)
 
-    def _find_trunk(self, error: CannotSplitError, together: bool) -> Trunk | LossSplit:
+    def _find_trunk(self, error: CannotSplitError, together: bool) -> Found:
         """Return the trunk, or otherwise a likely counting rule, with a warning."""
         if self.is_window and not self.whole_batches and self.count == "auto":
             what = "micro-batches of a window of several batches, as with TokenWeightedAccumulation"

@@ -1,6 +1,6 @@
 """Find the trunk of a model: the submodules in which the samples of a batch do not depend on one another."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -29,12 +29,41 @@ _SINGLE_LAYERS = (
 _LEAST_SHARE = 0.5  # of the trained parameters; a few layers beside BatchNorm, for example, are not enough
 
 
-def name_trunk(models: Sequence[nn.Module], through: Through) -> Trunk:
-    """Return the trunk that a user named.
+def name_trunk(stage: Stage, samples: Iterator[Sample], batch: Any, n: int, through: Through) -> Trunk:
+    """Return the trunk that a user named, after trying it where that is possible.
+
+    Args:
+        stage: where the step runs.
+        samples: a few samples of the batch.
+        batch: the batch, which is tried as a whole where the step fails on a few samples.
+        n: its number of micro-batches.
+        through: a name, a class, or several of these.
 
     Raises:
         ValueError: no module has that name or class; the message lists the candidates. Or BatchNorm is in it.
+        CannotSplitError: the gradient differs from that of the unsplit samples.
     """
+    trunk = _select_trunk(stage.models, through)
+    try:
+        trial = try_split(stage, samples)
+    except FAILURES:
+        if stage.gradients:
+            raise
+        return trunk  # with sharded parameters, the whole batch is not tried
+    tried = _try_modules(stage, trial, batch, n)
+    if tried is None or (stage.gradients and trial.why_not and not trial.failed):
+        return trunk  # the samples show nothing, as without targets
+    for name, module in trunk.modules.items():
+        shared = tried.find_shared(module)
+        if shared is not None:
+            trunk.shared[name] = shared
+    if not tried.is_exact(trunk):
+        why = "its gradient differs from that of the unsplit samples, so they depend on one another inside it"
+        raise CannotSplitError(f"through= names {trunk}, but {why}")
+    return trunk
+
+
+def _select_trunk(models: Sequence[nn.Module], through: Through) -> Trunk:
     wanted = [through] if isinstance(through, str | type) else list(through)
     found: dict[str, nn.Module] = {}
     for model in models:
@@ -49,30 +78,6 @@ def name_trunk(models: Sequence[nn.Module], through: Through) -> Trunk:
     for module in outermost.values():
         refuse_batch_statistics(module)
     return Trunk(outermost)
-
-
-def refuse_dependent_samples(stage: Stage, samples: Iterator[Sample], batch: Any, n: int, trunk: Trunk) -> None:
-    """Try a named trunk, where possible, and note which of its tensors are not split.
-
-    Raises:
-        CannotSplitError: the gradient differs from that of the unsplit samples.
-    """
-    try:
-        trial = try_split(stage, samples)
-    except FAILURES:
-        if stage.gradients:
-            raise
-        return  # with sharded parameters, the whole batch is not tried
-    tried = _try_modules(stage, trial, batch, n)
-    if tried is None or (stage.gradients and trial.why_not and not trial.failed):
-        return  # the samples show nothing, as without targets
-    for name, module in trunk.modules.items():
-        shared = tried.find_shared(module)
-        if shared is not None:
-            trunk.shared[name] = shared
-    if not tried.is_exact(trunk):
-        why = "its gradient differs from that of the unsplit samples, so they depend on one another inside it"
-        raise CannotSplitError(f"through= names {trunk}, but {why}")
 
 
 def find_trunk(stage: Stage, trial: Trial | None, batch: Any, n: int) -> Trunk | str:
@@ -94,7 +99,8 @@ def find_trunk(stage: Stage, trial: Trial | None, batch: Any, n: int) -> Trunk |
     if tried is None:
         return "no samples could be tried"
     trunk, statistics = _find_independent(stage.models, tried)
-    if trunk.modules and (not statistics or _is_large(trunk, stage.models)):
+    is_large = _count_trained(trunk.modules.values()) >= _LEAST_SHARE * _count_trained(stage.models)
+    if trunk.modules and (is_large or not statistics):
         return trunk
     if statistics:
         layers = list_some([repr(layer) for layer in statistics])
@@ -124,8 +130,7 @@ def _find_independent(models: Sequence[nn.Module], tried: TrunkTrial) -> tuple[T
     while waiting:
         name, module = waiting.pop(0)
         shared = tried.find_shared(module)
-        is_trained = any(parameter.requires_grad for parameter in module.parameters())
-        if shared is not None and is_trained and not isinstance(module, _SINGLE_LAYERS):
+        if shared is not None and _count_trained([module]) and not isinstance(module, _SINGLE_LAYERS):
             layers = [f"{name}.{layer}".strip(".") for layer in list_batch_statistics(module)]
             added = Trunk({**trunk.modules, name: module}, {**trunk.shared, name: shared})
             if not layers and tried.is_exact(added):
@@ -136,9 +141,7 @@ def _find_independent(models: Sequence[nn.Module], tried: TrunkTrial) -> tuple[T
     return trunk, statistics
 
 
-def _is_large(trunk: Trunk, models: Sequence[nn.Module]) -> bool:
-    """Whether the trunk holds the least share of the trained parameters."""
-    inside = {p for module in trunk.modules.values() for p in module.parameters() if p.requires_grad}
-    every = {p for model in models for p in model.parameters() if p.requires_grad}
-    held = sum(p.numel() for p in inside)
-    return held >= _LEAST_SHARE * sum(p.numel() for p in every)
+def _count_trained(modules: Iterable[nn.Module]) -> int:
+    """Return the number of elements of the trained parameters."""
+    trained = {p for module in modules for p in module.parameters() if p.requires_grad}
+    return sum(p.numel() for p in trained)

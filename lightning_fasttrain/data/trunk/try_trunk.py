@@ -24,9 +24,9 @@ _ROUNDING = 1e-4  # of outputs in float32, for products of other sizes
 class TrunkTrial:
     """Tries submodules by running the step with them in micro-batches.
 
-    Loss, gradient and the submodules' outputs must be those of the unsplit run. With sharded parameters, gradients
-    cannot be computed beside those of the training, but a submodule with the same outputs has the same gradient, too.
-    Each run gathers parameters on all ranks there, so they decide together.
+    Loss and gradient must be those of the unsplit run; where that has no gradient, as with sharded parameters, the
+    outputs of the submodules instead, since a submodule with the same outputs has the same gradient, too. With sharded
+    parameters each run gathers parameters on all ranks, so they decide together.
 
     Attributes:
         stage: where the step runs.
@@ -119,6 +119,8 @@ class TrunkTrial:
         limit = self.trial.limit
         if not replace(self.trial, splits=[[run]]).error(lambda runs: [1.0]) <= limit:
             return False
+        if self.trial.parameters:
+            return True
         limit = limit if self.trial.rounding else min(limit, _ROUNDING)
         for module, seen in calls.items():
             # Recomputation calls modules again.
@@ -155,7 +157,7 @@ class _Call:
     def is_near(self, other: "_Call", limit: float) -> bool:
         """Whether another call returned the same, as far as it returned it at all."""
         for path in self.values.keys() & other.values.keys():
-            one, two = self.values[path], other.values[path]
+            one, two = self.values[path].nan_to_num(), other.values[path].nan_to_num()
             if one.shape != two.shape or not relative_difference(one, two) <= limit:
                 return False
         return True
