@@ -237,7 +237,7 @@ class BatchLogs:
 
     @property
     def seen(self) -> dict[str, list[LogCall]]:
-        """What the micro-batches logged and returned under each name."""
+        """The calls of each name, and the scalars that the step returned."""
         return {**self.logged, **self.returned}
 
 

@@ -1,13 +1,11 @@
 """Try on a few rows of the user's own batch whether padding can be cut off without changing the training."""
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from lightning_fasttrain.core.batch import find_labels
 from lightning_fasttrain.core.batch.find_padding import Proposal, likeliest_padding
@@ -18,7 +16,13 @@ from lightning_fasttrain.data.normalizer.split_rule import LossSplit
 from lightning_fasttrain.data.normalizer.trial.deterministic_step import Rows, TrimmedRows
 from lightning_fasttrain.data.normalizer.trial.runs import Trial
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample
-from lightning_fasttrain.data.normalizer.trial.try_split import Stage, distinguish_rounding, run_again, try_split
+from lightning_fasttrain.data.normalizer.trial.try_split import (
+    Stage,
+    distinguish_rounding,
+    run_again,
+    try_split,
+    watching_calls,
+)
 from lightning_fasttrain.data.padding.trim_batch import trim_batch
 from lightning_fasttrain.data.split_batch import pick_rows
 
@@ -229,27 +233,17 @@ def _name_module(outcome: Outcome, stage: Stage, batch: Any, extents: Extents, r
 def _list_outputs(stage: Stage, rows: Any) -> list[tuple[str, Tensor]]:
     """Return the outputs of all innermost modules in a run of the step, in their order."""
     outputs: list[tuple[str, Tensor]] = []
-    handles: list[RemovableHandle] = []
+    names: dict[nn.Module, str] = {}
+    for model in stage.models:
+        names.update({module: name for name, module in model.named_modules() if next(module.children(), None) is None})
 
-    def note(name: str, output: Any) -> None:
+    def note(module: nn.Module, inputs: Any, output: Any) -> None:
         if isinstance(output, Tensor) and output.is_floating_point():
-            outputs.append((name, output.detach().float()))
+            outputs.append((names[module], output.detach().float()))
 
-    try:
-        for model in stage.models:
-            for name, module in model.named_modules():
-                if next(module.children(), None) is None:
-                    hook = functools.partial(_pass_output, functools.partial(note, name))
-                    handles.append(module.register_forward_hook(hook))
+    with watching_calls(names, note):
         run_again(stage, Trial(Sample(rows, 1, []), precision="float32"))
-    finally:
-        for handle in handles:
-            handle.remove()
     return outputs
-
-
-def _pass_output(note: Callable[[Any], None], module: nn.Module, args: Any, output: Any) -> None:
-    note(output)
 
 
 def _explain_labels(outcome: Outcome, batch: Any, extents: Extents, rows: Sequence[int]) -> Outcome:

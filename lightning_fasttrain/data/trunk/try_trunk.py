@@ -1,7 +1,7 @@
 """Check whether a step gives the same result as the unsplit step if submodules run in micro-batches."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from lightning_fasttrain.core.batch.leaves import batch_size, list_tensors
 from lightning_fasttrain.core.distributed import from_all_ranks
 from lightning_fasttrain.data.normalizer.trial.runs import Run, Trial, entries_of, relative_difference
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample
-from lightning_fasttrain.data.normalizer.trial.try_split import Stage, run_again, try_unsplit
+from lightning_fasttrain.data.normalizer.trial.try_split import Stage, run_again, try_unsplit, watching_calls
 from lightning_fasttrain.data.trunk.micro_batch_forward import Trunk
 
 # Errors that a user's model may raise when it is called with unfamiliar shapes.
@@ -171,16 +171,14 @@ def _recording_calls(modules: Iterable[nn.Module]) -> Iterator[_Calls]:
     """Record the calls of these modules."""
     calls: _Calls = {}
 
-    def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def note(module: nn.Module, inputs: Any, output: Any) -> None:
         outputs = list_tensors(output, "output")
-        tensors = {**list_tensors((args, kwargs), "input"), **outputs}
+        tensors = {**list_tensors(inputs, "input"), **outputs}
         values = {path: entries_of(tensor, tensor) for path, tensor in outputs.items() if not tensor.is_complex()}
         call = _Call({path: tensor.shape for path, tensor in tensors.items()}, values)
         calls.setdefault(module, []).append(call)
 
-    with ExitStack() as stack:
-        for module in modules:
-            stack.callback(module.register_forward_hook(note, with_kwargs=True).remove)
+    with watching_calls(modules, note):
         yield calls
 
 

@@ -3,7 +3,7 @@
 import itertools
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -196,6 +196,19 @@ def run_again(stage: Stage, trial: Trial, micro_batch: int | None = None) -> Run
     batch, rows = (sample.whole, None) if micro_batch is None else sample.cuttings[0][micro_batch]
     with _undone(stage, trial.precision):
         return _run_once(stage, DeterministicStep(trial.precision), batch, rows, sample.size)
+
+
+@contextmanager
+def watching_calls(modules: Iterable[nn.Module], note: Callable[[nn.Module, Any, Any], None]) -> Iterator[None]:
+    """Call ``note`` with each of these modules that returns in the context, its arguments and its output."""
+
+    def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        note(module, (args, kwargs), output)
+
+    with ExitStack() as stack:
+        for module in modules:
+            stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+        yield
 
 
 def _run_once(stage: Stage, mode: DeterministicStep, batch: Any, rows: Rows | None, samples: int) -> Run:
