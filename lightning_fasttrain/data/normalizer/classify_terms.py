@@ -47,11 +47,11 @@ def match_rules(read: ReadNormalizer, trial: Trial, preferred: CountRule | None)
 
     The likeliest is first; those that give the normalizer itself are before all others.
     """
-    found: dict[CountRule, float] = {}
     if read.term is None:
         return {}
     micro_batches = trial.runs[1:]
     divisors = list(map(read.count_in, micro_batches))
+    found: dict[CountRule, float] = {}
     for rule in list_rules(trial, preferred):
         scale = _find_ratio([float(rule(run.batch)) for run in micro_batches], divisors)
         if scale is not None and rule.name != "sum":
@@ -63,7 +63,7 @@ def match_rules(read: ReadNormalizer, trial: Trial, preferred: CountRule | None)
 def _find_ratio(counts: Sequence[float | None], divisors: Sequence[float]) -> float | None:
     """Return the ratio of the divisors to the counts of the same samples; None if it is not the same for all."""
     ratio: float | None = None
-    for count, divisor in zip(counts, divisors, strict=False):
+    for count, divisor in zip(counts, divisors, strict=True):
         if count == divisor == 0:
             continue
         if not (count and divisor):
