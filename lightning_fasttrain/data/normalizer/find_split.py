@@ -8,7 +8,7 @@ from lightning_fasttrain.core.distributed import from_all_ranks
 from lightning_fasttrain.core.messages import explain, list_some, say, warn
 from lightning_fasttrain.data.normalizer.classify_terms import classify_terms, list_rules, match_rules
 from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule
-from lightning_fasttrain.data.normalizer.log_rules import find_log_rules
+from lightning_fasttrain.data.normalizer.log_rules import LogRules, find_log_rules
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit, ReadNormalizer
 from lightning_fasttrain.data.normalizer.trial.runs import Trial
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample, list_altered
@@ -41,12 +41,14 @@ def find_split(
     *,
     check: bool,
     preferred: CountRule | None = None,
+    log_rules: LogRules | None = None,
     together: bool = True,
     whole_batches: bool = False,
 ) -> LossSplit | None:
     """Return how the loss of a step on a given stage is split; ``preferred`` is the counting rule that is tried first.
 
     Args:
+        log_rules: the rules for logged values that earlier batches have shown.
         together: whether all ranks call this, and reach the same decision.
         whole_batches: whether complete batches are summed, each with its own statistics.
 
@@ -80,7 +82,7 @@ def find_split(
     if counted:
         split.per_sample = counted / trial.sample.size
     split.leaves = tuple(map(weakref.ref, trial.parameters))
-    split.log_rules = find_log_rules(split, [trial, *altered])
+    split.log_rules = find_log_rules(split, [trial, *altered], log_rules or {})
     return split
 
 

@@ -14,38 +14,42 @@ SAMPLES, SUM = CountRule("samples"), CountRule("sum")
 LogRules = Mapping[str, tuple[LogRule, ...]]
 
 
-def find_log_rules(split: LossSplit, trials: Sequence[Trial]) -> dict[str, tuple[LogRule, ...]]:
+def find_log_rules(split: LossSplit, trials: Sequence[Trial], before: LogRules) -> dict[str, tuple[LogRule, ...]]:
     """Return, for each logged name, the rules that give the unsplit value from those of the micro-batches.
 
     Args:
         split: how the loss is split.
         trials: runs on some samples and on their micro-batches.
+        before: the rules that earlier batches have shown, of which these samples may refute some.
 
     Returns:
-        The rules of each name, the likeliest first: several where the samples cannot decide, none where no rule does.
+        The rules of each name, the likeliest first: several where no samples could decide, none where no rule does.
 
     Example:
         >>> import torch
         >>> from lightning_fasttrain.data.normalizer.trial.runs import LoggedValue
+        >>> from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample
         >>> runs = [Run(torch.zeros(n), 1.0, logged={"rows": LoggedValue(float(n), None)}) for n in (3, 1, 2)]
-        >>> find_log_rules(LossSplit(None, None), [Trial(Sample(runs[0].batch, 3, []), runs[0], [runs[1:]])])
+        >>> find_log_rules(LossSplit(None, None), [Trial(Sample(runs[0].batch, 3, []), runs[0], [runs[1:]])], {})
         {'rows': (CountRule(name='sum', ignore_index=-100),)}
     """
+    found = dict(before)
     if not trials[0].splits:
-        return {}
+        return found
     counting = list_rules(trials[0], preferred=SAMPLES)
-    found: dict[str, tuple[LogRule, ...]] = {}
     for name in trials[0].whole.logged:
         if not all(name in run.logged for trial in trials for run in trial.runs):
             continue
         wholes = [trial.whole for trial in trials]
         is_loss = all(_is_near(whole.logged[name].value, whole.loss, 1.0, _ROUNDING) for whole in wholes)
-        rules: list[LogRule] = [OWN, counting[0], LOSS, *counting[1:]]
-        if is_loss:
-            rules = [OWN, LOSS, *counting]
-        matching = match_log_rules(split, name, rules, trials)
+        rules = before.get(name, (OWN, counting[0], LOSS, *counting[1:]))
+        matching = match_log_rules(split, name, rules, trials) or before.get(name, ())
         # Where its graph shows its divisor, or it is the loss, others match by chance.
-        found[name] = matching[:1] if OWN in matching or is_loss else matching
+        if OWN in matching:
+            matching = (OWN,)
+        elif is_loss and LOSS in matching:
+            matching = (LOSS,)
+        found[name] = matching
     return found
 
 
@@ -66,21 +70,6 @@ def match_log_rules(
         if all(_fits(split, name, rule, trial, rounding) for trial in trials):
             found.append(rule)
     return tuple(found)
-
-
-def merge_log_rules(before: LogRules, now: LogRules) -> dict[str, tuple[LogRule, ...]]:
-    """Keep those rules of each name that match in two batches, as the values of one may not decide between rules.
-
-    Example:
-        >>> tie, sure = ("samples", "loss"), ("loss",)
-        >>> merge_log_rules({"accuracy": tie, "loss": sure}, {"accuracy": sure, "loss": tie})
-        {'accuracy': ('loss',), 'loss': ('loss',)}
-    """
-    merged = {**before, **now}
-    for name, rules in before.items():
-        both = [rule for rule in rules if rule in now.get(name, ())]
-        merged[name] = tuple(both) or rules or merged[name]
-    return merged
 
 
 def _fits(split: LossSplit, name: str, rule: LogRule, trial: Trial, rounding: float) -> bool:

@@ -9,7 +9,6 @@ from lightning_fasttrain.core.distributed import from_all_ranks, rank_count
 from lightning_fasttrain.core.messages import explain, say, warn
 from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule, count_targets
 from lightning_fasttrain.data.normalizer.find_split import CannotSplitError, find_split
-from lightning_fasttrain.data.normalizer.log_rules import merge_log_rules
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit, OtherSplitError
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample, first_micro_batch, sample_rows
 from lightning_fasttrain.data.normalizer.trial.try_split import Stage, try_split
@@ -70,6 +69,7 @@ class BatchSearch:
         Raises:
             CannotSplitError: it cannot be split.
         """
+        log_rules = before.log_rules if isinstance(before, LossSplit) else None
         try:
             found = find_split(
                 self.stage,
@@ -77,6 +77,7 @@ class BatchSearch:
                 self.count,
                 check=self.check,
                 preferred=self.preferred,
+                log_rules=log_rules,
                 together=together,
                 whole_batches=self.whole_batches,
             )
@@ -84,8 +85,6 @@ class BatchSearch:
             return self._find_trunk(error, together)
         if found is None or (found.provisional and not is_guess(before)):
             return before
-        if isinstance(before, LossSplit):
-            found.log_rules = merge_log_rules(before.log_rules, found.log_rules)
         return found
 
     def samples(self) -> Iterator[Sample]:
