@@ -235,7 +235,9 @@ def _list_outputs(stage: Stage, rows: Any) -> list[tuple[str, Tensor]]:
     outputs: list[tuple[str, Tensor]] = []
     names: dict[nn.Module, str] = {}
     for model in stage.models:
-        names.update({module: name for name, module in model.named_modules() if next(module.children(), None) is None})
+        for name, module in model.named_modules():
+            if next(module.children(), None) is None:
+                names.setdefault(module, name)
 
     def note(module: nn.Module, inputs: Any, output: Any) -> None:
         if isinstance(output, Tensor) and output.is_floating_point():
