@@ -1,7 +1,10 @@
 """Loss functions and techniques that compute the logits of a few tokens at a time.
 
-From the bottom up: ``chunked``, ``deferred_logits``, ``linear_cross_entropy``, ``linear_kl_divergence``,
-``_watched_logits``, ``loss_inputs``, ``fused_loss_head``, ``_teacher``, ``_distiller``, ``distillation``.
+``min_snr_weights`` weights the loss of a diffusion model instead.
+
+From the bottom up: ``chunked``, ``deferred_logits``, ``logit_losses``, ``linear_cross_entropy``,
+``linear_kl_divergence``, ``_watched_logits``, ``loss_inputs``, ``fused_loss_head``, ``_teacher``, ``_distiller``,
+``distillation``, ``min_snr_weights``.
 """
 
 from lightning_fasttrain.loss.deferred_logits import DeferredLogits
