@@ -12,6 +12,7 @@ from lightning_fasttrain.loss.distillation import Distillation, distil_into
 from lightning_fasttrain.loss.fused_loss_head import FusedLossHead, fuse_loss_head_
 from lightning_fasttrain.loss.linear_cross_entropy import linear_cross_entropy
 from lightning_fasttrain.loss.linear_kl_divergence import kl_divergence, linear_kl_divergence
+from lightning_fasttrain.loss.min_snr_weights import min_snr_weights
 
 __all__ = [
     "DeferredLogits",
@@ -22,4 +23,5 @@ __all__ = [
     "kl_divergence",
     "linear_cross_entropy",
     "linear_kl_divergence",
+    "min_snr_weights",
 ]
