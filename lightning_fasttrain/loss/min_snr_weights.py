@@ -31,7 +31,7 @@ def min_snr_weights(
         schedule: :math:`\bar α` of all timesteps, (T,), values from 0 to 1; or an object that has it as
             ``alphas_cumprod``, such as a scheduler of diffusers, whose ``config.prediction_type`` counts, too.
         timesteps: those of the samples, (N,) or any other shape, integers below T.
-        gamma: γ, the SNR above which timesteps do not weigh more.
+        gamma: γ, the SNR above which the weight does not grow.
         prediction: what the model predicts, in the terms of diffusers: ``"epsilon"`` (noise), ``"sample"`` (image) or
             ``"v_prediction"`` (velocity). By default that of the scheduler, and ``"epsilon"`` for a tensor.
 

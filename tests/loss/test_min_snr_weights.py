@@ -2,6 +2,7 @@
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -56,7 +57,7 @@ def test_the_error_of_the_image_has_the_same_weight_in_all_parametrizations():
     alpha, sigma = ALPHAS.sqrt(), (1 - ALPHAS).sqrt()
     noisy = alpha * image + sigma * noise
     guess = image + off  # of the image; each model states it in its own terms
-    errors = {
+    errors: dict[Any, torch.Tensor] = {
         "sample": guess - image,
         "epsilon": (noisy - alpha * guess) / sigma - noise,
         "v_prediction": (alpha * noisy - guess) / sigma - (alpha * noise - sigma * image),
