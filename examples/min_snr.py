@@ -11,15 +11,12 @@ import argparse
 import json
 import shlex
 import statistics
-import string
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-import matplotlib
-import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageFont
+from letters import read_letters
 from small_nets import DiffusionUNet
 
 import lightning_fasttrain as ft
@@ -28,24 +25,7 @@ from lightning_fasttrain.core.files.atomic_write import write_atomic
 from lightning_fasttrain.core.machine import hardware, versions
 
 SIDE, WIDTH, BATCH, DRAWN, TIMES = 16, 16, 32, 512, 1000
-GAMMA = 5.0
-
-
-def read_letters():
-    """Letters and digits in matplotlib's fonts, (N, 3, SIDE, SIDE), from -1 to 1."""
-    pictures = []
-    folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
-    for path in sorted(folder.glob("DejaVu*.ttf")):
-        if "Display" in path.name:  # it has mathematical signs alone
-            continue
-        for size in (11, 12, 13, 14):
-            font = ImageFont.truetype(str(path), size)
-            for letter in string.ascii_letters + string.digits:
-                picture = Image.new("L", (SIDE, SIDE))
-                ImageDraw.Draw(picture).text((SIDE / 2, SIDE / 2), letter, fill=255, font=font, anchor="mm")
-                pictures.append(np.asarray(picture))
-    images = torch.from_numpy(np.stack(pictures)).float() / 127.5 - 1
-    return images[:, None].expand(-1, 3, -1, -1)
+GAMMA, SIZES = 5.0, (11, 12, 13, 14)
 
 
 def cosine_schedule():
@@ -107,7 +87,7 @@ def main():
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", type=Path, help="a JSON file for the figures")
     options = parser.parse_args()
-    letters, alphas, rows = read_letters(), cosine_schedule(), []
+    letters, alphas, rows = read_letters(SIDE, SIZES)[0], cosine_schedule(), []
     print(f"{len(letters)} letters; Fréchet distance of pixels after {options.steps} steps and two earlier moments")
     for name, weighted in (("plain", False), (f"Min-SNR-{GAMMA:g}", True)):
         runs = [train(letters, alphas, weighted, options.steps, seed) for seed in range(options.seeds)]
