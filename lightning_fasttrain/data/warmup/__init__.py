@@ -1,5 +1,5 @@
 """Growth of the batch size, of sequence lengths and of image sizes over a run.
 
 From the bottom up: ``growth_schedule``, ``batch_size_warmup``, ``growing_batches``, ``sequence_length_warmup``,
-``check_image_sizes``, ``progressive_resizing``.
+``try_image_sizes``, ``progressive_resizing``.
 """

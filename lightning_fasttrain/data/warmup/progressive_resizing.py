@@ -14,9 +14,9 @@ from lightning_fasttrain.core.checks import PositiveFloat, PositiveInt, check_ar
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.data.normalizer.find_count import stage_of, stage_of_trainer
-from lightning_fasttrain.data.warmup.check_image_sizes import sample_images, try_image_sizes
 from lightning_fasttrain.data.warmup.growing_batches import GrowingBatches
 from lightning_fasttrain.data.warmup.growth_schedule import Growth
+from lightning_fasttrain.data.warmup.try_image_sizes import sample_images, try_image_sizes
 from lightning_fasttrain.technique import Exactness
 from lightning_fasttrain.technique.duration import LENGTHS, Length
 
