@@ -87,6 +87,9 @@ def fuse_loss_head_(
         See :func:`~lightning_fasttrain.linear_cross_entropy`. Checked against Hugging Face's models with their logits.
     """
     one_of("backend", backend, BACKENDS)
+    if z_loss and backend == "torch":
+        why = "torch's fused loss has no z-loss"
+        raise ValueError(explain(f"{z_loss=} with {backend=}", why, "Use backend='chunked'"))
     options = {"chunk": chunk, "backend": backend, "z_loss": z_loss}
     named = _named_heads(model, head)
     search = None if named else HeadSearch()

@@ -171,6 +171,11 @@ def test_class_weights_and_label_smoothing_of_a_loss_stay(weighted):
     assert head.used
 
 
+def test_a_backend_without_z_loss_is_refused_before_the_first_step():
+    with pytest.raises(ValueError, match=r"z_loss=0.01 with backend='torch'.*Use backend='chunked'"):
+        fuse_loss_head_(build(), z_loss=1e-2, backend="torch")
+
+
 def test_only_z_loss_changes_training():
     assert FusedLossHead().exactness is ft.technique.Exactness.EXACT
     assert FusedLossHead(z_loss=1e-4).exactness is ft.technique.Exactness.CHANGES_TRAINING
