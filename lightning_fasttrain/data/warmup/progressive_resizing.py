@@ -164,7 +164,8 @@ class ProgressiveResizing(GrowingBatches):
     Args:
         start: side of the images at first, in pixels.
         full: side of the loader's images.
-        over: duration of the growth: optimizer steps, ``"1ep"``, ``"80%"`` of the run, ``"1e6 samples"``.
+        over: duration of the growth: optimizer steps, ``"1ep"``, ``"50%"`` of the run, ``"1e6 samples"``. The shorter the
+            run, the larger the share that the full size needs; ``examples/progressive_resizing.py`` measures it.
         grid: sizes are multiples of this number of pixels: of a ViT's patch size.
         targets: also resize labels that are images, as in segmentation, to the nearest entry.
         resize: (batch, scale) → batch, for batches that :func:`~lightning_fasttrain.data.resize_images` refuses, or
@@ -178,7 +179,7 @@ class ProgressiveResizing(GrowingBatches):
             parsed; in ``fit``: the length of the run is unknown, a batch has no images, or the model refuses a size.
 
     Example:
-        >>> resizing = ProgressiveResizing(start=112, full=224, over="80%", grid=16)
+        >>> resizing = ProgressiveResizing(start=112, full=224, over="50%", grid=16)
 
     Source:
         Howard 2018, https://www.fast.ai/posts/2018-04-30-dawnbench-fastai.html; Composer's ``ProgressiveResizing``,
@@ -203,7 +204,7 @@ class ProgressiveResizing(GrowingBatches):
         self,
         start: int,
         full: int,
-        over: int | str | Length = "80%",
+        over: int | str | Length = "50%",
         grid: int = 16,
         targets: bool = False,
         resize: Resize | None = None,
