@@ -164,8 +164,8 @@ class ProgressiveResizing(GrowingBatches):
     Args:
         start: side of the images at first, in pixels.
         full: side of the loader's images.
-        over: duration of the growth: optimizer steps, ``"1ep"``, ``"50%"`` of the run, ``"1e6 samples"``. The shorter the
-            run, the larger the share that the full size needs; ``examples/progressive_resizing.py`` measures it.
+        over: duration of the growth: optimizer steps, ``"1ep"``, ``"50%"`` of the run, ``"1e6 samples"``. The shorter
+            the run, the larger the share that the full size needs; ``examples/progressive_resizing.py`` measures it.
         grid: sizes are multiples of this number of pixels: of a ViT's patch size.
         targets: also resize labels that are images, as in segmentation, to the nearest entry.
         resize: (batch, scale) → batch, for batches that :func:`~lightning_fasttrain.data.resize_images` refuses, or
