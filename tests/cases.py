@@ -117,6 +117,16 @@ def takes_growing_sequences(technique: Any, loop: Loop) -> None:
     loop.batches = list(ft.data.grow_sequences(loop.batches, growth, window=loop.window))
 
 
+def shrink_sequences(batch: Any, scale: float) -> Any:
+    """Sequences instead of images."""
+    return ft.data.cut_sequences(batch, round(5 * scale))
+
+
+def takes_growing_images(technique: Any, loop: Loop) -> None:
+    growth = ft.data.Growth(2, 5, over=3, grid=1)
+    loop.batches = list(ft.data.grow_images(loop.batches, growth, window=loop.window, resize=technique.resize))
+
+
 def prefetches(technique: Any, loop: Loop) -> None:
     loop.batches = ft.prefetch_to_device(loop.batches, "cpu")
 
@@ -306,6 +316,13 @@ CASES = [
         lambda: ft.data.SequenceLengthWarmup(2, 5, over=3, grid=1),
         takes_growing_sequences,
         effects.sequences_are_short_at_first,
+        regroup=cut_by_hand,
+        batches=5,
+    ),
+    Case(
+        lambda: ft.data.ProgressiveResizing(2, 5, over=3, grid=1, resize=shrink_sequences),
+        takes_growing_images,
+        effects.images_are_small_at_first,
         regroup=cut_by_hand,
         batches=5,
     ),

@@ -1,7 +1,7 @@
 """Techniques that change the batch: how it is split, ordered and moved to the device.
 
 ``normalizer`` reads what a loss is divided by; where that does not suffice, ``trunk`` splits the model instead.
-``out_of_memory`` finds how many micro-batches fit, ``warmup`` grows the batch size and the sequence length, and
+``out_of_memory`` finds how many micro-batches fit, ``warmup`` grows batch sizes, sequence lengths and image sizes, and
 ``loaders`` wraps the data loaders.
 
 From the bottom up: ``split_batch``, ``out_of_memory``, ``loaders``, ``normalizer``, ``padding``, ``step_gradients``,
@@ -33,6 +33,12 @@ if TYPE_CHECKING:
     from lightning_fasttrain.data.trunk.micro_batch_forward import micro_batch_forward_
     from lightning_fasttrain.data.warmup.batch_size_warmup import BatchSizeWarmup, grow_windows, scale_rates_
     from lightning_fasttrain.data.warmup.growth_schedule import Growth
+    from lightning_fasttrain.data.warmup.progressive_resizing import (
+        ProgressiveResizing,
+        check_image_sizes,
+        grow_images,
+        resize_images,
+    )
     from lightning_fasttrain.data.warmup.sequence_length_warmup import (
         SequenceLengthWarmup,
         cut_sequences,
@@ -50,6 +56,7 @@ __all__ = [
     "Normalizers",
     "PackedDocuments",
     "PaddingFree",
+    "ProgressiveResizing",
     "SampleGuard",
     "SequenceLengthWarmup",
     "TokenWeightedAccumulation",
@@ -57,12 +64,14 @@ __all__ = [
     "accumulate_gradients",
     "accumulate_window",
     "check_documents",
+    "check_image_sizes",
     "check_padding_free",
     "count_next_tokens",
     "count_targets",
     "cut_sequences",
     "even_epochs",
     "find_count",
+    "grow_images",
     "grow_sequences",
     "grow_windows",
     "guard_samples",
@@ -72,6 +81,7 @@ __all__ = [
     "read_length",
     "read_normalizers",
     "remove_padding_",
+    "resize_images",
     "scale_rates_",
     "split_batch",
     "split_until_it_fits",

@@ -1,6 +1,5 @@
 """Run the blocks of a model without the padding of their batches."""
 
-import inspect
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -22,7 +21,7 @@ from lightning_fasttrain.core.modules.wrapped_forward import (
     undo_all,
     wrappers_in,
 )
-from lightning_fasttrain.data.normalizer.find_count import stage_of
+from lightning_fasttrain.data.normalizer.find_count import stage_of, stage_of_trainer
 from lightning_fasttrain.data.normalizer.trial.looks import Looks
 from lightning_fasttrain.data.normalizer.trial.runs import Run, Trial
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample, rank_rows
@@ -204,7 +203,7 @@ class PaddingFree(Technique):
             return
         self._has_padding = any(axis[0].share >= _LEAST for axis in propose_padding(batch))
         with self._looks.timed() if self.acts else nullcontext():  # what decides is worth any time
-            outcome = _try(_stage_of_trainer(trainer, pl_module, batch_idx), batch)
+            outcome = _try(stage_of_trainer(trainer, pl_module, batch_idx), batch)
         if outcome.why_not and outcome.is_known:
             message = explain("PaddingFree() would change the training", outcome.why_not, _WAY_OUT)
             if not self.acts:
@@ -222,14 +221,3 @@ class PaddingFree(Technique):
         self._has_ended = not acts
         for wrapper in wrappers_in(model, PackedForward):
             wrapper.acts = acts
-
-
-def _stage_of_trainer(trainer: L.Trainer, pl_module: L.LightningModule, batch_idx: int) -> Stage:
-    strategy, sharded = trainer.strategy, is_sharded(pl_module)
-    # Bypass the strategy where possible, so that nothing is synchronized.
-    training_step = strategy.training_step if sharded else pl_module.training_step
-    # Of the class, since FSDP2 replaces the method of the module by one that takes any arguments.
-    takes_index = len(inspect.signature(type(pl_module).training_step).parameters) > 2
-    rest = [batch_idx] if takes_index else []
-    context = strategy.precision_plugin.train_step_context
-    return Stage(lambda rows: training_step(rows, *rest), [pl_module], context, gradients=not sharded, may_skip=True)
