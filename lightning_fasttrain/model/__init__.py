@@ -2,9 +2,8 @@
 
 Activations that blocks save for the backward are recomputed or offloaded; blocks are compiled, or multiply in 8 bits.
 
-From the bottom up: ``_stored_bytes``, ``checkpoint_savings``, ``eight_bit_products``, ``matmul_precision``,
-``offloaded_tensors``, ``checkpointed_forward``, ``low_precision_products``, ``activation_offload``,
-``activation_checkpointing``, ``compile``, ``memory_budget``.
+From the bottom up: ``_stored_bytes``, ``checkpoint_savings``, ``kernels``, ``tiling``, ``offloaded_tensors``,
+``checkpointed_forward``, ``activation_offload``, ``activation_checkpointing``, ``compile``, ``memory_budget``.
 """
 
 from lightning_fasttrain.core.modules.blocks import find_blocks
@@ -23,14 +22,15 @@ from lightning_fasttrain.model.compile.compile_report import (
     load_compile_cache,
     save_compile_cache,
 )
-from lightning_fasttrain.model.low_precision_products import (
+from lightning_fasttrain.model.kernels.low_precision_products import (
     LowPrecisionProducts,
     LowPrecisionReport,
     multiply_in_low_precision_,
 )
-from lightning_fasttrain.model.matmul_precision import MatmulPrecision, matmul_precision_
+from lightning_fasttrain.model.kernels.matmul_precision import MatmulPrecision, matmul_precision_
 from lightning_fasttrain.model.memory_budget.checkpoint_plan import BlockPlan, CheckpointPlan
 from lightning_fasttrain.model.memory_budget.memory_budget import MemoryBudget
+from lightning_fasttrain.model.tiling.tiled_mlp import TiledMLP, tile_mlps_
 
 __all__ = [
     "ActivationCheckpointing",
@@ -47,6 +47,7 @@ __all__ = [
     "MatmulPrecision",
     "MemoryBudget",
     "SelectiveOps",
+    "TiledMLP",
     "checkpoint_activations_",
     "compile_blocks_",
     "find_blocks",
@@ -55,4 +56,5 @@ __all__ = [
     "multiply_in_low_precision_",
     "offload_activations",
     "save_compile_cache",
+    "tile_mlps_",
 ]

@@ -107,6 +107,13 @@ def runs_blocks_twice(kind: Kind) -> None:
     assert len(calls) == 2 * len(BATCHES)
 
 
+def tokens_come_in_tiles(kind: Kind) -> None:
+    tokens, net = [], TinyLM()
+    net.blocks[0].up.register_forward_hook(lambda layer, inputs, output: tokens.append(output.shape[:-1].numel()))
+    fit(net, BATCHES[:1], [kind(16, mlps="blocks.*")])
+    assert tokens[-4:] == [16, 14] * 2  # after those of the trial
+
+
 def activations_wait_in_files(kind: Kind) -> None:
     with tempfile.TemporaryDirectory() as folder:
         files = probed(

@@ -1,0 +1,4 @@
+"""Choice of the kernels that compute a step: precision of products, layout of convolutions, back ends.
+
+From the bottom up: ``eight_bit_products``, ``matmul_precision``, ``low_precision_products``.
+"""
