@@ -175,11 +175,11 @@ class _Tiled(torch.autograd.Function):
         with call.first_time(x.device), in_place_of(call.places, copies):
             for tile in _cut(x, call.size):
                 parts = [part.flatten(0, x.dim() - 2) for part in call.run(tile)]
-                outputs = outputs or [part.new_empty(x.shape[:-1].numel(), *part.shape[1:]) for part in parts]
+                # In their final shape: views as outputs would lose hooks when they are changed in place.
+                outputs = outputs or [part.new_empty(*x.shape[:-1], *part.shape[1:]) for part in parts]
                 for output, part in zip(outputs, parts, strict=True):
-                    output[start : start + len(part)] = part
+                    output.flatten(0, x.dim() - 2)[start : start + len(part)] = part
                 start += len(parts[0])
-        outputs = [output.view(*x.shape[:-1], *output.shape[1:]) for output in outputs]
         ctx.mark_non_differentiable(*[output for output in outputs if not output.is_floating_point()])
         return tuple(outputs)
 
