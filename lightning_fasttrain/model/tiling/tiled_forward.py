@@ -121,25 +121,18 @@ class _Call:
     def first_time(self, device: torch.device) -> Iterator[None]:
         """Context of the forward, which notes the random states that the backward needs."""
         forward, self._again = self.wrapper.contexts(nullcontext(), nullcontext())
-        before = _random_states(device)
+        self._random = _random_states(device)
         with forward, self._autocasting():
             yield
-        drew = any(not torch.equal(*states) for states in zip(before, _random_states(device), strict=True))
-        self._random = before if drew else []
 
     @contextmanager
     def recomputing(self, device: torch.device) -> Iterator[None]:
         """Context of the recomputation: tiles come in the same order, so each draws what it drew in the forward."""
         devices = [device] if device.type == "cuda" else []
-        with ExitStack() as stack:
-            if self._random:
-                stack.enter_context(torch.random.fork_rng(devices))
-                torch.set_rng_state(self._random[0])
-                if devices:
-                    torch.cuda.set_rng_state(self._random[1], device)
-            stack.enter_context(self._again)
-            stack.enter_context(self._autocasting())
-            stack.enter_context(torch.enable_grad())
+        with torch.random.fork_rng(devices), self._again, self._autocasting(), torch.enable_grad():
+            torch.set_rng_state(self._random[0])
+            if devices:
+                torch.cuda.set_rng_state(self._random[1], device)
             yield
 
     @contextmanager
