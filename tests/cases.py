@@ -238,6 +238,7 @@ class Case:
         optimizer: settings of the optimizer, likewise.
         regroup: batches of the plain run that it must equal, where it changes which batches make a step.
         by_hand: where it changes training, a plain callback by which the plain run does the same, written out.
+        finds_layers: whether it changes anything about TinyLM, where it operates on a model.
         batches: of an epoch; three tell an optimizer's first step from its later ones.
     """
 
@@ -249,6 +250,7 @@ class Case:
     optimizer: dict[str, Any] = field(default_factory=dict)
     regroup: Callable[[Sequence[Any]], list[Any]] = list
     by_hand: Callable[[], L.Callback] | None = None
+    finds_layers: bool = True
     batches: int = 3
 
     @property
@@ -370,6 +372,10 @@ CASES = [
     Case(
         lambda: ft.model.MatmulPrecision("tf32"), applied, effects.products_are_set_to_tf32
     ),  # on a CPU it changes nothing, and says so
+    Case(lambda: ft.model.CudnnBenchmark(), applied, effects.cudnn_is_timed),  # likewise
+    # TinyLM has neither convolutions nor attention, and both say so.
+    Case(lambda: ft.model.ChannelsLast(), applied, effects.convolutions_are_channels_last, finds_layers=False),
+    Case(lambda: ft.model.AttentionBackend(), applied, effects.attention_is_measured),
     Case(lambda: ft.StepMeter(), times, effects.a_step_has_a_time),
     Case(lambda: ft.MemoryMeter(), meters, effects.a_step_has_a_peak),
     # The steps before the one that MemoryMeter measures, as torch runs one profiler at a time.

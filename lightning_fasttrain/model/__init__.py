@@ -22,6 +22,10 @@ from lightning_fasttrain.model.compile.compile_report import (
     load_compile_cache,
     save_compile_cache,
 )
+from lightning_fasttrain.model.kernels.attention_backend import AttentionBackend, attention_backend_
+from lightning_fasttrain.model.kernels.attention_trial import AttentionChoice
+from lightning_fasttrain.model.kernels.channels_last import ChannelsLast, channels_last_
+from lightning_fasttrain.model.kernels.cudnn_benchmark import CudnnBenchmark, cudnn_benchmark_
 from lightning_fasttrain.model.kernels.low_precision_products import (
     LowPrecisionProducts,
     LowPrecisionReport,
@@ -35,12 +39,16 @@ from lightning_fasttrain.model.tiling.tiled_mlp import TiledMLP, tile_mlps_
 __all__ = [
     "ActivationCheckpointing",
     "ActivationOffload",
+    "AttentionBackend",
+    "AttentionChoice",
     "BlockPlan",
+    "ChannelsLast",
     "CheckpointPlan",
     "CheckpointPolicy",
     "CompileBlocks",
     "CompileReport",
     "CompileWatch",
+    "CudnnBenchmark",
     "EveryBlock",
     "LowPrecisionProducts",
     "LowPrecisionReport",
@@ -48,8 +56,11 @@ __all__ = [
     "MemoryBudget",
     "SelectiveOps",
     "TiledMLP",
+    "attention_backend_",
+    "channels_last_",
     "checkpoint_activations_",
     "compile_blocks_",
+    "cudnn_benchmark_",
     "find_blocks",
     "load_compile_cache",
     "matmul_precision_",

@@ -102,7 +102,12 @@ def hugging_face(kind):
         ("gpt2", ["transformer.h.0.mlp", "transformer.h.1.mlp"]),
         (
             "t5",
-            ["encoder.block.0.layer.1", "encoder.block.1.layer.1", "decoder.block.0.layer.2", "decoder.block.1.layer.2"],
+            [
+                "encoder.block.0.layer.1",
+                "encoder.block.1.layer.1",
+                "decoder.block.0.layer.2",
+                "decoder.block.1.layer.2",
+            ],
         ),
     ],
 )

@@ -142,6 +142,36 @@ def products_are_rounded(kind: Kind) -> None:
     assert all(0 < error < 0.02 for error in errors)
 
 
+def cudnn_is_timed(kind: Kind) -> None:
+    assert all(probed(kind(), "on_train_batch_end", lambda *_: torch.backends.cudnn.benchmark))
+
+
+class Seeing(TinyLM):
+    """With a convolution and an attention, over the tokens of a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.see = torch.nn.Conv2d(2, 2, 3, padding=1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        seen = self.see(torch.stack([x, x], 1))
+        attended = torch.nn.functional.scaled_dot_product_attention(seen, seen, seen)
+        return super().forward(ids) + self.head(attended.sum(1))
+
+
+def convolutions_are_channels_last(kind: Kind) -> None:
+    layouts = probed(kind(), "on_train_batch_end", lambda _, net: net.see.weight.stride(), Seeing())
+    assert set(layouts) == {(18, 1, 6, 2)}
+
+
+def attention_is_measured(kind: Kind) -> None:
+    technique = kind()
+    fit(Seeing(), BATCHES, [technique])
+    assert technique.choice is not None
+    assert technique.choice.step_ms.keys() == {"flash", "math"}
+
+
 # finetune
 
 
