@@ -334,6 +334,13 @@ CASES = [
     Case(
         lambda: ft.finetune.GradualUnfreezing(groups=["*"]), unfreezes, effects.the_lower_blocks_wait
     ),  # one group of everything is plain training
+    Case(
+        lambda: ft.finetune.FrozenCache("embed"),
+        applied,
+        effects.the_trunk_runs_once_for_each_sample,
+        optimizer={"frozen": True},
+        by_hand=by_hand.FrozenEmbedding,
+    ),
     # loss
     Case(lambda: ft.FusedLossHead("head"), applied, effects.logits_are_never_made, tolerance=1e-5),
     Case(

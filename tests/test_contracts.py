@@ -227,7 +227,7 @@ def test_applied_twice_is_once_and_a_second_fit_is_as_the_first(case):
     again, _ = train(case, [technique])
     assert largest_difference(weights(first), weights(again)) == 0
     if technique.surgery is not None and case.finds_layers:
-        net = TinyLM()
+        net = TinyLM(**case.optimizer)
         before = surgery_on(net)
         with ft.apply(net, [case.make()]):
             once = surgery_on(net)

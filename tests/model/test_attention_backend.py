@@ -172,7 +172,9 @@ def test_training_is_the_same_up_to_rounding():
 
 
 def test_measured_beside_compiled_blocks_is_refused_and_forced_is_not():
-    with pytest.raises(ValueError, match=r"AttentionBackend \+ CompileBlocks: compiled code keeps .*AttentionBackend\('fl"):
+    with pytest.raises(
+        ValueError, match=r"AttentionBackend \+ CompileBlocks: compiled code keeps .*AttentionBackend\('fl"
+    ):
         fit(AttentionLM(), lm_batches(1), [AttentionBackend(), ft.CompileBlocks(backend="eager")])
     fit(AttentionLM(), lm_batches(1), [AttentionBackend("math"), ft.CompileBlocks(backend="eager")])
 

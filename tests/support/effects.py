@@ -208,6 +208,16 @@ def the_lower_blocks_wait(kind: Kind) -> None:
     assert not any(name.startswith(("blocks.0", "blocks.1")) for name in moved)
 
 
+def the_trunk_runs_once_for_each_sample(kind: Kind) -> None:
+    rows, net = [], TinyLM()
+    net.embed.requires_grad_(False)
+    net.trunk = torch.nn.Sequential(net.embed)
+    net.forward = lambda ids, kept=None: net.head(net.blocks[0](net.trunk(ids))[0])
+    net.embed.register_forward_hook(lambda layer, inputs, output: rows.append(len(output)))
+    fit(net, BATCHES, [kind("trunk")], max_epochs=3)
+    assert sum(rows[3:]) == 6 * (len(BATCHES) - 1)  # after three runs of the first batch, which is examined
+
+
 # loss
 
 
