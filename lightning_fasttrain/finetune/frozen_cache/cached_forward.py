@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 from lightning_fasttrain.core.distributed import is_sharded
 from lightning_fasttrain.core.messages import explain, warn_on_any_rank
@@ -21,11 +21,11 @@ from lightning_fasttrain.finetune.frozen_cache.row_store import Row, RowStore
 
 @dataclass
 class _Form:
-    """What all outputs of one module have in common.
+    """Form of a module's output, and the rows that were computed in the same way.
 
     Attributes:
         structure: containers of the output.
-        constants: its leaves, with None at the places of tensors.
+        constants: its leaves, with an ellipsis in place of each tensor.
         orders: of each tensor, its axes from the largest stride to the smallest.
         store: rows that were computed in the same way.
     """
@@ -42,9 +42,14 @@ class _Form:
             whole = torch.stack(parts).to(device, non_blocking=True)
             inverse = sorted(range(len(order)), key=order.__getitem__)
             tensors.append(whole.permute(order).contiguous().permute(inverse))
-        ahead = iter(tensors)
-        leaves = [next(ahead) if constant is Ellipsis else constant for constant in self.constants]
+        leaves = list(self.constants)
+        for tensor in tensors:
+            leaves[leaves.index(Ellipsis)] = tensor
         return tree_unflatten(leaves, self.structure)
+
+
+def _tensors_in(output: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
 class CachedForward(WrappedForward):
@@ -127,10 +132,9 @@ class CachedForward(WrappedForward):
         reason = why_not_repeatable(self.module, lambda chosen: self._run(args, kwargs, chosen), output, len(keys))
         if reason:
             raise self._refusal(*reason)
-        leaves, structure = tree_flatten(output)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        tensors = _tensors_in(output)
         orders = [sorted(range(leaf.dim()), key=lambda axis: -leaf.stride(axis)) for leaf in tensors]
-        constants = [Ellipsis if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        constants, structure = tree_flatten(tree_map_only(Tensor, lambda _: Ellipsis, output))
         folder = self.folder / fingerprint.hex() if self.folder is not None else None
         form = _Form(structure, constants, orders, RowStore(folder))
         self._compare_with_kept(form, keys, tensors)
@@ -145,8 +149,7 @@ class CachedForward(WrappedForward):
                 continue
             kept = [part[None] for part in row]
             computed = [tensor[number : number + 1].cpu() for tensor in tensors]
-            fits = [part.shape for part in kept] == [part.shape for part in computed]
-            if not (fits and are_close(computed, kept)):
+            if not are_close(computed, kept):
                 warn_on_any_rank(f"FrozenCache: rows in {form.store.folder} are not those of '{self.name}'; not used.")
                 form.store = RowStore(None)
                 return
@@ -157,24 +160,24 @@ class CachedForward(WrappedForward):
         self.hits += len(keys) - len(missing)
         if len(missing) == len(keys):
             output = self._run(args, kwargs, None)
-            self._keep(form, keys, [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)])
+            self._keep(form, keys, _tensors_in(output))
             return output
         device = next(leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
         if missing:
             output = self._run(args, kwargs, missing)
-            computed = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-            for place, row in zip(missing, self._keep(form, [keys[i] for i in missing], computed), strict=True):
-                rows[place] = row
+            computed = self._keep(form, [keys[number] for number in missing], _tensors_in(output))
+            for number, row in zip(missing, computed, strict=True):
+                rows[number] = row
         return form.join([row for row in rows if row is not None], device)
 
     def _keep(self, form: _Form, keys: Sequence[bytes], tensors: Sequence[Tensor]) -> list[Row]:
         self.misses += len(keys)
         on_host = [tensor.cpu() for tensor in tensors]
-        # Clones, since a row that is a view would keep its whole batch.
-        rows = [[tensor[number].clone() for tensor in on_host] for number in range(len(keys))]
-        for key, row in zip(keys, rows, strict=True):
+        rows: list[Row] = []
+        for number, key in enumerate(keys):
+            rows.append([tensor[number].clone() for tensor in on_host])  # a view would keep the whole batch
             if self.is_keeping:
-                form.store.put(key, row)
+                form.store.put(key, rows[-1])
         return rows
 
     def flush(self) -> None:

@@ -102,10 +102,10 @@ def _sums(rows: Tensor) -> Tensor:
     Integer sums are the same in any order, so keys do not depend on the device's kernels. Words have 32 bits: with 64,
     changes in the highest bits of two words would cancel.
     """
-    content = rows.contiguous().view(torch.uint8) if rows.numel() else rows.new_zeros(len(rows), 4, dtype=torch.uint8)
-    padded = F.pad(content, (0, -content.shape[1] % (4 * _WORDS) if content.shape[1] > 4 * _WORDS else 0))
-    padded = F.pad(padded, (0, -padded.shape[1] % 4))
-    words = padded.view(torch.int32).long().unflatten(1, (-1, min(padded.shape[1] // 4, _WORDS)))
-    factors = _factors(rows.device)[:, : words.shape[-1]]
-    lanes = [(words * lane).sum(-1) for lane in factors]
-    return torch.cat(lanes, dim=1)
+    if rows.numel() == 0:
+        return torch.zeros(len(rows), 0, dtype=torch.int64, device=rows.device)
+    content = rows.contiguous().view(torch.uint8)
+    chunk = min(4 * _WORDS, content.shape[1] + -content.shape[1] % 4)  # in bytes
+    padded = F.pad(content, (0, -content.shape[1] % chunk))
+    words = padded.view(torch.int32).long().unflatten(1, (-1, chunk // 4))
+    return torch.cat([(words * lane).sum(-1) for lane in _factors(rows.device)[:, : chunk // 4]], dim=1)

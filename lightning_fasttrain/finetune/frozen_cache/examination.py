@@ -72,10 +72,20 @@ def _are_equal(leaves: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def are_close(leaves: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether the rows in ``others``, which are fewer, agree up to the rounding of other batch sizes."""
+    """Whether the rows in ``others``, which may be fewer, agree up to the rounding of other batch sizes.
+
+    Example:
+        >>> x = torch.randn(3, 2)
+        >>> are_close([x], [x[:2] * 1.0001]), are_close([x], [x[:2] * 2]), are_close([x], [x[:, :1]])
+        (True, False, False)
+    """
+    if len(leaves) != len(others):
+        return False
     for one, other in zip(leaves, others, strict=True):
         if not isinstance(one, Tensor):
             continue
+        if one.shape[1:] != other.shape[1:]:
+            return False
         close = 1e-3 if one.dtype in (torch.float32, torch.float64) else 0.02
         first, second = one[: len(other)].double(), other.double()
         if first.numel() and (first - second).abs().amax() > close * first.abs().amax():

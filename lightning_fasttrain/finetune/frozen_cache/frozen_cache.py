@@ -24,7 +24,7 @@ from lightning_fasttrain.technique.predicted_step import PredictedStep
 def cache_frozen_(model: nn.Module, part: str, folder: str | os.PathLike[str] | None = None) -> CachedForward:
     """Keep the outputs of a frozen part of ``model`` by sample, in place, and read them when a sample comes again.
 
-    Samples are told apart by a hash of what the part is called with, row by row, so neither the order of batches,
+    Samples are distinguished by a hash of what the part is called with, row by row, so neither the order of batches,
     their size, workers, micro-batches nor a resumed run matter, and an input that is augmented differently is another
     sample, which is computed. The hash of weights, settings, autocast and device belongs to it as well. Rows of a batch
     that are known are read, the others are computed together. Where a batch is read or computed as a whole, as with

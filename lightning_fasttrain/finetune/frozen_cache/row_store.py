@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_fasttrain.core.checks import require
-from lightning_fasttrain.core.files.atomic_write import is_temporary_file, write_atomic
+from lightning_fasttrain.core.files.atomic_write import write_atomic
 from lightning_fasttrain.core.files.safe_load import open_safetensors
 from lightning_fasttrain.core.messages import warn_on_any_rank
 from lightning_fasttrain.finetune.frozen_cache.content_keys import KEY_BYTES
@@ -87,7 +87,7 @@ class RowStore:
         if self.folder is None or not self.folder.is_dir():
             return
         for path in sorted(self.folder.glob("rows-*.safetensors")):
-            if path.name not in self._files and not is_temporary_file(path):
+            if path.name not in self._files:
                 self._files.add(path.name)
                 self._read_keys(path)
 
@@ -95,7 +95,7 @@ class RowStore:
         try:
             file = open_safetensors(path)
             keys = file.get_tensor("keys")
-            lengths = {file.get_slice(name).get_shape()[0] for name in file.keys()}  # noqa: SIM118 (it is no mapping)
+            lengths = {file.get_slice(name).get_shape()[0] for name in file.keys()}  # noqa: SIM118 (not a mapping)
             if keys.dtype is not torch.uint8 or keys.shape[1:] != (KEY_BYTES,) or lengths != {len(keys)}:
                 raise ValueError("its tensors are not rows with keys")
         except Exception as error:

@@ -12,7 +12,7 @@ from torch.nn.attention import sdpa_kernel
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.distributed import from_rank_zero
 from lightning_fasttrain.core.messages import explain, say
-from lightning_fasttrain.core.modules.wrapped_forward import Undo, WrappedForward, wrapper_on
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, WrappedForward, undo_all, wrappers_on
 from lightning_fasttrain.core.state.rng import keep_random_state
 from lightning_fasttrain.model.kernels.attention_trial import (
     BACKENDS,
@@ -57,17 +57,15 @@ def attention_backend_(model: nn.Module, backend: Backend | None = None) -> Undo
         ``torch.nn.attention.sdpa_kernel``, https://docs.pytorch.org/docs/stable/generated/torch.nn.attention.sdpa_kernel.html,
         which leaves the choice to the user. Without it torch takes the first that can run, in a fixed order.
     """
-    if wrapper_on(model, _RecordingForward):
-        return lambda: None
+    return _install(model, backend)[1]
+
+
+def _install(model: nn.Module, backend: str | None) -> "tuple[_Switch, Undo]":
+    existing = next(wrappers_on(model, _RecordingForward), None)
+    if existing is not None:
+        return existing.switch, lambda: None
     switch = _Switch(backend)
-    recording = _RecordingForward(model, switch)
-    undo = recording.install()
-
-    def both() -> None:
-        undo()
-        switch.close()
-
-    return both
+    return switch, undo_all([switch.close, _RecordingForward(model, switch).install()])
 
 
 class _Switch:
@@ -117,7 +115,7 @@ class _Switch:
 
 
 class _Explained(AttentionCalls):
-    """The same; where a forced back end cannot run a call, the error has torch's reason."""
+    """Counts calls; where a forced back end cannot run one, the error has torch's reason."""
 
     def __init__(self, backend: str | None) -> None:
         super().__init__()
@@ -191,6 +189,7 @@ class AttentionBackend(Technique):
         self._switch: _Switch | None = None
         self._saved: dict[str, Any] = {}
         self._recording: ExitStack | None = None
+        self._compiles = False  # whether another technique of the run compiles blocks
 
     @classmethod
     def conflicts(cls) -> tuple[Conflict, ...]:
@@ -205,7 +204,8 @@ class AttentionBackend(Technique):
         return None if self._switch is None else self._switch.choice
 
     def apply(self, model: nn.Module) -> Undo:
-        return attention_backend_(model, self.backend)
+        self._switch, undo = _install(model, self.backend)
+        return undo
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo:
         self._switch = switch = _Switch(self.backend)

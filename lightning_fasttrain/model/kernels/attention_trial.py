@@ -1,10 +1,11 @@
 """Record the attention calls of a step, and time torch's back ends on their shapes."""
 
 import inspect
-import statistics
+import math
+import time
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +25,8 @@ BACKENDS = {
 }
 _ONLY_CUDA = ("cudnn", "efficient")
 _MHA = inspect.signature(F.multi_head_attention_forward)
-_ROUNDS = 5
+# Of the timing of one call.
+_FEWEST_ROUNDS, _MOST_ROUNDS, _SECONDS = 3, 30, 0.3
 
 
 @dataclass(frozen=True)
@@ -97,13 +99,18 @@ class AttentionCall:
         query, key, _ = self.tensors
         return 4 * torch.Size(query.shape[:-1]).numel() * key.shape[-2]
 
-    def run(self) -> None:
-        """Run it once on random values, and its backward."""
+    def prepare(self) -> Callable[[], None]:
+        """Return a function that runs it on random values, and its backward."""
         query, key, value = (layout.make() for layout in self.tensors)
         mask = None if self.mask is None else self.mask.make()
-        output = F.scaled_dot_product_attention(query, key, value, mask, **dict(self.settings))
-        if output.requires_grad:
-            output.backward(torch.ones_like(output))
+        inputs = [tensor for tensor in (query, key, value, mask) if tensor is not None and tensor.requires_grad]
+
+        def run() -> None:
+            output = F.scaled_dot_product_attention(query, key, value, mask, **dict(self.settings))
+            if inputs:
+                torch.autograd.grad(output, inputs, torch.ones_like(output))
+
+        return run
 
 
 class AttentionCalls(TorchFunctionMode):
@@ -142,7 +149,7 @@ def why_refused(call: AttentionCall, name: str) -> str:
         warnings.simplefilter("always")
         try:
             with sdpa_kernel(BACKENDS[name]):
-                call.run()
+                call.prepare()()
         except (RuntimeError, torch.OutOfMemoryError) as error:
             said = [str(warning.message).partition(" (Triggered")[0].strip() for warning in caught]
             reasons = [line for line in said if not line.endswith("because:")]
@@ -185,7 +192,7 @@ def choose_backends(calls: Mapping[AttentionCall, int]) -> AttentionChoice:
         (['flash', 'math'], ['cudnn', 'efficient'])
     """
     refused: dict[str, str] = {}
-    step_ms: Counter[str] = Counter()
+    step_ms: dict[str, float] = {}
     wins: Counter[str] = Counter()
     for call, count in calls.items():
         able = []
@@ -197,7 +204,7 @@ def choose_backends(calls: Mapping[AttentionCall, int]) -> AttentionChoice:
                 able.append(name)
         times_ms = _time(call, able)
         for name, ms in times_ms.items():
-            step_ms[name] += count * ms
+            step_ms[name] = step_ms.get(name, 0.0) + count * ms
         if times_ms:
             wins[min(times_ms, key=times_ms.__getitem__)] += 1
     everywhere = [name for name in step_ms if name not in refused]
@@ -205,16 +212,19 @@ def choose_backends(calls: Mapping[AttentionCall, int]) -> AttentionChoice:
     partly = sorted(set(wins) & set(refused), key=wins.__getitem__, reverse=True)
     if any(call.device.type == "cpu" for call in calls):
         fastest = fastest[:1]  # a CPU takes flash wherever it is allowed and can run, whatever the order
-    return AttentionChoice([*partly, *fastest], dict(step_ms), refused)
+    return AttentionChoice([*partly, *fastest], step_ms, refused)
 
 
 def _time(call: AttentionCall, names: Sequence[str]) -> dict[str, float]:
-    """Return the median time of a call by back end, in ms; back ends take turns, so that all see the same machine."""
-    times_ms: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(_ROUNDS):
+    """Return the shortest time of a call by back end, in ms; back ends take turns, so that all see the same machine."""
+    shortest_ms = dict.fromkeys(names, math.inf)
+    run, until = call.prepare(), time.monotonic() + _SECONDS
+    rounds = 0
+    while rounds < _FEWEST_ROUNDS or (rounds < _MOST_ROUNDS and time.monotonic() < until):
+        rounds += 1
         for name in names:
             with sdpa_kernel(BACKENDS[name]):
                 began = device_clock(call.device)
-                call.run()
-                times_ms[name].append(1e3 * (device_clock(call.device) - began))
-    return {name: statistics.median(times) for name, times in times_ms.items()}
+                run()
+                shortest_ms[name] = min(shortest_ms[name], 1e3 * (device_clock(call.device) - began))
+    return shortest_ms

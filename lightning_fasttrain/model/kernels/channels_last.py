@@ -149,7 +149,8 @@ class ChannelsLast(Technique):
         return f"{number_of(len(weights), 'weight')} channels-last" if weights else ""
 
     def outcome(self, model: nn.Module) -> str:
-        return "" if any(True for _ in _find_weights(model)) else "had no effect: the model has no 2-D convolutions"
+        weights = dict(_find_weights(model))
+        return "" if weights else "had no effect: the model has no 2-D convolutions"
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: states of optimizers are restored, and nothing is trained yet."""

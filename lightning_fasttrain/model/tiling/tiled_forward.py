@@ -1,6 +1,6 @@
 """A forward that runs on one tile of tokens after the other, and again, tile by tile, in the backward."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -184,7 +184,10 @@ class _Tiled(torch.autograd.Function):
         sums = [_Float32Sum() for _ in parameters]
         of_x = torch.empty_like(x, memory_format=torch.contiguous_format) if ctx.needs_input_grad[0] else None
         rows_of_x = None if of_x is None else of_x.view(-1, x.shape[-1])
-        flat = [None if gradient is None else gradient.flatten(0, x.dim() - 2) for gradient in gradients]
+        flat: dict[int, Tensor] = {}
+        for number, gradient in enumerate(gradients):
+            if gradient is not None:
+                flat[number] = gradient.flatten(0, x.dim() - 2)
         leaves = [parameter.detach().requires_grad_() for parameter in parameters]
         for leaf, total in zip(leaves, sums, strict=True):
             leaf.register_post_accumulate_grad_hook(total.take)
@@ -194,21 +197,19 @@ class _Tiled(torch.autograd.Function):
                 tile = tile.detach().requires_grad_(of_x is not None)
                 part = slice(start, start + tile.shape[-2])
                 start = part.stop
-                _walk_back(call.run(tile), [None if whole is None else whole[part] for whole in flat])
+                _walk_back(call.run(tile), {number: whole[part] for number, whole in flat.items()})
                 if rows_of_x is not None:
                     rows_of_x[part] = 0 if tile.grad is None else tile.grad.flatten(0, -2)
         totals = [total.rounded_to(parameter.dtype) for total, parameter in zip(sums, parameters, strict=True)]
         return of_x, None, *totals
 
 
-def _walk_back(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    used = [
-        (output, gradient.reshape(output.shape))
-        for output, gradient in zip(outputs, gradients, strict=True)
-        if gradient is not None and output.requires_grad
-    ]
+def _walk_back(outputs: Sequence[Tensor], gradients: Mapping[int, Tensor]) -> None:
+    """Run the backward of a tile from those of its outputs that have a gradient, by their numbers."""
+    used = [number for number in gradients if outputs[number].requires_grad]
     if used:
-        torch.autograd.backward([output for output, _ in used], [gradient for _, gradient in used])
+        chosen = [outputs[number] for number in used]
+        torch.autograd.backward(chosen, [gradients[number].reshape(outputs[number].shape) for number in used])
 
 
 class _Float32Sum:

@@ -132,7 +132,7 @@ class _Search:
         self._known: dict[object, str | None] = {}
 
     def is_mlp(self, name: str, module: nn.Module) -> bool | None:
-        """Return whether the module was tried; None if it is no MLP."""
+        """Return whether the module was tried; None if it is not an MLP."""
         linear = [layer for layer in layers_of(module).values() if is_linear(layer)]
         if len(linear) < 2 or any(_ROUTED.search(type(part).__name__) for part in module.modules()):
             return None
