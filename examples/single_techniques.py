@@ -2,7 +2,7 @@
 
     python examples/single_techniques.py [--cases mlp,probing,latents,conv,attention] [--turns 9] [--out RESULTS.json]
 
-`mlp`: SwiGLU blocks on a long sequence, plain, recomputed, in tiles, and both. `probing` and `latents`: a head on a
+`mlp`: blocks of attention and SwiGLU, plain, recomputed, in tiles, and both. `probing` and `latents`: a head on a
 frozen ConvNet, and a denoiser on the latents of a frozen encoder, without and with kept outputs. `conv`: a ConvNet,
 channels-first and channels-last. `attention`: what AttentionBackend measures and chooses at several lengths, as the
 time of all attention calls of a step. The other kinds of a case have the same weights and batches and take turns in one
@@ -56,6 +56,15 @@ class Attention(nn.Module):
         return x + self.out(mixed.transpose(1, 2).flatten(2))
 
 
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.attention, self.mlp = Attention(width), SwiGLU(width)
+
+    def forward(self, x):
+        return self.mlp(self.attention(x))
+
+
 def conv(channels, outputs, stride=1):
     return nn.Sequential(nn.Conv2d(channels, outputs, 3, stride, 1), nn.GroupNorm(8, outputs), nn.SiLU())
 
@@ -83,8 +92,8 @@ def cases(scale):
     kept = {"plain": lambda: [], "kept": lambda: [ft.finetune.FrozenCache("trunk")]}
     return {
         "mlp": (
-            lambda: nn.Sequential(*[SwiGLU(width) for _ in range(4)]),
-            lambda: torch.randn(1, tokens, width),
+            lambda: nn.Sequential(*[Block(width) for _ in range(4)]),
+            lambda: torch.randn(tokens // 1024, 1024, width),
             {
                 "plain": lambda: [],
                 "recomputed": lambda: [recomputed()],

@@ -310,7 +310,7 @@ CASES = [
     Case(lambda: ft.DevicePrefetch(), prefetches, effects.says_that_a_cpu_has_the_batches),
     # model
     Case(lambda: ft.ActivationCheckpointing(), applied, effects.runs_blocks_twice),
-    Case(lambda: ft.model.TiledMLP(4, mlps="blocks.*"), applied, effects.tokens_come_in_tiles, tolerance=1e-5),
+    Case(lambda: ft.model.TiledMLP(2, mlps="blocks.*"), applied, effects.tokens_come_in_tiles, tolerance=1e-5),
     Case(lambda: ft.ActivationOffload(min_mib=0, folder=FOLDER), applied, effects.activations_wait_in_files),
     Case(lambda: ft.CompileBlocks(backend="aot_eager"), applied, effects.graphs_are_made, tolerance=1e-5),
     # after CompileBlocks, which it cannot join

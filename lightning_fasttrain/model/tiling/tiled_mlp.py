@@ -196,4 +196,4 @@ class TiledMLP(Technique):
         if not wrappers or any(wrapper.ran for wrapper in wrappers):
             return None
         most = max(wrapper.most for wrapper in wrappers)
-        return f"no call had more tokens than one tile (at most {most:,})", "Remove TiledMLP, or set fewer tokens="
+        return f"no call had more tokens than one tile (at most {most:,})", "Remove TiledMLP or set fewer tokens=, unless later batches are longer"
