@@ -17,6 +17,7 @@ from lightning_fasttrain.finetune.frozen_cache.cached_forward import CachedForwa
 from lightning_fasttrain.finetune.frozen_cache.examination import why_not_frozen
 from lightning_fasttrain.finetune.selection.gradual_unfreezing import GradualUnfreezing
 from lightning_fasttrain.technique import Conflict, Surgery, Technique
+from lightning_fasttrain.technique.facts import Facts
 from lightning_fasttrain.technique.predicted_step import PredictedStep
 
 
@@ -124,6 +125,10 @@ class FrozenCache(Technique):
         why = "it unfreezes the part in the course of the run, and its outputs change from then on"
         return (Conflict(GradualUnfreezing, why, "Use FrozenCache for the epochs in which the part is frozen"),)
 
+    @classmethod
+    def why_not(cls, facts: Facts) -> str | None:
+        return "no parameter is frozen" if facts.trains == 1 else None
+
     def apply(self, model: nn.Module) -> Undo:
         already = set(wrappers_in(model, CachedForward))
         self._cached = cached = cache_frozen_(model, self.part, self.folder)
@@ -134,6 +139,8 @@ class FrozenCache(Technique):
         step.notes.append("Outputs that FrozenCache keeps in host memory are not counted.")
 
     def took_hold(self, model: nn.Module) -> str:
+        if not any(True for _ in wrappers_in(model, CachedForward)):
+            return ""
         where = "host memory" if self.folder is None else f"'{os.fspath(self.folder)}'"
         return f"outputs of '{self.part}' are kept in {where}"
 

@@ -21,6 +21,7 @@ from lightning_fasttrain.core.modules.wrapped_forward import (
 from lightning_fasttrain.model.tiling.tiled_forward import TiledForward, explain_mixing
 from lightning_fasttrain.model.tiling.token_trial import can_run, why_tokens_mix
 from lightning_fasttrain.technique import Surgery, Technique
+from lightning_fasttrain.technique.facts import NO_BLOCKS, Facts
 
 # Where a module cannot be tried before the run, its name decides, and the first call tries it.
 _NAMED = re.compile(r"mlp|feed_?forward|ffn|ff$|dense_?relu", re.IGNORECASE)
@@ -188,6 +189,10 @@ class TiledMLP(Technique):
     def apply(self, model: nn.Module) -> Undo:
         return undo_all(tile_mlps_(model, self.tokens, self.mlps).values())
 
+    @classmethod
+    def why_not(cls, facts: Facts) -> str | None:
+        return NO_BLOCKS if facts.blocks == 0 else None
+
     def took_hold(self, model: nn.Module) -> str:
         return count_wrapped(model, TiledForward, "MLP")
 
@@ -196,4 +201,7 @@ class TiledMLP(Technique):
         if not wrappers or any(wrapper.ran for wrapper in wrappers):
             return None
         most = max(wrapper.most for wrapper in wrappers)
-        return f"no call had more tokens than one tile (at most {most:,})", "Remove TiledMLP or set fewer tokens=, unless later batches are longer"
+        return (
+            f"no call had more tokens than one tile (at most {most:,})",
+            "Remove TiledMLP or set fewer tokens=, unless later batches are longer",
+        )
