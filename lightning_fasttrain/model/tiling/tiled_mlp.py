@@ -201,7 +201,5 @@ class TiledMLP(Technique):
         if not wrappers or any(wrapper.ran for wrapper in wrappers):
             return None
         most = max(wrapper.most for wrapper in wrappers)
-        return (
-            f"no call had more tokens than one tile (at most {most:,})",
-            "Remove TiledMLP or set fewer tokens=, unless later batches are longer",
-        )
+        why = f"no call had more tokens than one tile (at most {most:,})"
+        return why, "Remove TiledMLP or set fewer tokens=, unless later batches are longer"
