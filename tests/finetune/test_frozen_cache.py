@@ -288,6 +288,18 @@ def test_micro_batches_and_copies_read_the_same_rows():
         assert twin.runs == runs
 
 
+def test_rows_of_a_validation_are_read_in_training_and_the_other_way_round():
+    class Validated(Probe):
+        def validation_step(self, batch, batch_idx):
+            self.head(self.trunk(batch[0]))
+
+    net, cache = Validated(), FrozenCache("trunk")
+    net.trunk.eval()
+    loader = DataLoader(Images(), batch_size=4)
+    trainer([cache], max_epochs=2).fit(net, loader, loader)  # validation runs in inference mode, and before training
+    assert net.runs == 4 + 3 + 12
+
+
 def test_a_part_that_is_never_called_is_warned_of():
     net = Probe()
     net.unused = nn.Identity()

@@ -11,6 +11,7 @@ from torch import nn
 import lightning_fasttrain as ft
 from lightning_fasttrain.model import ChannelsLast, channels_last_
 from lightning_fasttrain.model.kernels.channels_last import match_layout_
+from lightning_fasttrain.technique import check_together
 from tests.support.nets import TinyLM, as_loader, largest_difference, trainer, weights
 
 IMAGES = [(torch.randn(4, 3, 8, 8), torch.randint(2, (4,))) for _ in range(4)]
@@ -123,3 +124,9 @@ def test_states_of_an_optimizer_get_the_layout_of_their_parameters():
 def test_a_model_without_convolutions_is_refused_by_the_function():
     with pytest.raises(ValueError, match=r"channels_last_\(TinyLM\): it has no nn.Conv2d.*Leave it out"):
         channels_last_(TinyLM())
+
+
+def test_strategies_that_flatten_parameters_are_refused():
+    for strategy in (ft.FSDP2Strategy(), ft.ZeROStrategy(stage=1)):
+        with pytest.raises(ValueError, match=r"ChannelsLast \+ \w+: sharded parameters are flattened"):
+            check_together([ChannelsLast()], strategy)

@@ -362,6 +362,27 @@ def test_a_further_argument_that_requires_a_gradient_is_refused():
         net[0](torch.randn(2, 4, D), scale=torch.ones(D, requires_grad=True))
 
 
+def test_further_arguments_that_hold_values_for_each_token_are_refused():
+    class Masked(SwiGLU):
+        def forward(self, x, keep=None):
+            return super().forward(x) if keep is None else super().forward(x) * keep[..., None]
+
+    net = nn.ModuleList([Masked()])
+    tile_mlps_(net, 2, mlps="0")
+    net[0](torch.randn(2, 9, D)).sum().backward()
+    with pytest.raises(ValueError, match="does not run on other numbers of tokens with the same further arguments"):
+        net[0](torch.randn(2, 9, D), torch.ones(2, 9))
+
+
+def test_an_input_that_is_named_is_cut_as_well():
+    net, tokens, x = SwiGLU(), [], torch.randn(2, 9, D)
+    expected = net(x)
+    tile_mlps_(nn.ModuleList([net]), 5, mlps="0")
+    net.up.register_forward_hook(lambda layer, inputs, output: tokens.append(output.shape[1]))
+    torch.testing.assert_close(net(x=x), expected)
+    assert tokens == [5, 5, 5, 3]
+
+
 def test_a_second_derivative_is_refused_and_a_graph_can_be_used_twice():
     net = SwiGLU().double()
     tile_mlps_(nn.ModuleList([net]), 2, mlps="0")

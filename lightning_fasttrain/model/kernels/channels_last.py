@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 import lightning as L
 import torch
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
@@ -136,7 +136,8 @@ class ChannelsLast(Technique):
 
     @classmethod
     def conflicts(cls) -> tuple[Conflict, ...]:
-        return Conflict(FSDPStrategy, _FLATTENED, _WAY_OUT), Conflict(ModelParallelStrategy, _FLATTENED, _WAY_OUT)
+        strategies = (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
+        return tuple(Conflict(strategy, _FLATTENED, _WAY_OUT) for strategy in strategies)
 
     def apply(self, model: nn.Module) -> Undo:
         if not any(True for _ in _find_weights(model)):

@@ -1,6 +1,6 @@
 """A forward that runs on one tile of tokens after the other, and again, tile by tile, in the backward."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -41,44 +41,54 @@ class TiledForward(RecomputedForward):
         self.name = name
         self.tokens = tokens
         self.is_checked = is_checked
+        self.others = 0  # number of further tensors that it was tried with
         self.most = 0
 
-    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leading = next(iter(kwargs), "") if not args else ""  # the name of the first argument, if it has one
+        x = args[0] if args else kwargs.get(leading)
         if not isinstance(x, Tensor) or x.dim() < 2:
-            return self.inner(x, *args, **kwargs)
+            return self.inner(*args, **kwargs)
+
+        def run(tile: Tensor) -> Any:
+            return self.inner(**{**kwargs, leading: tile}) if leading else self.inner(tile, *args[1:], **kwargs)
+
         rows, size = x.shape[:-1].numel(), self.tokens or max(x.shape[-1], _SMALLEST)
         if torch.compiler.is_compiling():
-            return self._traced(x, size, args, kwargs) if rows > size else self.inner(x, *args, **kwargs)
-        self._check(x, args, kwargs)
+            return self._traced(x, size, run) if rows > size else run(x)
+        others = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf is not x]
+        self._check(x, others, run)
         self.most = max(self.most, rows)
         if rows <= size:
-            return self.inner(x, *args, **kwargs)
+            return run(x)
         self.ran = True
         places = find_trainable(self.module)
-        call = _Call(self, size, args, kwargs, places)
+        call = _Call(self, size, run, places)
         outputs = _Tiled.apply(x, call, *[parameter for parameter, _ in places])
         assert call.structure is not None
         return tree_unflatten(list(outputs), call.structure)
 
-    def _check(self, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if any(leaf.requires_grad for leaf in leaves) and torch.is_grad_enabled():
+    def _check(self, x: Tensor, others: Sequence[Tensor], run: Callable[[Tensor], Any]) -> None:
+        if any(tensor.requires_grad for tensor in others) and torch.is_grad_enabled():
             why = "an argument beside the first one requires a gradient, which tiles do not compute"
             raise ValueError(explain_mixing(self.name, self.module, why))
         refuse_transforms("tile_mlps_", "Undo it for this", x)
         if any(hasattr(parameter, "ds_id") for parameter in self.module.parameters()):
             why = "DeepSpeed's stage 3 gathers parameters by hooks, which tiles in the backward do not call"
             raise ValueError(explain(f"tile_mlps_: '{self.name}'", why, "Use stage 1 or 2, or FSDP2Strategy"))
-        if self.is_checked or not can_run(self.module):
+        # Arguments beside the first one may hold values for each token of the whole.
+        known = self.is_checked and len(others) <= self.others
+        if known or not can_run(self.module):
             return
-        reason = why_tokens_mix(self.module, lambda tokens: self.inner(tokens, *args, **kwargs), like=x)
+        reason = why_tokens_mix(self.module, run, like=x)
+        if reason is None:
+            reason = "it does not run on other numbers of tokens with the same further arguments"
         if reason:
             raise ValueError(explain_mixing(self.name, self.module, reason))
-        self.is_checked = True
+        self.is_checked, self.others = True, len(others)
 
-    def _traced(self, x: Tensor, size: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _traced(self, x: Tensor, size: int, run: Callable[[Tensor], Any]) -> Any:
         """Return the same as a graph that the compiler can trace; it sums gradients in the parameters' dtype."""
-        run = lambda tile: self.inner(tile, *args, **kwargs)  # noqa: E731
         tiles = list(_cut(x, size))
         if torch.is_grad_enabled():
             pieces = [tree_flatten(checkpoint(run, tile, use_reentrant=False)) for tile in tiles]
@@ -104,17 +114,15 @@ class _Call:
         structure: of the module's output; None until it has run.
     """
 
-    def __init__(
-        self, wrapper: TiledForward, size: int, args: Sequence[Any], kwargs: dict[str, Any], places: Places
-    ) -> None:
-        self.wrapper, self.size, self.args, self.kwargs, self.places = wrapper, size, args, kwargs, places
+    def __init__(self, wrapper: TiledForward, size: int, function: Callable[[Tensor], Any], places: Places) -> None:
+        self.wrapper, self.size, self.function, self.places = wrapper, size, function, places
         self.structure: TreeSpec | None = None
         self._autocast = [(device, _autocast_settings(device)) for device in ("cpu", "cuda")]
         self._again: AbstractContextManager[Any] = nullcontext()
         self._random: list[Tensor] = []
 
     def run(self, tile: Tensor) -> list[Tensor]:
-        leaves, self.structure = tree_flatten(self.wrapper.inner(tile, *self.args, **self.kwargs))
+        leaves, self.structure = tree_flatten(self.function(tile))
         return leaves
 
     @contextmanager
