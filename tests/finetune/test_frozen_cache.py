@@ -300,6 +300,25 @@ def test_rows_of_a_validation_are_read_in_training_and_the_other_way_round():
     assert net.runs == 4 + 3 + 12
 
 
+def test_a_block_that_is_recomputed_selectively_may_hold_the_part():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part, self.out = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4)
+
+        def forward(self, x, ids):
+            return torch.tanh(self.out(self.part(ids) + x))
+
+    plain, x, ids = nn.ModuleList([Block(), Block()]), torch.randn(3, 4), torch.randn(3, 4)
+    ours = copy.deepcopy(plain)
+    ft.checkpoint_activations_(ours, ft.model.SelectiveOps())
+    for name in ("0.part", "1.part"):
+        cache_frozen_(ours, name)
+    for net in (plain, ours):
+        net[1](net[0](x, ids), ids).square().sum().backward()
+    assert same(gradients(plain), gradients(ours))
+
+
 def test_a_part_that_is_never_called_is_warned_of():
     net = Probe()
     net.unused = nn.Identity()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 from lightning_fasttrain.core.distributed import is_sharded
@@ -87,7 +88,9 @@ class CachedForward(WrappedForward):
             keys = row_keys(args, kwargs, fingerprint)
         except TypeError as error:
             raise self._refusal(str(error), "Name a part that is called with tensors") from error
-        with torch.no_grad():
+        # A checkpoint around it that keeps results of operators would find fewer in the recomputation, where rows are
+        # read: it sees none in either pass.
+        with torch.no_grad(), _disable_current_modes():
             if fingerprint not in self._forms:
                 return self._first_call(fingerprint, keys, args, kwargs)
             return self._look_up(self._forms[fingerprint], keys, args, kwargs)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from lightning_fasttrain.core.distributed import is_sharded
@@ -135,6 +136,7 @@ def _without_trace(module: nn.Module, *, training: bool) -> Iterator[list[str]]:
     module.train(training)
     try:
         with (
+            _disable_current_modes(),  # a checkpoint around it would count the trial's operators
             torch.enable_grad(),
             RecomputedForward(module).leaving_no_trace(),  # the module has copies of its buffers
             in_place_of(places, [parameter.detach() for parameter, _ in places]),
