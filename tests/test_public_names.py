@@ -82,6 +82,25 @@ def test_what_the_parser_answers_imports_nothing_heavy(arguments, code, says):
     assert not imported & HEAVY
 
 
+def test_a_schedule_is_drawn_without_torch():
+    returned, printed, imported = run_command("schedule", "cosine", "--warmup", "100", "--total", "1000")
+    assert (returned, "cosine: 1,000 steps" in printed) == (0, True)
+    assert not imported & (HEAVY - {"rich"})
+
+
+def test_a_function_is_not_replaced_by_the_file_of_its_name():
+    code = """
+import lightning_fasttrain.predict.predict_memory
+import lightning_fasttrain as ft
+from lightning_fasttrain.predict import predict_memory
+assert callable(predict_memory) and predict_memory is ft.predict.predict_memory is ft.predict_memory
+assert ft.optim.schedule.__name__ == "lightning_fasttrain.optim.schedule"
+assert "TYPE_CHECKING" not in dir(ft.optim) and set(ft.optim.__all__) <= set(dir(ft.optim))
+"""
+    done = run_python("-c", code)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("name", ft.__all__)
 def test_a_public_name_is_what_its_room_holds(name):
     room = importlib.import_module(package.SUBPACKAGES[name])

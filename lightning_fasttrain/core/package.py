@@ -1,14 +1,19 @@
 """Look up public names when they are first used, so that importing the package imports neither torch nor lightning.
 
-The one list of public names is ``__init__.pyi``, which type checkers and editors read instead of ``__init__.py``.
+The names of the top level are in ``__init__.pyi``, which type checkers and editors read instead of ``__init__.py``.
+Those of a subpackage are the imports of its ``__init__.py`` under ``if TYPE_CHECKING:``.
 """
 
 import ast
 import difflib
 import importlib
 import importlib.metadata
+import importlib.util
 import pkgutil
+import sys
+from functools import cache
 from importlib import resources
+from types import ModuleType
 
 PACKAGE = __name__.partition(".")[0]
 
@@ -75,10 +80,55 @@ def _read_names_of_subpackages() -> dict[str, str]:
     found: dict[str, str] = {}
     for place in sorted({module for module in SUBPACKAGES.values() if module.count(".") == 1}, reverse=True):
         source = resources.files(PACKAGE).joinpath(place.partition(".")[2], "__init__.py")
-        for statement in ast.parse(source.read_bytes() if source.is_file() else b"").body:
-            if isinstance(statement, ast.ImportFrom):
-                found |= {alias.name: f"{place}.{alias.name}" for alias in statement.names}
+        if source.is_file():
+            found |= {name: f"{place}.{name}" for name in _read_names(source.read_bytes())}
     return found
+
+
+def _read_names(source: bytes) -> dict[str, str]:
+    """Return the module that a source names for each name which it imports for type checkers."""
+    found = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            for statement in node.body:
+                assert isinstance(statement, ast.ImportFrom)
+                found |= dict.fromkeys([alias.name for alias in statement.names], str(statement.module))
+    return found
+
+
+@cache
+def _names_of(subpackage: str) -> dict[str, str]:
+    source = pkgutil.get_data(subpackage, "__init__.py")
+    assert source is not None
+    return _read_names(source)
+
+
+class _LazyModule(ModuleType):
+    """A subpackage whose public names are imported when they are first used."""
+
+    def __getattr__(self, name: str) -> object:
+        module = _names_of(self.__name__).get(name)
+        if module is not None:
+            thing = getattr(importlib.import_module(module), name)
+            vars(self)[name] = thing
+            return thing
+        if not name.startswith("_") and importlib.util.find_spec(f"{self.__name__}.{name}") is not None:
+            return importlib.import_module(f"{self.__name__}.{name}")
+        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: object) -> None:
+        # Python would put the file accumulate_gradients.py in place of the function of that name.
+        if not (isinstance(value, ModuleType) and name in _names_of(self.__name__)):
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        inside = [name for name, value in vars(self).items() if isinstance(value, ModuleType)]
+        return sorted({*inside, *_names_of(self.__name__)})
+
+
+def import_names_when_used(subpackage: str) -> None:
+    """Import the public names of a subpackage when they are first used; called by its ``__init__.py``."""
+    sys.modules[subpackage].__class__ = _LazyModule
 
 
 def list_names() -> list[str]:

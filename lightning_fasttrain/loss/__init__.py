@@ -4,11 +4,17 @@ From the bottom up: ``chunked``, ``deferred_logits``, ``linear_cross_entropy``, 
 ``_watched_logits``, ``loss_inputs``, ``fused_loss_head``, ``_teacher``, ``_distiller``, ``distillation``.
 """
 
-from lightning_fasttrain.loss.deferred_logits import DeferredLogits
-from lightning_fasttrain.loss.distillation import Distillation, distil_into
-from lightning_fasttrain.loss.fused_loss_head import FusedLossHead, fuse_loss_head_
-from lightning_fasttrain.loss.linear_cross_entropy import linear_cross_entropy
-from lightning_fasttrain.loss.linear_kl_divergence import kl_divergence, linear_kl_divergence
+from typing import TYPE_CHECKING
+
+from lightning_fasttrain.core.package import import_names_when_used
+
+import_names_when_used(__name__)
+if TYPE_CHECKING:
+    from lightning_fasttrain.loss.deferred_logits import DeferredLogits
+    from lightning_fasttrain.loss.distillation import Distillation, distil_into
+    from lightning_fasttrain.loss.fused_loss_head import FusedLossHead, fuse_loss_head_
+    from lightning_fasttrain.loss.linear_cross_entropy import linear_cross_entropy
+    from lightning_fasttrain.loss.linear_kl_divergence import kl_divergence, linear_kl_divergence
 
 __all__ = [
     "DeferredLogits",
