@@ -254,6 +254,7 @@ class Case:
         optimizer: settings of the optimizer, likewise.
         regroup: batches of the plain run that it must equal, where it changes which batches make a step.
         by_hand: where it changes training, a plain callback by which the plain run does the same, written out.
+        finds_layers: whether it changes anything about TinyLM, where it operates on a model.
         batches: of an epoch; three tell an optimizer's first step from its later ones.
     """
 
@@ -265,6 +266,7 @@ class Case:
     optimizer: dict[str, Any] = field(default_factory=dict)
     regroup: Callable[[Sequence[Any]], list[Any]] = list
     by_hand: Callable[[], L.Callback] | None = None
+    finds_layers: bool = True
     batches: int = 3
 
     @property
@@ -331,6 +333,7 @@ CASES = [
     Case(lambda: ft.DevicePrefetch(), prefetches, effects.says_that_a_cpu_has_the_batches),
     # model
     Case(lambda: ft.ActivationCheckpointing(), applied, effects.runs_blocks_twice),
+    Case(lambda: ft.model.TiledMLP(2, mlps="blocks.*"), applied, effects.tokens_come_in_tiles, tolerance=1e-5),
     Case(lambda: ft.ActivationOffload(min_mib=0, folder=FOLDER), applied, effects.activations_wait_in_files),
     Case(lambda: ft.CompileBlocks(backend="aot_eager"), applied, effects.graphs_are_made, tolerance=1e-5),
     # after CompileBlocks, which it cannot join
@@ -354,6 +357,13 @@ CASES = [
     Case(
         lambda: ft.finetune.GradualUnfreezing(groups=["*"]), unfreezes, effects.the_lower_blocks_wait
     ),  # one group of everything is plain training
+    Case(
+        lambda: ft.finetune.FrozenCache("embed"),
+        applied,
+        effects.the_trunk_runs_once_for_each_sample,
+        optimizer={"frozen": True},
+        by_hand=by_hand.FrozenEmbedding,
+    ),
     # loss
     Case(lambda: ft.FusedLossHead("head"), applied, effects.logits_are_never_made, tolerance=1e-5),
     Case(
@@ -392,6 +402,10 @@ CASES = [
     Case(
         lambda: ft.model.MatmulPrecision("tf32"), applied, effects.products_are_set_to_tf32
     ),  # on a CPU it changes nothing, and says so
+    Case(lambda: ft.model.CudnnBenchmark(), applied, effects.cudnn_is_timed),  # likewise
+    # TinyLM has neither convolutions nor attention, and both say so.
+    Case(lambda: ft.model.ChannelsLast(), applied, effects.convolutions_are_channels_last, finds_layers=False),
+    Case(lambda: ft.model.AttentionBackend(), applied, effects.attention_is_measured),
     Case(lambda: ft.StepMeter(), times, effects.a_step_has_a_time),
     Case(lambda: ft.MemoryMeter(), meters, effects.a_step_has_a_peak),
     Case(lambda: ft.run.GradientNoiseScale(every_n_steps=1), measures_noise, effects.two_batches_show_noise),

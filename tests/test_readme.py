@@ -126,6 +126,20 @@ def test_the_table_of_the_chunked_loss_is_what_was_measured():
         assert cells == [f"{row['step_ms']:.0f} ms, {row['added_mib']:.0f} MiB" for row in found]
 
 
+def test_the_table_of_single_techniques_is_what_was_measured():
+    written = (
+        RESULTS.split("<!-- single techniques -->\n")[1].split("\n<!-- /single techniques -->")[0].splitlines()[2:]
+    )
+    rows = json.loads((ROOT / "examples" / "results" / "single_techniques_cpu.json").read_text())["rows"]
+    expected = []
+    for row in rows:
+        if row["case"] != "attention":
+            ratio = f"×{row['ratio']:.2f} ({row['low']:.2f}–{row['high']:.2f})"
+            cells = [row["case"], row["kind"], f"{row['step_ms']:,.0f} ms", ratio, f"{row['added_mib']:,.0f} MiB"]
+            expected.append(f"| {' | '.join(cells)} |")
+    assert written == expected
+
+
 def test_the_table_of_padded_batches_is_what_was_measured():
     written = RESULTS.split("<!-- ragged -->\n")[1].split("\n<!-- /ragged -->")[0].splitlines()[2:]
     measured = json.loads((ROOT / "examples" / "results" / "ragged_cpu.json").read_text())["distributions"]

@@ -2,7 +2,8 @@
 
 Each subpackage imports only those listed before it.
 
-From the bottom up: ``selection``, ``quantized``, ``adapters``, ``prompts``, ``files``, ``account_bytes``.
+From the bottom up: ``selection``, ``frozen_cache``, ``quantized``, ``adapters``, ``prompts``, ``files``,
+``account_bytes``.
 """
 
 from typing import TYPE_CHECKING
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from lightning_fasttrain.finetune.adapters.qlora import QLoRA
     from lightning_fasttrain.finetune.files.adapter_files import load_adapter_, save_adapter
     from lightning_fasttrain.finetune.files.export_model import export_model
+    from lightning_fasttrain.finetune.frozen_cache.frozen_cache import FrozenCache, cache_frozen_
     from lightning_fasttrain.finetune.prompts.add_prompt import add_prompt_
     from lightning_fasttrain.finetune.prompts.prompt_tuning import PrefixTuning, PromptTuning
     from lightning_fasttrain.finetune.quantized._quantized_layer import dequantized_weight, quantized_bytes
@@ -43,6 +45,7 @@ __all__ = [
     "IA3",
     "Adapter",
     "ByteAccount",
+    "FrozenCache",
     "GradualUnfreezing",
     "LoRA",
     "MergeReport",
@@ -58,6 +61,7 @@ __all__ = [
     "add_prompt_",
     "base_fingerprint",
     "base_model",
+    "cache_frozen_",
     "combine_adapters_",
     "count_parameters",
     "dequantized_weight",

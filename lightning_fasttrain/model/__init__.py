@@ -2,9 +2,8 @@
 
 Activations that blocks save for the backward are recomputed or offloaded; blocks are compiled, or multiply in 8 bits.
 
-From the bottom up: ``_stored_bytes``, ``checkpoint_savings``, ``eight_bit_products``, ``matmul_precision``,
-``offloaded_tensors``, ``checkpointed_forward``, ``low_precision_products``, ``activation_offload``,
-``activation_checkpointing``, ``compile``, ``memory_budget``.
+From the bottom up: ``_stored_bytes``, ``checkpoint_savings``, ``kernels``, ``tiling``, ``offloaded_tensors``,
+``checkpointed_forward``, ``activation_offload``, ``activation_checkpointing``, ``compile``, ``memory_budget``.
 """
 
 from typing import TYPE_CHECKING
@@ -29,36 +28,50 @@ if TYPE_CHECKING:
         load_compile_cache,
         save_compile_cache,
     )
-    from lightning_fasttrain.model.low_precision_products import (
+    from lightning_fasttrain.model.kernels.attention_backend import AttentionBackend, attention_backend_
+    from lightning_fasttrain.model.kernels.attention_trial import AttentionChoice
+    from lightning_fasttrain.model.kernels.channels_last import ChannelsLast, channels_last_
+    from lightning_fasttrain.model.kernels.cudnn_benchmark import CudnnBenchmark, cudnn_benchmark_
+    from lightning_fasttrain.model.kernels.low_precision_products import (
         LowPrecisionProducts,
         LowPrecisionReport,
         multiply_in_low_precision_,
     )
-    from lightning_fasttrain.model.matmul_precision import MatmulPrecision, matmul_precision_
+    from lightning_fasttrain.model.kernels.matmul_precision import MatmulPrecision, matmul_precision_
     from lightning_fasttrain.model.memory_budget.checkpoint_plan import BlockPlan, CheckpointPlan
     from lightning_fasttrain.model.memory_budget.memory_budget import MemoryBudget
+    from lightning_fasttrain.model.tiling.tiled_mlp import TiledMLP, tile_mlps_
 
 __all__ = [
     "ActivationCheckpointing",
     "ActivationOffload",
+    "AttentionBackend",
+    "AttentionChoice",
     "BlockPlan",
+    "ChannelsLast",
     "CheckpointPlan",
     "CheckpointPolicy",
     "CompileBlocks",
     "CompileReport",
     "CompileWatch",
+    "CudnnBenchmark",
     "EveryBlock",
     "LowPrecisionProducts",
     "LowPrecisionReport",
     "MatmulPrecision",
     "MemoryBudget",
     "SelectiveOps",
+    "TiledMLP",
+    "attention_backend_",
+    "channels_last_",
     "checkpoint_activations_",
     "compile_blocks_",
+    "cudnn_benchmark_",
     "find_blocks",
     "load_compile_cache",
     "matmul_precision_",
     "multiply_in_low_precision_",
     "offload_activations",
     "save_compile_cache",
+    "tile_mlps_",
 ]

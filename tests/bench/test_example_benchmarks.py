@@ -21,6 +21,20 @@ def test_the_overhead_benchmark_writes_ratios_with_their_intervals(tmp_path):
 
 
 @pytest.mark.slow
+def test_single_techniques_compute_the_same_loss(tmp_path):
+    out = tmp_path / "results.json"
+    last_line("single_techniques.py", "--scale", "1", "--turns", "2", "--out", str(out))
+    rows = json.loads(out.read_text())["rows"]
+    assert {row["case"] for row in rows} == {"mlp", "probing", "latents", "conv", "attention"}
+    plain = {row["case"]: row for row in rows if row["kind"] == "plain"}
+    for row in rows:
+        if row["case"] in plain:
+            assert row["loss"] == pytest.approx(plain[row["case"]]["loss"], rel=1e-5)
+    tiled = next(row for row in rows if row["kind"] == "tiled")
+    assert tiled["added_mib"] < 0.6 * plain["mlp"]["added_mib"]
+
+
+@pytest.mark.slow
 def test_the_budget_benchmark_keeps_its_limits(tmp_path):
     out = tmp_path / "results.json"
     last_line("checkpoint_budget.py", "--models", "uneven", "--rounds", "1", "--no-compile", "--out", str(out))

@@ -14,8 +14,8 @@ from lightning_fasttrain.bench.gpt import GPT, GPTConfig
 from lightning_fasttrain.bench.text import read_text
 from lightning_fasttrain.core.modules.wrapped_forward import without_rounding
 from lightning_fasttrain.finetune import QuantizedBase
-from lightning_fasttrain.model import eight_bit_products, low_precision_products
-from lightning_fasttrain.model.eight_bit_products import linear_in_8_bits, multiply_rows
+from lightning_fasttrain.model.kernels import eight_bit_products, low_precision_products
+from lightning_fasttrain.model.kernels.eight_bit_products import linear_in_8_bits, multiply_rows
 from lightning_fasttrain.run import PeakMemory
 from tests.support.nets import TinyLM, fit, gradients, largest_difference, lm_batches, weights
 

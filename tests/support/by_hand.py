@@ -56,6 +56,11 @@ class QLoRA(L.Callback):
             LoRA().setup(trainer, pl_module, stage)
 
 
+class FrozenEmbedding(L.Callback):
+    def setup(self, trainer, pl_module, stage):
+        pl_module.embed.requires_grad_(False)
+
+
 class AdaptiveClipping(L.Callback):
     """Unit by unit, with a factor of 0.01; not the embeddings."""
 

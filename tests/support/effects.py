@@ -133,6 +133,13 @@ def runs_blocks_twice(kind: Kind) -> None:
     assert len(calls) == 2 * len(BATCHES)
 
 
+def tokens_come_in_tiles(kind: Kind) -> None:
+    tokens, net = [], TinyLM()
+    net.blocks[0].up.register_forward_hook(lambda layer, inputs, output: tokens.append(output.shape[:-1].numel()))
+    fit(net, BATCHES[:1], [kind(16, mlps="blocks.*")])
+    assert tokens[-4:] == [16, 14] * 2  # after those of the trial
+
+
 def activations_wait_in_files(kind: Kind) -> None:
     with tempfile.TemporaryDirectory() as folder:
         files = probed(
@@ -159,6 +166,36 @@ def products_are_rounded(kind: Kind) -> None:
     fit(net, BATCHES, [kind("int8", min_features=8)])
     assert len(errors) == len(BATCHES)
     assert all(0 < error < 0.02 for error in errors)
+
+
+def cudnn_is_timed(kind: Kind) -> None:
+    assert all(probed(kind(), "on_train_batch_end", lambda *_: torch.backends.cudnn.benchmark))
+
+
+class Seeing(TinyLM):
+    """With a convolution and an attention, over the tokens of a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.see = torch.nn.Conv2d(2, 2, 3, padding=1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        seen = self.see(torch.stack([x, x], 1))
+        attended = torch.nn.functional.scaled_dot_product_attention(seen, seen, seen)
+        return super().forward(ids) + self.head(attended.sum(1))
+
+
+def convolutions_are_channels_last(kind: Kind) -> None:
+    layouts = probed(kind(), "on_train_batch_end", lambda _, net: net.see.weight.stride(), Seeing())
+    assert set(layouts) == {(18, 1, 6, 2)}
+
+
+def attention_is_measured(kind: Kind) -> None:
+    technique = kind()
+    fit(Seeing(), BATCHES, [technique])
+    assert technique.choice is not None
+    assert technique.choice.step_ms.keys() == {"flash", "math"}
 
 
 # finetune
@@ -195,6 +232,16 @@ def the_lower_blocks_wait(kind: Kind) -> None:
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert "blocks.2.up.weight" in moved
     assert not any(name.startswith(("blocks.0", "blocks.1")) for name in moved)
+
+
+def the_trunk_runs_once_for_each_sample(kind: Kind) -> None:
+    rows, net = [], TinyLM()
+    net.embed.requires_grad_(False)
+    net.trunk = torch.nn.Sequential(net.embed)
+    net.forward = lambda ids, kept=None: net.head(net.blocks[0](net.trunk(ids))[0])
+    net.embed.register_forward_hook(lambda layer, inputs, output: rows.append(len(output)))
+    fit(net, BATCHES, [kind("trunk")], max_epochs=3)
+    assert sum(rows[3:]) == 6 * (len(BATCHES) - 1)  # after three runs of the first batch, which is examined
 
 
 # loss

@@ -43,11 +43,13 @@ class TinyLM(L.LightningModule):
         depth: int = 3,
         dropout: float = 0.0,
         lazy: bool = False,
+        frozen: bool = False,
         optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
         **settings: Any,
     ) -> None:
         super().__init__()
         self.depth, self.p, self.make_optimizer, self.settings = depth, dropout, optimizer, {"lr": 0.01, **settings}
+        self.frozen = frozen  # the embedding, and so the head
         self.embed: nn.Embedding | None = None
         self.losses: list[Tensor] = []
         if not lazy:
@@ -62,6 +64,7 @@ class TinyLM(L.LightningModule):
         self.blocks = nn.ModuleList([Block(DIM, self.p) for _ in range(self.depth)])
         self.head = nn.Linear(DIM, VOCAB, bias=False)
         self.head.weight = self.embed.weight
+        self.embed.requires_grad_(not self.frozen)
         torch.set_rng_state(generator_state)
 
     def forward(self, ids: Tensor, kept: Tensor | None = None) -> Tensor:

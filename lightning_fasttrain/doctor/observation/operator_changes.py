@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fasttrain.core.machine import bf16_units
-from lightning_fasttrain.model.matmul_precision import matmul_precision_
+from lightning_fasttrain.model.kernels.matmul_precision import matmul_precision_
 
 _aten = torch.ops.aten
 # The place of the input among the arguments.

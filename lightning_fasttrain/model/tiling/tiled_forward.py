@@ -1,0 +1,239 @@
+"""A forward that runs on one tile of tokens after the other, and again, tile by tile, in the backward."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.first_derivatives import refuse_second_derivative, refuse_transforms
+from lightning_fasttrain.core.modules.recomputed_forward import RecomputedForward
+from lightning_fasttrain.model.tiling.own_parameters import Places, find_trainable, in_place_of
+from lightning_fasttrain.model.tiling.token_trial import can_run, why_tokens_mix
+
+_WAY_OUT = "Leave this module out with mlps="
+_SMALLEST = 1024  # tokens of a tile, unless the input is wider: smaller products are slow
+
+
+def explain_mixing(name: str, module: nn.Module, reason: str) -> str:
+    return explain(f"tile_mlps_: '{name}' ({type(module).__name__})", reason, _WAY_OUT)
+
+
+class TiledForward(RecomputedForward):
+    """A forward that runs on tiles of tokens.
+
+    Args:
+        module: the outputs of its tokens are independent of one another.
+        name: its qualified name, for messages.
+        tokens: of a tile; None for the width of the input, and at least 1,024.
+        is_checked: whether a trial has shown that tokens are independent; otherwise the first call makes one.
+
+    Attributes:
+        most: largest number of tokens of a call.
+    """
+
+    def __init__(self, module: nn.Module, name: str, tokens: int | None, is_checked: bool) -> None:
+        super().__init__(module)
+        self.name = name
+        self.tokens = tokens
+        self.is_checked = is_checked
+        self.others = 0  # number of further tensors that it was tried with
+        self.most = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leading = next(iter(kwargs), "") if not args else ""  # the name of the first argument, if it has one
+        x = args[0] if args else kwargs.get(leading)
+        if not isinstance(x, Tensor) or x.dim() < 2:
+            return self.inner(*args, **kwargs)
+
+        def run(tile: Tensor) -> Any:
+            return self.inner(**{**kwargs, leading: tile}) if leading else self.inner(tile, *args[1:], **kwargs)
+
+        rows, size = x.shape[:-1].numel(), self.tokens or max(x.shape[-1], _SMALLEST)
+        if torch.compiler.is_compiling():
+            return self._traced(x, size, run) if rows > size else run(x)
+        others = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf is not x]
+        self._check(x, others, run)
+        self.most = max(self.most, rows)
+        if rows <= size:
+            return run(x)
+        self.ran = True
+        places = find_trainable(self.module)
+        call = _Call(self, size, run, places)
+        outputs = _Tiled.apply(x, call, *[parameter for parameter, _ in places])
+        assert call.structure is not None
+        return tree_unflatten(list(outputs), call.structure)
+
+    def _check(self, x: Tensor, others: Sequence[Tensor], run: Callable[[Tensor], Any]) -> None:
+        if any(tensor.requires_grad for tensor in others) and torch.is_grad_enabled():
+            why = "an argument beside the first one requires a gradient, which tiles do not compute"
+            raise ValueError(explain_mixing(self.name, self.module, why))
+        refuse_transforms("tile_mlps_", "Undo it for this", x)
+        if any(hasattr(parameter, "ds_id") for parameter in self.module.parameters()):
+            why = "DeepSpeed's stage 3 gathers parameters by hooks, which tiles in the backward do not call"
+            raise ValueError(explain(f"tile_mlps_: '{self.name}'", why, "Use stage 1 or 2, or FSDP2Strategy"))
+        # Arguments beside the first one may hold values for each token of the whole.
+        known = self.is_checked and len(others) <= self.others
+        if known or not can_run(self.module):
+            return
+        reason = why_tokens_mix(self.module, run, like=x)
+        if reason is None:
+            reason = "it does not run on other numbers of tokens with the same further arguments"
+        if reason:
+            raise ValueError(explain_mixing(self.name, self.module, reason))
+        self.is_checked, self.others = True, len(others)
+
+    def _traced(self, x: Tensor, size: int, run: Callable[[Tensor], Any]) -> Any:
+        """Return the same as a graph that the compiler can trace; it sums gradients in the parameters' dtype."""
+        tiles = list(_cut(x, size))
+        if torch.is_grad_enabled():
+            pieces = [tree_flatten(checkpoint(run, tile, use_reentrant=False)) for tile in tiles]
+        else:
+            pieces = [tree_flatten(run(tile)) for tile in tiles]
+        leaves = zip(*(leaves for leaves, _ in pieces), strict=True)
+        axis = x.dim() - 2
+        joined = [torch.cat(parts, axis).reshape(*x.shape[:-1], *parts[0].shape[axis + 1 :]) for parts in leaves]
+        return tree_unflatten(joined, pieces[0][1])
+
+
+def _cut(x: Tensor, size: int) -> Iterator[Tensor]:
+    """Yield tiles [1, …, size, D] of an input [B, …, T, D]."""
+    rows = x.reshape(-1, x.shape[-1])
+    for start in range(0, len(rows), size):
+        yield rows[start : start + size].reshape(*(1,) * (x.dim() - 2), -1, x.shape[-1])
+
+
+class _Call:
+    """One call of a module: what forward and backward have in common.
+
+    Attributes:
+        structure: of the module's output; None until it has run.
+    """
+
+    def __init__(self, wrapper: TiledForward, size: int, function: Callable[[Tensor], Any], places: Places) -> None:
+        self.wrapper, self.size, self.function, self.places = wrapper, size, function, places
+        self.structure: TreeSpec | None = None
+        self._autocast = [(device, _autocast_settings(device)) for device in ("cpu", "cuda")]
+        self._again: AbstractContextManager[Any] = nullcontext()
+        self._random: list[Tensor] = []
+
+    def run(self, tile: Tensor) -> list[Tensor]:
+        leaves, self.structure = tree_flatten(self.function(tile))
+        return leaves
+
+    @contextmanager
+    def first_time(self, device: torch.device) -> Iterator[None]:
+        """Context of the forward, which notes the random states that the backward needs."""
+        forward, self._again = self.wrapper.contexts(nullcontext(), nullcontext())
+        self._random = _random_states(device)
+        with forward, self._autocasting():
+            yield
+
+    @contextmanager
+    def recomputing(self, device: torch.device) -> Iterator[None]:
+        """Context of the recomputation: tiles come in the same order, so each draws what it drew in the forward."""
+        devices = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices), self._again, self._autocasting(), torch.enable_grad():
+            torch.set_rng_state(self._random[0])
+            if devices:
+                torch.cuda.set_rng_state(self._random[1], device)
+            yield
+
+    @contextmanager
+    def _autocasting(self) -> Iterator[None]:
+        """Autocast of the call, without its cache: a weight that is cast without gradients would be used with them."""
+        with ExitStack() as stack:
+            for device, (enabled, dtype) in self._autocast:
+                stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=False))
+            yield
+
+
+def _autocast_settings(device: str) -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+
+
+def _random_states(device: torch.device) -> list[Tensor]:
+    own = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return [torch.get_rng_state(), *own]
+
+
+class _Tiled(torch.autograd.Function):
+    """All tiles of one call. Parameters are inputs, so that each gets one gradient, as from a single product."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: _Call, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.call, ctx.device = call, x.device
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, *parameters)
+        outputs: list[Tensor] = []
+        start = 0
+        # Copies that need no gradient, so that autocast keeps none of them.
+        copies = [parameter.detach() for parameter in parameters]
+        with call.first_time(x.device), in_place_of(call.places, copies):
+            for tile in _cut(x, call.size):
+                parts = [part.flatten(0, x.dim() - 2) for part in call.run(tile)]
+                # In their final shape: views as outputs would lose hooks when they are changed in place.
+                outputs = outputs or [part.new_empty(*x.shape[:-1], *part.shape[1:]) for part in parts]
+                for output, part in zip(outputs, parts, strict=True):
+                    output.flatten(0, x.dim() - 2)[start : start + len(part)] = part
+                start += len(parts[0])
+        ctx.mark_non_differentiable(*[output for output in outputs if not output.is_floating_point()])
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("a module in tiles", "Undo tile_mlps_ for this")
+        call: _Call = ctx.call
+        x, *parameters = ctx.saved_tensors
+        sums = [_Float32Sum() for _ in parameters]
+        of_x = torch.empty_like(x, memory_format=torch.contiguous_format) if ctx.needs_input_grad[0] else None
+        rows_of_x = None if of_x is None else of_x.view(-1, x.shape[-1])
+        flat: dict[int, Tensor] = {}
+        for number, gradient in enumerate(gradients):
+            if gradient is not None:
+                flat[number] = gradient.flatten(0, x.dim() - 2)
+        leaves = [parameter.detach().requires_grad_() for parameter in parameters]
+        for leaf, total in zip(leaves, sums, strict=True):
+            leaf.register_post_accumulate_grad_hook(total.take)
+        start = 0
+        with call.recomputing(ctx.device), in_place_of(call.places, leaves):
+            for tile in _cut(x, call.size):
+                tile = tile.detach().requires_grad_(of_x is not None)
+                part = slice(start, start + tile.shape[-2])
+                start = part.stop
+                _walk_back(call.run(tile), {number: whole[part] for number, whole in flat.items()})
+                if rows_of_x is not None:
+                    rows_of_x[part] = 0 if tile.grad is None else tile.grad.flatten(0, -2)
+        totals = [total.rounded_to(parameter.dtype) for total, parameter in zip(sums, parameters, strict=True)]
+        return of_x, None, *totals
+
+
+def _walk_back(outputs: Sequence[Tensor], gradients: Mapping[int, Tensor]) -> None:
+    """Run the backward of a tile from those of its outputs that have a gradient, by their numbers."""
+    used = [number for number in gradients if outputs[number].requires_grad]
+    if used:
+        chosen = [outputs[number] for number in used]
+        torch.autograd.backward(chosen, [gradients[number].reshape(outputs[number].shape) for number in used])
+
+
+class _Float32Sum:
+    """The sum of a parameter's gradients over the tiles, in float32 at least."""
+
+    def __init__(self) -> None:
+        self.total: Tensor | None = None
+
+    def take(self, leaf: Tensor) -> None:
+        """Add the gradient of a leaf as soon as it arrives, and free it."""
+        gradient, leaf.grad = leaf.grad, None
+        assert gradient is not None
+        if self.total is None:
+            self.total = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+        else:
+            self.total += gradient
+
+    def rounded_to(self, dtype: torch.dtype) -> Tensor | None:
+        return None if self.total is None else self.total.to(dtype)
