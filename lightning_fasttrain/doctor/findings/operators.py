@@ -28,12 +28,12 @@ class _Cure(NamedTuple):
 _CURES = {
     "channels_last": _Cure(
         "convolutions run channels-first; channels-last was timed on their inputs",
-        "model.to(memory_format=torch.channels_last), and the same for the images",
+        "ft.model.ChannelsLast(), or model.to(memory_format=torch.channels_last) and the same for the images",
         "to rounding",
     ),
     "cudnn_benchmark": _Cure(
         "convolutions run without a search for the fastest kernel; it was made for their inputs",
-        "Trainer(benchmark=True), or torch.backends.cudnn.benchmark = True, where shapes do not change",
+        "ft.model.CudnnBenchmark(), or Trainer(benchmark=True), where shapes do not change",
         "to rounding",
     ),
     "bf16": _Cure(
