@@ -12,7 +12,10 @@ import pytest
 import lightning_fasttrain as ft
 from tests.support.run_example import ROOT
 
-ROOMS = ("data", "finetune", "loss", "model", "dry_run", "optim", "planner", "predict", "run", "strategy", "technique")
+ROOMS = (
+    *("architecture", "data", "finetune", "loss", "model", "dry_run", "optim", "planner", "predict", "run"),
+    *("strategy", "technique"),
+)
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,19 @@ def read_subpackages() -> dict[str, str]:
     return found
 
 
+def read_modules() -> set[str]:
+    """Return the modules of the package that the stub names, without the package's own name."""
+    stub = pkgutil.get_data(PACKAGE, "__init__.pyi")
+    assert stub is not None
+    found = {module.partition(".")[2] for module in SUBPACKAGES.values()}
+    for statement in ast.parse(stub).body:
+        if isinstance(statement, ast.ImportFrom) and statement.module == PACKAGE:
+            found |= {alias.name for alias in statement.names}
+    return found
+
+
 SUBPACKAGES = read_subpackages()
+MODULES = read_modules()  # also subpackages of which the top level has no name
 PUBLIC = [
     name for name in SUBPACKAGES if not name.startswith("_")
 ]  # for `import *`, which must not bring a __version__
@@ -47,7 +59,7 @@ def find_public(name: str) -> object:
         >>> find_public("MicroBatching").__module__
         'lightning_fasttrain.data.micro_batching'
     """
-    if f"{PACKAGE}.{name}" in SUBPACKAGES.values():
+    if name in MODULES:
         return importlib.import_module(f"{PACKAGE}.{name}")
     if name not in SUBPACKAGES:
         raise AttributeError(f"module {PACKAGE!r} has no attribute {name!r}{_hint(name)}")
@@ -73,8 +85,9 @@ def _hint(name: str) -> str:
 def _read_names_of_subpackages() -> dict[str, str]:
     """Return the full path of each name in a subpackage. Their sources are read; nothing is imported."""
     found: dict[str, str] = {}
-    for place in sorted({module for module in SUBPACKAGES.values() if module.count(".") == 1}, reverse=True):
-        source = resources.files(PACKAGE).joinpath(place.partition(".")[2], "__init__.py")
+    for module in sorted({module for module in MODULES if "." not in module}, reverse=True):
+        place = f"{PACKAGE}.{module}"
+        source = resources.files(PACKAGE).joinpath(module, "__init__.py")
         for statement in ast.parse(source.read_bytes() if source.is_file() else b"").body:
             if isinstance(statement, ast.ImportFrom):
                 found |= {alias.name: f"{place}.{alias.name}" for alias in statement.names}
@@ -83,6 +96,5 @@ def _read_names_of_subpackages() -> dict[str, str]:
 
 def list_names() -> list[str]:
     """Return what ``dir`` shows of the package: public names and subpackages."""
-    modules = {module.partition(".")[2] for module in SUBPACKAGES.values()}
-    shown = [module for module in modules if not module.startswith("core.")]
+    shown = [module for module in MODULES if not module.startswith("core.")]
     return sorted([*shown, *SUBPACKAGES])

@@ -20,7 +20,10 @@ import numpy as np
 import torch
 from torch import nn
 
-ROOMS = ("data", "dry_run", "finetune", "loss", "model", "optim", "planner", "predict", "run", "strategy", "technique")
+ROOMS = (
+    *("architecture", "data", "dry_run", "finetune", "loss", "model", "optim", "planner", "predict", "run"),
+    *("strategy", "technique"),
+)
 # Arguments for which zero, or a negative number, means something; where functions differ, with the path.
 ZERO = {
     *("compare_ranks_every", "every_n_steps", "first_step", "warmup", "skip_bad_samples", "exit_code", "pad_id"),

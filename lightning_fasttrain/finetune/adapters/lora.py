@@ -23,7 +23,7 @@ from lightning_fasttrain.finetune.adapters.add_adapter import adapter_parameters
 from lightning_fasttrain.finetune.adapters.initializations import Batches
 from lightning_fasttrain.finetune.selection._float32_adapters import let_round_
 from lightning_fasttrain.finetune.selection.targets import ALL_LINEAR, Targets, require_peft
-from lightning_fasttrain.technique import Conflict, Exactness, Setting, Surgery, Technique
+from lightning_fasttrain.technique import Capability, Conflict, Exactness, Setting, Surgery, Technique
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -59,6 +59,7 @@ class Adapter(Technique):
     """
 
     exactness: ClassVar[Exactness] = Exactness.CHANGES_TRAINING
+    capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.ADAPTS_LAYERS})
     surgery: ClassVar[Surgery | None] = Surgery.ADAPT
     effect: ClassVar[str] = "trains a small adapter of any of PEFT's kinds beside the frozen model"
     when: ClassVar[str] = "one of PEFT's other kinds suits the task better than LoRA"
