@@ -312,6 +312,13 @@ CASES = [
     Case(lambda: ft.CompileBlocks(backend="aot_eager"), applied, effects.graphs_are_made, tolerance=1e-5),
     # after CompileBlocks, which it cannot join
     Case(lambda: ft.data.PaddingFree(), applied, effects.blocks_run_no_padding, tolerance=1e-5),
+    # architecture
+    Case(
+        lambda: ft.architecture.StochasticDepth(1.0, mode="batch", blocks="blocks.0"),
+        applied,
+        effects.blocks_are_skipped,
+        by_hand=by_hand.StochasticDepth,
+    ),  # with a rate of 1 without chance
     # finetune
     Case(lambda: ft.QuantizedBase("int8"), applied, effects.weights_take_a_byte, by_hand=by_hand.QuantizedBase),
     Case(lambda: ft.LoRA(rank=2), applied, effects.only_thin_matrices_train, by_hand=by_hand.LoRA),

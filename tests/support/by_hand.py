@@ -6,6 +6,19 @@ import peft
 import torch
 
 
+class StochasticDepth(L.Callback):
+    """Without the first block, which gets gradients of zero."""
+
+    def setup(self, trainer, pl_module, stage):
+        def skip(block, inputs, output):
+            return (inputs[0] + 0 * output[0], None) if block.training else output
+
+        self.hook = pl_module.blocks[0].register_forward_hook(skip)
+
+    def teardown(self, trainer, pl_module, stage):
+        self.hook.remove()
+
+
 class Inject(L.Callback):
     """An adapter put in with PEFT's own function, at the only moment at which a plain callback can."""
 

@@ -135,6 +135,16 @@ def products_are_rounded(kind: Kind) -> None:
     assert all(0 < error < 0.02 for error in errors)
 
 
+# architecture
+
+
+def blocks_are_skipped(kind: Kind) -> None:
+    calls, net = [], TinyLM()
+    net.blocks[0].up.register_forward_hook(lambda *_: calls.append(1))
+    fit(net, BATCHES, [kind(1.0, mode="batch", blocks="blocks.0")])
+    assert len(calls) == 1  # its trial
+
+
 # finetune
 
 
