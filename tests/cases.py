@@ -319,6 +319,13 @@ CASES = [
         effects.blocks_are_skipped,
         by_hand=by_hand.StochasticDepth,
     ),  # with a rate of 1 without chance
+    Case(
+        lambda: ft.architecture.MixtureOfDepths(0.5, every=1, sampling="top_k", blocks="blocks.0"),
+        applied,
+        effects.some_tokens_skip_a_block,
+        tolerance=1e-5,
+        by_hand=by_hand.MixtureOfDepths,
+    ),
     # finetune
     Case(lambda: ft.QuantizedBase("int8"), applied, effects.weights_take_a_byte, by_hand=by_hand.QuantizedBase),
     Case(lambda: ft.LoRA(rank=2), applied, effects.only_thin_matrices_train, by_hand=by_hand.LoRA),

@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAver
 from torch.utils._pytree import tree_flatten
 
 import lightning_fasttrain as ft
+from lightning_fasttrain.architecture.mixture_of_depths import RoutedForward
 from lightning_fasttrain.finetune.selection._float32_adapters import StaysInFloat32
 from lightning_fasttrain.planner.catalogue import known_techniques
 from lightning_fasttrain.technique import Exactness
@@ -239,14 +240,14 @@ def test_applied_twice_is_once_and_a_second_fit_is_as_the_first(case):
 @pytest.mark.quick
 @each
 def test_everything_is_put_back_after_the_run(case):
-    def is_an_adapters(value):  # adapters stay in the model after the run, and in float32
-        return isinstance(value, StaysInFloat32)
+    def stays(value):  # adapters and routers stay in the model after the run
+        return isinstance(value, StaysInFloat32 | RoutedForward)
 
     def patched(t, module):
         places = [module, *module.modules(), t.strategy, t.precision_plugin, t.fit_loop, t.fit_loop.epoch_loop]
         places.append(t.fit_loop.epoch_loop.automatic_optimization)
         names = [
-            {k for k, v in vars(place).items() if callable(v) and hasattr(type(place), k) and not is_an_adapters(v)}
+            {k for k, v in vars(place).items() if callable(v) and hasattr(type(place), k) and not stays(v)}
             for place in places
         ]
         return names, type(t.profiler), t.accumulate_grad_batches

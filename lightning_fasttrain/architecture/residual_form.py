@@ -116,9 +116,10 @@ class _NotResidual(Exception):
 
 def _try(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ResidualForm:
     place, x = find_hidden(args, kwargs)
-    # Hooks of its own, so that a recomputation around the block does not count what the trial saves.
-    keep = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-    with RecomputedForward(module).leaving_no_trace(), torch.enable_grad(), keep:
+    # Hooks of its own, so that a recomputation around the block does not count what the trial saves. There is no
+    # backward, so nothing is saved; a saved output would hold the graph that holds it.
+    saves_nothing = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
+    with RecomputedForward(module).leaving_no_trace(), torch.enable_grad(), saves_nothing:
         probe = x.detach().clone().requires_grad_()
         args, kwargs = replace_hidden(args, kwargs, place, probe)
         returned = _plain_forward(module)(*map(_uncached, args), **_uncached_values(kwargs))

@@ -19,6 +19,34 @@ class StochasticDepth(L.Callback):
         self.hook.remove()
 
 
+class MixtureOfDepths(L.Callback):
+    """Three of five tokens run through the first block, token by token."""
+
+    def setup(self, trainer, pl_module, stage):
+        block = self.block = pl_module.blocks[0]
+        plain = type(block).forward
+        if not hasattr(block, "token_router"):
+            block.token_router = torch.nn.Linear(8, 1, bias=False)
+            torch.nn.init.normal_(block.token_router.weight, std=0.02)
+
+        def forward(x, mask=None, **kwargs):
+            scores, rows = block.token_router(x)[..., 0], []
+            count = -(-x.shape[1] // 2)
+            for row, score in zip(x, scores, strict=True):
+                best = sorted(range(len(row)), key=lambda place, score=score: -score[place].item())[:count]
+                tokens = list(row)
+                for place in best:
+                    update = plain(block, row[None, place : place + 1], **kwargs)[0][0, 0] - row[place]
+                    tokens[place] = row[place] + score[place] * update
+                rows.append(torch.stack(tokens))
+            return torch.stack(rows), None
+
+        block.forward = forward
+
+    def teardown(self, trainer, pl_module, stage):
+        del self.block.forward
+
+
 class Inject(L.Callback):
     """An adapter put in with PEFT's own function, at the only moment at which a plain callback can."""
 

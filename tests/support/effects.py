@@ -145,6 +145,14 @@ def blocks_are_skipped(kind: Kind) -> None:
     assert len(calls) == 1  # its trial
 
 
+def some_tokens_skip_a_block(kind: Kind) -> None:
+    tokens, net = [], TinyLM()
+    net.blocks[0].up.register_forward_pre_hook(lambda module, inputs: tokens.append(inputs[0].shape[1]))
+    fit(net, BATCHES, [kind(0.5, every=1, sampling="top_k", blocks="blocks.0")])
+    length = BATCHES[0]["labels"].shape[1]
+    assert tokens == [length, *[-(-length // 2)] * len(BATCHES)]  # the first one is the trial
+
+
 # finetune
 
 
