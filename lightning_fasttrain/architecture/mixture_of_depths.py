@@ -31,8 +31,10 @@ from lightning_fasttrain.core.modules.wrapped_forward import Undo, count_wrapped
 from lightning_fasttrain.technique import Capability, Conflict, Exactness, Surgery, Technique
 from lightning_fasttrain.technique.facts import NO_BLOCKS, Facts
 from lightning_fasttrain.technique.predicted_step import PredictedStep
+from lightning_fasttrain.technique.weight_averages import conflict_with_early_averages, refuse_average_before
 
 Sampling = Literal["predictor", "top_k"]
+_ADDED = "routers are added"
 ROUTER, PREDICTOR = "token_router", "token_predictor"  # names of the modules that a block gets
 
 
@@ -254,6 +256,7 @@ class MixtureOfDepths(Technique):
         padding = "the number of routed tokens is a share of the length, which padding is a part of"
         untrimmed = "Use MicroBatching(n, trim_padding=False), without PaddingFree"
         return (
+            conflict_with_early_averages(_ADDED),
             Conflict(Capability.TRIMS_PADDING, padding, untrimmed),
             *conflicts_of_losses("Use sampling='top_k'", lambda technique: technique.sampling == "predictor"),
         )
@@ -266,6 +269,7 @@ class MixtureOfDepths(Technique):
         return self
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
+        refuse_average_before(trainer, "MixtureOfDepths", _ADDED)
         if self.sampling != "predictor":
             return None
         return train_auxiliary_losses_(trainer, pl_module, "MixtureOfDepths(sampling='predictor')")

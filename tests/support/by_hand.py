@@ -20,7 +20,7 @@ class StochasticDepth(L.Callback):
 
 
 class MixtureOfDepths(L.Callback):
-    """Three of five tokens run through the first block, token by token."""
+    """Half of the tokens run through the first block."""
 
     def setup(self, trainer, pl_module, stage):
         block = self.block = pl_module.blocks[0]
@@ -30,16 +30,13 @@ class MixtureOfDepths(L.Callback):
             torch.nn.init.normal_(block.token_router.weight, std=0.02)
 
         def forward(x, mask=None, **kwargs):
-            scores, rows = block.token_router(x)[..., 0], []
-            count = -(-x.shape[1] // 2)
-            for row, score in zip(x, scores, strict=True):
-                best = sorted(range(len(row)), key=lambda place, score=score: -score[place].item())[:count]
-                tokens = list(row)
-                for place in best:
-                    update = plain(block, row[None, place : place + 1], **kwargs)[0][0, 0] - row[place]
-                    tokens[place] = row[place] + score[place] * update
-                rows.append(torch.stack(tokens))
-            return torch.stack(rows), None
+            scores, count = block.token_router(x), -(-x.shape[1] // 2)
+            best = [sorted(range(x.shape[1]), key=row.flatten().neg().tolist().__getitem__)[:count] for row in scores]
+            rows, places = torch.arange(len(x))[:, None], torch.tensor([sorted(row) for row in best])
+            update = plain(block, x[rows, places], **kwargs)[0] - x[rows, places]
+            routed = x.clone()
+            routed[rows, places] = x[rows, places] + scores[rows, places] * update
+            return routed, None
 
         block.forward = forward
 
