@@ -312,20 +312,6 @@ CASES = [
     Case(lambda: ft.CompileBlocks(backend="aot_eager"), applied, effects.graphs_are_made, tolerance=1e-5),
     # after CompileBlocks, which it cannot join
     Case(lambda: ft.data.PaddingFree(), applied, effects.blocks_run_no_padding, tolerance=1e-5),
-    # architecture
-    Case(
-        lambda: ft.architecture.StochasticDepth(1.0, mode="batch", blocks="blocks.0"),
-        applied,
-        effects.blocks_are_skipped,
-        by_hand=by_hand.StochasticDepth,
-    ),  # with a rate of 1 without chance
-    Case(
-        lambda: ft.architecture.MixtureOfDepths(0.5, every=1, sampling="top_k", blocks="blocks.0"),
-        applied,
-        effects.some_tokens_skip_a_block,
-        tolerance=1e-5,
-        by_hand=by_hand.MixtureOfDepths,
-    ),
     # finetune
     Case(lambda: ft.QuantizedBase("int8"), applied, effects.weights_take_a_byte, by_hand=by_hand.QuantizedBase),
     Case(lambda: ft.LoRA(rank=2), applied, effects.only_thin_matrices_train, by_hand=by_hand.LoRA),
@@ -345,6 +331,27 @@ CASES = [
     Case(
         lambda: ft.finetune.GradualUnfreezing(groups=["*"]), unfreezes, effects.the_lower_blocks_wait
     ),  # one group of everything is plain training
+    # architecture
+    Case(
+        lambda: ft.architecture.StochasticDepth(1.0, mode="batch", blocks="blocks.0"),
+        applied,
+        effects.blocks_are_skipped,
+        by_hand=by_hand.StochasticDepth,
+    ),  # with a rate of 1 without chance
+    Case(
+        lambda: ft.architecture.MixtureOfDepths(0.5, every=1, sampling="top_k", blocks="blocks.0"),
+        applied,
+        effects.some_tokens_skip_a_block,
+        tolerance=1e-5,
+        by_hand=by_hand.MixtureOfDepths,
+    ),
+    Case(
+        lambda: ft.architecture.Upcycling(3, every=1, balance=0.0, blocks="blocks.1"),
+        applied,
+        effects.a_block_has_experts,
+        tolerance=1e-5,
+        by_hand=by_hand.Upcycling,
+    ),
     # loss
     Case(lambda: ft.FusedLossHead("head"), applied, effects.logits_are_never_made, tolerance=1e-5),
     Case(

@@ -174,7 +174,7 @@ def test_a_checkpoint_resumes_without_and_with_the_technique(case, tmp_path):
     assert largest_difference(*ends) <= max(case.tolerance, 0.0)
 
 
-ADD_PARAMETERS = (ft.finetune.Adapter, ft.architecture.MixtureOfDepths)
+ADD_PARAMETERS = (ft.finetune.Adapter, ft.architecture.MixtureOfDepths, ft.architecture.Upcycling)
 AVERAGES = {
     "EMA": lambda: EMAWeightAveraging(decay=0.5),
     "SWA": lambda: StochasticWeightAveraging(swa_lrs=0.005, swa_epoch_start=1, annealing_epochs=1),

@@ -135,24 +135,6 @@ def products_are_rounded(kind: Kind) -> None:
     assert all(0 < error < 0.02 for error in errors)
 
 
-# architecture
-
-
-def blocks_are_skipped(kind: Kind) -> None:
-    calls, net = [], TinyLM()
-    net.blocks[0].up.register_forward_hook(lambda *_: calls.append(1))
-    fit(net, BATCHES, [kind(1.0, mode="batch", blocks="blocks.0")])
-    assert len(calls) == 1  # its trial
-
-
-def some_tokens_skip_a_block(kind: Kind) -> None:
-    tokens, net = [], TinyLM()
-    net.blocks[0].up.register_forward_pre_hook(lambda module, inputs: tokens.append(inputs[0].shape[1]))
-    fit(net, BATCHES, [kind(0.5, every=1, sampling="top_k", blocks="blocks.0")])
-    length = BATCHES[0]["labels"].shape[1]
-    assert tokens == [length, *[-(-length // 2)] * len(BATCHES)]  # the first one is the trial
-
-
 # finetune
 
 
@@ -187,6 +169,30 @@ def the_lower_blocks_wait(kind: Kind) -> None:
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert "blocks.2.up.weight" in moved
     assert not any(name.startswith(("blocks.0", "blocks.1")) for name in moved)
+
+
+# architecture
+
+
+def blocks_are_skipped(kind: Kind) -> None:
+    calls, net = [], TinyLM()
+    net.blocks[0].up.register_forward_hook(lambda *_: calls.append(1))
+    fit(net, BATCHES, [kind(1.0, mode="batch", blocks="blocks.0")])
+    assert len(calls) == 1  # its trial
+
+
+def some_tokens_skip_a_block(kind: Kind) -> None:
+    tokens, net = [], TinyLM()
+    net.blocks[0].up.register_forward_pre_hook(lambda module, inputs: tokens.append(inputs[0].shape[1]))
+    fit(net, BATCHES, [kind(0.5, every=1, sampling="top_k", blocks="blocks.0")])
+    length = BATCHES[0]["labels"].shape[1]
+    assert tokens == [length, *[-(-length // 2)] * len(BATCHES)]  # the first one is the trial
+
+
+def a_block_has_experts(kind: Kind) -> None:
+    net = fit(TinyLM(), BATCHES, [kind(3, every=1, balance=0.0, blocks="blocks.1")])
+    assert net.blocks[1].up.weight.ndim == 3
+    assert not torch.equal(net.blocks[1].up.weight[0], net.blocks[1].up.weight[1])
 
 
 # loss
