@@ -156,7 +156,11 @@ class ExpertLinear(nn.Module):
     def _combine(self, hidden: Tensor, router: ExpertRouter) -> Tensor:
         routing, router.current = router.current, None
         width = self._matrices().shape[1]
-        if routing is None or hidden.shape[:-1] != routing.source.shape[:-1] or hidden.shape[-1] != width * router.top_k:
+        if (
+            routing is None
+            or hidden.shape[:-1] != routing.source.shape[:-1]
+            or hidden.shape[-1] != width * router.top_k
+        ):
             what = f"hidden states of shape {tuple(hidden.shape)} between the layers of an MLP with experts"
             why = "only functions of single elements may lie between them, as an activation, a gate or dropout"
             raise ValueError(explain(what, why, "Leave this block out of upcycle_ with skip="))

@@ -235,7 +235,9 @@ class MixtureOfDepths(Technique):
     exactness: ClassVar[Exactness] = Exactness.CHANGES_TRAINING
     surgery: ClassVar[Surgery | None] = Surgery.ROUTE
     effect: ClassVar[str] = "every second block computes an eighth of the tokens, which a router chooses"
-    when: ClassVar[str] = "you train a deep transformer on long sequences from the beginning; not where it generates much"
+    when: ClassVar[str] = (
+        "you train a deep transformer on long sequences from the beginning; not where it generates much"
+    )
     in_a_loop: ClassVar[str] = "architecture.mixture_of_depths_(model)"
     predicted: ClassVar[bool] = True
 

@@ -145,7 +145,9 @@ def stochastic_depth_(
         were checked.
     """
     found = choose_blocks(model, blocks, skip)
-    undos: dict[str, Undo] = {name: _do_nothing for name, block in found.items() if wrapper_on(block, StochasticForward)}
+    undos: dict[str, Undo] = {
+        name: _do_nothing for name, block in found.items() if wrapper_on(block, StochasticForward)
+    }
     if undos:
         return undos
     for number, (name, block) in enumerate(found.items(), start=1):

@@ -164,7 +164,10 @@ def test_the_predictor_learns_without_reaching_the_model():
     found = gradients(net)
     predictor = net.blocks[1].token_predictor
     assert {name for name in found if name not in alone} == {
-        f"blocks.{block}.token_predictor.{layer}.{kind}" for block in (1, 3) for layer in (0, 2) for kind in ("weight", "bias")
+        f"blocks.{block}.token_predictor.{layer}.{kind}"
+        for block in (1, 3)
+        for layer in (0, 2)
+        for kind in ("weight", "bias")
     }
     for name, gradient in alone.items():
         torch.testing.assert_close(found[name], 3 * gradient)
