@@ -1,12 +1,12 @@
 """Techniques that change the model's architecture: what it computes in training, or which parameters it has.
 
-From the bottom up: ``auxiliary_loss``, ``chosen_blocks``, ``expert_layers``, ``find_bias_before_norm``, ``find_mlps``,
-``residual_form``, ``token_arguments``, ``drop_bias_before_norm``, ``mixture_of_depths``, ``stochastic_depth``,
-``upcycling``.
+From the bottom up: ``auxiliary_loss``, ``expert_layers``, ``residual_form``, ``search``, ``token_arguments``,
+``drop_bias_before_norm``, ``init_residual``, ``mixture_of_depths``, ``stochastic_depth``, ``upcycling``.
 """
 
 from lightning_fasttrain.architecture.auxiliary_loss import add_auxiliary_gradient, auxiliary_loss
 from lightning_fasttrain.architecture.drop_bias_before_norm import DropBiasBeforeNorm, drop_bias_before_norm_
+from lightning_fasttrain.architecture.init_residual import init_residual_
 from lightning_fasttrain.architecture.mixture_of_depths import MixtureOfDepths, mixture_of_depths_
 from lightning_fasttrain.architecture.stochastic_depth import StochasticDepth, stochastic_depth_
 from lightning_fasttrain.architecture.upcycling import Upcycling, load_dense_, upcycle_
@@ -19,6 +19,7 @@ __all__ = [
     "add_auxiliary_gradient",
     "auxiliary_loss",
     "drop_bias_before_norm_",
+    "init_residual_",
     "load_dense_",
     "mixture_of_depths_",
     "stochastic_depth_",

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
-from lightning_fasttrain.architecture.find_bias_before_norm import find_bias_before_norm
+from lightning_fasttrain.architecture.search.find_bias_before_norm import find_bias_before_norm
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.messages import explain, list_some, note_once
 from lightning_fasttrain.core.modules.select import Blocks, find_skipped, group_by_reason

@@ -13,7 +13,7 @@ from lightning_fasttrain.architecture.auxiliary_loss import (
     conflicts_of_losses,
     train_auxiliary_losses_,
 )
-from lightning_fasttrain.architecture.chosen_blocks import choose_blocks
+from lightning_fasttrain.architecture.search.chosen_blocks import choose_blocks
 from lightning_fasttrain.architecture.residual_form import (
     ResidualForm,
     find_hidden,

@@ -7,7 +7,7 @@ from torch import nn
 
 from lightning_fasttrain.core.modules.layer_kinds import CONV1D, is_a, is_linear
 
-_ATTENTION = ("attn", "attention")
+ATTENTION = ("attn", "attention")
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def find_mlps(block: nn.Module) -> list[Mlp]:
     found: list[Mlp] = []
     waiting: dict[str, tuple[int, int]] = {}  # layers that widen, since the last MLP
     for name, layer in block.named_modules():
-        in_attention = any(word in name.lower() for word in _ATTENTION)
+        in_attention = any(word in name.lower() for word in ATTENTION)
         if not name or in_attention or not is_linear(layer):
             continue
         inputs, outputs = sizes_of(layer)
