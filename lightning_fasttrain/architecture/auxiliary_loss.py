@@ -130,8 +130,8 @@ def add_auxiliary_gradient(loss: Tensor, model: nn.Module) -> Tensor:
         True
 
     Source:
-        Megatron-LM's ``MoEAuxLossAutoScaler``, which adds the gradient at the experts' output instead, so that the scale
-        has to be set by hand.
+        Megatron-LM's ``MoEAuxLossAutoScaler``, which adds the gradient at the experts' output instead, so that the
+        scale has to be set by hand.
     """
     losses = _take_all(model)
     if not losses:

@@ -42,8 +42,8 @@ def drop_bias_before_norm_(model: nn.Module, *, skip: Blocks = ()) -> dict[str, 
     """Leave out the bias of each linear or convolutional layer whose output only a BatchNorm reads, in place.
 
     In training BatchNorm subtracts the mean of the batch, and with it the bias, whose gradient is therefore zero up to
-    rounding. What is saved is the addition, the sum of gradients for the bias, and its optimizer state. The running mean
-    becomes that of the outputs without the bias, so evaluation does not change either.
+    rounding. What is saved is the addition, the sum of gradients for the bias, and its optimizer state. The running
+    mean becomes that of the outputs without the bias, so evaluation does not change either.
 
     Pairs are found by tracing the model, or the largest parts of it that can be traced. Each is tried on random inputs
     in training and in evaluation, and left out if its output changes by more than rounding.

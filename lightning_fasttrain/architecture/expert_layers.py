@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from lightning_fasttrain.architecture.auxiliary_loss import ModuleWithLoss
 from lightning_fasttrain.core.messages import explain
 
+_grouped_mm: Any = F.grouped_mm  # type checkers do not know its arguments
 _ALIGNED = 16  # bytes of a row that a grouped product needs
 
 
@@ -185,8 +186,8 @@ def _does_nothing(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
 def _combine_outputs(outputs: Tensor, weights: Tensor) -> Tensor:
     """Return Σ w_i y_i of outputs (N, k, D) and weights (N, k, 1) that sum to 1.
 
-    As y_0 + Σ w_i (y_i - y_0), so that equal experts have exactly their common output, and the router then a gradient of
-    exactly zero: rounding in its place would be a direction for an adaptive optimizer.
+    As y_0 + Σ w_i (y_i - y_0), so that equal experts have exactly their common output, and the router then a gradient
+    of exactly zero: rounding in its place would be a direction for an adaptive optimizer.
     """
     if outputs.shape[1] == 1:
         return outputs[:, 0] * weights[:, 0]
@@ -208,7 +209,7 @@ def multiply_groups(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     if any(size % _ALIGNED for size in sizes):
         return _multiply_one_by_one(rows, matrices, ends)
     if rows.dtype == torch.bfloat16:
-        return _DenseGradient.apply(F.grouped_mm(rows.contiguous(), matrices, offs=ends))
+        return _DenseGradient.apply(_grouped_mm(rows.contiguous(), matrices, offs=ends))
     return _multiply_eagerly(rows, matrices, ends)
 
 
@@ -221,7 +222,7 @@ def _multiply_one_by_one(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor
 
 @torch.compiler.disable  # the compiler knows grouped products of bfloat16 only
 def _multiply_eagerly(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    return _DenseGradient.apply(F.grouped_mm(rows.contiguous(), matrices, offs=ends))
+    return _DenseGradient.apply(_grouped_mm(rows.contiguous(), matrices, offs=ends))
 
 
 class _DenseGradient(torch.autograd.Function):

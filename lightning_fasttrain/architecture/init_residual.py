@@ -39,13 +39,13 @@ def init_residual_(
     Residual projections are the layers that write into the residual stream: in each block the last layer of each
     attention and MLP, or the last convolution. With n of them in the model:
 
-    - ``"gpt2"``: they are drawn from N(0, std² / n). So the variance of the stream does not grow with depth; a model of L
-      blocks has n = 2L, as in GPT-2.
+    - ``"gpt2"``: they are drawn from N(0, std² / n). So the variance of the stream does not grow with depth; a model of
+      L blocks has n = 2L, as in GPT-2.
     - ``"zero"``: their weights and biases are zero, so each block starts as the identity.
     - ``"zero_gamma"``: the weight of the norm that ends each branch of a ResNet is zero, with the same effect.
-    - ``"t_fixup"``: all matrices of attention and MLPs are drawn by Xavier's rule, and those of values, outputs and MLPs
-      are multiplied by 0.67 · N^(-1/4), where N is the number of blocks; in blocks with cross-attention by
-      (9 N)^(-1/4). In a model that has such blocks, embeddings of width d are drawn from N(0, 1/d) and multiplied by
+    - ``"t_fixup"``: all matrices of attention and MLPs are drawn by Xavier's rule, and those of values, outputs and
+      MLPs are multiplied by 0.67 · N^(-1/4), where N is the number of blocks; in blocks with cross-attention by
+      (9N)^(-1/4). In a model that has such blocks, embeddings of width d are drawn from N(0, 1/d) and multiplied by
       that, too. The paper removes LayerNorm, and learning rate warm-up with it.
 
     Call it on a new model, before ``state_dict`` is loaded and the optimizer is created.
@@ -58,8 +58,8 @@ def init_residual_(
         skip: blocks to leave as they are.
 
     Returns:
-        Qualified name of each changed parameter → the standard deviation that it was drawn with (``"gpt2"``), its factor
-        (``"t_fixup"``), or 0.
+        Qualified name of each changed parameter → the standard deviation that it was drawn with (``"gpt2"``), its
+        factor (``"t_fixup"``), or 0.
 
     Raises:
         ValueError: no blocks were found, or a block has no such layer; the message names its layers.
@@ -72,10 +72,11 @@ def init_residual_(
 'blocks.1.down.weight': 0.01}
 
     Source:
-        GPT-2: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.3, as Hugging Face's
-        ``GPT2PreTrainedModel`` implements it; T-Fixup: Huang et al. 2020, "Improving Transformer Optimization Through
-        Better Initialization", section 3.2; zero: Zhang et al. 2019, https://arxiv.org/abs/1901.09321; zero gamma: Goyal
-        et al. 2017, https://arxiv.org/abs/1706.02677, section 5.1, and torchvision's ``zero_init_residual``.
+        GPT-2: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.3, as Hugging
+        Face's ``GPT2PreTrainedModel`` implements it; T-Fixup: Huang et al. 2020, "Improving Transformer Optimization
+        Through Better Initialization", section 3.2; zero: Zhang et al. 2019, https://arxiv.org/abs/1901.09321; zero
+        gamma: Goyal et al. 2017, https://arxiv.org/abs/1706.02677, section 5.1, and torchvision's
+        ``zero_init_residual``.
     """
     found = choose_blocks(model, blocks, skip)
     if recipe == "t_fixup":

@@ -13,7 +13,6 @@ from lightning_fasttrain.architecture.auxiliary_loss import (
     conflicts_of_losses,
     train_auxiliary_losses_,
 )
-from lightning_fasttrain.architecture.search.chosen_blocks import choose_blocks
 from lightning_fasttrain.architecture.residual_form import (
     ResidualForm,
     find_hidden,
@@ -21,6 +20,7 @@ from lightning_fasttrain.architecture.residual_form import (
     first_output,
     replace_output,
 )
+from lightning_fasttrain.architecture.search.chosen_blocks import choose_blocks
 from lightning_fasttrain.architecture.token_arguments import gather_tokens, take_tokens
 from lightning_fasttrain.core.checks import PositiveInt, Share, check_arguments
 from lightning_fasttrain.core.host.late_parameters import notices_late_parameters
@@ -132,8 +132,8 @@ def mixture_of_depths_(
     add its gradient with :func:`add_auxiliary_gradient`.
 
     Args:
-        model: any module whose blocks are residual, with inputs (B, T, D). The key-value cache of Hugging Face models is
-            disabled; text is generated with ``use_cache=False``.
+        model: any module whose blocks are residual, with inputs (B, T, D). The key-value cache of Hugging Face models
+            is disabled; text is generated with ``use_cache=False``.
         capacity: share of the tokens that a routed block computes.
         every: interval between routed blocks: 2 routes the second, the fourth and so on; 1 routes all.
         sampling: choice of tokens in evaluation: ``"predictor"`` for causal models; ``"top_k"``, as in training, for
@@ -201,7 +201,9 @@ def _add_router_(block: nn.Module, sampling: Sampling) -> None:
 
 def _width_of(block: nn.Module) -> int:
     """Return the number of features of a block's hidden states: those of its first norm, or of its first layer."""
-    norms = [m for m in block.modules() if type(m).__name__.endswith("Norm") and getattr(m, "weight", None) is not None]
+    norms: list[Any] = [
+        m for m in block.modules() if type(m).__name__.endswith("Norm") and getattr(m, "weight", None) is not None
+    ]
     if norms:
         return int(norms[0].weight.shape[-1])
     layers = [module for module in block.modules() if isinstance(module, nn.Linear)]
@@ -250,7 +252,8 @@ class MixtureOfDepths(Technique):
         blocks: Blocks | None = None,
         skip: Blocks = (),
     ) -> None:
-        self.capacity, self.every, self.sampling, self.blocks = capacity, every, sampling, blocks
+        self.capacity, self.every, self.blocks = capacity, every, blocks
+        self.sampling: Sampling = sampling
         self.skip: Blocks = skip if isinstance(skip, str | type) else tuple(skip)  # YAML gives a list
 
     @classmethod

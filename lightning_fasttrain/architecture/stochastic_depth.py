@@ -7,7 +7,6 @@ import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 
-from lightning_fasttrain.architecture.search.chosen_blocks import choose_blocks
 from lightning_fasttrain.architecture.residual_form import (
     ResidualForm,
     find_hidden,
@@ -15,6 +14,7 @@ from lightning_fasttrain.architecture.residual_form import (
     first_output,
     replace_output,
 )
+from lightning_fasttrain.architecture.search.chosen_blocks import choose_blocks
 from lightning_fasttrain.core.checks import Share, check_arguments
 from lightning_fasttrain.core.modules.blocks import Blocks
 from lightning_fasttrain.core.modules.key_value_cache import disable_cache_
@@ -193,7 +193,8 @@ class StochasticDepth(Technique):
     def __init__(
         self, rate: Share = 0.2, *, mode: Mode = "row", blocks: Blocks | None = None, skip: Blocks = ()
     ) -> None:
-        self.rate, self.mode, self.blocks = rate, mode, blocks
+        self.rate, self.blocks = rate, blocks
+        self.mode: Mode = mode
         self.skip: Blocks = skip if isinstance(skip, str | type) else tuple(skip)  # YAML gives a list
 
     @classmethod

@@ -7,8 +7,8 @@ import lightning as L
 from torch import Tensor, nn
 
 from lightning_fasttrain.architecture.auxiliary_loss import conflicts_of_losses, train_auxiliary_losses_
-from lightning_fasttrain.architecture.search.chosen_blocks import choose_blocks
 from lightning_fasttrain.architecture.expert_layers import ExpertLinear, ExpertRouter
+from lightning_fasttrain.architecture.search.chosen_blocks import choose_blocks
 from lightning_fasttrain.architecture.search.find_mlps import Mlp, find_mlps
 from lightning_fasttrain.core.checks import NonNegativeFloat, PositiveInt, check_arguments
 from lightning_fasttrain.core.host.late_parameters import notices_late_parameters
@@ -42,7 +42,8 @@ def upcycle_(
 
     A linear router chooses ``top_k`` experts for each token. Their outputs are summed with the router's probabilities,
     normalized to a sum of 1, so the output starts as that of the dense model, up to rounding, and a token takes
-    ``top_k`` times the computation of the dense MLP. Tokens are sorted by expert, and each layer is one grouped product.
+    ``top_k`` times the computation of the dense MLP. Tokens are sorted by expert, and each layer is one grouped
+    product.
 
     Of each MLP, the linear layers are replaced, wherever the block calls them: one or two that widen the hidden states,
     and the one that narrows them. Between them only functions of single elements may lie. The router's losses reach the
@@ -61,7 +62,8 @@ def upcycle_(
     Returns:
         Names of the changed layers. Their weights have the experts as a new first axis, under the same names; routers
         are new submodules, ``router``, of the first layers. All stay in the model. If layers were changed before, their
-        names, and nothing is done. Weights of the dense model are loaded before, or afterwards with :func:`load_dense_`.
+        names, and nothing is done. Weights of the dense model are loaded before, or afterwards with
+        :func:`load_dense_`.
 
     Raises:
         ValueError: no blocks were found, or no MLP in them; ``top_k`` is more than ``experts``; an MLP shares its
@@ -171,8 +173,8 @@ def load_dense_(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 class Upcycling(Technique):
     """Turn the MLPs of every second block into sparse experts; see :func:`upcycle_`.
 
-    Acts right after ``configure_model``, before the optimizer exists and before a checkpoint is restored. Experts stay in
-    the model after the run, as they are its weights, and a second run continues to train them. The gradient of the
+    Acts right after ``configure_model``, before the optimizer exists and before a checkpoint is restored. Experts stay
+    in the model after the run, as they are its weights, and a second run continues to train them. The gradient of the
     routers' losses is added to that of what ``training_step`` returns, whose value does not change.
 
     Args:

@@ -12,7 +12,7 @@ from transformers import ResNetConfig, ResNetForImageClassification
 import lightning_fasttrain as ft
 from tests.support.nets import as_loader, gradients, largest_difference, same, trainer, weights
 
-NORM = dict(momentum=0.3)
+NORM = {"momentum": 0.3}
 
 
 class ConvNet(L.LightningModule):

@@ -114,7 +114,9 @@ def test_blocks_of_a_resnet_start_as_their_shortcut_with_a_gamma_of_zero():
     net = resnet()
     changed = ft.architecture.init_residual_(net, "zero_gamma")
     assert list(changed) == [
-        f"resnet.encoder.stages.{stage}.layers.{layer}.layer.1.normalization.weight" for stage in (0, 1) for layer in (0, 1)
+        f"resnet.encoder.stages.{stage}.layers.{layer}.layer.1.normalization.weight"
+        for stage in (0, 1)
+        for layer in (0, 1)
     ]
     x = torch.rand(2, 8, 6, 6)
     assert torch.equal(net.resnet.encoder.stages[0].layers[1](x), x)

@@ -13,7 +13,7 @@ class _Tracer(fx.Tracer):
     """Traces through everything but layers and norms, also those that inherit from torch's."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, LAYERS + (_BatchNorm,)) or super().is_leaf_module(m, module_qualified_name)
+        return isinstance(m, (*LAYERS, _BatchNorm)) or super().is_leaf_module(m, module_qualified_name)
 
 
 def find_bias_before_norm(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
