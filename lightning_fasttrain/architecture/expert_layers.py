@@ -10,13 +10,14 @@ from torch.nn import functional as F
 from lightning_fasttrain.architecture.auxiliary_loss import ModuleWithLoss
 from lightning_fasttrain.core.messages import explain
 
-_grouped_mm: Any = F.grouped_mm  # type checkers do not know its arguments
+_uncompiled: Any = torch.compiler.disable  # type checkers do not know the arguments of what it returns
+Role = Literal["first", "inner", "last"]
 _ALIGNED = 16  # bytes of a row that a grouped product needs
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Which expert computes which token. Rows are pairs of a token and one of its experts, sorted by expert.
+    """The assignment of tokens to experts. Rows are pairs of a token and one of its experts, sorted by expert.
 
     Args:
         source: the hidden states that were routed.
@@ -116,9 +117,7 @@ class ExpertLinear(nn.Module):
             experts of each token. Between first and last, hidden states are (..., k · H), with rows sorted by expert.
     """
 
-    def __init__(
-        self, dense: nn.Module, transposed: bool, router: ExpertRouter, role: Literal["first", "inner", "last"]
-    ) -> None:
+    def __init__(self, dense: nn.Module, transposed: bool, router: ExpertRouter, role: Role) -> None:
         super().__init__()
         self.transposed, self.role = transposed, role
         self._shared = (router,)  # in a tuple, which registers nothing
@@ -209,20 +208,20 @@ def multiply_groups(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     if any(size % _ALIGNED for size in sizes):
         return _multiply_one_by_one(rows, matrices, ends)
     if rows.dtype == torch.bfloat16:
-        return _DenseGradient.apply(_grouped_mm(rows.contiguous(), matrices, offs=ends))
-    return _multiply_eagerly(rows, matrices, ends)
+        return _multiply_grouped(rows, matrices, ends)
+    return _uncompiled(_multiply_grouped)(rows, matrices, ends)  # the compiler knows bfloat16 only
 
 
-@torch.compiler.disable
+def _multiply_grouped(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    product: Any = _DenseGradient.apply(F.grouped_mm(rows.contiguous(), matrices, offs=ends))
+    return product
+
+
+@_uncompiled
 def _multiply_one_by_one(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
     products = [group @ matrix for group, matrix in zip(rows.split(counts), matrices, strict=True)]
     return torch.cat(products)
-
-
-@torch.compiler.disable  # the compiler knows grouped products of bfloat16 only
-def _multiply_eagerly(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    return _DenseGradient.apply(_grouped_mm(rows.contiguous(), matrices, offs=ends))
 
 
 class _DenseGradient(torch.autograd.Function):

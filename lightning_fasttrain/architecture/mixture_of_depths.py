@@ -22,7 +22,7 @@ from lightning_fasttrain.architecture.residual_form import (
 )
 from lightning_fasttrain.architecture.search.chosen_blocks import choose_blocks
 from lightning_fasttrain.architecture.token_arguments import gather_tokens, take_tokens
-from lightning_fasttrain.core.checks import PositiveInt, Share, check_arguments
+from lightning_fasttrain.core.checks import PositiveInt, PositiveShare, check_arguments
 from lightning_fasttrain.core.host.late_parameters import notices_late_parameters
 from lightning_fasttrain.core.messages import explain, note_once
 from lightning_fasttrain.core.modules.blocks import Blocks
@@ -113,7 +113,7 @@ def _refuse_other_shapes(name: str, x: Tensor) -> None:
 @notices_late_parameters
 def mixture_of_depths_(
     model: nn.Module,
-    capacity: Share = 0.125,
+    capacity: PositiveShare = 0.125,
     *,
     every: PositiveInt = 2,
     sampling: Sampling = "predictor",
@@ -147,7 +147,7 @@ def mixture_of_depths_(
         routed before, their names, and nothing is done.
 
     Raises:
-        ValueError: no blocks were found, or fewer than ``every``; ``capacity`` is 0; a block is a ``Sequential``, of
+        ValueError: no blocks were found, or fewer than ``every``; a block is a ``Sequential``, of
             which the router would become a layer; at the first call: a block is not residual, or an argument has tokens
             and no batch axis.
 
@@ -166,10 +166,8 @@ def mixture_of_depths_(
         return already
     found = choose_blocks(model, blocks, skip)
     chosen = list(found)[every - 1 :: every]
-    if not chosen or capacity == 0:
-        what = f"capacity={capacity}" if capacity == 0 else f"every={every} with {len(found)} blocks"
-        why = "no token would be routed" if capacity == 0 else "no block would be routed"
-        raise ValueError(explain(what, why, "Use capacity=0.125" if capacity == 0 else "Use every=1"))
+    if not chosen:
+        raise ValueError(explain(f"every={every} with {len(found)} blocks", "no block would be routed", "Use every=1"))
     for name in chosen:
         _refuse_sequential(name, found[name])
     for name in chosen:
@@ -245,7 +243,7 @@ class MixtureOfDepths(Technique):
 
     def __init__(
         self,
-        capacity: Share = 0.125,
+        capacity: PositiveShare = 0.125,
         *,
         every: PositiveInt = 2,
         sampling: Sampling = "predictor",

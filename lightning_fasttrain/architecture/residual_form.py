@@ -18,7 +18,7 @@ _COPIES = ("AliasBackward0", "CloneBackward0", "ToCopyBackward0")
 
 @dataclass(frozen=True)
 class ResidualForm:
-    """How a block combines its input x and its update f(x).
+    """The way in which a block combines its input x and its update f(x).
 
     Args:
         rectified: whether the output is relu(x + f(x)), with x ≥ 0, as in a ResNet; otherwise it is x + f(x).

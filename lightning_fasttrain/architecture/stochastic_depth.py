@@ -15,7 +15,7 @@ from lightning_fasttrain.architecture.residual_form import (
     replace_output,
 )
 from lightning_fasttrain.architecture.search.chosen_blocks import choose_blocks
-from lightning_fasttrain.core.checks import Share, check_arguments
+from lightning_fasttrain.core.checks import PositiveShare, check_arguments
 from lightning_fasttrain.core.modules.blocks import Blocks
 from lightning_fasttrain.core.modules.key_value_cache import disable_cache_
 from lightning_fasttrain.core.modules.wrapped_forward import (
@@ -99,7 +99,7 @@ class SkippedBlock(torch.autograd.Function):
 @check_arguments
 def stochastic_depth_(
     model: nn.Module,
-    rate: Share = 0.2,
+    rate: PositiveShare = 0.2,
     *,
     mode: Mode = "row",
     blocks: Blocks | None = None,
@@ -116,7 +116,7 @@ def stochastic_depth_(
 
     Args:
         model: any module. The key-value cache of Hugging Face models is disabled.
-        rate: probability that the last block is skipped, from 0 to 1.
+        rate: probability that the last block is skipped, above 0 and at most 1.
         mode: ``"row"`` draws for each sample, as torchvision's ``"row"``, and computes the block for all of them;
             ``"batch"`` draws once for a batch, and does not compute a skipped block. Its parameters then have a
             gradient of zero, and of a block that returns a tuple all but the hidden states are None. Inside a block
@@ -191,7 +191,7 @@ class StochasticDepth(Technique):
     }
 
     def __init__(
-        self, rate: Share = 0.2, *, mode: Mode = "row", blocks: Blocks | None = None, skip: Blocks = ()
+        self, rate: PositiveShare = 0.2, *, mode: Mode = "row", blocks: Blocks | None = None, skip: Blocks = ()
     ) -> None:
         self.rate, self.blocks = rate, blocks
         self.mode: Mode = mode

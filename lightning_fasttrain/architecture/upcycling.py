@@ -7,7 +7,7 @@ import lightning as L
 from torch import Tensor, nn
 
 from lightning_fasttrain.architecture.auxiliary_loss import conflicts_of_losses, train_auxiliary_losses_
-from lightning_fasttrain.architecture.expert_layers import ExpertLinear, ExpertRouter
+from lightning_fasttrain.architecture.expert_layers import ExpertLinear, ExpertRouter, Role
 from lightning_fasttrain.architecture.search.chosen_blocks import choose_blocks
 from lightning_fasttrain.architecture.search.find_mlps import Mlp, find_mlps
 from lightning_fasttrain.core.checks import NonNegativeFloat, PositiveInt, check_arguments
@@ -133,10 +133,10 @@ def _replace_(model: nn.Module, block: str, mlp: Mlp, settings: tuple[int, int, 
     weight = model.get_submodule(names[0]).get_parameter("weight")
     made = {"device": weight.device, "dtype": weight.dtype}
     router = ExpertRouter(mlp.width, experts, top_k, balance, z_loss, **made)
+    roles: list[Role] = ["first", *["inner"] * (len(names) - 2), "last"]
     for place, name in enumerate(names):
         dense = model.get_submodule(name)
-        role = "last" if place == len(names) - 1 else "inner" if place else "first"
-        model.set_submodule(name, ExpertLinear(dense, is_a(dense, CONV1D), router, role))
+        model.set_submodule(name, ExpertLinear(dense, is_a(dense, CONV1D), router, roles[place]))
     return names
 
 

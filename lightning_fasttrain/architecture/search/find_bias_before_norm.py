@@ -41,8 +41,9 @@ def find_bias_before_norm(model: nn.Module) -> tuple[dict[str, str], dict[str, s
 
 
 def _search(module: nn.Module, prefix: str, found: dict[str, str], left: dict[str, str]) -> None:
-    kinds = [type(part) for part in module.modules()]
-    if not any(issubclass(kind, _BatchNorm) for kind in kinds) or not any(issubclass(kind, LAYERS) for kind in kinds):
+    norms = [part for part in module.modules() if isinstance(part, _BatchNorm)]
+    layers = [part for part in module.modules() if isinstance(part, LAYERS)]
+    if not norms or not layers:
         return
     try:
         with warnings.catch_warnings():
@@ -92,5 +93,7 @@ def _why_unfit(model: nn.Module, layer: Any, norm: Any) -> str:
     channels = layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
     if channels != norm.num_features:
         return "its norm is not over its output channels"
-    holders = [module for module in model.modules() if any(p is layer.bias for p in module._parameters.values())]
-    return "its bias is shared with another layer" if len(holders) > 1 else ""
+    holders = 0
+    for module in model.modules():
+        holders += sum(parameter is layer.bias for parameter in module._parameters.values())
+    return "its bias is shared with another layer" if holders > 1 else ""

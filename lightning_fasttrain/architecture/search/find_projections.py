@@ -1,5 +1,6 @@
 """Find the layers of residual branches: their last projections, the norms that end them, values and MLPs."""
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from lightning_fasttrain.architecture.search.find_mlps import ATTENTION, find_mlps, sizes_of
 from lightning_fasttrain.core.modules.layer_kinds import CONV1D, is_a, is_linear
-from lightning_fasttrain.core.modules.select import is_inside
+from lightning_fasttrain.core.modules.select import has_parameters, is_inside
 
 _CROSS = ("cross", "encoder_attn", "encdec", "multihead_attn")
 _SHORTCUTS = ("downsample", "shortcut", "skip")
@@ -80,7 +81,7 @@ def find_last_norm(block: nn.Module) -> dict[str, nn.Module]:
         ['1']
     """
     layers = {name: block.get_submodule(name) for name in _beside_shortcuts(block)}
-    weighty = {name: layer for name, layer in layers.items() if any(True for _ in layer.parameters(recurse=False))}
+    weighty = {name: layer for name, layer in layers.items() if has_parameters(layer, recurse=False)}
     last = list(weighty.items())[-1:]
     is_norm = [isinstance(layer, _BatchNorm | nn.GroupNorm) and layer.weight is not None for _, layer in last]
     convolves = any(isinstance(layer, _ConvNd) for layer in layers.values())
@@ -109,5 +110,5 @@ def find_values(name: str, attention: nn.Module) -> Matrix | None:
 
 
 def _beside_shortcuts(block: nn.Module) -> list[str]:
-    names = [name for name, _ in block.named_modules() if name]
-    return [name for name in names if not any(word in name.lower() for word in _SHORTCUTS)]
+    shortcut = re.compile("|".join(_SHORTCUTS), flags=re.IGNORECASE)
+    return [name for name, _ in block.named_modules() if name and not shortcut.search(name)]

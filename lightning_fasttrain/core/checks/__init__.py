@@ -8,6 +8,7 @@ from lightning_fasttrain.core.checks.annotations import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    PositiveShare,
     Share,
 )
 from lightning_fasttrain.core.checks.arguments import bind_arguments, check_arguments

@@ -31,6 +31,8 @@ class Bounds:
         return self.low <= value <= self.high and not (self.excluded and value == self.low)
 
     def __str__(self) -> str:
+        if self.high < math.inf and self.excluded:
+            return f"greater than {self.low:g} and at most {self.high:g}"
         if self.high < math.inf:
             return f"between {self.low:g} and {self.high:g}"
         return f"greater than {self.low:g}" if self.excluded else f"at least {self.low:g}"
@@ -41,6 +43,7 @@ NonNegativeInt = Annotated[int, Bounds(0)]
 PositiveFloat = Annotated[float, Bounds(0, excluded=True)]
 NonNegativeFloat = Annotated[float, Bounds(0)]
 Share = Annotated[float, Bounds(0, 1)]
+PositiveShare = Annotated[float, Bounds(0, 1, excluded=True)]
 
 
 @dataclass(frozen=True)
