@@ -133,7 +133,7 @@ def _replace_(model: nn.Module, block: str, mlp: Mlp, settings: tuple[int, int, 
     weight = model.get_submodule(names[0]).get_parameter("weight")
     made = {"device": weight.device, "dtype": weight.dtype}
     router = ExpertRouter(mlp.width, experts, top_k, balance, z_loss, **made)
-    roles: list[Role] = ["first", *["inner"] * (len(names) - 2), "last"]
+    roles: list[Role] = ["first", "last"] if len(names) == 2 else ["first", "inner", "last"]
     for place, name in enumerate(names):
         dense = model.get_submodule(name)
         model.set_submodule(name, ExpertLinear(dense, is_a(dense, CONV1D), router, roles[place]))
