@@ -49,10 +49,11 @@ class RoutedForward(ForwardWithLoss):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.ran = True
         _, x = find_hidden(args, kwargs)
-        _refuse_other_shapes(self.name, x)
+        router = self.module.get_submodule(ROUTER)
+        _refuse_other_shapes(self.name, x, router.get_parameter("weight").shape[1])
         if self.form is None and self.module.training and not torch.compiler.is_compiling():
             self.form = self._try(args, kwargs)
-        scores = self.module.get_submodule(ROUTER)(x).squeeze(-1)  # (B, T)
+        scores = router(x).squeeze(-1)  # (B, T)
         by_predictor = self.sampling == "predictor"
         if self.module.training or not by_predictor:
             index, kept = self._choose(scores), None
@@ -102,10 +103,10 @@ class RoutedForward(ForwardWithLoss):
         return form
 
 
-def _refuse_other_shapes(name: str, x: Tensor) -> None:
-    if x.ndim != 3:
+def _refuse_other_shapes(name: str, x: Tensor, width: int) -> None:
+    if x.ndim != 3 or x.shape[-1] != width:
         what = f"MixtureOfDepths: block '{name}' gets hidden states of shape {tuple(x.shape)}"
-        why = "expected (batch, tokens, features)"
+        why = f"expected (batch, tokens, {width}), as the norms of the block have it"
         raise ValueError(explain(what, why, "Leave it out with skip="))
 
 

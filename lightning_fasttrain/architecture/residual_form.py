@@ -52,7 +52,7 @@ def find_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | st
     for place, value in places:
         if isinstance(value, Tensor) and value.is_floating_point():
             return place, value
-    raise TypeError("none of its arguments is a tensor of floats")
+    raise TypeError("none of the block's arguments is a tensor of floats")
 
 
 def replace_hidden(

@@ -52,10 +52,10 @@ class StochasticForward(WrappedForward):
         if not self.module.training or self.drop_rate == 0:
             return self.inner(*args, **kwargs)
         self.ran = True
-        _, x = find_hidden(args, kwargs)
         compiling = torch.compiler.is_compiling()
         if self.form is None and not compiling:
             self.form = find_residual_form(self.module, self.name, "StochasticDepth", args, kwargs)
+        _, x = find_hidden(args, kwargs)
         if self.mode == "batch" and not compiling:
             return self._skip_or_run(x, args, kwargs)
         # Compiled code has no branches, so a block inside of it is computed and multiplied by zero.

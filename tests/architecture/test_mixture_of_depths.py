@@ -314,6 +314,13 @@ def test_a_mask_without_a_batch_axis_and_a_cache_are_refused():
     assert generated.shape == (3, 5)
 
 
+def test_hidden_states_of_another_shape_are_refused():
+    net = nn.ModuleList([Block(), Block()])
+    ft.architecture.mixture_of_depths_(net, 0.5)
+    with pytest.raises(ValueError, match=r"hidden states of shape \(3, 8\): expected \(batch, tokens, 8\)"):
+        net[1](torch.rand(3, DIM))
+
+
 def test_a_block_that_is_not_residual_is_refused():
     net = nn.Sequential(*[nn.TransformerEncoderLayer(4, 2, 8, batch_first=True) for _ in range(2)])
     ft.architecture.mixture_of_depths_(net, 0.5)

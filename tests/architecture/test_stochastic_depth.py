@@ -190,6 +190,13 @@ def test_a_block_that_is_not_residual_is_refused_by_name(block, why):
         net(torch.rand(3, 4))
 
 
+def test_a_block_without_hidden_states_is_refused_by_name():
+    net = nn.Sequential(*[nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)])
+    ft.architecture.stochastic_depth_(net, 0.1, blocks=["0"])
+    with pytest.raises(ValueError, match="block '0' .* none of the block's arguments is a tensor of floats"):
+        net[0](torch.zeros(2, dtype=torch.long))
+
+
 def test_relu_after_a_sum_with_a_negative_input_is_refused():
     net = stack(rectify=True)
     ft.architecture.stochastic_depth_(net, 0.1)
