@@ -29,8 +29,19 @@ ZERO = {
     *("compare_ranks_every", "every_n_steps", "first_step", "warmup", "skip_bad_samples", "exit_code", "pad_id"),
     *("weight_decay", "dropout", "label_smoothing", "z_loss", "final", "by", "alpha", "activation_gib", "at", "over"),
     *("ignore_index", "lr", "decay", "feature_weight", "min_mib", "in_flight_mib", "host_bytes", "headroom", "stage"),
-    *("momentum", "eps", "prefetch", "persistence", "reuse", "reduce_bucket", "sub_group", "parent_rank", "amount"),
-    "dry_run.Rehearsal.seconds",
+    *(
+        "balance",
+        "momentum",
+        "eps",
+        "prefetch",
+        "persistence",
+        "reuse",
+        "reduce_bucket",
+        "sub_group",
+        "parent_rank",
+        "amount",
+    ),
+    *("balance", "dry_run.Rehearsal.seconds"),
 }
 NEGATIVE = {"z_loss", "ignore_index", "pad_id"}
 # Calls of what is shown by no example of its own.
