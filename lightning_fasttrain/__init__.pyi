@@ -4,6 +4,7 @@ from lightning_fasttrain import architecture as architecture
 from lightning_fasttrain import data as data
 from lightning_fasttrain import doctor as doctor
 from lightning_fasttrain import dry_run as dry_run
+from lightning_fasttrain import estimate as estimate
 from lightning_fasttrain import finetune as finetune
 from lightning_fasttrain import loss as loss
 from lightning_fasttrain import model as model

@@ -117,6 +117,16 @@ def takes_growing_sequences(technique: Any, loop: Loop) -> None:
     loop.batches = list(ft.data.grow_sequences(loop.batches, growth, window=loop.window))
 
 
+def shrink_sequences(batch: Any, scale: float) -> Any:
+    """Sequences instead of images."""
+    return ft.data.cut_sequences(batch, round(5 * scale))
+
+
+def takes_growing_images(technique: Any, loop: Loop) -> None:
+    growth = ft.data.Growth(2, 5, over=3, grid=1)
+    loop.batches = list(ft.data.grow_images(loop.batches, growth, window=loop.window, resize=technique.resize))
+
+
 def prefetches(technique: Any, loop: Loop) -> None:
     loop.batches = ft.prefetch_to_device(loop.batches, "cpu")
 
@@ -150,6 +160,12 @@ def times(technique: Any, loop: Loop) -> None:
     timer = ft.run.StepTimer("cpu", warmup=0)
     loop.after_step.append(timer.end_step)
     loop.at_end.append(lambda: positive(timer.summary()["step_ms"]))
+
+
+def measures_noise(technique: Any, loop: Loop) -> None:
+    noise = ft.run.NoiseScale(loop.model)
+    loop.step = noise.watch(loop.step)
+    loop.around.append((1, lambda held: noise.measure()))
 
 
 def meters(technique: Any, loop: Loop) -> None:
@@ -303,6 +319,13 @@ CASES = [
         regroup=cut_by_hand,
         batches=5,
     ),
+    Case(
+        lambda: ft.data.ProgressiveResizing(2, 5, over=3, grid=1, resize=shrink_sequences),
+        takes_growing_images,
+        effects.images_are_small_at_first,
+        regroup=cut_by_hand,
+        batches=5,
+    ),
     Case(lambda: ft.data.EvenEpochs(), ends_evenly, effects.the_loader_agrees_with_others),
     Case(lambda: ft.data.SampleGuard(), guards_samples, effects.a_bad_sample_is_passed_over),
     Case(lambda: ft.DevicePrefetch(), prefetches, effects.says_that_a_cpu_has_the_batches),
@@ -392,6 +415,7 @@ CASES = [
     ),  # on a CPU it changes nothing, and says so
     Case(lambda: ft.StepMeter(), times, effects.a_step_has_a_time),
     Case(lambda: ft.MemoryMeter(), meters, effects.a_step_has_a_peak),
+    Case(lambda: ft.run.GradientNoiseScale(every_n_steps=1), measures_noise, effects.two_batches_show_noise),
     # The steps before the one that MemoryMeter measures, as torch runs one profiler at a time.
     Case(lambda: ft.run.MemoryTimeline(f"{FOLDER}/memory", first_step=0), records, effects.a_step_has_a_picture),
     Case(lambda: ft.AtomicCheckpoints(), saves_whole, effects.a_damaged_checkpoint_is_not_loaded),

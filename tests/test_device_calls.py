@@ -95,6 +95,7 @@ TABLE = {
     "MatmulPrecision": (lambda: [ft.model.MatmulPrecision("tf32")], {}, 0),
     "LowPrecisionProducts": (lambda: [ft.LowPrecisionProducts("int8", min_features=32)], {}, None),
     "StepMeter": (lambda: [ft.StepMeter()], {}, 0),
+    "GradientNoiseScale": (lambda: [ft.run.GradientNoiseScale(every_n_steps=1), micro(4)], {}, None),
     "MemoryMeter": (lambda: [ft.MemoryMeter()], {}, 0),
     "all together": (all_together, CLIPPED, 614),
     "all and FusedLossHead": (lambda: [*all_together(), ft.FusedLossHead("net.head")], CLIPPED, None),

@@ -27,6 +27,14 @@ def test_micro_batches_have_the_gradient_of_the_unsplit_step(found):
     assert largest(found, "micro agree") == 0
 
 
+@pytest.mark.parametrize("batches", [1, 2])
+def test_the_gradient_noise_scale_is_that_of_the_parts_of_all_ranks(found, batches):
+    for rank in found:
+        state, expected = rank[f"noise of {batches}"]
+        assert [state["signal"], state["noise"]] == pytest.approx(expected, rel=1e-3)
+        assert state["measured"] == 1
+
+
 @pytest.mark.parametrize("how", ["trimmed", "token budget"])
 def test_ranks_cut_off_their_own_padding(found, how):
     for rank in found:

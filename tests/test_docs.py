@@ -15,7 +15,7 @@ import lightning_fasttrain as ft
 from lightning_fasttrain.cli.describe_techniques import conflicts_of, read_measurements, source_of
 from lightning_fasttrain.cli.main import main
 from lightning_fasttrain.cli.technique_cards import markdown_page, read_cards
-from lightning_fasttrain.core.package import MODULES, PACKAGE, SUBPACKAGES
+from lightning_fasttrain.core.package import PACKAGE, ROOMS, SUBPACKAGES
 from lightning_fasttrain.planner.catalogue import known_techniques, public_path
 
 ROOT = Path(__file__).parent.parent
@@ -24,7 +24,7 @@ LADDER = ROOT / "examples" / "results" / "ladder_cpu.json"
 PAGES = sorted(DOCS.rglob("*.md"))
 PROSE = [*PAGES, *(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING", "SECURITY"))]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-ROOM_NAMES = {module.split(".")[0] for module in MODULES} - {"core", "mixin"}
+ROOM_NAMES = set(ROOMS)
 
 
 def test_the_page_of_techniques_is_what_the_command_writes(capsys):

@@ -1,11 +1,16 @@
 """The examples run, and show what they say. Those that measure are in bench/."""
 
+import functools
+import importlib
+import itertools
 import json
 import shutil
+from collections import Counter
+from pathlib import Path
 
 import pytest
 
-from examples import your_own_technique
+from examples import superbpe, your_own_technique
 from tests.support.run_example import last_line, last_line_under_torchrun
 
 SMALLER_GPT = ("context=128, layers=4, heads=4, width=64", "context=128, layers=2, heads=4, width=32")
@@ -82,3 +87,46 @@ def test_an_8b_model_is_predicted_to_fit(tmp_path):
     predicted = json.loads((tmp_path / "results.json").read_text())["predicted"]
     peaks = [predicted[way]["peak_gib"] for way in ("full fine-tuning", "LoRA", "QLoRA", "QLoRA + FusedLossHead")]
     assert peaks == sorted(peaks, reverse=True)
+
+
+def test_superwords_continue_the_merges_of_words():
+    """Each further merge joins the most frequent pair, counted slowly; four tokens of the first stage at most."""
+    lines = [line + "\n" for line in Path(superbpe.__file__).read_text().splitlines() if line]
+    words = superbpe.train_words(lines, 400)
+    superwords = superbpe.continue_across_spaces(words, lines, 430)
+    first, merges = superbpe.read_merges(words)[1], superbpe.read_merges(superwords)[1]
+    assert merges[: len(first)] == first
+    assert len(merges) == len(first) + 30
+    texts = [[(token,) for token in words.encode(line).tokens] for line in lines]
+    for merge in merges[len(first) :]:
+        counts = Counter(pair for text in texts for pair in itertools.pairwise(text) if len(sum(pair, ())) <= 4)
+        spelled = {tuple("".join(part) for part in pair): pair for pair in counts}
+        assert counts[spelled[merge]] == max(counts.values())
+        texts = [joined(text, spelled[merge]) for text in texts]
+    assert any("Ġ" in token.strip("Ġ") for token in superwords.get_vocab())
+    assert [superwords.decode(superwords.encode(line).ids) for line in lines] == lines
+    tokens = [sum(len(t.encode(line).ids) for line in lines) for t in (superbpe.train_words(lines, 430), superwords)]
+    assert tokens[1] < tokens[0]
+
+
+def joined(text, pair):
+    """The text with each occurrence of a pair as one token."""
+    result, place = [], 0
+    while place < len(text):
+        found = tuple(text[place : place + 2]) == pair
+        result.append(text[place] + text[place + 1] if found else text[place])
+        place += 1 + found
+    return result
+
+
+def test_min_snr_weights_change_the_training_of_a_diffusion_model(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(superbpe.__file__).parent))
+    min_snr = importlib.import_module("min_snr")
+    monkeypatch.setattr(min_snr, "DRAWN", 16)
+    monkeypatch.setattr(min_snr, "draw", functools.partial(min_snr.draw, steps=2))
+    letters, alphas = min_snr.read_letters(min_snr.SIDE, [12])[0], min_snr.cosine_schedule()
+    assert min_snr.distance(letters, letters) == pytest.approx(0, abs=1e-2)
+    assert min_snr.distance(letters, letters + 0.1) == pytest.approx(0.01 * min_snr.SIDE**2, abs=1e-2)
+    plain, weighted = (min_snr.train(letters, alphas, weighted, 3, seed=0) for weighted in (False, True))
+    assert len(plain) == len(weighted) == 3
+    assert plain != weighted

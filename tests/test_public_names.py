@@ -18,6 +18,7 @@ HEAVY = {"torch", "lightning", "numpy", "rich"}
 COMMANDS = (
     "ladder",
     "memory",
+    "estimate",
     "verify",
     "plan",
     "rehearse",
@@ -80,6 +81,25 @@ def test_what_the_parser_answers_imports_nothing_heavy(arguments, code, says):
     assert (returned, says in printed) == (code, True)
     assert "argparse" in imported  # so the list is one of imports
     assert not imported & HEAVY
+
+
+def test_a_schedule_is_drawn_without_torch():
+    returned, printed, imported = run_command("schedule", "cosine", "--warmup", "100", "--total", "1000")
+    assert (returned, "cosine: 1,000 steps" in printed) == (0, True)
+    assert not imported & (HEAVY - {"rich"})
+
+
+def test_a_function_is_not_replaced_by_the_file_of_its_name():
+    code = """
+import lightning_fasttrain.predict.predict_memory
+import lightning_fasttrain as ft
+from lightning_fasttrain.predict import predict_memory
+assert callable(predict_memory) and predict_memory is ft.predict.predict_memory is ft.predict_memory
+assert ft.optim.schedule.__name__ == "lightning_fasttrain.optim.schedule"
+assert "TYPE_CHECKING" not in dir(ft.optim) and set(ft.optim.__all__) <= set(dir(ft.optim))
+"""
+    done = run_python("-c", code)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("name", ft.__all__)

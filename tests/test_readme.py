@@ -239,3 +239,37 @@ def test_the_names_in_the_table_exist():
     assert len(calls_in_the_table()) > 20
     for name in calls_in_the_table():
         operator.attrgetter(name)(ft)
+
+
+SMALL_TABLES = {
+    "min snr": (
+        "min_snr_cpu",
+        lambda row: [
+            row["run"],
+            *(f"{distance:.1f}" for distance in row["distances"]),
+            ", ".join(f"{distance:.1f}" for distance in row["last_by_seed"]),
+        ],
+    ),
+    "resizing": (
+        "progressive_resizing_cpu",
+        lambda row: [row["run"], f"{row['seconds']:.1f} s", f"{row['accuracy']:.1%}"],
+    ),
+    "superbpe": (
+        "superbpe_cpu",
+        lambda row: [
+            row["encoding"],
+            f"{row['bytes_per_token']:.2f}",
+            f"{row['tokens_per_s']:,.0f}",
+            f"{row['bytes_per_s']:,.0f}",
+            f"{row['bits_per_byte']:.3f}",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("table", SMALL_TABLES)
+def test_the_tables_of_small_examples_are_what_was_measured(table):
+    file, cells_of = SMALL_TABLES[table]
+    written = RESULTS.split(f"<!-- {table} -->\n")[1].split(f"\n<!-- /{table} -->")[0].splitlines()[2:]
+    rows = json.loads((ROOT / "examples" / "results" / f"{file}.json").read_text())["rows"]
+    assert written == [f"| {' | '.join(cells_of(row))} |" for row in rows]

@@ -13,8 +13,19 @@ import lightning_fasttrain as ft
 from tests.support.run_example import ROOT
 
 ROOMS = (
-    *("architecture", "data", "finetune", "loss", "model", "dry_run", "optim", "planner", "predict", "run"),
-    *("strategy", "technique"),
+    "architecture",
+    "data",
+    "estimate",
+    "finetune",
+    "loss",
+    "model",
+    "dry_run",
+    "optim",
+    "planner",
+    "predict",
+    "run",
+    "strategy",
+    "technique",
 )
 
 
@@ -61,8 +72,4 @@ def test_every_public_name_has_a_type_and_wrong_use_is_seen(installed, tmp_path)
 
 def public_names(room):
     """What a room's ``__init__`` imports, without its sub-rooms and files."""
-    return [
-        name
-        for name, value in vars(room).items()
-        if name[0] != "_" and not hasattr(value, "__path__") and callable(value)
-    ]
+    return [name for name in room.__all__ if callable(getattr(room, name))]

@@ -22,6 +22,9 @@ def on_files(files: Files, config: Any) -> Files:
             if path.suffix in SUFFIXES:
                 name = path.relative_to(root).as_posix()
                 files.append(File.generated(config, name, abs_src_path=str(path)))
+                # The page of results includes a text that stands beside its pictures.
+                if path.suffix == ".png":
+                    files.append(File.generated(config, path.name, abs_src_path=str(path)))
     return files
 
 

@@ -4,12 +4,18 @@ From the bottom up: ``auxiliary_loss``, ``expert_layers``, ``residual_form``, ``
 ``drop_bias_before_norm``, ``init_residual``, ``mixture_of_depths``, ``stochastic_depth``, ``upcycling``.
 """
 
-from lightning_fasttrain.architecture.auxiliary_loss import add_auxiliary_gradient, auxiliary_loss
-from lightning_fasttrain.architecture.drop_bias_before_norm import DropBiasBeforeNorm, drop_bias_before_norm_
-from lightning_fasttrain.architecture.init_residual import init_residual_
-from lightning_fasttrain.architecture.mixture_of_depths import MixtureOfDepths, mixture_of_depths_
-from lightning_fasttrain.architecture.stochastic_depth import StochasticDepth, stochastic_depth_
-from lightning_fasttrain.architecture.upcycling import Upcycling, load_dense_, upcycle_
+from typing import TYPE_CHECKING
+
+from lightning_fasttrain.core.package import import_names_when_used
+
+import_names_when_used(__name__)
+if TYPE_CHECKING:
+    from lightning_fasttrain.architecture.auxiliary_loss import add_auxiliary_gradient, auxiliary_loss
+    from lightning_fasttrain.architecture.drop_bias_before_norm import DropBiasBeforeNorm, drop_bias_before_norm_
+    from lightning_fasttrain.architecture.init_residual import init_residual_
+    from lightning_fasttrain.architecture.mixture_of_depths import MixtureOfDepths, mixture_of_depths_
+    from lightning_fasttrain.architecture.stochastic_depth import StochasticDepth, stochastic_depth_
+    from lightning_fasttrain.architecture.upcycling import Upcycling, load_dense_, upcycle_
 
 __all__ = [
     "DropBiasBeforeNorm",

@@ -5,13 +5,12 @@ import os
 import runpy
 import sys
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 
 from lightning_fasttrain.cli.rehearsal.run_script import RESULT, end_process
 from lightning_fasttrain.core.files.atomic_write import write_atomic
-from lightning_fasttrain.doctor import Diagnosis, Doctor, Examination, examine, save_diagnosis
+from lightning_fasttrain.doctor import Diagnosis, Doctor, Examination, examine
 
 # In the environment of the script: the arguments of the doctor, as JSON.
 DOCTOR = "FASTTRAIN_DOCTOR"
@@ -26,7 +25,7 @@ def make_callbacks() -> list[L.Callback]:
     if DOCTOR not in os.environ:
         return []
     orders = json.loads(os.environ[DOCTOR])
-    return [ExamineAndEnd(orders["steps"], orders["warmup"], show=False)]
+    return [ExamineAndEnd(orders["steps"], orders["warmup"], orders["out"], show=False)]
 
 
 class ExamineAndEnd(Doctor):
@@ -39,6 +38,7 @@ class ExamineAndEnd(Doctor):
         super().on_train_start(trainer, pl_module)
 
     def on_diagnosis(self, diagnosis: Diagnosis) -> None:
+        super().on_diagnosis(diagnosis)
         _report_and_end(diagnosis)
 
 
@@ -48,15 +48,15 @@ def run_examined() -> None:
     script = str(Path(sys.argv[0]).resolve())
     sys.path[0] = str(Path(script).parent)
     orders = json.loads(os.environ[DOCTOR])
-    examination = examine(orders["steps"], orders["warmup"], report=_report_and_end)
+    examination = examine(orders["steps"], orders["warmup"], out=orders["out"], report=_report_and_end)
     _examinations.append(examination)
     with examination:
         runpy.run_path(script, run_name="__main__")
 
 
 def _report_and_end(diagnosis: Diagnosis) -> None:
-    orders: dict[str, Any] = json.loads(os.environ[DOCTOR])
-    written = [str(path) for path in save_diagnosis(diagnosis, Path(orders["out"]))]
+    folder = json.loads(os.environ[DOCTOR])["out"]
+    written = [str(path) for path in sorted(Path(folder).glob("doctor.*"))]
     found = {"report": diagnosis.as_dict(), "table": str(diagnosis), "written": written}
     write_atomic(os.environ[RESULT], json.dumps(found))
     end_process(0)

@@ -62,6 +62,29 @@ COMMANDS = (
         "imported and called, which runs its code.",
     ),
     Command(
+        "estimate",
+        "FLOPs, hours, energy, loss and memory of a training, before it runs",
+        [
+            *model_options("sequences of that GPT's batch; default: the size's own, or 4 to measure"),
+            option("--tokens", metavar="N", help="of the training, as 10B or 1.4T"),
+            option("--samples", metavar="N", help="of the training, if batches hold no token ids"),
+            option("--gpu", metavar="NAME:N", help="as H100:8, a wrong name lists them; default: measure here"),
+            option("--mfu", type=float, metavar="SHARE", help="of that GPU's peak, assumed; default: 0.4"),
+            option(
+                "--precision", help="32-true, bf16-mixed or bf16-true; default: bf16-mixed with --gpu, else 32-true"
+            ),
+            option("--critical-batch", metavar="N", help="as GradientNoiseScale measured it, in tokens or samples"),
+            _techniques("of the run; default: none"),
+            option("--out", metavar="FILE", help="also write JSON to this file"),
+            _JSON,
+        ],
+        model_commands.estimate_run,
+        "Count the FLOPs of a step, and estimate the training by published formulas: time and energy on a named GPU, "
+        "or with an MFU that is measured on this machine; the loss that scaling laws expect, and the best use of the "
+        "same budget; the critical batch size; memory. Each value states how it is known. TARGET is imported and "
+        "called, which runs its code.",
+    ),
+    Command(
         "verify",
         "run a step without and with techniques: is it the same training, on this model?",
         [

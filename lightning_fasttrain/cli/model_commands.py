@@ -36,6 +36,42 @@ def predict_peak(options: argparse.Namespace) -> None:
     show_report(report, options.json)
 
 
+def estimate_run(options: argparse.Namespace) -> None:
+    """Run ``fasttrain estimate``: FLOPs, time, energy, loss, batch size and memory of a training."""
+    from lightning_fasttrain.cli.subject import techniques_named
+    from lightning_fasttrain.core.batch import count_batch
+    from lightning_fasttrain.core.files.atomic_write import write_atomic
+    from lightning_fasttrain.estimate import estimate_training
+    from lightning_fasttrain.estimate.training_estimate import read_count
+
+    if (options.tokens is None) == (options.samples is None):
+        raise CommandError("give either --tokens or --samples, the length of the training, as --tokens 10B.")
+    name = "--samples" if options.tokens is None else "--tokens"
+    # Only to measure, the model must exist.
+    load = load_model if options.gpu is None else load_model_without_memory
+    with working("Measuring a few steps…" if options.gpu is None else "Counting…"):
+        length = read_count(name, options.tokens or options.samples)
+        critical = options.critical_batch and read_count("--critical-batch", options.critical_batch)
+        module, batch = load(options)
+        if (count_batch(batch)[1] > 0) != (options.tokens is not None):
+            other = "--tokens" if options.tokens is None else "--samples"
+            holds = "token ids" if options.tokens is None else "no token ids"
+            raise CommandError(f"{name}: the batch holds {holds}. Use {other}.")
+        estimate = estimate_training(
+            module,
+            batch,
+            length,
+            gpu=options.gpu,
+            mfu=options.mfu,
+            precision=options.precision,
+            critical_batch=critical,
+            techniques=techniques_named(options.techniques),
+        )
+    show_report(estimate, options.json)
+    if options.out:
+        note(f"Written: {write_atomic(Path(options.out), json.dumps(estimate.as_dict(), indent=2))}")
+
+
 def list_unused(options: argparse.Namespace) -> None:
     """Run ``fasttrain why-not``: every technique that is not in use, and why."""
     from lightning_fasttrain.cli.subject import techniques_named

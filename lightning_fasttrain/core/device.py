@@ -89,6 +89,38 @@ def return_unused_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+class AsyncReading:
+    """Copy values from a device to the host without waiting, and read them later.
+
+    Args:
+        numbers: a tensor on any device.
+
+    Example:
+        >>> AsyncReading(torch.tensor([1.0, 2.0])).wait()
+        [1.0, 2.0]
+    """
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        self.numbers, self.event = numbers, None
+        if numbers.is_cuda:
+            # Pinned: otherwise the copy would wait for the device.
+            self.numbers = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
+            self.numbers.copy_(numbers, non_blocking=True)
+            # An event, so that the host waits only for this copy, not for work that is launched after it.
+            self.event = torch.cuda.current_stream(numbers.device).record_event()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether reading would not wait."""
+        return self.event is None or self.event.query()
+
+    def wait(self) -> list[float]:
+        """Return the values; wait until the device has computed them."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.numbers.tolist()
+
+
 def device_clock(device: torch.device) -> float:
     """Return a time in seconds after waiting for ``device`` to finish its queued work; only differences are meaningful.
 

@@ -118,6 +118,16 @@ def format_bytes(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
+def format_ms(ms: float) -> str:
+    """Format milliseconds with three significant digits, and never as a power of ten.
+
+    Example:
+        >>> format_ms(7051.2), format_ms(40.123), format_ms(0.0386)
+        ('7,051', '40.1', '0.0386')
+    """
+    return f"{ms:,.0f}" if ms >= 100 else f"{ms:.3g}"
+
+
 def number_of(count: int, thing: str, things: str = "") -> str:
     """A number and what is counted.
 

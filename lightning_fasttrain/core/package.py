@@ -1,14 +1,19 @@
 """Look up public names when they are first used, so that importing the package imports neither torch nor lightning.
 
-The one list of public names is ``__init__.pyi``, which type checkers and editors read instead of ``__init__.py``.
+The names of the top level are in ``__init__.pyi``, which type checkers and editors read instead of ``__init__.py``.
+Those of a subpackage are the imports of its ``__init__.py`` under ``if TYPE_CHECKING:``.
 """
 
 import ast
 import difflib
 import importlib
 import importlib.metadata
+import importlib.util
 import pkgutil
+import sys
+from functools import cache
 from importlib import resources
+from types import ModuleType
 
 PACKAGE = __name__.partition(".")[0]
 
@@ -18,32 +23,20 @@ except importlib.metadata.PackageNotFoundError:
     __version__ = "unknown (not installed)"
 
 
-def read_subpackages() -> dict[str, str]:
-    """Return the module that the stub names for each public name."""
+def read_imports() -> dict[str, str]:
+    """Return the module from which the stub imports each name: the package itself, for its subpackages."""
     stub = pkgutil.get_data(PACKAGE, "__init__.pyi")
     assert stub is not None
     found = {}
     for statement in ast.parse(stub).body:
-        if (
-            isinstance(statement, ast.ImportFrom) and statement.module != PACKAGE
-        ):  # lines of that kind import the subpackages themselves
+        if isinstance(statement, ast.ImportFrom):
             found |= dict.fromkeys([alias.name for alias in statement.names], statement.module)
     return found
 
 
-def read_modules() -> set[str]:
-    """Return the modules of the package that the stub names, without the package's own name."""
-    stub = pkgutil.get_data(PACKAGE, "__init__.pyi")
-    assert stub is not None
-    found = {module.partition(".")[2] for module in SUBPACKAGES.values()}
-    for statement in ast.parse(stub).body:
-        if isinstance(statement, ast.ImportFrom) and statement.module == PACKAGE:
-            found |= {alias.name for alias in statement.names}
-    return found
-
-
-SUBPACKAGES = read_subpackages()
-MODULES = read_modules()  # also subpackages of which the top level has no name
+_IMPORTS = read_imports()
+SUBPACKAGES = {name: module for name, module in _IMPORTS.items() if module != PACKAGE}
+ROOMS = [name for name, module in _IMPORTS.items() if module == PACKAGE]  # subpackages, with or without names here
 PUBLIC = [
     name for name in SUBPACKAGES if not name.startswith("_")
 ]  # for `import *`, which must not bring a __version__
@@ -59,7 +52,7 @@ def find_public(name: str) -> object:
         >>> find_public("MicroBatching").__module__
         'lightning_fasttrain.data.micro_batching'
     """
-    if name in MODULES:
+    if name in ROOMS or f"{PACKAGE}.{name}" in SUBPACKAGES.values():
         return importlib.import_module(f"{PACKAGE}.{name}")
     if name not in SUBPACKAGES:
         raise AttributeError(f"module {PACKAGE!r} has no attribute {name!r}{_hint(name)}")
@@ -85,16 +78,62 @@ def _hint(name: str) -> str:
 def _read_names_of_subpackages() -> dict[str, str]:
     """Return the full path of each name in a subpackage. Their sources are read; nothing is imported."""
     found: dict[str, str] = {}
-    for module in sorted({module for module in MODULES if "." not in module}, reverse=True):
-        place = f"{PACKAGE}.{module}"
-        source = resources.files(PACKAGE).joinpath(module, "__init__.py")
-        for statement in ast.parse(source.read_bytes() if source.is_file() else b"").body:
-            if isinstance(statement, ast.ImportFrom):
-                found |= {alias.name: f"{place}.{alias.name}" for alias in statement.names}
+    places = {module for module in SUBPACKAGES.values() if module.count(".") == 1}
+    for place in sorted(places | {f"{PACKAGE}.{room}" for room in ROOMS}, reverse=True):
+        source = resources.files(PACKAGE).joinpath(place.partition(".")[2], "__init__.py")
+        if source.is_file():
+            found |= {name: f"{place}.{name}" for name in _read_names(source.read_bytes())}
     return found
+
+
+def _read_names(source: bytes) -> dict[str, str]:
+    """Return the module that a source names for each name which it imports for type checkers."""
+    found = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            for statement in node.body:
+                assert isinstance(statement, ast.ImportFrom)
+                found |= dict.fromkeys([alias.name for alias in statement.names], str(statement.module))
+    return found
+
+
+@cache
+def _names_of(subpackage: str) -> dict[str, str]:
+    source = pkgutil.get_data(subpackage, "__init__.py")
+    assert source is not None
+    return _read_names(source)
+
+
+class _LazyModule(ModuleType):
+    """A subpackage whose public names are imported when they are first used."""
+
+    def __getattr__(self, name: str) -> object:
+        module = _names_of(self.__name__).get(name)
+        if module is not None:
+            thing = getattr(importlib.import_module(module), name)
+            vars(self)[name] = thing
+            return thing
+        if not name.startswith("_") and importlib.util.find_spec(f"{self.__name__}.{name}") is not None:
+            return importlib.import_module(f"{self.__name__}.{name}")
+        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: object) -> None:
+        # Python would put the file accumulate_gradients.py in place of the function of that name.
+        if not (isinstance(value, ModuleType) and name in _names_of(self.__name__)):
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        inside = [name for name, value in vars(self).items() if isinstance(value, ModuleType)]
+        return sorted({*inside, *_names_of(self.__name__)})
+
+
+def import_names_when_used(subpackage: str) -> None:
+    """Import the public names of a subpackage when they are first used; called by its ``__init__.py``."""
+    sys.modules[subpackage].__class__ = _LazyModule
 
 
 def list_names() -> list[str]:
     """Return what ``dir`` shows of the package: public names and subpackages."""
-    shown = [module for module in MODULES if not module.startswith("core.")]
-    return sorted([*shown, *SUBPACKAGES])
+    modules = {module.partition(".")[2] for module in SUBPACKAGES.values()}
+    shown = [module for module in modules if not module.startswith("core.")]
+    return sorted({*shown, *ROOMS, *SUBPACKAGES})

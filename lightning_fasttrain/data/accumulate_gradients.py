@@ -25,7 +25,7 @@ from lightning_fasttrain.data.normalizer.trial.looks import Looks
 from lightning_fasttrain.data.normalizer.trial.step_function import key_of, loss_of
 from lightning_fasttrain.data.padding.trim_search import TrimPadding, TrimSearch, check_budget
 from lightning_fasttrain.data.step_gradients import StepGradients, add_gradients, sum_gradients_in_float32
-from lightning_fasttrain.data.trunk.batch_search import OUT_OF_TRIES, TRIES, BatchSearch, Found
+from lightning_fasttrain.data.trunk.batch_search import OUT_OF_TRIES, TRIES, BatchSearch, Found, guess_split, is_guess
 from lightning_fasttrain.data.trunk.micro_batch_forward import Trunk
 
 Step = Callable[[Any], Any]
@@ -102,7 +102,6 @@ def accumulate_gradients(
         if isinstance(found.split, Trunk):
             trimming.refuse_trunk(found.split)
             return _run_through(found.split, step, batch, n, backward)
-        assert found.split is not None  # this stage refuses a step that returns None
         gradients = StepGradients(found.split.parameters)
         try:
             return call.accumulate(call.cut(batch, n, found.trimming), found.split, gradients)
@@ -189,11 +188,6 @@ class _Found:
     trimming: TrimSearch
     looks: Looks = field(default_factory=Looks)
 
-    @property
-    def shows_nothing(self) -> bool:
-        """Whether no batch has shown how the loss is split, as without targets."""
-        return self.split is None or (isinstance(self.split, LossSplit) and self.split.provisional)
-
 
 _found: OrderedDict[Any, _Found] = OrderedDict()  # keyed by step and count
 _MOST_FOUND = 64  # bounded, for programs that create many models
@@ -218,9 +212,9 @@ class _Call:
     def find(self, batch: Any, most: int, trimming: TrimSearch) -> _Found:
         """Return how the loss is split and its padding cut off; all ranks have ``most`` micro-batches together."""
         found = self._find_split(batch, most, trimming)
-        if (self.n > 1 or trimming.is_asked_for) and (self.check or trimming.wanted) and found.trimming.is_open:
+        if self.n > 1 or trimming.is_asked_for:
             split = found.split if isinstance(found.split, LossSplit) else None
-            found.trimming.look_at(lambda: self.stage, batch, split, self.n)
+            found.trimming.look_at(lambda: self.stage, batch, split, self.n, self.check)
         return found
 
     def _find_split(self, batch: Any, most: int, trimming: TrimSearch) -> _Found:
@@ -231,9 +225,9 @@ class _Call:
         known = _found.get(key)
         if known is None and most == 1:  # "sum" needs no labels in the batch
             return _Found(LossSplit(None, self.count if callable(self.count) else CountRule("sum")), trimming)
-        known = known or _Found(None, trimming)
+        known = known or _Found(guess_split(), trimming)
         is_due = known.looks.is_due(lambda: self._may_show_more(known.split, batch))
-        if is_due or known.shows_nothing:
+        if is_due or is_guess(known.split):
             with known.looks.timed():
                 known.split = self.search(batch).find(known.split)
             _found[key] = known
@@ -257,7 +251,6 @@ class _Call:
     def search(self, batch: Any) -> BatchSearch:
         """Return the search on a batch."""
         return BatchSearch(
-            "accumulate_gradients",
             self.stage,
             batch,
             self.n,

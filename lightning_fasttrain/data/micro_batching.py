@@ -12,7 +12,6 @@ from lightning_fasttrain.core.checks import PositiveInt, positive_int
 from lightning_fasttrain.core.messages import explain, number_of
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.data.closure.micro_batch_closure import BatchClosures
-from lightning_fasttrain.data.closure.roles import SharedSplit
 from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule, named_count, rule_in, rule_state
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit
 from lightning_fasttrain.data.normalizer.trial.deterministic_step import list_batch_statistics
@@ -129,7 +128,6 @@ class MicroBatching(Technique):
             raise ValueError(explain(f"then={self.then} with n={n}", why, way_out))
         self.found: LossSplit | None = None
         self.found_before: CountRule | None = None
-        self.shared: SharedSplit | None = None
         self.parts = 0  # micro-batches of the last batch
         self.together = Together()
 

@@ -15,7 +15,6 @@ from lightning_fasttrain.core.host.lightning import decide_when_accumulation_con
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.data.closure.micro_batch_closure import BatchClosures
-from lightning_fasttrain.data.closure.roles import SharedSplit
 from lightning_fasttrain.data.normalizer.count_targets import (
     Count,
     CountRule,
@@ -88,7 +87,6 @@ class TokenWeightedAccumulation(Technique):
         self.check = check
         self.found: LossSplit | None = None
         self.found_before: CountRule | None = None
-        self.shared: SharedSplit | None = None
         self.reference: Any = None  # scales summed losses near their mean, for float16; cancels out
         self._trainer: L.Trainer | None = None
         self._restored: dict[str, Any] | None = None

@@ -7,9 +7,10 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from lightning_fasttrain.core.messages import Report, number_of, titled_table
+from lightning_fasttrain.core.messages import Report, format_ms, number_of, titled_table
 from lightning_fasttrain.doctor.finding import Finding
 from lightning_fasttrain.doctor.observation.measured import LineTime
+from lightning_fasttrain.run.profiling.memory_record import MemoryRecord
 
 # Findings below this share of a step are counted, not shown.
 LEAST_SHARE = 0.01
@@ -27,6 +28,8 @@ class Diagnosis(Report):
         findings: the findings that cost at least 1% of a step, memory, or accuracy; the most expensive first.
         minor: the others.
         lines: the lines of the user's code that took longest, with their phases.
+        block_ms: time of the forward of each block.
+        memory: the memory of one step; None if it was not recorded.
         notes: what could not be looked at, and why.
     """
 
@@ -38,6 +41,8 @@ class Diagnosis(Report):
     minor: tuple[Finding, ...] = ()
     lines: tuple[tuple[str, LineTime], ...] = ()
     notes: tuple[str, ...] = field(default=())
+    block_ms: dict[str, float] = field(default_factory=dict)
+    memory: MemoryRecord | None = None
 
     def as_dict(self) -> dict[str, Any]:
         lines = [{"phase": phase, **_line_as_dict(one.line), "ms": one.ms} for phase, one in self.lines]
@@ -49,12 +54,16 @@ class Diagnosis(Report):
             "findings": _findings_as_dicts(self.findings, self.step_ms),
             "minor": _findings_as_dicts(self.minor, self.step_ms),
             "lines": lines,
+            "block_ms": self.block_ms,
+            "memory": _memory_as_dict(self.memory),
             "notes": list(self.notes),
         }
 
     def as_table(self) -> Table:
-        phases = ", ".join(f"{name} {ms:.3g}" for name, ms in self.phase_ms.items() if ms >= LEAST_SHARE * self.step_ms)
-        title = f"fasttrain doctor: {self.step_ms:.3g} ms/step on {self.device} ({phases} ms)"
+        phases = ", ".join(
+            f"{name} {format_ms(ms)}" for name, ms in self.phase_ms.items() if ms >= LEAST_SHARE * self.step_ms
+        )
+        title = f"fasttrain doctor: {format_ms(self.step_ms)} ms/step on {self.device} ({phases} ms)"
         table = titled_table(escape(title), [escape(note) for note in (*self._summary(), *self.notes)])
         for column in ("cost", "where", "what was found", "cure"):
             table.add_column(column, overflow="fold")
@@ -102,6 +111,8 @@ def _order(finding: Finding, step_ms: float) -> tuple[int, float]:
         return 0, 0.0
     if finding.cost.unit == "bytes":
         return 1, -finding.cost.value
+    if not finding.cost.unit:
+        return 3, 0.0
     return 2, -finding.share_of(step_ms)
 
 
@@ -122,6 +133,13 @@ def _finding_as_dict(finding: Finding, step_ms: float) -> dict[str, Any]:
         "cost": cost,
         "details": list(finding.details),
     }
+
+
+def _memory_as_dict(record: MemoryRecord | None) -> dict[str, Any] | None:
+    if record is None:
+        return None
+    largest = [{"category": one.category, "name": one.name, "bytes": one.nbytes} for one in record.holders()[:8]]
+    return {"peak_bytes": record.peak_bytes, "at_peak": record.at_peak, "where": record.where, "largest": largest}
 
 
 def _line_as_dict(line: Any) -> dict[str, Any]:

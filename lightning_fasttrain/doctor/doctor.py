@@ -9,6 +9,7 @@ import lightning as L
 from rich.console import Console
 
 from lightning_fasttrain.core.checks import PositiveInt, check_arguments
+from lightning_fasttrain.core.distributed import rank_here
 from lightning_fasttrain.core.messages import wide_enough
 from lightning_fasttrain.doctor.diagnose import diagnose
 from lightning_fasttrain.doctor.diagnosis import Diagnosis
@@ -23,12 +24,12 @@ class Doctor(L.Callback):
     """Watches some steps of a run, prints what costs time, memory or accuracy in them, and is silent afterwards.
 
     Each finding has its measured cost, the line of your own code, and a cure. The run is not changed: its weights are
-    bitwise those of a run without the doctor. On several ranks only the first one is watched.
+    bitwise those of a run without the doctor. On several ranks the first one is watched, and the others are timed.
 
     Args:
         steps: number of optimizer steps to watch, at least 6; in two of them every operator is looked at.
         warmup: number of steps before them.
-        out: folder for ``doctor.html`` and ``doctor.json``; None for none.
+        out: folder for ``doctor.html`` and ``doctor.json``; with it, the memory of one step is recorded.
         show: whether the findings are printed.
 
     Attributes:
@@ -60,18 +61,23 @@ class Doctor(L.Callback):
         self._watch: Watch | None = None
         self._seams: TrainerSeams | None = None
         self._validation_began = 0.0
+        self._is_done = False
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: optimizers and loaders exist, and no batch was requested yet."""
         doctors = [callback for callback in trainer.callbacks if isinstance(callback, Doctor)]
         # Two would see what the other one tries out.
-        if not trainer.is_global_zero or self.diagnosis is not None or self is not doctors[-1] or is_rehearsing():
+        if self._is_done or self is not doctors[-1] or is_rehearsing():
             return
-        self._watch = Watch(trainer.strategy.root_device, self.steps, self.warmup)
+        others = not trainer.is_global_zero
+        self._watch = Watch(
+            trainer.strategy.root_device, self.steps, self.warmup, self.out is not None, only_times=others
+        )
         self._watch.models.append(pl_module)
         self._seams = TrainerSeams(trainer, self._watch, self)
         self._seams.install()
-        self._watch.sampler.start()
+        if not others:
+            self._watch.sampler.start()
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -107,9 +113,12 @@ class Doctor(L.Callback):
             self._close()
 
     def _finish(self) -> None:
+        self._is_done = True
         watch = self._close()
-        self.diagnosis = diagnose(watch)
-        self.on_diagnosis(self.diagnosis)
+        watch.compare_ranks()
+        if rank_here() == 0:
+            self.diagnosis = diagnose(watch)
+            self.on_diagnosis(self.diagnosis)
 
     def on_diagnosis(self, diagnosis: Diagnosis) -> None:
         """Print and save the diagnosis; subclasses may do something else with it."""

@@ -79,7 +79,7 @@ def examine(
         steps: number of optimizer steps to watch, at least 6; in two of them every operator is looked at.
         warmup: number of steps before them.
         device: device of the model; by default CUDA where there is one.
-        out: folder for ``doctor.html`` and ``doctor.json``; None for none.
+        out: folder for ``doctor.html`` and ``doctor.json``; with it, the memory of one step is recorded.
         report: called with the diagnosis; prints it by default.
 
     Returns:
@@ -106,7 +106,7 @@ def examine(
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    watch = Watch(torch.device(device), steps, warmup)
+    watch = Watch(torch.device(device), steps, warmup, records_memory=out is not None)
 
     def save_and_report(diagnosis: Diagnosis) -> None:
         if out is not None:

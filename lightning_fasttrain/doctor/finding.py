@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_fasttrain.core.messages import format_bytes
+from lightning_fasttrain.core.messages import format_bytes, format_ms
 from lightning_fasttrain.doctor.observation.source_lines import SourceLine
 from lightning_fasttrain.planner.timing import Ratio, compare_times
 
@@ -15,7 +15,7 @@ class Cost:
 
     Attributes:
         value, low, high: the cost and its interval.
-        unit: "ms" or "bytes", of a step.
+        unit: "ms" or "bytes", of a step; "" if it was not measured.
         is_gain: whether the cure was tried and this is the measured gain, rather than the measured cost.
     """
 
@@ -25,10 +25,17 @@ class Cost:
     unit: str = "ms"
     is_gain: bool = False
 
+    @classmethod
+    def unmeasured(cls) -> "Cost":
+        """Return the cost of what is known to cost time, and was not measured."""
+        return cls(0.0, 0.0, 0.0, unit="")
+
     def __str__(self) -> str:
+        if not self.unit:
+            return "not measured"
         if self.unit == "bytes":
             return f"{format_bytes(self.value)}/step"
-        return f"{self.value:.3g} ms/step ({max(0.0, self.low):.3g} to {self.high:.3g})"
+        return f"{format_ms(self.value)} ms/step ({format_ms(max(0.0, self.low))} to {format_ms(self.high)})"
 
 
 def cost_of_ratio(base_ms: float, ratio: Ratio, *, is_gain: bool) -> Cost:

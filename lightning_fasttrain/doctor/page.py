@@ -7,30 +7,19 @@ from html import escape
 from pathlib import Path
 
 from lightning_fasttrain.core.files.atomic_write import write_atomic
-from lightning_fasttrain.core.messages import number_of
+from lightning_fasttrain.core.messages import format_ms, number_of
 from lightning_fasttrain.doctor.diagnosis import Diagnosis, describe_cost
 from lightning_fasttrain.doctor.finding import Finding
 from lightning_fasttrain.doctor.observation.measured import LineTime
+from lightning_fasttrain.doctor.pictures import PHASES, draw_blocks, draw_memory, draw_phases
 
-# Phase → colour, and what a reader sees.
-_PHASES = {
-    "data_wait": ("#d1603d", "waiting for data"),
-    "transfer": ("#e3a63d", "host to device"),
-    "forward": ("#3f68a8", "forward"),
-    "backward": ("#6f93cf", "backward"),
-    "optimizer": ("#4f9f78", "optimizer"),
-    "callbacks": ("#8f7cbf", "callbacks"),
-    "other": ("#b3b7bf", "everything else"),
-}
-_WIDTH, _BAR, _TICK = 960, 46, 18
-_LEAST_LABEL = 0.06  # share of the step below which a phase has no label in the bar
 _STYLE = """
 :root { color-scheme: light dark; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 article { border-left: 4px solid #d1603d; padding: .2rem 0 .2rem 1rem; margin: 1rem 0; }
 article.accuracy { border-color: #a33; }
-.cost { font-weight: 600; } .faint { opacity: .7; }
+div.cost { font-weight: 600; } .faint { opacity: .7; }
 pre, code { font: 13px/1.45 ui-monospace, monospace; }
 pre { overflow-x: auto; background: #8881; padding: .5rem; margin: .4rem 0; }
 mark { background: #e3a63d55; color: inherit; display: block; }
@@ -62,20 +51,22 @@ def save_diagnosis(diagnosis: Diagnosis, folder: str | os.PathLike[str]) -> list
 
 
 def render_page(diagnosis: Diagnosis) -> str:
-    """Render the page: the timeline of a step, the findings with their source lines, and the most expensive lines.
+    """Render the page: time and memory of a step, the findings with their source lines, and the most expensive lines.
 
     Example:
         >>> page = render_page(Diagnosis("cpu", 18, 10.0, {"forward": 6.0, "backward": 4.0}))
         >>> "Nothing was found" in page, "<script" in page, "http" in page
         (True, False, False)
     """
-    title = f"{diagnosis.step_ms:.3g} ms per step on {diagnosis.device}"
+    title = f"{format_ms(diagnosis.step_ms)} ms per step on {diagnosis.device}"
     parts = [
         f"<!doctype html><html lang=en><meta charset=utf-8><title>fasttrain doctor: {title}</title>",
         f"<style>{_STYLE}</style><h1>{title}</h1>",
         f"<p class=faint>{number_of(diagnosis.steps, 'step')} timed, after a warm-up.</p>",
         "<h2>Where the time of a step goes</h2>",
-        *_timeline(diagnosis),
+        *draw_phases(diagnosis.phase_ms),
+        *draw_blocks(diagnosis.block_ms),
+        *draw_memory(diagnosis.memory),
         "<h2>What was found, the most expensive first</h2>",
         *_findings(diagnosis),
         *_lines(diagnosis),
@@ -83,30 +74,6 @@ def render_page(diagnosis: Diagnosis) -> str:
         "</html>\n",
     ]
     return "\n".join(parts)
-
-
-def _timeline(diagnosis: Diagnosis) -> Iterator[str]:
-    """Yield the phases of a step as a bar, in their order, with a scale below it; and a legend with all times."""
-    total = sum(diagnosis.phase_ms.values()) or 1.0
-    yield f'<svg viewBox="0 0 {_WIDTH} {_BAR + _TICK}" width="100%" role="img" aria-label="phases of a step">'
-    x = 0.0
-    for name, ms in diagnosis.phase_ms.items():
-        colour, label = _PHASES[name]
-        width = _WIDTH * ms / total
-        yield f'<rect x="{x:.1f}" width="{width:.1f}" height="{_BAR}" fill="{colour}"><title>{label}</title></rect>'
-        if ms >= _LEAST_LABEL * total:
-            yield f'<text x="{x + 6:.1f}" y="{_BAR / 2 + 4:.0f}" style="fill:#fff">{label}</text>'
-        x += width
-    for part in range(5):
-        anchor = ("start", "middle", "middle", "middle", "end")[part]
-        tick = f'x="{_WIDTH * part / 4:.0f}" y="{_BAR + _TICK - 3}" text-anchor="{anchor}"'
-        yield f"<text {tick}>{total * part / 4:.3g} ms</text>"
-    yield "</svg><table>"
-    for name, ms in diagnosis.phase_ms.items():
-        colour, label = _PHASES[name]
-        key = f'<i class=key style="background:{colour}"></i>{label}'
-        yield f"<tr><td>{key}<td>{ms:.3g} ms<td>{ms / total:.0%}"
-    yield "</table>"
 
 
 def _findings(diagnosis: Diagnosis) -> Iterator[str]:
@@ -153,7 +120,7 @@ def _lines(diagnosis: Diagnosis) -> Iterator[str]:
 def _table_of_lines(lines: Sequence[tuple[str, LineTime]]) -> Iterator[str]:
     yield "<table><tr><th>ms/step<th>phase<th>line<th>"
     for phase, timed in lines:
-        label = _PHASES[phase][1]
+        label = PHASES[phase][1]
         where, text = escape(str(timed.line)), escape(timed.line.text)
-        yield f"<tr><td>{timed.ms:.3g}<td>{label}<td>{where}<td><code>{text}</code>"
+        yield f"<tr><td>{format_ms(timed.ms)}<td>{label}<td>{where}<td><code>{text}</code>"
     yield "</table>"

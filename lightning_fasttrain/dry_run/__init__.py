@@ -6,11 +6,17 @@ and the largest batch.
 From the bottom up: ``verification``, ``rehearsal``.
 """
 
-from lightning_fasttrain.dry_run.rehearsal.rehearsal import Rehearsal
-from lightning_fasttrain.dry_run.rehearsal.rehearsal_report import RehearsalError, RehearsalReport
-from lightning_fasttrain.dry_run.verification.compare_records import Distance
-from lightning_fasttrain.dry_run.verification.report import Verification, Verified
-from lightning_fasttrain.dry_run.verification.verify import verify
+from typing import TYPE_CHECKING
+
+from lightning_fasttrain.core.package import import_names_when_used
+
+import_names_when_used(__name__)
+if TYPE_CHECKING:
+    from lightning_fasttrain.dry_run.rehearsal.rehearsal import Rehearsal
+    from lightning_fasttrain.dry_run.rehearsal.rehearsal_report import RehearsalError, RehearsalReport
+    from lightning_fasttrain.dry_run.verification.compare_records import Distance
+    from lightning_fasttrain.dry_run.verification.report import Verification, Verified
+    from lightning_fasttrain.dry_run.verification.verify import verify
 
 __all__ = [
     "Distance",

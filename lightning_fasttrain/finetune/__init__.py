@@ -5,33 +5,39 @@ Each subpackage imports only those listed before it.
 From the bottom up: ``selection``, ``quantized``, ``adapters``, ``prompts``, ``files``, ``account_bytes``.
 """
 
-from lightning_fasttrain.core.modules.heads import find_heads
-from lightning_fasttrain.core.modules.parameters import count_parameters
-from lightning_fasttrain.finetune.account_bytes import ByteAccount, account_bytes
-from lightning_fasttrain.finetune.adapters.adapter_checkpoints import trained_names, trained_state
-from lightning_fasttrain.finetune.adapters.add_adapter import (
-    adapter_names,
-    add_adapter_,
-    use_adapter_,
-)
-from lightning_fasttrain.finetune.adapters.base_model import base_model, enable_adapters_, unload_adapters_
-from lightning_fasttrain.finetune.adapters.combine_adapters import combine_adapters_, remove_adapter_
-from lightning_fasttrain.finetune.adapters.lora import IA3, Adapter, LoRA
-from lightning_fasttrain.finetune.adapters.merge import MergeReport, merge_adapters_, unmerge_adapters_
-from lightning_fasttrain.finetune.adapters.qlora import QLoRA
-from lightning_fasttrain.finetune.files.adapter_files import load_adapter_, save_adapter
-from lightning_fasttrain.finetune.files.export_model import export_model
-from lightning_fasttrain.finetune.prompts.add_prompt import add_prompt_
-from lightning_fasttrain.finetune.prompts.prompt_tuning import PrefixTuning, PromptTuning
-from lightning_fasttrain.finetune.quantized._quantized_layer import dequantized_weight, quantized_bytes
-from lightning_fasttrain.finetune.quantized.load_quantized import load_quantized
-from lightning_fasttrain.finetune.quantized.quantized_base import QuantizedBase, QuantizedReport, quantize_base_
-from lightning_fasttrain.finetune.quantized.quantized_state import keep_quantized_
-from lightning_fasttrain.finetune.selection.base_fingerprint import base_fingerprint
-from lightning_fasttrain.finetune.selection.freezing import freeze_, freeze_except_, unfreeze_
-from lightning_fasttrain.finetune.selection.gradual_unfreezing import GradualUnfreezing, Unfreezing
-from lightning_fasttrain.finetune.selection.swap_head import swap_head_
-from lightning_fasttrain.finetune.selection.targets import find_targets
+from typing import TYPE_CHECKING
+
+from lightning_fasttrain.core.package import import_names_when_used
+
+import_names_when_used(__name__)
+if TYPE_CHECKING:
+    from lightning_fasttrain.core.modules.heads import find_heads
+    from lightning_fasttrain.core.modules.parameters import count_parameters
+    from lightning_fasttrain.finetune.account_bytes import ByteAccount, account_bytes
+    from lightning_fasttrain.finetune.adapters.adapter_checkpoints import trained_names, trained_state
+    from lightning_fasttrain.finetune.adapters.add_adapter import (
+        adapter_names,
+        add_adapter_,
+        use_adapter_,
+    )
+    from lightning_fasttrain.finetune.adapters.base_model import base_model, enable_adapters_, unload_adapters_
+    from lightning_fasttrain.finetune.adapters.combine_adapters import combine_adapters_, remove_adapter_
+    from lightning_fasttrain.finetune.adapters.lora import IA3, Adapter, LoRA
+    from lightning_fasttrain.finetune.adapters.merge import MergeReport, merge_adapters_, unmerge_adapters_
+    from lightning_fasttrain.finetune.adapters.qlora import QLoRA
+    from lightning_fasttrain.finetune.files.adapter_files import load_adapter_, save_adapter
+    from lightning_fasttrain.finetune.files.export_model import export_model
+    from lightning_fasttrain.finetune.prompts.add_prompt import add_prompt_
+    from lightning_fasttrain.finetune.prompts.prompt_tuning import PrefixTuning, PromptTuning
+    from lightning_fasttrain.finetune.quantized._quantized_layer import dequantized_weight, quantized_bytes
+    from lightning_fasttrain.finetune.quantized.load_quantized import load_quantized
+    from lightning_fasttrain.finetune.quantized.quantized_base import QuantizedBase, QuantizedReport, quantize_base_
+    from lightning_fasttrain.finetune.quantized.quantized_state import keep_quantized_
+    from lightning_fasttrain.finetune.selection.base_fingerprint import base_fingerprint
+    from lightning_fasttrain.finetune.selection.freezing import freeze_, freeze_except_, unfreeze_
+    from lightning_fasttrain.finetune.selection.gradual_unfreezing import GradualUnfreezing, Unfreezing
+    from lightning_fasttrain.finetune.selection.swap_head import swap_head_
+    from lightning_fasttrain.finetune.selection.targets import find_targets
 
 __all__ = [
     "IA3",

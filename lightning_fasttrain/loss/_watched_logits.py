@@ -3,12 +3,13 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MethodWrapperType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_fasttrain.core.messages import explain, list_some, warn
 from lightning_fasttrain.loss.deferred_logits import DeferredLogits
 
 _Tensor: Any = Tensor  # to type checkers its properties are values
@@ -47,6 +48,49 @@ class HeadEvidence:
         self.ended |= other.ended
         self.reached |= other.reached
         self.refused = self.refused or other.refused
+
+
+class ObservedHead(Protocol):
+    """The part of a fused head that :class:`HeadSearch` needs."""
+
+    evidence: HeadEvidence
+
+
+class HeadSearch:
+    """The layers of one model among which the first training loss identifies the heads.
+
+    Attributes:
+        candidates: qualified name → object that replaces the layer's forward.
+        told: whether it was reported that no candidate is a head, or a Trainer will report it.
+    """
+
+    def __init__(self) -> None:
+        self.candidates: dict[str, ObservedHead] = {}
+        self.told = False
+
+    def found(self) -> list[str]:
+        return [name for name, head in self.candidates.items() if head.evidence.is_head]
+
+    def why_none(self) -> tuple[str, str] | None:
+        """Return why no candidate is the head, and what to do; None if one is."""
+        if self.found():
+            return None
+        refused = {name: head.evidence.refused for name, head in self.candidates.items() if head.evidence.reached}
+        uses = [f"the logits of '{name}' are also used for {what}" for name, what in refused.items()]
+        if uses:
+            return "; ".join(uses), "Use the logits for cross_entropy alone, or leave FusedLossHead out"
+        names = list_some([repr(name) for name in self.candidates])
+        why = f"no output of a linear layer outside of the repeated blocks ({names}) reached cross_entropy"
+        return why, "Compile the blocks alone, with CompileBlocks, name the head in head=, or leave FusedLossHead out"
+
+    def tell(self) -> None:
+        """Warn once if there is no head when a second forward begins, unless a Trainer reports it."""
+        if self.told or not any(head.evidence.ended for head in self.candidates.values()):
+            return
+        reason = self.why_none()
+        if reason is not None:
+            self.told = True
+            warn(explain("FusedLossHead did nothing in the first batch", *reason))
 
 
 class WatchedLogits(Tensor):

@@ -132,6 +132,10 @@ def _times(gradient: Tensor | None, share: Tensor, dtype: torch.dtype | None) ->
     return torch.mul(gradient, share, out=torch.empty_like(gradient, dtype=dtype))
 
 
+def _count_tokens(losses: Tensor, counted: Tensor | None, *_: Tensor | None) -> Tensor:
+    return losses.new_full((), len(losses)) if counted is None else counted.sum().to(losses.dtype)
+
+
 # (tokens of the chunk, factor of the gradient per token or None, whether the gradient is needed)
 # → (loss of each token, its gradient by the logits)
 OfChunk = Callable[[slice, Tensor | None, bool], tuple[Tensor, Tensor]]
@@ -151,6 +155,7 @@ class ChunkedLoss:
         reduction: ``"mean"`` over the counted tokens, ``"sum"`` or ``"none"``.
         size: number of tokens in a chunk.
         low: dtype of the products, if it is not that of the tensors.
+        divisor: (losses, counted, *others) → what the mean divides by; by default the number of counted tokens.
     """
 
     name: str
@@ -159,6 +164,7 @@ class ChunkedLoss:
     reduction: str
     size: int
     low: torch.dtype | None = None
+    divisor: Callable[..., Tensor] = _count_tokens
 
     def __call__(
         self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None, counted: Tensor | None, *others: Tensor | None
@@ -205,11 +211,11 @@ class _Chunked(torch.autograd.Function):
                 sums.add(part, d_logits, hidden[part], weight, None if counted is None else counted[part])
         if counted is not None:
             losses = torch.where(counted, losses, 0.0)
-        number = _count_tokens(losses, counted) if loss.reduction == "mean" else losses.new_ones(())
+        number = loss.divisor(losses, counted, *others) if loss.reduction == "mean" else losses.new_ones(())
         # The saved gradients are those of the sum, in float32 where they add up over tokens. The mean's factor is
         # applied in the backward, together with a loss scaler's, so that they neither overflow nor vanish in float16.
         # The mean of nothing is NaN, as in torch, and its gradient 0.
-        factor = number.clamp(min=1).reciprocal()
+        factor = torch.where(number == 0, 1.0, number).reciprocal()
         if ctx.again:
             ctx.save_for_backward(factor, hidden, weight, bias, counted, *others)
         elif sums is not None:
@@ -241,7 +247,3 @@ class _Chunked(torch.autograd.Function):
             _, d_logits = of_chunk(part, share[part], True)
             sums.add(part, d_logits, hidden[part], weight)
         return *sums.cast_to(ctx.dtypes), *without_gradient
-
-
-def _count_tokens(losses: Tensor, counted: Tensor | None) -> Tensor:
-    return losses.new_full((), len(losses)) if counted is None else counted.sum().to(losses.dtype)

@@ -28,7 +28,7 @@ class DeferredLogits:
         classes: V; the shape is (..., V).
         dtype: the dtype of the head's output.
         loss_of: called with ``hidden`` (N, D), ``targets`` (N), f·c or f, c, and keywords of ``cross_entropy``; with
-            ``bias``, c·b or b (V,), if there is one.
+            ``bias``, c·b or b (V,), and ``class_weights`` (V,), if there are any.
         factor: f.
         cap: c; None for no tanh.
         bias: b (V,); None for no bias.
@@ -97,14 +97,15 @@ class DeferredLogits:
         label_smoothing: float = 0.0,
     ) -> Tensor:
         old = size_average is not None or reduce is not None
-        if old or weight is not None or target.is_floating_point():
-            raise _refusal("cross_entropy with class weights, with probabilities for targets or with old options")
+        if old or target.is_floating_point():
+            raise _refusal("cross_entropy with probabilities for targets or with old options")
         # With more than two axes, cross_entropy treats the second one as the classes.
         if self.ndim > 2 and not self.classes_second:
             raise _refusal(f"cross_entropy over the second dimension of {tuple(self.shape)}")
         cap = 1.0 if self.cap is None else self.cap
         factor = self.factor * cap
-        more = {} if self.bias is None else {"bias": self.bias * cap}
+        given = {"bias": None if self.bias is None else self.bias * cap, "class_weights": weight}
+        more = {name: tensor for name, tensor in given.items() if tensor is not None}
         return self.loss_of(
             self.hidden,
             target,

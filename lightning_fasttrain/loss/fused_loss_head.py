@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lightning_fasttrain.core.checks import PositiveInt, check_arguments, one_of
+from lightning_fasttrain.core.checks import NonNegativeFloat, PositiveInt, check_arguments, one_of
 from lightning_fasttrain.core.messages import explain, list_some, note_once, warn
 from lightning_fasttrain.core.modules.heads import find_heads, outside_blocks
 from lightning_fasttrain.core.modules.wrapped_forward import (
@@ -21,28 +21,34 @@ from lightning_fasttrain.core.modules.wrapped_forward import (
     wrapper_on,
     wrappers_on,
 )
-from lightning_fasttrain.loss._watched_logits import HeadEvidence, watch_logits
+from lightning_fasttrain.loss._watched_logits import HeadEvidence, HeadSearch, watch_logits
 from lightning_fasttrain.loss.chunked import autocast_dtype
 from lightning_fasttrain.loss.deferred_logits import DeferredLogits
-from lightning_fasttrain.loss.linear_cross_entropy import BACKENDS, MiscompiledError, linear_cross_entropy
-from lightning_fasttrain.technique import Setting, Surgery, Technique
+from lightning_fasttrain.loss.linear_cross_entropy import BACKENDS, linear_cross_entropy
+from lightning_fasttrain.loss.logit_losses import MiscompiledError
+from lightning_fasttrain.technique import Exactness, Setting, Surgery, Technique
 from lightning_fasttrain.technique.facts import Facts
 from lightning_fasttrain.technique.predicted_step import PredictedStep
 
 
 @check_arguments
 def fuse_loss_head_(
-    model: nn.Module, head: str | None = None, *, chunk: PositiveInt | None = None, backend: str = "auto"
+    model: nn.Module,
+    head: str | None = None,
+    *,
+    chunk: PositiveInt | None = None,
+    backend: str = "auto",
+    z_loss: NonNegativeFloat = 0.0,
 ) -> dict[str, "FusedHead"]:
     """Compute the model's ``cross_entropy`` directly from its last hidden states, in place.
 
     While gradients are on, the head returns :class:`DeferredLogits`, which the model's own code reshapes, shifts,
     scales, adds a bias to and passes to ``torch.nn.functional.cross_entropy``, or to ``log_softmax`` and ``nll_loss``.
     There :func:`~lightning_fasttrain.linear_cross_entropy` takes over. So the loss is the model's own, including
-    ignored labels, shifts and normalizers. For N tokens and V classes this saves the N·V logits, their float32 copy and
-    their gradient. Where gradients are off, as in validation and generation, logits are computed as usual. DDP searches
-    a model's output for tensors if ``find_unused_parameters`` is set; then the model must return the loss itself, as in
-    a Trainer.
+    ignored labels, class weights, label smoothing, soft-capped logits, shifts and normalizers. For N tokens and V
+    classes this saves the N·V logits, their float32 copy and their gradient. Where gradients are off, as in validation
+    and generation, logits are computed as usual. DDP searches a model's output for tensors if
+    ``find_unused_parameters`` is set; then the model must return the loss itself, as in a Trainer.
 
     Without ``head``, models with ``get_output_embeddings()``, such as Hugging Face's, define their own. In all others
     the first training loss identifies it: in the first forward and backward the linear layers outside of the repeated
@@ -55,6 +61,9 @@ def fuse_loss_head_(
         head: qualified name of the head. By default the first training loss identifies it.
         chunk: as for :func:`~lightning_fasttrain.linear_cross_entropy`.
         backend: as for :func:`~lightning_fasttrain.linear_cross_entropy`.
+        z_loss: weight of the squared log-partition, which is added to the training loss; PaLM's is 1e-4. Where
+            gradients are off, as in validation, the loss stays the model's own, and so it does in the forward that
+            identifies the head, if it is not named.
 
     Returns:
         A mapping from the qualified name of each head, or each candidate, to the object that replaces its ``forward``,
@@ -78,7 +87,10 @@ def fuse_loss_head_(
         See :func:`~lightning_fasttrain.linear_cross_entropy`. Checked against Hugging Face's models with their logits.
     """
     one_of("backend", backend, BACKENDS)
-    options = {"chunk": chunk, "backend": backend}
+    if z_loss and backend == "torch":
+        why = "torch's fused loss has no z-loss"
+        raise ValueError(explain(f"{z_loss=} with {backend=}", why, "Use backend='chunked'"))
+    options = {"chunk": chunk, "backend": backend, "z_loss": z_loss}
     named = _named_heads(model, head)
     search = None if named else HeadSearch()
     fused: dict[str, FusedHead] = {}
@@ -122,43 +134,6 @@ def _list_widest(model: nn.Module) -> str:
     widths = {name: layer.out_features for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
     widest = sorted(widths, key=lambda name: -widths[name])[:4]
     return f"the widest linear layers are {', '.join(map(repr, widest)) or 'none'}"
-
-
-class HeadSearch:
-    """The layers of one model among which the first training loss identifies the heads.
-
-    Attributes:
-        candidates: qualified name → object that replaces the layer's forward.
-        told: whether it was reported that no candidate is a head, or a Trainer will report it.
-    """
-
-    def __init__(self) -> None:
-        self.candidates: dict[str, FusedHead] = {}
-        self.told = False
-
-    def found(self) -> list[str]:
-        return [name for name, head in self.candidates.items() if head.evidence.is_head]
-
-    def why_none(self) -> tuple[str, str] | None:
-        """Return why no candidate is the head, and what to do; None if one is."""
-        if self.found():
-            return None
-        refused = {name: head.evidence.refused for name, head in self.candidates.items() if head.evidence.reached}
-        uses = [f"the logits of '{name}' are also used for {what}" for name, what in refused.items()]
-        if uses:
-            return "; ".join(uses), "Use the logits for cross_entropy alone, or leave FusedLossHead out"
-        names = list_some([repr(name) for name in self.candidates])
-        why = f"no output of a linear layer outside of the repeated blocks ({names}) reached cross_entropy"
-        return why, "Compile the blocks alone, with CompileBlocks, name the head in head=, or leave FusedLossHead out"
-
-    def tell(self) -> None:
-        """Warn once if there is no head when a second forward begins, unless a Trainer reports it."""
-        if self.told or not any(head.evidence.ended for head in self.candidates.values()):
-            return
-        reason = self.why_none()
-        if reason is not None:
-            self.told = True
-            warn(explain("FusedLossHead did nothing in the first batch", *reason))
 
 
 class FusedHead(WrappedForward):
@@ -255,9 +230,13 @@ class FusedLossHead(Technique):
         head: as for :func:`~lightning_fasttrain.fuse_loss_head_`.
         chunk: as for :func:`~lightning_fasttrain.linear_cross_entropy`.
         backend: as for :func:`~lightning_fasttrain.linear_cross_entropy`.
+        z_loss: as for :func:`~lightning_fasttrain.fuse_loss_head_`; it changes training, and everything else here does
+            not.
 
     Example:
-        >>> fused = FusedLossHead()
+        >>> fused = FusedLossHead(z_loss=1e-4)
+        >>> fused.exactness.value
+        'changes_training'
 
     Source:
         See :func:`~lightning_fasttrain.fuse_loss_head_`.
@@ -270,10 +249,18 @@ class FusedLossHead(Technique):
     worth_trying: ClassVar[tuple[Setting, ...]] = (Setting("head", "fused", cost=1.05),)
     predicted: ClassVar[bool] = True
 
-    def __init__(self, head: str | None = None, *, chunk: PositiveInt | None = None, backend: str = "auto") -> None:
-        self.head = head
-        self.chunk = chunk
+    def __init__(
+        self,
+        head: str | None = None,
+        *,
+        chunk: PositiveInt | None = None,
+        backend: str = "auto",
+        z_loss: NonNegativeFloat = 0.0,
+    ) -> None:
+        self.head, self.chunk, self.z_loss = head, chunk, z_loss
         self.backend = one_of("backend", backend, BACKENDS)
+        if z_loss:
+            self.exactness = Exactness.CHANGES_TRAINING
         self._fused: dict[str, FusedHead] = {}
         self._is_predicted = False
         self._is_asked = False
@@ -302,7 +289,8 @@ class FusedLossHead(Technique):
         if head is None and self._is_predicted and not told_heads(model):
             likely = outside_blocks(model, find_heads(model))
             head = likely[0] if len(likely) == 1 else None
-        fused = self._fused = fuse_loss_head_(model, head, chunk=self.chunk, backend=self.backend)
+        options = {"chunk": self.chunk, "backend": self.backend, "z_loss": self.z_loss}
+        fused = self._fused = fuse_loss_head_(model, head, **options)
         if self._search is not None:
             self._search.told = self._is_asked
 

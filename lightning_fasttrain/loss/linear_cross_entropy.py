@@ -1,23 +1,28 @@
 """Cross-entropy computed directly from hidden states, with the logits of a few tokens at a time."""
 
+import dataclasses
 import functools
-import math
 import os
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_fasttrain.core.checks import PositiveInt, check_arguments, one_of, require
+from lightning_fasttrain.core.checks import (
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Share,
+    check_arguments,
+    one_of,
+    require,
+)
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.first_derivatives import refuse_second_derivative, refuse_transforms
 from lightning_fasttrain.loss.chunked import ChunkedLoss, OfChunk, at_least_float32, autocast_dtype, cast, chunk_size
+from lightning_fasttrain.loss.logit_losses import Options, use_logits
 
 BACKENDS = ("auto", "chunked", "compiled", "liger", "torch")
-_IN_CACHE = 2**18  # elements; in float32 they fit in the caches of a CPU
-_COMPARED = 16  # rows
-_TRUSTED: set[tuple[object, ...]] = set()  # cases in which compiled code agreed with eager code
 _NAME = "linear_cross_entropy"
 _WAY_OUT = "Use F.cross_entropy of the logits, hidden @ weight.T, instead, and remove FusedLossHead"
 
@@ -30,10 +35,11 @@ def linear_cross_entropy(
     *,
     bias: Tensor | None = None,
     ignore_index: int = -100,
-    label_smoothing: float = 0.0,
+    class_weights: Tensor | None = None,
+    label_smoothing: Share = 0.0,
     reduction: str = "mean",
-    z_loss: float = 0.0,
-    softcap: float | None = None,
+    z_loss: NonNegativeFloat = 0.0,
+    softcap: PositiveFloat | None = None,
     chunk: PositiveInt | None = None,
     backend: str = "auto",
 ) -> Tensor:
@@ -41,7 +47,8 @@ def linear_cross_entropy(
 
     With logits :math:`z = c \tanh((W h + b) / c)` (:math:`c` = ``softcap``; none by default) and
     :math:`\ell = \log \sum_j e^{z_j}`, the loss of a token is
-    :math:`(1 - ε)(\ell - z_y) + ε (\ell - \bar z) + ζ \ell^2` with ε = ``label_smoothing`` and ζ = ``z_loss``.
+    :math:`w_y [(1 - ε)(\ell - z_y) + ζ \ell^2] + \frac{ε}{V} \sum_j w_j (\ell - z_j)` with w = ``class_weights`` (1 by
+    default), ε = ``label_smoothing`` and ζ = ``z_loss``.
 
     Logits are computed for ``chunk`` tokens at a time and used at once: for ``"mean"`` and ``"sum"`` the gradients are
     computed with them in the forward, so nothing is computed twice; for ``"none"`` they are recomputed in the backward.
@@ -53,10 +60,12 @@ def linear_cross_entropy(
         targets: (...), integers below V or ``ignore_index``.
         bias: (V,).
         ignore_index: label of targets that are excluded from the loss and its mean.
+        class_weights: w, (V,), without gradient, as the ``weight`` of ``F.cross_entropy``.
         label_smoothing: ε, from 0 to 1.
-        reduction: ``"mean"`` over the counted targets, ``"sum"``, or ``"none"`` for one loss per token, (...).
-        z_loss: ζ, the weight of the squared log-partition, which keeps logits from drifting.
-        softcap: largest absolute logit, as in Gemma 2.
+        reduction: ``"mean"`` over the counted targets (with class weights the sum divided by that of their weights),
+            ``"sum"``, or ``"none"`` for one loss per token, (...).
+        z_loss: ζ, the weight of the squared log-partition, which keeps logits from drifting; PaLM's is 1e-4.
+        softcap: c, the largest absolute logit; 30 in Gemma 2.
         chunk: number of tokens whose logits are in memory at once. By default an eighth of them, or if that is below
             2,048 a quarter, and at most 4,096, or as many as fit in 512 MiB.
         backend: ``"chunked"`` is our implementation, and so is ``"auto"``, because the others have limitations:
@@ -85,12 +94,12 @@ def linear_cross_entropy(
         True
 
     Source:
-        Gradients in the forward: Liger Kernel, https://arxiv.org/abs/2410.10989. z-loss: PaLM,
-        https://arxiv.org/abs/2204.02311. Checked against ``F.cross_entropy`` of the logits in float64, and each
+        Gradients in the forward: Liger Kernel, https://arxiv.org/abs/2410.10989. Label smoothing: Szegedy et al. 2016,
+        https://arxiv.org/abs/1512.00567. z-loss: PaLM, https://arxiv.org/abs/2204.02311. Soft-capping: Gemma 2,
+        https://arxiv.org/abs/2408.00118. Checked against ``F.cross_entropy`` of the logits in float64, and each
         backend in float32.
     """
-    _check(hidden, weight, targets, bias)
-    _check_options(label_smoothing, z_loss, softcap)
+    _check(hidden, weight, targets, bias, class_weights)
     refuse_transforms(_NAME, _WAY_OUT, hidden, weight, bias)
     one_of("reduction", reduction, ("mean", "sum", "none"))
     one_of("backend", backend, BACKENDS)
@@ -111,10 +120,15 @@ def linear_cross_entropy(
         counted = targets != ignore_index
         # gather expects valid classes; the losses of these targets are set to 0 in the end
         targets = torch.where(counted, targets, 0)
-        loss = ChunkedLoss(_NAME, _WAY_OUT, prepare, reduction, size, low)(hidden, weight, bias, counted, targets)
-    elif chunk is not None:
-        why = "this backend chooses its own chunk size"
-        raise ValueError(explain(f"{chunk=} with {backend=}", why, "Use backend='chunked'"))
+        chunked = ChunkedLoss(_NAME, _WAY_OUT, prepare, reduction, size, low)
+        if class_weights is not None:
+            class_weights = class_weights.to(at_least_float32(hidden))
+            chunked = dataclasses.replace(chunked, divisor=_sum_class_weights)
+        loss = chunked(hidden, weight, bias, counted, targets, class_weights)
+    elif chunk is not None or class_weights is not None:
+        what = f"{chunk=}" if class_weights is None else "class_weights"
+        why = "this backend chooses its own chunk size, and has no class weights here"
+        raise ValueError(explain(f"{what} with {backend=}", why, "Use backend='chunked'"))
     else:
         if low is not None:
             hidden, weight, bias = hidden.to(low), weight.to(low), cast(bias, low)
@@ -137,33 +151,24 @@ def _counted_positions(targets: Tensor, ignore_index: int) -> Tensor | None:
     return kept if len(kept) < len(targets) else None
 
 
-def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
+def _sum_class_weights(losses: Tensor, counted: Tensor, targets: Tensor, class_weights: Tensor) -> Tensor:
+    return torch.where(counted, class_weights[targets], 0.0).sum()
+
+
+def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, class_weights: Tensor | None) -> None:
     if hidden.shape[:-1] != targets.shape or weight.ndim != 2 or hidden.shape[-1] != weight.shape[1]:
         what = f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)}"
         why = "expected (..., D), (V, D) and (...)"
         raise ValueError(explain(what, why, "Check whether one of them is transposed or shifted"))
-    if bias is not None and bias.shape != weight.shape[:1]:
-        why = "expected one value per class"
-        raise ValueError(explain(f"bias {tuple(bias.shape)}", why, f"Give {tuple(weight.shape[:1])}"))
+    for name, given in (("bias", bias), ("class_weights", class_weights)):
+        if given is not None and given.shape != weight.shape[:1]:
+            why = "expected one value per class"
+            raise ValueError(explain(f"{name} {tuple(given.shape)}", why, f"Give {tuple(weight.shape[:1])}"))
+    if class_weights is not None and class_weights.requires_grad:
+        why = "they have no gradient here, nor in F.cross_entropy"
+        raise ValueError(explain("class_weights that require a gradient", why, "Pass class_weights.detach()"))
     if targets.is_floating_point() or targets.dtype is torch.bool:
         raise ValueError(explain(f"targets of {targets.dtype}", "expected class indices", "Convert them with .long()"))
-
-
-def _check_options(smoothing: float, z_loss: float, softcap: float | None) -> None:
-    if not 0 <= smoothing <= 1:
-        raise ValueError(explain(f"label_smoothing={smoothing}", "expected a share of the target", "Use 0 to 1"))
-    if not math.isfinite(z_loss):
-        raise ValueError(explain(f"z_loss={z_loss}", "expected a factor of at least 0", "Use 0, or about 1e-4"))
-    if softcap is not None and not 0 < softcap < math.inf:
-        why = "it bounds the magnitude of logits"
-        raise ValueError(explain(f"softcap={softcap}", why, "Use a positive number, or None"))
-
-
-Options = tuple[float, float, float | None]  # label smoothing, z-loss, softcap
-
-
-class MiscompiledError(RuntimeError):
-    """Compiled code computed something else than eager code."""
 
 
 def _prepare(
@@ -175,6 +180,7 @@ def _prepare(
     bias: Tensor | None,
     counted: Tensor,
     targets: Tensor,
+    class_weights: Tensor | None,
 ) -> OfChunk:
     # All chunks share it: on a CPU, allocating new memory for each takes a third of the product's time.
     buffer = hidden.new_empty(min(size, len(targets)), len(weight))
@@ -187,109 +193,10 @@ def _prepare(
             torch.mm(rows, weight.T, out=logits)
         else:
             torch.addmm(bias, rows, weight.T, out=logits)
-        losses = _use_logits(logits, targets[part], options, compiled, share, with_gradient)
+        losses = use_logits(logits, targets[part], options, compiled, share, with_gradient, class_weights)
         return losses, logits  # whose memory now holds their gradient
 
     return of_chunk
-
-
-def _use_logits(
-    logits: Tensor,
-    targets: Tensor,
-    options: Options,
-    compiled: bool,
-    share: Tensor | None = None,
-    with_gradient: bool = True,
-) -> Tensor:
-    """Return the loss of each token of a chunk; the gradient replaces the logits in place, rounded once.
-
-    ``share`` is a factor of the gradient per token. On a CPU this is done for a few rows at a time, which stay in its
-    cache from the first operation to the last.
-    """
-    if compiled and with_gradient and not torch.compiler.is_compiling():
-        return _use_compiled(logits, targets[:, None], options, None if share is None else share[:, None])
-    losses = torch.empty(len(logits), dtype=at_least_float32(logits), device=logits.device)
-    in_cache = logits.device.type == "cpu" and not torch.compiler.is_compiling()
-    rows = max(1, _IN_CACHE // logits.shape[1]) if in_cache else max(1, len(logits))
-    for start in range(0, len(logits), rows):
-        some = slice(start, start + rows)
-        losses[some], gradient = _loss_of_rows(logits[some], targets[some, None], options)
-        if with_gradient:
-            logits[some] = gradient if share is None else gradient.mul_(share[some, None])
-    return losses
-
-
-def _use_compiled(logits: Tensor, targets: Tensor, options: Options, share: Tensor | None) -> Tensor:
-    """Compute :func:`_use_logits` by compiled code, whose first results are compared with those of eager code."""
-    case = (logits.shape[1], logits.dtype, logits.device, options, share is None)
-    if case in _TRUSTED:
-        return _compiled_use()(logits, targets, options, share)
-    some = slice(0, _COMPARED)
-    before = logits[some].clone()
-    losses = _compiled_use()(logits, targets, options, share)
-    expected, gradient = _loss_of_rows(before, targets[some], options)
-    if share is not None:
-        gradient *= share[some]
-    if not gradient.isfinite().all():
-        return losses
-    for seen, wanted in ((losses[some], expected), (logits[some], gradient)):
-        apart = (seen.to(wanted.dtype) - wanted).abs().amax()
-        if not apart <= 8 * torch.finfo(seen.dtype).eps * wanted.abs().amax():
-            raise MiscompiledError(f"compiled code computes another loss or gradient, {float(apart):.1e} off")
-    _TRUSTED.add(case)
-    return losses
-
-
-@functools.cache
-def _compiled_use() -> Callable[..., Tensor]:
-    return torch.compile(_use_logits_in_two_passes)
-
-
-def _use_logits_in_two_passes(logits: Tensor, targets: Tensor, options: Options, share: Tensor | None) -> Tensor:
-    """Compute :func:`_use_logits` in operations that a compiler fuses.
-
-    One pass over the logits sums their exponentials, one replaces them with the gradient. Uncompiled, it would allocate
-    eight tensors of their size."""
-    smoothing, z_loss, softcap = options
-    scores = logits.to(at_least_float32(logits))
-    slope: Tensor | float = 1.0
-    if softcap is not None:
-        bent = torch.tanh(scores / softcap)
-        scores, slope = bent * softcap, 1 - bent * bent
-    lse = torch.logsumexp(scores, dim=1, keepdim=True)
-    losses = lse - (1 - smoothing) * scores.gather(1, targets)
-    losses = losses - smoothing * scores.mean(dim=1, keepdim=True) + z_loss * lse * lse
-    # A comparison, since a scatter would be a separate pass.
-    is_target = torch.arange(logits.shape[1], device=logits.device) == targets
-    gradient = (scores - lse).exp() * (1 + 2 * z_loss * lse) - smoothing / logits.shape[1]
-    gradient = torch.where(is_target, gradient - (1 - smoothing), gradient) * slope
-    logits.copy_(gradient if share is None else gradient * share)
-    return losses[:, 0]
-
-
-def _loss_of_rows(logits: Tensor, targets: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """Return the losses of a few tokens (T,), and their gradient (T, V), in at least float32."""
-    smoothing, z_loss, softcap = options
-    dtype = at_least_float32(logits)
-    slope = None
-    if softcap is not None:
-        logits = torch.tanh(logits.to(dtype) / softcap)
-        slope, logits = 1 - logits.square(), logits * softcap
-    shares = torch.softmax(logits, dim=1, dtype=dtype)
-    # The largest probability is exp(max z − lse), so lse needs no exponentials beside softmax's.
-    lse = logits.amax(dim=1, keepdim=True) - shares.amax(dim=1, keepdim=True).log_()
-    losses = lse - (1 - smoothing) * logits.gather(1, targets).to(dtype)
-    if smoothing:
-        losses -= smoothing * logits.mean(dim=1, keepdim=True, dtype=dtype)
-    # The gradient by z is p (1 + 2 ζ lse) − ε / V − (1 − ε) at the target; the factor applies to p alone, so it comes
-    # first.
-    if z_loss:
-        losses += z_loss * lse.square()
-        shares *= 1 + 2 * z_loss * lse
-    if smoothing:
-        shares -= smoothing / logits.shape[1]
-    shares.scatter_add_(1, targets, torch.full_like(lse, smoothing - 1))
-    return losses[:, 0], shares if slope is None else shares.mul_(slope)
 
 
 def _run_liger(

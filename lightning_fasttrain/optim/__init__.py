@@ -6,22 +6,28 @@ From the bottom up: ``clipping``, ``closure_optimizer``, ``eager_gradient_releas
 ``optimizer_in_backward``, ``parameter_groups``, ``schedule``, ``galore``, ``galore_groups``, ``named``.
 """
 
-from lightning_fasttrain.optim.clipping import AdaptiveClipping, WeightClipping, clip_adaptively_, clip_weights_
-from lightning_fasttrain.optim.eager_gradient_release import EagerGradientRelease, release_gradients_
-from lightning_fasttrain.optim.fused_clipping import FusedClipping, allow_fused_clipping_
-from lightning_fasttrain.optim.galore import GaLoreAdamW
-from lightning_fasttrain.optim.galore_groups import galore_groups, galore_state_bytes
-from lightning_fasttrain.optim.named.build_optimizer import NamedOptimizer, build_optimizer
-from lightning_fasttrain.optim.named.host_optimizer import HostOptimizer
-from lightning_fasttrain.optim.named.lion import Lion
-from lightning_fasttrain.optim.named.low_precision_updates import LowPrecisionUpdates
-from lightning_fasttrain.optim.named.muon import MuonAdamW
-from lightning_fasttrain.optim.named.plain_state import hand_over_state_
-from lightning_fasttrain.optim.named.schedule_free_evaluation import ScheduleFreeEvaluation
-from lightning_fasttrain.optim.named.state_bytes import optimizer_state_bytes
-from lightning_fasttrain.optim.optimizer_in_backward import OptimizerInBackward, optimize_in_backward_
-from lightning_fasttrain.optim.parameter_groups import decay_groups, layer_decay_groups, lora_plus_groups
-from lightning_fasttrain.optim.schedule.build_schedule import Schedule, build_schedule
+from typing import TYPE_CHECKING
+
+from lightning_fasttrain.core.package import import_names_when_used
+
+import_names_when_used(__name__)
+if TYPE_CHECKING:
+    from lightning_fasttrain.optim.clipping import AdaptiveClipping, WeightClipping, clip_adaptively_, clip_weights_
+    from lightning_fasttrain.optim.eager_gradient_release import EagerGradientRelease, release_gradients_
+    from lightning_fasttrain.optim.fused_clipping import FusedClipping, allow_fused_clipping_
+    from lightning_fasttrain.optim.galore import GaLoreAdamW
+    from lightning_fasttrain.optim.galore_groups import galore_groups, galore_state_bytes
+    from lightning_fasttrain.optim.named.build_optimizer import NamedOptimizer, build_optimizer
+    from lightning_fasttrain.optim.named.host_optimizer import HostOptimizer
+    from lightning_fasttrain.optim.named.lion import Lion
+    from lightning_fasttrain.optim.named.low_precision_updates import LowPrecisionUpdates
+    from lightning_fasttrain.optim.named.muon import MuonAdamW
+    from lightning_fasttrain.optim.named.plain_state import hand_over_state_
+    from lightning_fasttrain.optim.named.schedule_free_evaluation import ScheduleFreeEvaluation
+    from lightning_fasttrain.optim.named.state_bytes import optimizer_state_bytes
+    from lightning_fasttrain.optim.optimizer_in_backward import OptimizerInBackward, optimize_in_backward_
+    from lightning_fasttrain.optim.parameter_groups import decay_groups, layer_decay_groups, lora_plus_groups
+    from lightning_fasttrain.optim.schedule.build_schedule import Schedule, build_schedule
 
 __all__ = [
     "AdaptiveClipping",

@@ -3,13 +3,19 @@
 The step runs on tensors with shapes but without memory. Workspace of kernels is added where its size is known.
 
 From the bottom up: ``data_dependent_values``, ``cuda_attention``, ``cuda_dispatch``, ``allocation_trace``,
-``caching_allocator``, ``fake_model``, ``kernel_workspace``, ``cuda_workspace``, ``memory_report``, ``predict_memory``,
-``count_flops``.
+``caching_allocator``, ``traced_step``, ``fake_model``, ``kernel_workspace``, ``cuda_workspace``, ``memory_report``,
+``predict_memory``, ``count_flops``.
 """
 
-from lightning_fasttrain.predict.count_flops import count_flops
-from lightning_fasttrain.predict.memory_report import MemoryReport
-from lightning_fasttrain.predict.predict_memory import predict_memory
+from typing import TYPE_CHECKING
+
+from lightning_fasttrain.core.package import import_names_when_used
+
+import_names_when_used(__name__)
+if TYPE_CHECKING:
+    from lightning_fasttrain.predict.count_flops import count_flops
+    from lightning_fasttrain.predict.memory_report import MemoryReport
+    from lightning_fasttrain.predict.predict_memory import predict_memory
 
 __all__ = [
     "MemoryReport",

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import Any
 
 import lightning as L
@@ -11,17 +12,12 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from torch.autograd.graph import _engine_run_backward
 from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import check_arguments, one_of
 from lightning_fasttrain.core.host.lightning import configured_optimizers
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.data.accumulate_gradients import loss_of
-from lightning_fasttrain.data.step_gradients import sum_gradients_in_float32
-from lightning_fasttrain.optim import release_gradients_
 from lightning_fasttrain.optim.named.build_optimizer import make_optimizer
-from lightning_fasttrain.optim.named.host_optimizer import HostOptimizer
 from lightning_fasttrain.optim.named.state_bytes import tensors_in
 from lightning_fasttrain.predict.allocation_trace import AllocationTrace
 from lightning_fasttrain.predict.caching_allocator import GRANULE, place_in_blocks
@@ -31,6 +27,7 @@ from lightning_fasttrain.predict.data_dependent_values import AssumedArrays, Ass
 from lightning_fasttrain.predict.fake_model import Factory, fake_batch, fake_model, find_longest_axis, settle_
 from lightning_fasttrain.predict.kernel_workspace import CPU_WORKSPACE, KEPT, quantized_workspace
 from lightning_fasttrain.predict.memory_report import MemoryReport, join_range, report
+from lightning_fasttrain.predict.traced_step import lend_optimizers, step_as_trainer, step_by_itself
 from lightning_fasttrain.technique import Technique, check_together
 from lightning_fasttrain.technique.predicted_step import PredictedStep
 
@@ -93,8 +90,8 @@ def predict_memory(
 
     Raises:
         TypeError: no model, no loss, no optimizer, or a model that cannot be copied.
-        ValueError: an unknown precision or device, conflicting techniques, manual optimization, or code that fails
-            with every value that is assumed.
+        ValueError: an unknown precision or device, conflicting techniques, micro-batches of a module that steps its
+            optimizers itself, or code that fails with every value that is assumed.
 
     Example:
         >>> report = predict_memory(
@@ -189,9 +186,10 @@ def _trace_steps(
         # Asked for only now, since techniques may have imported bitsandbytes.
         trace.workspace = {**trace.workspace, **quantized_workspace()}
         with AssumedNumbers(truth=False):
-            stepper = _make_optimizer(net, optimizer)
+            steppers = _make_optimizers(net, optimizer, loss)
         for act in planned.on_optimizer:
-            act(stepper)
+            for stepper in steppers:
+                act(stepper)
         # The trace begins after the optimizer is built, which does not belong to a step.
         undo.enter_context(trace)
         undo.enter_context(AssumedArrays(trace))
@@ -203,57 +201,25 @@ def _trace_steps(
         if planned.on_cuda and planned.prefetches:
             batches.append(trace.mark_all(fake_batch(data, mode), "inputs"))
         if planned.on_cuda:
-            step_in_lists_(stepper)
+            for stepper in steppers:
+                step_in_lists_(stepper)
             trace.reserve(CUBLAS_WORKSPACE, "cuBLAS workspace")
             # It covers the backward too, which may recompute blocks.
             undo.enter_context(AsOnCuda())
         forward = forward_of(net, loss, plugin)
+        steps_itself = False
+        if loss is None and isinstance(net, L.LightningModule) and not net.automatic_optimization:
+            undo.enter_context(lend_optimizers(net, trace, steppers, planned))
+            steps_itself = True
         since = 0
         for _ in range(2):
             since = trace.now
-            _step(trace, forward, batches[0], stepper, planned)
-            _mark_state(trace, net, stepper)
+            if steps_itself:
+                step_by_itself(trace, forward, batches[0], steppers, planned)
+            else:
+                step_as_trainer(trace, forward, batches[0], steppers[0], planned)
+            _mark_state(trace, net, steppers)
     return since
-
-
-def _step(
-    trace: AllocationTrace, forward: Callable[[Any], Any], batch: Any, optimizer: Optimizer, planned: PredictedStep
-) -> None:
-    """Run one optimizer step, in the order of the Trainer or, with several micro-batches, of our accumulation."""
-    parts = list(planned.split(batch))
-    # Gradients exist from the second micro-batch on, so later ones need no more.
-    parts = (parts * min(planned.window, 2))[:2]
-    trace.phase = "forward"
-    if len(parts) == 1:
-        output = forward(batch)
-        optimizer.zero_grad()
-        trace.phase = "backward"
-        _backward(loss_of(output))
-    else:
-        output = None
-        optimizer.zero_grad()
-        with sum_gradients_in_float32(p for group in optimizer.param_groups for p in group["params"]):
-            for part in parts:
-                trace.phase = "forward"
-                loss = loss_of(forward(part))
-                trace.phase = "backward"
-                _backward(loss)
-                # The graph would otherwise still exist beside that of the next micro-batch.
-                del loss
-    trace.phase = "optimizer step"
-    # A step in host memory takes no device memory.
-    if not (planned.on_cuda and isinstance(optimizer, HostOptimizer)):
-        # torchao compiles its step, which fake tensors do not support.
-        with torch.compiler.set_stance("force_eager"):
-            optimizer.step()
-    if planned.releases:
-        release_gradients_(p for group in optimizer.param_groups for p in group["params"])
-
-
-def _backward(loss: Tensor) -> None:
-    """Call backward without ``loss.backward()``, which :class:`AsOnCuda` would treat as one opaque function."""
-    root = torch.ones_like(loss)
-    _engine_run_backward((loss,), (root,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def forward_of(net: nn.Module, loss: Loss | None, plugin: Precision) -> Callable[[Any], Any]:
@@ -274,29 +240,24 @@ def forward_of(net: nn.Module, loss: Loss | None, plugin: Precision) -> Callable
     return step
 
 
-def _make_optimizer(net: nn.Module, make: Callable[[Any], Optimizer] | None) -> Optimizer:
+def _make_optimizers(net: nn.Module, make: Callable[[Any], Optimizer] | None, loss: Loss | None) -> list[Optimizer]:
     if make is not None:
-        return make_optimizer(make, net)
+        return [make_optimizer(make, net)]
     if not isinstance(net, L.LightningModule):
         why = "only a LightningModule has configure_optimizers"
         way_out = "Pass optimizer=, a function of the parameters: lambda p: torch.optim.AdamW(p)"
         raise TypeError(explain(f"{type(net).__name__} without optimizer=", why, way_out))
     optimizers = configured_optimizers(net)
-    if len(optimizers) != 1 or not net.automatic_optimization:
-        raise ValueError(
-            explain(
-                f"{type(net).__name__} with {len(optimizers)} optimizers, "
-                f"automatic_optimization={net.automatic_optimization}",
-                "only the Trainer's own order of a step, with one optimizer, is supported",
-                "Pass loss= and optimizer= for the part to predict",
-            )
-        )
-    return optimizers[0]
+    if len(optimizers) > 1 and loss is not None:
+        what = f"loss= and {type(net).__name__} with {len(optimizers)} optimizers"
+        why = "it is not known which of them steps after this loss"
+        raise ValueError(explain(what, why, "Pass optimizer= too, or neither of them"))
+    return optimizers
 
 
-def _mark_state(trace: AllocationTrace, net: nn.Module, optimizer: Optimizer) -> None:
+def _mark_state(trace: AllocationTrace, net: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     names: dict[Tensor, str] = {parameter: name for name, parameter in net.named_parameters()}
-    for parameter, state in optimizer.state.items():
+    for parameter, state in chain.from_iterable(optimizer.state.items() for optimizer in optimizers):
         for tensor in tensors_in(state):
             trace.mark(tensor, "optimizer state", names.get(parameter, ""))
 

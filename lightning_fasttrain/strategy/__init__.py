@@ -4,23 +4,29 @@ From the bottom up: ``choose``, ``rank_health``, ``fsdp2``, ``_sharded_groups``,
 ``consolidate``, ``choose_strategy``.
 """
 
-from lightning_fasttrain.strategy.choose._model_sizes import ZeROSizes
-from lightning_fasttrain.strategy.choose.choose_stage import StageChoice, choose_stage
-from lightning_fasttrain.strategy.choose.model_states import STAGES, ModelStates, predict_model_states
-from lightning_fasttrain.strategy.choose_strategy import StrategyChoice, choose_strategy
-from lightning_fasttrain.strategy.consolidate import Consolidated, consolidate
-from lightning_fasttrain.strategy.fsdp2.fsdp2_fabric import FabricFSDP2Strategy
-from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
-from lightning_fasttrain.strategy.fsdp2.shard_blocks import check_sharded, precision_policy, shard_blocks_
-from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import (
-    full_checkpoint,
-    full_state_dict,
-    load_sharded_,
-    save_sharded,
-)
-from lightning_fasttrain.strategy.traffic import Traffic, predict_traffic
-from lightning_fasttrain.strategy.zero.zero_fabric import FabricZeROStrategy
-from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy
+from typing import TYPE_CHECKING
+
+from lightning_fasttrain.core.package import import_names_when_used
+
+import_names_when_used(__name__)
+if TYPE_CHECKING:
+    from lightning_fasttrain.strategy.choose._model_sizes import ZeROSizes
+    from lightning_fasttrain.strategy.choose.choose_stage import StageChoice, choose_stage
+    from lightning_fasttrain.strategy.choose.model_states import STAGES, ModelStates, predict_model_states
+    from lightning_fasttrain.strategy.choose_strategy import StrategyChoice, choose_strategy
+    from lightning_fasttrain.strategy.consolidate import Consolidated, consolidate
+    from lightning_fasttrain.strategy.fsdp2.fsdp2_fabric import FabricFSDP2Strategy
+    from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
+    from lightning_fasttrain.strategy.fsdp2.shard_blocks import check_sharded, precision_policy, shard_blocks_
+    from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import (
+        full_checkpoint,
+        full_state_dict,
+        load_sharded_,
+        save_sharded,
+    )
+    from lightning_fasttrain.strategy.traffic import Traffic, predict_traffic
+    from lightning_fasttrain.strategy.zero.zero_fabric import FabricZeROStrategy
+    from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy
 
 __all__ = [
     "STAGES",

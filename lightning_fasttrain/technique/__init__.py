@@ -6,10 +6,16 @@ From the bottom up: ``arguments``, ``declarations``, ``duration``, ``explanation
 ``run_summary``, ``technique``, ``run_length``, ``weight_averages``.
 """
 
-from lightning_fasttrain.technique.declarations import Capability, Conflict, Exactness, Setting, Surgery
-from lightning_fasttrain.technique.facts import Facts
-from lightning_fasttrain.technique.predicted_step import PredictedStep
-from lightning_fasttrain.technique.technique import Technique, apply, check_together
+from typing import TYPE_CHECKING
+
+from lightning_fasttrain.core.package import import_names_when_used
+
+import_names_when_used(__name__)
+if TYPE_CHECKING:
+    from lightning_fasttrain.technique.declarations import Capability, Conflict, Exactness, Setting, Surgery
+    from lightning_fasttrain.technique.facts import Facts
+    from lightning_fasttrain.technique.predicted_step import PredictedStep
+    from lightning_fasttrain.technique.technique import Technique, apply, check_together
 
 __all__ = [
     "Capability",

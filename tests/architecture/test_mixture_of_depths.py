@@ -292,7 +292,7 @@ def test_manual_optimization_is_refused_with_predictors():
     ("arguments", "why"),
     [
         ({"every": 5}, "no block would be routed"),
-        ({"capacity": 0.0}, "greater than 0 and at most 1"),
+        ({"capacity": 0.0}, "above 0 and at most 1"),
         ({"blocks": nn.ModuleList}, "is a ModuleList"),
     ],
 )

@@ -16,7 +16,7 @@ from lightning_fasttrain.data.normalizer.trial import looks
 from lightning_fasttrain.data.normalizer.trial.looks import Looks
 from lightning_fasttrain.data.normalizer.trial.try_split import Stage
 from lightning_fasttrain.data.trunk import batch_search
-from lightning_fasttrain.data.trunk.batch_search import BatchSearch, prefer_what_shows_something
+from lightning_fasttrain.data.trunk.batch_search import BatchSearch, guess_split, is_guess
 from tests.support.nets import Gradients, as_loader, gradients, largest_difference, trainer
 
 BATCHES = 4
@@ -138,17 +138,24 @@ def test_checks_of_later_batches_take_at_most_one_percent_of_the_time(clock):
 
 
 def test_an_inconclusive_batch_does_not_change_the_split():
-    before, nothing = LossSplit(None, None, scale=2.0), LossSplit(None, None, provisional=True)
-    assert prefer_what_shows_something(nothing, before) is before
-    assert prefer_what_shows_something(None, before) is before
-    assert prefer_what_shows_something(nothing, None) is nothing
-    assert prefer_what_shows_something(before, nothing) is before
+    net = nn.Linear(4, 1)
+    batch, nothing = torch.randn(6, 4), torch.zeros(6, 4)  # without a gradient
+
+    def search(batch):
+        return BatchSearch(Stage(lambda x: (net(x) * x).square().mean(), [net]), batch, 2)
+
+    guess = guess_split()
+    found = search(batch).find(guess)
+    assert not is_guess(found)
+    assert search(nothing).find(found) is found
+    assert is_guess(search(nothing).find(guess))
+    assert search(nothing).find(guess) is not guess
 
 
 def test_with_sharded_parameters_no_rank_searches_alone(monkeypatch):
     """Such a rank would wait for the others in its first forward, and they for it in theirs."""
     monkeypatch.setattr(batch_search, "rank_count", lambda: 2)
     stage = Stage(lambda batch: pytest.fail("it ran"), gradients=False)
-    search = BatchSearch("here", stage, None, 2)
+    search = BatchSearch(stage, None, 2)
     with pytest.raises(CannotSplitError, match=r"another term.*a single rank cannot run a batch again"):
         search.find_another(LossSplit(None, None), OtherSplitError("it has another term"), 0)

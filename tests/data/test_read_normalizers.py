@@ -110,6 +110,12 @@ LOSSES: dict[str, tuple[Callable[[Fields], Tensor], list[tuple[str, float, float
         lambda f: ft.linear_cross_entropy(f.z, torch.eye(3, device=f.z.device), f.y),
         [("mean", 1, 3)],
     ),
+    "linear_cross_entropy, class weights": (
+        lambda f: ft.linear_cross_entropy(
+            f.z, torch.eye(3, device=f.z.device), f.y, class_weights=torch.full((3,), 0.5, device=f.z.device)
+        ),
+        [("mean", 1, 1.5)],
+    ),
     "linear_cross_entropy, sum / 8": (
         lambda f: ft.linear_cross_entropy(f.z, torch.eye(3, device=f.z.device), f.y, reduction="sum") / 8,
         [("quotient", 1, 8)],
@@ -169,7 +175,12 @@ EQUIVALENT = [
     {"mean", "mean over all axes by name", "l1", "picked by a mask", "mean of means", "without NaN"},
     {"kl_div, batchmean", "masked sum / sum of the mask", "sum / len(z)"},
     {"in another precision", "shape (1,)"},
-    {"linear_cross_entropy", "linear_kl_divergence", "linear_kl_divergence, masked"},
+    {
+        "linear_cross_entropy",
+        "linear_cross_entropy, class weights",
+        "linear_kl_divergence",
+        "linear_kl_divergence, masked",
+    },
 ]
 
 

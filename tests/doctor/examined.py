@@ -29,6 +29,7 @@ class Examined:
 
     script: Path
     report: dict[str, Any]
+    table: str
 
     @property
     def all(self) -> list[dict[str, Any]]:
@@ -74,7 +75,8 @@ def examine_script(code: str, folder: Path, monkeypatch, steps: int = 8, warmup:
         warnings.simplefilter("ignore")
         with suppress(EndedError):
             examined_script.run_examined()
-    return Examined(script, json.loads((folder / "result.json").read_text())["report"])
+    result = json.loads((folder / "result.json").read_text())
+    return Examined(script, result["report"], result["table"])
 
 
 def _end(code: int) -> None:

@@ -241,6 +241,18 @@ FAULTS = [
         begin="x, y = (x.repeat(16, 1), y.repeat(16)) if step == 2 else (x, y)",
         loss="loss = loss + 0 * nn.functional.cross_entropy(vocabulary(logits), y)  # <-",
     ),
+    in_loop(
+        "attention by hand",
+        "attention",
+        begin="q = torch.randn(32 if step == 2 else 1, 512, 8, requires_grad=True)",
+        loss="loss = loss + 0 * torch.softmax(q @ q.mT, -1).mean()  # <-",
+    ),
+    in_loop(
+        "attention with dropout on a CPU",
+        "attention",
+        begin="q = torch.randn(32 if step == 2 else 1, 1, 512, 8, requires_grad=True)",
+        loss="loss = loss + 0 * nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=0.1).mean()  # <-",
+    ),
     in_trainer("item in training_step", "host_sync", loss="self.value = loss.item()  # <-"),
     in_trainer("losses on the module", "growing_memory", loss="self.kept.append(loss)  # <-"),
     in_trainer(

@@ -1,6 +1,8 @@
 """The order of findings, the page, and what is said of models whose operators cannot be seen."""
 
 import json
+import shutil
+import subprocess
 
 import pytest
 import torch
@@ -10,6 +12,8 @@ import lightning_fasttrain as ft
 from lightning_fasttrain.doctor import Cost, Diagnosis, Finding, SourceLine, save_diagnosis
 from lightning_fasttrain.doctor.diagnosis import rank
 from lightning_fasttrain.doctor.finding import cost_of_calls, cost_of_phase, cost_of_samples
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
 
 def finding(kind, ms=None, unit="ms"):
@@ -42,6 +46,44 @@ def test_the_page_and_the_table_show_every_finding_as_text(tmp_path):
     assert [one["kind"] for one in json.loads(data.read_text())["findings"]] == [one.kind for one in shown]
     assert str(diagnosis).count("[why]") == len(shown)
     assert "1 finding below 1% of a step" in str(diagnosis)
+
+
+def test_the_page_draws_blocks_and_memory_by_category(tmp_path):
+    net = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)) for _ in range(3)])
+    optimizer = torch.optim.Adam(net.parameters())
+    with ft.doctor.examine(8, 1, "cpu", out=tmp_path, report=lambda diagnosis: None) as examination:
+        for _ in range(10):
+            optimizer.zero_grad()
+            net(torch.ones(16, 64)).sum().backward()
+            optimizer.step()
+    diagnosis = examination.diagnosis
+    assert list(diagnosis.block_ms) == ["0", "1", "2"]
+    assert 0 < sum(diagnosis.block_ms.values()) < diagnosis.phase_ms["forward"]
+    assert diagnosis.steps == 5  # two were looked at, and the memory of one was recorded
+    weights = sum(4 * parameter.numel() for parameter in net.parameters())
+    at_peak = json.loads((tmp_path / "doctor.json").read_text())["memory"]["at_peak"]
+    assert at_peak["parameters"] == weights
+    assert at_peak["optimizer state"] == pytest.approx(2 * weights, rel=0.01)
+    page = (tmp_path / "doctor.html").read_text()
+    assert page.count("<polygon") == 6
+    assert page.count("<title>0: ") == 1
+    assert not net[0]._forward_pre_hooks
+    assert not net[0]._forward_hooks
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium")
+def test_the_page_opens_in_a_browser_and_its_details_open_with_a_click(tmp_path):
+    shown, minor = rank(FOUND, step_ms=100.0)
+    diagnosis = Diagnosis("cpu", 18, 100.0, {"forward": 60.0, "backward": 40.0}, shown, minor)
+    page, _ = save_diagnosis(diagnosis, tmp_path)
+    click = "<script>onload = () => document.querySelector('summary').click()</script>"
+    page.write_text(page.read_text() + click)
+    headless = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    command = [BROWSER, *headless, "--virtual-time-budget=2000", "--dump-dom", page.as_uri()]
+    seen = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert '<details open="">' in seen
+    assert seen.count("<rect") == 2
+    assert seen.count("<article") == len(FOUND)
 
 
 def test_costs_by_hand():

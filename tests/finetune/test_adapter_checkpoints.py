@@ -130,6 +130,19 @@ def test_strategies_with_their_own_file_format_are_unchanged(strategy):
     assert not {"lightning_module_state_dict", "load_model_state_dict"} & vars(t.strategy).keys()
 
 
+def test_a_checkpoint_that_is_saved_after_the_run_is_small_too_and_is_resumed(tmp_path):
+    torch.manual_seed(11)
+    module, t = TinyLM(), trainer([lora()], max_epochs=1, logger=False)
+    t.fit(module, as_loader(BATCHES))
+    t.save_checkpoint(tmp_path / "after.ckpt")
+    saved = torch.load(tmp_path / "after.ckpt", weights_only=True)
+    assert set(saved["state_dict"]) == ADAPTER
+    resumed = fit([lora()], epochs=1, ckpt_path=tmp_path / "after.ckpt")
+    assert all(torch.equal(value, saved["state_dict"][name]) for name, value in trained_state(resumed).items())
+    with pytest.raises(ValueError, match="base"):
+        fit([lora()], altered(), epochs=2, ckpt_path=tmp_path / "after.ckpt")
+
+
 def test_checkpoint_size_does_not_depend_on_the_base(tmp_path):
     class Wide(TinyLM):
         def __init__(self):

@@ -6,6 +6,7 @@ import warnings
 import lightning as L
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import lightning_fasttrain as ft
@@ -219,6 +220,27 @@ def test_ia3_targets_the_papers_layers_by_default(make):
     else:
         assert config.target_modules == {"up", "down"}
     assert all("ia3_l" in name for name in trains(model))
+
+
+def test_ia3_on_mixtral_scales_its_attention_and_its_file_is_loaded_again(tmp_path):
+    def mixtral():
+        sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_local_experts": 4}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+        torch.manual_seed(0)
+        return transformers.MixtralForCausalLM(transformers.MixtralConfig(vocab_size=32, **sizes, **heads))
+
+    model, ids = mixtral().eval(), torch.arange(8)[None]
+    ft.apply(model, [ft.finetune.IA3()])
+    assert model.peft_config["default"].target_modules == {"k_proj", "v_proj"}  # its experts are parameters
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "ia3_l" in name:
+                parameter.add_(0.1)
+        expected = model(ids).logits
+        ft.finetune.save_adapter(model, tmp_path)
+        loaded = mixtral().eval()
+        ft.finetune.load_adapter_(loaded, tmp_path)
+        assert torch.equal(loaded(ids).logits, expected)
 
 
 def test_pissa_starts_from_the_largest_singular_vectors():

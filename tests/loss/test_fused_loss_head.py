@@ -135,6 +135,52 @@ def test_a_custom_bias_and_log_softmax_with_nll_loss_are_supported():
     agree(loss_and_gradients(model), loss_and_gradients(fused))
 
 
+@pytest.mark.parametrize("name", ["llama, tied", "gemma2, soft-capped"])
+def test_z_loss_is_added_to_the_models_own_loss_in_training_only(name):
+    model, fused = build(name), build(name)
+    (head,) = fuse_loss_head_(fused, z_loss=1e-2).values()
+
+    def with_z_loss(**inputs):
+        out = model(**inputs)
+        counted = F.pad(inputs["labels"][:, 1:], (0, 1), value=-100) != -100
+        return (out.loss + 1e-2 * out.logits.logsumexp(-1)[counted].square().mean(),)
+
+    with_z_loss.zero_grad, with_z_loss.named_parameters = model.zero_grad, model.named_parameters
+    agree(loss_and_gradients(with_z_loss), loss_and_gradients(fused))
+    assert head.used
+    with torch.no_grad():
+        assert fused(**batch()).loss == model(**batch()).loss
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_class_weights_and_label_smoothing_of_a_loss_stay(weighted):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(VOCAB, 8), nn.Linear(8, VOCAB)
+            self.loss = nn.CrossEntropyLoss(torch.linspace(0, 2, VOCAB) if weighted else None, label_smoothing=0.2)
+
+        def forward(self, input_ids, labels):
+            return (self.loss(self.head(self.embed(input_ids)).transpose(1, 2), labels),)
+
+    model = Net()
+    fused = copy.deepcopy(model)
+    (head,) = fuse_loss_head_(fused).values()
+    for _ in range(2):  # the first step finds the head
+        agree(loss_and_gradients(model), loss_and_gradients(fused))
+    assert head.used
+
+
+def test_a_backend_without_z_loss_is_refused_before_the_first_step():
+    with pytest.raises(ValueError, match=r"z_loss=0.01 with backend='torch'.*Use backend='chunked'"):
+        fuse_loss_head_(build(), z_loss=1e-2, backend="torch")
+
+
+def test_only_z_loss_changes_training():
+    assert FusedLossHead().exactness is ft.technique.Exactness.EXACT
+    assert FusedLossHead(z_loss=1e-4).exactness is ft.technique.Exactness.CHANGES_TRAINING
+
+
 def test_negative_control_a_loss_of_unshifted_labels_differs():
     fused = build()
     fuse_loss_head_(fused)
@@ -246,7 +292,8 @@ def test_a_head_other_than_a_plain_linear_layer_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"), [({"chunk": 0}, "chunk=0"), ({"backend": "magic"}, "backend='magic'")]
+    ("settings", "message"),
+    [({"chunk": 0}, "chunk=0"), ({"backend": "magic"}, "backend='magic'"), ({"z_loss": -1.0}, "z_loss=-1.0")],
 )
 def test_invalid_settings_of_the_fused_head_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):

@@ -401,7 +401,7 @@ def test_head_compiles_the_fused_loss_with_a_fallback(monkeypatch):
     def broken(graph, inputs):
         raise RuntimeError("no loss here")
 
-    use = sys.modules["lightning_fasttrain.loss.linear_cross_entropy"]
+    use = sys.modules["lightning_fasttrain.loss.logit_losses"]
     monkeypatch.setattr(use, "_compiled_use", lambda: torch.compile(use._use_logits_in_two_passes, backend=broken))
     again = compile_blocks_(net, head=True)["top.head"]
     with pytest.warns(ft.FastTrainWarning, match="the loss of a head.*no loss here"):
@@ -432,10 +432,10 @@ def test_a_loss_that_is_compiled_wrongly_runs_uncompiled(monkeypatch):
     net, loss_of = speaker_and_loss()
     expected = gradients(net, loss_of(net))
     (fused,) = ft.fuse_loss_head_(net).values()
-    use = sys.modules["lightning_fasttrain.loss.linear_cross_entropy"]
+    use = sys.modules["lightning_fasttrain.loss.logit_losses"]
 
-    def miscompiled(logits, targets, options, share):
-        losses = use._use_logits_in_two_passes(logits, targets, options, share)
+    def miscompiled(logits, *others):
+        losses = use._use_logits_in_two_passes(logits, *others)
         logits[3] *= 1.01  # the gradient
         return losses
 

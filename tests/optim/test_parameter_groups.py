@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import lightning_fasttrain as ft
 from lightning_fasttrain.core.messages import say_once
 from lightning_fasttrain.optim import layer_decay_groups, lora_plus_groups
 from tests.support.families import built
@@ -148,6 +149,52 @@ def test_llama_matches_groups_by_hand(tied):
     assert names.get("head", []) == ([] if tied else ["lm_head.weight"])
     assert rates(groups)["model.layers.0"] == 0.25
     assert_each_once(net, groups)
+
+
+def of_transformers(kind, **settings):
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, kind).config_class(**settings)
+    return getattr(transformers, kind)(config)
+
+
+SMALL = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 4, "num_attention_heads": 2}
+FAMILIES = {
+    "GPT2LMHeadModel": {"vocab_size": 16, "n_embd": 8, "n_layer": 4, "n_head": 2, "n_positions": 8},
+    "BertForSequenceClassification": {"vocab_size": 16, **SMALL},
+    "ViTForImageClassification": {"image_size": 8, "patch_size": 4, **SMALL},
+}
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_learning_rates_are_the_closed_form_of_the_depth_under_a_schedule(kind):
+    """With four blocks, block i (from 0) has lr · 0.75^(4 − i), the stem lr · 0.75^5, the head lr, at all times."""
+    net = of_transformers(kind, **FAMILIES[kind])
+    optimizer = ft.build_optimizer(net, "adamw", lr=1e-2, layer_decay=0.75, weight_decay=0.1)
+    assert_each_once(net, optimizer.param_groups)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    of_parameter = {id(p): name for name, p in net.named_parameters()}
+    for step in range(3):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                block = re.search(r"\.(?:h|layer|layers)\.(\d)\.", of_parameter[id(parameter)])
+                is_stem = re.search(r"embed|wte|wpe|cls_token", of_parameter[id(parameter)]) is not None
+                above = 4 - int(block[1]) if block else 5 * is_stem
+                assert group["lr"] == pytest.approx(1e-2 * 0.75**above / (1 + step)), of_parameter[id(parameter)]
+                if block is not None:
+                    assert group["weight_decay"] == (0.1 if parameter.ndim > 1 else 0)
+        optimizer.step()
+        schedule.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 * 0.75**5 / 4)
+
+
+def test_adapters_have_the_learning_rates_of_their_blocks():
+    net = of_transformers("GPT2LMHeadModel", **FAMILIES["GPT2LMHeadModel"])
+    with ft.apply(net, [ft.LoRA(rank=2)]):
+        optimizer = ft.build_optimizer(net, "adamw", lr=1.0, layer_decay=0.5)
+        named = names_in(net, optimizer.param_groups)
+        assert rates(optimizer.param_groups) == {f"transformer.h.{i}": 0.5 ** (4 - i) for i in range(4)}
+        assert all("lora_" in name for names in named.values() for name in names)
+        assert sum(map(len, named.values())) == sum(p.requires_grad for p in net.parameters())
 
 
 def test_modules_between_blocks_belong_to_the_earlier_block():

@@ -21,7 +21,7 @@ from lightning_fasttrain.predict import MemoryReport
 from lightning_fasttrain.run import PeakMemory
 from lightning_fasttrain.run.profiling.memory_record import CATEGORIES
 from lightning_fasttrain.technique import Technique
-from tests.support.nets import LazyLM, TinyLM, fit, lm_batches
+from tests.support.nets import LazyLM, TinyLM, as_loader, fit, lm_batches, trainer
 
 MIB = 2**20
 
@@ -711,11 +711,64 @@ def test_an_existing_model_that_cannot_be_copied_is_refused():
     assert "Pass a function that builds it" in message
 
 
-def test_manual_optimization_is_refused():
-    class Manual(TinyLM):
-        automatic_optimization = False
+class Adversaries(L.LightningModule):
+    """A GAN that steps two optimizers itself."""
 
-    assert "automatic_optimization=False" in refusal(ValueError, Manual, lm_batches(1)[0])
+    automatic_optimization = False
+
+    def __init__(self):
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(16, 512), nn.Tanh(), nn.Linear(512, 256))
+        self.critic = nn.Sequential(nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 1))
+
+    def training_step(self, batch, batch_idx):
+        of_generator, of_critic = self.optimizers()
+        made = self.generator(batch[:, :16])
+        for optimizer, loss in ((of_generator, -self.critic(made).mean()), (of_critic, None)):
+            self.toggle_optimizer(optimizer)
+            loss = self.critic(torch.cat([made.detach(), batch])).mean() if loss is None else loss
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            self.clip_gradients(optimizer, gradient_clip_val=1.0, gradient_clip_algorithm="norm")
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self):
+        return [torch.optim.Adam(net.parameters()) for net in (self.generator, self.critic)]
+
+
+class PeakOfStep(L.Callback):
+    """Measures the peak of the second step."""
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if batch_idx == 1:
+            self.peak = PeakMemory("cpu", module, trainer.optimizers, batch)
+            self.peak.__enter__()
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if batch_idx == 1:
+            self.peak.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("rows", [8, 2048])
+def test_a_module_that_steps_two_optimizers_itself_is_predicted(rows):
+    batch, measures = torch.randn(rows, 256), PeakOfStep()
+    trainer([measures]).fit(Adversaries(), as_loader([batch] * 2))
+    report = predict_memory(Adversaries, batch, device="cpu")
+    weights = 4 * sum(parameter.numel() for parameter in Adversaries().parameters())
+    assert report.peaks["gradients"] == weights
+    assert report.peaks["optimizer state"] == pytest.approx(2 * weights, rel=1e-3)
+    assert report.peak_bytes == pytest.approx(measures.peak.peak_bytes, rel=0.02)
+
+
+def test_micro_batches_of_a_module_that_steps_itself_are_refused():
+    message = refusal(ValueError, Adversaries, torch.zeros(8, 256), techniques=[ft.MicroBatching(2)])
+    assert "accumulate_gradients(step, batch, n, backward=self.manual_backward)" in message
+
+
+def test_a_loss_of_a_module_with_two_optimizers_is_refused():
+    message = refusal(ValueError, Adversaries, torch.zeros(8, 256), loss=lambda net, x: net.critic(x).sum())
+    assert "which of them steps" in message
 
 
 def test_a_step_that_needs_a_trainer_or_unknown_shapes_is_refused():

@@ -94,6 +94,17 @@ class Drifts(L.Callback):
             group["lr"] = 0.01 / (1 + self.steps) ** trainer.global_rank
 
 
+def noise_of(batches):
+    """The estimate from the gradient of each rank's batches, computed by itself and stored."""
+    model, parts = TinyLM(), []
+    for batch in batches:
+        gradients = torch.autograd.grad(model.loss(batch), list(model.parameters()))
+        parts.append(torch.cat([gradient.flatten() for gradient in gradients]))
+    sizes = torch.tensor([float(len(batch["labels"])) for batch in batches])
+    norms, whole = torch.stack(parts).square().sum(1), torch.stack(parts).mean(0).square().sum()
+    return [float(value) for value in ft.run.split_gradient_noise(norms, sizes, whole)]
+
+
 def main(path):
     found = {}
     rank = int(os.environ["RANK"])
@@ -216,6 +227,11 @@ def main(path):
     windows = [RANK0[i : i + 2] + RANK1[i : i + 2] for i in (0, 2, 4)]
     module, seen, *_ = run([ft.TokenWeightedAccumulation(2), ft.MicroBatching(2)], mine, kind=Summed)
     found["summed window"] = worst(reference(windows, Summed), seen)
+
+    for batches in (1, 2):
+        noise = ft.run.GradientNoiseScale(every_n_steps=1, decay=0.0)
+        run([noise], mine[:batches], accumulate_grad_batches=batches)
+        found[f"noise of {batches}"] = [noise.state_dict(), noise_of([*RANK0[:batches], *RANK1[:batches]])]
 
     class Silent(TinyLM):
         def training_step(self, batch, batch_idx):

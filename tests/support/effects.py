@@ -25,6 +25,20 @@ BATCHES = lm_batches(5)
 Kind = Callable[..., Any]
 
 
+class Pictures(L.LightningModule):
+    """A convolution over images of any size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 class Probe(L.Callback):
     """Keeps what ``look(trainer, module)`` says whenever Lightning calls one hook."""
 
@@ -87,6 +101,18 @@ def sequences_are_short_at_first(kind: Kind) -> None:
     net.embed.register_forward_pre_hook(lambda module, inputs: lengths.append(inputs[0].shape[1]))
     fit(net, BATCHES, [kind(2, 5, over=3, grid=1)])
     assert lengths == [2, 3, 4, 5, 5]
+
+
+def images_are_small_at_first(kind: Kind) -> None:
+    sides: list[int] = []
+
+    class Looking(Pictures):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            sides.append(batch[0].shape[-1])
+            return super().training_step(batch, batch_idx)
+
+    fit(Looking(), [(torch.rand(4, 3, 16, 16), torch.zeros(4, dtype=torch.long))] * 5, [kind(8, 16, over=3, grid=4)])
+    assert sides[2:] == [8, 8, 12, 16, 16]  # after a trial of both sizes
 
 
 def says_that_a_cpu_has_the_batches(kind: Kind) -> None:
@@ -253,6 +279,13 @@ def a_step_has_a_peak(kind: Kind) -> None:
     meter = kind()
     fit(TinyLM(), BATCHES, [meter])
     assert meter.peak_bytes is not None
+
+
+def two_batches_show_noise(kind: Kind) -> None:
+    noise = kind(every_n_steps=1)
+    fit(TinyLM(), BATCHES, [noise], accumulate_grad_batches=2)
+    assert noise.samples is not None
+    assert noise.samples > 0
 
 
 def a_step_has_a_picture(kind: Kind) -> None:

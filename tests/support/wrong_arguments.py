@@ -21,27 +21,28 @@ import torch
 from torch import nn
 
 ROOMS = (
-    *("architecture", "data", "dry_run", "finetune", "loss", "model", "optim", "planner", "predict", "run"),
-    *("strategy", "technique"),
+    "architecture",
+    "data",
+    "dry_run",
+    "estimate",
+    "finetune",
+    "loss",
+    "model",
+    "optim",
+    "planner",
+    "predict",
+    "run",
+    "strategy",
+    "technique",
 )
 # Arguments for which zero, or a negative number, means something; where functions differ, with the path.
 ZERO = {
     *("compare_ranks_every", "every_n_steps", "first_step", "warmup", "skip_bad_samples", "exit_code", "pad_id"),
     *("weight_decay", "dropout", "label_smoothing", "z_loss", "final", "by", "alpha", "activation_gib", "at", "over"),
     *("ignore_index", "lr", "decay", "feature_weight", "min_mib", "in_flight_mib", "host_bytes", "headroom", "stage"),
-    *(
-        "balance",
-        "momentum",
-        "eps",
-        "prefetch",
-        "persistence",
-        "reuse",
-        "reduce_bucket",
-        "sub_group",
-        "parent_rank",
-        "amount",
-    ),
+    *("momentum", "eps", "prefetch", "persistence", "reuse", "reduce_bucket", "sub_group", "parent_rank", "amount"),
     *("balance", "dry_run.Rehearsal.seconds"),
+    "estimate.palm_flops_per_token.layers",
 }
 NEGATIVE = {"z_loss", "ignore_index", "pad_id"}
 # Calls of what is shown by no example of its own.
@@ -66,7 +67,14 @@ MADE_HERE = {
     *("model.CompileReport", "model.LowPrecisionReport", "optim.Schedule", "planner.Choice", "planner.Plan"),
     *("planner.Tried", "planner.Unused", "planner.UnusedReport", "predict.MemoryReport", "run.MemoryRecord"),
     *("run.ResumableLoader", "strategy.Consolidated", "strategy.ModelStates", "strategy.StageChoice"),
-    *("strategy.StrategyChoice", "strategy.Traffic", "technique.Facts", "technique.PredictedStep"),
+    *(
+        "strategy.StrategyChoice",
+        "strategy.Traffic",
+        "estimate.StepFlops",
+        "estimate.TrainingEstimate",
+        "technique.Facts",
+        "technique.PredictedStep",
+    ),
 }
 CLASS, MODULE, TENSOR, ARRAY, OBJECT = nn.Linear, nn.Linear(1, 1), torch.zeros(2), np.zeros(2), object()
 

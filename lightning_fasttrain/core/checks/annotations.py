@@ -32,7 +32,7 @@ class Bounds:
 
     def __str__(self) -> str:
         if self.high < math.inf and self.excluded:
-            return f"greater than {self.low:g} and at most {self.high:g}"
+            return f"above {self.low:g} and at most {self.high:g}"
         if self.high < math.inf:
             return f"between {self.low:g} and {self.high:g}"
         return f"greater than {self.low:g}" if self.excluded else f"at least {self.low:g}"

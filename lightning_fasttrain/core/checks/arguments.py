@@ -3,6 +3,7 @@
 import difflib
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, get_type_hints, overload
@@ -50,10 +51,12 @@ def _wrap(function: Any, ways_out: Mapping[str, str]) -> Any:
         function.__init__ = _wrap(function.__init__, ways_out)
         return function
 
+    # Modules that use torch have imported it by now, and others must not because of a check.
+    compiler = sys.modules.get("torch.compiler")
+    is_compiling: Callable[[], bool] = compiler.is_compiling if compiler is not None else bool
+
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        from torch.compiler import is_compiling  # here, for the package does not import torch when it is imported
-
         # A check that is traced would break the graph.
         if not is_compiling() and not _fit(_read(function), args, kwargs):
             name = function.__name__

@@ -31,13 +31,16 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
     """
     trained = total = 0
     for parameter in model.parameters():
-        numbers = 0 if is_lazy(parameter) else _numbers(parameter)
+        numbers = count_elements(parameter)
         total += numbers
         trained += numbers if parameter.requires_grad else 0
     return trained, total
 
 
-def _numbers(parameter: nn.Parameter) -> int:
+def count_elements(parameter: nn.Parameter) -> int:
+    """Return the number of elements of a parameter, by the rules of :func:`count_parameters`."""
+    if is_lazy(parameter):
+        return 0
     state = getattr(parameter, "quant_state", None)
     # A 4-bit weight holds two numbers in a byte. A parameter that DeepSpeed has split up holds none itself.
     return state.shape.numel() if state is not None else getattr(parameter, "ds_numel", parameter.numel())

@@ -34,9 +34,8 @@ from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.data.closure.micro_batch_logging import BatchLogs
 from lightning_fasttrain.data.closure.roles import Splitter, Window
 from lightning_fasttrain.data.closure.split_search import SplitSearch
-from lightning_fasttrain.data.normalizer.count_targets import count_targets
 from lightning_fasttrain.data.normalizer.find_split import CannotSplitError
-from lightning_fasttrain.data.normalizer.split_rule import LossSplit, OtherSplitError
+from lightning_fasttrain.data.normalizer.split_rule import OtherSplitError
 from lightning_fasttrain.data.normalizer.step_weights import StepWeights
 from lightning_fasttrain.data.normalizer.trial.step_function import loss_of
 from lightning_fasttrain.data.out_of_memory.retry_with_smaller_micro_batches import split_until_it_fits
@@ -212,7 +211,7 @@ class _BatchRun:
         """Run forward and backward of each micro-batch, and combine what they logged and returned."""
         # A window's total is not known yet: a constant stands in, and is divided out when the window is full.
         reference = None if self.window is None else self.window.reference
-        split = self.search.split or LossSplit(None, count_targets)
+        split = self.search.split
         weights = StepWeights(split, cut.parts, reference)
         logs = BatchLogs(self.trainer.lightning_module, cut.parts, split.log_rules, self.metrics)
         with logs.collecting():

@@ -218,11 +218,14 @@ class BatchLogs:
     def _count(self, rule: LogRule, part: int) -> Number:
         return rule(self.parts[part]) if isinstance(rule, CountRule) else self.loss_counts.get(part, 0)
 
-    def rules_differ(self, name: str, seen: Sequence[LogCall]) -> bool | Tensor:
-        """Whether the rules that matched so far give different values now; on the values' device."""
-        rules = self.rules.get(name, ())
+    def compare_rules(self, name: str) -> Tensor | None:
+        """Return whether the rules that matched so far give different values now, on the values' device.
+
+        None where at most one rule matched, or no rule is used.
+        """
+        rules, seen = self.rules.get(name, ()), self.seen[name]
         if len(rules) < 2 or _has_size(seen) or _name_reduction(seen) in ("min", "max", "sum"):
-            return False
+            return None
         values = [torch.as_tensor(call.value).float() for call in seen]
         results: list[Tensor] = []
         for rule in rules:
@@ -230,10 +233,12 @@ class BatchLogs:
             results.append(torch.stack(values).sum() if weights is None else weights.add_up(values))
         # A micro-batch without targets logs NaN, which some rules leave out and others do not.
         same = [torch.isclose(other, results[0], _ROUNDING, 0.0, equal_nan=True) for other in results[1:]]
-        differ = ~torch.stack(same).all()
-        if all(call.is_on_host for call in seen):
-            return bool(differ)
-        return differ
+        return ~torch.stack(same).all()
+
+    @property
+    def seen(self) -> dict[str, list[LogCall]]:
+        """The calls of each name, and the scalars that the step returned."""
+        return {**self.logged, **self.returned}
 
 
 def _can_merge(pl_module: L.LightningModule, metric: Metric) -> bool:

@@ -15,26 +15,6 @@ from lightning_fasttrain.data.padding.trim_search import TrimSearch
 from lightning_fasttrain.data.trunk.find_trunk import Through
 
 
-class SharedSplit:
-    """A found split, shared by copies of a technique that take the same steps, so that only the first one searches.
-
-    Copying it returns the object itself, so a technique shares it with its own copies.
-
-    Attributes:
-        split: the split that one of them found.
-        trimming: what it found out about padding.
-        seconds: the time that the search took.
-    """
-
-    def __init__(self) -> None:
-        self.split: LossSplit | None = None
-        self.trimming: TrimSearch | None = None
-        self.seconds = 0.0
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "SharedSplit":
-        return self
-
-
 class Counting(Protocol):
     """The attributes that both kinds of technique have for the weighting of micro-batches."""
 
@@ -42,7 +22,6 @@ class Counting(Protocol):
     check: bool
     found: LossSplit | None
     found_before: CountRule | None
-    shared: SharedSplit | None
 
 
 class Splitter(Counting, Protocol):

@@ -1,14 +1,12 @@
 """Find how the batches of a run are split: at the loss, by a weighting rule, or at the trunk."""
 
 import itertools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import lightning as L
 import torch
-from torch import Tensor
 
 from lightning_fasttrain.core.batch.leaves import batch_size, can_be_cut
 from lightning_fasttrain.core.distributed import is_sharded
@@ -16,24 +14,22 @@ from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.data.closure.micro_batch_logging import BatchLogs, LogCall
 from lightning_fasttrain.data.closure.roles import Counting, Splitter, Window
-from lightning_fasttrain.data.normalizer.count_targets import CountRule, count_targets
-from lightning_fasttrain.data.normalizer.find_split import CannotSplitError
-from lightning_fasttrain.data.normalizer.log_rules import LogRules, settle_log_rules
+from lightning_fasttrain.data.normalizer.count_targets import CountRule
+from lightning_fasttrain.data.normalizer.log_rules import LogRules, match_log_rules
 from lightning_fasttrain.data.normalizer.micro_batch_weights import Number
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit, OtherSplitError
 from lightning_fasttrain.data.normalizer.step_weights import DeferredFlag
 from lightning_fasttrain.data.normalizer.trial.looks import Looks
 from lightning_fasttrain.data.normalizer.trial.sample_rows import sample_pairs
-from lightning_fasttrain.data.normalizer.trial.try_split import Stage
+from lightning_fasttrain.data.normalizer.trial.try_split import Stage, try_split
 from lightning_fasttrain.data.out_of_memory.deferred_gradient_sync import CollectivesWatch
 from lightning_fasttrain.data.padding.trim_search import Parts
 from lightning_fasttrain.data.split_batch import split_batch
 from lightning_fasttrain.data.step_gradients import own_scaling
-from lightning_fasttrain.data.trunk.batch_search import BatchSearch, say_trunk
-from lightning_fasttrain.data.trunk.find_trunk import name_trunk, refuse_dependent_samples
+from lightning_fasttrain.data.trunk.batch_search import BatchSearch, Found, guess_split, say_trunk
+from lightning_fasttrain.data.trunk.find_trunk import name_trunk
 from lightning_fasttrain.data.trunk.micro_batch_forward import MicroBatchedForward, Trunk
 
-_NAME = "MicroBatching"
 _MOST_LOG_LOOKS = 8  # batches in which samples run again to decide the weights of a logged value
 _MOST_PAIRS = 4
 
@@ -44,7 +40,7 @@ class SplitSearch:
     Attributes:
         micro: the technique that splits batches, if there is one.
         window: the technique that sums batches, if there is one.
-        split: how losses are split; None before the first batch.
+        split: how losses are split.
         trunk: the submodules that run in micro-batches where the loss cannot be split.
         forwards: the trunk's forwards.
     """
@@ -53,10 +49,10 @@ class SplitSearch:
         self.trainer = trainer
         self.micro: Splitter | None = None
         self.window: Window | None = None
-        self.split: LossSplit | None = None
+        self.split = guess_split()
         self.trunk: Trunk | None = None
         self.forwards: list[MicroBatchedForward] = []
-        self._undo_trunk: Undo = _do_nothing
+        self._undo_trunk: Undo = lambda: None
         self._looks = Looks()
         self._collectives = CollectivesWatch()
         self._log_looks = 0
@@ -71,87 +67,47 @@ class SplitSearch:
         if micro is not None:
             # Before any search, whose samples must fit in memory as a micro-batch does.
             micro.n = micro.trimming.count_parts(batch, micro.n)
-        if self.split is None and self._takes_shared():
-            return
-        if self.split is None or self.split.provisional or is_due:
+        if self.split.provisional or is_due:
             self._find_split(batch, rest)
-        if micro is not None and self._may_be_trimmed(micro, votes):
-            split = self.split if self.trunk is None else None
-            micro.trimming.look_at(lambda: self._stage(rest), batch, split, micro.n)
-            if micro.shared is not None:
-                micro.shared.trimming = micro.trimming
-
-    def _may_be_trimmed(self, micro: Splitter, votes: bool) -> bool:
-        """Whether padding may be looked for in this batch, which all ranks answer identically."""
         # From the second batch on, a rank may have failed outside of a vote, and the others would wait for it here.
-        if votes and micro.trimming.looks.has_begun:
-            return False
-        is_tried = self._counting.check or micro.trimming.wanted
-        return bool(is_tried) and micro.split is split_batch and micro.trimming.is_open
+        if micro is not None and micro.split is split_batch and not (votes and micro.trimming.looks.has_begun):
+            split = self.split if self.trunk is None else None
+            micro.trimming.look_at(lambda: self._stage(rest), batch, split, micro.n, self._counting.check)
 
     def _may_show_more(self, batch: Any) -> bool:
         """Whether a later batch could change the result."""
-        if self.micro is None or not self._counting.check or self.split is None or self.split.read is None:
+        if self.micro is None or not self._counting.check or self.split.read is None:
             return False
         return self.micro.split is not split_batch or (can_be_cut(batch) and batch_size(batch) > 1)
 
-    def _takes_shared(self) -> bool:
-        """Whether a copy's result can be used; with several ranks more than the loss is examined."""
-        looks_further = self.micro is not None and (self.micro.adaptive or self.micro.through is not None)
-        shared = self._counting.shared
-        if shared is None or shared.split is None or looks_further or self.trainer.world_size > 1:
-            return False
-        self._looks.seconds = shared.seconds  # as if this copy had searched
-        self._use(shared.split)
-        if self.micro is not None and shared.trimming is not None:
-            self.micro.trimming.take(shared.trimming)
-        return True
-
     def size_of(self, batch: Any) -> Number:
         """Return an estimate of what the loss of a batch is divided by."""
-        split = self.split or LossSplit(None, count_targets)
-        if split.is_sum:
+        if self.split.is_sum:
             return 1
-        if split.count is not None:
-            return split.count(batch)
-        return split.per_sample * (batch_size(batch) if can_be_cut(batch) else 1)
+        if self.split.count is not None:
+            return self.split.count(batch)
+        return self.split.per_sample * (batch_size(batch) if can_be_cut(batch) else 1)
 
     def _find_split(self, batch: Any, rest: list[Any]) -> None:
-        through = None if self.micro is None else self.micro.through
-        search = self._search(batch, rest)
-        if through is not None and self.trunk is None:
-            trunk = name_trunk([self.trainer.lightning_module], through)
-            refuse_dependent_samples(search.stage, search.samples(), batch, search.n, trunk)
-            say_trunk(_NAME, trunk, "as given by through=")
+        micro, search = self.micro, self._search(batch, rest)
+        if micro is not None and micro.through is not None and self.trunk is None:
+            trunk = name_trunk(search.stage, search.samples(), batch, search.n, micro.through)
+            say_trunk(trunk, "as given by through=")
             self._use(trunk)
         if self.trunk is not None and self.window is None:
             return
         is_one = search.split is split_batch and can_be_cut(batch) and batch_size(batch) < 2
         if is_one and self.window is None and self.trainer.world_size == 1:
             return  # its weight is 1; with several ranks, the others would wait
-        with self._looks.timed(), self._refusing(search):
+        with self._looks.timed():
             found = search.find(self.split)
         self._use(found)
 
-    @contextmanager
-    def _refusing(self, search: BatchSearch) -> Iterator[None]:
-        """Refuse what a search shows: windows of a loss that cannot be split, and steps that communicate."""
-        try:
-            yield
-        except CannotSplitError as error:
-            if self.micro is None or self.window is None or search.count != "auto":
-                raise
-            # Naming a trunk would not help here.
-            what = f"{_NAME} with {type(self.window).__name__}"
-            why = f"{error.why}, and the samples of several batches are never in memory together"
-            way_out = "Use larger batches in more micro-batches, or give count= a function"
-            raise ValueError(explain(what, why, way_out)) from None
-        # With sharded parameters, each forward communicates.
-        if self.micro is not None and self.micro.adaptive and search.stage.gradients:
-            self._collectives.refuse()
-
-    def _use(self, found: LossSplit | Trunk | None) -> None:
+    def _use(self, found: Found) -> None:
         """Use this split from now on, and pass it to the techniques."""
+        # With sharded parameters, each forward communicates.
+        if self.micro is not None and self.micro.adaptive and not is_sharded(self.trainer.lightning_module):
+            self._collectives.refuse()
         if isinstance(found, Trunk):
             if self.micro is not None:
                 self.micro.trimming.refuse_trunk(found)
@@ -162,8 +118,6 @@ class SplitSearch:
         self.split = found
         for technique in self._techniques:
             technique.found = self.split
-            if technique.shared is not None and self.trunk is None and found is not None and not found.provisional:
-                technique.shared.split, technique.shared.seconds = found, self._looks.seconds
 
     def settle_logs(self, batch: Any, cut: Parts, rest: list[Any], logs: BatchLogs) -> LogRules:
         """Decide how logged values are weighted where the rules that matched so far differ in this batch.
@@ -171,33 +125,28 @@ class SplitSearch:
         A value may be the same in all samples of the first batch, such as an accuracy of 0 before training, and then
         any rule matches. A few pairs of samples are run from the micro-batches with the largest and the smallest value.
         """
-        if self.split is None or self.trainer.world_size > 1 or self._log_looks == _MOST_LOG_LOOKS:
+        is_possible = self.micro is not None and self.micro.split is split_batch and self.trainer.world_size == 1
+        if not is_possible or self._log_looks == _MOST_LOG_LOOKS:
             return logs.rules
-        differing: dict[str, Sequence[LogCall]] = {}
-        for name, seen in (*logs.logged.items(), *logs.returned.items()):
-            if self._is_known(name, logs.rules_differ(name, seen)):
-                differing[name] = seen
-        if differing and self.micro is not None and self.micro.split is split_batch:
+        # What is on a device is read in a later batch.
+        for name in logs.seen.keys() - self._differing.keys():
+            differ = logs.compare_rules(name)
+            if differ is not None:
+                self._differing[name] = DeferredFlag(differ)
+        known = [name for name in logs.seen if name in self._differing and self._differing[name].is_known]
+        differing = [name for name in known if self._differing.pop(name).read()]
+        if differing:
             self._log_looks += 1
             # One name is enough to choose rows: what differs in one value mostly differs in the others.
-            first, second = _pick_rows(cut, next(iter(differing.values())))
-            stage, pairs = self._stage(rest), sample_pairs(batch, first, second)
+            first, second = _pick_rows(cut, logs.seen[differing[0]])
+            rules = dict(self.split.log_rules)
             with self._looks.timed():
-                settled = settle_log_rules(self.split, differing, stage, pairs)
-            self._use(replace(self.split, log_rules={**self.split.log_rules, **settled}))
+                for pair in sample_pairs(batch, first[:_MOST_PAIRS], itertools.cycle(second)):
+                    trial = try_split(self._stage(rest), iter([pair]))
+                    for name in differing:
+                        rules[name] = match_log_rules(self.split, name, rules[name], [trial])
+            self._use(replace(self.split, log_rules=rules))
         return self.split.log_rules
-
-    def _is_known(self, name: str, differ: bool | Tensor) -> bool:
-        """Whether the rules of a name are known to differ; what is on a device is read in a later batch."""
-        if isinstance(differ, bool):
-            return differ
-        earlier = self._differing.get(name)
-        if earlier is None:
-            self._differing[name] = DeferredFlag(differ)
-        elif earlier.is_known:
-            del self._differing[name]
-            return earlier.read()
-        return False
 
     @property
     def runs_in_lockstep(self) -> bool:
@@ -209,40 +158,28 @@ class SplitSearch:
     def leave_trunk(self) -> None:
         """Restore the trunk's forwards at the end of the run."""
         self._undo_trunk()
-        self.trunk, self.forwards, self._undo_trunk = None, [], _do_nothing
+        self.trunk, self.forwards = None, []
 
     def find_another(self, batch: Any, rest: list[Any], error: OtherSplitError, attempt: int, is_first: bool) -> None:
         """Search again for a batch whose loss is split differently; none of its gradients have been used yet."""
         if not is_first:
             what = "MicroBatching inside an accumulation window"
             why = f"this batch is split unlike earlier ones, whose gradients are in the sum: {error}"
-            raise ValueError(
-                explain(what, why, "Use TokenWeightedAccumulation, or name the trunk with through=")
-            ) from error
-        assert self.split is not None
+            way_out = "Use TokenWeightedAccumulation, or name the trunk with through="
+            raise ValueError(explain(what, why, way_out)) from error
         search = self._search(batch, rest)
-        with self._refusing(search):
-            found = search.find_another(self.split, error, attempt)
+        found = search.find_another(self.split, error, attempt)
         if isinstance(found, LossSplit):
-            say("%s: %s; from here on each micro-batch is weighted by %s", _NAME, error, found)
+            say("MicroBatching: %s; from here on each micro-batch is weighted by %s", error, found)
         self._use(found)
 
     def _search(self, batch: Any, rest: list[Any]) -> BatchSearch:
         """Return the search on this batch."""
-        technique = self._counting
-        n, split = (1, split_batch) if self.micro is None else (self.micro.n, self.micro.split)
-        return BatchSearch(
-            _NAME,
-            self._stage(rest),
-            batch,
-            n,
-            split,
-            technique.count,
-            technique.check,
-            technique.found_before,
-            is_window=self.window is not None,
-            whole_batches=self.micro is None,
-        )
+        rule = self._counting
+        search = BatchSearch(self._stage(rest), batch, 1, split_batch, rule.count, rule.check, rule.found_before)
+        if self.micro is not None:
+            search = replace(search, n=self.micro.n, split=self.micro.split)
+        return replace(search, is_window=self.window is not None, whole_batches=self.micro is None)
 
     def _stage(self, rest: list[Any]) -> Stage:
         module, strategy = self.trainer.lightning_module, self.trainer.strategy
@@ -272,13 +209,5 @@ class SplitSearch:
 def _pick_rows(cut: Parts, seen: Sequence[LogCall]) -> tuple[list[int], list[int]]:
     """Return rows of the micro-batches that logged the largest and the smallest value."""
     # A micro-batch without targets logs NaN, which is taken as the smallest value.
-    values = torch.tensor([float(call.value) for call in seen]).abs().nan_to_num(-1.0).tolist()
-    rows: list[list[int]] = []
-    for value in (max(values), min(values)):
-        rows.append(cut.rows_of(seen[values.index(value)].part))
-    first, second = rows
-    return first[:_MOST_PAIRS], list(itertools.islice(itertools.cycle(second), _MOST_PAIRS))
-
-
-def _do_nothing() -> None:
-    pass
+    values = torch.tensor([float(call.value) for call in seen]).abs().nan_to_num(-1.0)
+    return cut.rows_of(seen[int(values.argmax())].part), cut.rows_of(seen[int(values.argmin())].part)

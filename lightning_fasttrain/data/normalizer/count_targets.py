@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -58,23 +58,9 @@ class CountRule:
         }[self.name]
 
 
-def named_count(count: object) -> Count:
-    """Return ``count`` as it is used: a rule for a name; ``"auto"`` and functions unchanged.
-
-    Raises:
-        TypeError: neither a name nor a function.
-        ValueError: an unknown name.
-    """
-    if callable(count):  # including a CountRule
-        return cast(CountTargets, count)
-    if count == "auto":
-        return "auto"
-    if not isinstance(count, str):
-        raise TypeError(explain(f"count={count!r}", "expected a rule's name or a function", "Give one of these"))
-    if count not in NAMES:
-        words = ", ".join(map(repr, ("auto", *NAMES)))
-        raise ValueError(explain(f"count={count!r}", "unknown counting rule", f"Use one of {words}, or a function"))
-    return CountRule(count)
+def named_count(count: Count) -> Count:
+    """Return ``count`` as it is used: a rule for a name; ``"auto"`` and functions unchanged."""
+    return CountRule(count) if isinstance(count, str) and count != "auto" else count
 
 
 def rule_state(count: CountTargets | None) -> dict[str, Any]:
@@ -85,11 +71,6 @@ def rule_state(count: CountTargets | None) -> dict[str, Any]:
 def rule_in(state: dict[str, Any]) -> CountRule | None:
     """Return the rule that :func:`rule_state` wrote, if there is one."""
     return CountRule(state["count"], int(state["ignore_index"])) if state.get("count") in NAMES else None
-
-
-def is_sum(count: object) -> bool:
-    """Whether the loss is a sum rather than a mean, so that no division is needed."""
-    return isinstance(count, CountRule) and count.name == "sum"
 
 
 @check_arguments

@@ -1,10 +1,12 @@
 """Find how the loss of a step function is split, from some samples of a batch."""
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
+import lightning as L
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -87,6 +89,18 @@ def stage_of(step: Callable[[Any], Any], no_sync: Callable[[], AbstractContextMa
     return Stage(
         step, models, skip_syncs, gradients=not sharded, may_scale=not (sharded or any(map(_is_engine, models)))
     )
+
+
+def stage_of_trainer(trainer: L.Trainer, pl_module: L.LightningModule, batch_idx: int) -> Stage:
+    """Return the stage on which the training step of a Trainer's run is tried."""
+    strategy, sharded = trainer.strategy, is_sharded(pl_module)
+    # Bypass the strategy where possible, so that nothing is synchronized.
+    training_step = strategy.training_step if sharded else pl_module.training_step
+    # Of the class, since FSDP2 replaces the method of the module by one that takes any arguments.
+    takes_index = len(inspect.signature(type(pl_module).training_step).parameters) > 2
+    rest = [batch_idx] if takes_index else []
+    context = strategy.precision_plugin.train_step_context
+    return Stage(lambda rows: training_step(rows, *rest), [pl_module], context, gradients=not sharded, may_skip=True)
 
 
 def _is_engine(model: nn.Module) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fasttrain.data.normalizer.count_targets import CountRule, CountTargets, is_sum
+from lightning_fasttrain.data.normalizer.count_targets import CountRule, CountTargets
 from lightning_fasttrain.data.normalizer.micro_batch_weights import Number
 from lightning_fasttrain.data.normalizer.read_normalizers import Slot, Term, read_normalizers
 from lightning_fasttrain.data.normalizer.summed_values import count_summed
@@ -49,21 +49,21 @@ class ReadNormalizer:
 
     Attributes:
         structure: the structure of the losses that it applies to.
+        varying: for each term, the indices of its slots that depend on the samples; the others are factors.
         term: the term whose normalizer is the weight; None where the loss is a sum.
         others: terms whose normalizer is proportional to it.
-        varying: for each term, the indices of its slots that depend on the samples; the others are factors.
         offset: the constant added to a count, such as an epsilon.
         summed: the ratio of the number of summed elements to the divisor; None where the graph does not show it.
         name: the normalizer in words.
     """
 
     structure: tuple[str, ...]
-    term: int | None
-    others: tuple[int, ...]
     varying: tuple[tuple[int, ...], ...]
-    offset: float
-    summed: float | None
-    name: str = field(compare=False)
+    term: int | None = None
+    others: tuple[int, ...] = ()
+    offset: float = 0.0
+    summed: float | None = None
+    name: str = field(default="1 (the loss is a sum over samples)", compare=False)
 
     def __str__(self) -> str:
         return self.name
@@ -71,7 +71,11 @@ class ReadNormalizer:
     def count_in(self, run: Run) -> float:
         """Return the count that the loss of a run shows, in Python numbers."""
         assert self.term is not None
-        return float(count_of(run.terms[self.term].slots, self.varying[self.term])) - self.offset
+        term = run.terms[self.term]
+        divisor = float(count_of(term.slots, self.varying[self.term]))
+        if term.summed == 0 and divisor <= 1:
+            return 0.0  # the divisor is kept from zero, as by clamp(min=1)
+        return divisor - self.offset
 
     def read(self, loss: Tensor) -> Reading:
         """Raises: OtherSplitError: the loss was computed by other operations, or its count cannot be determined."""
@@ -162,32 +166,27 @@ class LossSplit:
     @property
     def parameters(self) -> list[Tensor]:
         """The leaf tensors that the loss has gradients for, as far as they still exist."""
-        found = [leaf() for leaf in self.leaves]
-        return [leaf for leaf in found if leaf is not None]
+        leaves = [reference() for reference in self.leaves]
+        return list(filter(torch.is_tensor, leaves))
 
     @property
     def is_sum(self) -> bool:
         """Whether the losses of micro-batches are added unweighted."""
-        return self.read.term is None if self.read is not None else is_sum(self.count)
+        return self.read.term is None if self.read is not None else self.count == CountRule("sum")
 
     def count_in(self, run: Run) -> float | None:
         """Return the count of a run by this rule; None where losses are added unweighted, or it does not apply."""
-        if self.is_sum:
+        if self.is_sum or (self.read is not None and run.structure != self.read.structure):
             return None
         if self.read is not None:
-            return self.read.count_in(run) if run.structure == self.read.structure else None
+            return self.read.count_in(run)
         return None if self.count is None else float(self.count(run.batch))
 
     def list_weights(self, runs: Sequence[Run]) -> list[float]:
         """Return the weights of the runs of all micro-batches of a batch."""
+        counts = [self.count_in(run) or 0.0 for run in runs]
         if self.is_sum:
             return [1.0] * len(runs)
-        counts: list[float] = []
-        for run in runs:
-            count = self.count_in(run)
-            assert count is not None
-            is_empty = self.read is not None and count <= 1 and run.is_zero  # kept from zero, as by clamp(min=1)
-            counts.append(0.0 if is_empty else count)
         total = sum(counts) or 1.0
         return [count / total for count in counts]
 

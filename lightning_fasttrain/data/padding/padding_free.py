@@ -1,10 +1,9 @@
 """Run the blocks of a model without the padding of their batches."""
 
-import inspect
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import lightning as L
@@ -13,7 +12,7 @@ from torch import nn
 from lightning_fasttrain.core.batch.find_padding import propose_padding
 from lightning_fasttrain.core.batch.leaves import batch_size, can_be_cut
 from lightning_fasttrain.core.checks import check_arguments
-from lightning_fasttrain.core.distributed import from_all_ranks, is_sharded
+from lightning_fasttrain.core.distributed import is_sharded
 from lightning_fasttrain.core.messages import explain, say, warn
 from lightning_fasttrain.core.modules.blocks import Blocks
 from lightning_fasttrain.core.modules.wrapped_forward import (
@@ -22,17 +21,17 @@ from lightning_fasttrain.core.modules.wrapped_forward import (
     undo_all,
     wrappers_in,
 )
-from lightning_fasttrain.data.normalizer.find_count import stage_of
+from lightning_fasttrain.data.normalizer.find_count import stage_of, stage_of_trainer
 from lightning_fasttrain.data.normalizer.trial.looks import Looks
 from lightning_fasttrain.data.normalizer.trial.runs import Run, Trial
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample, rank_rows
-from lightning_fasttrain.data.normalizer.trial.try_split import Stage, try_in_float64, try_split
+from lightning_fasttrain.data.normalizer.trial.try_split import Stage, distinguish_rounding, try_split
 from lightning_fasttrain.data.padding.packed_forward import PackedForward, SeenMasks, remove_padding_
+from lightning_fasttrain.data.padding.try_trimming import Outcome
 from lightning_fasttrain.data.split_batch import pick_rows
 from lightning_fasttrain.technique import Capability, Conflict, Surgery, Technique
 from lightning_fasttrain.technique.facts import NO_BLOCKS, Facts
 
-_SURE = 1e-5  # rounding in float32; larger differences are looked at in float64
 _LOGGED = 1e-3  # relative, of logged values: products of other shapes round differently
 _LEAST = 0.05  # a share of padding that is worth a word
 _MASK = "a mask of shape (rows, 1, length, length), or a key_padding_mask, that shows padding"
@@ -64,22 +63,7 @@ def check_padding_free(step: Callable[[Any], Any], batch: Any) -> float:
     return outcome.error
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    """Result of running a few rows with and without padding.
-
-    Attributes:
-        why_not: why it changes the training, or why nothing is known, as a clause; empty if it is exact.
-        is_known: whether the rows could show anything.
-        error: relative difference of the gradients, or of the losses where ranks hold shards of the parameters.
-    """
-
-    why_not: str = ""
-    is_known: bool = True
-    error: float = 0.0
-
-
-def _try(stage: Stage, batch: Any) -> _Outcome:
+def _try(stage: Stage, batch: Any) -> Outcome:
     """Run a few rows of a batch with and without padding, and return the worst outcome of all ranks."""
     wrappers = [wrapper for model in stage.models for wrapper in wrappers_in(model, PackedForward)]
     acted = [wrapper.acts for wrapper in wrappers]
@@ -88,12 +72,10 @@ def _try(stage: Stage, batch: Any) -> _Outcome:
     finally:
         for wrapper, acts in zip(wrappers, acted, strict=True):
             wrapper.acts = acts
-    outcomes = from_all_ranks([mine])
-    known = [outcome for outcome in outcomes if outcome.is_known] or outcomes
-    return max(known, key=lambda outcome: (bool(outcome.why_not), outcome.error))
+    return mine.of_all_ranks()
 
 
-def _try_rows(stage: Stage, batch: Any, wrappers: Sequence[PackedForward]) -> _Outcome:
+def _try_rows(stage: Stage, batch: Any, wrappers: Sequence[PackedForward]) -> Outcome:
     def step(rows: Any) -> Any:
         # It stays so until the next run, since a recomputation in the backward asks again.
         for wrapper in wrappers:
@@ -111,28 +93,26 @@ def _try_rows(stage: Stage, batch: Any, wrappers: Sequence[PackedForward]) -> _O
         if trial.failed or not trial.why_not:
             break
     if trial.why_not:
-        return _Outcome(trial.why_not, is_known=trial.failed)
+        return Outcome(trial.why_not, is_known=trial.failed)
     if not any(wrapper.ran for wrapper in wrappers):
         why = f"none of its blocks got {_MASK} in this batch"
-        return _Outcome(why, is_known=False)
+        return Outcome(why, is_known=False)
     return _judge(trying, trial)
 
 
-def _judge(stage: Stage, trial: Trial) -> _Outcome:
+def _judge(stage: Stage, trial: Trial) -> Outcome:
     """Compare the run with padding and the one without."""
+    trial = distinguish_rounding(stage, trial, lambda trial: trial.error(_weight_of_all))
     error = trial.error(_weight_of_all)
-    if error > _SURE and stage.gradients:
-        trial = try_in_float64(stage, trial)
-        error = trial.error(_weight_of_all)
     if error > trial.limit:
         why = f"the gradient then differs by {error:.1g}: padded entries take part in it, or blocks connect tokens"
-        return _Outcome(f"{why} outside of their attention", error=error)
+        return Outcome(f"{why} outside of their attention", error=error)
     packed = trial.splits[0][0].logged
     for name, logged in trial.whole.logged.items():
         other = packed.get(name)
         if other is None or not math.isclose(logged.value, other.value, rel_tol=_LOGGED, abs_tol=1e-6):
-            return _Outcome(f"the logged value {name!r} depends on padding", error=error)
-    return _Outcome(error=error)
+            return Outcome(f"the logged value {name!r} depends on padding", error=error)
+    return Outcome(error=error)
 
 
 def _weight_of_all(runs: list[Run]) -> list[float]:
@@ -223,7 +203,7 @@ class PaddingFree(Technique):
             return
         self._has_padding = any(axis[0].share >= _LEAST for axis in propose_padding(batch))
         with self._looks.timed() if self.acts else nullcontext():  # what decides is worth any time
-            outcome = _try(_stage_of_trainer(trainer, pl_module, batch_idx), batch)
+            outcome = _try(stage_of_trainer(trainer, pl_module, batch_idx), batch)
         if outcome.why_not and outcome.is_known:
             message = explain("PaddingFree() would change the training", outcome.why_not, _WAY_OUT)
             if not self.acts:
@@ -241,14 +221,3 @@ class PaddingFree(Technique):
         self._has_ended = not acts
         for wrapper in wrappers_in(model, PackedForward):
             wrapper.acts = acts
-
-
-def _stage_of_trainer(trainer: L.Trainer, pl_module: L.LightningModule, batch_idx: int) -> Stage:
-    strategy, sharded = trainer.strategy, is_sharded(pl_module)
-    # Bypass the strategy where possible, so that nothing is synchronized.
-    training_step = strategy.training_step if sharded else pl_module.training_step
-    # Of the class, since FSDP2 replaces the method of the module by one that takes any arguments.
-    takes_index = len(inspect.signature(type(pl_module).training_step).parameters) > 2
-    rest = [batch_idx] if takes_index else []
-    context = strategy.precision_plugin.train_step_context
-    return Stage(lambda rows: training_step(rows, *rest), [pl_module], context, gradients=not sharded, may_skip=True)

@@ -116,18 +116,15 @@ class TrimSearch:
         """Start a run, in whose first batch padding is looked for again: its model may be another one."""
         self.looks = Looks(from_first=True)
 
-    def take(self, other: "TrimSearch") -> None:
-        """Take over what another run of the same steps has found."""
-        self.padding, self.why_not = other.padding, other.why_not
-        self.looks = Looks()
-
     def refuse_trunk(self, trunk: object) -> None:
         """Raises: ValueError: padding must be cut off, but the loss sees the whole batch."""
         if self.wanted:
             why = f"{trunk} runs in micro-batches, and the loss sees the whole batch with its padding"
             raise ValueError(explain("trim_padding=True with a loss that cannot be split", why, _WAY_OUT))
 
-    def look_at(self, make_stage: Callable[[], Stage], batch: Any, split: LossSplit | None, n: int) -> None:
+    def look_at(
+        self, make_stage: Callable[[], Stage], batch: Any, split: LossSplit | None, n: int, check: bool
+    ) -> None:
         """Find padding in the first batch, and in batches 2, 4, 8, ... while that takes little time.
 
         Whether it can be cut off is tried on a few of the batch's rows. All ranks call this.
@@ -137,10 +134,13 @@ class TrimSearch:
             batch: the batch.
             split: how its loss is split; None where it is not.
             n: number of micro-batches, each of which fits in memory.
+            check: whether trials are wanted where padding need not be cut off.
 
         Raises:
             ValueError: padding must be cut off and cannot be.
         """
+        if not (self.is_open and (check or self.wanted)):
+            return
         # All ranks are asked, though one of them may have found another split, or the trunk, by itself.
         is_due = self.looks.is_due(lambda: split is not None and not split.provisional and can_be_cut(batch))
         if is_due and split is not None:

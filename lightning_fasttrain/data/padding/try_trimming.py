@@ -1,13 +1,11 @@
 """Try on a few rows of the user's own batch whether padding can be cut off without changing the training."""
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from lightning_fasttrain.core.batch import find_labels
 from lightning_fasttrain.core.batch.find_padding import Proposal, likeliest_padding
@@ -18,19 +16,24 @@ from lightning_fasttrain.data.normalizer.split_rule import LossSplit
 from lightning_fasttrain.data.normalizer.trial.deterministic_step import Rows, TrimmedRows
 from lightning_fasttrain.data.normalizer.trial.runs import Trial
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample
-from lightning_fasttrain.data.normalizer.trial.try_split import Stage, run_again, try_in_float64, try_split
+from lightning_fasttrain.data.normalizer.trial.try_split import (
+    Stage,
+    distinguish_rounding,
+    run_again,
+    try_split,
+    watching_calls,
+)
 from lightning_fasttrain.data.padding.trim_batch import trim_batch
 from lightning_fasttrain.data.split_batch import pick_rows
 
 _PROPOSALS = 3  # proposals that are tried for one axis, if the likeliest of all axes do not hold together
 _SURE = 1e-5
-_UNSURE = 0.3
 _LOGGED = 1e-3  # products of other shapes round differently, and a logged value may be a small difference
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of trying to cut off padding on one rank.
+    """Result of trying to run without padding on one rank.
 
     Attributes:
         why_not: why it changes the training, as a clause; empty if it does not.
@@ -41,6 +44,12 @@ class Outcome:
     why_not: str = ""
     is_known: bool = True
     error: float = 0.0
+
+    def of_all_ranks(self) -> "Outcome":
+        """Return the worst outcome of all ranks, which call this together."""
+        outcomes = from_all_ranks([self])
+        known = [outcome for outcome in outcomes if outcome.is_known] or outcomes
+        return max(known, key=lambda outcome: (bool(outcome.why_not), outcome.error))
 
 
 def find_trimming(
@@ -115,9 +124,7 @@ def _try_together(
     # Where forwards communicate, all ranks must run them, or none.
     if not all(from_all_ranks([padding.read(batch) is not None])):
         return Outcome(f"a batch has no {padding}", is_known=False)
-    outcomes = from_all_ranks([_try(stage, batch, split, padding, most_rows, multiple_of)])
-    known = [outcome for outcome in outcomes if outcome.is_known] or outcomes
-    return max(known, key=lambda outcome: (bool(outcome.why_not), outcome.error))
+    return _try(stage, batch, split, padding, most_rows, multiple_of).of_all_ranks()
 
 
 def _try(stage: Stage, batch: Any, split: LossSplit, padding: Padding, most_rows: int, multiple_of: int) -> Outcome:
@@ -185,10 +192,8 @@ def _compare(stage: Stage, trial: Trial, split: LossSplit) -> Outcome:
     if trial.why_not:
         is_known = trial.failed or not (trial.is_skipped or trial.shows_nothing)
         return Outcome(trial.why_not, is_known)
+    trial = distinguish_rounding(stage, trial, lambda trial: _error_of(split, trial))
     error = _error_of(split, trial)
-    if _SURE < error <= _UNSURE and stage.gradients:
-        trial = try_in_float64(stage, trial)
-        error = _error_of(split, trial)
     if error > trial.limit:
         why = f"the gradient then differs by {error:.1g}" if error < float("inf") else "the loss then has other terms"
         return Outcome(f"{why}: padded entries take part in it, or the places of the others count", error=error)
@@ -228,27 +233,19 @@ def _name_module(outcome: Outcome, stage: Stage, batch: Any, extents: Extents, r
 def _list_outputs(stage: Stage, rows: Any) -> list[tuple[str, Tensor]]:
     """Return the outputs of all innermost modules in a run of the step, in their order."""
     outputs: list[tuple[str, Tensor]] = []
-    handles: list[RemovableHandle] = []
+    names: dict[nn.Module, str] = {}
+    for model in stage.models:
+        for name, module in model.named_modules():
+            if next(module.children(), None) is None:
+                names.setdefault(module, name)
 
-    def note(name: str, output: Any) -> None:
+    def note(module: nn.Module, inputs: Any, output: Any) -> None:
         if isinstance(output, Tensor) and output.is_floating_point():
-            outputs.append((name, output.detach().float()))
+            outputs.append((names[module], output.detach().float()))
 
-    try:
-        for model in stage.models:
-            for name, module in model.named_modules():
-                if next(module.children(), None) is None:
-                    hook = functools.partial(_pass_output, functools.partial(note, name))
-                    handles.append(module.register_forward_hook(hook))
+    with watching_calls(names, note):
         run_again(stage, Trial(Sample(rows, 1, []), precision="float32"))
-    finally:
-        for handle in handles:
-            handle.remove()
     return outputs
-
-
-def _pass_output(note: Callable[[Any], None], module: nn.Module, args: Any, output: Any) -> None:
-    note(output)
 
 
 def _explain_labels(outcome: Outcome, batch: Any, extents: Extents, rows: Sequence[int]) -> Outcome:

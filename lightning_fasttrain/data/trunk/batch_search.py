@@ -6,35 +6,31 @@ from typing import Any
 
 from lightning_fasttrain.core.batch.leaves import batch_size, can_be_cut
 from lightning_fasttrain.core.distributed import from_all_ranks, rank_count
-from lightning_fasttrain.core.messages import say, warn
-from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule
+from lightning_fasttrain.core.messages import explain, say, warn
+from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule, count_targets
 from lightning_fasttrain.data.normalizer.find_split import CannotSplitError, find_split
-from lightning_fasttrain.data.normalizer.log_rules import merge_log_rules
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit, OtherSplitError
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample, first_micro_batch, sample_rows
 from lightning_fasttrain.data.normalizer.trial.try_split import Stage, try_split
 from lightning_fasttrain.data.split_batch import split_batch
-from lightning_fasttrain.data.trunk.find_trunk import find_trunk_of
+from lightning_fasttrain.data.trunk.find_trunk import find_trunk
 from lightning_fasttrain.data.trunk.micro_batch_forward import Trunk
 
 TRIES = 4  # earlier split, this batch's split, that without the counting rule, trunk
 OUT_OF_TRIES = "its micro-batches have other normalizers than those found from this batch"
 
 
-Found = LossSplit | Trunk | None
+Found = LossSplit | Trunk
 
 
-def _add_log_rules(found: Found, before: Found) -> Found:
-    """Return what was found, with the rules for logged values that earlier batches have shown."""
-    if isinstance(found, LossSplit) and isinstance(before, LossSplit):
-        return replace(found, log_rules=merge_log_rules(before.log_rules, found.log_rules))
-    return found
+def guess_split() -> LossSplit:
+    """Return the split that is used as long as no batch has shown one."""
+    return LossSplit(None, count_targets, provisional=True)
 
 
-def prefer_what_shows_something(found: Found, before: Found) -> Found:
-    """Return the split that a batch shows, unless it shows nothing, as without targets."""
-    shows_nothing = found is None or (isinstance(found, LossSplit) and found.provisional)
-    return before if shows_nothing and before is not None else found
+def is_guess(found: Found) -> bool:
+    """Whether no batch has shown how the step is split, as without targets."""
+    return isinstance(found, LossSplit) and found.provisional
 
 
 @dataclass(frozen=True)
@@ -42,7 +38,6 @@ class BatchSearch:
     """Finds how the step of one batch is split.
 
     Attributes:
-        who: the technique's name, for log lines.
         stage: the stage on which the step runs.
         batch: the batch on which it runs.
         n: number of micro-batches.
@@ -54,7 +49,6 @@ class BatchSearch:
         whole_batches: whether these batches run unsplit, each with its own statistics.
     """
 
-    who: str
     stage: Stage
     batch: Any
     n: int
@@ -65,19 +59,33 @@ class BatchSearch:
     is_window: bool = False
     whole_batches: bool = False
 
-    def find(self, before: Found = None) -> Found:
-        """Return how the step is split; None where the step returned None, so that nothing is known yet.
-
-        All ranks call this, and all use the common result.
+    def find(self, before: Found, *, together: bool = True) -> Found:
+        """Return how the step is split.
 
         Args:
             before: the split of earlier batches, which is kept where this one shows nothing.
+            together: whether all ranks call this, and use the common result.
 
         Raises:
             CannotSplitError: it cannot be split.
         """
-        found = prefer_what_shows_something(self._find(together=True), before)
-        return _add_log_rules(found, before)
+        log_rules = before.log_rules if isinstance(before, LossSplit) else None
+        try:
+            found = find_split(
+                self.stage,
+                self.samples(),
+                self.count,
+                check=self.check,
+                preferred=self.preferred,
+                log_rules=log_rules,
+                together=together,
+                whole_batches=self.whole_batches,
+            )
+        except CannotSplitError as error:
+            return self._find_trunk(error, together)
+        if found is None or (found.provisional and not is_guess(before)):
+            return before
+        return found
 
     def samples(self) -> Iterator[Sample]:
         """Yield a few samples of the batch; where the user's function splits it, its first micro-batch."""
@@ -88,21 +96,7 @@ class BatchSearch:
             return iter([Sample(self.batch, 1, [])])
         return sample_rows(self.batch, -(-batch_size(self.batch) // self.n))
 
-    def _find(self, *, together: bool) -> Found:
-        try:
-            return find_split(
-                self.stage,
-                self.samples(),
-                self.count,
-                check=self.check,
-                preferred=self.preferred,
-                together=together,
-                whole_batches=self.whole_batches,
-            )
-        except CannotSplitError as error:
-            return self._find_trunk(error, together)
-
-    def find_another(self, before: LossSplit, error: OtherSplitError, attempt: int) -> LossSplit | Trunk:
+    def find_another(self, before: LossSplit, error: OtherSplitError, attempt: int) -> Found:
         """Return a split for a batch whose loss is not split like earlier ones. Other ranks do not take part.
 
         Args:
@@ -117,37 +111,37 @@ class BatchSearch:
             why = f"{error}, and with sharded parameters a single rank cannot run a batch again"
             raise CannotSplitError(why)
         if attempt == 0:
-            found = _add_log_rules(self._find(together=False), before)
-            if found is not None and found != before:
+            found = self.find(before, together=False)
+            if found != before:
                 return found
         if before.count is not None and before.read is not None and self.stage.may_scale:
             return replace(before, count=None)  # the counting rule does not match, so only the graph is read
         return self._find_trunk(CannotSplitError(f"{error}", try_split(self.stage, self.samples())), together=False)
 
-    def _find_trunk(self, error: CannotSplitError, together: bool) -> Trunk | LossSplit:
+    def _find_trunk(self, error: CannotSplitError, together: bool) -> Found:
         """Return the trunk, or otherwise a likely counting rule, with a warning."""
+        if self.is_window and not self.whole_batches and self.count == "auto":
+            what = "micro-batches of a window of several batches, as with TokenWeightedAccumulation"
+            why = f"{error.why}, and the samples of several batches are never in memory together"
+            way_out = "Use larger batches in more micro-batches, or give count= a function"
+            raise ValueError(explain(what, why, way_out)) from None
         if self.is_window or self.count != "auto":
             raise error
-        found = find_trunk_of(self.stage, error.trial, self.batch, self.n)
+        found = find_trunk(self.stage, error.trial, self.batch, self.n)
         named = sorted(found.modules) if isinstance(found, Trunk) else found
         others = from_all_ranks([named]) if together else []
         unlike = next((other for other in others if other != named), None)
         if unlike is not None:
             found = f"on another rank: {unlike}"
         if isinstance(found, Trunk):
-            say_trunk(self.who, found, f"since {error.why}")
+            say_trunk(found, f"since {error.why}")
             return found
         if error.otherwise is None:
             raise CannotSplitError(f"{error.why}, and {found}", error.trial) from None
-        warn(f"{self.who}: {error.why}; {found}. So each micro-batch is weighted by {error.otherwise}")
+        warn(f"MicroBatching: {error.why}; {found}. So each micro-batch is weighted by {error.otherwise}")
         return error.otherwise
 
 
-def say_trunk(who: str, trunk: Trunk, why: str) -> None:
-    say(
-        "%s: %s runs in micro-batches with recomputation (one additional forward), and the loss sees the whole "
-        "batch, %s",
-        who,
-        trunk,
-        why,
-    )
+def say_trunk(trunk: Trunk, why: str) -> None:
+    what = "runs in micro-batches with recomputation (one additional forward), and the loss sees the whole batch"
+    say("MicroBatching: %s %s, %s", trunk, what, why)

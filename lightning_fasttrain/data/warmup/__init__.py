@@ -1,4 +1,5 @@
-"""Growth of the batch size and the sequence length over a run.
+"""Growth of the batch size, of sequence lengths and of image sizes over a run.
 
-From the bottom up: ``growth_schedule``, ``batch_size_warmup``, ``sequence_length_warmup``.
+From the bottom up: ``growth_schedule``, ``batch_size_warmup``, ``growing_batches``, ``sequence_length_warmup``,
+``try_image_sizes``, ``progressive_resizing``.
 """

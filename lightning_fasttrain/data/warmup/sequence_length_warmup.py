@@ -4,19 +4,16 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
-import lightning as L
 import torch
 from torch import Tensor, nn
 
 from lightning_fasttrain.core.batch.leaves import list_tensors, walk_leaves
 from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
-from lightning_fasttrain.data.warmup.growth_schedule import Growth, KeepsGrowth
-from lightning_fasttrain.technique import Exactness, Technique
+from lightning_fasttrain.data.warmup.growing_batches import GrowingBatches
+from lightning_fasttrain.data.warmup.growth_schedule import Growth
+from lightning_fasttrain.technique import Exactness
 from lightning_fasttrain.technique.duration import LENGTHS, Length
-from lightning_fasttrain.technique.predicted_step import PredictedStep
-from lightning_fasttrain.technique.run_length import steps_of_epochs, total_steps
 
 _IDS = (torch.int64, torch.int32)
 Cut = Callable[[Any, int], Any]
@@ -131,7 +128,7 @@ def grow_sequences(
         growth.steps += number % window == 0
 
 
-class SequenceLengthWarmup(KeepsGrowth, Technique):
+class SequenceLengthWarmup(GrowingBatches):
     """Start with the first ``start`` tokens of each sequence, and grow to ``full`` in equal increments of ``grid``.
 
     Short sequences cost less, and early in a run they are as informative; steps are more stable, too. Tokens beyond the
@@ -175,44 +172,10 @@ class SequenceLengthWarmup(KeepsGrowth, Technique):
         if cut is not None and not callable(cut):
             raise TypeError(explain(f"cut={cut!r}", "expected a function of a batch and a length", "Give a function"))
         self.cut = cut or cut_sequences
-        self._trainer: L.Trainer | None = None
-
-    def predict(self, step: PredictedStep) -> None:
-        """Predict with complete sequences, which determine the peak."""
 
     def took_hold(self, model: nn.Module) -> str:
         growth = self.growth
         return f"sequences grow from {growth.start} to {growth.full} tokens over {growth.over}"
 
-    def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
-        if trainer.state.fn != "fit":
-            return None
-        self.growth.begin()
-        self._trainer = trainer
-        to_device = trainer.strategy.batch_to_device
-
-        def batch_to_device(batch: Any, *args: Any, **kwargs: Any) -> Any:
-            batch = to_device(batch, *args, **kwargs)
-            return self._cut(trainer, batch) if trainer.training else batch
-
-        restore = patch(trainer.strategy, "batch_to_device", batch_to_device)
-
-        def undo() -> None:
-            restore()
-            self._trainer = None
-
-        return undo
-
-    def _cut(self, trainer: L.Trainer, batch: Any) -> Any:
-        growth = self.growth
-        if growth.until is None:  # not in attach: the run's length is known once loaders exist
-            share = growth.over.unit == "share"
-            whole = total_steps(trainer) if share else steps_of_epochs(trainer, growth.over.amount)
-            growth.until = round(growth.over.amount * whole) if share else round(whole)
-        growth.steps = trainer.global_step
-        if growth.is_growing:
-            if growth.clock != "steps":
-                growth.agree(trainer.strategy, trainer.world_size)
-            batch = self.cut(batch, growth.size)
-        growth.add(batch)
-        return batch
+    def change(self, batch: Any, size: int) -> Any:
+        return self.cut(batch, size)

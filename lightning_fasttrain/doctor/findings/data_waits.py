@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from lightning_fasttrain.core.machine import usable_cores
+from lightning_fasttrain.core.messages import format_ms
 from lightning_fasttrain.doctor.finding import Finding, cost_of_phase, cost_of_samples
 from lightning_fasttrain.doctor.observation.line_sampler import Running
 from lightning_fasttrain.doctor.observation.measured import LineTime, Measured
@@ -49,7 +50,7 @@ def _wait(watch: Watch, measured: Measured, lines: list[LineTime]) -> Finding:
     cost = cost_of_phase(measured.all_ms("step"), measured.all_ms("data_wait"))
     facts = watch.loader
     what = f"Each step waits for its batch (num_workers={facts.workers}, {facts.dataset or 'no DataLoader'})"
-    details = tuple(f"{one.line}: {one.ms:.3g} ms/step, `{one.line.text}`" for one in lines[:3])
+    details = tuple(f"{one.line}: {format_ms(one.ms)} ms/step, `{one.line.text}`" for one in lines[:3])
     exactness = "exact; random transforms draw other numbers in workers"
     return Finding("data_wait", what, f"Set {_settings(watch)}", exactness, _loader_line(measured), cost, details)
 

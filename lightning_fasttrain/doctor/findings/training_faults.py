@@ -2,10 +2,7 @@
 
 from collections.abc import Iterator
 
-from torch import nn
-
 from lightning_fasttrain.core.messages import list_some, number_of
-from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.doctor.finding import Finding
 from lightning_fasttrain.doctor.observation.measured import Measured
 from lightning_fasttrain.doctor.observation.source_lines import SourceLine, find_attribute
@@ -20,16 +17,10 @@ def find_training_faults(watch: Watch, measured: Measured) -> Iterator[Finding]:
     records = list(watch.updates.values())
     if not records or max(record.updates for record in records) < _LEAST_UPDATES:
         return
-    held, with_gradient = set[int](), set[int]()
-    for record in records:
-        held.update(map(id, parameters_of(record.optimizer)))
-        with_gradient |= record.with_gradient
-    for optimizer in watch.host.optimizers:
-        held.update(map(id, parameters_of(optimizer)))
-    named = _name_parameters(watch)
-    idle = [name for name, one in named.items() if id(one) in held and id(one) not in with_gradient]
-    outside = [name for name, one in named.items() if id(one) not in held and one.grad is not None]
-    if idle and with_gradient:
+    held = watch.held_parameters()
+    idle = watch.unused_parameters()
+    outside = [name for name, one in watch.named_parameters() if id(one) not in held and one.grad is not None]
+    if idle and any(record.with_gradient for record in records):
         yield _without_gradient(idle, max(record.updates for record in records))
     if outside:
         yield _outside_the_optimizer(outside)
@@ -38,15 +29,6 @@ def find_training_faults(watch: Watch, measured: Measured) -> Iterator[Finding]:
             what = f"Each update of {type(record.optimizer).__name__} adds the gradients of all earlier ones"
             cure = "Call optimizer.zero_grad() before each backward"
             yield Finding("zero_grad_missing", what, cure, "changes the training to the intended one", record.line)
-
-
-def _name_parameters(watch: Watch) -> dict[str, nn.Parameter]:
-    named = {}
-    for model in watch.models:
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                named[name] = parameter
-    return named
 
 
 def _without_gradient(names: list[str], updates: int) -> Finding:

@@ -1,4 +1,4 @@
-"""Note the modules that a step calls, their mode, and the size of their batches."""
+"""Note the modules that a step calls, their mode, the size of their batches, and what was compiled."""
 
 import gc
 import sys
@@ -84,7 +84,7 @@ class ModuleWatch:
         ):
             return
         line = find_call(sys._getframe(1), beyond="forward").line
-        if line is not None and not _is_recomputed_later():
+        if line is not None and not is_recomputed_later():
             self.active_dropout.setdefault(line, type(module).__name__)
 
 
@@ -119,7 +119,15 @@ def is_compiled(model: nn.Module) -> bool:
     return False
 
 
-def _is_recomputed_later() -> bool:
+def list_compilations() -> list[Any]:
+    """Return what torch noted of each compilation in this process; the compiler is not imported for it."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    if utils is None:
+        return []
+    return [one for one in utils.get_compilation_metrics() if one.is_forward]
+
+
+def is_recomputed_later() -> bool:
     """Whether activation checkpointing runs the forward without gradients, to run it again in the backward."""
     frame = sys._getframe(1)
     while frame is not None:

@@ -1,26 +1,17 @@
-"""Time an operator of the run a second time with a changed argument, on copies, to measure what a cure would bring."""
+"""Time an operator of the run a second time with a change, on copies, to measure what a cure would bring."""
 
 import sys
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from lightning_fasttrain.core.device import device_clock
-from lightning_fasttrain.core.machine import bf16_units
+from lightning_fasttrain.doctor.observation.operator_changes import Change, find_changes
 from lightning_fasttrain.doctor.observation.source_lines import Call, find_call
-
-_aten = torch.ops.aten
-# The place of the input among the arguments.
-_CONVOLUTIONS = {_aten.convolution.default: 0, _aten.convolution_backward.default: 1}
-_PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default}
-
-Change = Callable[[Tensor], Tensor]
 
 
 @dataclass
@@ -31,7 +22,7 @@ class Trial:
         cure: name of the change.
         call: where it was called from first.
         base_ms: the time as it is, between the two others.
-        changed_ms: the times with changed arguments.
+        changed_ms: the times with the change.
         count: how often it ran in the step.
     """
 
@@ -44,60 +35,51 @@ class Trial:
 
 @dataclass
 class OperatorTrials:
-    """Tries a changed argument once for each operator and shape, and counts how often each of them runs.
+    """Tries each change once for each operator and shape, and counts how often each of them runs.
 
     Attributes:
         trials: what was tried.
         budget_s: seconds that are left; nothing new is tried afterwards.
         left_out: number of operators that were not tried because of it, by the name of the change.
+        failed: what could not run with its change, for lack of memory or of a kernel.
     """
 
     trials: dict[tuple[object, ...], Trial] = field(default_factory=dict)
     budget_s: float = 0.0
     left_out: Counter[str] = field(default_factory=Counter)
-    _tries_bf16: bool | None = None
+    failed: set[tuple[object, ...]] = field(default_factory=set)
 
     def __call__(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Time the operator as it is and changed, if a change applies to it."""
-        found = self._find_change(func, args)
-        if found is None:
-            return
-        cure, change = found
-        key = (cure, func, *_signature(args))
-        if key in self.trials:
-            self.trials[key].count += 1
-            return
-        if self.budget_s <= 0:
-            self.left_out[cure] += 1
-            return
+        """Time the operator as it is and changed, for each change that applies to it."""
+        for change in find_changes(func, args):
+            key = (change.cure, func, *_signature(args))
+            if key in self.trials:
+                self.trials[key].count += 1
+            elif self.budget_s <= 0:
+                self.left_out[change.cure] += 1
+            elif key not in self.failed:
+                self._try(key, change, func, args, kwargs)
+
+    def _try(self, key: tuple[object, ...], change: Change, func: Any, args: Any, kwargs: Any) -> None:
         began = perf_counter()
-        changed = tree_map(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, args)
-        # First what is changed, which so pays for caches and for loading kernels.
-        first_ms = _time(func, changed, kwargs)
-        base_ms = _time(func, args, kwargs)
-        changed_ms = [first_ms, _time(func, changed, kwargs)]
-        self.trials[key] = Trial(cure, find_call(sys._getframe()), base_ms, changed_ms)
+        try:
+            self.trials[key] = _time_both(change, func, args, kwargs)
+        except Exception:  # the training continues without it
+            self.failed.add(key)
         self.budget_s -= perf_counter() - began
 
-    def _find_change(self, func: Any, args: Any) -> tuple[str, Change] | None:
-        if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
-            return None
-        tensors = [leaf for leaf in args if isinstance(leaf, Tensor)]
-        if any(tensor.dtype == torch.float64 and tensor.numel() > 1 for tensor in tensors):
-            return "float32", _as_float32
-        if func in _CONVOLUTIONS and _could_be_channels_last(args[_CONVOLUTIONS[func]]):
-            return "channels_last", _as_channels_last
-        if func in _PRODUCTS and all(tensor.dtype == torch.float32 for tensor in tensors) and self._has_bf16(tensors):
-            return "bf16", _as_bf16
-        return None
 
-    def _has_bf16(self, tensors: list[Tensor]) -> bool:
-        if self._tries_bf16 is None:
-            on_cuda = tensors[0].device.type == "cuda"
-            self._tries_bf16 = (
-                torch.cuda.is_bf16_supported(including_emulation=False) if on_cuda else bool(bf16_units())
-            )
-        return self._tries_bf16
+def _time_both(change: Change, func: Any, args: Any, kwargs: Any) -> Trial:
+    changed = tree_map(lambda leaf: change.of_tensor(leaf) if isinstance(leaf, Tensor) else leaf, args)
+    with change.within():
+        if change.searches:
+            func(*changed, **kwargs)
+        # First what is changed, which so pays for caches and for loading kernels.
+        first_ms = _time(func, changed, kwargs)
+    base_ms = _time(func, args, kwargs)
+    with change.within():
+        changed_ms = [first_ms, _time(func, changed, kwargs)]
+    return Trial(change.cure, find_call(sys._getframe()), base_ms, changed_ms)
 
 
 def _time(func: Any, args: Any, kwargs: Any) -> float:
@@ -112,19 +94,3 @@ def _signature(args: Any) -> list[object]:
     for leaf in args:
         described.append((leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else str(leaf))
     return described
-
-
-def _could_be_channels_last(tensor: Tensor) -> bool:
-    return tensor.dim() == 4 and not tensor.is_contiguous(memory_format=torch.channels_last)
-
-
-def _as_channels_last(tensor: Tensor) -> Tensor:
-    return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
-
-
-def _as_float32(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.float32) if tensor.dtype == torch.float64 else tensor
-
-
-def _as_bf16(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.bfloat16)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_fasttrain.doctor.observation.module_watch import is_recomputed_later
 from lightning_fasttrain.doctor.observation.source_lines import Call, SourceLine, find_call
 
 _aten = torch.ops.aten
@@ -19,6 +20,7 @@ _SYNCS = {
     _aten.nonzero.default: "counts the elements that are not zero",
     _aten.masked_select.default: "selects by a mask, whose size is unknown before",
 }
+_SOFTMAXES = {_aten._softmax.default, _aten._safe_softmax.default}
 _INDEXING = {_aten.index.Tensor, _aten.index_put_.default, _aten.index_put.default}
 
 
@@ -26,7 +28,7 @@ class Event(NamedTuple):
     """An operator of interest.
 
     Attributes:
-        kind: "sync", "list", "copy" between devices, "float64", or "log_softmax".
+        kind: "sync", "list", "copy" between devices, "float64", "log_softmax", or "attention", the softmax of one.
         call: where it was called from.
         phase: the phase of the step.
         seconds: time of the operator itself, on the host.
@@ -109,6 +111,9 @@ def _describe(func: Any, args: Any, result: Any) -> tuple[str, str] | None:
         return ("list", f"a tensor of {result.numel()} elements") if result.numel() > 1 else None
     if func is _aten._log_softmax.default:
         return "log_softmax", " × ".join(map(str, result.shape))
+    is_square = isinstance(result, Tensor) and result.dim() > 2 and result.shape[-1] == result.shape[-2]
+    if func in _SOFTMAXES and is_square and not is_recomputed_later():
+        return "attention", " × ".join(map(str, result.shape))
     if func is _aten._to_copy.default and args[0].device != result.device:
         return "copy", f"from {args[0].device} to {result.device}"
     if isinstance(result, Tensor) and result.dtype == torch.float64 and result.numel() > 1:

@@ -76,6 +76,7 @@ def _note_host(facts: HostFacts, trainer: L.Trainer, watcher: L.Callback) -> Non
                 facts.hooks[name] = (type(callback).__name__, hook)
                 if isinstance(callback, Checkpoint):
                     facts.savers.add(name)
+    facts.searches_unused = bool(getattr(trainer.strategy.model, "find_unused_parameters", False))
     facts.every = {"log_every_n_steps": int(trainer.log_every_n_steps)}
 
 

@@ -1,6 +1,7 @@
 """Collect what a training loop does: times of phases and lines, operators, updates and modules."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -9,14 +10,23 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks.annotations import Bounds
+from lightning_fasttrain.core.distributed import from_all_ranks, is_sharded
 from lightning_fasttrain.core.modules.parameters import parameters_of
+from lightning_fasttrain.doctor.observation.block_times import BlockTimes
 from lightning_fasttrain.doctor.observation.line_sampler import LineSampler
 from lightning_fasttrain.doctor.observation.measured import Measured
-from lightning_fasttrain.doctor.observation.module_watch import ModuleWatch, find_trained_models, is_compiled
+from lightning_fasttrain.doctor.observation.module_watch import (
+    ModuleWatch,
+    find_trained_models,
+    is_compiled,
+    list_compilations,
+)
 from lightning_fasttrain.doctor.observation.operator_trials import OperatorTrials
 from lightning_fasttrain.doctor.observation.operator_watch import OperatorWatch
 from lightning_fasttrain.doctor.observation.source_lines import SourceLine
 from lightning_fasttrain.doctor.observation.update_record import UpdateRecord
+from lightning_fasttrain.run.profiling.memory_record import MemoryRecord
+from lightning_fasttrain.run.profiling.memory_recording import MemoryRecording
 from lightning_fasttrain.run.profiling.step_timer import PHASES, StepTimer
 
 LOOP_PHASES = (*PHASES[:-1], "callbacks", PHASES[-1])
@@ -58,6 +68,7 @@ class HostFacts:
         hooks: Lightning's names of the callbacks' hooks in a step → the class of the callback, and the hook.
         savers: those of these names that belong to callbacks which write checkpoints.
         every: settings that say how often something is done, by the name of the Trainer's argument.
+        searches_unused: whether DDP searches for unused parameters.
     """
 
     max_epochs: int = 0
@@ -67,6 +78,7 @@ class HostFacts:
     hooks: dict[str, tuple[str, str]] = field(default_factory=dict)
     savers: set[str] = field(default_factory=set)
     every: dict[str, int] = field(default_factory=dict)
+    searches_unused: bool = False
 
 
 class Watch:
@@ -76,15 +88,30 @@ class Watch:
         device: device of the model.
         steps: number of steps to watch; in two of them each operator is looked at, which are not timed.
         warmup: number of steps before.
+        records_memory: whether each allocation of one more step is recorded, which is not timed either.
+        only_times: whether nothing but the times of phases is watched, as on the other ranks.
+
+    Attributes:
+        own_ms: for each rank, milliseconds of each step before the ranks wait for one another.
     """
 
-    def __init__(self, device: torch.device, steps: int, warmup: int) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        steps: int,
+        warmup: int,
+        records_memory: bool = False,
+        only_times: bool = False,
+    ) -> None:
         self.steps, self.warmup, self.device = steps, warmup, device
         self.timer = StepTimer(device, warmup, LOOP_PHASES)
         self.sampler = LineSampler(lambda: self.timer.current)
         self.trials = OperatorTrials()
         self.looks: dict[int, OperatorWatch] = {}
         self.modules = ModuleWatch()
+        self.blocks = BlockTimes(device)
+        self.compilations: list[Any] = []
+        self.memory: MemoryRecord | None = None
         self.updates: dict[int, UpdateRecord] = {}
         self.schedulers: dict[int, SchedulerCall] = {}
         self.actions: dict[str, list[float]] = {}
@@ -93,6 +120,10 @@ class Watch:
         self.done = 0
         self.models: list[nn.Module] = []
         self._look: OperatorWatch | None = None
+        self.own_ms: list[dict[int, float]] = []
+        self._records_memory, self._only_times = records_memory, only_times
+        self._recording: MemoryRecording | None = None
+        self._recorded: set[int] = set()
 
     @property
     def has_ended(self) -> bool:
@@ -106,9 +137,13 @@ class Watch:
 
     def begin_step(self) -> None:
         """Begin a step: its lines are sampled, or its operators are looked at, or neither during warm-up."""
+        if self._only_times:
+            return
         number = self.done - self.warmup
         looks = number in (1, self.steps // 2)
-        self.sampler.active = self.is_warm and not looks
+        if number > self.steps // 2 and self._records_memory and self.memory is None:
+            self._record_memory(number)
+        self.sampler.active = self.blocks.active = self.is_warm and not looks and self._recording is None
         if not looks or any(map(is_compiled, self.models)):
             return
         trial = _try_nothing
@@ -122,18 +157,83 @@ class Watch:
 
     def end_step(self) -> None:
         """End a step. At the end of the warm-up the models of a loop are found."""
+        self._end_recording()
         self.leave_look()
         self.modules.stop()
         self.done += 1
-        self.sampler.active = False
-        if self.done == self.warmup and not self.models:
+        self.sampler.active = self.blocks.active = False
+        if self.done == self.warmup:
+            self._end_warmup()
+
+    def _end_warmup(self) -> None:
+        if self._only_times:
+            return
+        if not self.models:
             for record in self.updates.values():
                 self.models += find_trained_models(parameters_of(record.optimizer))
+            self.host.searches_unused = any(getattr(one, "find_unused_parameters", False) for one in self.models)
+        self.compilations = list_compilations()
+        # Hooks would be traced, and make the compiler start again.
+        if len(self.models) == 1 and not is_compiled(self.models[0]):
+            self.blocks.start(self.models[0])
+
+    def _record_memory(self, number: int) -> None:
+        optimizers = [record.optimizer for record in self.updates.values()]
+        model = self.models[0] if len(self.models) == 1 else nn.ModuleList(self.models)
+        try:
+            self._recording = MemoryRecording(model, optimizers).__enter__()
+        except (ValueError, RuntimeError):
+            # The model is on another device, or the user profiles the run.
+            self._records_memory = False
+        else:
+            self._recorded.add(number)
+
+    def _end_recording(self) -> None:
+        if self._recording is not None:
+            recording, self._recording = self._recording, None
+            with self.timer.phase("pause"):
+                recording.__exit__(None, None, None)
+            self.memory = recording.record
 
     def measure(self) -> Measured:
         """Return the times of the steps by phase and by line, without the steps that were looked at."""
-        times = self.timer.step_times()[: self.steps]
-        return Measured([step for number, step in enumerate(times) if number not in self.looks], self.sampler.found)
+        return Measured(list(self._times().values()), self.sampler.found)
+
+    def _times(self) -> dict[int, dict[str, float]]:
+        times = dict(enumerate(self.timer.step_times()[: self.steps]))
+        for number in (*self.looks, *self._recorded):
+            times.pop(number, None)
+        return times
+
+    def compare_ranks(self) -> None:
+        """Exchange the times of all ranks; each rank must call it."""
+        # In the forward of sharded parameters the ranks wait for one another.
+        shards = any(map(is_sharded, self.models))
+        phases = ("data_wait", "transfer") if shards else ("data_wait", "transfer", "forward")
+        own = {}
+        for number, times in self._times().items():
+            own[number] = sum(times[phase] for phase in phases)
+        self.own_ms = from_all_ranks([own])
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield all parameters that require gradients."""
+        for model in self.models:
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad:
+                    yield name, parameter
+
+    def held_parameters(self) -> set[int]:
+        """Return the ids of all parameters in an optimizer."""
+        held = set[int]()
+        for optimizer in (*self.host.optimizers, *(record.optimizer for record in self.updates.values())):
+            held.update(map(id, parameters_of(optimizer)))
+        return held
+
+    def unused_parameters(self) -> list[str]:
+        """Return the names of parameters in an optimizer that had no gradient in any update."""
+        used: set[int] = set().union(*(record.with_gradient for record in self.updates.values()))
+        held = self.held_parameters()
+        return [name for name, one in self.named_parameters() if id(one) in held and id(one) not in used]
 
     def before_backward(self) -> None:
         """Note the gradients that exist when a backward begins."""
@@ -176,11 +276,16 @@ class Watch:
     def close(self) -> None:
         """Stop watching, whatever was seen so far."""
         self.leave_look()
-        self.sampler.stop()
+        if not self._only_times:
+            self.sampler.stop()
         self.modules.close()
+        self.blocks.stop()
 
     def leave_look(self) -> None:
-        """Stop looking at operators, if they are looked at."""
+        """Stop looking at operators, and recording memory, if that is done."""
+        if self._recording is not None:
+            self._recording.stop()
+            self._recording = None
         if self._look is not None:
             self._look.__exit__(None, None, None)
             self._look = None

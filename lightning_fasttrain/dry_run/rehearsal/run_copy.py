@@ -27,8 +27,6 @@ from torch import nn
 
 from lightning_fasttrain.core.host.lightning import TRANSFER_HOOKS
 from lightning_fasttrain.core.modules.wrapped_forward import patch
-from lightning_fasttrain.data import MicroBatching, TokenWeightedAccumulation
-from lightning_fasttrain.data.closure.roles import SharedSplit
 from lightning_fasttrain.dry_run.verification.short_run import as_loader, copy_module, fit_quietly, quietly, say_nothing
 from lightning_fasttrain.predict.predict_memory import predict_memory
 from lightning_fasttrain.run.guards.hang_watch import HangWatch
@@ -171,9 +169,6 @@ def copy_run(trainer: L.Trainer, module: L.LightningModule, without: tuple[type,
             continue
         try:
             callbacks.append(_copy_callback(callback, trainer, module))
-            if isinstance(callbacks[-1], MicroBatching | TokenWeightedAccumulation):
-                # All runs of a rehearsal use the same split, which is searched once.
-                callbacks[-1].shared = SharedSplit()
         except Exception as error:
             notes.append(
                 f"{type(callback).__name__} is left out: it cannot be copied ({type(error).__name__}: {error})."

@@ -98,6 +98,15 @@ def checkpoint_what_trains_(strategy: Strategy, module: L.LightningModule) -> Un
     return patch_all(strategy, changed)
 
 
+def keep_what_trains_(checkpoint: dict[str, Any], module: L.LightningModule) -> None:
+    """Remove the frozen base from a checkpoint, and add its fingerprint; nothing if it holds no more."""
+    state = checkpoint["state_dict"]
+    names = [name for name in trained_names(module) if name in state]
+    if len(names) < len(state):
+        checkpoint["state_dict"] = {name: state[name] for name in names}
+        checkpoint[FINGERPRINT] = base_fingerprint(module)
+
+
 def _names_in_part(
     checkpoint: Mapping[str, Any], saved: set[str], module: L.LightningModule, strict: bool
 ) -> set[str] | None:

@@ -17,7 +17,7 @@ from lightning_fasttrain.core.messages import explain, list_some, note_once, num
 from lightning_fasttrain.core.modules.layer_kinds import find_tuners
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, undo_all
 from lightning_fasttrain.core.state.rng import random_state, set_random_state
-from lightning_fasttrain.finetune.adapters.adapter_checkpoints import checkpoint_what_trains_
+from lightning_fasttrain.finetune.adapters.adapter_checkpoints import checkpoint_what_trains_, keep_what_trains_
 from lightning_fasttrain.finetune.adapters.add_adapter import adapter_parameters, add_adapter_
 from lightning_fasttrain.finetune.adapters.initializations import Batches
 from lightning_fasttrain.finetune.selection._float32_adapters import let_round_
@@ -151,6 +151,11 @@ class Adapter(Technique):
         if not self._looked:
             self._looked = True
             _warn_of_what_got_no_gradient(pl_module)
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Hook: the strategy is as before once the run has ended, and a checkpoint is still to be a small one."""
+        if self.checkpoint == "adapter" and replicates(trainer.strategy):
+            keep_what_trains_(checkpoint, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the random state that the adapter's dropout uses; empty in distributed runs: ranks differ in it."""
@@ -311,6 +316,13 @@ def _papers_own(model: nn.Module, config: "PeftConfig") -> tuple[Any, Targets]:
         if targets is not None:
             # The technique keeps its own configuration for the next model.
             config = copy.deepcopy(config)
-            config.feedforward_modules = constants.TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING[kind]
-            return config, targets
+            scaled = constants.TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING[kind]
+            config.feedforward_modules = _present(model, scaled)
+            return config, _present(model, targets)
     return config, ALL_LINEAR
+
+
+def _present(model: nn.Module, targets: list[str]) -> list[str]:
+    """Return the targets that are layers of the model; Mixtral's experts, for example, have become parameters."""
+    lines = "".join(f".{name}\n" for name, _ in model.named_modules())
+    return [target for target in targets if f".{target}\n" in lines]

@@ -1,11 +1,11 @@
 """Skip steps whose loss or gradient norm is far above its recent values, or restore an earlier checkpoint."""
 
+import functools
 import math
 from collections import deque
 from typing import Any, ClassVar, Literal
 
 import lightning as L
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -19,9 +19,9 @@ from lightning_fasttrain.core.checks import (
     one_of,
 )
 from lightning_fasttrain.core.distributed import rank_count
-from lightning_fasttrain.core.host.lightning import replicates
+from lightning_fasttrain.core.host.lightning import plain_optimizer, replicates
 from lightning_fasttrain.core.messages import explain, number_of, warn
-from lightning_fasttrain.core.modules.wrapped_forward import Undo
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, undo_all
 from lightning_fasttrain.run.guards._last_checkpoint import LastCheckpoint
 from lightning_fasttrain.run.guards.step_guard import (
     JudgedSteps,
@@ -68,17 +68,28 @@ class RunningLimit:
     def value(self) -> float:
         if len(self.values) < self.after:
             return math.inf
-        low, middle, high = np.quantile(self.values, (0.1, 0.5, 0.9)).tolist()
+        ordered = sorted(self.values)
+        low, middle, high = (_quantile(ordered, share) for share in (0.1, 0.5, 0.9))
         return middle + self.far * max(high - low, 0.01 * abs(middle))
+
+
+Limits = tuple[RunningLimit, RunningLimit]  # of the loss, and of the norm of its gradient
+
+
+def _quantile(ordered: list[float], share: float) -> float:
+    """Return the value below which a share of the values lies, interpolated; NumPy's takes a hundred times as long."""
+    below, part = divmod(share * (len(ordered) - 1), 1)
+    above = ordered[min(int(below) + 1, len(ordered) - 1)]
+    return ordered[int(below)] + part * (above - ordered[int(below)])
 
 
 @check_arguments
 class SteadySteps(JudgedSteps):
     """Skips steps whose loss or gradient norm is far above its running quantiles, on all ranks.
 
-    The limit of each is median + far · (9th decile − 1st decile) of the latest good steps. Loss and norm are compared
-    on the device. For when the host waits, see :class:`~lightning_fasttrain.run.FiniteSteps`; with several processes
-    the loss is all-reduced once. Steps that are not finite are ignored here.
+    The limit of each is median + far · (9th decile − 1st decile) of the latest good steps of the same optimizer. Loss
+    and norm are compared on the device. For when the host waits, see :class:`~lightning_fasttrain.run.FiniteSteps`;
+    with several processes the loss is all-reduced once. Steps that are not finite are ignored here.
 
     Args:
         far: number of these bands between the median and a spike.
@@ -131,16 +142,33 @@ class SteadySteps(JudgedSteps):
         if after > window:
             why = f"only {window} steps are kept"
             raise ValueError(explain(f"after={after} with window={window}", why, "Use a larger window"))
-        self.limits = tuple(RunningLimit(far, window, after) for _ in ("loss", "norm"))
+        self._limits: list[Limits] = []
+        # Optimizer → place of its limits.
+        self._places: dict[int, int] = {}
         self._losses: list[Tensor] = []
         self._seen: Tensor | None = None
 
     def guard_(self, optimizer: Optimizer) -> Undo:
-        """Guard the steps of ``optimizer``; return how to undo it."""
-        return hold_steps_(optimizer, self.judge, self._tell)
+        """Guard the steps of ``optimizer``, which has limits of its own; return how to undo it."""
+        optimizer = plain_optimizer(optimizer)
+        self._places[id(optimizer)] = len(self._places)
+        undo = hold_steps_(optimizer, self.judge, functools.partial(self._tell, optimizer))
+        return undo_all([functools.partial(self._places.__delitem__, id(optimizer)), undo])
+
+    def limits(self, optimizer: Optimizer) -> Limits:
+        """Return the limits of the loss and of the gradient norm of an optimizer."""
+        place = self._places.get(id(plain_optimizer(optimizer)), 0)
+        while len(self._limits) <= place:
+            # Checkpoints are loaded before the optimizers are guarded.
+            self._limits.append(self._make_limits())
+        return self._limits[place]
+
+    def _make_limits(self) -> Limits:
+        loss, norm = (RunningLimit(self.far, self.window, self.after) for _ in range(2))
+        return loss, norm
 
     def note_loss(self, loss: Tensor) -> None:
-        """Include a loss in the decision on the coming step; several losses of one step are added up."""
+        """Include a loss in the decision on the coming step of any optimizer; those of one step are added up."""
         # Detached, since the graph of the loss must not outlive the step.
         self._losses.append(loss.detach().float())
 
@@ -153,21 +181,24 @@ class SteadySteps(JudgedSteps):
         loss = _mean_over_ranks(sum(self._losses, torch.zeros_like(norm)))
         self._losses = []
         numbers = torch.stack([loss, norm])
-        # Filled in by kernels: a copy from the host would wait for the device.
-        limits = torch.stack([torch.full_like(norm, limit.value) for limit in self.limits])
+        of_loss, of_norm = self.limits(optimizer)
+        # Limits are arguments of the kernels: a copy from the host would wait for the device.
+        above = (loss > of_loss.value) | (norm > of_norm.value)
         # Non-finite values are FiniteGuard's task: they must neither be skipped here nor enter the quantiles.
-        spike = (numbers > limits).any() & numbers.isfinite().all()
+        spike = above & numbers.isfinite().all()
         self._seen = torch.cat([spike.float()[None], numbers])
 
     def state_dict(self) -> dict[str, Any]:
-        values = [list(limit.values) for limit in self.limits]
+        values = [(list(of_loss.values), list(of_norm.values)) for of_loss, of_norm in self._limits]
         return {**super().state_dict(), "values": values}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        for limit, values in zip(self.limits, state["values"], strict=True):
-            limit.values.clear()
-            limit.values.extend(values)  # the deque keeps its maximum length
+        self._limits = []
+        for both in state["values"]:
+            self._limits.append(self._make_limits())
+            for limit, values in zip(self._limits[-1], both, strict=True):
+                limit.values.extend(values)  # the deque keeps its maximum length
 
     def judge(self, optimizer: Optimizer) -> Tensor:
         if self._seen is None:
@@ -176,18 +207,19 @@ class SteadySteps(JudgedSteps):
         seen, self._seen = self._seen, None
         return seen
 
-    def _tell(self, values: list[float]) -> None:
+    def _tell(self, optimizer: Optimizer, values: list[float]) -> None:
         bad, *numbers = values
+        limits = self.limits(optimizer)
         if not bad:
             # A step that is not finite is neither good nor a spike.
             if all(map(math.isfinite, numbers)):
                 self.in_a_row = 0
-            for limit, number in zip(self.limits, numbers, strict=True):
+            for limit, number in zip(limits, numbers, strict=True):
                 limit.add(number)
             return
-        found = zip(("loss", "gradient norm"), numbers, self.limits, strict=True)
+        found = zip(("loss", "gradient norm"), numbers, limits, strict=True)
         above = " and ".join(f"{name} {n:.4g} exceeds {limit.value:.4g}" for name, n, limit in found if n > limit.value)
-        self.count_skip(f": {above}, the limit of the last {len(self.limits[0].values)} steps{self.where()}")
+        self.count_skip(f": {above}, the limit of the last {len(limits[0].values)} steps{self.where()}")
 
 
 def _mean_over_ranks(loss: Tensor) -> Tensor:
@@ -219,7 +251,7 @@ class SpikeGuard(StepGuard):
         most_rewinds: number of rewinds in a run before an error is raised.
 
     Raises:
-        TypeError, ValueError: an argument is invalid; in ``fit``: manual optimization, a loss scaler, or ``"rewind"``
+        TypeError, ValueError: an argument is invalid; in ``fit``: a loss scaler, or ``"rewind"``
             with a sharding strategy.
         RuntimeError: in ``fit``: too many consecutive skips, or too many rewinds.
 
@@ -252,7 +284,7 @@ class SpikeGuard(StepGuard):
         self._last = LastCheckpoint()
 
     def _watch_saves(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        _refuse_settings(self.then, trainer, module)
+        _refuse_settings(self.then, trainer)
         self._last = LastCheckpoint()
         self._run.callback(self._last.watch(trainer))
 
@@ -302,14 +334,8 @@ class SpikeGuard(StepGuard):
         self.rewinds = state_dict["rewinds"]
 
 
-def _refuse_settings(then: str, trainer: L.Trainer, module: L.LightningModule) -> None:
+def _refuse_settings(then: str, trainer: L.Trainer) -> None:
     unfit = [
-        (
-            not module.automatic_optimization,
-            "automatic_optimization=False",
-            "the module steps its optimizers itself, and there may be several",
-            "Call run.SteadySteps().guard_(optimizer) on the optimizer to guard",
-        ),
         (
             getattr(trainer.precision_plugin, "scaler", None) is not None,
             f"precision={trainer.precision!r}",

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_fasttrain.core.checks import PositiveInt
+from lightning_fasttrain.core.device import AsyncReading
 from lightning_fasttrain.core.distributed import rank_count
 from lightning_fasttrain.core.host.lightning import plain_optimizer
 from lightning_fasttrain.core.messages import explain, number_of, warn
@@ -95,7 +96,7 @@ class _Gate:
             self.passed = False
             result = own(optimizer, *args, **kwargs)
             if optimizer is self.optimizer and not self.passed:
-                self.tell(_Reading(self.look(optimizer)).wait())
+                self.tell(AsyncReading(self.look(optimizer)).wait())
             return result
 
         return undo_all([restore_step, patch(scaler, "step", scaled_step)])
@@ -109,7 +110,7 @@ class _Gate:
             with torch.enable_grad():
                 loss = closure()
         numbers = self.look(self.optimizer)
-        reading = _Reading(numbers)
+        reading = AsyncReading(numbers)
         if skips_on_device(self.optimizer):
             with _told_on_device(self.optimizer, numbers[0]):
                 self.own_step(**kwargs)
@@ -120,24 +121,6 @@ class _Gate:
             self.own_step(**kwargs)
         self.tell(values)
         return loss
-
-
-class _Reading:
-    """Asynchronous copy of values from the device to the host."""
-
-    def __init__(self, numbers: Tensor) -> None:
-        self.numbers, self.event = numbers, None
-        if numbers.is_cuda:
-            # Pinned: otherwise the copy would wait for the device.
-            self.numbers = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
-            self.numbers.copy_(numbers, non_blocking=True)
-            # An event, so that the host waits only for this copy, not for the update that is launched after it.
-            self.event = torch.cuda.current_stream(numbers.device).record_event()
-
-    def wait(self) -> list[float]:
-        if self.event is not None:
-            self.event.synchronize()
-        return self.numbers.tolist()
 
 
 def skips_on_device(optimizer: Optimizer) -> bool:

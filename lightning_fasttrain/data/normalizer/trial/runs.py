@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -115,12 +115,6 @@ class Run:
         return torch.cat([torch.tensor([self.loss], dtype=torch.float64), *self.entries.values()])
 
     @property
-    def is_zero(self) -> bool:
-        """Whether the gradient is zero, as without targets; or the loss, if no gradients were computed."""
-        gradient = self.values[1:]
-        return not gradient.any() if gradient.numel() else self.loss == 0
-
-    @property
     def is_finite(self) -> bool:
         return bool(torch.isfinite(self.values).all())
 
@@ -150,6 +144,11 @@ class Trial:
     why_not: str = ""
     is_skipped: bool = False
     failed: bool = False
+
+    def without_runs(self) -> "Trial":
+        """Return the trial without its samples and runs, as it can be sent to other ranks."""
+        whole = Run(None, math.nan, changed=self.whole.changed)
+        return replace(self, sample=Sample(None, self.sample.size, []), whole=whole, splits=[])
 
     @property
     def shows_nothing(self) -> bool:

@@ -1,6 +1,6 @@
 """Choose a few differing rows of a batch, and split them, to try how a loss can be split."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +56,7 @@ def sample_rows(batch: Any, micro_batch_size: int) -> Iterator[Sample]:
         yield _cut(whole, number, slices)
 
 
-def sample_pairs(batch: Any, first: Sequence[int], second: Sequence[int]) -> Iterator[Sample]:
+def sample_pairs(batch: Any, first: Iterable[int], second: Iterable[int]) -> Iterator[Sample]:
     """Yield pairs of rows of a batch, one from each list, split into single rows.
 
     Example:

@@ -1,0 +1,61 @@
+"""Base of the techniques that make each training batch as large as a growth allows."""
+
+from typing import Any
+
+import lightning as L
+
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
+from lightning_fasttrain.data.warmup.growth_schedule import KeepsGrowth
+from lightning_fasttrain.technique import Technique
+from lightning_fasttrain.technique.predicted_step import PredictedStep
+from lightning_fasttrain.technique.run_length import steps_of_epochs, total_steps
+
+
+class GrowingBatches(KeepsGrowth, Technique):
+    """Changes a training batch after its transfer to the device, before any other use; validation sees it unchanged.
+
+    Attributes:
+        growth: the current ``size``, and the numbers of ``samples`` and ``tokens`` so far.
+    """
+
+    _trainer: L.Trainer | None = None
+
+    def change(self, batch: Any, size: int) -> Any:
+        """Return the batch in a size below the full one."""
+        raise NotImplementedError
+
+    def predict(self, step: PredictedStep) -> None:
+        """Predict with complete batches, which determine the peak."""
+
+    def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
+        if trainer.state.fn != "fit":
+            return None
+        self.growth.begin()
+        self._trainer = trainer
+        to_device = trainer.strategy.batch_to_device
+
+        def batch_to_device(batch: Any, *args: Any, **kwargs: Any) -> Any:
+            batch = to_device(batch, *args, **kwargs)
+            return self._grow(trainer, batch) if trainer.training else batch
+
+        restore = patch(trainer.strategy, "batch_to_device", batch_to_device)
+
+        def undo() -> None:
+            restore()
+            self._trainer = None
+
+        return undo
+
+    def _grow(self, trainer: L.Trainer, batch: Any) -> Any:
+        growth = self.growth
+        if growth.until is None:  # not in attach: the run's length is known once loaders exist
+            share = growth.over.unit == "share"
+            whole = total_steps(trainer) if share else steps_of_epochs(trainer, growth.over.amount)
+            growth.until = round(growth.over.amount * whole) if share else round(whole)
+        growth.steps = trainer.global_step
+        if growth.is_growing:
+            if growth.clock != "steps":
+                growth.agree(trainer.strategy, trainer.world_size)
+            batch = self.change(batch, growth.size)
+        growth.add(batch)
+        return batch

@@ -1,0 +1,15 @@
+"""On several ranks the first is watched, and told which one it waits for."""
+
+import json
+
+from tests.support.ranks import run_ranks
+
+
+def test_a_slow_rank_and_a_search_for_nothing_are_found(tmp_path):
+    run_ranks("tests.doctor.slow_rank", tmp_path / "found.json", log=tmp_path / "log")
+    report = json.loads((tmp_path / "found.json").read_text())
+    found = {finding["kind"]: finding for finding in report["findings"]}
+    uneven = found["uneven_ranks"]
+    assert "wait for rank 1" in uneven["what"]
+    assert uneven["cost"]["value"] > 10  # it sleeps 30 ms; a busy machine makes both slower
+    assert "unused_search" in found
