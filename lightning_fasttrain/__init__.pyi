@@ -1,5 +1,6 @@
 """What the package offers, and from which room. Type checkers read this, and so does ``core/package.py``."""
 
+from lightning_fasttrain import architecture as architecture
 from lightning_fasttrain import data as data
 from lightning_fasttrain import doctor as doctor
 from lightning_fasttrain import dry_run as dry_run

@@ -364,6 +364,27 @@ CASES = [
         optimizer={"frozen": True},
         by_hand=by_hand.FrozenEmbedding,
     ),
+    # architecture
+    Case(
+        lambda: ft.architecture.StochasticDepth(1.0, mode="batch", blocks="blocks.0"),
+        applied,
+        effects.blocks_are_skipped,
+        by_hand=by_hand.StochasticDepth,
+    ),  # with a rate of 1 without chance
+    Case(
+        lambda: ft.architecture.MixtureOfDepths(0.5, every=1, sampling="top_k", blocks="blocks.0"),
+        applied,
+        effects.some_tokens_skip_a_block,
+        tolerance=1e-5,
+        by_hand=by_hand.MixtureOfDepths,
+    ),
+    Case(
+        lambda: ft.architecture.Upcycling(3, every=1, balance=0.0, blocks="blocks.1"),
+        applied,
+        effects.a_block_has_experts,
+        tolerance=1e-5,
+        by_hand=by_hand.Upcycling,
+    ),
     # loss
     Case(lambda: ft.FusedLossHead("head"), applied, effects.logits_are_never_made, tolerance=1e-5),
     Case(

@@ -18,7 +18,7 @@ PACKAGE = Path(lightning_fasttrain.__file__).parent
 FLOORS = (
     ("core",),
     ("technique",),
-    ("data", "loss", "model", "optim", "finetune", "run"),
+    ("architecture", "data", "loss", "model", "optim", "finetune", "run"),
     ("predict",),
     ("dry_run", "strategy"),
     ("planner", "estimate"),

@@ -18,6 +18,7 @@ from torch.nn.attention import _cur_sdpa_kernel_backends
 from torch.utils._pytree import tree_flatten
 
 import lightning_fasttrain as ft
+from lightning_fasttrain.architecture.mixture_of_depths import RoutedForward
 from lightning_fasttrain.data.warmup.growth_schedule import KeepsGrowth
 from lightning_fasttrain.finetune.selection._float32_adapters import StaysInFloat32
 from lightning_fasttrain.planner.catalogue import known_techniques
@@ -66,8 +67,9 @@ def same(one, other):
 @pytest.mark.quick
 def test_every_technique_has_a_row():
     public = {technique.__name__ for technique in known_techniques()}
-    need_hugging_face = {"PromptTuning", "PrefixTuning"}  # held to the promises in test_prompts.py
-    assert public - need_hugging_face == set(BY_NAME) - {"WeightAverage"}  # of examples/
+    # Held to the promises in test_prompts.py and test_drop_bias_before_norm.py.
+    need_another_model = {"PromptTuning", "PrefixTuning", "DropBiasBeforeNorm"}
+    assert public - need_another_model == set(BY_NAME) - {"WeightAverage"}  # of examples/
 
 
 @pytest.mark.quick
@@ -175,6 +177,7 @@ def test_a_checkpoint_resumes_without_and_with_the_technique(case, tmp_path):
     assert largest_difference(*ends) <= max(case.tolerance, 0.0)
 
 
+ADD_PARAMETERS = (ft.finetune.Adapter, ft.architecture.MixtureOfDepths, ft.architecture.Upcycling)
 AVERAGES = {
     "EMA": lambda: EMAWeightAveraging(decay=0.5),
     "SWA": lambda: StochasticWeightAveraging(swa_lrs=0.005, swa_epoch_start=1, annealing_epochs=1),
@@ -188,8 +191,8 @@ AVERAGES = {
 @each
 def test_lightnings_averages_of_weights_are_those_of_the_plain_run(case, average):
     averaging = AVERAGES[average]
-    if average == "SWA" and isinstance(case.make(), ft.finetune.Adapter):
-        with pytest.raises(ValueError, match="StochasticWeightAveraging: it copies the model before the adapter"):
+    if average == "SWA" and isinstance(case.make(), ADD_PARAMETERS):
+        with pytest.raises(ValueError, match="StochasticWeightAveraging: it copies the model before"):
             train(case, [case.make(), averaging()])
         return
     grows = isinstance(case.make(), KeepsGrowth)  # in the first epoch only, and a plain run would do so in each
@@ -248,14 +251,14 @@ def global_switches():
 @pytest.mark.quick
 @each
 def test_everything_is_put_back_after_the_run(case):
-    def is_an_adapters(value):  # adapters stay in the model after the run, and in float32
-        return isinstance(value, StaysInFloat32)
+    def stays(value):  # adapters and routers stay in the model after the run
+        return isinstance(value, StaysInFloat32 | RoutedForward)
 
     def patched(t, module):
         places = [module, *module.modules(), t.strategy, t.precision_plugin, t.fit_loop, t.fit_loop.epoch_loop]
         places.append(t.fit_loop.epoch_loop.automatic_optimization)
         names = [
-            {k for k, v in vars(place).items() if callable(v) and hasattr(type(place), k) and not is_an_adapters(v)}
+            {k for k, v in vars(place).items() if callable(v) and hasattr(type(place), k) and not stays(v)}
             for place in places
         ]
         return names, type(t.profiler), t.accumulate_grad_batches
@@ -377,7 +380,7 @@ def test_what_they_cost_grows_no_faster_than_the_model():
             sys.setprofile(None)
         return next(count)
 
-    calls(1)  # what is looked up once
+    calls(2)  # what is looked up once
     few, more, most = calls(2), calls(6), calls(10)
     assert most - more <= 1.02 * (more - few)
 

@@ -189,6 +189,18 @@ def test_the_table_of_bookkeeping_is_what_was_measured():
     assert written == expected
 
 
+def test_the_table_of_architectures_is_what_was_measured():
+    written = RESULTS.split("<!-- architecture -->\n")[1].split("\n<!-- /architecture -->")[0].splitlines()[2:]
+    measured = json.loads((ROOT / "examples" / "results" / "architecture_cpu.json").read_text())
+    assert f"{measured['steps']} steps of {measured['tokens_per_step']} tokens" in RESULTS
+    expected = []
+    for row in measured["rows"]:
+        losses = f"{row['loss']:.3f} | {row['held_out_loss']:.3f}"
+        time = f"{row['step_ms']:.0f} ms, ×{row['time_ratio']:.2f}"
+        expected.append(f"| {row['comparison']} | `{row['side']}` | {losses} | {time} | {row['parameters']:,} |")
+    assert written == expected
+
+
 def test_the_table_of_what_a_proof_costs_is_what_was_measured():
     written = RESULTS.split("<!-- proof cost -->\n")[1].split("\n<!-- /proof cost -->")[0].splitlines()[2:]
     rows = json.loads((ROOT / "examples" / "results" / "proof_cost_cpu.json").read_text())["rows"]

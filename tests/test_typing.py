@@ -13,6 +13,7 @@ import lightning_fasttrain as ft
 from tests.support.run_example import ROOT
 
 ROOMS = (
+    "architecture",
     "data",
     "estimate",
     "finetune",

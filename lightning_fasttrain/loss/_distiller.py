@@ -1,6 +1,5 @@
 """A student and its teacher, and training steps that learn from both."""
 
-import copy
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lightning_fasttrain.core.batch import loss_in
+from lightning_fasttrain.core.batch import loss_in, with_loss
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.select import find_module
 from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, wrapper_on
@@ -230,18 +229,7 @@ class DistilledStep:
             distiller.listening = False
             distiller.calls.clear()
             distiller.seen.clear()  # releases the graph
-        return _with_loss(output, loss)
-
-
-def _with_loss(output: Any, loss: Tensor) -> Any:
-    if isinstance(output, Tensor):
-        return loss
-    output = copy.copy(output)  # the step may keep a reference to its output
-    if isinstance(output, Mapping):
-        output["loss"] = loss  # type: ignore[index]
-    else:
-        output.loss = loss
-    return output
+        return with_loss(output, loss)
 
 
 def projection_key(name: str) -> str:

@@ -15,10 +15,10 @@ from torch.utils.checkpoint import SelectiveCheckpointContext
 from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.core.messages import explain, note_once
 from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
+from lightning_fasttrain.core.modules.key_value_cache import disable_cache_
 from lightning_fasttrain.core.modules.wrapped_forward import (
     Undo,
     count_wrapped,
-    patch,
     undo_all,
     why_none_ran,
     wrapper_on,
@@ -207,22 +207,14 @@ def checkpoint_activations_(
     }
     if not undos:
         undos.update(policy.wrap(model, found))
-    _without_cache(model, undos)
-    return undos
+    without_cache = disable_cache_(model)  # the recomputation would fill it again
+    if without_cache:
+        note_once("checkpoint_activations_: use_cache=False in the model's config while blocks are checkpointed")
+    return {**undos, **without_cache}
 
 
 def _do_nothing() -> None:
     pass
-
-
-def _without_cache(model: nn.Module, undos: dict[str, Undo]) -> None:
-    """Disable a key-value cache, which the recomputation would fill again."""
-    for name, module in model.named_modules():
-        config = getattr(module, "config", None)
-        if getattr(config, "use_cache", False) is True:
-            # Modules share configs: the next one with this config finds False, so it is restored only once.
-            undos[f"{name}.config.use_cache"] = patch(config, "use_cache", False)
-            note_once("checkpoint_activations_: use_cache=False in the model's config while blocks are checkpointed")
 
 
 class ActivationCheckpointing(Technique):

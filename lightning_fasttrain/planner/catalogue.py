@@ -5,12 +5,12 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
-from lightning_fasttrain import data, finetune, loss, model, optim, run
+from lightning_fasttrain import architecture, data, finetune, loss, model, optim, run
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.package import PUBLIC, find_public
 from lightning_fasttrain.technique import Technique
 
-SUBPACKAGES = (data, model, finetune, loss, optim, run)
+SUBPACKAGES = (data, model, architecture, finetune, loss, optim, run)
 
 
 def known_techniques() -> Iterator[type[Technique]]:

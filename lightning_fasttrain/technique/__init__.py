@@ -3,7 +3,7 @@
 A technique bases its advice on :class:`Facts` and describes its effect on memory in a :class:`PredictedStep`.
 
 From the bottom up: ``arguments``, ``declarations``, ``duration``, ``explanation``, ``facts``, ``predicted_step``,
-``run_summary``, ``technique``, ``run_length``.
+``run_summary``, ``technique``, ``run_length``, ``weight_averages``.
 """
 
 from typing import TYPE_CHECKING

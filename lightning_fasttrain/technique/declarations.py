@@ -36,9 +36,10 @@ class Surgery(IntEnum):
     ARCHITECTURE = 3
     CHECKPOINT = 4
     COMPILE = 5
-    OFFLOAD = 6
-    UNPAD = 7
-    SHARD = 8
+    ROUTE = 6
+    OFFLOAD = 7
+    UNPAD = 8
+    SHARD = 9
 
 
 class Capability(Enum):
@@ -50,6 +51,7 @@ class Capability(Enum):
     TRIMS_PADDING = "looks for padding in each batch, and cuts it off where that is exact"
     REPLACES_PRODUCTS = "replaces the matrix products of linear layers"
     COMPILES_BLOCKS = "compiles blocks for the shapes of their inputs"
+    ADAPTS_LAYERS = "quantises or freezes linear layers, and trains adapters beside them"
 
 
 @runtime_checkable

@@ -35,6 +35,23 @@ def test_single_techniques_compute_the_same_loss(tmp_path):
 
 
 @pytest.mark.slow
+def test_architectures_are_compared_with_the_model_without(tmp_path):
+    out = tmp_path / "results.json"
+    last_line(
+        "architecture.py",
+        "--steps",
+        "2",
+        "--out",
+        str(out),
+        smaller=[("context=128, layers=6", "context=16, layers=2")],
+    )
+    rows = json.loads(out.read_text())["rows"]
+    parameters = {row["side"]: row["parameters"] for row in rows}
+    assert parameters["Upcycling(4, top_k=2)"] > parameters["dense"]
+    assert [row["time_ratio"] for row in rows if row["side"] in ("plain", "dense", "with biases")] == [1, 1, 1]
+
+
+@pytest.mark.slow
 def test_the_budget_benchmark_keeps_its_limits(tmp_path):
     out = tmp_path / "results.json"
     last_line("checkpoint_budget.py", "--models", "uneven", "--rounds", "1", "--no-compile", "--out", str(out))

@@ -74,7 +74,15 @@ def test_what_cannot_act_says_so_and_the_rest_says_nothing():
     assert idle == {
         *("DevicePrefetch", "ActivationCheckpointing", "ActivationOffload", "CompileBlocks", "GradualUnfreezing"),
         *("QuantizedBase", "FusedLossHead", "OptimizerInBackward", "MatmulPrecision", "LowPrecisionProducts"),
-        *("PaddingFree", "CudnnBenchmark", "TiledMLP", "FrozenCache"),
+        *(
+            "PaddingFree",
+            "MixtureOfDepths",
+            "StochasticDepth",
+            "Upcycling",
+            "CudnnBenchmark",
+            "TiledMLP",
+            "FrozenCache",
+        ),
     }
     able = Facts("cuda", 2, True, blocks=4, heads=1, trains=0.5)
     assert {kind.__name__ for kind in known_techniques() if kind.why_not(able)} == {"OptimizerInBackward"}

@@ -4,6 +4,76 @@ import bitsandbytes as bnb
 import lightning as L
 import peft
 import torch
+from torch.nn import functional as F
+
+import lightning_fasttrain as ft
+
+
+class StochasticDepth(L.Callback):
+    """Without the first block, which gets gradients of zero."""
+
+    def setup(self, trainer, pl_module, stage):
+        def skip(block, inputs, output):
+            return (inputs[0] + 0 * output[0], None) if block.training else output
+
+        self.hook = pl_module.blocks[0].register_forward_hook(skip)
+
+    def teardown(self, trainer, pl_module, stage):
+        self.hook.remove()
+
+
+class MixtureOfDepths(L.Callback):
+    """Half of the tokens run through the first block."""
+
+    def setup(self, trainer, pl_module, stage):
+        block = self.block = pl_module.blocks[0]
+        plain = type(block).forward
+        if not hasattr(block, "token_router"):
+            block.token_router = torch.nn.Linear(8, 1, bias=False)
+            torch.nn.init.normal_(block.token_router.weight, std=0.02)
+
+        def forward(x, mask=None, **kwargs):
+            scores, count = block.token_router(x), -(-x.shape[1] // 2)
+            best = [sorted(range(x.shape[1]), key=row.flatten().neg().tolist().__getitem__)[:count] for row in scores]
+            rows, places = torch.arange(len(x))[:, None], torch.tensor([sorted(row) for row in best])
+            update = plain(block, x[rows, places], **kwargs)[0] - x[rows, places]
+            routed = x.clone()
+            routed[rows, places] = x[rows, places] + scores[rows, places] * update
+            return routed, None
+
+        block.forward = forward
+
+    def teardown(self, trainer, pl_module, stage):
+        del self.block.forward
+
+
+class Upcycling(L.Callback):
+    """Two of three copies of the second block's MLP for each token, expert by expert."""
+
+    def setup(self, trainer, pl_module, stage):
+        ft.architecture.upcycle_(pl_module, 3, every=1, balance=0.0, blocks="blocks.1")
+        block = self.block = pl_module.blocks[1]
+
+        def forward(x, *, scale=1.0, mask=None):
+            tokens = block.norm(x).flatten(0, 1)
+            with torch.autocast("cpu", enabled=False):
+                best, chosen = (tokens.float() @ block.up.router.weight.T).softmax(dim=-1).topk(2)
+            outputs = None
+            for expert in range(3):
+                rows = chosen == expert
+                mine = tokens[rows.any(dim=1)]
+                hidden = F.gelu(F.linear(mine, block.up.weight[expert], block.up.bias[expert]))
+                output = F.linear(hidden, block.down.weight[expert], block.down.bias[expert])
+                outputs = output.new_zeros(*chosen.shape, x.shape[-1]) if outputs is None else outputs
+                outputs[rows] = output
+            share = (best / best.sum(dim=-1, keepdim=True))[:, 1:].to(outputs.dtype)
+            combined = outputs[:, 0] + share * (outputs[:, 1] - outputs[:, 0])
+            return x + scale * block.dropout(combined.view_as(x)), None
+
+        block.forward = forward
+
+    def teardown(self, trainer, pl_module, stage):
+        del self.block.forward
 
 
 class Inject(L.Callback):

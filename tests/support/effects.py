@@ -244,6 +244,30 @@ def the_trunk_runs_once_for_each_sample(kind: Kind) -> None:
     assert sum(rows[3:]) == 6 * (len(BATCHES) - 1)  # after three runs of the first batch, which is examined
 
 
+# architecture
+
+
+def blocks_are_skipped(kind: Kind) -> None:
+    calls, net = [], TinyLM()
+    net.blocks[0].up.register_forward_hook(lambda *_: calls.append(1))
+    fit(net, BATCHES, [kind(1.0, mode="batch", blocks="blocks.0")])
+    assert len(calls) == 1  # its trial
+
+
+def some_tokens_skip_a_block(kind: Kind) -> None:
+    tokens, net = [], TinyLM()
+    net.blocks[0].up.register_forward_pre_hook(lambda module, inputs: tokens.append(inputs[0].shape[1]))
+    fit(net, BATCHES, [kind(0.5, every=1, sampling="top_k", blocks="blocks.0")])
+    length = BATCHES[0]["labels"].shape[1]
+    assert tokens == [length, *[-(-length // 2)] * len(BATCHES)]  # the first one is the trial
+
+
+def a_block_has_experts(kind: Kind) -> None:
+    net = fit(TinyLM(), BATCHES, [kind(3, every=1, balance=0.0, blocks="blocks.1")])
+    assert net.blocks[1].up.weight.ndim == 3
+    assert not torch.equal(net.blocks[1].up.weight[0], net.blocks[1].up.weight[1])
+
+
 # loss
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 ROOMS = (
+    "architecture",
     "data",
     "dry_run",
     "estimate",
@@ -40,7 +41,7 @@ ZERO = {
     *("weight_decay", "dropout", "label_smoothing", "z_loss", "final", "by", "alpha", "activation_gib", "at", "over"),
     *("ignore_index", "lr", "decay", "feature_weight", "min_mib", "in_flight_mib", "host_bytes", "headroom", "stage"),
     *("momentum", "eps", "prefetch", "persistence", "reuse", "reduce_bucket", "sub_group", "parent_rank", "amount"),
-    "dry_run.Rehearsal.seconds",
+    *("balance", "dry_run.Rehearsal.seconds"),
     "estimate.palm_flops_per_token.layers",
 }
 NEGATIVE = {"z_loss", "ignore_index", "pad_id"}

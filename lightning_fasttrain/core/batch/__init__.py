@@ -3,6 +3,14 @@
 From the bottom up: ``contents``, ``leaves``, ``padded_axes``, ``find_padding``, ``group_rows``, ``padding_share``.
 """
 
-from lightning_fasttrain.core.batch.contents import LABELS, count_batch, count_bytes, find_labels, is_integer, loss_in
+from lightning_fasttrain.core.batch.contents import (
+    LABELS,
+    count_batch,
+    count_bytes,
+    find_labels,
+    is_integer,
+    loss_in,
+    with_loss,
+)
 
-__all__ = ["LABELS", "count_batch", "count_bytes", "find_labels", "is_integer", "loss_in"]
+__all__ = ["LABELS", "count_batch", "count_bytes", "find_labels", "is_integer", "loss_in", "with_loss"]

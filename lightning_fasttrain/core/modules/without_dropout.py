@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch, undo_all
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, WrappedForward, patch, undo_all, wrappers_on
 
 
 def without_dropout(model: nn.Module) -> Undo:
@@ -36,9 +36,11 @@ def has_dropout(model: nn.Module) -> bool:
     return any(True for _ in _rates(model))
 
 
-def _rates(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+def _rates(model: nn.Module) -> Iterator[tuple[object, str]]:
     for module in model.modules():
-        for name, value in list(vars(module).items()):
-            rate = "drop" in name.lower() or (name == "p" and isinstance(module, _DropoutNd))
-            if rate and isinstance(value, float) and value > 0:
-                yield module, name
+        # A replaced forward may drop the whole block.
+        for holder in (module, *wrappers_on(module, WrappedForward)):
+            for name, value in list(vars(holder).items()):
+                rate = "drop" in name.lower() or (name == "p" and isinstance(holder, _DropoutNd))
+                if rate and isinstance(value, float) and value > 0:
+                    yield holder, name

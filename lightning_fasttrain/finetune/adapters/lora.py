@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import lightning as L
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
 from torch.optim import Optimizer
@@ -23,10 +22,14 @@ from lightning_fasttrain.finetune.adapters.add_adapter import adapter_parameters
 from lightning_fasttrain.finetune.adapters.initializations import Batches
 from lightning_fasttrain.finetune.selection._float32_adapters import let_round_
 from lightning_fasttrain.finetune.selection.targets import ALL_LINEAR, Targets, require_peft
-from lightning_fasttrain.technique import Conflict, Exactness, Setting, Surgery, Technique
+from lightning_fasttrain.technique import Capability, Conflict, Exactness, Setting, Surgery, Technique
+from lightning_fasttrain.technique.weight_averages import conflict_with_early_averages, refuse_average_before
 
 if TYPE_CHECKING:
     from peft import PeftConfig
+
+
+_ADDED = "the adapter is added"
 
 
 class Adapter(Technique):
@@ -59,6 +62,7 @@ class Adapter(Technique):
     """
 
     exactness: ClassVar[Exactness] = Exactness.CHANGES_TRAINING
+    capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.ADAPTS_LAYERS})
     surgery: ClassVar[Surgery | None] = Surgery.ADAPT
     effect: ClassVar[str] = "trains a small adapter of any of PEFT's kinds beside the frozen model"
     when: ClassVar[str] = "one of PEFT's other kinds suits the task better than LoRA"
@@ -74,10 +78,9 @@ class Adapter(Technique):
     @classmethod
     def conflicts(cls) -> tuple[Conflict, ...]:
         why = "adapters of two techniques cannot share a file, and each would freeze the other"
-        early = "it copies the model before the adapter is added"
         return (
             Conflict(Adapter, why, "Use one of them; for several tasks call add_adapter_ once per name"),
-            Conflict(StochasticWeightAveraging, early, "Use WeightAveraging"),
+            conflict_with_early_averages(_ADDED),
         )
 
     def __init__(
@@ -112,7 +115,7 @@ class Adapter(Technique):
             let_round_(model)
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo:
-        _refuse_average_before(trainer, type(self).__name__)
+        refuse_average_before(trainer, type(self).__name__, _ADDED)
         self._resumed = None
         self._rounds = isinstance(trainer.strategy, DeepSpeedStrategy)
         self._looked = False
@@ -163,16 +166,6 @@ class Adapter(Technique):
         self._resumed = state_dict.get("random")
         if self._resumed is not None:
             set_random_state(self._resumed)
-
-
-def _refuse_average_before(trainer: L.Trainer, name: str) -> None:
-    """Refuse a ``WeightAveraging`` callback before the first technique, since it would copy the model too early."""
-    for callback in trainer.callbacks:
-        if isinstance(callback, Technique):
-            return
-        if isinstance(callback, WeightAveraging):
-            why = "it copies the model before the adapter is added"
-            raise ValueError(explain(f"{type(callback).__name__} before {name}", why, f"List it after {name}"))
 
 
 class LoRA(Adapter):

@@ -227,6 +227,7 @@ class QuantizedBase(Technique):
     """
 
     exactness: ClassVar[Exactness] = Exactness.CHANGES_TRAINING
+    capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.ADAPTS_LAYERS})
     surgery: ClassVar[Surgery | None] = Surgery.QUANTIZE
     effect: ClassVar[str] = "frozen weights in 4 or 8 bits: an eighth or a quarter of their memory"
     when: ClassVar[str] = "frozen weights take most of the memory, and other parameters train"

@@ -1,0 +1,212 @@
+"""Leave out biases that a BatchNorm right after the layer removes again."""
+
+import copy
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional as F
+
+from lightning_fasttrain.architecture.search.find_bias_before_norm import find_bias_before_norm
+from lightning_fasttrain.core.checks import check_arguments
+from lightning_fasttrain.core.messages import explain, list_some, note_once
+from lightning_fasttrain.core.modules.select import Blocks, find_skipped, group_by_reason
+from lightning_fasttrain.core.modules.wrapped_forward import (
+    Undo,
+    WrappedForward,
+    count_wrapped,
+    undo_all,
+    wrapper_on,
+)
+from lightning_fasttrain.technique import Exactness, Surgery, Technique
+
+
+class BiasFreeForward(WrappedForward):
+    """The forward of a linear or convolutional layer whose bias is zero and is not added."""
+
+    def __call__(self, input: Tensor) -> Tensor:
+        layer: Any = self.module
+        if not isinstance(layer, nn.Linear):
+            return layer._conv_forward(input, layer.weight, None)
+        if input.ndim != 2:
+            what = f"a linear layer without its bias gets an input of shape {tuple(input.shape)}"
+            why = "the norm after it is over another axis than the bias"
+            raise ValueError(explain(what, why, "Leave it out with skip="))
+        return F.linear(input, layer.weight)
+
+
+@check_arguments
+def drop_bias_before_norm_(model: nn.Module, *, skip: Blocks = ()) -> dict[str, Undo]:
+    """Leave out the bias of each linear or convolutional layer whose output only a BatchNorm reads, in place.
+
+    In training BatchNorm subtracts the mean of the batch, and with it the bias, whose gradient is therefore zero up to
+    rounding. What is saved is the addition, the sum of gradients for the bias, and its optimizer state. The running
+    mean becomes that of the outputs without the bias, so evaluation does not change either.
+
+    Pairs are found by tracing the model, or the largest parts of it that can be traced. Each is tried on random inputs
+    in training and in evaluation, and left out if its output changes by more than rounding.
+
+    Args:
+        model: any module. Layers that are called from elsewhere than the traced forward, such as from
+            ``training_step``, belong in ``skip``.
+        skip: layers to leave as they are.
+
+    Returns:
+        Qualified name of each changed layer → how to undo it. Its bias stays under the same key of the ``state_dict``,
+        as zeros that do not train. A checkpoint from before is loaded as always: its biases are moved into the running
+        means when they have been read. Undoing leaves the bias at zero and the running mean shifted, which is the same
+        function.
+
+    Raises:
+        ValueError: no such layer was found; the message says why others were left out.
+
+    Example:
+        >>> net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1))
+        >>> list(drop_bias_before_norm_(net))
+        ['0']
+        >>> net[0].bias.detach()
+        tensor([0., 0., 0., 0.])
+
+    Source:
+        Ioffe & Szegedy 2015, "Batch Normalization", https://arxiv.org/abs/1502.03167, section 3.2.
+    """
+    already = [name for name, module in model.named_modules() if wrapper_on(module, BiasFreeForward)]
+    if already:
+        return dict.fromkeys(already, _do_nothing)
+    skipped = find_skipped(model, skip)
+    found, left = find_bias_before_norm(model)
+    undos: dict[str, Undo] = {}
+    for name, norm in found.items():
+        if name in skipped:
+            continue
+        if _changes_output(model.get_submodule(name), model.get_submodule(norm)):
+            left[name] = "its output changed in a trial"
+            continue
+        undos[name] = _drop_(model, name, norm)
+    if not undos:
+        reasons = [f"{list_some(names)} ({reason})" for reason, names in group_by_reason(left).items()]
+        why = "no output of a layer with a bias goes to a BatchNorm alone"
+        why += f"; left out are {', '.join(reasons)}" if reasons else ""
+        raise ValueError(explain(f"drop_bias_before_norm_({type(model).__name__})", why, "Remove it"))
+    for reason, names in group_by_reason(left).items():
+        note_once(f"drop_bias_before_norm_: left out {list_some(names)}: {reason}")
+    return undos
+
+
+def _do_nothing() -> None:
+    pass
+
+
+def _drop_(model: nn.Module, name: str, norm: str) -> Undo:
+    layer: Any = model.get_submodule(name)
+    _move_bias_(layer, model.get_submodule(norm))
+    # The innermost module that holds both, so that both have been read when its hook is called.
+    shared = ".".join(_common(name.split(".")[:-1], norm.split(".")[:-1]))
+    inside = len(shared) + 1 if shared else 0
+    holder = model.get_submodule(shared)
+    hook = holder.register_load_state_dict_post_hook(partial(_after_load, name[inside:], norm[inside:]))
+    trains, bias = layer.bias.requires_grad, layer.bias
+
+    def train_again() -> None:
+        bias.requires_grad_(trains)
+
+    bias.requires_grad_(False)
+    bias.grad = None
+    return undo_all([hook.remove, train_again, BiasFreeForward(layer).install()])
+
+
+def _common(one: list[str], other: list[str]) -> list[str]:
+    same = [a == b for a, b in zip(one, other, strict=False)] + [False]
+    return one[: same.index(False)]
+
+
+def _after_load(name: str, norm: str, module: nn.Module, incompatible: object) -> None:
+    """Hook of the module that holds both: the checkpoint may be from before, with a bias that is not zero."""
+    _move_bias_(module.get_submodule(name), module.get_submodule(norm))
+
+
+@torch.no_grad()
+def _move_bias_(layer: Any, norm: Any) -> None:
+    """Subtract the bias from the running mean, and set it to zero."""
+    if norm.running_mean is not None:
+        norm.running_mean -= layer.bias.to(norm.running_mean.dtype)
+    layer.bias.zero_()
+
+
+def _changes_output(layer: Any, norm: Any) -> bool:
+    """Whether a layer and its norm have another output without the bias, in training or in evaluation.
+
+    On copies in float64, in which rounding is far below what a bias changes, and with a random bias, which may still be
+    at its start of zero.
+    """
+    if layer.weight.is_meta or isinstance(layer.weight, FakeTensor):
+        return False  # there are no values to compare
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        copied, stages = copy.deepcopy(layer).cpu().double(), []
+        copied._forward_hooks.clear()
+        copied._forward_pre_hooks.clear()
+        copied.bias.normal_(generator=generator)
+        x = torch.randn(_size_of_input(copied), dtype=torch.float64, generator=generator)
+        for _ in range(2):
+            stage = copy.deepcopy(norm).cpu().double()
+            if stages:
+                _move_bias_(copied, stage)
+            stages.append((_normalize(stage, copied(x), training=True), _normalize(stage, copied(x), training=False)))
+    pairs = zip(*stages, strict=True)
+    return any(not torch.allclose(one, other, rtol=1e-6, atol=1e-8) for one, other in pairs)
+
+
+def _normalize(norm: Any, x: Tensor, training: bool) -> Tensor:
+    """Return what a norm computes, for SyncBatchNorm on a CPU too; its running mean follows in training."""
+    by_batch = training or norm.running_mean is None
+    running = norm.running_mean, norm.running_var
+    return F.batch_norm(x, *running, norm.weight, norm.bias, by_batch, norm.momentum or 0.1, norm.eps)
+
+
+def _size_of_input(layer: Any) -> tuple[int, ...]:
+    if isinstance(layer, nn.Linear):
+        return 8, layer.in_features
+    sides = [dilation * (kernel - 1) + 4 for kernel, dilation in zip(layer.kernel_size, layer.dilation, strict=True)]
+    return 2, layer.in_channels, *sides
+
+
+class DropBiasBeforeNorm(Technique):
+    """Leave out biases that a BatchNorm right after the layer removes again; see :func:`drop_bias_before_norm_`.
+
+    Acts right after ``configure_model``, before the optimizer exists; undone at teardown. Outputs and the gradients of
+    all other parameters are the same up to rounding. But an adaptive optimizer moves the bias of the plain run by what
+    rounding leaves of its gradient, and weight decay shrinks it, while here it is zero and the running mean is that
+    without it.
+
+    Args:
+        skip: as for :func:`drop_bias_before_norm_`.
+
+    Raises:
+        ValueError: when the run begins, no such layer was found.
+
+    Example:
+        >>> leaner = DropBiasBeforeNorm(skip="stem.*")
+
+    Source:
+        Ioffe & Szegedy 2015, "Batch Normalization", https://arxiv.org/abs/1502.03167, section 3.2.
+    """
+
+    exactness: ClassVar[Exactness] = Exactness.CHANGES_TRAINING
+    surgery: ClassVar[Surgery | None] = Surgery.ARCHITECTURE
+    effect: ClassVar[str] = "biases that a BatchNorm removes again are not added; the function stays the same"
+    when: ClassVar[str] = "a ConvNet has biases before BatchNorm, as older code and tutorials do"
+    in_a_loop: ClassVar[str] = "architecture.drop_bias_before_norm_(model)"
+    predicted: ClassVar[bool] = True
+
+    def __init__(self, *, skip: Blocks = ()) -> None:
+        self.skip: Blocks = skip if isinstance(skip, str | type) else tuple(skip)  # YAML gives a list
+
+    def apply(self, model: nn.Module) -> Undo:
+        return undo_all(drop_bias_before_norm_(model, skip=self.skip).values())
+
+    def took_hold(self, model: nn.Module) -> str:
+        layers = count_wrapped(model, BiasFreeForward, "layer")
+        return f"{layers} without their bias" if layers else ""

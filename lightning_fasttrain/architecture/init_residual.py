@@ -1,0 +1,180 @@
+"""Initialize residual branches by the depth of the model."""
+
+import math
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from lightning_fasttrain.architecture.search.chosen_blocks import choose_blocks
+from lightning_fasttrain.architecture.search.find_mlps import find_mlps
+from lightning_fasttrain.architecture.search.find_projections import (
+    find_attentions,
+    find_last_norm,
+    find_projections,
+    find_values,
+    has_cross_attention,
+    list_linear,
+)
+from lightning_fasttrain.core.checks import PositiveFloat, check_arguments
+from lightning_fasttrain.core.messages import explain, list_some
+from lightning_fasttrain.core.modules.blocks import Blocks
+from lightning_fasttrain.core.modules.select import is_inside
+
+Recipe = Literal["gpt2", "t_fixup", "zero", "zero_gamma"]
+
+
+@check_arguments
+@torch.no_grad()
+def init_residual_(
+    model: nn.Module,
+    recipe: Recipe,
+    *,
+    std: PositiveFloat = 0.02,
+    blocks: Blocks | None = None,
+    skip: Blocks = (),
+) -> dict[str, float]:
+    """Initialize the residual branches of a model's blocks by its depth, in place.
+
+    Residual projections are the layers that write into the residual stream: in each block the last layer of each
+    attention and MLP, or the last convolution. With n of them in the model:
+
+    - ``"gpt2"``: they are drawn from N(0, std² / n). So the variance of the stream does not grow with depth; a model of
+      L blocks has n = 2L, as in GPT-2.
+    - ``"zero"``: their weights and biases are zero, so each block starts as the identity.
+    - ``"zero_gamma"``: the weight of the norm that ends each branch of a ResNet is zero, with the same effect.
+    - ``"t_fixup"``: all matrices of attention and MLPs are drawn by Xavier's rule, and those of values, outputs and
+      MLPs are multiplied by 0.67 · N^(-1/4), where N is the number of blocks; in blocks with cross-attention by
+      (9N)^(-1/4). In a model that has such blocks, embeddings of width d are drawn from N(0, 1/d) and multiplied by
+      that, too. The paper removes LayerNorm, and learning rate warm-up with it.
+
+    Call it on a new model, before ``state_dict`` is loaded and the optimizer is created.
+
+    Args:
+        model: any module with weights.
+        recipe: one of the above.
+        std: standard deviation of GPT-2's other weights; of no use to the other recipes.
+        blocks: the modules that are blocks, as for :func:`~lightning_fasttrain.model.find_blocks`.
+        skip: blocks to leave as they are.
+
+    Returns:
+        Qualified name of each changed parameter → the standard deviation that it was drawn with (``"gpt2"``), its
+        factor (``"t_fixup"``), or 0.
+
+    Raises:
+        ValueError: no blocks were found, or a block has no such layer; the message names its layers.
+
+    Example:
+        >>> from lightning_fasttrain.bench import GPT, GPTConfig
+        >>> net = GPT(GPTConfig(vocabulary=16, context=8, layers=2, heads=2, width=8))
+        >>> init_residual_(net, "gpt2")
+        {'blocks.0.attention.out.weight': 0.01, 'blocks.0.down.weight': 0.01, 'blocks.1.attention.out.weight': 0.01, \
+'blocks.1.down.weight': 0.01}
+
+    Source:
+        GPT-2: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.3, as Hugging
+        Face's ``GPT2PreTrainedModel`` implements it; T-Fixup: Huang et al. 2020, "Improving Transformer Optimization
+        Through Better Initialization", section 3.2; zero: Zhang et al. 2019, https://arxiv.org/abs/1901.09321; zero
+        gamma: Goyal et al. 2017, https://arxiv.org/abs/1706.02677, section 5.1, and torchvision's
+        ``zero_init_residual``.
+    """
+    found = choose_blocks(model, blocks, skip)
+    if recipe == "t_fixup":
+        return _init_t_fixup_(model, found)
+    layers: dict[str, nn.Module] = {}
+    for name, block in found.items():
+        inside = find_last_norm(block) if recipe == "zero_gamma" else find_projections(block)
+        _refuse_none(name, block, inside, recipe)
+        layers |= {f"{name}.{place}".strip("."): layer for place, layer in inside.items()}
+    changed: dict[str, float] = {}
+    for name, layer in layers.items():
+        changed |= _init_(name, layer, recipe, std / math.sqrt(len(layers)))
+    return changed
+
+
+def _init_(name: str, layer: nn.Module, recipe: Recipe, std: float) -> dict[str, float]:
+    weight = layer.get_parameter("weight")
+    if recipe == "gpt2":
+        nn.init.normal_(weight, std=std)
+        return {f"{name}.weight": std}
+    nn.init.zeros_(weight)
+    bias = layer._parameters.get("bias")
+    if recipe == "zero_gamma" or bias is None:
+        return {f"{name}.weight": 0.0}
+    nn.init.zeros_(bias)
+    return {f"{name}.weight": 0.0, f"{name}.bias": 0.0}
+
+
+def _init_t_fixup_(model: nn.Module, found: dict[str, nn.Module]) -> dict[str, float]:
+    decoders = [name for name, block in found.items() if has_cross_attention(block)]
+    others = [name for name in found if name not in decoders]
+    changed: dict[str, float] = {}
+    for name, block in found.items():
+        _refuse_none(name, block, find_attentions(block), "t_fixup")
+        _refuse_none(name, block, find_mlps(block), "t_fixup")
+        factor = (9 * len(decoders)) ** -0.25 if name in decoders else 0.67 * len(others) ** -0.25
+        changed |= _init_transformer_block_(name, block, factor)
+    if decoders:
+        factor = (9 * len(decoders)) ** -0.25
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Embedding) and not is_inside(name, found):  # not relative positions
+                nn.init.normal_(module.weight, std=module.embedding_dim**-0.5)
+                module.weight.mul_(factor)
+                changed[f"{name}.weight"] = factor
+    return changed
+
+
+def _init_transformer_block_(name: str, block: nn.Module, factor: float) -> dict[str, float]:
+    scaled: dict[str, Any] = {}
+    for place, attention in find_attentions(block).items():
+        values = find_values(place, attention)
+        if values is None:
+            _refuse_none(name, attention, (), "t_fixup")
+        for part in attention.modules():
+            if isinstance(part, nn.MultiheadAttention) and part.in_proj_weight is not None:
+                _draw_thirds_(part.in_proj_weight)
+        for layer in list_linear(attention).values():
+            _draw_(layer)
+        assert values is not None
+        scaled[values.name] = values.weight
+        last, layer = list(list_linear(attention).items())[-1]
+        scaled[f"{place}.{last}.weight"] = layer.get_parameter("weight")
+    for mlp in find_mlps(block):
+        for place in (*mlp.first, mlp.last):
+            layer = block.get_submodule(place)
+            _draw_(layer)
+            scaled[f"{place}.weight"] = layer.get_parameter("weight")
+    for weight in scaled.values():
+        weight.mul_(factor)
+    return {f"{name}.{place}".strip("."): factor for place in scaled}
+
+
+def _draw_(layer: nn.Module) -> None:
+    """Draw a matrix by Xavier's rule; of queries, keys and values in one, each third by itself."""
+    weight = layer.get_parameter("weight")
+    rows, columns = weight.shape
+    if rows == 3 * columns:
+        _draw_thirds_(weight)
+    elif columns == 3 * rows:  # GPT-2's transposed layers
+        _draw_thirds_(weight.T)
+    else:
+        nn.init.xavier_uniform_(weight)
+
+
+def _draw_thirds_(weight: torch.Tensor) -> None:
+    for third in weight.chunk(3):
+        nn.init.xavier_uniform_(third)
+
+
+def _refuse_none(name: str, block: nn.Module, inside: Any, recipe: Recipe) -> None:
+    if inside:
+        return
+    wanted = {
+        "zero_gamma": "no BatchNorm or GroupNorm ends its branch of convolutions",
+        "t_fixup": "no attention with a layer of values and no MLP were both found in it",
+    }
+    layers = [f"'{place}' ({type(layer).__name__})" for place, layer in block.named_modules() if layer._parameters]
+    why = wanted.get(recipe, "neither attention nor an MLP nor a convolution was found in it")
+    why += f"; its layers are {list_some(layers, most=8) or 'none'}"
+    way_out = "Leave it out with skip=, or name the blocks with blocks="
+    raise ValueError(explain(f"init_residual_(recipe='{recipe}') in block '{name}'", why, way_out))

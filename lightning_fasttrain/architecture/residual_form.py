@@ -1,0 +1,178 @@
+"""Find out by a trial whether a block adds its input to what it computes."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.recomputed_forward import RecomputedForward
+from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward
+
+# Nodes of the autograd graph whose output has the gradient of their first input, up to its shape.
+_SUMS = ("AddBackward0", "SubBackward0", "AddcmulBackward0")
+_COPIES = ("AliasBackward0", "CloneBackward0", "ToCopyBackward0")
+
+
+@dataclass(frozen=True)
+class ResidualForm:
+    """The way in which a block combines its input x and its update f(x).
+
+    Args:
+        rectified: whether the output is relu(x + f(x)), with x ≥ 0, as in a ResNet; otherwise it is x + f(x).
+        empty: the tuple or list that the block returns, with None for each entry; None if it returns a tensor.
+    """
+
+    rectified: bool = False
+    empty: Any = None
+
+    def skip(self, x: Tensor) -> Any:
+        """Return what the block would return if it had no update; further outputs are None."""
+        return x if self.empty is None else replace_output(self.empty, x)
+
+    def combine(self, x: Tensor, output: Tensor, factor: Tensor | float) -> Tensor:
+        """Return the output that the block would have if its update were multiplied by ``factor``.
+
+        Where relu has cut the sum off, x + f(x) ≤ 0, so x + factor · f(x) is below zero too, for each factor of at
+        least 1, and for a factor of 0 the output is x.
+        """
+        mixed = x + factor * (output - x)
+        return F.relu(mixed) if self.rectified else mixed
+
+
+def find_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, Tensor]:
+    """Return where the hidden states are among the arguments of a block, and the hidden states.
+
+    Raises:
+        TypeError: no argument is a tensor of floats.
+    """
+    places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for place, value in places:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return place, value
+    raise TypeError("none of the block's arguments is a tensor of floats")
+
+
+def replace_hidden(
+    args: tuple[Any, ...], kwargs: dict[str, Any], place: int | str, hidden: Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a block with other hidden states."""
+    if isinstance(place, str):
+        return args, {**kwargs, place: hidden}
+    return (*args[:place], hidden, *args[place + 1 :]), kwargs
+
+
+def first_output(output: object) -> Tensor:
+    """Return the hidden states in the output of a block: a tensor, or the first entry of a tuple or list.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    first = output[0] if isinstance(output, tuple | list) and output else output
+    if not isinstance(first, Tensor):
+        raise TypeError(f"it returns a {type(output).__name__}, not a tensor or a tuple that begins with one")
+    return first
+
+
+def replace_output(output: object, hidden: Tensor) -> Any:
+    """Return the output of a block with other hidden states."""
+    if isinstance(output, Tensor):
+        return hidden
+    assert isinstance(output, tuple | list)
+    entries = [hidden, *output[1:]]
+    # A namedtuple takes its entries one by one.
+    return type(output)(*entries) if hasattr(output, "_fields") else type(output)(entries)
+
+
+def find_residual_form(
+    module: nn.Module, name: str, technique: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> ResidualForm:
+    """Run a block once, without a trace, and read from the graph of its output how it uses its input.
+
+    The class's own forward runs, also where the block is compiled or recomputed.
+
+    Args:
+        module: the block.
+        name: its qualified name, for the message.
+        technique: name of the technique that needs a residual block, for the message.
+        args, kwargs: what it is called with.
+
+    Raises:
+        ValueError: it is not a residual block; the message says why.
+    """
+    try:
+        return _try(module, args, kwargs)
+    except (TypeError, _NotResidual) as error:
+        way_out = "Leave it out with skip=, or name the residual blocks with blocks="
+        what = f"{technique}: block '{name}' ({type(module).__name__}) is not residual"
+        raise ValueError(explain(what, str(error), way_out)) from None
+
+
+class _NotResidual(Exception):
+    pass
+
+
+def _try(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ResidualForm:
+    place, x = find_hidden(args, kwargs)
+    # Hooks of its own, so that a recomputation around the block does not count what the trial saves. There is no
+    # backward, so nothing is saved; a saved output would hold the graph that holds it.
+    saves_nothing = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
+    with RecomputedForward(module).leaving_no_trace(), torch.enable_grad(), saves_nothing:
+        probe = x.detach().clone().requires_grad_()
+        args, kwargs = replace_hidden(args, kwargs, place, probe)
+        returned = _plain_forward(module)(*map(_uncached, args), **_uncached_values(kwargs))
+        output = first_output(returned)
+    if output.shape != x.shape:
+        raise _NotResidual(f"its output has shape {tuple(output.shape)} for an input of shape {tuple(x.shape)}")
+    node, rectified = output.grad_fn, False
+    if node is not None and node.name().startswith("ReluBackward"):
+        node, rectified = node.next_functions[0][0], True
+    if not _adds(node, probe):
+        raise _NotResidual("its output is not a sum of its input and what it computes from it")
+    if rectified and bool((probe < 0).any()):
+        raise _NotResidual("it applies relu to the sum, and its input has negative values")
+    return ResidualForm(rectified, _emptied(returned))
+
+
+def _emptied(output: Any) -> Any:
+    if isinstance(output, Tensor):
+        return None
+    entries = [None] * len(output)
+    return type(output)(*entries) if hasattr(output, "_fields") else type(output)(entries)
+
+
+def _plain_forward(module: nn.Module) -> Any:
+    """Return the forward under all wrappers."""
+    holder: Any = vars(module).get("forward")
+    while isinstance(holder, WrappedForward) and holder.previous is not None:
+        holder = holder.previous
+    return holder.inner if isinstance(holder, WrappedForward) else module.forward
+
+
+def _uncached(argument: Any) -> Any:
+    """Leave out a key-value cache, which the trial would fill."""
+    return None if hasattr(argument, "get_seq_length") else argument
+
+
+def _uncached_values(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: _uncached(value) for name, value in kwargs.items()}
+
+
+def _adds(node: Any, probe: Tensor) -> bool:
+    """Whether a node of the graph is a sum with ``probe`` as one of its terms."""
+    ahead = [node]
+    while ahead:
+        node = ahead.pop()
+        if node is None:
+            continue
+        if getattr(node, "variable", None) is probe:
+            return True
+        kind = node.name()
+        following = [function for function, _ in node.next_functions]
+        if kind == "AddBackward0" and node._saved_alpha == 1:
+            ahead += following
+        elif kind in _SUMS or kind in _COPIES:
+            ahead += following[:1]
+    return False

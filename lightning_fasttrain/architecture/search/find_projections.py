@@ -1,0 +1,114 @@
+"""Find the layers of residual branches: their last projections, the norms that end them, values and MLPs."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+
+from lightning_fasttrain.architecture.search.find_mlps import ATTENTION, find_mlps, sizes_of
+from lightning_fasttrain.core.modules.layer_kinds import CONV1D, is_a, is_linear
+from lightning_fasttrain.core.modules.select import has_parameters, is_inside
+
+_CROSS = ("cross", "encoder_attn", "encdec", "multihead_attn")
+_SHORTCUTS = ("downsample", "shortcut", "skip")
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix of a layer: its weight, or the part of it that computes the values of attention.
+
+    Args:
+        name: qualified name of the parameter.
+        weight: the parameter, or a view of some of its rows or columns.
+    """
+
+    name: str
+    weight: Tensor
+
+
+def find_attentions(block: nn.Module) -> dict[str, nn.Module]:
+    """Return the outermost modules of a block that are attention by their names.
+
+    Example:
+        >>> list(find_attentions(nn.TransformerDecoderLayer(4, 2)))
+        ['self_attn', 'multihead_attn']
+    """
+    found: dict[str, nn.Module] = {}
+    for name, module in block.named_modules():
+        own = name.rpartition(".")[2].lower()
+        if name and any(word in own for word in ATTENTION) and not is_inside(name, found):
+            found[name] = module
+    return {name: module for name, module in found.items() if list_linear(module)}
+
+
+def has_cross_attention(block: nn.Module) -> bool:
+    """Whether one of the attentions of a block reads another sequence, by its name."""
+    return any(word in name.lower() for name in find_attentions(block) for word in _CROSS)
+
+
+def list_linear(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the linear layers of a module by name, with the output layer of ``nn.MultiheadAttention``."""
+    output = nn.modules.linear.NonDynamicallyQuantizableLinear
+    return {name: part for name, part in module.named_modules() if is_linear(part) or isinstance(part, output)}
+
+
+def find_projections(block: nn.Module) -> dict[str, nn.Module]:
+    """Return the layers that write into the residual stream: the last of each attention and MLP, or convolution.
+
+    Example:
+        >>> list(find_projections(nn.TransformerEncoderLayer(4, 2, dim_feedforward=16)))
+        ['self_attn.out_proj', 'linear2']
+    """
+    found: dict[str, nn.Module] = {}
+    for name, attention in find_attentions(block).items():
+        last, layer = list(list_linear(attention).items())[-1]
+        found[f"{name}.{last}".rstrip(".")] = layer
+    found |= {mlp.last: block.get_submodule(mlp.last) for mlp in find_mlps(block)}
+    if found:
+        return found
+    convolutions = [name for name in _beside_shortcuts(block) if isinstance(block.get_submodule(name), _ConvNd)]
+    return {name: block.get_submodule(name) for name in convolutions[-1:]}
+
+
+def find_last_norm(block: nn.Module) -> dict[str, nn.Module]:
+    """Return the norm that ends the branch of a convolutional block, which is not in its shortcut.
+
+    Example:
+        >>> list(find_last_norm(nn.Sequential(nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2))))
+        ['1']
+    """
+    layers = {name: block.get_submodule(name) for name in _beside_shortcuts(block)}
+    weighty = {name: layer for name, layer in layers.items() if has_parameters(layer, recurse=False)}
+    last = list(weighty.items())[-1:]
+    is_norm = [isinstance(layer, _BatchNorm | nn.GroupNorm) and layer.weight is not None for _, layer in last]
+    convolves = any(isinstance(layer, _ConvNd) for layer in layers.values())
+    return dict(last) if convolves and all(is_norm) else {}
+
+
+def find_values(name: str, attention: nn.Module) -> Matrix | None:
+    """Return the matrix of an attention that computes the values, also where it is a third of a larger one."""
+    for place, module in attention.named_modules():
+        own = f"{name}.{place}".rstrip(".")
+        if isinstance(module, nn.MultiheadAttention):
+            held: Any = module.in_proj_weight if module.in_proj_weight is not None else module.v_proj_weight
+            part = held if module.in_proj_weight is None else held[-(len(held) // 3) :]
+            return Matrix(f"{own}.{'in' if held is module.in_proj_weight else 'v'}_proj_weight", part)
+        if not is_linear(module):
+            continue
+        weight: Any = module.get_parameter("weight")
+        last = place.rpartition(".")[2].lower()
+        if last in ("v", "v_proj", "value", "v_lin", "to_v"):
+            return Matrix(f"{own}.weight", weight)
+        inputs, outputs = sizes_of(module)
+        if outputs == 3 * inputs:  # queries, keys and values, in this order
+            part = weight[:, -inputs:] if is_a(module, CONV1D) else weight[-inputs:]
+            return Matrix(f"{own}.weight", part)
+    return None
+
+
+def _beside_shortcuts(block: nn.Module) -> list[str]:
+    shortcut = re.compile("|".join(_SHORTCUTS), flags=re.IGNORECASE)
+    return [name for name, _ in block.named_modules() if name and not shortcut.search(name)]
