@@ -220,6 +220,7 @@ class Upcycling(Technique):
         why = "experts are copies of plain linear layers, and all of them train"
         return (
             Conflict(Capability.ADAPTS_LAYERS, why, "Use one of them"),
+            Conflict(Capability.TILES_MLPS, "routed experts are not tiled", "Use ActivationCheckpointing"),
             conflict_with_early_averages(_ADDED),
             *conflicts_of_losses("Use balance=0 and z_loss=0", lambda technique: technique.balance or technique.z_loss),
         )

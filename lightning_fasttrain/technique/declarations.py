@@ -51,6 +51,7 @@ class Capability(Enum):
     TRIMS_PADDING = "looks for padding in each batch, and cuts it off where that is exact"
     REPLACES_PRODUCTS = "replaces the matrix products of linear layers"
     COMPILES_BLOCKS = "compiles blocks for the shapes of their inputs"
+    TILES_MLPS = "runs MLPs on a part of the tokens at a time"
     ADAPTS_LAYERS = "quantises or freezes linear layers, and trains adapters beside them"
 
 

@@ -140,7 +140,7 @@ def test_the_headline_is_measured_once_more_in_turn_with_naive(climbed):
 def test_padded_texts_train_the_same_without_their_padding_and_in_less_memory(climbed):
     whole, cut = climbed[1].padded
     assert cut.compared == whole.name
-    assert cut.max_loss_delta < 1e-5
+    assert cut.max_loss_delta < 1e-5 * whole.loss  # products of other sizes round differently
     assert cut.peak_mib < whole.peak_mib
     assert cut.verdict.endswith("than with padding.")
 

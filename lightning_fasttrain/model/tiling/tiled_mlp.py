@@ -20,7 +20,7 @@ from lightning_fasttrain.core.modules.wrapped_forward import (
 )
 from lightning_fasttrain.model.tiling.tiled_forward import TiledForward, explain_mixing
 from lightning_fasttrain.model.tiling.token_trial import can_run, why_tokens_mix
-from lightning_fasttrain.technique import Surgery, Technique
+from lightning_fasttrain.technique import Capability, Surgery, Technique
 from lightning_fasttrain.technique.facts import NO_BLOCKS, Facts
 
 # Where a module cannot be tried before the run, its name decides, and the first call tries it.
@@ -177,6 +177,7 @@ class TiledMLP(Technique):
 
     keeps_draws: ClassVar[bool] = False
     surgery: ClassVar[Surgery | None] = Surgery.ARCHITECTURE
+    capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.TILES_MLPS})
     effect: ClassVar[str] = "MLPs run on tiles of tokens, and again in the backward: few hidden values exist at a time"
     when: ClassVar[str] = "sequences are long, or batches have many tokens, and MLPs set the peak; not for short ones"
     in_a_loop: ClassVar[str] = "model.tile_mlps_(model)"
