@@ -126,7 +126,8 @@ def test_adapters_are_seen_in_evaluation_and_merged(family):
         merged = family.loss(model, family.batch)
     assert factors
     assert abs(float(adapted - plain)) > 1e-5
-    torch.testing.assert_close(merged, adapted, rtol=1e-5, atol=1e-6)
+    # Factors this large leave rounding errors, of which some kernels have more.
+    torch.testing.assert_close(merged, adapted, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f.name in PREDICTED], ids=lambda family: family.name)

@@ -49,11 +49,12 @@ class RoutedForward(ForwardWithLoss):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.ran = True
         _, x = find_hidden(args, kwargs)
-        router = self.module.get_submodule(ROUTER)
-        _refuse_other_shapes(self.name, x, router.get_parameter("weight").shape[1])
+        weight = self.module.get_submodule(ROUTER).get_parameter("weight")
+        _refuse_other_shapes(self.name, x, weight.shape[1])
         if self.form is None and self.module.training and not torch.compiler.is_compiling():
             self.form = self._try(args, kwargs)
-        scores = router(x).squeeze(-1)  # (B, T)
+        # (B, T); a matrix product may round a token's score differently in each micro-batch, and so choose others.
+        scores = (x * weight[0]).sum(dim=-1)
         by_predictor = self.sampling == "predictor"
         if self.module.training or not by_predictor:
             index, kept = self._choose(scores), None
