@@ -27,7 +27,7 @@ class Doctor(L.Callback):
     bitwise those of a run without the doctor. On several ranks the first one is watched, and the others are timed.
 
     Args:
-        steps: number of optimizer steps to watch, at least 6; in two of them every operator is looked at.
+        steps: number of optimizer steps to watch, at least 6; three of them are looked at in detail.
         warmup: number of steps before them.
         out: folder for ``doctor.html`` and ``doctor.json``; with it, the memory of one step is recorded.
         show: whether the findings are printed.

@@ -76,7 +76,7 @@ def examine(
     update; without a ``DataLoader``, from one update to the next. After ``steps`` steps the block continues unwatched.
 
     Args:
-        steps: number of optimizer steps to watch, at least 6; in two of them every operator is looked at.
+        steps: number of optimizer steps to watch, at least 6; three of them are looked at in detail.
         warmup: number of steps before them.
         device: device of the model; by default CUDA where there is one.
         out: folder for ``doctor.html`` and ``doctor.json``; with it, the memory of one step is recorded.
@@ -99,7 +99,7 @@ def examine(
         ...         loss.backward()
         ...         optimizer.step()
         >>> examination.diagnosis.steps
-        4
+        3
 
     Source:
         Ours.

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import lightning_fasttrain as ft
+from lightning_fasttrain.doctor.observation.line_times import LineTracer
 
 
 class Net(L.LightningModule):
@@ -77,6 +78,7 @@ def what_is_patched():
         "module hooks": len(nn.modules.module._global_forward_pre_hooks),
         "interval": sys.getswitchinterval(),
         "threads": threading.active_count(),
+        "trace": sys.gettrace(),
     }
 
 
@@ -84,7 +86,7 @@ def test_a_run_with_the_doctor_has_the_same_weights_bitwise():
     plain, doctor = fit(), ft.Doctor(steps=8, warmup=1, show=False)
     watched = fit(doctor)
     assert same(plain, watched)
-    assert doctor.diagnosis.steps == 6
+    assert doctor.diagnosis.steps == 5
 
 
 def test_a_loop_in_an_examination_has_the_same_weights_bitwise():
@@ -102,7 +104,7 @@ def test_a_loop_in_an_examination_has_the_same_weights_bitwise():
             loop(net, optimizer, data)
         nets.append(net)
     assert same(*nets)
-    assert examination.diagnosis.steps == 4
+    assert examination.diagnosis.steps == 3
 
 
 def test_nothing_stays_patched_after_a_run():
@@ -132,11 +134,35 @@ def test_nothing_stays_patched_after_a_run_that_failed():
 def test_a_run_that_ends_early_is_examined_as_far_as_it_went():
     doctor = ft.Doctor(steps=20, warmup=3, show=False)
     fit(doctor, max_steps=8)
-    assert doctor.diagnosis.steps == 4
+    assert doctor.diagnosis.steps == 3
     doctor = ft.Doctor(steps=20, warmup=3, show=False)
     fit(doctor, max_steps=2)
     assert doctor.diagnosis.steps == 0
     assert "within the warm-up" in doctor.diagnosis.notes[0]
+
+
+def test_each_line_is_traced_with_what_it_calls_and_its_comprehensions(tmp_path):
+    script = tmp_path / "items.py"
+    script.write_text(
+        "import time\n"
+        "def wait(seconds):\n"
+        "    time.sleep(seconds)\n"
+        "def item():\n"
+        "    wait(0.02)\n"
+        "    return sum([time.sleep(0.01) or 1 for _ in range(3)])\n"
+    )
+    names = {}
+    exec(compile(script.read_text(), str(script), "exec"), names)
+    tracer = LineTracer()
+    tracer.active = True
+    with tracer:
+        assert names["item"]() == 3
+    assert sys.gettrace() is None
+    seconds = {line.number: one.seconds for line, one in tracer.found.items()}
+    assert seconds[3] > 0.02
+    assert seconds[6] > 0.03  # with its comprehension
+    assert seconds.get(5, 0.0) < 0.01  # the line that it calls has the time
+    assert sum(seconds.values()) <= tracer.total_s
 
 
 def test_it_prints_once_and_is_silent_afterwards(capsys):
@@ -153,7 +179,9 @@ def test_phases_add_up_to_the_step():
 
 
 def test_wrong_numbers_of_steps_are_refused():
-    with pytest.raises(ValueError, match=r"steps=5\): it must be at least 6\. Use steps=6 or more: two are looked at"):
+    with pytest.raises(
+        ValueError, match=r"steps=5\): it must be at least 6\. Use steps=6 or more: three are looked at"
+    ):
         ft.Doctor(steps=5)
     with pytest.raises(ValueError, match="warmup=0"):
         ft.doctor.examine(warmup=0)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from lightning_fasttrain.core.machine import usable_cores
 from lightning_fasttrain.core.messages import format_ms
 from lightning_fasttrain.doctor.finding import Finding, cost_of_phase, cost_of_samples
-from lightning_fasttrain.doctor.observation.line_sampler import Running
+from lightning_fasttrain.doctor.observation.line_times import Running
 from lightning_fasttrain.doctor.observation.measured import LineTime, Measured
 from lightning_fasttrain.doctor.observation.source_lines import SourceLine, find_only_call
 from lightning_fasttrain.doctor.observation.watch import Watch
@@ -21,12 +21,19 @@ def find_data_waits(watch: Watch, measured: Measured) -> Iterator[Finding]:
     wait_ms = measured.typical("data_wait")
     if wait_ms < _LEAST_SHARE * measured.step_ms:
         return
-    lines = measured.lines(_is_loading)
+    lines = _traced_lines(watch, wait_ms) or measured.lines(_is_loading)
     slow = [line for line in lines if line.ms >= _OF_THE_WAIT * wait_ms]
     for line in slow:
         yield _slow_line(line, watch)
     if not slow:
         yield _wait(watch, measured, lines)
+
+
+def _traced_lines(watch: Watch, wait_ms: float) -> list[LineTime]:
+    """Return the lines that were traced, with their shares of the wait; none if other processes load."""
+    total_s = watch.tracer.total_s
+    traced = [LineTime(line, wait_ms * one.seconds / total_s, one.samples) for line, one in watch.tracer.found.items()]
+    return sorted(traced, key=lambda one: -one.ms)
 
 
 def _is_loading(running: Running) -> bool:

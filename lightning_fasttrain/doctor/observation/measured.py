@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lightning_fasttrain.doctor.observation.line_sampler import Running, Sampled
+from lightning_fasttrain.doctor.observation.line_times import Running, Sampled
 from lightning_fasttrain.doctor.observation.source_lines import SourceLine
 
 

@@ -67,7 +67,7 @@ class TorchSeams:
             if not self._concerns():
                 return original(loader)
             self.on_request()
-            with self.watch.timer.phase("data_wait"):
+            with self.watch.timer.phase("data_wait"), self.watch.tracer:
                 batch = self._next(original, loader)
             _note_loader(self.watch.loader, loader)
             self.on_arrival()

@@ -13,7 +13,7 @@ from lightning_fasttrain.core.checks.annotations import Bounds
 from lightning_fasttrain.core.distributed import from_all_ranks, is_sharded
 from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.doctor.observation.block_times import BlockTimes
-from lightning_fasttrain.doctor.observation.line_sampler import LineSampler
+from lightning_fasttrain.doctor.observation.line_times import LineSampler, LineTracer
 from lightning_fasttrain.doctor.observation.measured import Measured
 from lightning_fasttrain.doctor.observation.module_watch import (
     ModuleWatch,
@@ -31,7 +31,9 @@ from lightning_fasttrain.run.profiling.step_timer import PHASES, StepTimer
 
 LOOP_PHASES = (*PHASES[:-1], "callbacks", PHASES[-1])
 StepCount = Annotated[int, Bounds(6)]
-MANY_STEPS = "Use steps=6 or more: two are looked at in detail, and the others are timed"
+MANY_STEPS = "Use steps=6 or more: three are looked at in detail, and the others are timed"
+# The step in which the lines that load its batch are traced.
+_TRACED = 2
 # Of the time of all watched steps.
 _SHARE_OF_TRIALS = 0.12
 
@@ -86,7 +88,8 @@ class Watch:
 
     Args:
         device: device of the model.
-        steps: number of steps to watch; in two of them each operator is looked at, which are not timed.
+        steps: number of steps to watch; in two of them each operator is looked at, and in one
+            each line that loads a batch; these are not timed.
         warmup: number of steps before.
         records_memory: whether each allocation of one more step is recorded, which is not timed either.
         only_times: whether nothing but the times of phases is watched, as on the other ranks.
@@ -106,6 +109,7 @@ class Watch:
         self.steps, self.warmup, self.device = steps, warmup, device
         self.timer = StepTimer(device, warmup, LOOP_PHASES)
         self.sampler = LineSampler(lambda: self.timer.current)
+        self.tracer = LineTracer()
         self.trials = OperatorTrials()
         self.looks: dict[int, OperatorWatch] = {}
         self.modules = ModuleWatch()
@@ -141,9 +145,11 @@ class Watch:
             return
         number = self.done - self.warmup
         looks = number in (1, self.steps // 2)
+        self.tracer.active = number == _TRACED
         if number > self.steps // 2 and self._records_memory and self.memory is None:
             self._record_memory(number)
-        self.sampler.active = self.blocks.active = self.is_warm and not looks and self._recording is None
+        is_timed = self.is_warm and not looks and number != _TRACED and self._recording is None
+        self.sampler.active = self.blocks.active = is_timed
         if not looks or any(map(is_compiled, self.models)):
             return
         trial = _try_nothing
@@ -201,7 +207,7 @@ class Watch:
 
     def _times(self) -> dict[int, dict[str, float]]:
         times = dict(enumerate(self.timer.step_times()[: self.steps]))
-        for number in (*self.looks, *self._recorded):
+        for number in (_TRACED, *self.looks, *self._recorded):
             times.pop(number, None)
         return times
 
