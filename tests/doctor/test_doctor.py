@@ -161,7 +161,7 @@ def test_each_line_is_traced_with_what_it_calls_and_its_comprehensions(tmp_path)
     seconds = {line.number: one.seconds for line, one in tracer.found.items()}
     assert seconds[3] > 0.02
     assert seconds[6] > 0.03  # with its comprehension
-    assert seconds.get(5, 0.0) < 0.01  # the line that it calls has the time
+    assert seconds[5] < seconds[3]  # the line that it calls has the time
     assert sum(seconds.values()) <= tracer.total_s
 
 
