@@ -78,8 +78,8 @@ def conflicts_of(technique: type[Technique]) -> Iterator[tuple[str, str, str]]:
 
     Example:
         >>> from lightning_fasttrain.data import MicroBatching
-        >>> [other for other, _, _ in conflicts_of(MicroBatching)]
-        ['CompileBlocks', 'OptimizerInBackward']
+        >>> "OptimizerInBackward" in [other for other, _, _ in conflicts_of(MicroBatching)]
+        True
     """
     others = [other for other in known_techniques() if other is not technique]
     for conflict in technique.conflicts():
