@@ -90,7 +90,7 @@ def suggest_leaner_optimizer(module: L.LightningModule) -> str:
     """
     copied = copy_module(module)
     with quietly(), isolate_rng():
-        optimizers = configured_optimizers(copied)
+        optimizers, _ = configured_optimizers(copied)
         if not optimizers or type(optimizers[0]) not in (Adam, AdamW):  # a subclass may keep other state
             return ""
         now = optimizer_state_bytes(optimizers[0])

@@ -186,7 +186,7 @@ def _trace_steps(
         # Asked for only now, since techniques may have imported bitsandbytes.
         trace.workspace = {**trace.workspace, **quantized_workspace()}
         with AssumedNumbers(truth=False):
-            steppers = _make_optimizers(net, optimizer, loss)
+            steppers, schedulers = _make_optimizers(net, optimizer, loss)
         for act in planned.on_optimizer:
             for stepper in steppers:
                 act(stepper)
@@ -209,7 +209,7 @@ def _trace_steps(
         forward = forward_of(net, loss, plugin)
         steps_itself = False
         if loss is None and isinstance(net, L.LightningModule) and not net.automatic_optimization:
-            undo.enter_context(lend_optimizers(net, trace, steppers, planned))
+            undo.enter_context(lend_optimizers(net, trace, steppers, schedulers, planned))
             steps_itself = True
         since = 0
         for _ in range(2):
@@ -240,19 +240,22 @@ def forward_of(net: nn.Module, loss: Loss | None, plugin: Precision) -> Callable
     return step
 
 
-def _make_optimizers(net: nn.Module, make: Callable[[Any], Optimizer] | None, loss: Loss | None) -> list[Optimizer]:
+def _make_optimizers(
+    net: nn.Module, make: Callable[[Any], Optimizer] | None, loss: Loss | None
+) -> tuple[list[Optimizer], list[Any]]:
+    """Return the optimizers, and the schedulers of the module."""
     if make is not None:
-        return [make_optimizer(make, net)]
+        return [make_optimizer(make, net)], []
     if not isinstance(net, L.LightningModule):
         why = "only a LightningModule has configure_optimizers"
         way_out = "Pass optimizer=, a function of the parameters: lambda p: torch.optim.AdamW(p)"
         raise TypeError(explain(f"{type(net).__name__} without optimizer=", why, way_out))
-    optimizers = configured_optimizers(net)
+    optimizers, schedulers = configured_optimizers(net)
     if len(optimizers) > 1 and loss is not None:
         what = f"loss= and {type(net).__name__} with {len(optimizers)} optimizers"
         why = "it is not known which of them steps after this loss"
         raise ValueError(explain(what, why, "Pass optimizer= too, or neither of them"))
-    return optimizers
+    return optimizers, schedulers
 
 
 def _mark_state(trace: AllocationTrace, net: nn.Module, optimizers: Sequence[Optimizer]) -> None:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import parameters_of
-from lightning_fasttrain.core.modules.wrapped_forward import patch, patch_all, patched
+from lightning_fasttrain.core.modules.wrapped_forward import patch_all, patched
 from lightning_fasttrain.data.accumulate_gradients import loss_of
 from lightning_fasttrain.data.step_gradients import sum_gradients_in_float32
 from lightning_fasttrain.optim import release_gradients_
@@ -70,7 +70,11 @@ def step_by_itself(
 
 @contextmanager
 def lend_optimizers(
-    net: L.LightningModule, trace: AllocationTrace, optimizers: Sequence[Optimizer], planned: PredictedStep
+    net: L.LightningModule,
+    trace: AllocationTrace,
+    optimizers: Sequence[Optimizer],
+    schedulers: Sequence[Any],
+    planned: PredictedStep,
 ) -> Iterator[None]:
     """Give a module without a Trainer what it calls in manual optimization."""
     lent = [_LentOptimizer(trace, optimizer, planned) for optimizer in optimizers]
@@ -95,14 +99,24 @@ def lend_optimizers(
         elif gradient_clip_val:
             torch.nn.utils.clip_grad_value_(parameters, gradient_clip_val)
 
-    methods = (manual_backward, toggle_optimizer, untoggle_optimizer, clip_gradients)
-    restore = patch_all(net, {method.__name__: method for method in methods})
-    restore_optimizers = patch(net, "optimizers", lambda *args, **kwargs: lent if len(lent) > 1 else lent[0])
+    def lr_schedulers() -> Any:
+        return _as_lightning_gives(schedulers)
+
+    def lent_optimizers(use_pl_optimizer: bool = True) -> Any:
+        return _as_lightning_gives(lent)
+
+    methods = (manual_backward, toggle_optimizer, untoggle_optimizer, clip_gradients, lr_schedulers)
+    lends = {method.__name__: method for method in methods}
+    restore = patch_all(net, {**lends, "optimizers": lent_optimizers})
     try:
         yield
     finally:
-        restore_optimizers()
         restore()
+
+
+def _as_lightning_gives(things: Sequence[Any]) -> Any:
+    """Return the only one of them alone, several as a list, and None for none."""
+    return things[0] if len(things) == 1 else list(things) or None
 
 
 class _LentOptimizer:

@@ -82,9 +82,10 @@ def what_is_patched():
     }
 
 
-def test_a_run_with_the_doctor_has_the_same_weights_bitwise():
-    plain, doctor = fit(), ft.Doctor(steps=8, warmup=1, show=False)
+def test_a_run_with_the_doctor_has_the_same_weights_bitwise(tmp_path):
+    plain, doctor = fit(), ft.Doctor(steps=9, warmup=1, out=tmp_path, show=False)
     watched = fit(doctor)
+    assert doctor.diagnosis.memory.peak_bytes > 0
     assert same(plain, watched)
     assert doctor.diagnosis.steps == 5
 

@@ -732,9 +732,11 @@ class Adversaries(L.LightningModule):
             self.clip_gradients(optimizer, gradient_clip_val=1.0, gradient_clip_algorithm="norm")
             optimizer.step()
             self.untoggle_optimizer(optimizer)
+        self.lr_schedulers().step()
 
     def configure_optimizers(self):
-        return [torch.optim.Adam(net.parameters()) for net in (self.generator, self.critic)]
+        optimizers = [torch.optim.Adam(net.parameters()) for net in (self.generator, self.critic)]
+        return optimizers, [torch.optim.lr_scheduler.ExponentialLR(optimizers[1], 0.9)]
 
 
 class PeakOfStep(L.Callback):

@@ -172,10 +172,11 @@ def cluster_environment(trainer: L.Trainer) -> ClusterEnvironment:
     return trainer._accelerator_connector.cluster_environment
 
 
-def configured_optimizers(module: L.LightningModule) -> list[Optimizer]:
-    """Return the optimizers of ``configure_optimizers``, in whichever form it returns them."""
+def configured_optimizers(module: L.LightningModule) -> tuple[list[Optimizer], list[Any]]:
+    """Return the optimizers and schedulers of ``configure_optimizers``, in whichever form it returns them."""
     configured: Any = module.configure_optimizers()
-    return _configure_optimizers(configured)[0]
+    optimizers, schedulers, _ = _configure_optimizers(configured)
+    return optimizers, [one["scheduler"] if isinstance(one, dict) else one for one in schedulers]
 
 
 # The step

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -197,9 +198,10 @@ class Watch:
     def _end_recording(self) -> None:
         if self._recording is not None:
             recording, self._recording = self._recording, None
-            with self.timer.phase("pause"):
+            with self.timer.phase("pause"), suppress(Exception):  # the training continues without it
                 recording.__exit__(None, None, None)
             self.memory = recording.record
+            self._records_memory = False
 
     def measure(self) -> Measured:
         """Return the times of the steps by phase and by line, without the steps that were looked at."""

@@ -154,7 +154,9 @@ class Adapter(Technique):
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Hook: the strategy is as before once the run has ended, and a checkpoint is still to be a small one."""
-        if self.checkpoint == "adapter" and replicates(trainer.strategy):
+        # During the run the strategy does it, before callbacks such as WeightAveraging write states of their own.
+        runs = "lightning_module_state_dict" in vars(trainer.strategy)
+        if self.checkpoint == "adapter" and replicates(trainer.strategy) and not runs:
             keep_what_trains_(checkpoint, pl_module)
 
     def state_dict(self) -> dict[str, Any]:

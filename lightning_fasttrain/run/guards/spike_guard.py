@@ -1,6 +1,7 @@
 """Skip steps whose loss or gradient norm is far above its recent values, or restore an earlier checkpoint."""
 
 import functools
+import itertools
 import math
 from typing import Any, ClassVar, Literal
 
@@ -102,7 +103,9 @@ class SteadySteps(JudgedSteps):
     def guard_(self, optimizer: Optimizer) -> Undo:
         """Guard the steps of ``optimizer``, which has limits of its own; return how to undo it."""
         optimizer = plain_optimizer(optimizer)
-        self._places[id(optimizer)] = len(self._places)
+        # The first that is free, which may be that of an optimizer of an earlier run.
+        taken = set(self._places.values())
+        self._places[id(optimizer)] = next(place for place in itertools.count() if place not in taken)
         undo = hold_steps_(optimizer, self.judge, functools.partial(self._tell, optimizer))
         return undo_all([functools.partial(self._places.__delitem__, id(optimizer)), undo])
 

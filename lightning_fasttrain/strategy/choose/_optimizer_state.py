@@ -47,7 +47,7 @@ def make_optimizer(module: nn.Module, optimizer: Optimizer | MakeOptimizer | Non
     if not isinstance(module, L.LightningModule):
         why = "only a LightningModule has configure_optimizers"
         raise TypeError(explain(f"{type(module).__name__} without optimizer", why, way_out))
-    optimizers = configured_optimizers(module)
+    optimizers, _ = configured_optimizers(module)
     if len(optimizers) != 1:
         what = f"{type(module).__name__} with {len(optimizers)} optimizers"
         raise ValueError(explain(what, "a sharding engine supports one", "Give the one to be sharded as optimizer="))
