@@ -175,8 +175,10 @@ def cluster_environment(trainer: L.Trainer) -> ClusterEnvironment:
 def configured_optimizers(module: L.LightningModule) -> tuple[list[Optimizer], list[Any]]:
     """Return the optimizers and schedulers of ``configure_optimizers``, in whichever form it returns them."""
     configured: Any = module.configure_optimizers()
-    optimizers, schedulers, _ = _configure_optimizers(configured)
-    return optimizers, [one["scheduler"] if isinstance(one, dict) else one for one in schedulers]
+    optimizers, [*schedulers], _ = _configure_optimizers(configured)
+    for place, one in enumerate(schedulers):
+        schedulers[place] = one["scheduler"] if isinstance(one, dict) else one
+    return optimizers, schedulers
 
 
 # The step
