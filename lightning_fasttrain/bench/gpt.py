@@ -83,22 +83,23 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.heads = config.heads
+        self.heads, self.head_width = config.heads, config.width // config.heads
         self.kind = config.attention
         self.dropout = config.dropout
         self.qkv = nn.Linear(config.width, 3 * config.width)
         self.out = nn.Linear(config.width, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        heads = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
+        batch, length, _ = x.shape
+        # The number of heads comes from the projection: under tensor parallelism a rank has a part of them.
+        heads = self.qkv(x).view(batch, length, 3, -1, self.head_width)
         q, k, v = heads.permute(2, 0, 3, 1, 4)  # each [B, H, T, d]
         dropout = self.dropout if self.training else 0.0
         if self.kind == "sdpa":
             mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
         else:
             mixed = naive_attention(q, k, v, dropout)
-        return self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return self.out(mixed.transpose(1, 2).reshape(batch, length, -1))
 
 
 class Block(nn.Module):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, empty
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
 
 from lightning_fasttrain.core.files.safe_load import as_corrupt
@@ -55,7 +56,7 @@ def _refuse_local(optimizer: str, name: str, value: object, parameter: Tensor) -
     # On one process a shard is the complete tensor.
     if not isinstance(value, Tensor) or not isinstance(parameter, DTensor) or parameter.device_mesh.size() == 1:
         return
-    known = (Shard, Replicate)
+    known = (Shard, _StridedShard, Replicate)
     if isinstance(value, DTensor):
         bad = not all(isinstance(placement, known) for placement in value.placements)
     else:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from lightning_fasttrain.core.distributed import agree_on_all_ranks, from_rank_zero, rank_count, rank_here
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.strategy.fsdp2._packed_weights import is_opaque
+from lightning_fasttrain.strategy.tensor_parallel.layouts import is_striped, take_shard
 
 # Name, shape, dtype and requires_grad of each tensor, and digests of the quantised layers.
 Description = tuple[list[tuple[str, tuple[int, ...], str, bool]], dict[str, list[float]]]
@@ -69,7 +70,10 @@ def send_from_rank_zero_(
                 # 4-bit weights are of bitsandbytes' own class.
                 full = full.as_subclass(Tensor)
             full = full.to(device).contiguous()
-            if isinstance(target, DTensor):
+            if is_striped(target):
+                dist.broadcast(full, src=0)
+                target.to_local().copy_(take_shard(full, target).to_local())
+            elif isinstance(target, DTensor):
                 # A collective: rank zero scatters, the others receive.
                 parts = distribute_tensor(full, target.device_mesh, target.placements)
                 target.to_local().copy_(parts.to_local())

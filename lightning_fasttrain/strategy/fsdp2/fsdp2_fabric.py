@@ -30,6 +30,7 @@ from lightning_fasttrain.strategy.fsdp2.shard_blocks import (
     without_gradient_reduction,
 )
 from lightning_fasttrain.strategy.fsdp2.sharding import STEPS, FSDP2Host, Sharding
+from lightning_fasttrain.strategy.tensor_parallel.plan import TensorPlan
 
 
 @check_arguments
@@ -66,6 +67,8 @@ class FabricFSDP2Strategy(FSDP2Host, ModelParallelStrategy):
         blocks: Blocks | None = None,
         reduce_dtype: str | None = None,
         float32_residual: bool = False,
+        tensor_parallel: int = 1,
+        tensor_plan: TensorPlan | None = None,
         broadcast_buffers: bool = True,
         async_checkpoints: bool = False,
         process_group_backend: str | None = None,
@@ -73,7 +76,8 @@ class FabricFSDP2Strategy(FSDP2Host, ModelParallelStrategy):
     ) -> None:
         # Lightning requires a function that shards; sharding is done in setup_module.
         super().__init__(lambda module, mesh: module, process_group_backend=process_group_backend, timeout=timeout)
-        sharding = Sharding(reshard_after_forward, offload, replicas, blocks, reduce_dtype, float32_residual)
+        options = (reshard_after_forward, offload, replicas, blocks, reduce_dtype, float32_residual)
+        sharding = Sharding(*options, tensor_parallel, tensor_plan)
         self._set_options(sharding, broadcast_buffers, async_checkpoints)
         self._backward_sync_control = _SyncControl()
         # Weak references to old parameters, so that unsharded weights do not stay in memory beside the shards.

@@ -30,6 +30,7 @@ from lightning_fasttrain.strategy.fsdp2.broadcast_weights import share_buffers_
 from lightning_fasttrain.strategy.fsdp2.oom_safe_gathers import FSDP2Together
 from lightning_fasttrain.strategy.fsdp2.shard_blocks import check_sharded, reshard_, without_gradient_reduction
 from lightning_fasttrain.strategy.fsdp2.sharding import STEPS, FSDP2Host, Sharding
+from lightning_fasttrain.strategy.tensor_parallel.plan import TensorPlan
 from lightning_fasttrain.technique import Conflict
 from lightning_fasttrain.technique.declarations import refuse_conflicts
 
@@ -99,6 +100,8 @@ class FSDP2Strategy(FSDP2Host, ModelParallelStrategy):
         blocks: Blocks | None = None,
         reduce_dtype: str | None = None,
         float32_residual: bool = False,
+        tensor_parallel: int = 1,
+        tensor_plan: TensorPlan | None = None,
         broadcast_buffers: bool = True,
         reduce_once: bool = True,
         async_checkpoints: bool = False,
@@ -106,7 +109,8 @@ class FSDP2Strategy(FSDP2Host, ModelParallelStrategy):
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
-        sharding = Sharding(reshard_after_forward, offload, replicas, blocks, reduce_dtype, float32_residual)
+        options = (reshard_after_forward, offload, replicas, blocks, reduce_dtype, float32_residual)
+        sharding = Sharding(*options, tensor_parallel, tensor_plan)
         self._set_options(sharding, broadcast_buffers, async_checkpoints)
         self.reduce_once = reduce_once
         self._steps = ExitStack()

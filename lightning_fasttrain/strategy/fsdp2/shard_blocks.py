@@ -27,6 +27,7 @@ from lightning_fasttrain.strategy.fsdp2._packed_weights import (
     unwrap_packed_,
     whole_parameters,
 )
+from lightning_fasttrain.strategy.tensor_parallel.parallelize import shard_axis
 
 REDUCE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 OFFLOADS = ("cpu",)
@@ -106,7 +107,8 @@ def shard_blocks_(
 
     Args:
         model: any module.
-        mesh: device mesh of one dimension, or of two (replicate, shard) for hybrid sharding.
+        mesh: device mesh of one dimension, or of two (replicate, shard) for hybrid sharding. Parameters that are split
+            over a tensor group already, as DTensors on another dimension of the same mesh, are split further.
         policy: mixed-precision policy, as from :func:`precision_policy`; None computes in the parameters' own dtype.
         reshard_after_forward: True frees a block's gathered parameters after its forward and gathers them again in
             backward; False keeps them; a number reshards to that many processes, such as those of one node. The
@@ -161,6 +163,7 @@ def shard_blocks_(
         "mp_policy": policy,
         "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy(),
         "ignored_params": whole,
+        "shard_placement_fn": lambda parameter: shard_axis(parameter, mesh.size(mesh.ndim - 1)),
     }
     if reshard_after_forward == 1 and not isinstance(reshard_after_forward, bool):
         # Resharded to one process, parameters stay gathered.
@@ -185,7 +188,8 @@ def _shard_norms_(block: nn.Module, options: dict[str, Any]) -> None:
     for module in list(block.modules()):
         own = list(module.parameters(recurse=False))
         # One inside of another is sharded already.
-        if own and all(p.ndim == 1 and not isinstance(p, DTensor) for p in module.parameters()):
+        sharded = any(isinstance(inner, FSDPModule) for inner in module.modules())
+        if own and not sharded and all(p.ndim == 1 for p in module.parameters()):
             norms.append(fully_shard(module, reshard_after_forward=False, **options))
 
     def gather(*_: object) -> None:

@@ -37,6 +37,7 @@ from lightning_fasttrain.strategy.fsdp2._sharded_optimizer import (
     with_numbers,
 )
 from lightning_fasttrain.strategy.rank_health import RollCall
+from lightning_fasttrain.strategy.tensor_parallel.layouts import StripedShard, is_striped, take_shard
 
 REST = "rest.pt"  # everything except the tensors of the model and of the optimizers
 _MODEL = "model."
@@ -95,6 +96,7 @@ def save_sharded(
         # No flattening: names are flat already.
         planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with _silence_warning(alone), _errors_of_ranks():
+            tensors = {name: StripedShard.of(value) if is_striped(value) else value for name, value in tensors.items()}
             index = dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
         if rank == 0:
             write_index(folder, index)
@@ -222,6 +224,8 @@ def _part(full: Tensor, like: object) -> Any:
     if not isinstance(like, DTensor):
         return full
     on_mesh = full.to(like.device_mesh.device_type)
+    if is_striped(like):
+        return take_shard(on_mesh, like).to(like.device)
     # src_data_rank=None: each rank has the complete tensor and takes its shard, without communication.
     return distribute_tensor(on_mesh, like.device_mesh, like.placements, src_data_rank=None).to(like.device)
 
@@ -291,6 +295,7 @@ def _read_whole(folder: str | os.PathLike[str], prefix: str) -> dict[str, Tensor
 def _read(reader: ShardReader, tensors: dict[str, Tensor], *, alone: bool = False) -> None:
     """Fill ``tensors`` in place; a collective, unless ``alone``."""
     if tensors:
+        tensors = {name: StripedShard.of(value) if is_striped(value) else value for name, value in tensors.items()}
         alone = alone or not dist.is_initialized()
         planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         # CheckpointException does not derive from Exception, so callers would not catch it.

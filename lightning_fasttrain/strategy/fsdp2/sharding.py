@@ -34,6 +34,10 @@ from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import (
     save_sharded,
 )
 from lightning_fasttrain.strategy.rank_health import RollCall, own_group
+from lightning_fasttrain.strategy.tensor_parallel.divisors import common_divisors
+from lightning_fasttrain.strategy.tensor_parallel.parallelize import compute_locally_, parallelize_
+from lightning_fasttrain.strategy.tensor_parallel.plan import TensorPlan, plan_tensor_parallel
+from lightning_fasttrain.strategy.tensor_parallel.tensor_group import share_random_state_
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -43,8 +47,8 @@ class Sharding:
     """Options for sharding a model; see :class:`~lightning_fasttrain.FSDP2Strategy`.
 
     Example:
-        >>> Sharding(replicas=2).shape(8)
-        (2, 4)
+        >>> Sharding(replicas=2).shape(8), Sharding(tensor_parallel=2).shape(8)
+        ((2, 4), (4, 2))
     """
 
     reshard_after_forward: bool | int = True
@@ -53,27 +57,47 @@ class Sharding:
     blocks: Blocks | None = None
     reduce_dtype: str | None = None
     float32_residual: bool = False
+    tensor_parallel: int = 1
+    tensor_plan: TensorPlan | None = None
 
     def __post_init__(self) -> None:
         if self.offload is not None:
             one_of("offload", self.offload, OFFLOADS)
         positive_int("replicas", self.replicas)
+        positive_int("tensor_parallel", self.tensor_parallel)
         if not isinstance(self.reshard_after_forward, bool):
             positive_int("reshard_after_forward", self.reshard_after_forward)
         precision_policy(reduce_dtype=self.reduce_dtype)
 
     def shape(self, world_size: int) -> tuple[int, ...]:
-        """Return the shape of the mesh over ``world_size`` processes: (shards,), or (replicas, shards)."""
-        if world_size % self.replicas:
+        """Return the shape of the mesh over ``world_size`` processes: (shards,), (replicas, shards), (shards, tensor)."""
+        together = self.replicas * self.tensor_parallel
+        if world_size % together:
+            way_out = f"Use one of replicas={common_divisors([world_size])}"
+            what = f"replicas={self.replicas}"
+            if self.tensor_parallel > 1:
+                what = f"{what} x tensor_parallel={self.tensor_parallel}"
+                way_out = f"{way_out} and tensor_parallel, whose product divides {world_size}"
             why = "each replica of the model is sharded over the same number of processes"
-            way_out = f"Use one of replicas={[n for n in range(1, world_size + 1) if world_size % n == 0]}"
-            raise ValueError(explain(f"replicas={self.replicas} over {world_size} processes", why, way_out))
-        shards = world_size // self.replicas
-        return (shards,) if self.replicas == 1 else (self.replicas, shards)
+            raise ValueError(explain(f"{what} over {world_size} processes", why, way_out))
+        return tuple(size for name, size in self._axes(world_size).items())
+
+    def _axes(self, world_size: int) -> dict[str, int]:
+        """Return the dimensions of the mesh; the ranks of a tensor group are neighbours, as within a node."""
+        shards = world_size // (self.replicas * self.tensor_parallel)
+        axes = {"replicate": self.replicas, "shard": shards, "tensor": self.tensor_parallel}
+        return {name: size for name, size in axes.items() if size > 1 or name == "shard"}
 
     def mesh(self, device: torch.device, world_size: int) -> DeviceMesh:
         shape = self.shape(world_size)
-        return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=tuple(self._axes(world_size)))
+        if mesh.ndim > 1 and self.tensor_parallel > 1:
+            mesh._flatten()  # so that a norm over all dimensions is one reduction
+        return mesh
+
+    def data_ranks(self, world_size: int, rank: int) -> dict[str, int]:
+        """Return arguments for a distributed sampler: the ranks of a tensor group get the same samples."""
+        return {"num_replicas": world_size // self.tensor_parallel, "rank": rank // self.tensor_parallel}
 
     def backend(self, device: torch.device) -> str | None:
         """Return the process-group backend; under offload, norms of shards are reduced in host memory too."""
@@ -92,15 +116,23 @@ class Sharding:
             # Meta tensors have no values to move.
             if quantised and not any(p.is_meta for p in quantised):
                 module.to(device)
+        data, layouts = mesh, None
+        if self.tensor_parallel > 1:
+            data = mesh[tuple(name for name in mesh.mesh_dim_names or () if name != "tensor")]
+            plan = plan_tensor_parallel(model, self.tensor_parallel, self.tensor_plan)
+            layouts = parallelize_(model, mesh["tensor"], plan)
         names = shard_blocks_(
             model,
-            mesh,
+            data,
             policy=policy,
             reshard_after_forward=self.reshard_after_forward,
             offload=self.offload,
             blocks=self.blocks,
             float32_residual=self.float32_residual,
         )
+        if layouts is not None:
+            compute_locally_(model, layouts, mesh["tensor"])
+            share_random_state_(mesh["tensor"].get_group())
         send_from_rank_zero_(model, whole, device, torch.device("cpu") if self.offload else None)
         return names
 
@@ -118,8 +150,9 @@ class FSDP2Host:
         "activation_checkpointing": "the technique ActivationCheckpointing() beside the strategy",
         "activation_checkpointing_policy": "the technique ActivationCheckpointing() beside the strategy",
         "state_dict_type": "full_state_dict(folder) to read the sharded checkpoints that it writes",
-        "device_mesh": "replicas=",
-        "data_parallel_size": "replicas=",
+        "device_mesh": "replicas= and tensor_parallel=",
+        "data_parallel_size": "tensor_parallel=",
+        "tensor_parallel_size": "tensor_parallel=",
     }
 
     def _set_options(self, sharding: Sharding, broadcast_buffers: bool, async_checkpoints: bool) -> None:
@@ -133,7 +166,7 @@ class FSDP2Host:
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
+        return self.sharding.data_ranks(self.world_size, self.global_rank)
 
     def setup_environment(self) -> None:
         # A wrong number of processes is refused before any process waits for another.

@@ -1,0 +1,4 @@
+"""Tensor parallelism inside a data-parallel mesh: each rank of a tensor group computes with its part of the layers.
+
+From the bottom up: ``layouts``, ``styles``, ``plan``, ``parallelize``, ``tensor_group``.
+"""

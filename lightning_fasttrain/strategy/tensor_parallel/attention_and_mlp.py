@@ -1,0 +1,153 @@
+"""Recognition of attention and MLPs in a block by the names, order and widths of its linear layers."""
+
+from collections.abc import Iterator
+
+from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.strategy.tensor_parallel.divisors import heads_of, refuse_indivisible_heads
+from lightning_fasttrain.strategy.tensor_parallel.styles import (
+    ColumnParallel,
+    RowParallel,
+    SummedGradients,
+    is_linear,
+    layers_of,
+)
+
+Layers = dict[str, nn.Module]
+_QUERIES = ("q_proj", "query", "q", "to_q", "wq", "q_lin", "query_proj")
+_KEYS = ("k_proj", "key", "k", "to_k", "wk", "k_lin", "key_proj")
+_VALUES = ("v_proj", "value", "v", "to_v", "wv", "v_lin", "value_proj")
+# Fused: all queries, then all keys, then all values; and one head after another.
+_FUSED = {"qkv": 3, "qkv_proj": 3, "c_attn": 3, "Wqkv": 3, "to_qkv": 3, "in_proj": 3, "query_key_value": 1}
+_NORMS = ("q_norm", "k_norm", "query_norm", "key_norm", "norm_q", "norm_k", "q_layernorm", "k_layernorm")
+
+
+def plan_block(prefix: str, block: nn.Module, ranks: int) -> dict[str, ParallelStyle]:
+    """Return the styles of one block's attention and MLPs; empty if it has neither.
+
+    Args:
+        prefix: name of the block.
+        block: the block.
+        ranks: number of ranks in a tensor group.
+
+    Raises:
+        ValueError: heads cannot be divided, or attention has parameters whose use is unknown.
+
+    Example:
+        >>> from lightning_fasttrain.bench.gpt import Block, GPTConfig
+        >>> plan = plan_block("blocks.0", Block(GPTConfig(width=8, heads=2)), 2)
+        >>> {name: style.known_as for name, style in plan.items()}
+        {'blocks.0.attention.qkv': 'colwise', 'blocks.0.attention.out': 'rowwise', 'blocks.0.up': 'colwise', \
+'blocks.0.down': 'rowwise'}
+    """
+    start = f"{prefix}." if prefix else ""
+    layers = dict(_linear_layers(block))
+    plan: dict[str, ParallelStyle] = {}
+    for name, module in block.named_modules():
+        inner = f"{name}." if name else ""
+        projections = _projections(module)
+        if projections:
+            plan.update(_plan_attention(inner, module, projections, layers, f"'{start}{name}'", ranks))
+    rest = {name: layer for name, layer in layers.items() if name not in plan}
+    plan.update(_plan_mlps(block, rest))
+    order = [name for name, _ in block.named_modules()]
+    return {f"{start}{name}": plan[name] for name in sorted(plan, key=order.index)}
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Return whether a module owns projections for queries, keys and values."""
+    return bool(_projections(module))
+
+
+def _linear_layers(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the linear layers; one with adapters counts as one layer."""
+    inside: tuple[str, ...] = ()
+    for name, module in block.named_modules():
+        if is_linear(module) and not name.startswith(inside or ("\0",)):
+            inside = (*inside, f"{name}.")
+            yield name, module
+
+
+def _projections(module: nn.Module) -> dict[str, int]:
+    """Return the projections that a module owns as an attention, with their number of fused parts; else nothing."""
+    for name, parts in _FUSED.items():
+        if is_linear(module._modules.get(name) or module) and name in module._modules:
+            base, _, _ = layers_of(module._modules[name])
+            return {name: parts} if base.out_features == 3 * base.in_features else {}
+    found = {}
+    for names in (_QUERIES, _KEYS, _VALUES):
+        own = [name for name in names if name in module._modules and is_linear(module._modules[name])]
+        found.update(dict.fromkeys(own[:1], 1))
+    return found if len(found) == 3 else {}
+
+
+def _plan_attention(
+    inner: str, module: nn.Module, projections: dict[str, int], layers: Layers, what: str, ranks: int
+) -> dict[str, ParallelStyle]:
+    heads = heads_of(module) or heads_of(getattr(module, "config", None))
+    if not heads:
+        why = "its number of heads is unknown: it has no attribute such as num_heads"
+        raise ValueError(explain(f"tensor parallelism of attention {what}", why, "Give tensor_plan="))
+    refuse_indivisible_heads(what, heads, ranks)
+    order = list(layers)
+    names = [f"{inner}{name}" for name in projections]
+    first, _, _ = layers_of(layers[names[0]])
+    width = first.out_features if len(names) == 3 else first.in_features
+    after = order[max(map(order.index, names)) + 1 :]
+    fitting = [name for name in after if layers_of(layers[name])[0].in_features == width]
+    if not fitting:
+        why = f"no layer of {width} inputs comes after its projections"
+        raise ValueError(explain(f"the output projection of attention {what} is unknown", why, "Give tensor_plan="))
+    plan: dict[str, ParallelStyle] = {}
+    for name, parts in zip(names, projections.values(), strict=True):
+        plan[name] = ColumnParallel(parts)
+    plan[fitting[0]] = RowParallel()
+    plan.update(_plan_norms(inner, module, layers, width // next(iter(heads.values())), what))
+    return plan
+
+
+def _plan_norms(inner: str, module: nn.Module, layers: Layers, head_dim: int, what: str) -> dict[str, ParallelStyle]:
+    """Return the styles of norms per head; refuse other parameters, which may belong to single heads."""
+    plan: dict[str, ParallelStyle] = {}
+    for name, owner in module.named_modules():
+        path, own = f"{inner}{name}", list(owner.parameters(recurse=False))
+        of_layer = any(path == layer or path.startswith(f"{layer}.") for layer in layers)
+        if not own or of_layer:
+            continue
+        per_head = all(tuple(p.shape) == (head_dim,) for p in own)
+        if name in _NORMS and per_head:
+            plan[path] = SummedGradients()
+        else:
+            why = f"'{name}' ({type(owner).__name__}) has parameters that may belong to single heads"
+            raise ValueError(explain(f"tensor parallelism of attention {what}", why, "Give tensor_plan="))
+    return plan
+
+
+def _plan_mlps(block: nn.Module, layers: Layers) -> dict[str, ParallelStyle]:
+    plan: dict[str, ParallelStyle] = {}
+    order = {name: i for i, (name, _) in enumerate(block.named_modules())}
+    weighty = [order[name] for name, module in block.named_modules() if any(True for _ in module.parameters(False))]
+    ups: list[str] = []
+    for name, layer in layers.items():
+        base, _, _ = layers_of(layer)
+        before, _, _ = layers_of(layers[ups[-1]]) if ups else (base, [], [])
+        widens = base.out_features > base.in_features
+        closes = ups and (base.in_features, base.out_features) == (before.out_features, before.in_features)
+        between = [i for i in weighty if ups and order[ups[0]] < i < order[name]]
+        inside = [i for i in between if not any(_is_inside(i, up, block, order) for up in ups)]
+        if closes and not inside:
+            plan.update({up: ColumnParallel() for up in ups})
+            plan[name] = RowParallel()
+            ups = []
+        elif widens and ups and base.weight.shape == before.weight.shape:
+            ups.append(name)
+        else:
+            ups = [name] if widens else []
+    return plan
+
+
+def _is_inside(index: int, layer: str, block: nn.Module, order: dict[str, int]) -> bool:
+    names = list(order)
+    return names[index] == layer or names[index].startswith(f"{layer}.")

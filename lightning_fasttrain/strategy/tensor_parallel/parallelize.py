@@ -1,0 +1,162 @@
+"""Application of a tensor-parallel plan to a model, before its parameters are sharded over the data ranks."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.strategy.tensor_parallel.attention_and_mlp import is_attention
+from lightning_fasttrain.strategy.tensor_parallel.divisors import HEADS, KEY_VALUE_HEADS
+from lightning_fasttrain.strategy.tensor_parallel.layouts import REPLICATED, Layout, is_striped
+from lightning_fasttrain.strategy.tensor_parallel.styles import Layouts, LocalStyle
+
+# Widths of all heads together, in attention modules.
+_WIDTHS = ("all_head_size", "inner_dim", "attn_dim")
+
+
+def parallelize_(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelStyle]) -> Layouts:
+    """Split the layers of ``plan`` over the ranks of a tensor group in place; replicate all other parameters.
+
+    Every parameter becomes a DTensor on ``mesh``, so that norms and optimizers see one kind. ``state_dict`` keys and
+    global shapes do not change. There is no communication: each rank takes its part of its own values.
+
+    Args:
+        model: the model, with the same values on all ranks of the group, or on the meta device.
+        mesh: device mesh of one dimension, the tensor group.
+        plan: module name → style, as from :func:`plan_tensor_parallel`.
+
+    Returns:
+        (module, name of its parameter) → layout, for :func:`compute_locally_`. Layers of torch's own styles compute
+        with DTensors, and are left out.
+    """
+    layouts: Layouts = {}
+    attentions = [module for module in model.modules() if is_attention(module)]
+    places = _places(model)
+    for name in plan:
+        _refuse_tied(name, model.get_submodule(name), places)
+    for name, style in plan.items():
+        module = model.get_submodule(name)
+        if isinstance(style, LocalStyle):
+            layouts.update(style.layouts(module))
+        parallelize_module(module, mesh, style)
+    for owners in places.values():
+        owner, key = owners[0]
+        parameter: Any = owner._parameters[key]
+        if not isinstance(parameter, DTensor):
+            whole = REPLICATED.distribute(parameter, mesh)
+            # Tied parameters stay tied.
+            for place, other in owners:
+                place._parameters[other] = whole
+                layouts[place, other] = REPLICATED
+    planned = {model.get_submodule(name) for name in plan}
+    for module in attentions:
+        if any(child in planned for child in module.modules()):
+            _divide_heads_(module, mesh.size())
+    for layer in model.modules():
+        if isinstance(layer, nn.TransformerEncoderLayer):
+            layer.activation_relu_or_gelu = 0  # the fused path would use a part of the weights as if it were all
+        if isinstance(layer, nn.TransformerEncoder):
+            layer.use_nested_tensor = False
+    return layouts
+
+
+def _places(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for key, parameter in module.named_parameters(recurse=False):
+            places.setdefault(parameter, []).append((module, key))
+    return places
+
+
+def _refuse_tied(name: str, layer: nn.Module, places: dict[nn.Parameter, list[tuple[nn.Module, str]]]) -> None:
+    inside = set(layer.modules())
+    for parameter in layer.parameters():
+        if any(owner not in inside for owner, _ in places[parameter]):
+            why = "it shares a parameter with another layer, which needs the complete one"
+            raise ValueError(explain(f"tensor parallelism of '{name}'", why, "Leave it out of tensor_plan"))
+
+
+def _divide_heads_(attention: nn.Module, ranks: int) -> None:
+    """Set the numbers of heads that an attention module states to those of one rank."""
+    for name in (*HEADS, *KEY_VALUE_HEADS, *_WIDTHS):
+        count = vars(attention).get(name)
+        if type(count) is int and count % ranks == 0:
+            setattr(attention, name, count // ranks)
+
+
+def shard_axis(parameter: nn.Parameter, data_ranks: int) -> Shard | None:
+    """Return the axis along which FSDP2 shards a parameter: another one than the tensor group, if it can be divided."""
+    if not isinstance(parameter, DTensor) or parameter.ndim < 2:
+        return None
+    splits_rows = parameter.placements[0].is_shard(0) or is_striped(parameter)
+    if splits_rows and parameter.shape[1] % data_ranks == 0:
+        return Shard(1)
+    return None
+
+
+def compute_locally_(model: nn.Module, layouts: Layouts, mesh: DeviceMesh) -> None:
+    """Have the layers of a sharded model compute with plain tensors, which FSDP2 sets whenever it gathers.
+
+    Args:
+        model: the model, parallelized and then sharded by ``fully_shard``.
+        layouts: the result of :func:`parallelize_`.
+        mesh: the tensor group.
+    """
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        gathered = []
+        for parameter in _sharded_parameters(module):
+            info = parameter._module_info
+            layout = layouts.get((info.module, info.param_name))
+            if layout is not None:
+                gathered.append(_Gathered(parameter, layout, mesh))
+        # After FSDP2's own hook. Autograd runs what was created last first, and FSDP2 reduces the gradients of the
+        # group in a node that its hook creates: they must have arrived by then.
+        module.register_forward_pre_hook(_set_local(gathered))
+
+
+def _set_local(gathered: list["_Gathered"]) -> Callable[..., None]:
+    def set_local(*_: object) -> None:
+        for parameter in gathered:
+            parameter.set_local()
+
+    return set_local
+
+
+def _sharded_parameters(module: FSDPModule) -> list[Any]:
+    state: Any = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # before torch 2.13
+        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    return [parameter for group in groups for parameter in group.fsdp_params]
+
+
+class _Gathered:
+    """A parameter of FSDP2's that is replaced by the plain tensor that this rank computes with while it is gathered."""
+
+    def __init__(self, parameter: Any, layout: Layout, mesh: DeviceMesh) -> None:
+        info = parameter._module_info
+        self._parameter, self._layout, self._mesh = parameter, layout, mesh
+        self._places = [
+            (info.module, info.param_name),
+            *zip(info.shared_modules, info.shared_param_names, strict=True),
+        ]
+        self._set_on_modules = parameter._setattr_on_modules
+        parameter._setattr_on_modules = self._set
+
+    def _set(self, value: Tensor) -> None:
+        self._set_on_modules(value)
+        # Here too, since blocks are recomputed after FSDP2 has gathered them for the backward.
+        if value is getattr(self._parameter, "_unsharded_param", None):
+            self.set_local()
+
+    def set_local(self) -> None:
+        local = self._layout.local(self._parameter._unsharded_param, self._mesh)
+        for owner, name in self._places:
+            owner._parameters[name] = local  # not an nn.Parameter, so that its gradient reaches FSDP2's

@@ -1,0 +1,176 @@
+"""Parallel styles of layers in a tensor group that computes with plain tensors: column- and row-parallel layers."""
+
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import _functional_collectives as collectives
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.strategy.tensor_parallel.layouts import SUMMED, Layout, shard_of
+
+Layouts = dict[tuple[nn.Module, str], Layout]
+
+
+class LocalStyle(ParallelStyle):
+    """Base of styles whose layers take and return plain tensors."""
+
+    known_as: ClassVar[str]
+
+    def layouts(self, module: nn.Module) -> Layouts:
+        """Return the layout of each parameter in ``module``."""
+        raise NotImplementedError
+
+    def communicate(self, module: nn.Module, group: dist.ProcessGroup) -> None:
+        """Register the hooks by which the layer communicates."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for (owner, name), layout in self.layouts(module).items():
+            parameter = owner._parameters[name]
+            assert parameter is not None
+            owner._parameters[name] = layout.distribute(parameter, device_mesh)
+        self.communicate(module, device_mesh.get_group())
+        return module
+
+
+class ColumnParallel(LocalStyle):
+    """Each rank computes its share of a linear layer's outputs, from the same inputs.
+
+    Args:
+        parts: the number of equal parts in the outputs, of each of which a rank computes its share: 3 for a fused
+            projection whose outputs are all queries, then all keys, then all values.
+
+    Source:
+        Shoeybi et al. 2019, "Megatron-LM", https://arxiv.org/abs/1909.08053, section 3.
+    """
+
+    known_as = "colwise"
+
+    def __init__(self, parts: int = 1) -> None:
+        super().__init__()
+        self.parts = parts
+
+    def layouts(self, module: nn.Module) -> Layouts:
+        base, down, up = layers_of(module)
+        rows = Layout(shard_of(0, self.parts))
+        # Few values: each rank has all of them, and computes with its rows.
+        bias = Layout(Replicate(), summed=True, parts=self.parts)
+        found: Layouts = {(base, "weight"): rows}
+        for layer in down:
+            found.update({(layer, name): SUMMED for name, _ in layer.named_parameters()})
+        for layer in up:
+            found[layer, "weight"] = rows
+        for layer in (base, *up):
+            if layer._parameters.get("bias") is not None:
+                found[layer, "bias"] = bias
+        return found
+
+    def communicate(self, module: nn.Module, group: dist.ProcessGroup) -> None:
+        def copy(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            return (_Copy.apply(args[0], group), *args[1:])
+
+        module.register_forward_pre_hook(copy)
+
+
+class RowParallel(LocalStyle):
+    """Each rank multiplies its share of a linear layer's inputs; the products are summed over the group.
+
+    Source:
+        Shoeybi et al. 2019, "Megatron-LM", https://arxiv.org/abs/1909.08053, section 3.
+    """
+
+    known_as = "rowwise"
+
+    def layouts(self, module: nn.Module) -> Layouts:
+        base, down, up = layers_of(module)
+        found: Layouts = {(layer, "weight"): Layout(shard_of(1)) for layer in (base, *down)}
+        for layer in up:
+            found[layer, "weight"] = SUMMED
+        for layer in (base, *up):
+            if layer._parameters.get("bias") is not None:
+                found[layer, "bias"] = Layout(Replicate(), summed=True, first_only=True)
+        return found
+
+    def communicate(self, module: nn.Module, group: dist.ProcessGroup) -> None:
+        def add(_: nn.Module, args: object, output: Tensor) -> Any:
+            return _Sum.apply(output, group)
+
+        module.register_forward_hook(add)
+
+
+class SummedGradients(LocalStyle):
+    """Each rank has all of the layer, and applies it to its own share of the heads, as a norm of queries does."""
+
+    known_as = "summed_gradients"
+
+    def layouts(self, module: nn.Module) -> Layouts:
+        found: Layouts = {}
+        for owner in module.modules():
+            found.update({(owner, name): SUMMED for name, _ in owner.named_parameters(recurse=False)})
+        return found
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer, or one with LoRA adapters."""
+    return isinstance(module, nn.Linear) or isinstance(module._modules.get("base_layer"), nn.Linear)
+
+
+def layers_of(module: nn.Module) -> tuple[nn.Linear, list[nn.Module], list[nn.Module]]:
+    """Return a linear layer, and the two matrices of each of its LoRA adapters.
+
+    Raises:
+        ValueError: the layer is not linear, or its adapters cannot be split.
+    """
+    base: Any = module._modules.get("base_layer", module)
+    if not isinstance(base, nn.Linear):
+        why = "column and row parallelism split the matrix of a torch.nn.Linear"
+        way_out = "Leave it out of tensor_plan, and it is replicated"
+        raise ValueError(explain(f"a {type(module).__name__} in a tensor-parallel plan", why, way_out))
+    others = []
+    for name, child in module._modules.items():
+        held = child is not base and child is not None and any(True for _ in child.parameters())
+        if held and name not in ("lora_A", "lora_B"):
+            others.append(name)
+    if others or type(base.weight) is not nn.Parameter or not base.weight.is_floating_point():
+        kind = f"an adapter with {', '.join(others)}" if others else f"a weight of {type(base.weight).__name__}"
+        why = "it needs the complete matrix, of which a rank of a tensor group has a part"
+        way_out = "Use LoRA() on an unquantised base, or tensor_parallel=1"
+        raise ValueError(explain(f"tensor parallelism with {kind}", why, way_out))
+    adapters: list[list[nn.Module]] = []
+    for name in ("lora_A", "lora_B"):
+        held_by: Any = module._modules.get(name) if module is not base else None
+        adapters.append(list(held_by.children()) if held_by is not None else [])
+    return base, adapters[0], adapters[1]
+
+
+class _Copy(torch.autograd.Function):
+    """Pass the inputs of a column-parallel layer on; sum their gradients over the group."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _all_reduce(grads[0], ctx.group), None
+
+
+class _Sum(torch.autograd.Function):
+    """Sum the outputs of a row-parallel layer over the group; pass their gradients on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return _all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), "sum", group))
