@@ -12,8 +12,12 @@ from pathlib import Path
 import lightning as L
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -23,7 +27,9 @@ from transformers import (
     ViTForImageClassification,
 )
 
+import lightning_fasttrain as ft
 from lightning_fasttrain.bench.gpt import GPT, GPTConfig
+from lightning_fasttrain.strategy.fsdp2.fsdp2_fabric import FabricFSDP2Strategy
 from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
 from tests.support.nets import as_loader, largest_difference, trainer, weights
 
@@ -39,7 +45,7 @@ class Net(L.LightningModule):
         super().__init__()
         with torch.random.fork_rng():
             torch.manual_seed(5)
-            self.net = MODELS[kind](**settings)
+            self.net = {**MODELS, **OTHERS}[kind](**settings)
         self.kind, self.losses = kind, []
 
     def loss(self, batch):
@@ -53,6 +59,9 @@ class Net(L.LightningModule):
         loss = self.loss(batch)
         self.losses.append(loss.detach())
         return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.outputs = self.net(batch["inputs"])
 
     def configure_optimizers(self):
         if self.kind == "llama":
@@ -80,7 +89,22 @@ def _gpt(**settings):
     return GPT(GPTConfig(**{"vocabulary": VOCABULARY, "context": 8, "layers": 2, "heads": 4, "width": 16, **settings}))
 
 
+class Encoder(nn.Module):
+    """torch's own encoder, whose attention cannot be split by heads, on token ids."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, 16)
+        layer = nn.TransformerEncoderLayer(16, 4, dim_feedforward=24, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(self, ids):
+        return self.head(self.encoder(self.tokens(ids)))
+
+
 MODELS = {"gpt": _gpt, "llama": _llama, "bert": _bert, "vit": _vit}
+OTHERS = {"encoder": Encoder}
 
 
 def batches_of(kind, data_rank, count=STEPS):
@@ -114,14 +138,17 @@ def one_process(kind, data_ranks, clip=None, count=STEPS, **settings):
     return module, losses
 
 
-def fit(kind, tensor, callbacks=(), settings=None, count=STEPS, module=None, strategy=None, **options):
+def fit(kind, tensor, callbacks=(), settings=None, batches=None, strategy=None, resume=None, count=STEPS, **options):
     gc.freeze()
     torch.manual_seed(21 + RANK)  # so that ranks do not agree by chance
-    module = module or Net(kind, **(settings or {}))
-    resume = {"ckpt_path": options.pop("resume")} if "resume" in options else {}
+    module = Net(kind, **(settings or {}))
     strategy = strategy or FSDP2Strategy(tensor_parallel=tensor)
     t = trainer(callbacks, devices=WORLD, strategy=strategy, **options)
-    t.fit(module, as_loader(batches_of(kind, RANK // tensor, count)), **resume)
+    t.fit(
+        module,
+        as_loader(batches or batches_of(kind, RANK // tensor, count)),
+        **({"ckpt_path": resume} if resume else {}),
+    )
     return module, t
 
 
@@ -147,12 +174,157 @@ def equal_to_one_process(found):
         found.setdefault("seconds", {})[kind] = time.time() - began
 
 
-def main(path, folder):
+def refusal(action, kinds=ValueError):
+    try:
+        action()
+    except kinds as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def resharded(found, folder):
+    """Resume a checkpoint on other meshes; all data ranks have the same batches, so that the number does not matter."""
+    batches = batches_of("gpt", 0, 4)
+    path = folder / "one.ckpt"
+    expected, _ = two_epochs(batches)
+    # Each is resumed from the one before; the first is that of one process.
+    for data, tensor in MESHES[WORLD]:
+        module, t = fit("gpt", tensor, batches=batches[2:], max_epochs=2, resume=path)
+        found[f"resumed on {data}x{tensor}"] = largest_difference(weights(expected), whole(module))
+        path = folder / f"{data}x{tensor}"
+        module, t = fit("gpt", tensor, batches=batches[:2])
+        t.save_checkpoint(path)
+
+
+def two_epochs(batches, count=4):
+    module = Net("gpt")
+    stepper = module.configure_optimizers()
+    for batch in batches[:count]:
+        stepper.zero_grad()
+        module.loss(batch).backward()
+        stepper.step()
+    return module, stepper
+
+
+MESHES = {2: [(2, 1), (1, 2), (2, 1)], 4: [(1, 4), (2, 2), (4, 1), (2, 2)]}
+
+
+def techniques(found):
+    """Compare techniques with the plain run of one process over three steps."""
+    mine = batches_of("gpt", RANK // 2, 3)
+    plain, _ = one_process("gpt", WORLD // 2, count=3)
+    for name, callbacks in (
+        ("CompileBlocks", [ft.CompileBlocks(backend="aot_eager")]),
+        ("FusedLossHead", [ft.FusedLossHead()]),
+        ("others", [ft.ActivationCheckpointing(), ft.MicroBatching(2), ft.EagerGradientRelease()]),
+    ):
+        module, _ = fit("gpt", 2, callbacks, batches=mine)
+        found[f"with {name}"] = largest_difference(weights(plain), whole(module))
+    torch._dynamo.reset()
+    torch.manual_seed(21)  # the adapters of rank zero
+    alone = Net("llama")
+    batches = batches_of("llama", 0, 3)
+    trainer([ft.LoRA(rank=2)], strategy=SingleDeviceStrategy("cpu")).fit(alone, as_loader(batches))
+    module, _ = fit("llama", 2, [ft.LoRA(rank=2)], batches=batches)
+    found["with LoRA"] = largest_difference(weights(alone), whole(module))
+
+
+def plans(found):
+    """Compare plans of the user, and of a model whose MLPs alone are split, with one process; in eval mode too."""
+    batches = batches_of("gpt", RANK // 2, 3)
+    plain, _ = one_process("gpt", WORLD // 2, count=3)
+    for name, up, down in (("torch's", ColwiseParallel(), RowwiseParallel()), ("ours", "colwise", "rowwise")):
+        strategy = FSDP2Strategy(tensor_parallel=2, tensor_plan={"net.blocks.*.up": up, "net.blocks.*.down": down})
+        module, _ = fit("gpt", 2, batches=batches, strategy=strategy)
+        found[f"plan with {name} styles"] = largest_difference(weights(plain), whole(module))
+    plain, _ = one_process("encoder", WORLD // 2, count=3)
+    module, t = fit("encoder", 2, batches=batches)
+    found["plan of an encoder"] = largest_difference(weights(plain), whole(module))
+    t.validate(module, as_loader(batches[:1]), verbose=False)
+    with torch.no_grad():
+        expected = plain.net.eval()(batches[0]["inputs"])
+    found["encoder in eval mode"] = (module.outputs - expected).abs().max().item()
+    found["encoder is split"] = module.net.encoder.layers[0].linear1.weight.to_local().shape
+
+
+def consistency(found):
+    """Dropout and samples agree inside a tensor group, and differ between data ranks."""
+    module, _ = fit("gpt", 2, settings={"dropout": 0.5}, count=2)
+    mine = module.net.tokens.weight.to_local().clone()
+    others = [torch.empty_like(mine) for _ in range(WORLD)]
+    dist.all_gather(others, mine)
+    found["dropout"] = (mine - others[RANK // 2 * 2]).abs().max().item()
+    seen = Seen("gpt")
+    strategy = FSDP2Strategy(tensor_parallel=2)
+    t = trainer(devices=WORLD, strategy=strategy, use_distributed_sampler=True)
+    t.fit(seen, DataLoader(batches_of("gpt", 0, 8), batch_size=None, shuffle=True))
+    found["samples"] = seen.sums
+    found["other batches"] = refusal(lambda: fit("gpt", 2, batches=batches_of("gpt", RANK, 2)))
+
+
+class Seen(Net):
+    """Records which batches it sees."""
+
+    def training_step(self, batch, batch_idx):
+        self.sums = [*getattr(self, "sums", []), int(batch["inputs"].sum())]
+        return super().training_step(batch, batch_idx)
+
+
+def refused(found):
+    for name, kind, tensor, callbacks in (
+        ("QLoRA", "llama", 2, [ft.QLoRA(rank=2)]),
+        ("auto", "gpt", 2, [ft.MicroBatching("auto")]),
+        ("heads", "llama", WORLD, []),
+        ("world", "gpt", 3, []),
+    ):
+        found[f"refused {name}"] = refusal(
+            lambda k=kind, n=tensor, c=callbacks: fit(k, n, c, batches=batches_of(k, 0, 1))
+        )
+    plan = {"net.head": "colwise"}
+    strategy = FSDP2Strategy(tensor_parallel=2, tensor_plan=plan)
+    found["refused tied"] = refusal(lambda: fit("gpt", 2, strategy=strategy, batches=batches_of("gpt", 0, 1)))
+
+
+def fabric_loop(found, folder):
+    """Train with clipping in a Fabric loop, save, and load on a mesh of another shape."""
+    expected, _ = one_process("gpt", WORLD // 2, clip=0.5, count=3)
+    fabric = L.Fabric(accelerator="cpu", devices=WORLD, strategy=FabricFSDP2Strategy(tensor_parallel=2))
+    fabric.launch()
+    module = Net("gpt")
+    model, optimizer = fabric.setup(module, module.configure_optimizers())
+    for batch in batches_of("gpt", RANK // 2, 3):
+        fabric.backward(model.training_step(batch, 0))
+        fabric.clip_gradients(model, optimizer, max_norm=0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    found["fabric"] = largest_difference(weights(expected), whole(module))
+    fabric.save(folder / f"fabric{WORLD}", {"model": model, "optimizer": optimizer})
+    other = L.Fabric(accelerator="cpu", devices=WORLD, strategy=FabricFSDP2Strategy())
+    other.launch()
+    again = Net("gpt")
+    model, optimizer = other.setup(again, again.configure_optimizers())
+    other.load(folder / f"fabric{WORLD}", {"model": model, "optimizer": optimizer})
+    found["fabric loaded"] = largest_difference(weights(expected), whole(again))
+
+
+def main(path, folder, *only):
     faulthandler.dump_traceback_later(200, exit=True)  # a rank that hangs prints its stack
     warnings.simplefilter("ignore")
-    found = {}
-    for scenario in (equal_to_one_process,):
-        scenario(found)
+    found, folder = {}, Path(folder)
+    every = {
+        "equal": lambda: equal_to_one_process(found),
+        "resharded": lambda: resharded(found, folder),
+        "techniques": lambda: techniques(found),
+        "plans": lambda: plans(found),
+        "consistency": lambda: consistency(found),
+        "refused": lambda: refused(found),
+        "fabric": lambda: fabric_loop(found, folder),
+    }
+    for name, scenario in every.items():
+        if not only or name in only:
+            began = time.time()
+            scenario()
+            found.setdefault("seconds", {})[name] = time.time() - began
     gathered = [None] * WORLD
     dist.all_gather_object(gathered, found)
     if RANK == 0:

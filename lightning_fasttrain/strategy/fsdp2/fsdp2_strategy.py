@@ -70,6 +70,10 @@ class FSDP2Strategy(FSDP2Host, ModelParallelStrategy):
         reduce_dtype: dtype in which gradients are reduced: ``"float32"`` (default) or ``"bfloat16"``.
         float32_residual: under bf16-mixed, gather norms and the parameters outside of blocks, such as embeddings, in
             float32, as under DDP; see :func:`~lightning_fasttrain.strategy.shard_blocks_`.
+        tensor_parallel: number of ranks in a tensor group, which compute one batch together: each has its share of the
+            attention heads and hidden units, and memory for as many. Data ranks are the world divided by it.
+        tensor_plan: module name → style, as for :func:`~lightning_fasttrain.strategy.plan_tensor_parallel`, which
+            otherwise makes the plan.
         broadcast_buffers: broadcast rank zero's buffers, such as BatchNorm's running statistics, before each batch
             and before validation, as DDP does. Checkpoints contain rank zero's buffers in any case.
         reduce_once: under accumulation, sum unsharded gradients and reduce them once; False reduces in each
@@ -186,10 +190,13 @@ class FSDP2Strategy(FSDP2Host, ModelParallelStrategy):
         assert self.model is not None
         # A callback may have swapped a layer, or made the optimizer again.
         check_sharded(self.model, self.optimizers)
+        self._agree_in_tensor_group()
 
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
-        """Broadcast rank zero's buffers before any forward of the batch."""
+        """Broadcast rank zero's buffers before any forward of the batch; compare the first batch in a tensor group."""
         self._share_buffers()
+        if batch_idx == 0:
+            self._agree_in_tensor_group(batch)
 
     def on_validation_start(self) -> None:
         """Broadcast rank zero's buffers before the first batch."""
@@ -222,6 +229,9 @@ class FSDP2Strategy(FSDP2Host, ModelParallelStrategy):
             ValueError: this torch cannot restart a step, or gradients are reduced more than once per step.
         """
         what, way_out = "MicroBatching('auto') with FSDP2Strategy", "Give a number, such as MicroBatching(8)"
+        if self.sharding.tensor_parallel > 1:
+            why = "a rank that runs out of memory leaves its tensor group waiting in the middle of a layer"
+            raise ValueError(explain(f"{what}(tensor_parallel={self.sharding.tensor_parallel})", why, way_out))
         if not hasattr(FSDPModule, "reset_iter_state"):
             why = f"torch {torch.__version__} cannot restart a step after an error in it"
             raise ValueError(explain(what, why, f"{way_out}, or use torch 2.13"))

@@ -37,7 +37,7 @@ from lightning_fasttrain.strategy.rank_health import RollCall, own_group
 from lightning_fasttrain.strategy.tensor_parallel.divisors import common_divisors
 from lightning_fasttrain.strategy.tensor_parallel.parallelize import compute_locally_, parallelize_
 from lightning_fasttrain.strategy.tensor_parallel.plan import TensorPlan, plan_tensor_parallel
-from lightning_fasttrain.strategy.tensor_parallel.tensor_group import share_random_state_
+from lightning_fasttrain.strategy.tensor_parallel.tensor_group import refuse_other_batches, share_random_state_
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -118,6 +118,7 @@ class Sharding:
                 module.to(device)
         data, layouts = mesh, None
         if self.tensor_parallel > 1:
+            _refuse_quantised(model, self.tensor_parallel)
             data = mesh[tuple(name for name in mesh.mesh_dim_names or () if name != "tensor")]
             plan = plan_tensor_parallel(model, self.tensor_parallel, self.tensor_plan)
             layouts = parallelize_(model, mesh["tensor"], plan)
@@ -132,9 +133,16 @@ class Sharding:
         )
         if layouts is not None:
             compute_locally_(model, layouts, mesh["tensor"])
-            share_random_state_(mesh["tensor"].get_group())
         send_from_rank_zero_(model, whole, device, torch.device("cpu") if self.offload else None)
         return names
+
+
+def _refuse_quantised(model: nn.Module, tensor_parallel: int) -> None:
+    for name, parameter in model.named_parameters():
+        if is_opaque(parameter):
+            why = "the rows and columns of packed weights cannot be divided"
+            way_out = "Use tensor_parallel=1, or LoRA() on an unquantised base"
+            raise ValueError(explain(f"tensor_parallel={tensor_parallel} with the quantised '{name}'", why, way_out))
 
 
 class FSDP2Host:
@@ -179,6 +187,13 @@ class FSDP2Host:
         self.roll_call, self._saving = RollCall(own_group(self._timeout)), own_group(self._timeout)
         if self.async_checkpoints and self._background is None:
             self._background = BackgroundSave(self._write)
+
+    def _agree_in_tensor_group(self, batch: object = None) -> None:
+        """Share the random state in a tensor group, so that dropout is the same; refuse batches that differ."""
+        if self.sharding.tensor_parallel > 1:
+            group = self._device_mesh["tensor"].get_group()
+            share_random_state_(group)
+            refuse_other_batches(batch, group, self.root_device)
 
     def _write(self, path: Path, *states: Any) -> None:
         save_sharded(path, *states, group=self._saving)

@@ -35,9 +35,7 @@ _STYLES: dict[str, LocalStyle | None] = {
 
 
 @check_arguments
-def plan_tensor_parallel(
-    model: nn.Module, tensor_parallel: PositiveInt, plan: TensorPlan | None = None
-) -> Plan:
+def plan_tensor_parallel(model: nn.Module, tensor_parallel: PositiveInt, plan: TensorPlan | None = None) -> Plan:
     """Return a plan that splits attention by heads and MLPs by hidden units over ``tensor_parallel`` ranks.
 
     The plan comes from the first of these that applies:
@@ -140,6 +138,8 @@ def _from_configuration(prefix: str, base: Any, tensor_parallel: int) -> Plan:
     source = f"base_model_tp_plan of {type(base.config).__name__}"
     # An optional layer may be missing in this model.
     present = [name for name, _ in base.named_modules()]
-    own = {pattern: style for pattern, style in base.config.base_model_tp_plan.items() if fnmatch.filter(present, pattern)}
+    own = {
+        pattern: style for pattern, style in base.config.base_model_tp_plan.items() if fnmatch.filter(present, pattern)
+    }
     refuse_indivisible_heads(type(base).__name__, heads_of(base.config), tensor_parallel)
     return {f"{start}{name}": style for name, style in _from_patterns(base, own, source).items()}
