@@ -226,7 +226,9 @@ def techniques(found):
     batches = batches_of("llama", 0, 3)
     trainer([ft.LoRA(rank=2)], strategy=SingleDeviceStrategy("cpu")).fit(alone, as_loader(batches))
     module, _ = fit("llama", 2, [ft.LoRA(rank=2)], batches=batches)
-    found["with LoRA"] = largest_difference(weights(alone), whole(module))
+    adapted = whole(module)
+    found["with LoRA"] = largest_difference(weights(alone), adapted)
+    found["LoRA moved"] = max(value.abs().max().item() for name, value in adapted.items() if "lora_B" in name)
 
 
 def plans(found):

@@ -56,7 +56,7 @@ def parallelize_(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSty
     planned = {model.get_submodule(name) for name in plan}
     for module in attentions:
         if any(child in planned for child in module.modules()):
-            _divide_heads_(module, mesh.size())
+            divide_heads_(module, mesh.size())
     for layer in model.modules():
         if isinstance(layer, nn.TransformerEncoderLayer):
             layer.activation_relu_or_gelu = 0  # the fused path would use a part of the weights as if it were all
@@ -81,7 +81,7 @@ def _refuse_tied(name: str, layer: nn.Module, places: dict[nn.Parameter, list[tu
             raise ValueError(explain(f"tensor parallelism of '{name}'", why, "Leave it out of tensor_plan"))
 
 
-def _divide_heads_(attention: nn.Module, ranks: int) -> None:
+def divide_heads_(attention: object, ranks: int) -> None:
     """Set the numbers of heads that an attention module states to those of one rank."""
     for name in (*HEADS, *KEY_VALUE_HEADS, *_WIDTHS):
         count = vars(attention).get(name)

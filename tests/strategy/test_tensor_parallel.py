@@ -1,0 +1,185 @@
+"""Tensor parallelism on two and on four real processes with gloo, against one process. Two launches serve all tests."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from transformers import T5Config, T5ForConditionalGeneration
+
+from lightning_fasttrain.bench.gpt import GPT, GPTConfig
+from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import full_checkpoint
+from lightning_fasttrain.strategy.fsdp2.sharding import Sharding
+from lightning_fasttrain.strategy.tensor_parallel.layouts import split_intervals
+from lightning_fasttrain.strategy.tensor_parallel.parallelize import divide_heads_
+from lightning_fasttrain.strategy.tensor_parallel.plan import plan_tensor_parallel
+from tests.strategy.tensor_scenarios import MESHES, MODELS, Net, batches_of, two_epochs
+from tests.support.nets import as_loader, largest_difference, trainer, weights
+from tests.support.ranks import run_ranks
+
+FOUR = ("equal", "resharded", "consistency", "refused")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The folder of all checkpoints; the first is that of one process after two of four batches."""
+    folder = tmp_path_factory.mktemp("tensor")
+    t = trainer()
+    t.fit(Net("gpt"), as_loader(batches_of("gpt", 0, 4)[:2]))
+    t.save_checkpoint(folder / "one.ckpt")
+    return folder
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def found(request, folder):
+    count, path = request.param, folder / f"found{request.param}.json"
+    only = FOUR if count == 4 else ()
+    log = folder / f"log{count}"
+    run_ranks("tests.strategy.tensor_scenarios", path, folder, *only, log=log, count=count, timeout_s=240)
+    return json.loads(path.read_text())
+
+
+def largest(found, key):
+    if key not in found[0]:
+        pytest.skip("shown by two processes")
+    return max(rank[key] for rank in found)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_twenty_clipped_steps_equal_those_of_one_process(found, kind):
+    assert largest(found, f"{kind} losses") < 1e-5
+    assert largest(found, f"{kind} weights") < 1e-5 < 1e-2 < largest(found, f"{kind} moved")
+
+
+def test_checkpoints_resume_on_a_mesh_of_another_shape(found):
+    for data, tensor in MESHES[len(found)]:
+        assert largest(found, f"resumed on {data}x{tensor}") < 1e-6
+
+
+def test_a_checkpoint_is_that_of_one_process_in_plain_names(found, folder):
+    expected, stepper = two_epochs(batches_of("gpt", 0, 4), count=2)
+    data, tensor = MESHES[len(found)][1]
+    saved = full_checkpoint(folder / f"{data}x{tensor}")
+    assert largest_difference(weights(expected), saved["state_dict"]) < 1e-6
+    momentum = {str(n): state["momentum_buffer"] for n, state in saved["optimizer_states"][0]["state"].items()}
+    plain = {str(n): state["momentum_buffer"] for n, state in stepper.state_dict()["state"].items()}
+    assert largest_difference(plain, momentum) < 1e-6
+
+
+@pytest.mark.parametrize("technique", ["CompileBlocks", "FusedLossHead", "others", "LoRA"])
+def test_techniques_train_as_in_one_process(found, technique):
+    assert largest(found, f"with {technique}") < 1e-6
+
+
+def test_adapters_in_a_tensor_group_train(found):
+    assert largest(found, "LoRA moved") > 1e-3
+
+
+@pytest.mark.parametrize("plan", ["plan with torch's styles", "plan with ours styles", "plan of an encoder"])
+def test_plans_of_the_user_and_for_an_encoder_train_as_in_one_process(found, plan):
+    assert largest(found, plan) < 1e-6
+
+
+def test_the_fused_path_of_an_encoder_is_not_used_on_a_part_of_its_weights(found):
+    assert largest(found, "encoder in eval mode") < 1e-5
+    assert found[0]["encoder is split"] == [12, 16]
+
+
+def test_dropout_is_the_same_in_a_tensor_group(found):
+    assert largest(found, "dropout") == 0
+
+
+def test_the_sampler_gives_a_tensor_group_the_same_samples(found):
+    samples = [rank["samples"] for rank in found]
+    for rank, seen in enumerate(samples):
+        assert seen == samples[rank // 2 * 2]
+    every = sorted(int(batch["inputs"].sum()) for batch in batches_of("gpt", 0, 8))
+    assert sorted(n for seen in samples[::2] for n in seen) == every
+
+
+def test_different_batches_in_a_tensor_group_are_refused_on_its_ranks(found):
+    assert all("the ranks of a tensor group have different batches" in rank["other batches"] for rank in found)
+
+
+def test_fabric_trains_clips_saves_and_loads(found):
+    assert largest(found, "fabric") < 1e-6
+    assert largest(found, "fabric loaded") < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("QLoRA", "tensor_parallel=2 with the quantised 'net.model.layers.0.self_attn.q_proj.base_layer.weight'"),
+        ("auto", "MicroBatching('auto') with FSDP2Strategy(tensor_parallel=2)"),
+        ("world", "replicas=1 x tensor_parallel=3 over"),
+        ("tied", "tensor parallelism of 'net.head': it shares a parameter with another layer"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_on_all_ranks(found, name, why):
+    assert all(why in rank[f"refused {name}"] for rank in found)
+
+
+def test_a_plan_comes_from_the_configuration_of_a_hugging_face_model():
+    plan = plan_tensor_parallel(Net("llama"), 2)
+    layer = "net.model.layers.1."
+    assert [plan[f"{layer}self_attn.{name}_proj"].known_as for name in "qkvo"] == [*["colwise"] * 3, "rowwise"]
+    assert plan[f"{layer}mlp.down_proj"].known_as == "rowwise"
+    assert len(plan) == 2 * 7
+
+
+@pytest.mark.parametrize("kind", ["bert", "vit"])
+def test_a_plan_by_names_and_widths_finds_attention_and_mlps(kind):
+    plan = plan_tensor_parallel(Net(kind), 2)
+    styles = [style.known_as for style in plan.values()]
+    assert styles == [*["colwise"] * 3, "rowwise", "colwise", "rowwise"] * 2
+
+
+def test_a_fused_projection_is_split_in_each_of_its_parts():
+    plan = plan_tensor_parallel(GPT(GPTConfig(width=8, heads=2, layers=2)), 2)
+    assert plan["blocks.0.attention.qkv"].parts == 3
+    ranges = split_intervals(torch.Size([12, 4]), _StridedShard(0, split_factor=3), 1, 2)
+    assert ranges == [[(2, 4), (6, 8), (10, 12)], [(0, 4)]]
+    assert split_intervals(torch.Size([12, 4]), Shard(1), 1, 2) == [[(0, 12)], [(2, 4)]]
+    assert split_intervals(torch.Size([12]), Replicate(), 1, 2) == [[(0, 12)]]
+
+
+def test_heads_and_widths_that_do_not_divide_are_refused_with_the_divisors():
+    with pytest.raises(ValueError, match=r"num_key_value_heads=2.*Use one of tensor_parallel=\[1, 2\]"):
+        plan_tensor_parallel(Net("llama"), 4)
+    with pytest.raises(ValueError, match=r"heads=4.*tensor_parallel=\[1, 2, 4\]"):
+        plan_tensor_parallel(Net("gpt"), 3)
+    with pytest.raises(ValueError, match=r"'net.blocks.0.up'.*tensor_parallel=\[1, 2, 4, 8, 16, 32, 64\]"):
+        plan_tensor_parallel(Net("gpt"), 3, {"net.blocks.*.up": "colwise", "net.blocks.*.down": "rowwise"})
+
+
+def test_plans_that_mean_nothing_are_refused():
+    net = Net("gpt")
+    with pytest.raises(ValueError, match="'blocks.9', which matches no module"):
+        plan_tensor_parallel(net, 2, {"blocks.9": "colwise"})
+    with pytest.raises(ValueError, match="the style 'columns'.*known are colwise, rowwise"):
+        plan_tensor_parallel(net, 2, {"net.head": "columns"})
+    with pytest.raises(ValueError, match="a LayerNorm in a tensor-parallel plan"):
+        plan_tensor_parallel(net, 2, {"net.norm": "colwise"})
+    with pytest.raises(ValueError, match="finds nothing to split in Sequential"):
+        plan_tensor_parallel(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), 2)
+
+
+def test_parameters_of_single_heads_are_refused_by_name():
+    config = {"d_model": 8, "d_ff": 16, "d_kv": 4, "num_layers": 2, "num_heads": 2, "vocab_size": 9}
+    with pytest.raises(ValueError, match="relative_attention_bias.*may belong to single heads"):
+        plan_tensor_parallel(T5ForConditionalGeneration(T5Config(**config)), 2)
+
+
+def test_ranks_of_a_tensor_group_are_neighbours():
+    sharding = Sharding(replicas=2, tensor_parallel=2)
+    assert sharding.shape(8) == (2, 2, 2)
+    assert [sharding.data_ranks(8, rank)["rank"] for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_heads_that_a_module_states_become_those_of_one_rank():
+    attention = SimpleNamespace(num_heads=8, all_head_size=64, head_dim=8)
+    divide_heads_(attention, 4)
+    assert vars(attention) == {"num_heads": 2, "all_head_size": 16, "head_dim": 8}
