@@ -1,7 +1,7 @@
 """Sharding of parameters, gradients and optimizer state: FSDP2, ZeRO, and the choice among them.
 
-From the bottom up: ``choose``, ``rank_health``, ``fsdp2``, ``_sharded_groups``, ``zero``, ``traffic``,
-``consolidate``, ``choose_strategy``.
+From the bottom up: ``choose``, ``rank_health``, ``tensor_parallel``, ``fsdp2``, ``_sharded_groups``, ``zero``,
+``traffic``, ``consolidate``, ``choose_strategy``.
 """
 
 from typing import TYPE_CHECKING
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         load_sharded_,
         save_sharded,
     )
+    from lightning_fasttrain.strategy.tensor_parallel.plan import plan_tensor_parallel
     from lightning_fasttrain.strategy.traffic import Traffic, predict_traffic
     from lightning_fasttrain.strategy.zero.zero_fabric import FabricZeROStrategy
     from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy
@@ -47,6 +48,7 @@ __all__ = [
     "full_checkpoint",
     "full_state_dict",
     "load_sharded_",
+    "plan_tensor_parallel",
     "precision_policy",
     "predict_model_states",
     "predict_traffic",

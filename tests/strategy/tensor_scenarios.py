@@ -77,12 +77,16 @@ def _llama(**settings):
 
 def _bert(**settings):
     off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return BertForSequenceClassification(BertConfig(**SMALL, vocab_size=VOCABULARY, num_labels=CLASSES, **off))
+    return BertForSequenceClassification(
+        BertConfig(**{**SMALL, **off, "vocab_size": VOCABULARY, "num_labels": CLASSES})
+    )
 
 
 def _vit(**settings):
     off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return ViTForImageClassification(ViTConfig(**SMALL, image_size=8, patch_size=4, num_labels=CLASSES, **off))
+    return ViTForImageClassification(
+        ViTConfig(**{**SMALL, **off, "image_size": 8, "patch_size": 4, "num_labels": CLASSES})
+    )
 
 
 def _gpt(**settings):
@@ -259,7 +263,7 @@ def consistency(found):
     seen = Seen("gpt")
     strategy = FSDP2Strategy(tensor_parallel=2)
     t = trainer(devices=WORLD, strategy=strategy, use_distributed_sampler=True)
-    t.fit(seen, DataLoader(batches_of("gpt", 0, 8), batch_size=None, shuffle=True))
+    t.fit(seen, DataLoader(as_loader(batches_of("gpt", 0, 8)).dataset, batch_size=None, shuffle=True))
     found["samples"] = seen.sums
     found["other batches"] = refusal(lambda: fit("gpt", 2, batches=batches_of("gpt", RANK, 2)))
 

@@ -168,9 +168,9 @@ def test_plans_that_mean_nothing_are_refused():
 
 
 def test_parameters_of_single_heads_are_refused_by_name():
-    config = {"d_model": 8, "d_ff": 16, "d_kv": 4, "num_layers": 2, "num_heads": 2, "vocab_size": 9}
+    config = T5Config(d_model=8, d_ff=16, d_kv=4, num_layers=2, num_heads=2, vocab_size=9)
     with pytest.raises(ValueError, match="relative_attention_bias.*may belong to single heads"):
-        plan_tensor_parallel(T5ForConditionalGeneration(T5Config(**config)), 2)
+        plan_tensor_parallel(T5ForConditionalGeneration(config), 2)
 
 
 def test_ranks_of_a_tensor_group_are_neighbours():

@@ -43,8 +43,8 @@ class FabricFSDP2Strategy(FSDP2Host, ModelParallelStrategy):
     parameters with ``torch.distributed.fsdp.register_fsdp_forward_method(model, "loss")``.
 
     Args:
-        reshard_after_forward, offload, replicas, blocks, reduce_dtype, float32_residual, tensor_parallel,
-            tensor_plan, async_checkpoints, process_group_backend, timeout: as for :class:`~lightning_fasttrain.FSDP2Strategy`.
+        reshard_after_forward, offload, replicas, blocks, reduce_dtype, float32_residual, tensor_parallel, tensor_plan,
+            async_checkpoints, process_group_backend, timeout: as for :class:`~lightning_fasttrain.FSDP2Strategy`.
         broadcast_buffers: broadcast rank zero's buffers before each training forward whose gradients are reduced.
 
     Raises:

@@ -11,7 +11,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import check_arguments
@@ -37,7 +36,7 @@ from lightning_fasttrain.strategy.fsdp2._sharded_optimizer import (
     with_numbers,
 )
 from lightning_fasttrain.strategy.rank_health import RollCall
-from lightning_fasttrain.strategy.tensor_parallel.layouts import StripedShard, is_striped, take_shard
+from lightning_fasttrain.strategy.tensor_parallel.layouts import in_chunks, shard_like
 
 REST = "rest.pt"  # everything except the tensors of the model and of the optimizers
 _MODEL = "model."
@@ -96,8 +95,8 @@ def save_sharded(
         # No flattening: names are flat already.
         planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with _silence_warning(alone), _errors_of_ranks():
-            tensors = {name: StripedShard.of(value) if is_striped(value) else value for name, value in tensors.items()}
-            index = dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
+            chunks = in_chunks(tensors)
+            index = dcp.save(chunks, storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
         if rank == 0:
             write_index(folder, index)
             write_atomic(folder / REST, lambda file: torch.save(plain, file))
@@ -207,7 +206,7 @@ def load_full_(
     state, full = model.state_dict(), checkpoint.pop("state_dict")
     expected = set(state) if names is None else names(checkpoint, set(full), strict)
     refuse_other_names(expected, set(full), path, strict)
-    parts = {name: _part(full[name], value) for name, value in state.items() if name in full}
+    parts = {name: shard_like(full[name], value) for name, value in state.items() if name in full}
     model.load_state_dict({**state, **parts}, strict=False)
     states = checkpoint.pop("optimizer_states", [])
     for optimizer, saved in zip((optimizers or {}).values(), states, strict=False):
@@ -215,19 +214,11 @@ def load_full_(
         for number, values in saved["state"].items():
             like = held[number]
             # Sharded like the parameter; state of another shape, such as a step counter, is replicated.
-            values.update({k: _part(v, like) for k, v in values.items() if getattr(v, "shape", None) == like.shape})
+            values.update(
+                {k: shard_like(v, like) for k, v in values.items() if getattr(v, "shape", None) == like.shape}
+            )
         optimizer.load_state_dict(saved)
     return checkpoint
-
-
-def _part(full: Tensor, like: object) -> Any:
-    if not isinstance(like, DTensor):
-        return full
-    on_mesh = full.to(like.device_mesh.device_type)
-    if is_striped(like):
-        return take_shard(on_mesh, like).to(like.device)
-    # src_data_rank=None: each rank has the complete tensor and takes its shard, without communication.
-    return distribute_tensor(on_mesh, like.device_mesh, like.placements, src_data_rank=None).to(like.device)
 
 
 @check_arguments
@@ -295,12 +286,11 @@ def _read_whole(folder: str | os.PathLike[str], prefix: str) -> dict[str, Tensor
 def _read(reader: ShardReader, tensors: dict[str, Tensor], *, alone: bool = False) -> None:
     """Fill ``tensors`` in place; a collective, unless ``alone``."""
     if tensors:
-        tensors = {name: StripedShard.of(value) if is_striped(value) else value for name, value in tensors.items()}
         alone = alone or not dist.is_initialized()
         planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         # CheckpointException does not derive from Exception, so callers would not catch it.
         with _silence_warning(alone), as_corrupt(reader.path, CheckpointException):
-            dcp.load(tensors, storage_reader=reader, planner=planner, no_dist=alone)
+            dcp.load(in_chunks(tensors), storage_reader=reader, planner=planner, no_dist=alone)
 
 
 @contextmanager

@@ -70,7 +70,7 @@ class Sharding:
         precision_policy(reduce_dtype=self.reduce_dtype)
 
     def shape(self, world_size: int) -> tuple[int, ...]:
-        """Return the shape of the mesh over ``world_size`` processes: (shards,), (replicas, shards), (shards, tensor)."""
+        """Return the shape of the mesh over ``world_size`` processes: (shards,), or also with replicas and tensor."""
         together = self.replicas * self.tensor_parallel
         if world_size % together:
             way_out = f"Use one of replicas={common_divisors([world_size])}"

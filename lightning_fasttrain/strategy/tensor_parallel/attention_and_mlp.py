@@ -72,14 +72,16 @@ def _linear_layers(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _projections(module: nn.Module) -> dict[str, int]:
     """Return the projections that a module owns as an attention, with their number of fused parts; else nothing."""
+    own = {name: child for name, child in module.named_children() if is_linear(child)}
     for name, parts in _FUSED.items():
-        if is_linear(module._modules.get(name) or module) and name in module._modules:
-            base, _, _ = layers_of(module._modules[name])
+        if name in own:
+            base, _, _ = layers_of(own[name])
+            # Grouped queries are wider than keys.
             return {name: parts} if base.out_features == 3 * base.in_features else {}
     found = {}
     for names in (_QUERIES, _KEYS, _VALUES):
-        own = [name for name in names if name in module._modules and is_linear(module._modules[name])]
-        found.update(dict.fromkeys(own[:1], 1))
+        present = [name for name in names if name in own]
+        found.update(dict.fromkeys(present[:1], 1))
     return found if len(found) == 3 else {}
 
 
@@ -112,12 +114,10 @@ def _plan_norms(inner: str, module: nn.Module, layers: Layers, head_dim: int, wh
     """Return the styles of norms per head; refuse other parameters, which may belong to single heads."""
     plan: dict[str, ParallelStyle] = {}
     for name, owner in module.named_modules():
-        path, own = f"{inner}{name}", list(owner.parameters(recurse=False))
-        of_layer = any(path == layer or path.startswith(f"{layer}.") for layer in layers)
-        if not own or of_layer:
+        path, shapes = f"{inner}{name}", {tuple(p.shape) for p in owner.parameters(recurse=False)}
+        if not shapes or _is_inside(path, layers):
             continue
-        per_head = all(tuple(p.shape) == (head_dim,) for p in own)
-        if name in _NORMS and per_head:
+        if name in _NORMS and shapes == {(head_dim,)}:
             plan[path] = SummedGradients()
         else:
             why = f"'{name}' ({type(owner).__name__}) has parameters that may belong to single heads"
@@ -126,28 +126,28 @@ def _plan_norms(inner: str, module: nn.Module, layers: Layers, head_dim: int, wh
 
 
 def _plan_mlps(block: nn.Module, layers: Layers) -> dict[str, ParallelStyle]:
+    """Return the styles of successive layers of widths D → F (one or several) and F → D, with F above D."""
     plan: dict[str, ParallelStyle] = {}
-    order = {name: i for i, (name, _) in enumerate(block.named_modules())}
-    weighty = [order[name] for name, module in block.named_modules() if any(True for _ in module.parameters(False))]
     ups: list[str] = []
-    for name, layer in layers.items():
-        base, _, _ = layers_of(layer)
-        before, _, _ = layers_of(layers[ups[-1]]) if ups else (base, [], [])
-        widens = base.out_features > base.in_features
-        closes = ups and (base.in_features, base.out_features) == (before.out_features, before.in_features)
-        between = [i for i in weighty if ups and order[ups[0]] < i < order[name]]
-        inside = [i for i in between if not any(_is_inside(i, up, block, order) for up in ups)]
-        if closes and not inside:
+    for name, module in block.named_modules():
+        if name not in layers:
+            # A norm of hidden units needs all of them.
+            if not _is_inside(name, layers) and any(True for _ in module.parameters(recurse=False)):
+                ups = []
+            continue
+        layer, _, _ = layers_of(module)
+        before = layers_of(layers[ups[-1]])[0] if ups else layer
+        if ups and (layer.in_features, layer.out_features) == (before.out_features, before.in_features):
             plan.update({up: ColumnParallel() for up in ups})
             plan[name] = RowParallel()
             ups = []
-        elif widens and ups and base.weight.shape == before.weight.shape:
-            ups.append(name)
+        elif layer.out_features > layer.in_features:
+            alike = layer.weight.shape == before.weight.shape
+            ups = [*ups, name] if alike else [name]
         else:
-            ups = [name] if widens else []
+            ups = []
     return plan
 
 
-def _is_inside(index: int, layer: str, block: nn.Module, order: dict[str, int]) -> bool:
-    names = list(order)
-    return names[index] == layer or names[index].startswith(f"{layer}.")
+def _is_inside(name: str, layers: Layers) -> bool:
+    return any(name == layer or name.startswith(f"{layer}.") for layer in layers)

@@ -1,15 +1,16 @@
 """Layouts of parameters over the ranks of a tensor group, and the plain tensors that these ranks compute with."""
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 Interval = tuple[int, int]  # [start, end)
@@ -67,7 +68,7 @@ def shard_of(axis: int, parts: int = 1) -> Placement:
     return Shard(axis) if parts == 1 else _StridedShard(axis, split_factor=parts)
 
 
-def is_striped(tensor: object) -> bool:
+def is_striped(tensor: object) -> TypeGuard[DTensor]:
     """Return whether a rank's shard of a DTensor consists of several ranges of one axis, as of a fused projection."""
     return isinstance(tensor, DTensor) and isinstance(tensor.placements[-1], _StridedShard)
 
@@ -110,11 +111,31 @@ def take_shard(full: Tensor, like: DTensor) -> DTensor:
     return DTensor.from_local(local, like.device_mesh, like.placements, **known)
 
 
+def shard_like(full: Tensor, like: object) -> Any:
+    """Return an unsharded tensor that all ranks have in the layout of ``like``, without communication."""
+    if not isinstance(like, DTensor):
+        return full
+    on_mesh = full.to(like.device_mesh.device_type)
+    if is_striped(like):
+        return take_shard(on_mesh, like).to(like.device)
+    # src_data_rank=None: each rank takes its shard.
+    return distribute_tensor(on_mesh, like.device_mesh, like.placements, src_data_rank=None).to(like.device)
+
+
 def _take(full: Tensor, ranges: list[list[Interval]]) -> Tensor:
     for axis, held in enumerate(ranges):
         slices = [full.narrow(axis, start, end - start) for start, end in held]
         full = slices[0] if len(slices) == 1 else torch.cat(slices, axis)
     return full
+
+
+def in_chunks(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors for ``torch.distributed.checkpoint``, the striped ones as several chunks in the same memory."""
+    chunked = dict(tensors)
+    for name, tensor in tensors.items():
+        if is_striped(tensor):
+            chunked[name] = StripedShard.of(tensor)
+    return chunked
 
 
 class StripedShard(Tensor):
@@ -134,12 +155,12 @@ class StripedShard(Tensor):
         shard = local.as_subclass(cls)
         shard._full, shard._chunks = tensor.shape, {}
         ranges = ranges_of(tensor)
-        starts = [list(itertools.accumulate((e - s for s, e in held), initial=0)) for held in ranges]
-        for chosen in itertools.product(*(range(len(held)) for held in ranges)):
+        # At most one axis has several ranges.
+        for chosen in itertools.product(*ranges):
             chunk, offsets = local, []
-            for axis, i in enumerate(chosen):
-                start, end = ranges[axis][i]
-                chunk = chunk.narrow(axis, starts[axis][i], end - start)
+            for axis, (start, end) in enumerate(chosen):
+                before = sum(e - s for s, e in ranges[axis] if e <= start)
+                chunk = chunk.narrow(axis, before, end - start)
                 offsets.append(start)
             shard._chunks[tuple(offsets)] = chunk
         return shard

@@ -35,15 +35,15 @@ def parallelize_(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSty
         with DTensors, and are left out.
     """
     layouts: Layouts = {}
-    attentions = [module for module in model.modules() if is_attention(module)]
     places = _places(model)
-    for name in plan:
-        _refuse_tied(name, model.get_submodule(name), places)
-    for name, style in plan.items():
-        module = model.get_submodule(name)
+    planned = [model.get_submodule(name) for name in plan]
+    for name, layer in zip(plan, planned, strict=True):
+        _refuse_tied(name, layer, places)
+    _compute_on_a_part_(model, planned, mesh.size())
+    for layer, style in zip(planned, plan.values(), strict=True):
         if isinstance(style, LocalStyle):
-            layouts.update(style.layouts(module))
-        parallelize_module(module, mesh, style)
+            layouts.update(style.layouts(layer))
+        parallelize_module(layer, mesh, style)
     for owners in places.values():
         owner, key = owners[0]
         parameter: Any = owner._parameters[key]
@@ -53,16 +53,19 @@ def parallelize_(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSty
             for place, other in owners:
                 place._parameters[other] = whole
                 layouts[place, other] = REPLICATED
-    planned = {model.get_submodule(name) for name in plan}
-    for module in attentions:
-        if any(child in planned for child in module.modules()):
-            divide_heads_(module, mesh.size())
-    for layer in model.modules():
-        if isinstance(layer, nn.TransformerEncoderLayer):
-            layer.activation_relu_or_gelu = 0  # the fused path would use a part of the weights as if it were all
-        if isinstance(layer, nn.TransformerEncoder):
-            layer.use_nested_tensor = False
     return layouts
+
+
+def _compute_on_a_part_(model: nn.Module, planned: list[nn.Module], ranks: int) -> None:
+    """Tell modules around the layers of a plan about it: attention its number of heads, and torch's encoders."""
+    for module in model.modules():
+        if is_attention(module) and any(child in planned for child in module.modules()):
+            divide_heads_(module, ranks)
+        # Their fused path would use a part of the weights as if it were all.
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
 
 
 def _places(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:

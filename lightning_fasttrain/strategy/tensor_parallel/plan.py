@@ -85,9 +85,8 @@ def plan_tensor_parallel(model: nn.Module, tensor_parallel: PositiveInt, plan: T
     bases = _with_own_plan(model)
     for prefix, base in bases.items():
         found.update(_from_configuration(prefix, base, tensor_parallel))
-    inside = tuple(f"{prefix}." if prefix else "" for prefix in bases)
     for name, block in _blocks(model).items():
-        if not name.startswith(inside) or not inside:
+        if not any(prefix == "" or name.startswith(f"{prefix}.") for prefix in bases):
             found.update(plan_block(name, block, tensor_parallel))
     if not found:
         what = f"tensor_parallel={tensor_parallel} finds nothing to split in {type(model).__name__}"

@@ -36,11 +36,11 @@ def refuse_other_batches(batch: object, group: dist.ProcessGroup, device: torch.
     if group.size() == 1:
         return
     tensors = [leaf.detach() for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-    numbers = [torch.stack([t.double().sum().to(device) for t in tensors])] if tensors else []
-    sizes = sum((i + 1) * t.numel() for i, t in enumerate(tensors))
-    # NaN in a batch is no reason to differ.
-    total = numbers[0].nan_to_num().sum() if numbers else torch.zeros((), dtype=torch.float64, device=device)
-    mine = torch.stack([torch.tensor(float(sizes), dtype=torch.float64, device=device), total])
+    mine = torch.zeros(2, dtype=torch.float64, device=device)
+    for place, tensor in enumerate(tensors, start=1):
+        mine[0] += place * tensor.numel()
+        # NaN in both batches is no difference.
+        mine[1] += tensor.double().sum().nan_to_num()
     largest, smallest = mine.clone(), mine.clone()
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     dist.all_reduce(smallest, dist.ReduceOp.MIN, group=group)
