@@ -225,13 +225,14 @@ def techniques(found):
         module, _ = fit("gpt", 2, callbacks, batches=mine)
         found[f"with {name}"] = largest_difference(weights(plain), whole(module))
     torch._dynamo.reset()
-    torch.manual_seed(21)  # the adapters of rank zero
-    alone = Net("llama")
     batches = batches_of("llama", 0, 3)
-    trainer([ft.LoRA(rank=2)], strategy=SingleDeviceStrategy("cpu")).fit(alone, as_loader(batches))
-    module, _ = fit("llama", 2, [ft.LoRA(rank=2)], batches=batches)
-    adapted = whole(module)
-    found["with LoRA"] = largest_difference(weights(alone), adapted)
+    for name, callbacks in (("AdaptiveClipping", [ft.optim.AdaptiveClipping(1e-3)]), ("LoRA", [ft.LoRA(rank=2)])):
+        torch.manual_seed(21)  # the adapters of rank zero
+        alone = Net("llama")
+        trainer(callbacks, strategy=SingleDeviceStrategy("cpu")).fit(alone, as_loader(batches))
+        module, _ = fit("llama", 2, callbacks, batches=batches)
+        adapted = whole(module)
+        found[f"with {name}"] = largest_difference(weights(alone), adapted)
     found["LoRA moved"] = max(value.abs().max().item() for name, value in adapted.items() if "lora_B" in name)
 
 
@@ -276,6 +277,14 @@ class Seen(Net):
         return super().training_step(batch, batch_idx)
 
 
+def options(found):
+    """Compare options of the strategy with the plain run of one process over three steps."""
+    plain, _ = one_process("gpt", WORLD // 2, count=3)
+    for name, value in (("offload", "cpu"), ("reshard_after_forward", False), ("replicas", WORLD // 2)):
+        module, _ = fit("gpt", 2, strategy=FSDP2Strategy(tensor_parallel=2, **{name: value}), count=3)
+        found[f"option {name}"] = largest_difference(weights(plain), whole(module))
+
+
 def refused(found):
     for name, kind, tensor, callbacks in (
         ("QLoRA", "llama", 2, [ft.QLoRA(rank=2)]),
@@ -286,8 +295,7 @@ def refused(found):
         found[f"refused {name}"] = refusal(
             lambda k=kind, n=tensor, c=callbacks: fit(k, n, c, batches=batches_of(k, 0, 1))
         )
-    plan = {"net.head": "colwise"}
-    strategy = FSDP2Strategy(tensor_parallel=2, tensor_plan=plan)
+    strategy = FSDP2Strategy(tensor_parallel=2, tensor_plan={"net.head": ColwiseParallel()})
     found["refused tied"] = refusal(lambda: fit("gpt", 2, strategy=strategy, batches=batches_of("gpt", 0, 1)))
 
 
@@ -324,6 +332,7 @@ def main(path, folder, *only):
         "plans": lambda: plans(found),
         "consistency": lambda: consistency(found),
         "refused": lambda: refused(found),
+        "options": lambda: options(found),
         "fabric": lambda: fabric_loop(found, folder),
     }
     for name, scenario in every.items():

@@ -20,7 +20,7 @@ from tests.strategy.tensor_scenarios import MESHES, MODELS, Net, batches_of, two
 from tests.support.nets import as_loader, largest_difference, trainer, weights
 from tests.support.ranks import run_ranks
 
-FOUR = ("equal", "resharded", "consistency", "refused")
+FOUR = ("equal", "resharded", "consistency", "refused", "options")
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +69,14 @@ def test_a_checkpoint_is_that_of_one_process_in_plain_names(found, folder):
     assert largest_difference(plain, momentum) < 1e-6
 
 
-@pytest.mark.parametrize("technique", ["CompileBlocks", "FusedLossHead", "others", "LoRA"])
+@pytest.mark.parametrize("technique", ["CompileBlocks", "FusedLossHead", "others", "AdaptiveClipping", "LoRA"])
 def test_techniques_train_as_in_one_process(found, technique):
     assert largest(found, f"with {technique}") < 1e-6
+
+
+@pytest.mark.parametrize("option", ["offload", "reshard_after_forward", "replicas"])
+def test_options_do_not_change_training_in_a_tensor_group(found, option):
+    assert largest(found, f"option {option}") < 1e-6
 
 
 def test_adapters_in_a_tensor_group_train(found):
@@ -159,6 +164,8 @@ def test_plans_that_mean_nothing_are_refused():
     net = Net("gpt")
     with pytest.raises(ValueError, match="'blocks.9', which matches no module"):
         plan_tensor_parallel(net, 2, {"blocks.9": "colwise"})
+    with pytest.raises(ValueError, match="'colwise' for 'net.head': no 'rowwise' layer comes after it"):
+        plan_tensor_parallel(net, 2, {"net.head": "colwise"})
     with pytest.raises(ValueError, match="the style 'columns'.*known are colwise, rowwise"):
         plan_tensor_parallel(net, 2, {"net.head": "columns"})
     with pytest.raises(ValueError, match="a LayerNorm in a tensor-parallel plan"):

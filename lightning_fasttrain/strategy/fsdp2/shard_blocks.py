@@ -158,6 +158,10 @@ def shard_blocks_(
             "would be cast; the rest is sharded"
         )
     packed = unwrap_packed_(model, policy)
+    for parameter in model.parameters():
+        # FSDP2 refuses others, as of convolutions in channels_last; its shards have no such layout.
+        if parameter not in whole and not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": policy,

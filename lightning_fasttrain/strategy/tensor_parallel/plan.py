@@ -80,6 +80,7 @@ def plan_tensor_parallel(model: nn.Module, tensor_parallel: PositiveInt, plan: T
     if plan is not None:
         chosen = _from_patterns(model, plan, "tensor_plan")
         refuse_indivisible(model, chosen, tensor_parallel)
+        _refuse_partial_outputs(model, chosen)
         return chosen
     found: Plan = {}
     bases = _with_own_plan(model)
@@ -95,6 +96,22 @@ def plan_tensor_parallel(model: nn.Module, tensor_parallel: PositiveInt, plan: T
     refuse_indivisible(model, found, tensor_parallel)
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
     return dict(sorted(found.items(), key=lambda entry: order[entry[0]]))
+
+
+def _refuse_partial_outputs(model: nn.Module, plan: Plan) -> None:
+    """Refuse column-parallel layers that no row-parallel layer follows, as a head: a loss would take a part for all."""
+    columns: list[str] = []
+    for name, _ in model.named_modules():
+        if isinstance(plan.get(name), ColumnParallel):
+            columns.append(name)
+        elif isinstance(plan.get(name), RowParallel):
+            columns = []
+    if columns:
+        why = "no 'rowwise' layer comes after it, so that each rank would go on with a part of its outputs"
+        way_out = (
+            "Leave it out of tensor_plan: a replicated head works with every loss, and FusedLossHead() saves logits"
+        )
+        raise ValueError(explain(f"tensor_plan has 'colwise' for '{columns[0]}'", why, way_out))
 
 
 def _blocks(model: nn.Module) -> dict[str, nn.Module]:

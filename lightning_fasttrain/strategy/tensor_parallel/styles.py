@@ -9,6 +9,7 @@ from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.strategy.tensor_parallel.layouts import SUMMED, Layout, shard_of
@@ -71,7 +72,7 @@ class ColumnParallel(LocalStyle):
 
     def communicate(self, module: nn.Module, group: dist.ProcessGroup) -> None:
         def copy(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            return (_Copy.apply(args[0], group), *args[1:])
+            return (_copy_once(args[0], group), *args[1:])
 
         module.register_forward_pre_hook(copy)
 
@@ -145,6 +146,20 @@ def layers_of(module: nn.Module) -> tuple[nn.Linear, list[nn.Module], list[nn.Mo
         held_by: Any = module._modules.get(name) if module is not base else None
         adapters.append(list(held_by.children()) if held_by is not None else [])
     return base, adapters[0], adapters[1]
+
+
+# Inputs of column-parallel layers → their copies, for layers that share an input, as queries, keys and values do: its
+# gradient is then summed over the group once.
+_copies: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _copy_once(x: Tensor, group: dist.ProcessGroup) -> Any:
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return _Copy.apply(x, group)
+    known = _copies.get(x)
+    if known is None:
+        known = _copies[x] = _Copy.apply(x, group)
+    return known
 
 
 class _Copy(torch.autograd.Function):
