@@ -7,6 +7,7 @@ import lightning as L
 import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import PositiveFloat, check_arguments
@@ -71,6 +72,9 @@ def clip_adaptively_(parameters: Iterable[Tensor], factor: PositiveFloat = 0.01,
     # If the gradient is zero the quotient is infinite, and 1 is the minimum.
     factors = torch._foreach_clamp_max(torch._foreach_div(largest, _unit_norms(gradients)), 1.0)
     for gradient, allowed in zip(gradients, factors, strict=True):
+        # A parameter without a dimension is not sharded, though all others are.
+        if isinstance(allowed, DTensor) and not isinstance(gradient, DTensor):
+            allowed = allowed.full_tensor()
         gradient.mul_(allowed.to(gradient.dtype))
     return len(gradients)
 

@@ -108,7 +108,7 @@ class Encoder(nn.Module):
 
 
 MODELS = {"gpt": _gpt, "llama": _llama, "bert": _bert, "vit": _vit}
-OTHERS = {"encoder": Encoder}
+OTHERS = {"encoder": Encoder, "scaled": lambda: Scaled()}
 
 
 def batches_of(kind, data_rank, count=STEPS):
@@ -277,6 +277,36 @@ class Seen(Net):
         return super().training_step(batch, batch_idx)
 
 
+class Scaled(nn.Module):
+    """A GPT whose logits have a temperature, a parameter without a dimension."""
+
+    def __init__(self):
+        super().__init__()
+        self.gpt, self.scale = _gpt(), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, ids):
+        return self.gpt(ids) * self.scale.exp()
+
+
+def scalars(found, folder):
+    """Train a parameter without a dimension over data ranks and in a tensor group; save it, and resume."""
+    for tensor in (1, 2):
+        expected, _ = one_process("scaled", WORLD // tensor, clip=0.5, count=4)
+        mine = batches_of("scaled", RANK // tensor, 4)
+        module, t = fit("scaled", tensor, batches=mine[:2], gradient_clip_val=0.5)
+        path = folder / f"scaled{tensor}"
+        t.save_checkpoint(path)
+        clip = {"gradient_clip_val": 0.5, "max_epochs": 2}
+        module, _ = fit("scaled", tensor, [ft.MicroBatching(2)], batches=mine[2:], resume=path, **clip)
+        found[f"scalar {tensor}"] = largest_difference(weights(expected), whole(module))
+        clipping = [ft.optim.AdaptiveClipping(1e-3)]
+        alone = Net("scaled")
+        trainer(clipping, strategy=SingleDeviceStrategy("cpu")).fit(alone, as_loader(batches_of("scaled", 0, 2)))
+        clipped, _ = fit("scaled", tensor, clipping, batches=batches_of("scaled", 0, 2))
+        found[f"scalar {tensor} clipped"] = largest_difference(weights(alone), whole(clipped))
+        found[f"scalar {tensor} moved"] = abs(module.net.scale.item() - 0.5)
+
+
 def options(found):
     """Compare options of the strategy with the plain run of one process over three steps."""
     plain, _ = one_process("gpt", WORLD // 2, count=3)
@@ -332,6 +362,7 @@ def main(path, folder, *only):
         "plans": lambda: plans(found),
         "consistency": lambda: consistency(found),
         "refused": lambda: refused(found),
+        "scalars": lambda: scalars(found, folder),
         "options": lambda: options(found),
         "fabric": lambda: fabric_loop(found, folder),
     }

@@ -1,5 +1,7 @@
 """Sharding in one process: what is sharded, what stays unsharded, and what is refused."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -218,11 +220,17 @@ def test_forward_without_backward_can_be_resharded(mesh):
     assert isinstance(model.embed.weight, DTensor)
 
 
-class Scalar(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-        self.factor = nn.Parameter(torch.tensor(1.0))
+def test_parameters_of_any_layout_and_without_a_dimension_train(mesh):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Conv2d(3, 2, 2)).to(memory_format=torch.channels_last)
+    net.factor = nn.Parameter(torch.tensor(2.0))
+    plain, images = copy.deepcopy(net), torch.rand(2, 2, 4, 4)
+    shard_blocks_(net, mesh, blocks="*")
+    check_sharded(net)
+    for each in (net, plain):
+        (each(images).sum() * each.factor).backward()
+    assert torch.equal(net.factor.grad, plain.factor.grad)
+    assert torch.allclose(net[0].weight.grad.full_tensor(), plain[0].weight.grad)
 
 
 def with_parameter(tensor, trains):
@@ -234,7 +242,6 @@ def with_parameter(tensor, trains):
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
-        (Scalar(), {}, r"parameter 'factor' of shape \(\): a scalar without a dim"),
         (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16()), {}, "parameters of several dtypes train"),
         (with_parameter(torch.ones(2, dtype=torch.int8, device="meta"), False), {}, "'0.extra' .* on the meta device"),
         (with_parameter(torch.ones(2, dtype=torch.cfloat), True), {}, "'0.extra' .* is torch.complex64 and trains"),

@@ -79,6 +79,12 @@ def test_options_do_not_change_training_in_a_tensor_group(found, option):
     assert largest(found, f"option {option}") < 1e-6
 
 
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_parameters_without_a_dimension_train_and_resume_as_in_one_process(found, tensor):
+    assert largest(found, f"scalar {tensor}") < 1e-6 < 1e-3 < largest(found, f"scalar {tensor} moved")
+    assert largest(found, f"scalar {tensor} clipped") < 1e-6
+
+
 def test_adapters_in_a_tensor_group_train(found):
     assert largest(found, "LoRA moved") > 1e-3
 

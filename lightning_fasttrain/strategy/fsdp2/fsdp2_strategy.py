@@ -1,6 +1,7 @@
 """Trainer strategy that shards parameters, gradients and optimizer state over all processes with FSDP2."""
 
 import inspect
+import itertools
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
@@ -232,6 +233,9 @@ class FSDP2Strategy(FSDP2Host, ModelParallelStrategy):
         if self.sharding.tensor_parallel > 1:
             why = "a rank that runs out of memory leaves its tensor group waiting in the middle of a layer"
             raise ValueError(explain(f"{what}(tensor_parallel={self.sharding.tensor_parallel})", why, way_out))
+        if self.model is not None and any(p.ndim == 0 and p.requires_grad for p in self.model.parameters()):
+            why = "the gradient of a parameter without a dimension is averaged in each micro-batch"
+            raise ValueError(explain(what, why, way_out))
         if not hasattr(FSDPModule, "reset_iter_state"):
             why = f"torch {torch.__version__} cannot restart a step after an error in it"
             raise ValueError(explain(what, why, f"{way_out}, or use torch 2.13"))
@@ -247,9 +251,9 @@ class FSDP2Strategy(FSDP2Host, ModelParallelStrategy):
 
     def scale_gradients_(self, factor: Tensor) -> None:
         """Multiply the sharded gradients of the coming step by ``factor``, for token-weighted windows."""
-        grads = [p.grad for one in self.optimizers for p in parameters_of(one) if p.grad is not None]
-        if grads:
-            torch._foreach_mul_(grads, factor.to(grads[0].device))
+        for parameter in itertools.chain.from_iterable(map(parameters_of, self.optimizers)):
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor.to(parameter.grad.device))
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.model is not None

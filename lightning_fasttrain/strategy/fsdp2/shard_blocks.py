@@ -27,6 +27,7 @@ from lightning_fasttrain.strategy.fsdp2._packed_weights import (
     unwrap_packed_,
     whole_parameters,
 )
+from lightning_fasttrain.strategy.fsdp2.replicated_scalars import is_replicated, replicate_scalars_
 from lightning_fasttrain.strategy.tensor_parallel.parallelize import shard_axis
 
 REDUCE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -99,11 +100,12 @@ def shard_blocks_(
     sharded along their first dimension; ``state_dict`` keys do not change. Frozen parameters and adapters are sharded
     like the others, and so are 4-bit weights, including those of experts: as bytes, gathered without a cast. Their
     quantization constants (with double quantisation a thirtieth of the weights) are replicated on every rank, like
-    buffers. Also replicated are parameters that are quantised in another way, and 4-bit weights that would be cast:
-    those stored in a floating-point dtype other than the policy's, and on torch 2.11 under bf16-mixed all that are not
-    stored in bfloat16. A block that shares a parameter with the rest of the model is left to the root, so that tied
-    weights stay tied. A model without repeated blocks is one group. Sharding cannot be undone, and a sharded model
-    cannot be copied. Sharding a second time does nothing.
+    buffers. Parameters without a dimension are replicated too, and their gradients averaged. Also replicated are
+    parameters that are quantised in another way, and 4-bit weights that would be cast: those stored in a floating-point
+    dtype other than the policy's, and on torch 2.11 under bf16-mixed all that are not stored in bfloat16. A block that
+    shares a parameter with the rest of the model is left to the root, so that tied weights stay tied. A model without
+    repeated blocks is one group. Sharding cannot be undone, and a sharded model cannot be copied. Sharding a second
+    time does nothing.
 
     Args:
         model: any module.
@@ -166,7 +168,7 @@ def shard_blocks_(
         "mesh": mesh,
         "mp_policy": policy,
         "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy(),
-        "ignored_params": whole,
+        "ignored_params": whole | replicate_scalars_(model),
         "shard_placement_fn": lambda parameter: shard_axis(parameter, mesh.size(mesh.ndim - 1)),
     }
     if reshard_after_forward == 1 and not isinstance(reshard_after_forward, bool):
@@ -241,9 +243,8 @@ def _refuse_unshardable(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         why, way_out = None, "Freeze it, and build quantised models on every rank"
         if not is_opaque(parameter):
-            if parameter.ndim == 0:
-                why, way_out = "a scalar without a dimension cannot be sharded", "Give it the shape (1,)"
-        elif parameter.is_meta:
+            continue
+        if parameter.is_meta:
             why = "it is quantised and on the meta device, where it has no values"
         elif parameter.requires_grad:
             why = f"it is {parameter.dtype} and trains, but only floating-point parameters are sharded"
@@ -279,7 +280,8 @@ def check_sharded(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer] 
     # Gathered parameters are plain tensors, and would pass for unsharded ones.
     reshard_(model)
     named = dict(model.named_parameters())
-    whole = [name for name, p in named.items() if p.requires_grad and not isinstance(p, DTensor)]
+    trained = {name: p for name, p in named.items() if p.requires_grad and not is_replicated(p)}
+    whole = [name for name, p in trained.items() if not isinstance(p, DTensor)]
     if whole:
         why = "each rank would train a copy of its own, since nothing reduces their gradients"
         way_out = "Change layers before sharding: in configure_model, or with the suite's techniques"

@@ -26,6 +26,7 @@ from lightning_fasttrain.strategy.fsdp2.broadcast_weights import (
     send_from_rank_zero_,
     whole_on_rank_zero,
 )
+from lightning_fasttrain.strategy.fsdp2.replicated_scalars import replicate_scalars_
 from lightning_fasttrain.strategy.fsdp2.shard_blocks import OFFLOADS, precision_policy, shard_blocks_
 from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import (
     NamesToLoad,
@@ -134,6 +135,7 @@ class Sharding:
         if layouts is not None:
             compute_locally_(model, layouts, mesh["tensor"])
         send_from_rank_zero_(model, whole, device, torch.device("cpu") if self.offload else None)
+        replicate_scalars_(model, device)  # those that were on the meta device are others now
         return names
 
 

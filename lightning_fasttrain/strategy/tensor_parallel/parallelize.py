@@ -47,7 +47,7 @@ def parallelize_(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSty
     for owners in places.values():
         owner, key = owners[0]
         parameter: Any = owner._parameters[key]
-        if not isinstance(parameter, DTensor):
+        if not isinstance(parameter, DTensor) and parameter.ndim > 0:
             whole = REPLICATED.distribute(parameter, mesh)
             # Tied parameters stay tied.
             for place, other in owners:
