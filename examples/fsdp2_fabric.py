@@ -2,6 +2,7 @@
 
 python examples/fsdp2_fabric.py                     # two processes on this machine
 torchrun --nproc-per-node=2 examples/fsdp2_fabric.py
+torchrun --nproc-per-node=4 examples/fsdp2_fabric.py --tensor-parallel=2    # each batch on two processes
 
 Killed at any moment and started again, it goes on from the newest complete checkpoint and ends with the same weights.
 """
@@ -20,6 +21,7 @@ parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--devices", type=int, default=2, help="processes on each node")
 parser.add_argument("--nodes", type=int, default=1)
 parser.add_argument("--replicas", type=int, default=1, help="groups that each hold a whole model, hybrid sharding")
+parser.add_argument("--tensor-parallel", type=int, default=1, help="processes that compute each batch together")
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--save-every", type=int, default=5, help="steps from one checkpoint to the next")
 parser.add_argument("--folder", default="checkpoints/fsdp2_fabric", help="where checkpoints go, seen by all nodes")
@@ -31,7 +33,7 @@ def main():
         accelerator="auto",
         devices=options.devices,
         num_nodes=options.nodes,
-        strategy=ft.FabricFSDP2Strategy(replicas=options.replicas),
+        strategy=ft.FabricFSDP2Strategy(replicas=options.replicas, tensor_parallel=options.tensor_parallel),
     )
     fabric.launch()
     fabric.seed_everything(0, verbose=False)

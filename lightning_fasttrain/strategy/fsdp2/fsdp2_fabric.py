@@ -100,6 +100,7 @@ class FabricFSDP2Strategy(FSDP2Host, ModelParallelStrategy):
             for name in STEPS:
                 register_fsdp_forward_method(module, name)
         check_sharded(module)
+        self._agree_in_tensor_group()
         if self.broadcast_buffers:
             module.register_forward_pre_hook(_share_buffers)
         return module

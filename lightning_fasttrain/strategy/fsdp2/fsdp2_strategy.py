@@ -62,6 +62,12 @@ class FSDP2Strategy(FSDP2Host, ModelParallelStrategy):
     processes. In ``fit``, a corrupt checkpoint is replaced by an older one of the same run. Checkpoint files of one
     device or DDP load too.
 
+    With ``tensor_parallel``, neighbouring ranks form a tensor group, which computes one batch together. Its ranks must
+    get the same batches: the Trainer's own sampler sees to it, your own takes ``distributed_sampler_kwargs`` of the
+    strategy, and the first batch of each epoch is compared. They share their random state, so that dropout is the same
+    on all of them; inside split layers, heads of different ranks have the same masks. Embeddings, norms and the head
+    are replicated in the group, so that every loss, also a fused one, has all logits.
+
     Args:
         reshard_after_forward: as for :func:`~lightning_fasttrain.strategy.shard_blocks_`.
         offload: ``"cpu"`` keeps shards, gradients and optimizer state in host memory.
@@ -83,17 +89,21 @@ class FSDP2Strategy(FSDP2Host, ModelParallelStrategy):
         process_group_backend, timeout: as for Lightning's strategies.
 
     Raises:
-        ValueError: ``replicas`` does not divide the number of processes, the precision is float16, or a callback
-            copies the model.
+        ValueError: ``replicas`` times ``tensor_parallel`` does not divide the number of processes, the precision is
+            float16, or a callback copies the model; in a tensor group also: heads or widths cannot be divided, the
+            base is quantised, batches differ, or ``MicroBatching("auto")``.
         RuntimeError: in ``fit``, another rank failed in ``configure_model`` or ``configure_optimizers``, is gone, or
             did not answer within ``timeout``.
 
     Example:
         >>> trainer = L.Trainer(accelerator="cpu", strategy=FSDP2Strategy(reshard_after_forward=False), logger=False,
         ...                     enable_checkpointing=False, enable_progress_bar=False)
+        >>> FSDP2Strategy(tensor_parallel=2).sharding.shape(8)  # data ranks, ranks of a tensor group
+        (4, 2)
 
     Source:
-        ``torch.distributed.fsdp.fully_shard``, on Lightning's ``ModelParallelStrategy``.
+        ``torch.distributed.fsdp.fully_shard``, on Lightning's ``ModelParallelStrategy``; tensor parallelism as in
+        Shoeybi et al. 2019, "Megatron-LM", https://arxiv.org/abs/1909.08053.
     """
 
     def __init__(
