@@ -310,8 +310,13 @@ def scalars(found, folder):
 def options(found):
     """Compare options of the strategy with the plain run of one process over three steps."""
     plain, _ = one_process("gpt", WORLD // 2, count=3)
-    for name, value in (("offload", "cpu"), ("reshard_after_forward", False), ("replicas", WORLD // 2)):
-        module, _ = fit("gpt", 2, strategy=FSDP2Strategy(tensor_parallel=2, **{name: value}), count=3)
+    strategies = {
+        "offload": FSDP2Strategy(tensor_parallel=2, offload="cpu"),
+        "reshard_after_forward": FSDP2Strategy(False, tensor_parallel=2),
+        "replicas": FSDP2Strategy(replicas=WORLD // 2, tensor_parallel=2),
+    }
+    for name, strategy in strategies.items():
+        module, _ = fit("gpt", 2, strategy=strategy, count=3)
         found[f"option {name}"] = largest_difference(weights(plain), whole(module))
 
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.strategy.tensor_parallel.attention_and_mlp import is_attention
-from lightning_fasttrain.strategy.tensor_parallel.divisors import HEADS, KEY_VALUE_HEADS
+from lightning_fasttrain.strategy.tensor_parallel.divisors import HEADS, KEY_VALUE_HEADS, common_divisors
 from lightning_fasttrain.strategy.tensor_parallel.layouts import REPLICATED, Layout, is_striped
 from lightning_fasttrain.strategy.tensor_parallel.styles import Layouts, LocalStyle
 
@@ -93,13 +93,22 @@ def divide_heads_(attention: object, ranks: int) -> None:
 
 
 def shard_axis(parameter: nn.Parameter, data_ranks: int) -> Shard | None:
-    """Return the axis along which FSDP2 shards a parameter: another one than the tensor group, if it can be divided."""
+    """Return the axis along which FSDP2 shards a parameter: another one than the tensor group; None for the first.
+
+    Raises:
+        ValueError: that axis cannot be divided by the number of data ranks.
+    """
     if not isinstance(parameter, DTensor) or parameter.ndim < 2:
         return None
     splits_rows = parameter.placements[0].is_shard(0) or is_striped(parameter)
-    if splits_rows and parameter.shape[1] % data_ranks == 0:
-        return Shard(1)
-    return None
+    if splits_rows and parameter.shape[1] % data_ranks:
+        what = (
+            f"a weight of shape {tuple(parameter.shape)} that a tensor group splits by rows, over {data_ranks} shards"
+        )
+        why = "each shard has an equal part of its columns"
+        way_out = f"Use a number of data ranks among {common_divisors([parameter.shape[1]])}, such as by replicas="
+        raise ValueError(explain(what, why, way_out))
+    return Shard(1) if splits_rows else None
 
 
 def compute_locally_(model: nn.Module, layouts: Layouts, mesh: DeviceMesh) -> None:

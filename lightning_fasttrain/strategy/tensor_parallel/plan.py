@@ -47,7 +47,8 @@ def plan_tensor_parallel(model: nn.Module, tensor_parallel: PositiveInt, plan: T
        next layer of fitting width is the output projection. Two or three successive layers of widths D → F → D are an
        MLP. The operations between them must act on each head and each hidden unit by itself, and attention must take
        its number of heads from the projections, as in ``q.view(B, T, -1, head_dim)``, or from an attribute such as
-       ``num_heads``, which becomes the number of heads per rank.
+       ``num_heads``, which becomes the number of heads per rank. Biases of positions for single heads, as of ALiBi,
+       must be parameters of the attention, by which it is refused; made outside, they fail at the first forward.
 
     Layers without an entry are replicated in the tensor group: embeddings, tied or not, norms and the head.
 
@@ -91,7 +92,7 @@ def plan_tensor_parallel(model: nn.Module, tensor_parallel: PositiveInt, plan: T
             found.update(plan_block(name, block, tensor_parallel))
     if not found:
         what = f"tensor_parallel={tensor_parallel} finds nothing to split in {type(model).__name__}"
-        why = "no attention or MLP is recognised by its layers, and the model has no base_model_tp_plan"
+        why = "no attention or MLP is recognised by its layers, and no base_model_tp_plan splits any"
         raise ValueError(explain(what, why, "Give tensor_plan={'blocks.*.up': 'colwise', 'blocks.*.down': 'rowwise'}"))
     refuse_indivisible(model, found, tensor_parallel)
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
