@@ -16,6 +16,7 @@ import lightning_fasttrain as ft
 from lightning_fasttrain.strategy.choose.model_states import STAGES as KNOWN
 from lightning_fasttrain.strategy.zero.stage_question import _a_batch
 from lightning_fasttrain.strategy.zero.zero_fabric import FabricZeROStrategy
+from lightning_fasttrain.strategy.zero.zero_host import make_broadcastable_
 from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy
 from lightning_fasttrain.technique import check_together
 from tests.strategy.zero_launches import launched
@@ -362,3 +363,14 @@ def test_lightnings_own_strategy_is_not_released(offload):
             check_together([ft.EagerGradientRelease()], ours)
     else:
         check_together([ft.EagerGradientRelease()], ours)
+
+
+def test_parameters_that_deepspeed_cannot_broadcast_are_made_contiguous_or_refused():
+    net = torch.nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    before = net.weight.detach().clone()
+    make_broadcastable_(net)
+    assert net.weight.is_contiguous()
+    assert torch.equal(net.weight, before)
+    net.scale = torch.nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(ValueError, match="parameter 'scale' of shape .*FSDP2Strategy"):
+        make_broadcastable_(net)

@@ -108,7 +108,7 @@ def _refuse_partial_outputs(model: nn.Module, plan: Plan) -> None:
         elif isinstance(plan.get(name), RowParallel):
             columns = []
     if columns:
-        why = "no 'rowwise' layer comes after it, so that each rank would go on with a part of its outputs"
+        why = "no 'rowwise' layer comes after it, so that each rank would continue with a part of its outputs"
         way_out = (
             "Leave it out of tensor_plan: a replicated head works with every loss, and FusedLossHead() saves logits"
         )

@@ -157,6 +157,7 @@ class ZeROHost:
         optimizer: Optimizer | None = None,
         scheduler: LRScheduler | None = None,
     ) -> Engine:
+        make_broadcastable_(model)
         # A CPU has no index, but DeepSpeed requires one.
         index = self.root_device.index
         with self.roll_call.watching("deepspeed.initialize"):
@@ -193,6 +194,21 @@ def fit_buckets(config: dict[str, Any], model: nn.Module, settings: Mapping[str,
     trained = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad)
     if "reduce_bucket_size" in zero and "reduce_bucket_size" not in settings and trained:
         zero["reduce_bucket_size"] = min(zero["reduce_bucket_size"], trained)
+
+
+def make_broadcastable_(model: nn.Module) -> None:
+    """Make parameters of other memory layouts contiguous, as of channels_last: DeepSpeed broadcasts their bytes.
+
+    Raises:
+        ValueError: a parameter has no dimension, such as CLIP's ``logit_scale``.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 0:
+            why = "DeepSpeed cannot broadcast a parameter without a dimension"
+            way_out = "Give it the shape (1,), or use FSDP2Strategy(), which replicates it"
+            raise ValueError(explain(f"parameter '{name}' of shape ()", why, way_out))
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
 
 
 def refuse_half_on_cpu(precision: str, device_type: str) -> None:
