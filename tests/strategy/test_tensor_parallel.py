@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -13,6 +14,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 from lightning_fasttrain.bench.gpt import GPT, GPTConfig
 from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import full_checkpoint
 from lightning_fasttrain.strategy.fsdp2.sharding import Sharding
+from lightning_fasttrain.strategy.tensor_parallel import styles
 from lightning_fasttrain.strategy.tensor_parallel.layouts import split_intervals
 from lightning_fasttrain.strategy.tensor_parallel.parallelize import divide_heads_
 from lightning_fasttrain.strategy.tensor_parallel.plan import plan_tensor_parallel
@@ -190,6 +192,21 @@ def test_ranks_of_a_tensor_group_are_neighbours():
     sharding = Sharding(replicas=2, tensor_parallel=2)
     assert sharding.shape(8) == (2, 2, 2)
     assert [sharding.data_ranks(8, rank)["rank"] for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_layers_that_share_an_input_share_its_copy_and_nothing_is_kept():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        weight = torch.ones(2, 2, requires_grad=True)
+        x = torch.ones(2, 2) @ weight
+        first, second = (styles._copy_once(x, dist.group.WORLD) for _ in range(2))
+        assert first is second
+        first.sum().backward()
+        assert torch.equal(weight.grad, torch.full((2, 2), 2.0))
+        del x, first, second
+        assert len(styles._copies) == 0
+    finally:
+        dist.destroy_process_group()
 
 
 def test_heads_that_a_module_states_become_those_of_one_rank():

@@ -9,7 +9,7 @@ from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ParallelStyle
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.strategy.tensor_parallel.layouts import SUMMED, Layout, shard_of
@@ -149,7 +149,7 @@ def layers_of(module: nn.Module) -> tuple[nn.Linear, list[nn.Module], list[nn.Mo
 
 
 # Inputs of column-parallel layers → their copies, for layers that share an input, as queries, keys and values do: its
-# gradient is then summed over the group once.
+# gradient is then summed over the group once. Both are weak, since a copy is a view of its input.
 _copies: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -157,9 +157,11 @@ def _copy_once(x: Tensor, group: dist.ProcessGroup) -> Any:
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return _Copy.apply(x, group)
     known = _copies.get(x)
-    if known is None:
-        known = _copies[x] = _Copy.apply(x, group)
-    return known
+    copied = known() if known is not None else None
+    if copied is None:
+        copied = _Copy.apply(x, group)
+        _copies[x] = TensorWeakRef(copied)
+    return copied
 
 
 class _Copy(torch.autograd.Function):
