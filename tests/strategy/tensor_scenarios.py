@@ -76,7 +76,7 @@ def _llama(**settings):
 
 
 def _bert(**settings):
-    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_hidden_layers": 1}
+    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     return BertForSequenceClassification(
         BertConfig(**{**SMALL, **off, "vocab_size": VOCABULARY, "num_labels": CLASSES})
     )
