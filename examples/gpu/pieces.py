@@ -63,7 +63,8 @@ def beside(model: str, side: str, number: int, estimate_s: float = 50, limit_s: 
     """One side of the comparison on a GPT-2, in its round."""
     command = f"examples/against.py --model {model} --side {side} {{tokens}} {OUT}"
     steps = "--steps 20" if model == "gpt2" else "--steps 6"
-    return Piece(f"{model} {side} {number}", estimate_s, limit_s, command, steps, LITTLE, needs=("transformers",))
+    needs = ("transformers", "liger_kernel") if side == "hf-liger" else ("transformers",)
+    return Piece(f"{model} {side} {number}", estimate_s, limit_s, command, steps, LITTLE, needs=needs)
 
 
 def qlora(side: str) -> Piece:
@@ -79,6 +80,7 @@ def experts(side: str) -> Piece:
 
 # The naive loop, ours and the limits of the card come first, so that a run that is cut off has the figures that count.
 PIECES = (
+    beside("gpt2", "naive", 1),
     beside("gpt2", "lightning", 1),
     beside("gpt2", "ours-fast", 1),
     beside("gpt2", "ours-lean", 1),
@@ -102,6 +104,7 @@ PIECES = (
     ),
     beside("gpt2-medium", "ours-fast", 1, 60, 150),
     beside("gpt2-xl", "ours-lean", 1, 90, 200),
+    *(beside("llama-1b", side, 1, 60, 150) for side in ("lightning", "ours-fast", "hf-liger", "ours-lean")),
     qlora("ours + FusedLossHead"),
     qlora("peft + transformers"),
     Piece(

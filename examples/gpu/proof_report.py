@@ -21,7 +21,7 @@ DATA_SHEET_TFLOPS = {
     "L40S": 362,
     "B200": 2250,
 }
-MODELS = {"gpt2": "GPT-2 124M", "gpt2-medium": "GPT-2 354M", "gpt2-xl": "GPT-2 1.6B"}
+MODELS = {"gpt2": "GPT-2 124M", "gpt2-medium": "GPT-2 354M", "gpt2-xl": "GPT-2 1.6B", "llama-1b": "Llama 1.2B"}
 LAST_STEPS = 50
 DONE = "done"
 
