@@ -93,6 +93,7 @@ PIECES = (
         70,
         200,
         f"examples/gpu/parity.py top --ladder {{out}}/ladder.json {{tokens}} {OUT}",
+        full="--batch 4",
         tiny="--size nano --batch 2 --steps 10",
     ),
     Piece(
@@ -100,6 +101,7 @@ PIECES = (
         170,
         300,
         f"examples/gpu/parity.py naive {{tokens}} {OUT}",
+        full="--batch 4",
         tiny="--size nano --batch 2 --steps 10",
     ),
     beside("gpt2-medium", "ours-fast", 1, 60, 150),
@@ -117,6 +119,7 @@ PIECES = (
         needs=("transformers",),
     ),
     beside("gpt2", "lightning", 2),
+    beside("gpt2", "ours-lean-in-one", 1),
     beside("gpt2", "loop", 2),
     beside("gpt2", "ours-fast", 2),
     beside("gpt2", "ours-lean", 2),
