@@ -98,7 +98,7 @@ PIECES = (
     ),
     Piece(
         "parity naive",
-        170,
+        120,
         300,
         f"examples/gpu/parity.py naive {{tokens}} {OUT}",
         full="--batch 4",
