@@ -136,7 +136,9 @@ def predict_memory(
     if _ASSUMED not in most.notes:
         return most
     least = _run_first(run, [(True, 1, 0), (False, 1, 0), (True, 1, 1), (False, 1, 1)])
-    return join_range(least, most, _RANGE)
+    # A condition may add work or, like LayerDrop's, skip it.
+    otherwise = _run_first(run, [(False, longest, None), (False, 1, None), (True, longest, None), (True, 1, None)])
+    return join_range((least, most, otherwise), _RANGE)
 
 
 class _FailedOnAssumedValues(Exception):
