@@ -119,7 +119,8 @@ def test_the_table_of_a_gpu_is_what_was_measured(monkeypatch):
     rows = {row["side"]: row for row in report.gpt2_rows(lines)}
     naive, fast, lean = (rows[side] for side in ("naive", "ours-fast", "ours-lean"))
     faster, leaner = naive["step_ms"] / fast["step_ms"], naive["peak_mib"] / lean["peak_mib"]
-    assert f"{faster:.1f} times as fast as a naive float32 loop, or takes {leaner:.0f} times less" in " ".join(README.split())
+    said = f"{faster:.1f} times as fast as a naive float32 loop, or takes {leaner:.0f} times less"
+    assert said in " ".join(README.split())
     naive, top = (report.result_of(lines, f"parity {way}")["losses"] for way in ("naive", "top"))
     ends = [f"{sum(losses[-50:]) / 50:.3f}" for losses in (naive, top)]
     assert f"of the last 50 is {ends[0]} in the naive float32 loop and {ends[1]} in" in " ".join(RESULTS.split())
