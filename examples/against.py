@@ -171,7 +171,7 @@ def describe(run):
 def parse_options():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--model", default="llama", help="llama (default), gpt2 (124M), gpt2-medium (354M) or gpt2-xl (1.6B)"
+        "--model", default="llama", help="llama (default), llama-1b, gpt2 (124M), gpt2-medium (354M) or gpt2-xl (1.6B)"
     )
     for name in SHAPES["llama"]:
         parser.add_argument(f"--{name}", type=int, help="default: the model's own")

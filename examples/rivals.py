@@ -18,6 +18,7 @@ WARMUP = 3  # compilation falls into the first two
 PARTS = 4
 SHAPES = {
     "llama": {"layers": 6, "width": 384, "heads": 6, "vocabulary": 16_000, "batch": 16, "length": 256},
+    "llama-1b": {"layers": 16, "width": 2048, "heads": 32, "vocabulary": 128_256, "batch": 8, "length": 1024},
     "gpt2": {"layers": 12, "width": 768, "heads": 12, "vocabulary": 50_304, "batch": 32, "length": 1024},
     "gpt2-medium": {"layers": 24, "width": 1024, "heads": 16, "vocabulary": 50_304, "batch": 32, "length": 1024},
     "gpt2-xl": {"layers": 48, "width": 1600, "heads": 25, "vocabulary": 50_304, "batch": 16, "length": 1024},
@@ -142,13 +143,13 @@ def adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
 
 
-def train_in_lightning(options, recorder, techniques=list):
+def train_in_lightning(options, recorder, techniques=list, precision=None):
     with tempfile.TemporaryDirectory() as folder:
         trainer = L.Trainer(
             accelerator="gpu" if options.device == "cuda" else "cpu",
             devices=1,
             max_steps=recorder.steps,
-            precision=options.precision,
+            precision=precision or options.precision,
             callbacks=[*techniques(), recorder],
             logger=False,
             enable_checkpointing=False,
@@ -203,7 +204,9 @@ SIDES = {
     "hf-parts": Side(f"HF, accumulation ×{PARTS}", functools.partial(HF, gradient_accumulation_steps=PARTS)),
     "hf-recompute": Side("HF, gradient_checkpointing", functools.partial(HF, gradient_checkpointing=True)),
     "hf-compile": Side("HF, torch_compile", functools.partial(HF, torch_compile=True)),
+    "hf-liger": Side("HF, Liger kernels", functools.partial(HF, use_liger_kernel=True)),
     "hf-all": Side("HF, all three", functools.partial(HF, **ALL_THREE)),
+    "naive": Side("Lightning Trainer, float32", functools.partial(LIGHTNING, precision="32-true"), "other"),
     "lightning": Side("Lightning Trainer", LIGHTNING),
     "loop": Side("a loop, torch.compile", train_in_a_compiled_loop),
     "ours-fast": Side("ours, fast", functools.partial(LIGHTNING, techniques=fast), "fast"),
@@ -211,4 +214,5 @@ SIDES = {
     "ours-lean-in-one": Side("ours, lean, in one", functools.partial(LIGHTNING, techniques=lean_in_one), "lean"),
     "ours-blocks": Side("ours, compiled blocks alone", functools.partial(LIGHTNING, techniques=blocks), "other"),
 }
-DEFAULT_SIDES = tuple(name for name, side in SIDES.items() if side.kind != "other")
+# Liger's kernels need a GPU.
+DEFAULT_SIDES = tuple(name for name, side in SIDES.items() if side.kind != "other" and name != "hf-liger")

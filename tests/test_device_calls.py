@@ -113,8 +113,10 @@ def test_a_step_waits_for_nothing_allocates_nothing_and_launches_what_is_stated(
     calls = calls_of(make(), **settings)  # a wait is an error
     assert calls.allocations == 0
     more = calls.launches - launches_of_plain(settings.get("precision", "32-true"))
-    if stated is not None and (STAND_IN or stated == 0):
+    if STAND_IN and stated is not None:
         assert more == stated
+    if stated == 0:  # products in TF32 need fewer kernels
+        assert more <= 0
 
 
 def test_the_counting_sees_a_wait_an_allocation_and_each_launch():

@@ -105,6 +105,27 @@ def test_no_figure_of_the_allocator_alone_is_called_a_gpus():
         assert "no GPU has computed" in RESULTS
 
 
+def test_the_table_of_a_gpu_is_what_was_measured(monkeypatch):
+    for folder in ("gpu", ""):
+        monkeypatch.syspath_prepend(str(ROOT / "examples" / folder))
+    prove, report = importlib.import_module("prove"), importlib.import_module("proof_report")
+    lines = prove.last_lines(ROOT / "examples" / "results" / "h200")
+    written = RESULTS.split("<!-- h200 -->\n")[1].split("\n<!-- /h200 -->")[0].splitlines()[2:]
+    expected = []
+    for model in ("gpt2", "llama-1b"):
+        for row in sorted(report.gpt2_rows(lines, model), key=lambda row: row["step_ms"]):
+            expected.append(f"| {report.MODELS[model]} | {' | '.join(report.gpt2_cells(row))} |")
+    assert written == expected
+    rows = {row["side"]: row for row in report.gpt2_rows(lines)}
+    naive, fast, lean = (rows[side] for side in ("naive", "ours-fast", "ours-lean"))
+    faster, leaner = naive["step_ms"] / fast["step_ms"], naive["peak_mib"] / lean["peak_mib"]
+    said = f"{faster:.1f} times as fast as a naive float32 loop, or takes {leaner:.0f} times less"
+    assert said in " ".join(README.split())
+    naive, top = (report.result_of(lines, f"parity {way}")["losses"] for way in ("naive", "top"))
+    ends = [f"{sum(losses[-50:]) / 50:.3f}" for losses in (naive, top)]
+    assert f"of the last 50 is {ends[0]} in the naive float32 loop and {ends[1]} in" in " ".join(RESULTS.split())
+
+
 def test_plans_are_as_good_as_what_a_search_found(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     as_row = importlib.import_module("plan_against_search").as_row

@@ -18,13 +18,14 @@ def on_files(files: Files, config: Any) -> Files:
     """Add the files of ``FOLDERS``."""
     root = Path(config["docs_dir"]).parent
     for folder in FOLDERS:
-        for path in sorted((root / folder).iterdir()):
+        for path in sorted((root / folder).rglob("*")):
             if path.suffix in SUFFIXES:
                 name = path.relative_to(root).as_posix()
                 files.append(File.generated(config, name, abs_src_path=str(path)))
                 # The page of results includes a text that stands beside its pictures.
                 if path.suffix == ".png":
-                    files.append(File.generated(config, path.name, abs_src_path=str(path)))
+                    beside = path.relative_to(root / folder).as_posix()
+                    files.append(File.generated(config, beside, abs_src_path=str(path)))
     return files
 
 

@@ -21,7 +21,7 @@ DATA_SHEET_TFLOPS = {
     "L40S": 362,
     "B200": 2250,
 }
-MODELS = {"gpt2": "GPT-2 124M", "gpt2-medium": "GPT-2 354M", "gpt2-xl": "GPT-2 1.6B"}
+MODELS = {"gpt2": "GPT-2 124M", "gpt2-medium": "GPT-2 354M", "gpt2-xl": "GPT-2 1.6B", "llama-1b": "Llama 1.3B"}
 LAST_STEPS = 50
 DONE = "done"
 
@@ -125,7 +125,8 @@ def about_ladder(found):
 
 
 def about_parity(found):
-    return f"loss {found['losses'][0]:.4f} → {found['loss']:.4f}, {found['step_ms']:.1f} ms/step"
+    speed = f", {found['step_ms']:.1f} ms/step" if "step_ms" in found else ""  # none beside other work
+    return f"loss {found['losses'][0]:.4f} → {found['loss']:.4f}{speed}"
 
 
 def about_cold_start(found):

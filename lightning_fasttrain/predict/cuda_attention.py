@@ -41,9 +41,10 @@ def cuda_attention(
             attn_mask = attn_mask.to(dtype)
     if _can_use_flash(query, key, attn_mask, is_causal):
         return _flash(query, key, value, dropout_p, is_causal, scale)
-    if _can_use_efficient(query, key, value):
+    if _can_use_efficient(query, key, value, attn_mask):
         return _efficient(query, key, value, attn_mask, dropout_p, is_causal, scale)
-    # Without dropout, whose mask is not counted.
+    if dropout_p > 0:
+        return _written_out(query, key, value, attn_mask, dropout_p, is_causal, scale)
     with sdpa_kernel(SDPBackend.MATH):
         settings = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
         return F.scaled_dot_product_attention(query, key, value, attn_mask, **settings)
@@ -55,12 +56,41 @@ def _can_use_flash(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: b
     return not is_causal or query.shape[-2] == key.shape[-2]
 
 
-def _can_use_efficient(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def _can_use_efficient(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     if query.ndim != 4 or query.shape[1] != key.shape[1] or query.shape[0] != key.shape[0]:
         return False
     aligned = 8 if query.dtype in _HALF else 4
-    adjacent = all(tensor.stride(-1) == 1 for tensor in (query, key, value))
+    # T5's bias, for one, is a permuted embedding.
+    adjacent = all(tensor.stride(-1) == 1 for tensor in (query, key, value, mask) if tensor is not None)
     return adjacent and query.shape[-1] % aligned == 0 and value.shape[-1] % aligned == 0
+
+
+def _written_out(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    is_causal: bool,
+    scale: float | None,
+) -> Tensor:
+    """Attention by products, with CUDA's dropout: its mask has one byte per score.
+
+    Source:
+        ``_scaled_dot_product_attention_math`` in ATen's ``attention.cpp``, which computes in float32 by default.
+    """
+    dtype = query.dtype
+    if dtype in _HALF and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
+        query, key, value = query.float(), key.float(), value.float()
+    root = math.sqrt(1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    if is_causal:
+        mask = query.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
+    with torch.autocast("cpu", enabled=False):
+        scores = (query * root) @ (key.transpose(-2, -1) * root)
+        if mask is not None:
+            scores = scores.add_(_additive(mask, query.dtype))
+        shares = ops.aten._safe_softmax.default(scores, -1)
+        return (torch.native_dropout(shares, dropout, True)[0] @ value).to(dtype)
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, dropout: float, is_causal: bool, scale: float | None) -> Tensor:

@@ -133,9 +133,9 @@ def report(
     )
 
 
-def join_range(one: MemoryReport, other: MemoryReport, note: str) -> MemoryReport:
-    """Return the report with the higher peak, with the lower one as its lower bound; ``note`` if they differ."""
-    least, most = sorted((one, other), key=lambda report: report.peak_bytes)
+def join_range(reports: Sequence[MemoryReport], note: str) -> MemoryReport:
+    """Return the report with the highest peak, with the lowest one as its lower bound; ``note`` if they differ."""
+    least, *_, most = sorted(reports, key=lambda report: report.peak_bytes)
     if least.peak_bytes == most.peak_bytes:
         return most
     return replace(most, least_bytes=least.peak_bytes, notes=(*most.notes, note))

@@ -64,7 +64,7 @@ def predict_memory(
     therefore be predicted, in seconds.
 
     All tensors are counted, including the batch, as :class:`~lightning_fasttrain.run.PeakMemory` would measure them.
-    Included are workspaces of convolutions, BatchNorm and LSTMs on the CPU; and on CUDA one cuBLAS workspace, those of
+    Included are workspaces of convolutions, BatchNorm and LSTMs on the CPU; and on CUDA two cuBLAS workspaces, those of
     sums over rows, attention, embeddings and, where cuDNN is switched off, convolutions, and the blocks of the caching
     allocator, whose fragmentation is in ``reserved_bytes``. Not counted are memory of the process and the CUDA context,
     and the workspace of cuDNN. Code is run eagerly: for :class:`~lightning_fasttrain.CompileBlocks` the result is an
@@ -136,7 +136,9 @@ def predict_memory(
     if _ASSUMED not in most.notes:
         return most
     least = _run_first(run, [(True, 1, 0), (False, 1, 0), (True, 1, 1), (False, 1, 1)])
-    return join_range(least, most, _RANGE)
+    # A condition may add work or, like LayerDrop's, skip it.
+    otherwise = _run_first(run, [(False, longest, None), (False, 1, None), (True, longest, None), (True, 1, None)])
+    return join_range((least, most, otherwise), _RANGE)
 
 
 class _FailedOnAssumedValues(Exception):
@@ -203,7 +205,8 @@ def _trace_steps(
         if planned.on_cuda:
             for stepper in steppers:
                 step_in_lists_(stepper)
-            trace.reserve(CUBLAS_WORKSPACE, "cuBLAS workspace")
+            # Autograd runs the backward in a thread of its own, and each thread has a handle of cuBLAS.
+            trace.reserve(2 * CUBLAS_WORKSPACE, "two cuBLAS workspaces")
             # It covers the backward too, which may recompute blocks.
             undo.enter_context(AsOnCuda())
         forward = forward_of(net, loss, plugin)

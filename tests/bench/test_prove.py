@@ -112,7 +112,7 @@ def test_a_little_run_does_not_stand_for_a_real_one(make, run):
 
 
 def test_an_unknown_piece_is_refused_with_what_there_is(prove):
-    with pytest.raises(ValueError, match=r"piece 'cellings': there is none of this name. Use gpt2 lightning 1, "):
+    with pytest.raises(ValueError, match=r"piece 'cellings': there is none of this name. Use gpt2 naive 1, "):
         prove.choose(["cellings"])
     assert [piece.name for piece in prove.choose(["doctor", "ceilings"])] == ["ceilings", "doctor"]
     assert prove.choose(None) == list(prove.PIECES)

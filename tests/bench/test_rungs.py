@@ -150,6 +150,7 @@ def test_where_time_is_not_decided_a_clear_saving_of_memory_decides():
     below = row(100, 800)
     assert judge_by_memory(known(80, 800, 0.3), below)[0] is False
     assert judge_by_memory(known(110, 788, 0.2), below)[0] is False  # 1.5% of memory, for perhaps a third more time
+    assert judge_by_memory(known(150, 520, 0.1), below)[0] is False  # certainly slower, and perhaps not worth it
     carried, says = judge_by_memory(known(103, 720, 0.2), below)
     assert carried
     assert says == "Needs 10% less memory; its time, ×0.82 to ×1.24, is not decided."

@@ -196,10 +196,11 @@ def device_is_behind():
 @pytest.mark.gpu
 @of_every_kind
 def test_memory_of_a_batch_in_use_is_not_reused(device_is_behind, wrap, tensor_in):
-    batches = (wrap(torch.zeros(2**20).pin_memory()) for _ in range(4))
+    batches = [wrap(torch.zeros(2**20).pin_memory()) for _ in range(4)]  # pinning memory waits for the device
     iterator = iter(prefetch_to_device(batches, "cuda"))
     first = next(iterator)
     address = tensor_in(first).data_ptr()
+    tensor_in(first).sum()  # so does loading a kernel
     device_is_behind()
     tensor_in(first).sum()  # a queued kernel, as the batch is dropped
     del first

@@ -480,9 +480,9 @@ def test_cuda_graphs_and_offload_are_refused(monkeypatch):
 # --- on a GPU ---
 
 
-def large(depth=6, dim=512):
+def large(depth=12, dim=256):
     net = nn.Sequential(*[Attention(dim) for _ in range(depth)])  # no fused attention: its backward is not bitwise
-    return net.cuda(), torch.randn(16, 256, dim, device="cuda")
+    return net.cuda(), torch.randn(32, 256, dim, device="cuda")  # activations outweigh the gradients of weights
 
 
 @pytest.mark.gpu
@@ -501,7 +501,7 @@ def test_gpu_bitwise_equal_with_a_lower_peak(in_flight_mib, beside):
         with PeakMemory("cuda") as ours:
             step(net, x)
     if in_flight_mib == 0:  # with more, all activations of this small model may be in flight at once
-        assert plain.added_bytes - ours.added_bytes > (2 * x.nbytes if beside else plain.added_bytes / 3)
+        assert plain.added_bytes - ours.added_bytes > (len(net) / 2 * x.nbytes if beside else plain.added_bytes / 3)
 
 
 @pytest.mark.gpu

@@ -292,6 +292,7 @@ def test_an_unknown_mode_is_refused():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty", "ignore:TypedStorage is deprecated")  # of the compiler
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
 def test_cuda_graph_modes_keep_training_the_same(mode):
     plain = fit(TinyLM(), lm_batches(6), accelerator="cuda", devices=1)

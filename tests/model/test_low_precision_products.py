@@ -423,7 +423,9 @@ def test_gpu_values_equal_the_cpus_and_a_large_layer_is_timed(kind):
     first, second = factors()
     on_gpu = multiply_rows(first.cuda(), second.cuda(), kind).cpu()
     expected = multiply_rows(first, second, kind)
-    assert (on_gpu - expected).abs().max() <= 1e-5 * expected.abs().max()
+    # Hopper's tensor cores add products of float8 values with fewer than 24 bits.
+    rounding = 1e-3 if kind == "float8" else 1e-5
+    assert (on_gpu - expected).abs().max() <= rounding * expected.abs().max()
     torch.manual_seed(0)
     layer, input = nn.Linear(4096, 4096).cuda().bfloat16(), torch.randn(8192, 4096).cuda().bfloat16()
     input.requires_grad_()

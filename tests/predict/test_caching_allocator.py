@@ -1,3 +1,4 @@
+import gc
 import random
 
 import pytest
@@ -53,6 +54,7 @@ def test_a_free_block_between_used_ones_is_fragmented():
 
 @pytest.mark.gpu
 def test_random_allocations_are_placed_as_on_cuda():
+    gc.collect()  # nothing of an earlier test may be freed meanwhile
     torch.cuda.empty_cache()
     allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     choose, allocator, held = random.Random(0), CachingAllocator(), []

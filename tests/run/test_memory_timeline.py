@@ -459,5 +459,6 @@ def test_cuda_categories_add_up_to_the_allocators_peak():
         measured = torch.cuda.max_memory_allocated()
     record = recording.record
     assert record.peak_bytes == pytest.approx(measured, rel=0.05)
-    assert record.peaks["gradients"] == pytest.approx(sum(p.nbytes for p in net.parameters()), rel=0.5)
-    assert {a.module for a in record.allocations if a.category == "activations"} >= {"blocks.0.up", "blocks.3.down"}
+    blocks = sum(-(-p.nbytes // 512) * 512 for p in net.parameters())
+    assert record.peaks["gradients"] == pytest.approx(blocks, rel=0.1)
+    assert {a.module for a in record.allocations if a.category == "activations"} >= {"blocks.0.up", "blocks.3.up"}

@@ -468,7 +468,7 @@ for strategy in ("auto", FSDP2Strategy(offload={offload!r})):
     t.fit(module, as_loader(lm_batches(6)))
     ends.append({{k: getattr(v, "full_tensor", lambda v=v: v)().cpu().float() for k, v in module.state_dict().items()}})
 for name in ends[0]:
-    torch.testing.assert_close(ends[0][name], ends[1][name], atol=2e-2 if "bf16" in {precision!r} else 1e-4, rtol=0)
+    torch.testing.assert_close(ends[0][name], ends[1][name], atol=5e-2 if "bf16" in {precision!r} else 1e-4, rtol=0)
 """
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr[-4000:]

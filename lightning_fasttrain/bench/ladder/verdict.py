@@ -77,14 +77,17 @@ def judge_row(row: Row, below: Row, naive: Row) -> tuple[bool | None, str]:
 
 
 def judge_by_memory(row: Row, below: Row) -> tuple[bool, str]:
-    """Decide by memory alone, if the time was not decided.
+    """Decide by memory alone, if the time was not decided; a rung that is certainly slower is left out.
 
     Example:
         >>> judge_by_memory(Row(peak_mib=720, ratio=[0.9, 1.1, 1.3]), Row(peak_mib=800))
         (True, 'Needs 10% less memory; its time, ×0.90 to ×1.30, is not decided.')
+        >>> judge_by_memory(Row(peak_mib=520, ratio=[1.4, 1.5, 1.6]), Row(peak_mib=800))
+        (False, 'Needs 1.5 times less memory; its time, ×1.40 to ×1.60, is not decided: not carried.')
     """
     time, memory = ratio_of(row), _ignore_small(MEMORY_WORTH, row.peak_mib / below.peak_mib)
-    carried = memory <= 1 - CLEAR_SAVING
+    # What the next rungs need of naive's time is not spent on what may not be worth it.
+    carried = memory <= 1 - CLEAR_SAVING and time.low <= 1 + TIME_WORTH
     between = f"×{time.low:.2f} to ×{time.high:.2f}"
     sentence = f"Needs {_more_or_less(memory, 'memory')}; its time, {between}, is not decided"
     return carried, f"{sentence}." if carried else f"{sentence}: not carried."
