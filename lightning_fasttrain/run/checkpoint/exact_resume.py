@@ -18,6 +18,7 @@ from lightning_fasttrain.core.host.lightning import (
     is_last_batch_taken,
     validation_loaders,
 )
+from lightning_fasttrain.core.host.loader_wrapper import iterate_again
 from lightning_fasttrain.core.messages import explain, list_some, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.core.state.rng import random_state
@@ -27,7 +28,6 @@ from lightning_fasttrain.run.checkpoint._loop_progress import (
     complete_batch_,
     count_as_ended,
     find_save_point,
-    iterate_again,
     resume_after_batch,
     resume_after_epoch,
     step_takes_batches,
