@@ -1,0 +1,71 @@
+"""A run of global batches that is saved on one number of ranks resumes on another: all pairs of 1, 2, 3 and 4."""
+
+import itertools
+
+import pytest
+import torch
+
+from tests.strategy.other_ranks import GLOBAL, MOST, SAMPLES, SAVED_AT
+from tests.support.nets import largest_difference
+from tests.support.ranks import Ranks
+
+KINDS = ("ddp", "fsdp2")
+EPOCH = -(-SAMPLES // GLOBAL)  # steps
+each_pair = pytest.mark.parametrize("saved, resumed", list(itertools.product(MOST, MOST)))
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """Map world sizes to the results of their processes, which run at the same time."""
+    folder, launches = tmp_path_factory.mktemp("worlds"), []
+    for world in MOST:
+        count = None if world == 1 else world
+        launches.append(Ranks("tests.strategy.other_ranks", folder, *KINDS, log=folder / f"{world}.log", count=count))
+    try:
+        for launch in launches:
+            launch.wait(timeout_s=150)
+    finally:
+        for launch in launches:
+            launch.stop()
+    return {world: torch.load(folder / f"{world}.pt", weights_only=True) for world in MOST}
+
+
+@each_kind
+@pytest.mark.parametrize("world", MOST)
+def test_a_global_batch_is_the_same_step_on_any_number_of_ranks(found, world, kind):
+    """The last step of an epoch has one sample, so most ranks have none; batches hold unequal numbers of targets."""
+    alone, here = found[1]["ddp"], found[world][kind]
+    assert largest_difference(alone["weights"], here["weights"]) < 2e-6
+    assert here["steps"] == 2 * EPOCH
+
+
+@each_kind
+@each_pair
+def test_a_run_resumes_on_another_number_of_ranks(found, saved, resumed, kind):
+    whole, rest = found[saved][kind], found[resumed][f"{kind} from {saved}"]
+    assert largest_difference(whole["weights"], rest["weights"]) < 2e-6
+    assert rest["steps"] == whole["steps"]
+    assert rest["lr"] == whole["lr"] == pytest.approx(0.5 / (1 + 2 * EPOCH))
+
+
+@each_kind
+@each_pair
+def test_no_sample_is_read_twice_or_left_out(found, saved, resumed, kind):
+    whole, rest = found[saved][kind], found[resumed][f"{kind} from {saved}"]
+    assert whole["samples"] == [(epoch, index) for epoch in range(2) for index in range(SAMPLES)]
+    first = (SAVED_AT - EPOCH) * GLOBAL  # of the second epoch
+    assert len(rest["samples"]) == SAMPLES - first
+    assert set(rest["samples"]) < set(whole["samples"])
+
+
+@each_kind
+@each_pair
+def test_sums_that_were_logged_before_are_continued(found, saved, resumed, kind):
+    assert found[resumed][f"{kind} from {saved}"]["logged"][-1] >= SAMPLES
+
+
+def test_negative_control_a_step_less_differs(found):
+    """The tolerance would notice the step with one sample."""
+    alone = found[1]["ddp"]
+    assert max(float(value.abs().max()) for value in alone["weights"].values()) > 1e-2
