@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
-from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import full_state_dict
-from tests.support.nets import ShallowLM, concatenate, lm_batches, sgd, trainer, weights
+from tests.support.nets import ShallowLM, concatenate, lm_batches, sgd, trainer
 
 WORLD = int(os.environ.get("WORLD_SIZE", 1))
 RANK = int(os.environ.get("RANK", 0))
@@ -72,11 +72,9 @@ def run(kind, folder, ckpt=None):
         [*saving, *techniques, seen], devices=WORLD, strategy=strategy_of(kind), max_epochs=2, enable_checkpointing=not ckpt
     )
     t.fit(module, DataLoader(rows(), batch_size=MOST[WORLD], shuffle=True), ckpt_path=ckpt)
-    if kind == "fsdp2":
-        t.save_checkpoint(folder / f"end-{WORLD}", weights_only=True)
-        state = full_state_dict(folder / f"end-{WORLD}") if RANK == 0 else {}
-    else:
-        state = weights(module)
+    state = {}
+    for name, value in module.state_dict().items():
+        state[name] = (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
     samples = [None] * WORLD
     if WORLD > 1:
         dist.all_gather_object(samples, seen.samples)

@@ -16,7 +16,7 @@ from lightning_fasttrain.data.accumulation.token_weighted_accumulation import To
 from lightning_fasttrain.data.loaders.global_batches import BatchShares, GlobalBatchLoader
 from lightning_fasttrain.data.normalizer.count_targets import Count
 from lightning_fasttrain.data.normalizer.micro_batch_weights import Number
-from lightning_fasttrain.technique import Capability
+from lightning_fasttrain.technique import Capability, Conflict
 from lightning_fasttrain.technique.facts import Facts
 from lightning_fasttrain.technique.predicted_step import PredictedStep
 
@@ -84,6 +84,11 @@ class GlobalBatch(TokenWeightedAccumulation):
     def shares(self) -> BatchShares | None:
         """How the samples are divided over steps, ranks and batches; None before the loader is made."""
         return None if self._loader is None else self._loader.shares
+
+    @classmethod
+    def conflicts(cls) -> tuple[Conflict, ...]:
+        why, way_out = "both would decide when to step", "Remove one of them; GlobalBatch weights targets, too"
+        return (Conflict(TokenWeightedAccumulation, why, way_out),)
 
     @classmethod
     def why_not(cls, facts: Facts) -> str | None:

@@ -52,7 +52,9 @@ class BatchShares:
         return steps * self.window + self._window_of(rest)
 
     def step_of(self, batch: int) -> int:
-        """Return the index of the optimizer step that a batch of the epoch belongs to."""
+        """Return the index of the optimizer step that a batch of the epoch belongs to, or that follows the last one."""
+        if batch >= self.batches:  # the last step may have fewer batches
+            return math.ceil(self.samples / self.per_step)
         return batch // self.window
 
     def first_batch(self, step: int) -> int:
