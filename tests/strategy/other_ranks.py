@@ -22,9 +22,19 @@ SAMPLES, GLOBAL, SAVED_AT = 25, 12, 4  # steps of 12, 12 and 1 sample; the check
 MOST = {1: 12, 2: 2, 3: 3, 4: 3}  # samples of a forward: windows of 1, 3, 2 and 1 batches
 
 
+def saved_by(kind, world):
+    """The numbers of ranks whose checkpoints are resumed by ``world`` ranks."""
+    if kind == "zero":
+        return [world % 4 + 1]
+    return [other for other in MOST if kind == "ddp" or other != world]
+
+
 class Scheduled(ShallowLM):
-    def __init__(self):
-        super().__init__(optimizer=sgd, lr=0.5)  # sensitive to a wrong scale, unlike AdamW
+    def __init__(self, kind):
+        if kind in ("zero", "adam"):  # DeepSpeed's universal format supports the state of Adam only
+            super().__init__()
+        else:
+            super().__init__(optimizer=sgd, lr=0.5)  # sensitive to a wrong scale, unlike AdamW
         self.logged = []
 
     def training_step(self, batch, batch_idx):
@@ -58,6 +68,8 @@ def rows():
 
 
 def strategy_of(kind):
+    if kind == "zero":
+        return ft.ZeROStrategy(2, universal=True, process_group_backend="gloo")
     if kind == "fsdp2":
         return FSDP2Strategy(process_group_backend="gloo")
     return "auto" if WORLD == 1 else DDPStrategy(process_group_backend="gloo")
@@ -65,7 +77,7 @@ def strategy_of(kind):
 
 def run(kind, folder, ckpt=None):
     torch.manual_seed(20 + RANK)
-    seen, module = Seen(), Scheduled()
+    seen, module = Seen(), Scheduled(kind)
     saving = [] if ckpt else [ModelCheckpoint(folder, f"{kind}-{WORLD}", every_n_train_steps=SAVED_AT, save_top_k=-1)]
     techniques = [ft.data.GlobalBatch(GLOBAL), ft.ExactResume()]
     t = trainer(
@@ -95,11 +107,13 @@ def when_written(path, timeout_s=100):
 def main(folder, kinds):
     folder = Path(folder)
     found = {}
+    if WORLD == 1:
+        found["adam"] = run("adam", folder / "saved")
     for kind in kinds:
         found[kind] = run(kind, folder / "saved")
         (folder / f"{kind}-{WORLD}-{RANK}.written").touch()
     for kind in kinds:
-        for other in MOST:
+        for other in saved_by(kind, WORLD):
             for rank in range(other):
                 when_written(folder / f"{kind}-{other}-{rank}.written")
             found[f"{kind} from {other}"] = run(kind, folder / "saved", folder / "saved" / f"{kind}-{other}.ckpt")
