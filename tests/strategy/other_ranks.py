@@ -81,7 +81,11 @@ def run(kind, folder, ckpt=None):
     saving = [] if ckpt else [ModelCheckpoint(folder, f"{kind}-{WORLD}", every_n_train_steps=SAVED_AT, save_top_k=-1)]
     techniques = [ft.data.GlobalBatch(GLOBAL), ft.ExactResume()]
     t = trainer(
-        [*saving, *techniques, seen], devices=WORLD, strategy=strategy_of(kind), max_epochs=2, enable_checkpointing=not ckpt
+        [*saving, *techniques, seen],
+        devices=WORLD,
+        strategy=strategy_of(kind),
+        max_epochs=2,
+        enable_checkpointing=not ckpt,
     )
     t.fit(module, DataLoader(rows(), batch_size=MOST[WORLD], shuffle=True), ckpt_path=ckpt)
     state = {}
@@ -93,7 +97,13 @@ def run(kind, folder, ckpt=None):
     else:
         samples = [seen.samples]
     lr = t.optimizers[0].param_groups[0]["lr"]
-    return {"weights": state, "samples": sorted(sum(samples, [])), "steps": t.global_step, "lr": lr, "logged": module.logged}
+    return {
+        "weights": state,
+        "samples": sorted(sum(samples, [])),
+        "steps": t.global_step,
+        "lr": lr,
+        "logged": module.logged,
+    }
 
 
 def when_written(path, timeout_s=100):
