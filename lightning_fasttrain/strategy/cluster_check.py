@@ -3,13 +3,11 @@
 import hashlib
 import os
 import socket
-import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,52 +18,27 @@ import torch.distributed as dist
 from lightning_fasttrain.core.checks import PositiveFloat, PositiveInt, check_arguments
 from lightning_fasttrain.core.machine import versions
 from lightning_fasttrain.core.messages import explain, write_to_stderr
+from lightning_fasttrain.strategy._cluster_findings import (
+    INTERFACE,
+    ClusterReport,
+    compare_versions,
+    find_skew,
+    find_slow_pairs,
+    find_slow_ranks,
+    join_pairs,
+    name_ranks,
+)
 from lightning_fasttrain.strategy._cluster_store import ClusterStore, environment
 
 MIB = 2**20
-_SLOW = 0.5  # of the median speed
 _AFTER_DEADLINE_S = 5.0
-_SKEW_S = 1.0  # clocks that differ by more order log lines and file times wrongly
 _STAGES = ("meeting", "compute", "disk", "clock", "gloo", "nccl", "report")
 _ADVICE = {
     "meeting": "MASTER_ADDR must be a name that every node resolves to rank 0's address, and MASTER_PORT must be open",
     "disk": "Look at the file system of the folder on this node",
-    "gloo": "Name the interface on every node: GLOO_SOCKET_IFNAME=eth0 (`ip -brief address` lists them)",
+    "gloo": INTERFACE,
     "nccl": "Name the interface: NCCL_SOCKET_IFNAME=eth0; NCCL_DEBUG=INFO prints the one that is used",
 }
-
-
-@dataclass
-class ClusterReport:
-    """What :func:`check_cluster` found.
-
-    Attributes:
-        ranks: for each rank that came, its host, address, versions, and speeds.
-        missing: ranks that did not come.
-        pairs: MiB/s between two ranks, by backend.
-        findings: sentences about what is wrong, each of which names ranks.
-        slow: sentences about ranks and pairs that are less than half as fast as the median.
-    """
-
-    ranks: dict[int, dict[str, Any]]
-    missing: list[int] = field(default_factory=list)
-    pairs: dict[str, dict[tuple[int, int], float]] = field(default_factory=dict)
-    findings: list[str] = field(default_factory=list)
-    slow: list[str] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        lines = []
-        for rank, about in sorted(self.ranks.items()):
-            speeds = [f"{about[key]:,.0f} {unit}" for key, unit in _SPEEDS.items() if key in about]
-            lines.append(f"rank {rank}: {about['host']} {about['address']}, {', '.join(speeds)}")
-        for backend, speeds in self.pairs.items():
-            lines.append(
-                f"{backend}: " + ", ".join(f"{a}↔{b} {mib_s:,.0f}" for (a, b), mib_s in speeds.items()) + " MiB/s"
-            )
-        return "\n".join([*lines, *self.slow, *(self.findings or ["No fault was found."])])
-
-
-_SPEEDS = {"gflops": "GFLOP/s", "write_mib_s": "MiB/s written", "read_mib_s": "MiB/s read"}
 
 
 @check_arguments
@@ -95,8 +68,8 @@ def check_cluster(
 
     Example:
         >>> report = check_cluster(mib=1)
-        >>> report.missing, report.findings, report.ranks[0]["gflops"] > 0
-        ([], [], True)
+        >>> report.findings, report.ranks[0]["gflops"] > 0
+        ([], True)
 
     Source:
         Ours. NVIDIA's ``nccl-tests`` measure collectives in more detail, once all ranks are there.
@@ -108,8 +81,8 @@ def check_cluster(
         there = check.meet(mine)
         report = ClusterReport({rank: mine})
         if rank == 0:
-            report.ranks, report.missing = there, [r for r in range(world_size) if r not in there]
-            report.findings += list(_compare_versions(there))
+            report.ranks = there
+            report.findings += list(compare_versions(there))
         mine["gflops"] = check.stage("compute", _measure_compute)
         mine |= check.stage("disk", lambda: _measure_disk(folder, mib))
         if world_size > 1:
@@ -119,9 +92,9 @@ def check_cluster(
         everyone = check.stage("report", lambda: check.collect("speeds", mine))
         if rank == 0:
             report.ranks = everyone
-            report.pairs = _join_pairs(everyone)
-            report.findings += _find_skew(everyone)
-            report.slow = [*_find_slow_ranks(everyone), *_find_slow_pairs(report.pairs)]
+            report.pairs = join_pairs(everyone)
+            report.findings += find_skew(everyone)
+            report.slow = [*find_slow_ranks(everyone), *find_slow_pairs(report.pairs)]
     return report
 
 
@@ -184,12 +157,12 @@ class _Check:
             raise TimeoutError(
                 explain(f"rank {self.rank} did not reach the others", why, _ADVICE["meeting"])
             ) from error
-        missing = [rank for rank in range(self.world_size) if rank not in there] if self.rank == 0 else []
+        missing = set(range(self.world_size)) - set(there)
         # Ranks may have come at different times; from here on their time is the same.
         self.deadline = time.monotonic() + self.timeout_s / 2
-        if missing:
+        if missing and self.rank == 0:
             came = ", ".join(f"{rank} ({about['host']})" for rank, about in sorted(there.items()))
-            what = f"ranks {', '.join(map(str, missing))} did not come within {self.timeout_s / 2:g} s"
+            what = f"{name_ranks(sorted(missing))} did not come within {self.timeout_s / 2:g} s"
             way_out = (
                 "Start the job on all nodes, with the same number of nodes and the same MASTER_ADDR and MASTER_PORT"
             )
@@ -313,60 +286,3 @@ def _measure_disk(folder: str | os.PathLike[str] | None, mib: int) -> dict[str, 
             raise OSError(f"{file.name} does not hold what was written to it.")
         read = time.perf_counter()
     return {"write_mib_s": mib / (written - start), "read_mib_s": mib / (read - written)}
-
-
-def _compare_versions(ranks: Mapping[int, dict[str, Any]]) -> Iterator[str]:
-    names = {name for about in ranks.values() for name in about["versions"]}
-    for name in sorted(names):
-        by_version: dict[str, list[int]] = {}
-        for rank, about in sorted(ranks.items()):
-            by_version.setdefault(str(about["versions"].get(name, "none")), []).append(rank)
-        if len(by_version) > 1:
-            found = [f"{version} on {_name_ranks(some)}" for version, some in by_version.items()]
-            yield explain(f"{name} differs", "; ".join(found), "Install the same on all nodes")
-    hosts = {about["host"] for about in ranks.values()}
-    for rank, about in sorted(ranks.items()):
-        if len(hosts) > 1 and about["address"].startswith("127."):
-            why = f"{about['host']} resolves its own name to {about['address']}, which others cannot reach"
-            yield explain(f"rank {rank} has the wrong interface", why, _ADVICE["gloo"])
-
-
-def _find_skew(ranks: Mapping[int, dict[str, Any]]) -> Iterator[str]:
-    for rank, about in sorted(ranks.items()):
-        if abs(about.get("skew_s", 0.0)) > _SKEW_S:
-            ahead = "ahead of" if about["skew_s"] > 0 else "behind"
-            what = f"the clock of rank {rank} ({about['host']}) is {abs(about['skew_s']):.1f} s {ahead} rank 0's"
-            yield explain(what, "logs and file times are in the wrong order", "Synchronize the nodes by NTP")
-
-
-def _find_slow_ranks(ranks: Mapping[int, dict[str, Any]]) -> Iterator[str]:
-    for key, unit in _SPEEDS.items():
-        speeds = {rank: about[key] for rank, about in sorted(ranks.items())}
-        usual = statistics.median(speeds.values())
-        for rank, speed in speeds.items():
-            if speed < _SLOW * usual:
-                what = f"rank {rank} ({ranks[rank]['host']}) has {speed:,.0f} {unit}"
-                yield explain(what, f"the median of the ranks is {usual:,.0f}", "All ranks wait for the slowest one")
-
-
-def _find_slow_pairs(pairs: Mapping[str, Mapping[tuple[int, int], float]]) -> Iterator[str]:
-    for backend, speeds in pairs.items():
-        usual = statistics.median(speeds.values()) if speeds else 0.0
-        for (one, other), mib_s in speeds.items():
-            if mib_s < _SLOW * usual:
-                what = f"ranks {one} and {other} exchange {mib_s:,.0f} MiB/s over {backend}"
-                yield explain(what, f"the median of the pairs is {usual:,.0f}", "Look at the link between their nodes")
-
-
-def _join_pairs(ranks: Mapping[int, dict[str, Any]]) -> dict[str, dict[tuple[int, int], float]]:
-    pairs: dict[str, dict[tuple[int, int], float]] = {}
-    for rank, about in sorted(ranks.items()):
-        for backend in ("gloo", "nccl"):
-            for other, speed in about.get(backend, {}).items():
-                if rank < int(other):
-                    pairs.setdefault(backend, {})[rank, int(other)] = speed
-    return pairs
-
-
-def _name_ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -4,6 +4,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 
@@ -18,7 +19,8 @@ class Recorder(L.Callback):
         self.lines = []
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.train_dataloader.has_samples(batch_idx):
+        loader: Any = trainer.train_dataloader
+        if loader.has_samples(batch_idx):
             for row in batch[0]:
                 sample = hash(tuple(row.tolist())) % 10**9
                 self.lines.append(f"{self.launch} {trainer.global_step} {trainer.current_epoch} {sample}\n")

@@ -1,4 +1,4 @@
-"""Workers are killed, hang and come back, 2 → 1 → 2 → 4: the run ends as if there had been one, and misses no sample."""
+"""Workers are killed, hang and come back, 2 → 1 → 2 → 4: the run ends as the uninterrupted one."""
 
 import os
 import signal

@@ -1,9 +1,11 @@
 """Run by one, two, three and four processes at once (see test_other_ranks.py): each resumes the checkpoints of all."""
 
+import itertools
 import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,7 +60,8 @@ class Seen(Callback):
         self.samples = []
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.train_dataloader.has_samples(batch_idx):
+        loader: Any = trainer.train_dataloader
+        if loader.has_samples(batch_idx):
             self.samples += [(trainer.current_epoch, int(index)) for index in batch["index"]]
 
 
@@ -91,7 +94,7 @@ def run(kind, folder, ckpt=None):
     state = {}
     for name, value in module.state_dict().items():
         state[name] = (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
-    samples = [None] * WORLD
+    samples: list = [None] * WORLD
     if WORLD > 1:
         dist.all_gather_object(samples, seen.samples)
     else:
@@ -99,7 +102,7 @@ def run(kind, folder, ckpt=None):
     lr = t.optimizers[0].param_groups[0]["lr"]
     return {
         "weights": state,
-        "samples": sorted(sum(samples, [])),
+        "samples": sorted(itertools.chain.from_iterable(samples)),
         "steps": t.global_step,
         "lr": lr,
         "logged": module.logged,

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from lightning_fasttrain.cli.main import main
-from lightning_fasttrain.strategy import cluster_check
-from lightning_fasttrain.strategy.cluster_check import ClusterReport
+from lightning_fasttrain.strategy import _cluster_findings, cluster_check
+from lightning_fasttrain.strategy._cluster_findings import ClusterReport
 from tests.support.ranks import Ranks
 
 
@@ -43,7 +43,7 @@ def test_a_clock_that_is_ahead_is_named(found):
 
 
 def test_a_rank_that_does_not_come_is_named(found):
-    assert "ranks 1 did not come within 1 s" in found["missing-0"]["error"]
+    assert "rank 1 did not come within 1 s" in found["missing-0"]["error"]
     assert "rank 2 did not reach the others" in found["missing-2"]["error"]
 
 
@@ -56,11 +56,11 @@ def test_slow_ranks_and_pairs_are_named():
     usual = {"gflops": 100.0, "write_mib_s": 50.0, "read_mib_s": 50.0}
     ranks = {rank: {"host": f"node{rank}", **usual} for rank in range(4)}
     ranks[3]["gflops"], ranks[1]["write_mib_s"] = 10.0, 5.0
-    slow = list(cluster_check._find_slow_ranks(ranks))
+    slow = list(_cluster_findings.find_slow_ranks(ranks))
     assert slow[0].startswith("rank 3 (node3) has 10 GFLOP/s")
     assert slow[1].startswith("rank 1 (node1) has 5 MiB/s written")
     pairs = {"nccl": {(0, 1): 100.0, (0, 2): 100.0, (1, 2): 20.0}}
-    (finding,) = cluster_check._find_slow_pairs(pairs)
+    (finding,) = _cluster_findings.find_slow_pairs(pairs)
     assert finding.startswith("ranks 1 and 2 exchange 20 MiB/s over nccl")
 
 

@@ -10,7 +10,7 @@ from tests.support.ranks import Ranks
 KINDS = ("ddp", "fsdp2", "zero")
 EPOCH = -(-SAMPLES // GLOBAL)  # steps
 PAIRS = [(kind, saved, world) for kind in KINDS for world in MOST for saved in saved_by(kind, world)]
-each_pair = pytest.mark.parametrize("kind, saved, resumed", PAIRS)
+each_pair = pytest.mark.parametrize(("kind", "saved", "resumed"), PAIRS)
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
 

@@ -54,8 +54,8 @@ class GlobalBatch(TokenWeightedAccumulation):
         >>> techniques = [GlobalBatch(12)]  # with DataLoader(data, batch_size=3, shuffle=True)
 
     Source:
-        See :func:`~lightning_fasttrain.data.global_batches`. Megatron-LM derives the number of micro-batches from
-        ``--global-batch-size`` in the same way, where it divides.
+        Ours. Megatron-LM derives the number of micro-batches from ``--global-batch-size`` in the same way, where it
+        divides; here unequal shares are weighted by their targets.
     """
 
     capabilities: ClassVar[frozenset[Capability]] = TokenWeightedAccumulation.capabilities | {
@@ -82,7 +82,7 @@ class GlobalBatch(TokenWeightedAccumulation):
 
     @property
     def shares(self) -> BatchShares | None:
-        """How the samples are divided over steps, ranks and batches; None before the loader is made."""
+        """The division of samples over steps, ranks and batches; None before the loader is made."""
         return None if self._loader is None else self._loader.shares
 
     @classmethod

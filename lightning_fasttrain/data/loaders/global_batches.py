@@ -19,7 +19,7 @@ from lightning_fasttrain.core.state.seeded_samples import SeededSamples, seeded
 
 @dataclass(frozen=True)
 class BatchShares:
-    """How the samples of an epoch are divided into steps, and those of a step over ranks and accumulated batches.
+    """The division of an epoch's samples into steps, and of those of a step over ranks and accumulated batches.
 
     Args:
         samples: number of samples in an epoch.
@@ -90,9 +90,10 @@ def global_batches(
             changed. With ``batch_size=None`` its samples are batches themselves, read one at a time.
         samples: the global batch: number of samples of a step, over all ranks and accumulated batches.
         seed: of the order, and of the samples.
-        seed_samples: seed torch, Python and NumPy for each sample by ``seed``, the epoch and the sample's index, so that
-            random augmentations depend neither on the rank nor on the worker. Persistent workers are then restarted for
-            each epoch. A dataset that reads several samples at once (``__getitems__``) is seeded for each batch.
+        seed_samples: seed torch, Python and NumPy for each sample by ``seed``, the epoch and the sample's index, so
+            that random augmentations depend neither on the rank nor on the worker. Persistent workers are then
+            restarted for each epoch. A dataset that reads several samples at once (``__getitems__``) is seeded for each
+            batch.
 
     Returns:
         The loader. ``windows()`` yields the batches of each step, for
@@ -143,7 +144,7 @@ class GlobalBatchLoader(WrappedLoader):
 
     @property
     def shares(self) -> BatchShares:
-        """How samples are divided over steps, ranks and batches."""
+        """The division of samples over steps, ranks and batches."""
         return self._shares
 
     @property
@@ -213,12 +214,12 @@ class GlobalBatchLoader(WrappedLoader):
         """Return the indices of an epoch in the order of the loader's own sampler."""
         sampler: Any = self._own_sampler
         own = getattr(sampler, "generator", None)
-        before = own.get_state() if isinstance(own, torch.Generator) else None
         if callable(getattr(sampler, "set_epoch", None)):
             sampler.set_epoch(self._epoch)
         with seeded(f"{self._seed} {self._epoch}"):
-            if before is None:
+            if not isinstance(own, torch.Generator):
                 return list(sampler)
+            before = own.get_state()
             own.manual_seed(int(torch.randint(2**62, ())))
             try:
                 return list(sampler)

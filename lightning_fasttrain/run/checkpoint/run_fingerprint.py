@@ -32,8 +32,9 @@ def read_settings(trainer: L.Trainer) -> dict[str, Any]:
     scheduled = scheduled or any(map(_sums_batches, techniques_of(trainer)))
     clip = "none" if trainer.gradient_clip_val is None else float(trainer.gradient_clip_val)
     optimizers = [type(optimizer).__name__ for optimizer in trainer.optimizers]
+    processes = None if keeps_global_batch(trainer) else trainer.world_size
     return {
-        _PROCESSES: None if keeps_global_batch(trainer) else trainer.world_size,
+        _PROCESSES: processes,
         "accumulate_grad_batches": None if scheduled else trainer.accumulate_grad_batches,
         "precision": str(trainer.precision),
         "gradient_clip_val": clip,
