@@ -116,6 +116,11 @@ def test_the_pass_after_a_finished_one_is_the_next_epoch():
     assert [batch.tolist() for batch in loader] == second
 
 
+class Endless:
+    def __iter__(self):
+        return iter(range(8))
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(range(8))
@@ -126,6 +131,7 @@ class Stream(IterableDataset):
     [
         (lambda: [1, 2], TypeError, "expected"),
         (lambda: DataLoader(Stream()), TypeError, "Stream"),
+        (lambda: DataLoader(range(8), sampler=Endless()), TypeError, "Endless has no length"),
         (lambda: DataLoader(range(8), sampler=DistributedSampler(range(8), 2, 0)), ValueError, "shuffle=True"),
         (lambda: DataLoader(range(8), batch_sampler=[[0, 1], [2]]), ValueError, "batch_sampler=list"),
         (lambda: DataLoader(range(8), drop_last=True, batch_size=2), ValueError, "8 samples"),
@@ -186,6 +192,34 @@ def test_a_run_resumes_with_another_batch_size(saved, place, batch_size):
     difference = largest_difference(weights(uninterrupted), weights(module))
     assert difference == 0 if batch_size == 3 else difference < 2e-6
     assert t.global_step == 6
+
+
+class Estimating(TinyLM):
+    """Asks for the number of steps, for which Lightning makes the loader before it restores a checkpoint."""
+
+    def configure_optimizers(self):
+        self.steps = self.trainer.estimated_stepping_batches
+        return super().configure_optimizers()
+
+
+@pytest.mark.parametrize("batch_size", [3, 5])
+def test_a_loader_that_is_made_early_resumes_at_its_position(saved, batch_size):
+    folder, callbacks, uninterrupted = saved
+    module = Estimating(**LARGE_STEPS)
+    techniques = [ft.data.GlobalBatch(12), *(type(callback)() for callback in callbacks)]
+    loader = DataLoader(SAMPLES, batch_size, shuffle=True)
+    trainer(techniques, max_epochs=2).fit(module, loader, ckpt_path=folder / "1-3.ckpt")
+    assert largest_difference(weights(uninterrupted), weights(module)) < 2e-6
+    assert module.steps == 6
+
+
+def test_a_checkpoint_that_was_only_validated_sets_no_position(saved, whole):
+    folder, _, _ = saved
+    techniques = [ft.data.GlobalBatch(12)]
+    module, t = TinyLM(**LARGE_STEPS), trainer(techniques, max_epochs=2)
+    t.validate(TinyLM(**LARGE_STEPS), DataLoader(SAMPLES, 12), ckpt_path=folder / "1-3.ckpt", verbose=False)
+    t.fit(module, DataLoader(SAMPLES, 3, shuffle=True))
+    assert largest_difference(weights(whole), weights(module)) < 2e-6
 
 
 def test_a_changed_division_is_said_in_one_line(saved):

@@ -155,7 +155,8 @@ class GlobalBatch(TokenWeightedAccumulation):
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Hook: the position is restored in ``on_train_start``, when the loader is made with all strategies."""
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
-        self._position = checkpoint.get("GlobalBatch")
+        if trainer.state.fn == "fit":
+            self._position = checkpoint.get("GlobalBatch")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: Lightning's counters are restored; they become those of this number of ranks."""

@@ -280,6 +280,10 @@ def _refuse_other_loaders(loader: object) -> None:
         why = "only a DataLoader of a map-style dataset reads samples by their indices"
         way_out = "Pass such a loader, not wrapped and not set up by Fabric, or use EvenEpochs for streams"
         raise TypeError(explain(f"global batches of a {type(loader).__name__}{of}", why, way_out))
+    if not hasattr(loader.sampler, "__len__"):
+        what = f"a loader whose {type(loader.sampler).__name__} has no length"
+        why = "the number of steps in an epoch follows from the number of samples"
+        raise TypeError(explain(what, why, "Give the sampler a __len__"))
     if isinstance(loader.sampler, DistributedSampler):
         why = "its order depends on the number of ranks"
         raise ValueError(explain("a loader with a DistributedSampler", why, "Leave the sampler out; use shuffle=True"))
