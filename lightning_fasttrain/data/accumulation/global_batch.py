@@ -92,7 +92,7 @@ class GlobalBatch(TokenWeightedAccumulation):
 
     @classmethod
     def why_not(cls, facts: Facts) -> str | None:
-        return None
+        return "there is one device, whose batches are the global batches" if facts.devices == 1 else None
 
     def took_hold(self, model: nn.Module) -> str:
         return f"every step has {number_of(self.samples, 'sample')} on any number of ranks"
