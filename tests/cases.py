@@ -107,6 +107,20 @@ def takes_windows(technique: Any, loop: Loop) -> None:
     loop.window = technique.factor_at(0)
 
 
+def takes_global_batches(technique: Any, loop: Loop) -> None:
+    loop.windows = _Windows(ft.data.global_batches(as_loader(list(loop.batches)), technique.samples))
+
+
+class _Windows:
+    """The windows of a loader, anew in each epoch."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Any:
+        return self.loader.windows()
+
+
 def takes_growing_windows(technique: Any, loop: Loop) -> None:
     """The same windows as those of the Trainer, all at once: as many batches for each."""
     loop.windows = ft.data.grow_windows(list(loop.batches), ft.data.Growth(1, 2, over=1))
@@ -301,6 +315,14 @@ CASES = [
     Case(
         lambda: ft.TokenWeightedAccumulation(2),
         takes_windows,
+        effects.steps_once_for_two_batches,
+        tolerance=1e-5,
+        regroup=pairs_of,
+        batches=5,
+    ),
+    Case(
+        lambda: ft.data.GlobalBatch(2),
+        takes_global_batches,
         effects.steps_once_for_two_batches,
         tolerance=1e-5,
         regroup=pairs_of,

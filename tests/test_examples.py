@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from examples import superbpe, your_own_technique
-from tests.support.run_example import last_line, last_line_under_torchrun
+from tests.support.run_example import last_line, said_under_torchrun
 
 SMALLER_GPT = ("context=128, layers=4, heads=4, width=64", "context=128, layers=2, heads=4, width=32")
 
@@ -40,7 +40,8 @@ def test_two_processes_shard_save_and_go_on(script, tmp_path):
 
 @pytest.mark.slow
 def test_the_check_of_a_cluster_sees_both_ranks():
-    assert last_line_under_torchrun("cluster/hello.py").startswith("gloo: 2 ranks agree")
+    said = said_under_torchrun("-m", "lightning_fasttrain.cli", "cluster-check", "--mib", "1")
+    assert "gloo: 0↔1 " in said
 
 
 def test_a_technique_of_your_own_is_worth_having(capsys):

@@ -57,7 +57,8 @@ NAMES = {
     "_DataLoaderIterDataFetcher": (f"{LOOPS}.fetchers", ["run/checkpoint/_loop_progress"]),
     "_MaxSizeCycle": (f"{PYTORCH}.utilities.combined_loader", ["run/checkpoint/_loop_progress"]),
     "_consumed": (f"{PYTORCH}.utilities.combined_loader", ["run/checkpoint/_loop_progress"]),
-    "_data_fetcher": (f"{LOOPS}.fit_loop", ["run/checkpoint/_loop_progress"]),
+    "_data_connector": (f"{PYTORCH}.trainer.trainer", ["core/host/loader_wrapper"]),
+    "_data_fetcher": (f"{LOOPS}.fit_loop", ["core/host/loader_wrapper", "run/checkpoint/_loop_progress"]),
     "_iterator": (
         f"{PYTORCH}.utilities.combined_loader",
         [
@@ -67,6 +68,7 @@ NAMES = {
             "run/checkpoint/resumable_loader",
         ],
     ),  # torch's too
+    "_prepare_dataloader": (f"{CONNECTORS}.data_connector", ["core/host/loader_wrapper"]),
     # metrics that were logged
     "_Metadata": (f"{CONNECTORS}.logger_connector.result", ["run/checkpoint/unsaved_state"]),
     "_ResultMetric": (f"{CONNECTORS}.logger_connector.result", ["run/checkpoint/unsaved_state"]),

@@ -223,6 +223,21 @@ COMMANDS = (
         "plain model.",
     ),
     Command(
+        "cluster-check",
+        "whether the machines of a run see each other, run the same code, and are equally fast",
+        [
+            option("--timeout", type=float, default=60.0, metavar="S", help="seconds for the whole check; default: 60"),
+            option("--folder", metavar="DIR", help="where checkpoints will go, to time its disk; default: temporary"),
+            option("--code", metavar="PATH", help="a file or folder of the model's code, which must be the same"),
+            option("--mib", type=int, default=8, metavar="N", help="MiB that each pair exchanges; default: 8"),
+        ],
+        tool_commands.check_the_cluster,
+        "Run it as the training will be run: torchrun -m lightning_fasttrain.cli cluster-check, or with srun. Rank 0 "
+        "names ranks that did not come, other versions of torch, NCCL, this package or the model's code, clocks that "
+        "differ, and slow ranks, disks and pairs. It ends within its limit, whatever hangs. The exit code is 0 if "
+        "nothing is wrong, also if some are slow, 1 otherwise.",
+    ),
+    Command(
         "doctor",
         "what this machine lacks, and what a script wastes, with lines and cures",
         [

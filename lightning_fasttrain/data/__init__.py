@@ -1,11 +1,11 @@
 """Techniques that change the batch: how it is split, ordered and moved to the device.
 
 ``normalizer`` reads what a loss is divided by; where that does not suffice, ``trunk`` splits the model instead.
-``out_of_memory`` finds how many micro-batches fit, ``warmup`` grows batch sizes, sequence lengths and image sizes, and
-``loaders`` wraps the data loaders.
+``out_of_memory`` finds how many micro-batches fit, ``accumulation`` sums several batches, ``warmup`` grows batch sizes,
+sequence lengths and image sizes, and ``loaders`` wraps the data loaders.
 
 From the bottom up: ``split_batch``, ``out_of_memory``, ``loaders``, ``normalizer``, ``padding``, ``step_gradients``,
-``trunk``, ``accumulate_gradients``, ``closure``, ``micro_batching``, ``token_weighted_accumulation``, ``warmup``.
+``trunk``, ``accumulate_gradients``, ``closure``, ``micro_batching``, ``accumulation``, ``warmup``.
 """
 
 from typing import TYPE_CHECKING
@@ -15,8 +15,11 @@ from lightning_fasttrain.core.package import import_names_when_used
 import_names_when_used(__name__)
 if TYPE_CHECKING:
     from lightning_fasttrain.data.accumulate_gradients import accumulate_gradients, accumulate_window
+    from lightning_fasttrain.data.accumulation.global_batch import GlobalBatch
+    from lightning_fasttrain.data.accumulation.token_weighted_accumulation import TokenWeightedAccumulation
     from lightning_fasttrain.data.loaders.device_prefetch import DevicePrefetch, prefetch_to_device
     from lightning_fasttrain.data.loaders.even_epochs import EvenEpochs, even_epochs
+    from lightning_fasttrain.data.loaders.global_batches import global_batches
     from lightning_fasttrain.data.loaders.sample_guard import SampleGuard, guard_samples
     from lightning_fasttrain.data.micro_batching import MicroBatching
     from lightning_fasttrain.data.normalizer.count_targets import count_next_tokens, count_targets
@@ -29,7 +32,6 @@ if TYPE_CHECKING:
     from lightning_fasttrain.data.padding.padding_free import PaddingFree, check_padding_free
     from lightning_fasttrain.data.padding.trim_search import TrimPadding
     from lightning_fasttrain.data.split_batch import split_batch
-    from lightning_fasttrain.data.token_weighted_accumulation import TokenWeightedAccumulation
     from lightning_fasttrain.data.trunk.micro_batch_forward import micro_batch_forward_
     from lightning_fasttrain.data.warmup.batch_size_warmup import BatchSizeWarmup, grow_windows, scale_rates_
     from lightning_fasttrain.data.warmup.growth_schedule import Growth
@@ -50,6 +52,7 @@ __all__ = [
     "BatchSizeWarmup",
     "DevicePrefetch",
     "EvenEpochs",
+    "GlobalBatch",
     "Growth",
     "Length",
     "MicroBatching",
@@ -71,6 +74,7 @@ __all__ = [
     "cut_sequences",
     "even_epochs",
     "find_count",
+    "global_batches",
     "grow_images",
     "grow_sequences",
     "grow_windows",

@@ -47,6 +47,7 @@ class Capability(Enum):
 
     SPLITS_BATCHES = "runs forward and backward several times for one batch"
     SUMS_BATCHES = "sums the gradients of several batches, and saves them with a checkpoint"
+    KEEPS_GLOBAL_BATCH = "reads the same global batches on any number of ranks"
     UPDATES_IN_BACKWARD = "updates each weight while the backward still runs"
     TRIMS_PADDING = "looks for padding in each batch, and cuts it off where that is exact"
     REPLACES_PRODUCTS = "replaces the matrix products of linear layers"

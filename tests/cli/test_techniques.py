@@ -87,7 +87,7 @@ def test_what_cannot_act_says_so_and_the_rest_says_nothing():
     able = Facts("cuda", 2, True, blocks=4, heads=1, trains=0.5)
     assert {kind.__name__ for kind in known_techniques() if kind.why_not(able)} == {"OptimizerInBackward"}
     alone = replace(able, devices=1)
-    assert {kind.__name__ for kind in known_techniques() if kind.why_not(alone)} == {"EvenEpochs"}
+    assert {kind.__name__ for kind in known_techniques() if kind.why_not(alone)} == {"EvenEpochs", "GlobalBatch"}
     unknown = replace(Facts("cuda"), devices=2)  # what is not known rules nothing out
     assert not [kind for kind in known_techniques() if kind.why_not(unknown) and kind is not ft.OptimizerInBackward]
 

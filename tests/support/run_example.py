@@ -30,11 +30,9 @@ def last_line(script, *arguments, ranks=None, smaller=()):
     return said.strip().splitlines()[-1]
 
 
-def last_line_under_torchrun(script):
-    """The same, started by the real launcher, from nothing."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    run = subprocess.run(
-        [*command, str(ROOT / "examples" / script)], capture_output=True, text=True, timeout=600, cwd=ROOT
-    )
+def said_under_torchrun(*arguments):
+    """What a script, or a module after -m, prints when the real launcher starts it from nothing."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *arguments]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT)
     assert run.returncode == 0, run.stderr[-3000:]
-    return run.stdout.strip().splitlines()[-1]
+    return run.stdout

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.trainer.states import RunningStage
 
 from lightning_fasttrain.core.host.lightning import without_fabric
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch, undo_all
@@ -60,3 +61,22 @@ def wrap_training_loaders(trainer: L.Trainer, wrap: Callable[[Any], Any]) -> Und
 
     restore_setup = patch(fit_loop, "setup_data", setting_up_data)
     return undo_all([restore_setup, patch(strategy, "process_dataloader", process_dataloader)])
+
+
+def replace_training_loaders(trainer: L.Trainer, replace: Callable[[Any], Any]) -> Undo:
+    """Replace a run's training loaders before Lightning gives them a ``DistributedSampler``; return how to undo it."""
+    connector = trainer._data_connector
+    prepare = connector._prepare_dataloader
+
+    def prepare_dataloader(dataloader: object, shuffle: bool, mode: RunningStage) -> object:
+        if mode == RunningStage.TRAINING:
+            return replace(dataloader)
+        return prepare(dataloader, shuffle=shuffle, mode=mode)
+
+    return patch(connector, "_prepare_dataloader", prepare_dataloader)
+
+
+def iterate_again(trainer: L.Trainer) -> None:
+    """Restart the pass over the training loaders, since an existing iterator is at the old position."""
+    if trainer.fit_loop._data_fetcher is not None:
+        iter(trainer.fit_loop._data_fetcher)

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from lightning_fasttrain.core.checks import check_arguments, one_of
 from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
+from lightning_fasttrain.data.accumulation.token_weighted_accumulation import TokenWeightedAccumulation
 from lightning_fasttrain.data.normalizer.count_targets import Count
-from lightning_fasttrain.data.token_weighted_accumulation import TokenWeightedAccumulation
 from lightning_fasttrain.data.warmup.growth_schedule import Growth, KeepsGrowth
 from lightning_fasttrain.technique import Exactness
 from lightning_fasttrain.technique.duration import LENGTHS, Length

@@ -118,12 +118,6 @@ def step_takes_batches(trainer: L.Trainer) -> bool:
     return isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher)
 
 
-def iterate_again(trainer: L.Trainer) -> None:
-    """Restart the pass over the training loaders, since an existing iterator is at the old position."""
-    if trainer.fit_loop._data_fetcher is not None:
-        iter(trainer.fit_loop._data_fetcher)
-
-
 def count_as_ended(trainer: L.Trainer, ended: Sequence[bool]) -> None:
     """Mark which of several loaders have ended once; Lightning cycles them until all have."""
     cycle = getattr(trainer.fit_loop._combined_loader, "_iterator", None)

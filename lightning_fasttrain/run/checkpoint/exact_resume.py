@@ -18,6 +18,7 @@ from lightning_fasttrain.core.host.lightning import (
     is_last_batch_taken,
     validation_loaders,
 )
+from lightning_fasttrain.core.host.loader_wrapper import iterate_again
 from lightning_fasttrain.core.messages import explain, list_some, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.core.state.rng import random_state
@@ -27,7 +28,6 @@ from lightning_fasttrain.run.checkpoint._loop_progress import (
     complete_batch_,
     count_as_ended,
     find_save_point,
-    iterate_again,
     resume_after_batch,
     resume_after_epoch,
     step_takes_batches,
@@ -44,7 +44,7 @@ from lightning_fasttrain.run.checkpoint.run_fingerprint import (
     refuse_other_optimizers,
     with_restored,
 )
-from lightning_fasttrain.run.checkpoint.unsaved_state import read_forgotten, read_metrics
+from lightning_fasttrain.run.checkpoint.unsaved_state import add_logged, read_forgotten, read_metrics
 from lightning_fasttrain.technique import Capability, Technique
 from lightning_fasttrain.technique.technique import techniques_of
 
@@ -73,7 +73,8 @@ class ExactResume(Technique):
     Combine it with :class:`~lightning_fasttrain.AtomicCheckpoints`, so that a kill does not damage a checkpoint.
 
     Args:
-        strict: whether it is an error if the checkpoint has another number of processes, precision, clipping,
+        strict: whether it is an error if the checkpoint has another number of processes (without
+            :class:`~lightning_fasttrain.data.GlobalBatch`, which resumes on any number), precision, clipping,
             accumulation, training data, batch size, order, ``drop_last``, other settings of a technique that changes
             training, or other settings of optimizers and schedules, which the saved state replaces; or if
             ``ckpt_path="last"`` finds none. Otherwise a warning, and all that still fits is restored. Data are
@@ -112,6 +113,7 @@ class ExactResume(Technique):
         self._resume: ResumeState | None = None  # until training continues
         self._begins_epoch = False
         self._step_settings: dict[str, Any] = {}  # until the optimizers exist
+        self._unlogged: list[dict[str, Any]] = []
         self._validation: list[list[Any]] = []  # generator states of validation loaders that are not made yet
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
@@ -327,6 +329,12 @@ class ExactResume(Technique):
         resume, self._resume = self._resume, None
         assert resume is not None
         self._validation = resume.restore(trainer, pl_module)
+        self._unlogged = resume.unlogged
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        """Hook: the module has logged values whose earlier sums another number of processes saved."""
+        waiting = [add_logged(trainer, logged) for logged in self._unlogged]
+        self._unlogged = [logged for logged in waiting if logged]
 
 
 def _in_window(trainer: L.Trainer, point: SavePoint) -> bool:

@@ -5,15 +5,20 @@ from typing import Any
 
 import lightning as L
 
-from lightning_fasttrain.core.host.lightning import validation_loaders
+from lightning_fasttrain.core.host.lightning import is_last_batch_taken, validation_loaders
 from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.state.rng import set_random_state
 from lightning_fasttrain.run.checkpoint._gathered_states import unpack
 from lightning_fasttrain.run.checkpoint._loop_progress import SavePoint, end_epoch_of_plateau_schedules
 from lightning_fasttrain.run.checkpoint.loader_rng import generators_of, set_generator_state
+from lightning_fasttrain.run.checkpoint.other_ranks import divide_states
 from lightning_fasttrain.run.checkpoint.resumable_loader import ResumableLoader
-from lightning_fasttrain.run.checkpoint.run_fingerprint import describe_loader, list_disagreements
-from lightning_fasttrain.run.checkpoint.unsaved_state import restore_forgotten, restore_metrics
+from lightning_fasttrain.run.checkpoint.run_fingerprint import (
+    describe_loader,
+    keeps_global_batch,
+    list_disagreements,
+)
+from lightning_fasttrain.run.checkpoint.unsaved_state import add_logged, add_metrics, restore_forgotten, restore_metrics
 
 
 class ResumeState:
@@ -29,16 +34,23 @@ class ResumeState:
         point: the part of an iteration that was finished.
         settings: those of the saved run.
         mine: state of this process; None if the checkpoint has another number of processes, whose positions and random
-            states do not fit.
+            states do not fit. With a technique that keeps the global batch, positions do, and the rest is divided.
         positioned: whether the training loaders have their positions.
+        is_divided: whether the checkpoint has another number of processes.
+        unlogged: sums behind ``self.log`` that wait for this run to log the same values.
     """
 
     def __init__(self, saved: dict[str, Any], loops: dict[str, Any], trainer: L.Trainer, strict: bool) -> None:
         self.saved, self.strict = saved, strict
         self.point, self.settings = SavePoint(saved["point"]), saved["settings"]
         self.mine: dict[str, Any] | None = None
-        if len(saved["ranks"]) == trainer.world_size:
+        self.is_divided = len(saved["ranks"]) != trainer.world_size
+        self.unlogged: list[dict[str, Any]] = []
+        self._others: list[dict[str, Any]] = []  # of ranks that this run does not have
+        if not self.is_divided:
             self.mine = unpack(saved["ranks"][trainer.global_rank])
+        elif keeps_global_batch(trainer):
+            self.mine, self._others = divide_states(saved["ranks"], trainer.global_rank, trainer.world_size)
         epochs = loops["epoch_progress"]["current"]
         # Until `completed` is counted, Lightning has not stepped the plateau schedules of the epoch.
         self._plateaus_are_due = self.point is SavePoint.EPOCH and epochs["completed"] < epochs["processed"]
@@ -74,6 +86,17 @@ class ResumeState:
         else:
             held.count_from(self._batches)
 
+    def _restore_metrics(self, trainer: L.Trainer, module: L.LightningModule, mine: dict[str, Any]) -> None:
+        logged = [state["logged"] for state in (mine, *self._others)]
+        if self.is_divided and not is_last_batch_taken(trainer):
+            # self.log refuses a value that was restored with another sync, which depends on the number of ranks; so
+            # these sums are added to those of the next batch.
+            self.unlogged, mine = logged, {**mine, "logged": {}}
+        restore_metrics(trainer, module, mine)
+        for other in self._others:
+            add_metrics(module, other)
+            add_logged(trainer, other["logged"])
+
     def restore(self, trainer: L.Trainer, module: L.LightningModule) -> list[list[Any]]:
         """Second moment: training continues right after this, with the saved random states.
 
@@ -87,7 +110,7 @@ class ResumeState:
         parameters = dict(module.named_parameters())
         for name, grad in self.saved["gradients"][trainer.global_rank].items() if "gradients" in self.saved else ():
             parameters[name].grad = grad.to(parameters[name])
-        restore_metrics(trainer, module, mine)
+        self._restore_metrics(trainer, module, mine)
         if self._plateaus_are_due:
             end_epoch_of_plateau_schedules(trainer)
         for held, state in self._between_passes:

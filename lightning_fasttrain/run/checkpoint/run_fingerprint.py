@@ -32,8 +32,9 @@ def read_settings(trainer: L.Trainer) -> dict[str, Any]:
     scheduled = scheduled or any(map(_sums_batches, techniques_of(trainer)))
     clip = "none" if trainer.gradient_clip_val is None else float(trainer.gradient_clip_val)
     optimizers = [type(optimizer).__name__ for optimizer in trainer.optimizers]
+    processes = None if keeps_global_batch(trainer) else trainer.world_size
     return {
-        _PROCESSES: trainer.world_size,
+        _PROCESSES: processes,
         "accumulate_grad_batches": None if scheduled else trainer.accumulate_grad_batches,
         "precision": str(trainer.precision),
         "gradient_clip_val": clip,
@@ -95,6 +96,11 @@ def _trains_differently(technique: Technique, module: L.LightningModule) -> bool
 
 def _sums_batches(technique: Technique) -> bool:
     return technique.does(Capability.SUMS_BATCHES)
+
+
+def keeps_global_batch(trainer: L.Trainer) -> bool:
+    """Whether a technique reads the same global batches on any number of ranks."""
+    return any(technique.does(Capability.KEEPS_GLOBAL_BATCH) for technique in techniques_of(trainer))
 
 
 def describe_loader(loader: object) -> dict[str, Any]:
@@ -196,7 +202,8 @@ def list_disagreements(then: dict[str, Any], now: dict[str, Any]) -> Iterator[st
     # Loaders are compared one by one, when this run makes them.
     for name in sorted((then.keys() & now.keys()) - {"loaders", _TECHNIQUES, _RESTORED}):
         if then[name] is not None and now[name] is not None and then[name] != now[name]:
-            yield explain(_both(name, then, now), _consequence(name, then, now), _AS_IT_WAS)
+            way_out = _AS_IT_WAS if name != _PROCESSES else f"{_AS_IT_WAS}; {_ANY_NUMBER}"
+            yield explain(_both(name, then, now), _consequence(name, then, now), way_out)
     before, after = then.get(_RESTORED, {}), now.get(_RESTORED, {})
     for name in before:
         if name in after and before[name] != after[name]:
@@ -223,6 +230,7 @@ def _consequence(name: str, then: dict[str, Any], now: dict[str, Any]) -> str:
     return "so the resumed run would differ from the uninterrupted one"
 
 
+_ANY_NUMBER = "a run with data.GlobalBatch resumes on any number of processes"
 _AS_IT_WAS = "Use the saved settings, or accept a different run with ExactResume(strict=False)"
 
 

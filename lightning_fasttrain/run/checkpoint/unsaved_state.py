@@ -12,7 +12,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_fasttrain.core.host.lightning import last_save, set_last_save
-from lightning_fasttrain.core.state.metrics import MetricState, read_metric, write_metric_
+from lightning_fasttrain.core.state.metrics import MetricState, add_to_metric_, read_metric, write_metric_
 from lightning_fasttrain.run.checkpoint._loop_progress import SavePoint
 
 # Lightning's metadata that a checkpoint can hold. Reductions and syncs are functions, saved as names and flags.
@@ -93,6 +93,28 @@ def restore_metrics(trainer: L.Trainer, module: L.LightningModule, state: dict[s
         # A metric that was never updated warns when it is computed.
         result._update_count = 1
         trainer.fit_loop.epoch_loop._results[key] = result
+
+
+def add_metrics(module: L.LightningModule, state: dict[str, Any]) -> None:
+    """Add the metrics of another rank of the saved run to those that were restored here."""
+    metrics = {name: metric for name, metric in module.named_modules() if isinstance(metric, Metric)}
+    for name in metrics.keys() & state["metrics"].keys():
+        metric, saved = metrics[name], state["metrics"][name]
+        add_to_metric_(metric, MetricState(_copy_value(saved["states"], metric.device), saved["updates"]))
+
+
+def add_logged(trainer: L.Trainer, logged: dict[str, Any]) -> dict[str, Any]:
+    """Add sums behind ``self.log`` to those that this run has by now; return those that it has not logged yet."""
+    results = trainer.fit_loop.epoch_loop._results
+    waiting: dict[str, Any] = {}
+    for key, saved in logged.items():
+        if key not in results:
+            waiting[key] = saved
+            continue
+        add = {"max": torch.maximum, "min": torch.minimum}.get(saved["meta"]["reduce_fx"], torch.add)
+        for name, value in _copy_value(saved["sums"], trainer.strategy.root_device).items():
+            setattr(results[key], name, add(getattr(results[key], name), value))
+    return waiting
 
 
 def _copy_value(value: object, device: torch.device | str = "cpu") -> Any:
