@@ -24,6 +24,7 @@ from lightning_fasttrain.finetune.selection._float32_adapters import StaysInFloa
 from lightning_fasttrain.planner.catalogue import known_techniques
 from lightning_fasttrain.technique import Exactness
 from tests.cases import BY_NAME, CASES, TOGETHER, Case, by_hand_of, in_a_loop, refused
+from tests.support.covering import cover_pairs
 from tests.support.nets import LazyLM, TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
 
 each = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -312,28 +313,112 @@ def reference_for(cases, net=TinyLM):
     return PLAIN_RUNS[key]
 
 
-@pytest.mark.parametrize(
-    "pair", list(itertools.combinations(CASES, 2)), ids=lambda pair: "+".join(c.name for c in pair)
-)
-def test_every_pair_together(pair):
-    check_pair(pair)
+POLICIES = [
+    replace(BY_NAME["ActivationCheckpointing"], make=lambda: ft.ActivationCheckpointing(ft.model.SelectiveOps())),
+    replace(
+        BY_NAME["ActivationCheckpointing"],
+        make=lambda: ft.ActivationCheckpointing(ft.MemoryBudget(1.0)),
+        batches=5,  # it acts in the third step
+    ),
+]
+JOINED = [*CASES, *POLICIES]
 
 
-def check_pair(pair):
-    batches = batches_for(*pair)
-    both = replace(
-        pair[0],
-        settings={**pair[0].settings, **pair[1].settings},
-        optimizer={**pair[0].optimizer, **pair[1].optimizer},
-    )
-    if reason := refused(pair):
-        with pytest.raises(ValueError, match=re.escape(reason)):
-            train(both, [case.make() for case in pair], batches=batches)
-        return
-    module, _ = train(both, [case.make() for case in pair], batches=batches)
-    # Under bf16 autocast the parts of a batch round on their own; in float32 only the order of sums differs.
-    tolerance = 2e-2 if both.settings.get("precision") else max(1e-5, pair[0].tolerance, pair[1].tolerance)
-    assert largest_difference(reference_for(pair), weights(module)) <= tolerance
+def names_of(cases):
+    return "+".join(name_of(case) for case in cases)
+
+
+def name_of(case):
+    if case in POLICIES:
+        return f"{case.name}({type(case.make().policy).__name__})"
+    return case.name
+
+
+def together(cases):
+    """One row with the settings of all."""
+    settings, optimizer = {}, {}
+    for case in cases:
+        settings |= case.settings
+        optimizer |= case.optimizer
+    return replace(cases[0], settings=settings, optimizer=optimizer, batches=max(case.batches for case in cases))
+
+
+def tolerance_of(cases):
+    """Under bf16 autocast the parts of a batch round on their own; in float32 only the order of sums differs."""
+    if together(cases).settings.get("precision"):
+        return 2e-2
+    return max(1e-5, *(case.tolerance for case in cases))
+
+
+def joined(numbers):
+    return [JOINED[number] for number in numbers]
+
+
+TOLERANCES = [tolerance_of([case]) for case in JOINED]
+
+
+def would_show(group, pair):
+    """A group that may round more than the pair alone would hide what is wrong with the pair."""
+    return max(TOLERANCES[number] for number in group) == max(TOLERANCES[number] for number in pair)
+
+
+PAIRS = {pair: refused(joined(pair)) for pair in itertools.combinations(range(len(JOINED)), 2)}
+REFUSED = [joined(pair) for pair, reason in PAIRS.items() if reason and "listed twice" not in reason]
+SLOW = {CASES.index(BY_NAME[name]) for name in ("CompileBlocks", "TiledMLP")}
+
+
+def fits(group):
+    """Whether none is refused beside another, and it compiles for seconds: tiles are compiled for each shape."""
+    slow = len(group) > 2 and SLOW.issubset(group)
+    return not slow and not any(PAIRS[pair] for pair in itertools.combinations(group, 2))
+
+
+# Every pair is in a group of eight, which is one run for its 28 pairs.
+GROUPS = [joined(group) for group in cover_pairs(len(JOINED), fits, would_show, size=8)]
+
+
+@pytest.mark.parametrize("pair", REFUSED, ids=names_of)
+def test_techniques_that_cannot_be_joined_are_refused(pair):
+    with pytest.raises(ValueError, match=re.escape(refused(pair))):
+        train(together(pair), [case.make() for case in pair])
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=names_of)
+def test_techniques_together_train_as_the_plain_run(group):
+    check_group(group)
+
+
+def check_group(group):
+    """What fails names the pairs of the group that fail without the others."""
+    try:
+        check_together(group)
+    except Exception as error:
+        failing = [names_of(pair) for pair in itertools.combinations(group, 2) if fails(pair)]
+        error.add_note(f"{names_of(group)}; of its pairs fail alone: {', '.join(failing) or 'none'}")
+        raise
+
+
+def check_together(cases):
+    module, _ = train(together(cases), [case.make() for case in cases])
+    assert largest_difference(reference_for(cases), weights(module)) <= tolerance_of(cases)
+
+
+def fails(cases):
+    try:
+        check_together(cases)
+    except Exception:
+        return True
+    return False
+
+
+def test_negative_control_a_group_that_fails_names_its_pairs():
+    unlike_plain_training = replace(BY_NAME["LoRA"], by_hand=None)
+    group = [BY_NAME["EvenEpochs"], unlike_plain_training, BY_NAME["HangWatch"]]
+    with pytest.raises(AssertionError) as found:
+        check_group(group)
+    assert found.value.__notes__ == [
+        "EvenEpochs+LoRA+HangWatch; of its pairs fail alone: EvenEpochs+LoRA, LoRA+HangWatch"
+    ]
 
 
 class TwoBlocks(TinyLM):
@@ -385,11 +470,6 @@ def test_what_they_cost_grows_no_faster_than_the_model():
     assert most - more <= 1.02 * (more - few)
 
 
-PLANNED = replace(BY_NAME["ActivationCheckpointing"], batches=5)  # in the third step
-POLICIES = [
-    replace(BY_NAME["ActivationCheckpointing"], make=lambda: ft.ActivationCheckpointing(ft.model.SelectiveOps())),
-    replace(PLANNED, make=lambda: ft.ActivationCheckpointing(ft.MemoryBudget(1.0))),
-]
 each_policy = pytest.mark.parametrize("policy", POLICIES, ids=lambda case: type(case.make().policy).__name__)
 
 
@@ -409,9 +489,3 @@ each_policy = pytest.mark.parametrize("policy", POLICIES, ids=lambda case: type(
 )
 def test_policies_of_checkpointing_keep_the_promises(promise, policy, tmp_path):
     promise(policy, **({"tmp_path": tmp_path} if "tmp_path" in inspect.signature(promise).parameters else {}))
-
-
-@each_policy
-@pytest.mark.parametrize("other", [c for c in CASES if c.name != "ActivationCheckpointing"], ids=lambda case: case.name)
-def test_policies_of_checkpointing_with_every_other_technique(other, policy):
-    check_pair((policy, other))
