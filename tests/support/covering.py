@@ -7,7 +7,9 @@ Pair = tuple[int, int]
 Group = tuple[int, ...]
 
 
-def cover_pairs(count: int, fits: Callable[[Group], bool], shows: Callable[[Group, Pair], bool], size: int) -> list[Group]:
+def cover_pairs(
+    count: int, fits: Callable[[Group], bool], shows: Callable[[Group, Pair], bool], size: int
+) -> list[Group]:
     """Return groups of at most ``size`` of the numbers below ``count``, so that a group shows every pair that fits.
 
     A group begins with a pair that no group shows yet, and takes in whichever number brings the most such pairs.
