@@ -24,6 +24,7 @@ from lightning_fasttrain.finetune.selection._float32_adapters import StaysInFloa
 from lightning_fasttrain.planner.catalogue import known_techniques
 from lightning_fasttrain.technique import Exactness
 from tests.cases import BY_NAME, CASES, TOGETHER, Case, by_hand_of, in_a_loop, refused
+from tests.support.covering import cover_pairs
 from tests.support.nets import LazyLM, TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
 
 each = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -312,28 +313,99 @@ def reference_for(cases, net=TinyLM):
     return PLAIN_RUNS[key]
 
 
-@pytest.mark.parametrize(
-    "pair", list(itertools.combinations(CASES, 2)), ids=lambda pair: "+".join(c.name for c in pair)
-)
-def test_every_pair_together(pair):
-    check_pair(pair)
+POLICIES = [
+    replace(BY_NAME["ActivationCheckpointing"], make=lambda: ft.ActivationCheckpointing(ft.model.SelectiveOps())),
+    replace(
+        BY_NAME["ActivationCheckpointing"],
+        make=lambda: ft.ActivationCheckpointing(ft.MemoryBudget(1.0)),
+        batches=5,  # it acts in the third step
+    ),
+]
+JOINED = [*CASES, *POLICIES]
 
 
-def check_pair(pair):
-    batches = batches_for(*pair)
-    both = replace(
-        pair[0],
-        settings={**pair[0].settings, **pair[1].settings},
-        optimizer={**pair[0].optimizer, **pair[1].optimizer},
-    )
-    if reason := refused(pair):
-        with pytest.raises(ValueError, match=re.escape(reason)):
-            train(both, [case.make() for case in pair], batches=batches)
-        return
-    module, _ = train(both, [case.make() for case in pair], batches=batches)
-    # Under bf16 autocast the parts of a batch round on their own; in float32 only the order of sums differs.
-    tolerance = 2e-2 if both.settings.get("precision") else max(1e-5, pair[0].tolerance, pair[1].tolerance)
-    assert largest_difference(reference_for(pair), weights(module)) <= tolerance
+def names_of(cases):
+    return "+".join(name_of(case) for case in cases)
+
+
+def name_of(case):
+    if case in POLICIES:
+        return f"{case.name}({type(case.make().policy).__name__})"
+    return case.name
+
+
+def together(cases):
+    """One row with the settings of all."""
+    settings, optimizer = {}, {}
+    for case in cases:
+        settings |= case.settings
+        optimizer |= case.optimizer
+    return replace(cases[0], settings=settings, optimizer=optimizer, batches=max(case.batches for case in cases))
+
+
+def tolerance_of(cases):
+    """Under bf16 autocast the parts of a batch round on their own; in float32 only the order of sums differs."""
+    if together(cases).settings.get("precision"):
+        return 2e-2
+    return max(1e-5, *(case.tolerance for case in cases))
+
+
+def cases_at(numbers):
+    return [JOINED[number] for number in numbers]
+
+
+TOLERANCES = [tolerance_of([case]) for case in JOINED]
+
+
+def would_show(group, pair):
+    """A group that may round more than the pair alone would hide what is wrong with the pair."""
+    return max(TOLERANCES[number] for number in group) == max(TOLERANCES[number] for number in pair)
+
+
+PAIRS = {pair: refused(cases_at(pair)) for pair in itertools.combinations(range(len(JOINED)), 2)}
+REFUSED = [cases_at(pair) for pair, reason in PAIRS.items() if reason and "listed twice" not in reason]
+SLOW = {CASES.index(BY_NAME[name]) for name in ("CompileBlocks", "TiledMLP")}
+
+
+def fits(group):
+    """Whether none is refused beside another, and it compiles for seconds: tiles are compiled for each shape."""
+    slow = len(group) > 2 and SLOW.issubset(group)
+    return not slow and not any(PAIRS[pair] for pair in itertools.combinations(group, 2))
+
+
+# Every pair is in a group of eight, which is one run for its 28 pairs.
+GROUPS = [cases_at(group) for group in cover_pairs(len(JOINED), fits, would_show, size=8)]
+
+
+@pytest.mark.parametrize("pair", REFUSED, ids=names_of)
+def test_techniques_that_cannot_be_joined_are_refused(pair):
+    with pytest.raises(ValueError, match=re.escape(refused(pair))):
+        train(together(pair), [case.make() for case in pair])
+
+
+def test_every_pair_that_is_not_refused_is_in_a_group_as_strict_as_the_pair():
+    possible = {names_of(pair) for pair in itertools.combinations(JOINED, 2) if not refused(pair)}
+    met = set()
+    for group in GROUPS:
+        for pair in itertools.combinations(group, 2):
+            if tolerance_of(group) == tolerance_of(pair):
+                met.add(names_of(pair))
+    assert met == possible
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=names_of)
+def test_techniques_together_train_as_the_plain_run(group):
+    check_group(group)
+
+
+def check_group(group):
+    """What fails names the pairs of the group that fail without the others."""
+    try:
+        check_together(group)
+    except Exception as error:
+        failing = [names_of(pair) for pair in itertools.combinations(group, 2) if fails(pair)]
+        error.add_note(f"{names_of(group)}; of its pairs fail alone: {', '.join(failing) or 'none'}")
+        raise
 
 
 class TwoBlocks(TinyLM):
@@ -341,6 +413,30 @@ class TwoBlocks(TinyLM):
 
     def __init__(self, **settings):
         super().__init__(depth=2, **settings)
+
+
+def check_together(cases):
+    net = TwoBlocks if BY_NAME["CompileBlocks"] in cases else TinyLM
+    module, _ = train(together(cases), [case.make() for case in cases], net=net)
+    assert largest_difference(reference_for(cases, net=net), weights(module)) <= tolerance_of(cases)
+
+
+def fails(cases):
+    try:
+        check_together(cases)
+    except Exception:
+        return True
+    return False
+
+
+def test_negative_control_a_group_that_fails_names_its_pairs():
+    unlike_plain_training = replace(BY_NAME["LoRA"], by_hand=None)
+    group = [BY_NAME["EvenEpochs"], unlike_plain_training, BY_NAME["HangWatch"]]
+    with pytest.raises(AssertionError) as found:
+        check_group(group)
+    assert found.value.__notes__ == [
+        "EvenEpochs+LoRA+HangWatch; of its pairs fail alone: EvenEpochs+LoRA, LoRA+HangWatch"
+    ]
 
 
 # Sequences grow as well.
@@ -352,18 +448,18 @@ def test_all_at_once_in_half_precision_and_turned_round_in_float32():
     assert t.global_step == 3
     assert largest_difference(reference_for(TOGETHER, net=TwoBlocks), weights(module)) <= 2e-2
     in_float32 = replace(fused, settings={"gradient_clip_val": 0.5})
-    module, _ = train(in_float32, [case.make() for case in reversed(TOGETHER)], net=TwoBlocks)
+    turned_round = [case for case in reversed(TOGETHER) if case.name != "TiledMLP"]  # whose tiles compile for long
+    module, _ = train(in_float32, [case.make() for case in turned_round], net=TwoBlocks)
     clipped = replace(CASES[0], settings=in_float32.settings)
     expected = reference_for([c for c in TOGETHER if c.name != "FusedClipping"] + [clipped], net=TwoBlocks)
     assert largest_difference(expected, weights(module)) <= 1e-5
 
 
-@pytest.mark.filterwarnings("ignore:.*[78] recompilations")
 def test_all_at_once_in_a_loop():
-    unclipped = [c for c in TOGETHER if c.name != "FusedClipping"]
+    joined = [case for case in TOGETHER if case.name not in ("FusedClipping", "CompileBlocks")]  # compiled above
     torch.manual_seed(11)
-    bare = in_a_loop(TwoBlocks(), BATCHES, [c.make() for c in unclipped])
-    assert largest_difference(reference_for(unclipped, net=TwoBlocks), weights(bare)) <= 1e-5
+    bare = in_a_loop(TwoBlocks(), BATCHES, [case.make() for case in joined])
+    assert largest_difference(reference_for(joined, net=TwoBlocks), weights(bare)) <= 1e-5
 
 
 def test_what_they_cost_grows_no_faster_than_the_model():
@@ -371,25 +467,23 @@ def test_what_they_cost_grows_no_faster_than_the_model():
     many = ft.finetune.Adapter | ft.CompileBlocks | ft.run.MemoryTimeline
     counted = [case for case in TOGETHER if not isinstance(case.make(), many)]
 
+    def run(depth):
+        train(replace(CASES[0], batches=3), [case.make() for case in counted], net=partial(TinyLM, depth=depth))
+
     def calls(depth):
         count = itertools.count()
         sys.setprofile(lambda *_: next(count))
         try:
-            train(replace(CASES[0], batches=5), [case.make() for case in counted], net=partial(TinyLM, depth=depth))
+            run(depth)
         finally:
             sys.setprofile(None)
         return next(count)
 
-    calls(2)  # what is looked up once
+    run(2)  # what is looked up once
     few, more, most = calls(2), calls(6), calls(10)
     assert most - more <= 1.02 * (more - few)
 
 
-PLANNED = replace(BY_NAME["ActivationCheckpointing"], batches=5)  # in the third step
-POLICIES = [
-    replace(BY_NAME["ActivationCheckpointing"], make=lambda: ft.ActivationCheckpointing(ft.model.SelectiveOps())),
-    replace(PLANNED, make=lambda: ft.ActivationCheckpointing(ft.MemoryBudget(1.0))),
-]
 each_policy = pytest.mark.parametrize("policy", POLICIES, ids=lambda case: type(case.make().policy).__name__)
 
 
@@ -409,9 +503,3 @@ each_policy = pytest.mark.parametrize("policy", POLICIES, ids=lambda case: type(
 )
 def test_policies_of_checkpointing_keep_the_promises(promise, policy, tmp_path):
     promise(policy, **({"tmp_path": tmp_path} if "tmp_path" in inspect.signature(promise).parameters else {}))
-
-
-@each_policy
-@pytest.mark.parametrize("other", [c for c in CASES if c.name != "ActivationCheckpointing"], ids=lambda case: case.name)
-def test_policies_of_checkpointing_with_every_other_technique(other, policy):
-    check_pair((policy, other))

@@ -7,7 +7,7 @@ import pytest
 from tests.support.ranks import Ranks
 
 # Strategy: processes, kills.
-RUNS = {"single": (1, 13), "ddp": (2, 13), "fasttrain_zero": (2, 7), "fasttrain_fsdp2": (2, 7)}
+RUNS = {"single": (1, 13), "ddp": (2, 7), "fasttrain_zero": (2, 7), "fasttrain_fsdp2": (2, 7)}
 
 
 @pytest.fixture(scope="module")

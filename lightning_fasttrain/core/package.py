@@ -61,6 +61,7 @@ def find_public(name: str) -> object:
     return thing
 
 
+@cache  # tools such as pytest ask every module for the same few names
 def _hint(name: str) -> str:
     """Return where a name that the top level lacks can be found, or which one it resembles; "" if neither."""
     known = {**_read_names_of_subpackages(), **{public: public for public in PUBLIC}}

@@ -163,10 +163,11 @@ def main(path):
 
     thirds = (RANK0, lm_batches(5, size=9, seed=4))[rank]  # of one size, so that each rank compiles once
     plain, expected, *_ = seeded(by_hand_of(TOGETHER), thirds, **shallow)
-    everything = [case.make() for case in TOGETHER if case.regroup is list]  # the same batches a step as the plain run
-    ours, seen, *_ = seeded(everything, thirds, **shallow)
-    found["everything"] = worst(expected, seen)
-    found["everything agree"] = agree(ours)
+    for slow in ("CompileBlocks", "TiledMLP"):  # the two together compile for ten seconds: test_contracts.py does so
+        kept = [case for case in TOGETHER if case.name != slow]
+        # The same batches a step as the plain run.
+        ours, seen, *_ = seeded([case.make() for case in kept if case.regroup is list], thirds, **shallow)
+        found[f"everything but {slow}"] = [worst(expected, seen), agree(ours)]
 
     rehearsal, mixed = ft.dry_run.Rehearsal(seconds=2), [*mine[:4], concatenate(mine[: 1 + 2 * rank])]
     plain, expected, *_ = seeded([ft.MicroBatching(2)], mixed, **dropout)
