@@ -321,6 +321,11 @@ class ExactResume(Technique):
             restore = functools.partial(self._restore, trainer, pl_module)
             self._patches.callback(resume_after_batch(trainer, resume.point, restore))
 
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Hook: the checkpoint was that of a finished run, which trains nothing more and calls no other hook."""
+        if self._resume is not None:
+            self._restore(trainer, pl_module)
+
     def _restore(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Restore this process's state right before training continues."""
         # Cleared first, so that this happens once: setup_data and the hooks read it.
