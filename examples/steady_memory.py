@@ -11,6 +11,7 @@ The control leaks 2 KiB a step, which must be found.
 import argparse
 import contextlib
 import datetime
+import itertools
 import json
 import logging
 import os
@@ -192,7 +193,7 @@ def summarize(host, rows):
     size = max(2, len(steady) // 10)
     pieces = sorted(slope(steady[start : start + size]) for start in range(0, len(steady) - size + 1, size))
     quarter = len(steady) // 4
-    ms = [1000 * (b[4] - a[4]) / EVERY for a, b in zip(steady, steady[1:], strict=False)]
+    ms = [1000 * (b[4] - a[4]) / EVERY for a, b in itertools.pairwise(steady)]
     return {
         "host": host,
         "steps": rows[-1][0],

@@ -336,7 +336,7 @@ class _Pass(Iterator[Any]):
             "repeats": self.loader._repeats,
             "random": None,
             "data": [generator_state(generator) for generator in self.data],
-            "dataset": None if self.states is None else self.states.position(),
+            "dataset": self.states and self.states.position(),
         }
         # By reference: `random` and `ended` are filled in when the next batch is requested.
         self.loader._positions.append((self.loader._handed_out, self.position))
