@@ -2,10 +2,10 @@
 
     python examples/steady_memory.py [--steps 20000] [--out RESULTS.json]
 
-The Trainer, the mixin and a Fabric loop train the same small network, each in a process of its own. After each
-hundredth step the process's resident memory, open files and threads are read. The slope is that of a straight line
-through the memory after the warm-up, which is the first fifth; its interval is that of the slopes of ten pieces of it.
-The control leaks 2 KiB a step, which must be found.
+The Trainer, the mixin and a Fabric loop train the same small network at the same time, each in a process of its own.
+After each hundredth step the process's resident memory, open files and threads are read. The slope is that of a
+straight line through the memory after the warm-up, which is the first fifth; its interval is that of the slopes of ten
+pieces of it. The control leaks 2 KiB a step, which must be found.
 """
 
 import argparse
@@ -219,10 +219,14 @@ def main():
     if options.alone:
         print(json.dumps(measure(options.alone, options.steps)))
         return
+    command = [sys.executable, __file__, "--steps", str(options.steps), "--alone"]
+    started = {
+        host: subprocess.Popen([*command, host], stdout=subprocess.PIPE, text=True) for host in options.hosts.split(",")
+    }
     results = []
-    for host in options.hosts.split(","):
-        command = [sys.executable, __file__, "--alone", host, "--steps", str(options.steps)]
-        said = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout
+    for host, process in started.items():
+        said, _ = process.communicate()
+        assert process.returncode == 0, f"{host} failed, see above"
         results.append(summarize(host, json.loads(said.splitlines()[-1])))
         print(json.dumps(results[-1]), flush=True)
     if options.out is not None:
