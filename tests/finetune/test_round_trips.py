@@ -44,7 +44,7 @@ def test_each_base_layer_and_kind_is_added_somewhere():
         assert {getattr(case, field) for case in CASES} == set(getattr(adapter_cases, f"{field.upper()}S"))
 
 
-@pytest.mark.parametrize("layer", ["Conv1d", "Embedding"])
+@pytest.mark.parametrize("layer", ["Conv1d", "Embedding", "LayerNorm"])
 def test_an_initialization_for_linear_layers_is_refused_before_it_changes_any(layer, tmp_path):
     case = adapter_cases.Case(layer, "pissa", "list", "float32")
     assert (

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 Batches = Collection[Any]
 _TOKENS = {"input_ids", "attention_mask"}
+_NEVER_LINEAR = nn.Embedding, nn.modules.conv._ConvNd, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm
 _FOR_LINEAR_LAYERS = ("pissa", "corda", "olora", "eva", "orthogonal")
 
 
@@ -31,7 +32,7 @@ def check_start(config: "PeftConfig", layers: Mapping[str, nn.Module], batches: 
     start = getattr(config, "init_lora_weights", True)
     what = f"init_lora_weights='{start}'"
     # PEFT fails at such a layer after it has changed the weights of the linear layers before it.
-    others = [name for name, layer in layers.items() if isinstance(layer, nn.Embedding | nn.modules.conv._ConvNd)]
+    others = [name for name, layer in layers.items() if isinstance(layer, _NEVER_LINEAR)]
     if others and isinstance(start, str) and start.startswith(_FOR_LINEAR_LAYERS):
         why = "PEFT computes this initialization for linear layers alone"
         way_out = "Leave these layers out of the targets, or use init_lora_weights=True"
