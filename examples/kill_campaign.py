@@ -220,7 +220,7 @@ def campaign(options, folder):
             place = folder / name / f"{len(runs)}"
             most, seed = min(left[name], FAULTS_OF_A_RUN), f"{options.seed} {name} {len(runs)}"
             run = run_with_faults(name, place, most, seed, kinds[name], not options.careless, not options.file_limit)
-            run["differs"] = differences(whole[name], read_ends(name, place))[:5]
+            run["differs"] = sorted(text[:100] for text in differences(whole[name], read_ends(name, place)))
             runs.append(run)
             left[name] -= len(run["faults"])
             print(f"{name}: {', '.join(run['faults'])}; differs in {len(run['differs'])}", flush=True)
