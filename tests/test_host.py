@@ -65,7 +65,7 @@ NAMES = {
             "data/loaders/sample_guard",
             "dry_run/rehearsal/peek_batches",
             "run/checkpoint/_loop_progress",
-            "run/checkpoint/resumable_loader",
+            "run/checkpoint/loaders/resumable_loader",
         ],
     ),  # torch's too
     "_prepare_dataloader": (f"{CONNECTORS}.data_connector", ["core/host/loader_wrapper"]),

@@ -20,7 +20,7 @@ FILES = (
 )
 LARGEST = 2**20  # bytes
 BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
-EXTRAS = ("peft", "bitsandbytes", "deepspeed", "torchao", "transformers", "matplotlib")
+EXTRAS = ("peft", "bitsandbytes", "deepspeed", "torchao", "transformers", "schedulefree", "matplotlib")
 CACHES = shutil.ignore_patterns("__pycache__", "*.pyc", ".ipynb_checkpoints", "tokens", "lightning_logs", "checkpoints")
 
 
@@ -154,6 +154,40 @@ for name in {EXTRAS!r}:
     except ImportError:
         continue
     raise AssertionError(f"{{name}} can be imported")
+for room in [getattr(ft, name) for name in dir(ft)]:
+    if type(room) is type(sys):
+        for name in dir(room):
+            getattr(room, name)
+batch = tokens, targets
+fine = ft.finetune
+uses = {{
+    "finetune": [
+        lambda: train(ft.LoRA()),
+        lambda: train(ft.QLoRA()),
+        lambda: train(ft.QuantizedBase()),
+        lambda: train(fine.PromptTuning(4)),
+        lambda: fine.add_adapter_(Net(), None, "net.1"),
+        lambda: fine.add_prompt_(Net(), 4),
+        lambda: fine.quantize_base_(Net()),
+        lambda: fine.load_quantized(Net, "."),
+        lambda: ft.build_optimizer(Net(), "adamw8bit", lr=1e-3),
+        lambda: ft.planner.why_not(Net(), batch, techniques=[ft.LoRA()]),
+        lambda: ft.predict_memory(Net(), batch, techniques=[ft.LoRA()]),
+    ],
+    "deepspeed": [lambda: ft.ZeROStrategy(2), lambda: ft.FabricZeROStrategy(2)],
+    "ao": [lambda: ft.build_optimizer(Net(), "adamw4bit", lr=1e-3)],
+    "schedule-free": [lambda: ft.build_optimizer(Net(), "schedule-free", lr=1e-3)],
+}}
+for extra, calls in uses.items():
+    for number, call in enumerate(calls):
+        try:
+            call()
+        except ModuleNotFoundError as error:
+            assert f"pip install 'lightning-fasttrain[{{extra}}]'" in str(error), error
+        else:
+            raise AssertionError(f"use {{number}} of {{extra}} needs nothing")
+ft.make_plan(Net(), batch, seconds=1)
+ft.planner.why_not(Net(), batch)
 print(ft.__version__, ft.__file__)
 """
 

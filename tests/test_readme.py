@@ -234,6 +234,33 @@ def test_the_table_of_what_a_proof_costs_is_what_was_measured():
     assert written == expected
 
 
+def test_the_table_of_killed_runs_is_what_was_found():
+    written = RESULTS.split("<!-- kills -->\n")[1].split("\n<!-- /kills -->")[0].splitlines()[2:]
+    expected = []
+    for campaign in ("kill_campaign_cpu", "kill_campaign_replicas_cpu"):
+        found = json.loads((ROOT / "examples" / "results" / f"{campaign}.json").read_text())
+        assert found["troubled_runs"] == []
+        for row in found["rows"]:
+            kinds = ", ".join(f"{count} {kind}" for kind, count in row["kinds"].items())
+            outcome = f"{row['runs_that_end_otherwise']} | {row['lost_checkpoints']}"
+            expected.append(f"| {row['strategy']}, {row['processes']} | {row['runs']} | {kinds} | {outcome} |")
+    assert written == expected
+
+
+def test_the_table_of_long_runs_is_what_was_measured():
+    written = RESULTS.split("<!-- steady memory -->\n")[1].split("\n<!-- /steady memory -->")[0].splitlines()[2:]
+    rows = json.loads((ROOT / "examples" / "results" / "steady_memory_cpu.json").read_text())["rows"]
+    expected = []
+    for row in rows:
+        slope = f"{row['bytes_per_step']:,.0f} ({row['pieces_low']:,.0f} to {row['pieces_high']:,.0f})"
+        files, threads = (" or ".join(map(str, row[name])) for name in ("open_files", "threads"))
+        expected.append(f"| {row['host']} | {row['steps']:,} | {slope} | {files} | {threads} |")
+    assert written == expected
+    *hosts, control = rows
+    assert all(row["bytes_per_step"] < 1024 for row in hosts)
+    assert control["bytes_per_step"] > 1024
+
+
 def test_the_cold_start_is_what_was_measured():
     rows = json.loads((ROOT / "examples" / "results" / "compile_cold_start_cpu.json").read_text())["rows"]
     blocks, whole = (row for row in rows if row["blocks"] == 24)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         BackgroundCheckpointIO,
     )
     from lightning_fasttrain.run.checkpoint.exact_resume import ExactResume
-    from lightning_fasttrain.run.checkpoint.resumable_loader import ResumableLoader, resumable
+    from lightning_fasttrain.run.checkpoint.loaders.resumable_loader import ResumableLoader, resumable
     from lightning_fasttrain.run.guards.finite_guard import FiniteGuard, FiniteSteps, refuse_unfinite
     from lightning_fasttrain.run.guards.hang_watch import HangWatch
     from lightning_fasttrain.run.guards.preemption import Preemption

@@ -21,6 +21,15 @@ def test_the_overhead_benchmark_writes_ratios_with_their_intervals(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_leak_shows_in_the_memory_of_a_run(tmp_path):
+    out = tmp_path / "results.json"
+    last_line("steady_memory.py", "--steps", "3000", "--hosts", "Fabric,control", "--out", str(out))
+    fabric, control = json.loads(out.read_text())["rows"]
+    assert fabric["bytes_per_step"] < control["bytes_per_step"] > 1024
+    assert len(fabric["open_files"]) == len(fabric["threads"]) == 1
+
+
+@pytest.mark.slow
 def test_single_techniques_compute_the_same_loss(tmp_path):
     out = tmp_path / "results.json"
     last_line("single_techniques.py", "--scale", "1", "--turns", "2", "--out", str(out))

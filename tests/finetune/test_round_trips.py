@@ -44,6 +44,15 @@ def test_each_base_layer_and_kind_is_added_somewhere():
         assert {getattr(case, field) for case in CASES} == set(getattr(adapter_cases, f"{field.upper()}S"))
 
 
+@pytest.mark.parametrize("layer", ["Conv1d", "Embedding", "LayerNorm"])
+def test_an_initialization_for_linear_layers_is_refused_before_it_changes_any(layer, tmp_path):
+    case = adapter_cases.Case(layer, "pissa", "list", "float32")
+    assert (
+        "PEFT computes this initialization for linear layers alone"
+        in adapter_cases.round_trips(case, tmp_path)["refused"]
+    )
+
+
 def test_a_round_trip_that_loses_something_is_noticed(tmp_path, monkeypatch):
     """The control."""
     load = adapter_cases.load_adapter_

@@ -16,9 +16,9 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import nn
 
 import lightning_fasttrain as ft
+from examples.killed_training import differences
 from lightning_fasttrain.run import AtomicCheckpointIO, BackgroundCheckpointIO
 from lightning_fasttrain.run.checkpoint.atomic_checkpoints import can_write_in_background
-from tests.support.kill_scenarios import differences
 from tests.support.nets import TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
 from tests.support.ranks import Ranks
 

@@ -258,6 +258,22 @@ def test_resuming_from_any_checkpoint_equals_the_uninterrupted_run(name, tmp_pat
         assert not differences({key: whole[key] for key in left}, {key: end[key] for key in left}), path.name
 
 
+def test_a_finished_run_is_resumed_with_what_lightning_forgets(tmp_path):
+    class SaveAtEnd(L.Callback):
+        def on_train_end(self, trainer, pl_module):
+            trainer.save_checkpoint(tmp_path / "end.ckpt")
+
+    def writer():
+        return ModelCheckpoint(tmp_path / "saved", monitor="val", enable_version_counter=False)
+
+    first, second = writer(), writer()
+    module, trainer, _ = run([ExactResume(), SaveAtEnd(), first])
+    _, again, _ = run([ExactResume(), second], tmp_path / "end.ckpt")
+    assert second.state_dict() == first.state_dict()
+    assert again.callback_metrics == {key: trainer.callback_metrics[key] for key in again.callback_metrics}
+    assert again.callback_metrics.keys() == trainer.callback_metrics.keys()
+
+
 def is_last(path, files, trainer):
     if trainer.max_steps > 0:
         return torch.load(path, weights_only=True)["global_step"] == trainer.max_steps

@@ -203,6 +203,36 @@ def test_a_checkpoint_with_nan_is_never_saved(tmp_path, atomic, weights_only):
     assert [path.name for path in tmp_path.iterdir()] == ["epoch=0-step=2.ckpt"]
 
 
+class SaveInWindow(L.Callback):
+    """Saves after each batch, in the middle of accumulation windows too."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        trainer.save_checkpoint(self.folder / f"{batch_idx}.ckpt")
+
+
+def test_a_window_that_ends_the_run_is_not_saved(tmp_path):
+    """A run that resumed from it would end in the same way, whatever the batch is then."""
+    with pytest.raises(FloatingPointError, match=r"2.ckpt was not written: a loss or gradient of this accumulation"):
+        run(Spoilt(), spoil(BATCHES, 2), ft.FiniteGuard(1), [SaveInWindow(tmp_path)], accumulate_grad_batches=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.ckpt", "1.ckpt"]
+
+
+def test_a_window_that_is_skipped_is_skipped_after_a_resume_within_it(tmp_path):
+    settings = {"accumulate_grad_batches": 2, "max_epochs": 1}
+    callbacks = [ft.ExactResume(), SaveInWindow(tmp_path)]
+    guard, resumed, net, again = ft.FiniteGuard(), ft.FiniteGuard(), Spoilt(), Spoilt()
+    with pytest.warns(ft.FastTrainWarning, match="not finite"):
+        run(net, spoil(BATCHES, 2), guard, callbacks, **settings)
+    t = trainer([resumed, ft.ExactResume()], **settings)
+    with pytest.warns(ft.FastTrainWarning, match="not finite"):
+        t.fit(again, as_loader(spoil(BATCHES, 2)), ckpt_path=tmp_path / "2.ckpt", weights_only=True)
+    assert largest_difference(weights(net), weights(again)) == 0
+    assert resumed.state_dict() == guard.state_dict()
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_overflows_are_left_to_the_loss_scaler_unless_the_loss_is_bad(fused):
     net, guard = TinyLM(optimizer=torch.optim.AdamW, fused=fused), ft.FiniteGuard()

@@ -2,6 +2,7 @@
 
 import re
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -139,6 +140,19 @@ def test_a_run_that_is_resumed_ends_as_the_uninterrupted_one(tmp_path, then, ste
     with pytest.warns(ft.FastTrainWarning) if step < SPIKE else torch.enable_grad():
         t.fit(again, as_loader(with_spike(SPIKE)), ckpt_path=tmp_path / f"epoch=0-step={step}.ckpt", weights_only=True)
     assert largest_difference(weights(net), weights(again)) == 0
+    assert resumed.state_dict() == whole.state_dict()
+
+
+def test_a_run_that_is_resumed_within_a_window_knows_the_losses_before(tmp_path):
+    class Save(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if batch_idx == 2:
+                trainer.save_checkpoint(tmp_path / "within.ckpt")
+
+    whole, resumed = guard(), guard()
+    run(BATCHES, [whole, ft.ExactResume(), Save()], accumulate_grad_batches=2)
+    t = trainer([resumed, ft.ExactResume()], accumulate_grad_batches=2)
+    t.fit(Spiky(), as_loader(BATCHES), ckpt_path=tmp_path / "within.ckpt", weights_only=True)
     assert resumed.state_dict() == whole.state_dict()
 
 

@@ -42,9 +42,8 @@ def require(module: str, extra: str) -> ModuleType:
         with unset_fake_temporarily():
             return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"{module} is not installed: it comes with the extra '{extra}'. pip install 'lightning-fasttrain[{extra}]'."
-        ) from error
+        what = f"{module.partition('.')[0]} is not installed: it comes with the extra '{extra}'"
+        raise ModuleNotFoundError(f"{what}. pip install 'lightning-fasttrain[{extra}]'.") from error
 
 
 def refuse_mixed_lightning(*objects: object) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.messages import explain, list_some
 from lightning_fasttrain.finetune.selection._adapter_switches import without_adapters
 
 if TYPE_CHECKING:
@@ -19,16 +19,24 @@ if TYPE_CHECKING:
 
 Batches = Collection[Any]
 _TOKENS = {"input_ids", "attention_mask"}
+_NEVER_LINEAR = nn.Embedding, nn.modules.conv._ConvNd, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm
+_FOR_LINEAR_LAYERS = ("pissa", "corda", "olora", "eva", "orthogonal")
 
 
 def check_start(config: "PeftConfig", layers: Mapping[str, nn.Module], batches: Batches | None) -> None:
     """Refuse an initialization that PEFT would fail at or silently ignore.
 
     Raises:
-        ValueError: it needs ``batches``, a preparatory pass over data, or a GPU.
+        ValueError: it needs ``batches``, a preparatory pass over data, or a GPU; or is for linear layers alone.
     """
     start = getattr(config, "init_lora_weights", True)
     what = f"init_lora_weights='{start}'"
+    # PEFT fails at such a layer after it has changed the weights of the linear layers before it.
+    others = [name for name, layer in layers.items() if isinstance(layer, _NEVER_LINEAR)]
+    if others and isinstance(start, str) and start.startswith(_FOR_LINEAR_LAYERS):
+        why = "PEFT computes this initialization for linear layers alone"
+        way_out = "Leave these layers out of the targets, or use init_lora_weights=True"
+        raise ValueError(explain(f"{what} on {list_some(others)}", why, way_out))
     if batches and start not in ("eva", "corda"):
         raise ValueError(explain(f"batches= with {what}", "this initialization uses no data", "Remove batches="))
     if start == "loftq" and not torch.cuda.is_available():

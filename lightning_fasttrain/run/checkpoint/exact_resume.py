@@ -32,8 +32,8 @@ from lightning_fasttrain.run.checkpoint._loop_progress import (
     resume_after_epoch,
     step_takes_batches,
 )
-from lightning_fasttrain.run.checkpoint.loader_rng import generator_states
-from lightning_fasttrain.run.checkpoint.resumable_loader import ResumableLoader
+from lightning_fasttrain.run.checkpoint.loaders.loader_rng import generator_states
+from lightning_fasttrain.run.checkpoint.loaders.resumable_loader import ResumableLoader
 from lightning_fasttrain.run.checkpoint.resume_state import ResumeState, hold_loader, keeps_its_state, set_generators
 from lightning_fasttrain.run.checkpoint.run_fingerprint import (
     describe_loader,
@@ -322,6 +322,11 @@ class ExactResume(Technique):
         else:
             restore = functools.partial(self._restore, trainer, pl_module)
             self._patches.callback(resume_after_batch(trainer, resume.point, restore))
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Hook: the checkpoint was that of a finished run, which trains nothing more and calls no other hook."""
+        if self._resume is not None:
+            self._restore(trainer, pl_module)
 
     def _restore(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Restore this process's state right before training continues."""

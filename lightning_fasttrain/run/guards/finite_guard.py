@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.core.distributed import is_sharded
+from lightning_fasttrain.core.host.lightning import accumulation_continues, plain_optimizer
 from lightning_fasttrain.core.messages import explain, list_some
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.run.checkpoint._gathered_states import gather_values
@@ -80,7 +81,6 @@ class FiniteSteps(JudgedSteps):
 
     def __init__(self, stop_after: PositiveInt = 3) -> None:
         super().__init__(stop_after)
-        self.losses: list[tuple[int, Tensor]] = []
         self._statistics: list[tuple[Tensor, Tensor]] = []  # of BatchNorm, and their values after the last good step
 
     def guard_(self, optimizer: Optimizer, model: nn.Module, scaler: GradScaler | None = None) -> Undo:
@@ -180,7 +180,8 @@ class FiniteGuard(StepGuard):
     Acts in ``optimizer.step``, after accumulation, unscaling and clipping; see :class:`FiniteSteps` for the rules,
     including those for a loss scaler, and for when the host waits. The loss of a batch without samples or targets is
     NaN, so its step is skipped too; with :class:`~lightning_fasttrain.TokenWeightedAccumulation` its weight is 0
-    instead. The Trainer's ``save_checkpoint`` checks the model first.
+    instead. The Trainer's ``save_checkpoint`` checks the model first and, inside an accumulation window whose step
+    would end the run, losses and gradients.
 
     Args:
         stop_after: number of consecutive skipped steps after which the run ends with an error on all ranks.
@@ -214,9 +215,21 @@ class FiniteGuard(StepGuard):
         def save_checkpoint(checkpoint: dict[str, Any], filepath: str | Path, *args: object, **kwargs: object) -> None:
             # After an error the other ranks may not answer.
             refuse_unfinite(module, f"checkpoint {filepath}", alone=trainer.interrupted)
+            # Gradients of an unfinished window are saved too. With NaN in them, each resumed run would end like this
+            # one, unless it may skip the step.
+            ends_the_run = self.steps.in_a_row + 1 >= self.steps.stop_after
+            if ends_the_run and accumulation_continues(trainer) and not trainer.interrupted:
+                self._refuse_bad_window(trainer, filepath)
             save(checkpoint, filepath, *args, **kwargs)
 
         self._run.callback(patch(strategy, "save_checkpoint", save_checkpoint))
+
+    def _refuse_bad_window(self, trainer: L.Trainer, filepath: str | Path) -> None:
+        bad = torch.stack([self.steps.judge(plain_optimizer(optimizer))[0] for optimizer in trainer.optimizers])
+        if float(bad.amax()) != 0:
+            why = "a loss or gradient of this accumulation window is not finite, so its step would end the run"
+            way_out = "Check the batch, and resume from the last checkpoint, which is unchanged"
+            raise FloatingPointError(explain(f"checkpoint {filepath} was not written", why, way_out))
 
     def _guard(self, trainer: L.Trainer, module: L.LightningModule, optimizer: Optimizer) -> Undo:
         return self.steps.guard_(optimizer, module, getattr(trainer.precision_plugin, "scaler", None))

@@ -97,7 +97,6 @@ class SteadySteps(JudgedSteps):
         self._limits: list[Limits] = []
         # Optimizer → place of its limits.
         self._places: dict[int, int] = {}
-        self._losses: list[Tensor] = []
         self._seen: Tensor | None = None
 
     def guard_(self, optimizer: Optimizer) -> Undo:
@@ -124,7 +123,7 @@ class SteadySteps(JudgedSteps):
     def note_loss(self, loss: Tensor) -> None:
         """Include a loss in the decision on the coming step of any optimizer; those of one step are added up."""
         # Detached, since the graph of the loss must not outlive the step.
-        self._losses.append(loss.detach().float())
+        self.losses.append(loss.detach().float())
 
     def look(self, optimizer: Optimizer) -> None:
         """Check the gradients as they are now: call it before they are clipped. Otherwise ``step`` does it itself."""
@@ -132,8 +131,9 @@ class SteadySteps(JudgedSteps):
         norm = torch.nn.utils.get_total_norm(gradients)
         # A collective: the ranks hold shards of the gradients.
         norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).float().to(device_of(optimizer))
-        loss = _mean_over_ranks(sum(self._losses, torch.zeros_like(norm)))
-        self._losses = []
+        losses = [loss.to(norm.device) for loss in self.losses]  # a resumed one may be elsewhere
+        loss = _mean_over_ranks(sum(losses, torch.zeros_like(norm)))
+        self.losses = []
         numbers = torch.stack([loss, norm])
         of_loss, of_norm = self.limits(optimizer)
         # Limits are arguments of the kernels: a copy from the host would wait for the device.

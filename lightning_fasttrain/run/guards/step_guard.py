@@ -24,10 +24,11 @@ from torch.optim import LBFGS, Optimizer
 from lightning_fasttrain.core.checks import PositiveInt
 from lightning_fasttrain.core.device import AsyncReading
 from lightning_fasttrain.core.distributed import rank_count
-from lightning_fasttrain.core.host.lightning import plain_optimizer
+from lightning_fasttrain.core.host.lightning import accumulation_continues, plain_optimizer
 from lightning_fasttrain.core.messages import explain, number_of, warn
 from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch, undo_all
+from lightning_fasttrain.run.checkpoint._gathered_states import gather_values
 from lightning_fasttrain.technique import Capability, Conflict, Technique
 
 
@@ -202,6 +203,7 @@ class JudgedSteps:
     """Counts the steps that a subclass judges to be bad, warns of each, and raises after several in a row.
 
     Attributes:
+        losses: what is known of the losses of the coming step: tensors and plain values.
         skipped: number of skipped steps so far.
         in_a_row: number of skipped steps since the last good one.
         skipped_now: whether a step was skipped since this was last set to False.
@@ -214,6 +216,7 @@ class JudgedSteps:
 
     def __init__(self, stop_after: PositiveInt) -> None:
         self.stop_after = stop_after
+        self.losses: list[Any] = []
         self.skipped = self.in_a_row = 0
         self.skipped_now = False
         self.where: Callable[[], str] = lambda: ""
@@ -301,6 +304,20 @@ class StepGuard(Technique):
         """Hook: record the index of the batch for messages."""
         self._batch_idx = batch_idx
         self.steps.skipped_now = False
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Hook: inside an accumulation window, the next step is judged by losses that each rank has seen before."""
+        failed = trainer.interrupted and trainer.world_size > 1  # the other ranks may not answer
+        if trainer.state.fn == "fit" and accumulation_continues(trainer) and not failed:
+            losses = gather_values(self.steps.losses, trainer.strategy.root_device)
+            checkpoint[type(self).__name__] = {"losses": losses}
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Hook: the losses of the window that is resumed."""
+        losses = checkpoint.get(type(self).__name__, {}).get("losses", [])
+        # With another number of ranks each would have other batches.
+        if len(losses) == trainer.world_size:
+            self.steps.losses = list(losses[trainer.global_rank])
 
     def outcome(self, model: nn.Module) -> str:
         return f"skipped {number_of(self.skipped, 'step')}" if self.skipped else ""

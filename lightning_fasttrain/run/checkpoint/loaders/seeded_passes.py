@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.state.seeded_samples import SeededSamples
-from lightning_fasttrain.run.checkpoint.loader_rng import generators_of
+from lightning_fasttrain.run.checkpoint.loaders.loader_rng import generators_of
 
 
 def refuse_unseedable(loader: object) -> None:
@@ -40,15 +40,27 @@ def seed_of_pass(start: Mapping[str, Any]) -> str:
 @contextmanager
 def seeded_rest(loader: DataLoader[Any], seed: str, skipped: int) -> Iterator[None]:
     """Let a pass that is begun inside the context read seeded samples, without the first ``skipped`` batches."""
-    # An iterator reads both when it is created. torch forbids setting them, hence vars().
+    # An iterator reads it when it is created. torch forbids setting it, hence vars().
+    place, dataset = vars(loader), loader.dataset
+    place["dataset"] = SeededSamples(dataset, seed)
+    try:
+        with skip_indices(loader, skipped):
+            yield
+    finally:
+        place["dataset"] = dataset
+
+
+@contextmanager
+def skip_indices(loader: DataLoader[Any], skipped: int) -> Iterator[None]:
+    """Let a pass that is begun inside the context start after the indices of the first ``skipped`` batches."""
     place, indices = vars(loader), "batch_sampler" if loader.batch_sampler is not None else "sampler"
-    before = {name: place[name] for name in ("dataset", indices)}
-    with ExitStack() as undo:
-        undo.callback(place.update, before)
-        place["dataset"] = SeededSamples(before["dataset"], seed)
-        if skipped:
-            place[indices] = _Rest(before[indices], skipped)
+    sampler = place[indices]
+    if skipped:
+        place[indices] = _Rest(sampler, skipped)
+    try:
         yield
+    finally:
+        place[indices] = sampler
 
 
 class _Rest:

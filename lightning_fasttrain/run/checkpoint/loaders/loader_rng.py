@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from torch.utils.data import DistributedSampler
 
+from lightning_fasttrain.core.messages import explain
+
 Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState | DistributedSampler
 # `inner` is the attribute of our own wrapper, `_sampler` that of Lightning's wrapper for distributed sampling.
 _HOLDERS = ("inner", "sampler", "batch_sampler", "_sampler", "base_sampler", "dataset", "data_source")
@@ -84,6 +86,20 @@ def set_generator_state(generator: Generator, state: Any) -> None:
     else:
         version, numbers, gauss = state
         generator.setstate((version, tuple(numbers), gauss))  # setstate accepts only a tuple
+
+
+def restore_generators(generators: list[Generator], states: list[Any]) -> None:
+    """Restore the states of generators, of which there must be as many.
+
+    Raises:
+        ValueError: there are more or fewer.
+    """
+    if len(generators) != len(states):
+        what = f"expected {len(generators)} generator states for a loader, got {len(states)} from the checkpoint"
+        why = "the loader, its sampler or its dataset has changed"
+        raise ValueError(explain(what, why, "Make the loader as in the saved run"))
+    for generator, state in zip(generators, states, strict=True):
+        set_generator_state(generator, state)
 
 
 def _to_plain(value: object) -> Any:

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import Any
 
@@ -15,14 +15,14 @@ from lightning_fasttrain.core.host.lightning import passes_of, set_passes_of, wi
 from lightning_fasttrain.core.host.loader_wrapper import WrappedLoader
 from lightning_fasttrain.core.messages import explain, note_once, say, warn
 from lightning_fasttrain.core.state.rng import random_state, set_random_state
-from lightning_fasttrain.run.checkpoint.loader_rng import (
-    Generator,
+from lightning_fasttrain.run.checkpoint.loaders.dataset_state import DatasetStates, keeps_position
+from lightning_fasttrain.run.checkpoint.loaders.loader_rng import (
     generator_state,
     generator_states,
     generators_of,
-    set_generator_state,
+    restore_generators,
 )
-from lightning_fasttrain.run.checkpoint.seeded_samples import refuse_unseedable, seed_of_pass, seeded_rest
+from lightning_fasttrain.run.checkpoint.loaders.seeded_passes import refuse_unseedable, seed_of_pass, seeded_rest
 
 _REMEMBERED = 6  # positions: more than anything between the loader and the training step prefetches
 
@@ -33,14 +33,16 @@ def resumable(loader: Iterable[Any], seed_samples: bool = False) -> Any:
 
     The contents of a batch follow from the generator states at the beginning of the pass over the data. These states
     are saved with the number of batches returned; after ``load_state_dict`` the next pass begins there and skips that
-    many batches: by their indices alone if a map-style dataset is read in this process, or with ``seed_samples``;
-    otherwise by reading them again, which takes time and is logged. Afterwards the previous random state is restored.
+    many batches: by their indices alone if a map-style dataset is read in this process, or with ``seed_samples``; by
+    the position that the dataset itself keeps, here or in each worker, if it has ``state_dict`` and
+    ``load_state_dict``; otherwise by reading them again, which takes time and is logged. Afterwards the previous random
+    state is restored.
 
     The saved generators are those of torch, Python and NumPy and those of the loader, its samplers and its dataset;
     the workers' seeds follow from them. ``persistent_workers`` are restarted for each pass, since their earlier random
-    draws could not be reproduced. Other state of a dataset or sampler is not saved. An ``IterableDataset`` that is read
-    in this process and draws from the global generators shares them with training and cannot be replayed: give it its
-    own generator. For torch's generator there is a warning.
+    draws could not be reproduced. Other state of a sampler is not saved, nor is a dataset's between two passes. An
+    ``IterableDataset`` that is read in this process and draws from the global generators shares them with training and
+    cannot be replayed: give it its own generator. For torch's generator there is a warning.
 
     Args:
         loader: a ``DataLoader``, the result of ``fabric.setup_dataloaders``, or any object that can be iterated
@@ -82,7 +84,7 @@ def resumable(loader: Iterable[Any], seed_samples: bool = False) -> Any:
         True
 
     Source:
-        torchdata's ``StatefulDataLoader`` saves the state of samplers and workers instead, with its own workers.
+        torchdata's ``StatefulDataLoader``, whose protocol for datasets this is; it has its own workers and samplers.
     """
     if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
         return loader
@@ -108,7 +110,9 @@ class ResumableLoader(WrappedLoader):
         self._seeds = seed_samples
         self._persistent = torchs and loader.persistent_workers
         self._in_process = not torchs or loader.num_workers == 0
-        self._watched = self._in_process and torchs and isinstance(loader.dataset, IterableDataset)
+        self._keeps_position = torchs and not seed_samples and keeps_position(loader.dataset)
+        streams = torchs and isinstance(loader.dataset, IterableDataset)
+        self._watched = self._in_process and streams and not self._keeps_position
         self._handed_out = self._repeats = 0
         self._positions: deque[tuple[int, dict[str, Any]]] = deque(maxlen=_REMEMBERED)
         self._to_resume: dict[str, Any] | None = None
@@ -137,7 +141,7 @@ class ResumableLoader(WrappedLoader):
         self._lazy = True
         self._to_resume = None
         if state["start"] is None:
-            _set_generators(generators_of(self.inner), state["generators"])
+            restore_generators(generators_of(self.inner), state["generators"])
             self._workers_seed, self._repeats = state["workers"], 0
             set_passes_of(self.inner, state["calls"])
         else:
@@ -176,17 +180,30 @@ class ResumableLoader(WrappedLoader):
         """Set the number of batches returned so far, for :meth:`position`."""
         self._handed_out, self._repeats = used, 0 if used == 0 else self._repeats
 
-    def _begin(self, start: dict[str, Any], given: int = 0) -> Iterator[Any]:
-        """Begin the pass that ``start`` describes, after its first ``given`` batches."""
+    def _begin(self, start: dict[str, Any], given: int, states: DatasetStates | None, known: bool) -> Iterator[Any]:
+        """Begin the pass that ``start`` describes, after its first ``given`` batches.
+
+        Args:
+            start: state at the beginning of the pass.
+            given: see above.
+            states: those of the dataset, if it keeps its position.
+            known: whether they are at ``given``.
+        """
         # Without workers, indices are drawn with the first batch, in another random state than now.
         skipped = given if self._seeds and not self._in_process else 0
-        seeded = seeded_rest(without_fabric(self.inner), seed_of_pass(start), skipped) if self._seeds else nullcontext()
-        with seeded:
+        context: AbstractContextManager[None] = nullcontext()
+        if states is not None:
+            context = states.restored(given if known else 0)
+            if known and not (self._in_process and states.by_index):
+                skipped = given - states.again
+        elif self._seeds:
+            context = seeded_rest(without_fabric(self.inner), seed_of_pass(start), skipped)
+        with context:
             batches = self._start_workers(start["workers"])
         # Training draws between the start of a pass and its first fetch, which is when samplers draw.
         if given and start["first"] is not None:
             set_random_state(start["first"])
-        self._skip(batches, given - skipped)
+        self._skip(batches, given - skipped, states)
         return batches
 
     def _start_workers(self, seed: int | None) -> Iterator[Any]:
@@ -211,7 +228,7 @@ class ResumableLoader(WrappedLoader):
         self._workers_seed = (batches._base_seed + 1) % 2**62
         return batches
 
-    def _skip(self, batches: Iterator[Any], count: int) -> None:
+    def _skip(self, batches: Iterator[Any], count: int, states: DatasetStates | None) -> None:
         if count == 0:
             return
         map_style = not isinstance(getattr(self.inner, "dataset", None), IterableDataset)
@@ -221,8 +238,9 @@ class ResumableLoader(WrappedLoader):
                 pass
             return
         say("Resuming: reading and dropping %d batches, to reach the saved position", count)
-        for _ in islice(batches, count):
-            pass
+        for batch in islice(batches, count):
+            if states is not None:
+                states.take(batch)
 
 
 class _Pass(Iterator[Any]):
@@ -235,6 +253,7 @@ class _Pass(Iterator[Any]):
         self.given = 0
         self.position: dict[str, Any] = {}
         self.data = generators_of(getattr(loader.inner, "dataset", loader.inner))
+        self.states = DatasetStates(without_fabric(loader.inner)) if loader._keeps_position else None
         self.ahead: list[dict[str, Any]] = []  # random states of batches that were prefetched before the checkpoint
 
     def begin(self) -> None:
@@ -250,7 +269,7 @@ class _Pass(Iterator[Any]):
             "calls": passes_of(loader.inner),
             "first": None,
         }
-        self.batches = loader._begin(self.start)
+        self.batches = loader._begin(self.start, 0, self.states, known=False)
         self._note()
 
     def _resume(self, state: dict[str, Any]) -> None:
@@ -259,11 +278,14 @@ class _Pass(Iterator[Any]):
         # Resuming must not move the random state that training draws from: it is restored below.
         here = random_state()
         set_random_state(self.start["random"])
-        _set_generators(generators_of(loader.inner), self.start["generators"])
+        restore_generators(generators_of(loader.inner), self.start["generators"])
         set_passes_of(loader.inner, self.start["calls"])
-        self.batches = loader._begin(self.start, self.given)
+        saved = state.get("dataset")  # of None, the batches are read again
+        if self.states is not None:
+            self.states = DatasetStates(self.states.loader, saved)
+        self.batches = loader._begin(self.start, self.given, self.states, known=saved is not None)
         # Batches that were skipped by their indices drew nothing from the dataset's generators.
-        _set_generators(self.data, state["data"])
+        restore_generators(self.data, state["data"])
         set_random_state(here)
         self.ahead = list(state["random"])
         self._note()
@@ -280,6 +302,8 @@ class _Pass(Iterator[Any]):
         before = self._before_fetching() if self.loader._in_process else None
         try:
             batch = next(self.batches)
+            if self.states is not None:
+                batch = self.states.take(batch)
         except StopIteration:
             self.position["ended"] = True  # the same dictionary is in _positions
             self.loader._repeats += 1
@@ -312,18 +336,10 @@ class _Pass(Iterator[Any]):
             "repeats": self.loader._repeats,
             "random": None,
             "data": [generator_state(generator) for generator in self.data],
+            "dataset": self.states and self.states.position(),
         }
         # By reference: `random` and `ended` are filled in when the next batch is requested.
         self.loader._positions.append((self.loader._handed_out, self.position))
-
-
-def _set_generators(generators: list[Generator], states: list[Any]) -> None:
-    if len(generators) != len(states):
-        what = f"expected {len(generators)} generator states for a loader, got {len(states)} from the checkpoint"
-        why = "the loader, its sampler or its dataset has changed"
-        raise ValueError(explain(what, why, "Make the loader as in the saved run"))
-    for generator, state in zip(generators, states, strict=True):
-        set_generator_state(generator, state)
 
 
 def _warn_if_moved(before: dict[str, Any] | None) -> None:
