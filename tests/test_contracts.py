@@ -393,6 +393,7 @@ def test_every_pair_that_is_not_refused_is_in_a_group_as_strict_as_the_pair():
     assert met == possible
 
 
+@pytest.mark.filterwarnings("ignore:.*recompilations")  # micro-batches of several sizes
 @pytest.mark.parametrize("group", GROUPS, ids=names_of)
 def test_techniques_together_train_as_the_plain_run(group):
     check_group(group)

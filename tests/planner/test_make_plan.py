@@ -140,9 +140,9 @@ def test_batch_norm_is_not_cut_unless_training_may_change():
 def test_a_device_that_is_not_here_is_planned_for_by_prediction():
     if torch.cuda.is_available():
         pytest.skip("it is here")
-    found = plan(0.05, device="cuda", keep="tolerance")
+    found = plan(0.08, device="cuda", keep="tolerance")
     assert not found.measured
-    assert found.chosen.predicted_bytes <= 0.05 * GIB
+    assert found.chosen.predicted_bytes <= 0.08 * GIB
     assert any("nothing was measured" in note for note in found.notes)
 
 
