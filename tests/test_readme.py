@@ -237,7 +237,7 @@ def test_the_table_of_what_a_proof_costs_is_what_was_measured():
 def test_the_table_of_killed_runs_is_what_was_found():
     written = RESULTS.split("<!-- kills -->\n")[1].split("\n<!-- /kills -->")[0].splitlines()[2:]
     expected = []
-    for campaign in ("kill_campaign_cpu", "kill_campaign_replicas_cpu"):
+    for campaign in ("kill_campaign_cpu", "kill_campaign_replicas_cpu", "kill_campaign_third_cpu"):
         found = json.loads((ROOT / "examples" / "results" / f"{campaign}.json").read_text())
         assert found["troubled_runs"] == []
         for row in found["rows"]:
