@@ -124,12 +124,11 @@ class GlobalBatchLoader(WrappedLoader):
     def __init__(self, loader: DataLoader[Any], samples: int, seed: int = 0, seed_samples: bool = True) -> None:
         _refuse_other_loaders(loader)
         super().__init__(copy.copy(loader))
-        own, length = loader.sampler, len(loader.sampler)  # type: ignore[arg-type]
-        if loader.drop_last:
-            length -= length % samples
+        own: Any = loader.sampler
+        length = len(own) - len(own) % samples if loader.drop_last else len(own)
         if length == 0:
             what = f"a global batch of {samples:,} samples with drop_last=True"
-            why = f"the loader has {len(own):,} samples, which are not enough for one step"  # type: ignore[arg-type]
+            why = f"the loader has {len(own):,} samples, which are not enough for one step"
             raise ValueError(explain(what, why, "Use a smaller global batch, or drop_last=False"))
         self._shares = BatchShares(length, samples, rank_count(), loader.batch_size or 1)
         self._rank, self._seed, self._seeds_samples = rank_here(), seed, seed_samples

@@ -30,7 +30,7 @@ from lightning_fasttrain.strategy.fsdp2._sharded_optimizer import named_state
 from lightning_fasttrain.strategy.fsdp2.broadcast_weights import share_buffers_
 from lightning_fasttrain.strategy.fsdp2.oom_safe_gathers import FSDP2Together
 from lightning_fasttrain.strategy.fsdp2.shard_blocks import check_sharded, reshard_, without_gradient_reduction
-from lightning_fasttrain.strategy.fsdp2.sharding import STEPS, FSDP2Host, Sharding
+from lightning_fasttrain.strategy.fsdp2.sharding import STEPS, FSDP2Host, Sharding, scale_gradients_
 from lightning_fasttrain.strategy.tensor_parallel.plan import TensorPlan
 from lightning_fasttrain.technique import Conflict
 from lightning_fasttrain.technique.declarations import refuse_conflicts
@@ -261,9 +261,7 @@ class FSDP2Strategy(FSDP2Host, ModelParallelStrategy):
 
     def scale_gradients_(self, factor: Tensor) -> None:
         """Multiply the sharded gradients of the coming step by ``factor``, for token-weighted windows."""
-        for parameter in itertools.chain.from_iterable(map(parameters_of, self.optimizers)):
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor.to(parameter.grad.device))
+        scale_gradients_(itertools.chain.from_iterable(map(parameters_of, self.optimizers)), factor)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.model is not None

@@ -1,15 +1,17 @@
-"""Common part of the Trainer's and Fabric's FSDP2 strategies: options, device mesh, process groups, checkpoints."""
+"""Common part of the Trainer's and Fabric's FSDP2 strategies: options, device mesh, groups, gradients, checkpoints."""
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import one_of, positive_int
@@ -239,3 +241,16 @@ class FSDP2Host:
         """Wait until no checkpoint is being written, and raise the error of the last save, if any."""
         if self._background is not None:
             self._background.wait()
+
+
+def scale_gradients_(parameters: Iterable[Tensor], factor: Tensor) -> None:
+    """Multiply the gradients of sharded and of replicated parameters by ``factor``."""
+    # Offloaded gradients are in host memory, those of parameters without a dimension on the device.
+    by_device: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            # This rank's part of each, since shards on different meshes cannot be multiplied in one call.
+            mine = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            by_device[mine.device].append(mine)
+    for device, gradients in by_device.items():
+        torch._foreach_mul_(gradients, factor.to(device))

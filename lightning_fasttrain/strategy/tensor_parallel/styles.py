@@ -1,5 +1,6 @@
 """Parallel styles of layers in a tensor group that computes with plain tensors: column- and row-parallel layers."""
 
+from abc import abstractmethod
 from typing import Any, ClassVar
 
 import torch
@@ -22,9 +23,9 @@ class LocalStyle(ParallelStyle):
 
     known_as: ClassVar[str]
 
+    @abstractmethod
     def layouts(self, module: nn.Module) -> Layouts:
         """Return the layout of each parameter in ``module``."""
-        raise NotImplementedError
 
     def communicate(self, module: nn.Module, group: dist.ProcessGroup) -> None:
         """Register the hooks by which the layer communicates."""
