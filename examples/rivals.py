@@ -174,16 +174,20 @@ def train_in_a_compiled_loop(options, recorder):
         recorder.end(step, loss)
 
 
-def blocks():
-    return [ft.CompileBlocks(fallback=False)]  # what is called compiled is compiled, or has failed
+def blocks(mode="default"):
+    return [ft.CompileBlocks(mode, fallback=False)]  # what is called compiled is compiled, or has failed
 
 
-def fast():
-    return [ft.FusedLossHead(), ft.EagerGradientRelease(), *blocks()]
+def fast(mode="default"):
+    return [ft.FusedLossHead(), ft.EagerGradientRelease(), *blocks(mode)]
 
 
-def lean():
-    return [ft.MicroBatching(PARTS), *fast(), ft.ActivationCheckpointing()]
+def lean(mode="default"):
+    return [ft.MicroBatching(PARTS), *fast(mode), ft.ActivationCheckpointing()]
+
+
+def lean_with_graphs():
+    return lean("reduce-overhead")
 
 
 def lean_in_one():
@@ -211,8 +215,11 @@ SIDES = {
     "loop": Side("a loop, torch.compile", train_in_a_compiled_loop),
     "ours-fast": Side("ours, fast", functools.partial(LIGHTNING, techniques=fast), "fast"),
     "ours-lean": Side(f"ours, lean, {PARTS} parts", functools.partial(LIGHTNING, techniques=lean), "lean"),
+    "ours-lean-graphs": Side(
+        f"ours, lean, {PARTS} parts, CUDA graphs", functools.partial(LIGHTNING, techniques=lean_with_graphs), "lean"
+    ),
     "ours-lean-in-one": Side("ours, lean, in one", functools.partial(LIGHTNING, techniques=lean_in_one), "lean"),
     "ours-blocks": Side("ours, compiled blocks alone", functools.partial(LIGHTNING, techniques=blocks), "other"),
 }
-# Liger's kernels need a GPU.
-DEFAULT_SIDES = tuple(name for name, side in SIDES.items() if side.kind != "other" and name != "hf-liger")
+ON_A_GPU = ("hf-liger", "ours-lean-graphs")  # Liger's kernels, and CUDA graphs
+DEFAULT_SIDES = tuple(name for name, side in SIDES.items() if side.kind != "other" and name not in ON_A_GPU)

@@ -16,7 +16,7 @@ import lightning_fasttrain as ft
 from lightning_fasttrain import compile_blocks_
 from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward
 from lightning_fasttrain.model import CompileWatch
-from lightning_fasttrain.model.compile import compile_report
+from lightning_fasttrain.model.compile import compile_report, compiled_forward
 from tests.support.nets import TinyLM, as_loader, fit, largest_difference, lm_batches, trainer, weights
 from tests.support.ranks import run_code
 
@@ -291,8 +291,92 @@ def test_an_unknown_mode_is_refused():
         ft.CompileBlocks(mode="fastest")
 
 
+class IntoSameMemory(torch.autograd.Function):
+    """A product whose backward writes the weight's gradient where it wrote the last one, as a CUDA graph does."""
+
+    @staticmethod
+    def forward(ctx, x, weight, memory):
+        ctx.save_for_backward(x)
+        ctx.memory = memory
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        ctx.memory.copy_(gradient * x)
+        return None, ctx.memory.view(-1), None
+
+
+class Replayed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.memory = torch.zeros(3)
+
+    def forward(self, x):
+        return IntoSameMemory.apply(x, self.weight, self.memory)
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_gradients_of_cuda_graphs_add_up_over_several_passes(is_frozen):
+    block = Replayed()
+    block.requires_grad_(not is_frozen)
+    undo = compiled_forward.copy_graph_gradients(block)
+    assert block.weight.requires_grad is not is_frozen
+    block.requires_grad_(True)
+    for step in range(2):
+        for factor in (1.0, 2.0, 4.0):
+            block(torch.full((3,), factor)).sum().backward()
+        assert block.weight.grad.tolist() == [7.0] * 3, step
+        block.weight.grad = None
+    undo()
+    for factor in (1.0, 2.0):
+        block(torch.full((3,), factor)).sum().backward()
+    assert block.weight.grad.tolist() == [4.0] * 3  # without copies the second pass has overwritten the first
+
+
+def test_passes_without_gradients_run_without_cuda_graphs(monkeypatch):
+    compiled_with = []
+
+    def remember_mode(function, *, mode="default", **_):
+        def run(*args, **kwargs):
+            compiled_with.append(mode)
+            return function(*args, **kwargs)
+
+        return run
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "compile", remember_mode)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    compiled = ft.compile_blocks_(net, "max-autotune", check=False)
+    net(torch.ones(1, 4)).sum().backward()
+    with torch.no_grad():
+        net(torch.ones(1, 4))
+    for forward in compiled.values():
+        forward.undo()
+    assert compiled_with == ["max-autotune"] * 2 + ["max-autotune-no-cudagraphs"] * 2
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in net.parameters())
+
+
+IN_GRAPHS = pytest.mark.filterwarnings(  # of the compiler
+    "ignore:The CUDA Graph is empty", "ignore:TypedStorage is deprecated"
+)
+
+
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty", "ignore:TypedStorage is deprecated")  # of the compiler
+@IN_GRAPHS
+@pytest.mark.parametrize("techniques", [(), (ft.ActivationCheckpointing,)], ids=["alone", "recomputed"])
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_cuda_graphs_keep_micro_batches_the_same(techniques, accumulated):
+    settings = {"accelerator": "cuda", "devices": 1, "accumulate_grad_batches": accumulated}
+    plain = fit(TinyLM(), lm_batches(6), **settings)
+    used = [ft.MicroBatching(2), ft.CompileBlocks("reduce-overhead"), *(kind() for kind in techniques)]
+    net = fit(TinyLM(), lm_batches(6), used, **settings)
+    assert largest_difference(weights(plain), weights(net)) < 1e-4
+
+
+@pytest.mark.gpu
+@IN_GRAPHS
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
 def test_cuda_graph_modes_keep_training_the_same(mode):
     plain = fit(TinyLM(), lm_batches(6), accelerator="cuda", devices=1)

@@ -13,7 +13,7 @@ from torch import nn
 
 import lightning_fasttrain as ft
 from lightning_fasttrain import Technique
-from lightning_fasttrain.technique import Capability, Conflict, Surgery
+from lightning_fasttrain.technique import Capability, Conflict, Surgery, check_together
 from tests.support.nets import VOCAB, LazyLM, TinyLM, as_loader, fit, lm_batches, lm_loss, trainer
 
 pytestmark = pytest.mark.quick
@@ -209,12 +209,11 @@ def test_a_strategy_is_refused_as_a_technique_is():
         fit(TinyLM(), lm_batches(1), [AloneOnly()])
 
 
-def test_cuda_graphs_and_accumulation_are_refused_where_there_are_graphs(monkeypatch):
+def test_cuda_graphs_are_refused_where_parameters_are_gathered(monkeypatch):
     monkeypatch.setattr(ft.CompileBlocks, "uses_cuda_graphs", property(lambda self: self.mode == "max-autotune"))
-    with pytest.raises(ValueError, match=r"CompileBlocks \+ MicroBatching: CUDA graphs replay .*no-cudagraphs"):
-        fit(TinyLM(), lm_batches(1), [ft.CompileBlocks("max-autotune"), ft.MicroBatching(2)])
-    with pytest.raises(ValueError, match="accumulate_grad_batches=2"):
-        fit(TinyLM(), lm_batches(1), [ft.CompileBlocks("max-autotune")], accumulate_grad_batches=2)
+    with pytest.raises(ValueError, match=r"CompileBlocks \+ FSDP2Strategy: .*other memory.*no-cudagraphs"):
+        check_together([ft.CompileBlocks("max-autotune")], ft.strategy.FSDP2Strategy())
+    check_together([ft.CompileBlocks("max-autotune"), ft.MicroBatching(2)], SingleDeviceStrategy())
 
 
 class Forgetful(Technique):

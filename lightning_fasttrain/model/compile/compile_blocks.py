@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import lightning as L  # imported before torch.compile is used, since Lightning records its arguments
 import torch
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import nn
 
 from lightning_fasttrain.core.checks import check_arguments, one_of
@@ -37,6 +38,7 @@ from lightning_fasttrain.model.compile.compiled_forward import (
     CompiledEntry,
     CompiledForward,
     CompiledLoss,
+    has_cuda_graphs,
     runs_class_forward,
 )
 from lightning_fasttrain.technique import Capability, Conflict, Exactness, Setting, Surgery, Technique
@@ -45,7 +47,6 @@ from lightning_fasttrain.technique.predicted_step import PredictedStep
 
 _MANY_OUTPUTS = 16_000  # of a head; its loss takes 0.85 times as long compiled, by examples/chunked_loss.py
 _MANY_RECOMPILES = 7  # with the first compilation, torch's limit of 8 for one code object
-_OVERWRITES = "CUDA graphs replay into the same memory, which overwrites gradients that are still being accumulated"
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
@@ -76,7 +77,9 @@ def compile_blocks_(
 
     Args:
         model: any module.
-        mode: ``"default"``, ``"reduce-overhead"``, ``"max-autotune"`` or ``"max-autotune-no-cudagraphs"``.
+        mode: ``"default"``, ``"reduce-overhead"``, ``"max-autotune"`` or ``"max-autotune-no-cudagraphs"``. On a GPU
+            ``"reduce-overhead"`` and ``"max-autotune"`` replay the passes of a block as CUDA graphs, for shapes that
+            do not change: where micro-batches are so small that the device waits for the host.
         blocks: the modules that are blocks, as for :func:`~lightning_fasttrain.model.find_blocks`.
         backend: as for ``torch.compile``; the modes are inductor's.
         dynamic: as for ``torch.compile``.
@@ -177,8 +180,7 @@ class CompileBlocks(Technique):
     ``torch._inductor.config.fallback_random = True`` makes it draw those of eager code.
 
     Args:
-        mode: as for :func:`~lightning_fasttrain.compile_blocks_`; modes with CUDA graphs do not support gradient
-            accumulation.
+        mode: as for :func:`~lightning_fasttrain.compile_blocks_`.
         blocks: as for :func:`~lightning_fasttrain.compile_blocks_`.
         backend: as for :func:`~lightning_fasttrain.compile_blocks_`.
         dynamic: as for :func:`~lightning_fasttrain.compile_blocks_`.
@@ -241,22 +243,20 @@ class CompileBlocks(Technique):
     def conflicts(cls) -> tuple[Conflict, ...]:
         way_out = "Use CompileBlocks(mode='max-autotune-no-cudagraphs')"
         kept = "CUDA graphs keep saved tensors in their own memory, so moving them would free nothing"
+        moved = "parameters are gathered into other memory in each pass, and every graph would be captured again"
         graphs = lambda compiled, _: compiled.uses_cuda_graphs  # noqa: E731
         return (
-            Conflict(Capability.SPLITS_BATCHES, _OVERWRITES, f"{way_out}, or one micro-batch", graphs),
-            Conflict(Capability.SUMS_BATCHES, _OVERWRITES, way_out, graphs),
             Conflict(ActivationOffload, kept, way_out, graphs),
+            Conflict(FSDPStrategy, moved, way_out, graphs),
+            Conflict(ModelParallelStrategy, moved, way_out, graphs),
         )
 
     @property
     def uses_cuda_graphs(self) -> bool:
         """Whether compiled code will be replayed as CUDA graphs on this machine."""
-        return self.mode in ("reduce-overhead", "max-autotune") and torch.cuda.is_available()
+        return has_cuda_graphs(self.mode)
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
-        if self.uses_cuda_graphs and trainer.accumulate_grad_batches > 1:
-            what = f"CompileBlocks(mode={self.mode!r}) with accumulate_grad_batches={trainer.accumulate_grad_batches}"
-            raise ValueError(explain(what, _OVERWRITES, "Use mode='max-autotune-no-cudagraphs'"))
         if self.cache is not None:
             refuse_unwritable(Path(self.cache).parent, f"CompileBlocks(cache={os.fspath(self.cache)!r})")
         return None

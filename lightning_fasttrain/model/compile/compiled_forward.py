@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
 from lightning_fasttrain.core.messages import explain, note_once, warn_on_any_rank
 from lightning_fasttrain.core.modules.without_dropout import has_dropout
-from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, first_line
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, WrappedForward, first_line, undo_all
 from lightning_fasttrain.model.compile.compiled_check import Verdict, check_compiled, key_of
 
 
@@ -92,10 +92,51 @@ def runs_class_forward(block: nn.Module) -> bool:
     return own and "forward" not in vars(block)
 
 
+_WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
+
+
+def has_cuda_graphs(mode: str) -> bool:
+    """Whether code compiled in this mode is replayed as CUDA graphs on this machine."""
+    return mode in _WITHOUT_GRAPHS and torch.cuda.is_available()
+
+
+def copy_graph_gradients(block: nn.Module) -> Undo:
+    """Copy the first gradient of each of the block's parameters out of the memory of the CUDA graph that computed it.
+
+    Autograd stores a parameter's first gradient without a copy and adds later ones to it. The next replay of the graph
+    writes into the same memory, so gradients that are accumulated over several passes need memory of their own.
+    """
+    handles = []
+    for parameter in block.parameters():
+        if not parameter.is_floating_point():  # quantised
+            continue
+        required = parameter.requires_grad
+        parameter.requires_grad_(True)  # a frozen one takes no hook, and may be unfrozen later
+        handles.append(parameter.register_post_accumulate_grad_hook(_CopyNewGradient()))
+        parameter.requires_grad_(required)
+    return undo_all(handle.remove for handle in handles)
+
+
+class _CopyNewGradient:
+    def __init__(self) -> None:
+        self.address = 0  # of the last copy
+
+    def __call__(self, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is None or gradient.is_sparse or gradient.data_ptr() == self.address:
+            return
+        parameter.grad = gradient.clone()
+        self.address = parameter.grad.data_ptr()
+
+
 class CompiledEntry:
     """Shared by blocks of one kind: their compiled code, and the result of its comparison with eager code.
 
+    Passes without gradients, and the comparison, run without CUDA graphs: their memory may be written again as soon as
+    another block begins such a pass.
+
     Attributes:
+        has_graphs: whether passes with gradients are replayed as CUDA graphs.
         verdict: None until a comparison was made.
         is_judged: whether no further comparison is needed. Masks are compared with an input's gradient, which the
             first block after a frozen embedding lacks: then the next block is compared as well.
@@ -103,12 +144,21 @@ class CompiledEntry:
 
     def __init__(self, block: nn.Module, options: dict[str, Any], check: bool) -> None:
         self.options = _around_known_faults(block, options)
-        self.run: Callable[..., Any] = torch.compile(_new_entry(block), **self.options)
+        self.has_graphs = has_cuda_graphs(options.get("mode", "default"))
+        self._with_graphs: Callable[..., Any] = torch.compile(_new_entry(block), **self.options)
+        self._without_graphs = self._with_graphs
+        if self.has_graphs:
+            self.options = _around_known_faults(block, {**options, "mode": _WITHOUT_GRAPHS[options["mode"]]})
+            self._without_graphs = torch.compile(_new_entry(block), **self.options)
         self._code = _new_entry(block)  # before the block's forward is replaced
         self.is_judged = not check
         self.verdict = None if check else Verdict(unchecked="check=False")
         self.key = ""  # key of the verdict in the cache
         self.known: Mapping[str, Any] = {}  # key → cached verdict
+
+    def run(self, *args: object, **kwargs: object) -> Any:
+        compiled = self._with_graphs if torch.is_grad_enabled() else self._without_graphs
+        return compiled(*args, **kwargs)
 
     def judge(self, block: "CompiledForward", args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Verdict:
         """Compare once, or use the verdict of an earlier process on the same code."""
@@ -125,7 +175,7 @@ class CompiledEntry:
         def compile_again() -> Callable[..., Any]:
             return functools.partial(torch.compile(self._code, **self.options), block.target)
 
-        compiled = functools.partial(self.run, block.target)
+        compiled = functools.partial(self._without_graphs, block.target)
         return check_compiled(block.module, block.inner, compiled, compile_again, args, kwargs)
 
 
@@ -156,6 +206,16 @@ class CompiledForward(WrappedForward):
         self.entry = entry
         self.fallback = fallback
         self.is_compared = False
+        self._leave_gradients: Undo = undo_all(())
+
+    def install(self) -> Undo:
+        if self.entry.has_graphs:
+            self._leave_gradients = copy_graph_gradients(self.module)
+        return super().install()
+
+    def undo(self) -> None:
+        self._leave_gradients()
+        super().undo()
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         # A block inside a compiled one is traced with it.
