@@ -57,6 +57,7 @@ class Piece:
 OUT = "--out {folder}/result.json"
 LITTLE = "--layers 2 --width 64 --heads 2 --vocabulary 512 --batch 4 --length 32 --steps 1 --precision 32-true"
 LITTLE_8B = "--layers 2 --width 128 --vocabulary 512 --length 64"
+LLAMA_SIDES = ("lightning", "ours-fast", "hf-liger", "ours-lean", "ours-lean-graphs")
 QLORA = ("transformers", "peft", "bitsandbytes")
 
 
@@ -85,6 +86,7 @@ PIECES = (
     beside("gpt2", "lightning", 1),
     beside("gpt2", "ours-fast", 1),
     beside("gpt2", "ours-lean", 1),
+    beside("gpt2", "ours-lean-graphs", 1),
     Piece("ceilings", 10, 90, f"examples/gpu/ceilings.py {OUT}", tiny="--sizes 64,256 --mib 8"),
     beside("gpt2", "loop", 1),
     beside("gpt2", "hf-compile", 1),
@@ -107,7 +109,7 @@ PIECES = (
     ),
     beside("gpt2-medium", "ours-fast", 1, 60, 150),
     beside("gpt2-xl", "ours-lean", 1, 90, 200),
-    *(beside("llama-1b", side, 1, 60, 150) for side in ("lightning", "ours-fast", "hf-liger", "ours-lean")),
+    *(beside("llama-1b", side, 1, 60, 150) for side in LLAMA_SIDES),
     qlora("ours + FusedLossHead"),
     qlora("peft + transformers"),
     Piece(
@@ -124,6 +126,7 @@ PIECES = (
     beside("gpt2", "loop", 2),
     beside("gpt2", "ours-fast", 2),
     beside("gpt2", "ours-lean", 2),
+    beside("gpt2", "ours-lean-graphs", 2),
     Piece(
         "chunked loss",
         40,

@@ -18,6 +18,7 @@ from lightning_fasttrain.bench.ladder.verdict import (
     refuse_non_finite,
 )
 from lightning_fasttrain.bench.ladder.worker import callbacks_of
+from lightning_fasttrain.model.compile.compile_blocks import MODES
 from lightning_fasttrain.planner.timing import Ratio
 from lightning_fasttrain.technique import Exactness
 from lightning_fasttrain.technique.declarations import least_exact
@@ -35,7 +36,7 @@ def test_the_ladder_has_the_documented_rungs_in_order():
     names = " ".join(rung.name for rung in rungs())
     assert names == (
         "prefetch tf32 bf16 fused optimizer-in-backward micro-batches release chunked-loss compile selective "
-        "checkpointing budget offload max-autotune 8-bit bf16-alone"
+        "checkpointing budget offload cuda-graphs max-autotune 8-bit bf16-alone"
     )
 
 
@@ -46,7 +47,15 @@ def test_every_rung_is_plain_json_and_names_callbacks_that_exist():
         assert json.loads(json.dumps(state)) == state
         assert len(callbacks_of(state)) == len(state["callbacks"])
     assert "OptimizerInBackward" not in state["callbacks"]
-    assert len(state["callbacks"]) == 8
+    assert "ActivationOffload" not in state["callbacks"]  # CUDA graphs keep saved tensors
+    assert len(state["callbacks"]) == 7
+
+
+@pytest.mark.parametrize(("mode", "tuned"), [("reduce-overhead", "max-autotune"), ("default", MODES[-1])])
+def test_kernels_are_tuned_in_cuda_graphs_where_the_state_below_has_them(mode, tuned):
+    below = Row(state={**NAIVE, "callbacks": {"CompileBlocks": {"mode": mode}}})
+    rung = {rung.name: rung for rung in rungs()}["max-autotune"]
+    assert rung.on(below)["callbacks"] == {"CompileBlocks": {"mode": tuned}}
 
 
 def test_a_policy_is_made_from_its_name():

@@ -85,13 +85,14 @@ def rungs(micro_batches: int = 4) -> tuple[Rung, ...]:
         Rung("checkpointing", "activation checkpointing", _checkpoint_by({"EveryBlock": {}})),
         Rung("budget", "same peak, less recomputed", _budget),
         Rung("offload", "activation offload", {"callbacks": {"ActivationOffload": {}}}, needs="cuda"),
-        # Without CUDA graphs: they replay into the same memory, which micro-batches still sum gradients in.
         Rung(
-            "max-autotune",
-            "max-autotune",
-            {"callbacks": {"CompileBlocks": {"mode": "max-autotune-no-cudagraphs"}}},
+            "cuda-graphs",
+            "CUDA graphs",
+            {"callbacks": {"CompileBlocks": {"mode": "reduce-overhead"}, "ActivationOffload": None}},
             CompileBlocks.exactness,
+            needs="cuda",
         ),
+        Rung("max-autotune", "max-autotune", _autotune, CompileBlocks.exactness),
         # What changes training is shown, and never carried.
         Rung(
             "8-bit",
@@ -112,6 +113,12 @@ def rungs(micro_batches: int = 4) -> tuple[Rung, ...]:
 
 def _checkpoint_by(policy: dict[str, Any]) -> State:
     return {"callbacks": {"ActivationCheckpointing": {"policy": policy}}}
+
+
+def _autotune(below: Row) -> State:
+    """Return the mode that tunes kernels, with CUDA graphs where the state below has them."""
+    graphs = below.state["callbacks"].get("CompileBlocks", {}).get("mode") == "reduce-overhead"
+    return {"callbacks": {"CompileBlocks": {"mode": "max-autotune" if graphs else "max-autotune-no-cudagraphs"}}}
 
 
 def _budget(below: Row) -> State:
