@@ -200,6 +200,14 @@ PIECES = (
         tiny="--size nano --batch 1 --steps 1 --stages 0,2+offload",
         needs=("deepspeed",),
     ),
+    Piece(
+        "step profile",
+        75,
+        150,
+        f"examples/gpu/step_profile.py {{tokens}} {OUT}",
+        tiny="--layers 2 --width 64 --heads 2 --vocabulary 512 --batch 4 --length 32",
+        needs=("cuda", "transformers"),
+    ),
     Piece("doctor", 15, 60, "-m lightning_fasttrain.cli doctor", read=read_text),
     Piece(
         "tests",

@@ -181,6 +181,14 @@ def about_zero(found):
     return "; ".join(said)
 
 
+def about_step_profile(found):
+    return "; ".join(
+        f"{row['side']} {row['step_ms']:.1f} ms, host {row['host_ms']:.1f} ms, {row['kernels']:,} kernels of "
+        f"{row['kernel_ms']:.1f} ms"
+        for row in found["rows"]
+    )
+
+
 ABOUT = {
     "doctor": lambda found: f"{len(found['text'])} lines",
     "ceilings": about_ceilings,
@@ -196,6 +204,7 @@ ABOUT = {
     "experts": about_experts,
     "low": about_low_precision,
     "zero": about_zero,
+    "step": about_step_profile,
 }
 
 
