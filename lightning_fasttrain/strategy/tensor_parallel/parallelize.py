@@ -14,6 +14,7 @@ from lightning_fasttrain.strategy.tensor_parallel.attention_and_mlp import is_at
 from lightning_fasttrain.strategy.tensor_parallel.divisors import HEADS, KEY_VALUE_HEADS, common_divisors
 from lightning_fasttrain.strategy.tensor_parallel.layouts import REPLICATED, Layout, is_striped
 from lightning_fasttrain.strategy.tensor_parallel.styles import Layouts, LocalStyle
+from lightning_fasttrain.strategy.tensor_parallel.vocabulary import VocabularyEmbedding, VocabularyHead
 
 # Widths of all heads together, in attention modules.
 _WIDTHS = ("all_head_size", "inner_dim", "attn_dim")
@@ -31,28 +32,31 @@ def parallelize_(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSty
         plan: module name → style, as from :func:`plan_tensor_parallel`.
 
     Returns:
-        (module, name of its parameter) → layout, for :func:`compute_locally_`. Layers of torch's own styles compute
-        with DTensors, and are left out.
+        (module, name of its parameter) → layout, for :func:`compute_locally_`. Layers of torch's own styles, and heads
+        whose vocabulary is split, compute with DTensors, and are left out.
     """
     layouts: Layouts = {}
     places = _places(model)
     planned = [model.get_submodule(name) for name in plan]
+    vocabulary = (VocabularyHead, VocabularyEmbedding)
+    splits_vocabulary = [model.get_submodule(name) for name, style in plan.items() if isinstance(style, vocabulary)]
     for name, layer in zip(plan, planned, strict=True):
-        _refuse_tied(name, layer, places)
+        _refuse_tied(name, layer, places, splits_vocabulary if layer in splits_vocabulary else [layer])
     _compute_on_a_part_(model, planned, mesh.size())
     for layer, style in zip(planned, plan.values(), strict=True):
         if isinstance(style, LocalStyle):
             layouts.update(style.layouts(layer))
         parallelize_module(layer, mesh, style)
-    for owners in places.values():
-        owner, key = owners[0]
-        parameter: Any = owner._parameters[key]
-        if not isinstance(parameter, DTensor) and parameter.ndim > 0:
-            whole = REPLICATED.distribute(parameter, mesh)
-            # Tied parameters stay tied.
-            for place, other in owners:
-                place._parameters[other] = whole
-                layouts[place, other] = REPLICATED
+    for original, owners in places.items():
+        if original.ndim == 0:
+            continue
+        split = [p for p in (owner._parameters[key] for owner, key in owners) if isinstance(p, DTensor)]
+        whole = split[0] if split else REPLICATED.distribute(original, mesh)
+        # Tied parameters stay tied.
+        for owner, key in owners:
+            owner._parameters[key] = whole
+            if not split:
+                layouts[owner, key] = REPLICATED
     return layouts
 
 
@@ -76,8 +80,11 @@ def _places(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]
     return places
 
 
-def _refuse_tied(name: str, layer: nn.Module, places: dict[nn.Parameter, list[tuple[nn.Module, str]]]) -> None:
-    inside = set(layer.modules())
+def _refuse_tied(
+    name: str, layer: nn.Module, places: dict[nn.Parameter, list[tuple[nn.Module, str]]], split: list[nn.Module]
+) -> None:
+    """Refuse a layer that shares a parameter with another one than those that split it in the same way."""
+    inside = {module for other in split for module in other.modules()}
     for parameter in layer.parameters():
         if any(owner not in inside for owner, _ in places[parameter]):
             why = "it shares a parameter with another layer, which needs the complete one"
@@ -124,10 +131,9 @@ def compute_locally_(model: nn.Module, layouts: Layouts, mesh: DeviceMesh) -> No
             continue
         gathered = []
         for parameter in _sharded_parameters(module):
-            info = parameter._module_info
-            layout = layouts.get((info.module, info.param_name))
-            if layout is not None:
-                gathered.append(_Gathered(parameter, layout, mesh))
+            replaced = _Gathered(parameter, layouts, mesh)
+            if replaced.places:
+                gathered.append(replaced)
         # After FSDP2's own hook. Autograd runs what was created last first, and FSDP2 reduces the gradients of the
         # group in a node that its hook creates: they must have arrived by then.
         module.register_forward_pre_hook(_set_local(gathered))
@@ -150,15 +156,19 @@ def _sharded_parameters(module: FSDPModule) -> list[Any]:
 
 
 class _Gathered:
-    """A parameter of FSDP2's that is replaced by the plain tensor that this rank computes with while it is gathered."""
+    """A parameter of FSDP2's that is replaced by the plain tensor that this rank computes with while it is gathered.
 
-    def __init__(self, parameter: Any, layout: Layout, mesh: DeviceMesh) -> None:
+    Where it is tied to a layer that computes with DTensors, as a head is, that one keeps the DTensor.
+    """
+
+    def __init__(self, parameter: Any, layouts: Layouts, mesh: DeviceMesh) -> None:
         info = parameter._module_info
-        self._parameter, self._layout, self._mesh = parameter, layout, mesh
-        self._places = [
-            (info.module, info.param_name),
-            *zip(info.shared_modules, info.shared_param_names, strict=True),
-        ]
+        self._parameter, self._mesh = parameter, mesh
+        owners, names = (info.module, *info.shared_modules), (info.param_name, *info.shared_param_names)
+        self.places: dict[Layout, list[tuple[nn.Module, str]]] = {}
+        for place in zip(owners, names, strict=True):
+            if place in layouts:
+                self.places.setdefault(layouts[place], []).append(place)
         self._set_on_modules = parameter._setattr_on_modules
         parameter._setattr_on_modules = self._set
 
@@ -169,6 +179,7 @@ class _Gathered:
             self.set_local()
 
     def set_local(self) -> None:
-        local = self._layout.local(self._parameter._unsharded_param, self._mesh)
-        for owner, name in self._places:
-            owner._parameters[name] = local  # not an nn.Parameter, so that its gradient reaches FSDP2's
+        for layout, places in self.places.items():
+            local = layout.local(self._parameter._unsharded_param, self._mesh)
+            for owner, name in places:
+                owner._parameters[name] = local  # not an nn.Parameter, so that its gradient reaches FSDP2's

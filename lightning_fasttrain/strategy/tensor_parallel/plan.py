@@ -17,6 +17,12 @@ from lightning_fasttrain.strategy.tensor_parallel.divisors import (
     refuse_indivisible_heads,
 )
 from lightning_fasttrain.strategy.tensor_parallel.styles import ColumnParallel, LocalStyle, RowParallel, SummedGradients
+from lightning_fasttrain.strategy.tensor_parallel.vocabulary import (
+    VocabularyHead,
+    fused_heads,
+    split_vocabulary_of,
+    vocabulary_style,
+)
 
 TensorPlan = Mapping[str, str | ParallelStyle]
 Plan = dict[str, ParallelStyle]
@@ -31,6 +37,7 @@ _STYLES: dict[str, LocalStyle | None] = {
     "colwise_rep": None,
     "rowwise_split_input": None,
     "replicated": None,
+    "vocabulary": None,  # depends on the layer
 }
 
 
@@ -50,14 +57,16 @@ def plan_tensor_parallel(model: nn.Module, tensor_parallel: PositiveInt, plan: T
        ``num_heads``, which becomes the number of heads per rank. Biases of positions for single heads, as of ALiBi,
        must be parameters of the attention, by which it is refused; made outside, they fail at the first forward.
 
-    Layers without an entry are replicated in the tensor group: embeddings, tied or not, norms and the head.
+    A head that :class:`~lightning_fasttrain.FusedLossHead` fuses, and that is named, splits its vocabulary, and so
+    does an embedding that is tied to it: the loss is then computed without gathering logits. Layers without an entry
+    are replicated in the tensor group, such as norms, other embeddings and heads.
 
     Args:
         model: any module, before it is sharded; it is not changed.
         tensor_parallel: number of ranks in a tensor group.
         plan: module name or pattern, in which ``*`` stands for any characters → a style: ``"colwise"``, ``"rowwise"``,
             ``"packed_colwise"`` for two fused layers, ``"fused_qkv"`` for three, ``"replicated_with_grad_allreduce"``
-            for a norm of queries or keys, ``"replicated"``, or a ``ParallelStyle`` of
+            for a norm of queries or keys, ``"vocabulary"`` for a head and for an embedding, ``"replicated"``, or a ``ParallelStyle`` of
             ``torch.distributed.tensor.parallel``.
 
     Returns:
@@ -95,6 +104,7 @@ def plan_tensor_parallel(model: nn.Module, tensor_parallel: PositiveInt, plan: T
         why = "no attention or MLP is recognised by its layers, and no base_model_tp_plan splits any"
         raise ValueError(explain(what, why, "Give tensor_plan={'blocks.*.up': 'colwise', 'blocks.*.down': 'rowwise'}"))
     refuse_indivisible(model, found, tensor_parallel)
+    found.update(split_vocabulary_of(model, fused_heads(model), tensor_parallel))
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
     return dict(sorted(found.items(), key=lambda entry: order[entry[0]]))
 
@@ -134,9 +144,12 @@ def _from_patterns(model: nn.Module, plan: TensorPlan, source: str) -> Plan:
             why = f"known are {', '.join(_STYLES)}"
             way_out = "Give one of these, or 'replicated' to leave the layer unsplit, in tensor_plan"
             raise ValueError(explain(f"{source} has the style '{style}' for '{pattern}'", why, way_out))
-        chosen = _STYLES[style] if isinstance(style, str) else style
-        if chosen is not None:
-            found.update(dict.fromkeys(matches, chosen))
+        for name in matches:
+            chosen = _STYLES[style] if isinstance(style, str) else style
+            if style == VocabularyHead.known_as:
+                chosen = vocabulary_style(name, model.get_submodule(name))
+            if chosen is not None:
+                found[name] = chosen
     return found
 
 

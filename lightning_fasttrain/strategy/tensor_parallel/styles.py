@@ -99,7 +99,7 @@ class RowParallel(LocalStyle):
 
     def communicate(self, module: nn.Module, group: dist.ProcessGroup) -> None:
         def add(_: nn.Module, args: object, output: Tensor) -> Any:
-            return _Sum.apply(output, group)
+            return sum_over(output, group)
 
         module.register_forward_hook(add)
 
@@ -188,6 +188,11 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None
+
+
+def sum_over(x: Tensor, group: dist.ProcessGroup) -> Any:
+    """Return the sum of a tensor over a group, to each of whose ranks the gradient of the sum is passed on."""
+    return _Sum.apply(x, group)
 
 
 def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
