@@ -355,6 +355,8 @@ def fabric_loop(found, folder):
 
 
 def main(path, folder, *only):
+    from tests.strategy import vocabulary_scenarios  # which imports this file
+
     faulthandler.dump_traceback_later(200, exit=True)  # a rank that hangs prints its stack
     warnings.simplefilter("ignore")
     found, folder = {}, Path(folder)
@@ -368,6 +370,10 @@ def main(path, folder, *only):
         "scalars": lambda: scalars(found, folder),
         "options": lambda: options(found),
         "fabric": lambda: fabric_loop(found, folder),
+        "vocabulary": lambda: vocabulary_scenarios.split(found),
+        "vocabulary beside others": lambda: vocabulary_scenarios.split_beside_others(found, folder),
+        "vocabulary in fabric": lambda: vocabulary_scenarios.split_in_fabric(found),
+        "vocabulary losses": lambda: vocabulary_scenarios.losses_of_a_split_weight(found),
     }
     for name, scenario in every.items():
         if not only or name in only:

@@ -7,18 +7,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import T5Config, T5ForConditionalGeneration
 
 from lightning_fasttrain.bench.gpt import GPT, GPTConfig
+from lightning_fasttrain.loss import fuse_loss_head_, linear_cross_entropy
 from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import full_checkpoint
 from lightning_fasttrain.strategy.fsdp2.sharding import Sharding
 from lightning_fasttrain.strategy.tensor_parallel import styles
 from lightning_fasttrain.strategy.tensor_parallel.layouts import split_intervals
 from lightning_fasttrain.strategy.tensor_parallel.parallelize import divide_heads_
 from lightning_fasttrain.strategy.tensor_parallel.plan import plan_tensor_parallel
-from tests.strategy.tensor_scenarios import MESHES, MODELS, Net, batches_of, two_epochs
+from tests.strategy import vocabulary_scenarios
+from tests.strategy.tensor_scenarios import MESHES, MODELS, VOCABULARY, Net, batches_of, two_epochs
 from tests.support.nets import as_loader, largest_difference, trainer, weights
 from tests.support.ranks import run_ranks
 
@@ -47,7 +50,7 @@ def two(folder):
 
 @pytest.fixture(scope="module")
 def four(folder):
-    return launch(folder, 4, "equal", "resharded", "consistency", "options")
+    return launch(folder, 4, "equal", "resharded", "consistency", "options", "vocabulary", "vocabulary losses")
 
 
 @pytest.fixture(params=["two", "four"])
@@ -224,3 +227,53 @@ def test_heads_that_a_module_states_become_those_of_one_rank():
     attention = SimpleNamespace(num_heads=8, all_head_size=64, head_dim=8)
     divide_heads_(attention, 4)
     assert vars(attention) == {"num_heads": 2, "all_head_size": 16, "head_dim": 8}
+
+
+@pytest.mark.parametrize("name", vocabulary_scenarios.MODELS)
+def test_a_split_vocabulary_trains_as_in_one_process_without_all_logits(found, name):
+    assert largest(found, f"{name} losses") < 1e-5
+    assert largest(found, f"{name} weights") < 1e-5
+    assert largest(found, f"{name} logits") == 0
+    assert largest(found, f"{name} validated") < 1e-5
+    classes = vocabulary_scenarios.MODELS[name][1].get("vocabulary", VOCABULARY)
+    assert largest(found, f"{name} rows") == (classes + 1) // 2
+
+
+def test_a_split_vocabulary_resumes_unsplit_and_needs_no_fused_loss(two):
+    assert largest(two, "logits of a replicated head") > 0
+    assert largest(two, "split resumed unsplit") < 1e-6
+    assert largest(two, "loss of torch's logits") < 1e-6
+    assert largest(two, "loss of gathered logits") < 1e-6
+
+
+def test_a_split_head_with_class_weights_and_a_bias_trains_in_fabric(two):
+    assert largest(two, "split in fabric") < 1e-6
+
+
+@pytest.mark.parametrize("name", vocabulary_scenarios.LOSSES)
+def test_the_loss_of_a_split_weight_is_that_of_the_complete_one(found, name):
+    assert largest(found, f"{name} loss") < 1e-12
+
+
+def test_a_weight_that_is_not_split_by_rows_for_the_same_tokens_is_refused():
+    hidden, targets = torch.ones(3, 2), torch.zeros(3, dtype=torch.long)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        rows = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
+        with pytest.raises(ValueError, match="hidden of Tensor and weight of DTensor.*on all of whose ranks hidden"):
+            linear_cross_entropy(hidden, rows, targets)
+        with pytest.raises(ValueError, match="backend='compiled' with a vocabulary that is split"):
+            linear_cross_entropy(DTensor.from_local(hidden, mesh), rows, targets, backend="compiled")
+    finally:
+        dist.destroy_process_group()
+
+
+def test_heads_that_cannot_be_split_are_replicated_or_refused_by_name():
+    net = Net("gpt")
+    fuse_loss_head_(net, "net.head")
+    assert [plan_tensor_parallel(net, 2)[name].known_as for name in ("net.tokens", "net.head")] == ["vocabulary"] * 2
+    net.net.tokens.max_norm = 1.0  # looking up changes rows
+    assert "net.head" not in plan_tensor_parallel(net, 2)
+    with pytest.raises(ValueError, match=r"'vocabulary' for 'net.tokens' \(Embedding\): expected a torch.nn.Linear"):
+        plan_tensor_parallel(net, 2, {"net.tokens": "vocabulary"})

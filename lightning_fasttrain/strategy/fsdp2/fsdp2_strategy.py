@@ -18,6 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import check_arguments
@@ -65,8 +66,9 @@ class FSDP2Strategy(FSDP2Host, ModelParallelStrategy):
     With ``tensor_parallel``, neighbouring ranks form a tensor group, which computes one batch together. Its ranks must
     get the same batches: the Trainer's own sampler sees to it, your own takes ``distributed_sampler_kwargs`` of the
     strategy, and the first batch of each epoch is compared. They share their random state, so that dropout is the same
-    on all of them; inside split layers, heads of different ranks have the same masks. Embeddings, norms and the head
-    are replicated in the group, so that every loss, also a fused one, has all logits.
+    on all of them; inside split layers, heads of different ranks have the same masks. Norms, embeddings and the head
+    are replicated in the group, so that every loss has all logits. With ``FusedLossHead`` and its head named (Hugging
+    Face's models name theirs), the vocabulary is split too, and logits are never gathered.
 
     Args:
         reshard_after_forward: as for :func:`~lightning_fasttrain.strategy.shard_blocks_`.
@@ -148,6 +150,8 @@ class FSDP2Strategy(FSDP2Host, ModelParallelStrategy):
         for name in STEPS:
             if is_overridden(name, self.lightning_module):
                 self._run_gathered(model, name)
+        if self.sharding.splits_logits:
+            self._steps.enter_context(loss_parallel())
         self.barrier()
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:

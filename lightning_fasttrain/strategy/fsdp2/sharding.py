@@ -102,6 +102,12 @@ class Sharding:
         """Return arguments for a distributed sampler: the ranks of a tensor group get the same samples."""
         return {"num_replicas": world_size // self.tensor_parallel, "rank": rank // self.tensor_parallel}
 
+    @property
+    def splits_logits(self) -> bool:
+        """Whether a layer of ``tensor_plan`` returns DTensors, of which ``loss_parallel`` computes the loss."""
+        styles = (self.tensor_plan or {}).values()
+        return any(getattr(style, "use_local_output", True) is False for style in styles)
+
     def backend(self, device: torch.device) -> str | None:
         """Return the process-group backend; under offload, norms of shards are reduced in host memory too."""
         return "cpu:gloo,cuda:nccl" if self.offload == "cpu" and device.type == "cuda" else None
