@@ -93,13 +93,21 @@ def _gpt(**settings):
     return GPT(GPTConfig(**{"vocabulary": VOCABULARY, "context": 8, "layers": 2, "heads": 4, "width": 16, **settings}))
 
 
+def _dropping_gpt():
+    net = _gpt(dropout=0.4)
+    for block in net.blocks:
+        block.attention.dropout = 0.0  # not a layer, whose mask could be seen
+    return net
+
+
 class Encoder(nn.Module):
     """torch's own encoder, whose attention cannot be split by heads, on token ids."""
 
-    def __init__(self):
+    def __init__(self, dropout=0.0):
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, 16)
-        layer = nn.TransformerEncoderLayer(16, 4, dim_feedforward=24, dropout=0.0, batch_first=True)
+        layer = nn.TransformerEncoderLayer(16, 4, dim_feedforward=24, dropout=dropout, batch_first=True)
+        layer.self_attn.dropout = 0.0  # not a layer, whose mask could be seen
         self.encoder = nn.TransformerEncoder(layer, 2)
         self.head = nn.Linear(16, VOCABULARY)
 
@@ -108,7 +116,12 @@ class Encoder(nn.Module):
 
 
 MODELS = {"gpt": _gpt, "llama": _llama, "bert": _bert, "vit": _vit}
-OTHERS = {"encoder": Encoder, "scaled": lambda: Scaled()}
+OTHERS = {
+    "encoder": Encoder,
+    "dropping encoder": lambda: Encoder(dropout=0.4),
+    "dropping gpt": lambda: _dropping_gpt(),
+    "scaled": lambda: Scaled(),
+}
 
 
 def batches_of(kind, data_rank, count=STEPS):
@@ -355,7 +368,7 @@ def fabric_loop(found, folder):
 
 
 def main(path, folder, *only):
-    from tests.strategy import vocabulary_scenarios  # which imports this file
+    from tests.strategy import sequence_scenarios, vocabulary_scenarios  # which import this file
 
     faulthandler.dump_traceback_later(200, exit=True)  # a rank that hangs prints its stack
     warnings.simplefilter("ignore")
@@ -370,6 +383,9 @@ def main(path, folder, *only):
         "scalars": lambda: scalars(found, folder),
         "options": lambda: options(found),
         "fabric": lambda: fabric_loop(found, folder),
+        "sequence": lambda: sequence_scenarios.equal(found),
+        "sequence beside others": lambda: sequence_scenarios.beside_others(found),
+        "dropout on shares": lambda: sequence_scenarios.dropout(found),
         "vocabulary": lambda: vocabulary_scenarios.split(found),
         "vocabulary beside others": lambda: vocabulary_scenarios.split_beside_others(found, folder),
         "vocabulary in fabric": lambda: vocabulary_scenarios.split_in_fabric(found),

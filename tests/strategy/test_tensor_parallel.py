@@ -9,10 +9,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import T5Config, T5ForConditionalGeneration
 
 from lightning_fasttrain.bench.gpt import GPT, GPTConfig
+from lightning_fasttrain.core.modules.blocks import find_blocks
 from lightning_fasttrain.loss import fuse_loss_head_, linear_cross_entropy
 from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import full_checkpoint
 from lightning_fasttrain.strategy.fsdp2.sharding import Sharding
@@ -20,7 +22,9 @@ from lightning_fasttrain.strategy.tensor_parallel import styles
 from lightning_fasttrain.strategy.tensor_parallel.layouts import split_intervals
 from lightning_fasttrain.strategy.tensor_parallel.parallelize import divide_heads_
 from lightning_fasttrain.strategy.tensor_parallel.plan import plan_tensor_parallel
-from tests.strategy import vocabulary_scenarios
+from lightning_fasttrain.strategy.tensor_parallel.sequence import SequenceParallel
+from lightning_fasttrain.strategy.tensor_parallel.split_dropout import SplitRandomness
+from tests.strategy import sequence_scenarios, vocabulary_scenarios
 from tests.strategy.tensor_scenarios import MESHES, MODELS, VOCABULARY, Net, batches_of, two_epochs
 from tests.support.nets import as_loader, largest_difference, trainer, weights
 from tests.support.ranks import run_ranks
@@ -50,7 +54,9 @@ def two(folder):
 
 @pytest.fixture(scope="module")
 def four(folder):
-    return launch(folder, 4, "equal", "resharded", "consistency", "options", "vocabulary", "vocabulary losses")
+    return launch(
+        folder, 4, "equal", "resharded", "consistency", "options", "sequence", "vocabulary", "vocabulary losses"
+    )
 
 
 @pytest.fixture(params=["two", "four"])
@@ -141,6 +147,8 @@ def test_fabric_trains_clips_saves_and_loads(two):
         ("QLoRA", "tensor_parallel=2 with the quantised 'net.model.layers.0.self_attn.q_proj.base_layer.weight'"),
         ("auto", "MicroBatching('auto') with FSDP2Strategy(tensor_parallel=2)"),
         ("world", "replicas=1 x tensor_parallel=3 over"),
+        ("odd", "sequence_parallel=True with hidden states of shape (4, 7, 16): the 2 ranks"),
+        ("between", "a block's input is not the output of the block before it"),
         ("tied", "tensor parallelism of 'net.head': it shares a parameter with another layer"),
     ],
 )
@@ -213,7 +221,7 @@ def test_layers_that_share_an_input_share_its_copy_and_nothing_is_kept():
     try:
         weight = torch.ones(2, 2, requires_grad=True)
         x = torch.ones(2, 2) @ weight
-        first, second = (styles._copy_once(x, dist.group.WORLD) for _ in range(2))
+        first, second = (styles._copy_once(x, dist.group.WORLD, styles._Copy) for _ in range(2))
         assert first is second
         first.sum().backward()
         assert torch.equal(weight.grad, torch.full((2, 2), 2.0))
@@ -277,3 +285,60 @@ def test_heads_that_cannot_be_split_are_replicated_or_refused_by_name():
     assert "net.head" not in plan_tensor_parallel(net, 2)
     with pytest.raises(ValueError, match=r"'vocabulary' for 'net.tokens' \(Embedding\): expected a torch.nn.Linear"):
         plan_tensor_parallel(net, 2, {"net.tokens": "vocabulary"})
+
+
+@pytest.mark.parametrize("kind", sequence_scenarios.NORMS)
+def test_shares_of_the_tokens_train_as_in_one_process(found, kind):
+    assert largest(found, f"divided {kind} losses") < 1e-5
+    assert largest(found, f"divided {kind} weights") < 1e-5
+    assert largest(found, f"divided {kind} tokens") == 8 // 2
+
+
+@pytest.mark.parametrize("technique", ["CompileBlocks", "others"])
+def test_techniques_beside_shares_of_the_tokens_train_as_in_one_process(two, technique):
+    assert largest(two, f"divided with {technique}") < 1e-6
+
+
+@pytest.mark.parametrize("name", ["split", "divided"])
+def test_dropout_differs_on_what_is_divided_and_is_that_of_one_process(two, name):
+    assert all(rank[f"{name} masks"] for rank in two)
+    assert largest(two, f"{name} dropout") < 1e-6
+    assert largest(two, f"{name} dropout recomputed") == 0
+
+
+def test_random_numbers_of_a_rank_leave_the_shared_ones_as_they_are():
+    randomness = [SplitRandomness(rank) for rank in range(2)]
+    drawn = []
+    for mine in randomness:
+        torch.manual_seed(5)
+        mine.enter(torch.device("cpu"))
+        drawn.append([torch.rand(3 + mine.rank)[0].item()])
+        mine.leave()
+        drawn[-1].append(torch.rand(1).item())
+    assert drawn[0][0] != drawn[1][0]
+    assert drawn[0][1] == drawn[1][1]
+    randomness[0].enter(torch.device("cpu"))
+    torch.manual_seed(7)  # as after an error
+    randomness[0].leave()
+    assert torch.initial_seed() == 7
+
+
+def test_blocks_that_may_need_all_tokens_are_refused_by_name():
+    def divide(model, plan=None):
+        return SequenceParallel(model, find_blocks(model), plan_tensor_parallel(model, 2, plan))
+
+    assert divide(Net("gpt")).plan["net.blocks.0.up"].enter is not styles.ColumnParallel().enter
+    with pytest.raises(
+        ValueError, match="'net.encoder.layers.0.self_attn' .MultiheadAttention.*neither split nor a norm"
+    ):
+        divide(Net("encoder"))
+    with pytest.raises(ValueError, match="'net.blocks.0.up' .Linear.: torch's own styles"):
+        divide(Net("gpt"), {"net.blocks.*.up": ColwiseParallel(), "net.blocks.*.down": RowwiseParallel()})
+    net = Net("gpt")
+    net.net.blocks[0].cross_attention = nn.Identity()
+    with pytest.raises(ValueError, match="'net.blocks.0.cross_attention' .Identity.: it attends to another sequence"):
+        divide(net)
+    with pytest.raises(ValueError, match="Sequential: it has no repeated blocks"):
+        SequenceParallel(nn.Sequential(), {"": nn.Sequential()}, {})
+    with pytest.raises(ValueError, match="sequence_parallel=True with tensor_parallel=1"):
+        Sharding(sequence_parallel=True)

@@ -10,17 +10,23 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.without_dropout import has_dropout
 from lightning_fasttrain.strategy.tensor_parallel.attention_and_mlp import is_attention
 from lightning_fasttrain.strategy.tensor_parallel.divisors import HEADS, KEY_VALUE_HEADS, common_divisors
-from lightning_fasttrain.strategy.tensor_parallel.layouts import REPLICATED, Layout, is_striped
-from lightning_fasttrain.strategy.tensor_parallel.styles import Layouts, LocalStyle
+from lightning_fasttrain.strategy.tensor_parallel.layouts import REPLICATED, SUMMED, Layout, is_striped
+from lightning_fasttrain.strategy.tensor_parallel.plan import blocks_or_model
+from lightning_fasttrain.strategy.tensor_parallel.sequence import SequenceParallel
+from lightning_fasttrain.strategy.tensor_parallel.split_dropout import SplitRandomness
+from lightning_fasttrain.strategy.tensor_parallel.styles import ColumnParallel, Layouts, LocalStyle, RowParallel
 from lightning_fasttrain.strategy.tensor_parallel.vocabulary import VocabularyEmbedding, VocabularyHead
 
 # Widths of all heads together, in attention modules.
 _WIDTHS = ("all_head_size", "inner_dim", "attn_dim")
 
 
-def parallelize_(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelStyle]) -> Layouts:
+def parallelize_(
+    model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelStyle], sequence_parallel: bool = False
+) -> Layouts:
     """Split the layers of ``plan`` over the ranks of a tensor group in place; replicate all other parameters.
 
     Every parameter becomes a DTensor on ``mesh``, so that norms and optimizers see one kind. ``state_dict`` keys and
@@ -30,12 +36,20 @@ def parallelize_(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSty
         model: the model, with the same values on all ranks of the group, or on the meta device.
         mesh: device mesh of one dimension, the tensor group.
         plan: module name → style, as from :func:`plan_tensor_parallel`.
+        sequence_parallel: whether each rank has its share of the tokens of blocks outside of the split layers.
+
+    Raises:
+        ValueError: a layer of the plan shares parameters with others, or a block may need all tokens.
 
     Returns:
         (module, name of its parameter) → layout, for :func:`compute_locally_`. Layers of torch's own styles, and heads
         whose vocabulary is split, compute with DTensors, and are left out.
     """
     layouts: Layouts = {}
+    sequence = None
+    if sequence_parallel:
+        sequence = SequenceParallel(model, blocks_or_model(model), plan)
+        plan = sequence.plan
     places = _places(model)
     planned = [model.get_submodule(name) for name in plan]
     vocabulary = (VocabularyHead, VocabularyEmbedding)
@@ -47,6 +61,13 @@ def parallelize_(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSty
         if isinstance(style, LocalStyle):
             layouts.update(style.layouts(layer))
         parallelize_module(layer, mesh, style)
+    # Replicated parameters of these modules have the gradient of a share of the tokens.
+    on_shares: set[nn.Module] = set()
+    if sequence is not None:
+        sequence.divide_(mesh.get_group())
+        on_shares = {module for block in sequence.blocks for module in block.modules()}
+    if has_dropout(model):
+        _drop_differently_(planned, plan, sequence, mesh)
     for original, owners in places.items():
         if original.ndim == 0:
             continue
@@ -56,8 +77,23 @@ def parallelize_(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSty
         for owner, key in owners:
             owner._parameters[key] = whole
             if not split:
-                layouts[owner, key] = REPLICATED
+                layouts[owner, key] = SUMMED if owner in on_shares else REPLICATED
     return layouts
+
+
+def _drop_differently_(
+    planned: list[nn.Module], plan: dict[str, ParallelStyle], sequence: SequenceParallel | None, mesh: DeviceMesh
+) -> None:
+    """Have dropout on the shares of single ranks draw other masks on each rank."""
+    randomness = SplitRandomness(mesh.get_local_rank())
+    if sequence is not None:
+        randomness.inside_(sequence.blocks)
+        return
+    of_kind: dict[type, list[nn.Module]] = {ColumnParallel: [], RowParallel: []}
+    for layer, style in zip(planned, plan.values(), strict=True):
+        if type(style) in of_kind:
+            of_kind[type(style)].append(layer)
+    randomness.between_(of_kind[ColumnParallel], of_kind[RowParallel])
 
 
 def _compute_on_a_part_(model: nn.Module, planned: list[nn.Module], ranks: int) -> None:

@@ -96,7 +96,7 @@ def plan_tensor_parallel(model: nn.Module, tensor_parallel: PositiveInt, plan: T
     bases = _with_own_plan(model)
     for prefix, base in bases.items():
         found.update(_from_configuration(prefix, base, tensor_parallel))
-    for name, block in _blocks(model).items():
+    for name, block in blocks_or_model(model).items():
         if not any(prefix == "" or name.startswith(f"{prefix}.") for prefix in bases):
             found.update(plan_block(name, block, tensor_parallel))
     if not found:
@@ -125,7 +125,8 @@ def _refuse_partial_outputs(model: nn.Module, plan: Plan) -> None:
         raise ValueError(explain(f"tensor_plan has 'colwise' for '{columns[0]}'", why, way_out))
 
 
-def _blocks(model: nn.Module) -> dict[str, nn.Module]:
+def blocks_or_model(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the repeated blocks of a model, or the model itself."""
     try:
         return find_blocks(model)
     except ValueError:

@@ -55,6 +55,7 @@ class ColumnParallel(LocalStyle):
     def __init__(self, parts: int = 1) -> None:
         super().__init__()
         self.parts = parts
+        self.enter: Any = _Copy  # None where the inputs are gathered before
 
     def layouts(self, module: nn.Module) -> Layouts:
         base, down, up = layers_of(module)
@@ -73,9 +74,10 @@ class ColumnParallel(LocalStyle):
 
     def communicate(self, module: nn.Module, group: dist.ProcessGroup) -> None:
         def copy(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            return (_copy_once(args[0], group), *args[1:])
+            return (_copy_once(args[0], group, self.enter), *args[1:])
 
-        module.register_forward_pre_hook(copy)
+        if self.enter is not None:
+            module.register_forward_pre_hook(copy)
 
 
 class RowParallel(LocalStyle):
@@ -86,6 +88,10 @@ class RowParallel(LocalStyle):
     """
 
     known_as = "rowwise"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.leave: Any = _Sum
 
     def layouts(self, module: nn.Module) -> Layouts:
         base, down, up = layers_of(module)
@@ -99,7 +105,7 @@ class RowParallel(LocalStyle):
 
     def communicate(self, module: nn.Module, group: dist.ProcessGroup) -> None:
         def add(_: nn.Module, args: object, output: Tensor) -> Any:
-            return sum_over(output, group)
+            return self.leave.apply(output, group)
 
         module.register_forward_hook(add)
 
@@ -154,13 +160,13 @@ def layers_of(module: nn.Module) -> tuple[nn.Linear, list[nn.Module], list[nn.Mo
 _copies: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def _copy_once(x: Tensor, group: dist.ProcessGroup) -> Any:
+def _copy_once(x: Tensor, group: dist.ProcessGroup, enter: Any) -> Any:
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return _Copy.apply(x, group)
+        return enter.apply(x, group)
     known = _copies.get(x)
     copied = known() if known is not None else None
     if copied is None:
-        copied = _Copy.apply(x, group)
+        copied = enter.apply(x, group)
         _copies[x] = TensorWeakRef(copied)
     return copied
 
@@ -188,6 +194,41 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None
+
+
+class Gather(torch.autograd.Function):
+    """Gather the tokens of all ranks, (B, T / ranks, D) → (B, T, D); sum their gradients, and take this rank's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return gather_tokens(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _sum_and_scatter(grads[0], ctx.group), None
+
+
+class ScatterSum(torch.autograd.Function):
+    """Sum the outputs of a row-parallel layer, and take this rank's tokens; gather their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _sum_and_scatter(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return gather_tokens(grads[0], ctx.group), None
+
+
+def gather_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the tokens of all ranks of a group, (B, T / ranks, D) → (B, T, D)."""
+    return collectives.wait_tensor(collectives.all_gather_tensor(x.contiguous(), 1, group))
+
+
+def _sum_and_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return collectives.wait_tensor(collectives.reduce_scatter_tensor(x.contiguous(), "sum", 1, group))
 
 
 def sum_over(x: Tensor, group: dist.ProcessGroup) -> Any:

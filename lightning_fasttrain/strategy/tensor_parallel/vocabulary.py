@@ -86,7 +86,9 @@ def vocabulary_style(name: str, layer: nn.Module) -> ParallelStyle:
     if _can_look_up(layer):
         return VocabularyEmbedding()
     why = "expected a torch.nn.Linear, or an embedding without max_norm, sparse and scale_grad_by_freq"
-    raise ValueError(explain(f"tensor_plan has 'vocabulary' for '{name}' ({type(layer).__name__})", why, "Leave it out"))
+    raise ValueError(
+        explain(f"tensor_plan has 'vocabulary' for '{name}' ({type(layer).__name__})", why, "Leave it out")
+    )
 
 
 def split_vocabulary_of(model: nn.Module, heads: Iterable[nn.Module], ranks: int) -> dict[str, ParallelStyle]:
