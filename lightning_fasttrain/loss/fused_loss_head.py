@@ -48,10 +48,10 @@ def fuse_loss_head_(
     scales, adds a bias to and passes to ``torch.nn.functional.cross_entropy``, or to ``log_softmax`` and ``nll_loss``.
     There :func:`~lightning_fasttrain.linear_cross_entropy` takes over. So the loss is the model's own, including
     ignored labels, class weights, label smoothing, soft-capped logits, shifts and normalizers. For N tokens and V
-    classes this saves the N·V logits, their float32 copy and their gradient. In a tensor group of
-    :class:`~lightning_fasttrain.FSDP2Strategy`, a head that is named has its classes split over the group. Where gradients are off, as in validation
+    classes this saves the N·V logits, their float32 copy and their gradient. Where gradients are off, as in validation
     and generation, logits are computed as usual. DDP searches a model's output for tensors if
-    ``find_unused_parameters`` is set; then the model must return the loss itself, as in a Trainer.
+    ``find_unused_parameters`` is set; then the model must return the loss itself, as in a Trainer. In a tensor group of
+    :class:`~lightning_fasttrain.FSDP2Strategy`, the classes of a head that is named are split over the ranks.
 
     Without ``head``, models with ``get_output_embeddings()``, such as Hugging Face's, define their own. In all others
     the first training loss identifies it: in the first forward and backward the linear layers outside of the repeated

@@ -332,7 +332,7 @@ def test_blocks_that_may_need_all_tokens_are_refused_by_name():
         ValueError, match="'net.encoder.layers.0.self_attn' .MultiheadAttention.*neither split nor a norm"
     ):
         divide(Net("encoder"))
-    with pytest.raises(ValueError, match="'net.blocks.0.up' .Linear.: torch's own styles"):
+    with pytest.raises(ValueError, match="the style ColwiseParallel of 'net.blocks.0.up': torch's own styles"):
         divide(Net("gpt"), {"net.blocks.*.up": ColwiseParallel(), "net.blocks.*.down": RowwiseParallel()})
     net = Net("gpt")
     net.net.blocks[0].cross_attention = nn.Identity()

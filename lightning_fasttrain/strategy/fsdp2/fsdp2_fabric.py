@@ -44,7 +44,8 @@ class FabricFSDP2Strategy(FSDP2Host, ModelParallelStrategy):
 
     Args:
         reshard_after_forward, offload, replicas, blocks, reduce_dtype, float32_residual, tensor_parallel, tensor_plan,
-            sequence_parallel, async_checkpoints, process_group_backend, timeout: as for :class:`~lightning_fasttrain.FSDP2Strategy`.
+            sequence_parallel, async_checkpoints, process_group_backend, timeout: as for
+            :class:`~lightning_fasttrain.FSDP2Strategy`.
         broadcast_buffers: broadcast rank zero's buffers before each training forward whose gradients are reduced.
 
     Raises:

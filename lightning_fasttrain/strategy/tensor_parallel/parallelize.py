@@ -20,6 +20,7 @@ from lightning_fasttrain.strategy.tensor_parallel.split_dropout import SplitRand
 from lightning_fasttrain.strategy.tensor_parallel.styles import ColumnParallel, Layouts, LocalStyle, RowParallel
 from lightning_fasttrain.strategy.tensor_parallel.vocabulary import VocabularyEmbedding, VocabularyHead
 
+Places = dict[nn.Parameter, list[tuple[nn.Module, str]]]
 # Widths of all heads together, in attention modules.
 _WIDTHS = ("all_head_size", "inner_dim", "attn_dim")
 
@@ -52,32 +53,44 @@ def parallelize_(
         plan = sequence.plan
     places = _places(model)
     planned = [model.get_submodule(name) for name in plan]
-    vocabulary = (VocabularyHead, VocabularyEmbedding)
-    splits_vocabulary = [model.get_submodule(name) for name, style in plan.items() if isinstance(style, vocabulary)]
+    kinds = (VocabularyHead, VocabularyEmbedding)
+    of_vocabulary = [model.get_submodule(name) for name, style in plan.items() if isinstance(style, kinds)]
     for name, layer in zip(plan, planned, strict=True):
-        _refuse_tied(name, layer, places, splits_vocabulary if layer in splits_vocabulary else [layer])
+        _refuse_tied(name, layer, places, of_vocabulary if layer in of_vocabulary else [layer])
     _compute_on_a_part_(model, planned, mesh.size())
     for layer, style in zip(planned, plan.values(), strict=True):
         if isinstance(style, LocalStyle):
             layouts.update(style.layouts(layer))
         parallelize_module(layer, mesh, style)
-    # Replicated parameters of these modules have the gradient of a share of the tokens.
-    on_shares: set[nn.Module] = set()
     if sequence is not None:
         sequence.divide_(mesh.get_group())
-        on_shares = {module for block in sequence.blocks for module in block.modules()}
     if has_dropout(model):
         _drop_differently_(planned, plan, sequence, mesh)
+    blocks = sequence.blocks if sequence is not None else []
+    layouts.update(_replicate_others_(places, mesh, blocks))
+    return layouts
+
+
+def _replicate_others_(places: Places, mesh: DeviceMesh, on_shares: list[nn.Module]) -> Layouts:
+    """Replicate the parameters that no layer of the plan has split; those that are tied stay tied.
+
+    Args:
+        places: parameter → the modules that have it, with its names.
+        mesh: the tensor group.
+        on_shares: modules that compute on a share of the tokens, so that the gradients of ranks are parts.
+    """
+    inside = {module for block in on_shares for module in block.modules()}
+    layouts: Layouts = {}
     for original, owners in places.items():
         if original.ndim == 0:
             continue
-        split = [p for p in (owner._parameters[key] for owner, key in owners) if isinstance(p, DTensor)]
-        whole = split[0] if split else REPLICATED.distribute(original, mesh)
-        # Tied parameters stay tied.
+        present = [owner._parameters[key] for owner, key in owners]
+        split = [parameter for parameter in present if isinstance(parameter, DTensor)]
+        tied: Any = split[0] if split else REPLICATED.distribute(original, mesh)
         for owner, key in owners:
-            owner._parameters[key] = whole
+            owner._parameters[key] = tied
             if not split:
-                layouts[owner, key] = SUMMED if owner in on_shares else REPLICATED
+                layouts[owner, key] = SUMMED if owner in inside else REPLICATED
     return layouts
 
 
@@ -108,17 +121,15 @@ def _compute_on_a_part_(model: nn.Module, planned: list[nn.Module], ranks: int) 
             module.use_nested_tensor = False
 
 
-def _places(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
-    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+def _places(model: nn.Module) -> Places:
+    places: Places = {}
     for module in model.modules():
         for key, parameter in module.named_parameters(recurse=False):
             places.setdefault(parameter, []).append((module, key))
     return places
 
 
-def _refuse_tied(
-    name: str, layer: nn.Module, places: dict[nn.Parameter, list[tuple[nn.Module, str]]], split: list[nn.Module]
-) -> None:
+def _refuse_tied(name: str, layer: nn.Module, places: Places, split: list[nn.Module]) -> None:
     """Refuse a layer that shares a parameter with another one than those that split it in the same way."""
     inside = {module for other in split for module in other.modules()}
     for parameter in layer.parameters():
@@ -216,6 +227,6 @@ class _Gathered:
 
     def set_local(self) -> None:
         for layout, places in self.places.items():
-            local = layout.local(self._parameter._unsharded_param, self._mesh)
+            local: Any = layout.local(self._parameter._unsharded_param, self._mesh)
             for owner, name in places:
                 owner._parameters[name] = local  # not an nn.Parameter, so that its gradient reaches FSDP2's

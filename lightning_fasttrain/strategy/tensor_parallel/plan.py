@@ -66,8 +66,8 @@ def plan_tensor_parallel(model: nn.Module, tensor_parallel: PositiveInt, plan: T
         tensor_parallel: number of ranks in a tensor group.
         plan: module name or pattern, in which ``*`` stands for any characters → a style: ``"colwise"``, ``"rowwise"``,
             ``"packed_colwise"`` for two fused layers, ``"fused_qkv"`` for three, ``"replicated_with_grad_allreduce"``
-            for a norm of queries or keys, ``"vocabulary"`` for a head and for an embedding, ``"replicated"``, or a ``ParallelStyle`` of
-            ``torch.distributed.tensor.parallel``.
+            for a norm of queries or keys, ``"vocabulary"`` for a head and for an embedding, ``"replicated"``, or a
+            ``ParallelStyle`` of ``torch.distributed.tensor.parallel``.
 
     Returns:
         Module name → style, in the order of the model.

@@ -57,16 +57,18 @@ class SequenceParallel:
         self.attentions: dict[str, nn.Module] = {}
         for prefix, block in blocks.items():
             self.attentions.update({name: m for name, m in block.named_modules(prefix=prefix) if is_attention(m)})
+        self._inside = tuple(f"{name}." for name in blocks)
         self.plan = {name: self._on_shares(name, style) for name, style in plan.items()}
 
     def _on_shares(self, name: str, style: ParallelStyle) -> ParallelStyle:
         """Return the style of a layer, with the communication that it needs where ranks have shares of the tokens."""
         style = copy.copy(style)
-        if not any(name.startswith(f"{stack}.") for stack in self.stacks):
+        if not name.startswith(self._inside):
             return style
         if isinstance(style, ColumnParallel):
-            # Attention reads the number of tokens from its inputs.
-            style.enter = None if any(name.startswith(f"{owner}.") for owner in self.attentions) else Gather
+            # Attention, which reads the number of tokens from its inputs, gathers them before.
+            of_attention = any(name.startswith(f"{owner}.") for owner in self.attentions)
+            style.enter = None if of_attention else Gather
         elif isinstance(style, RowParallel):
             style.leave = ScatterSum
         return style
@@ -88,12 +90,13 @@ class SequenceParallel:
 
 def _refuse_mixing(prefix: str, block: nn.Module, plan: Plan) -> None:
     """Refuse a block with a layer that is neither split nor a norm, since it may need the tokens of other ranks."""
-    for name, module in block.named_modules(prefix=prefix):
-        what = f"sequence_parallel=True with '{name}' ({type(module).__name__})"
-        style = plan.get(name)
-        if style is not None and not isinstance(style, LocalStyle):
+    for name, style in plan.items():
+        if name.startswith(f"{prefix}.") and not isinstance(style, LocalStyle):
+            what = f"sequence_parallel=True with the style {type(style).__name__} of '{name}'"
             why = "torch's own styles divide sequences in their own way"
             raise ValueError(explain(what, why, "Give 'colwise' and 'rowwise' in tensor_plan"))
+    for name, module in block.named_modules(prefix=prefix):
+        what = f"sequence_parallel=True with '{name}' ({type(module).__name__})"
         if module is block and is_attention(block):
             raise ValueError(explain(what, "attention is not a module of its own, which would gather tokens", _WAY_OUT))
         if any(word in name.rpartition(".")[2] for word in _OTHER_SEQUENCE):

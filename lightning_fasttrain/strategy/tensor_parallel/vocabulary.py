@@ -31,7 +31,8 @@ class VocabularyHead(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, nn.Linear)
-        module.weight = _ROWS.distribute(module.weight, device_mesh)
+        weight: Any = module.weight
+        module.weight = _ROWS.distribute(weight, device_mesh)
         if module.bias is not None:
             module.bias = REPLICATED.distribute(module.bias, device_mesh)
         SplitHead(module).install_below()
@@ -103,7 +104,8 @@ def split_vocabulary_of(model: nn.Module, heads: Iterable[nn.Module], ranks: int
     """
     chosen = set(heads)
     plan: dict[str, ParallelStyle] = {}
-    for weight in {head.weight: None for head in heads}:
+    weights: dict[Any, None] = {head.weight: None for head in heads}
+    for weight in weights:
         sharing = {name: module for name, module in model.named_modules() if _owns(module, weight)}
         others = [name for name, module in sharing.items() if module not in chosen and not _can_look_up(module)]
         if others or not _has_rows_for_all(weight, ranks):
