@@ -10,7 +10,11 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.core.messages import explain, list_some
 from lightning_fasttrain.core.modules.blocks import find_blocks
-from lightning_fasttrain.strategy.tensor_parallel.attention_and_mlp import plan_block
+from lightning_fasttrain.strategy.tensor_parallel.attention_and_mlp import (
+    is_attention,
+    plan_block,
+    refuse_biases_of_heads,
+)
 from lightning_fasttrain.strategy.tensor_parallel.divisors import (
     heads_of,
     refuse_indivisible,
@@ -54,8 +58,8 @@ def plan_tensor_parallel(model: nn.Module, tensor_parallel: PositiveInt, plan: T
        next layer of fitting width is the output projection. Two or three successive layers of widths D → F → D are an
        MLP. The operations between them must act on each head and each hidden unit by itself, and attention must take
        its number of heads from the projections, as in ``q.view(B, T, -1, head_dim)``, or from an attribute such as
-       ``num_heads``, which becomes the number of heads per rank. Biases of positions for single heads, as of ALiBi,
-       must be parameters of the attention, by which it is refused; made outside, they fail at the first forward.
+       ``num_heads``, which becomes the number of heads per rank. Biases of positions for each head, as ALiBi's, are
+       refused.
 
     A head that :class:`~lightning_fasttrain.FusedLossHead` fuses, and that is named, splits its vocabulary, and so
     does an embedding that is tied to it: the loss is then computed without gathering logits. Layers without an entry
@@ -89,6 +93,7 @@ def plan_tensor_parallel(model: nn.Module, tensor_parallel: PositiveInt, plan: T
     """
     if plan is not None:
         chosen = _from_patterns(model, plan, "tensor_plan")
+        _refuse_biases(model, chosen)
         refuse_indivisible(model, chosen, tensor_parallel)
         _refuse_partial_outputs(model, chosen)
         return chosen
@@ -103,10 +108,17 @@ def plan_tensor_parallel(model: nn.Module, tensor_parallel: PositiveInt, plan: T
         what = f"tensor_parallel={tensor_parallel} finds nothing to split in {type(model).__name__}"
         why = "no attention or MLP is recognised by its layers, and no base_model_tp_plan splits any"
         raise ValueError(explain(what, why, "Give tensor_plan={'blocks.*.up': 'colwise', 'blocks.*.down': 'rowwise'}"))
+    _refuse_biases(model, found)
     refuse_indivisible(model, found, tensor_parallel)
     found.update(split_vocabulary_of(model, fused_heads(model), tensor_parallel))
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
     return dict(sorted(found.items(), key=lambda entry: order[entry[0]]))
+
+
+def _refuse_biases(model: nn.Module, plan: Plan) -> None:
+    attentions = [name for name, module in model.named_modules() if is_attention(module)]
+    if any(name.startswith(f"{attention}.") for name in plan for attention in attentions):
+        refuse_biases_of_heads(model)
 
 
 def _refuse_partial_outputs(model: nn.Module, plan: Plan) -> None:

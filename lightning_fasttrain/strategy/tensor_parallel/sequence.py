@@ -99,6 +99,8 @@ def _refuse_mixing(prefix: str, block: nn.Module, plan: Plan) -> None:
         what = f"sequence_parallel=True with '{name}' ({type(module).__name__})"
         if module is block and is_attention(block):
             raise ValueError(explain(what, "attention is not a module of its own, which would gather tokens", _WAY_OUT))
+        if getattr(module, "relative_attention", False):
+            raise ValueError(explain(what, "attention reads embeddings of positions besides its tokens", _WAY_OUT))
         if any(word in name.rpartition(".")[2] for word in _OTHER_SEQUENCE):
             raise ValueError(explain(what, "it attends to another sequence, of which ranks have all tokens", _WAY_OUT))
         inside = any(name == planned or name.startswith(f"{planned}.") for planned in plan)
