@@ -21,6 +21,10 @@ from torch.utils.data import DataLoader
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    DebertaV2Config,
+    DebertaV2ForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     ViTConfig,
@@ -49,7 +53,7 @@ class Net(L.LightningModule):
         self.kind, self.losses = kind, []
 
     def loss(self, batch):
-        if self.kind in ("bert", "vit"):
+        if self.kind in ("bert", "vit", "deberta"):
             return self.net(batch["inputs"], labels=batch["labels"]).loss
         logits = self.net(batch["inputs"])
         logits = getattr(logits, "logits", logits)
@@ -80,6 +84,19 @@ def _bert(**settings):
     return BertForSequenceClassification(
         BertConfig(**{**SMALL, **off, "vocab_size": VOCABULARY, "num_labels": CLASSES})
     )
+
+
+def _deberta():
+    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_hidden_layers": 1}
+    sizes = {**SMALL, **off, "vocab_size": VOCABULARY, "num_labels": CLASSES, "max_position_embeddings": 16}
+    return DebertaV2ForSequenceClassification(
+        DebertaV2Config(**sizes, relative_attention=True, pos_att_type=["c2p", "p2c"])
+    )
+
+
+def _gpt2():
+    off = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=4, vocab_size=VOCABULARY, n_positions=16, **off))
 
 
 def _vit(**settings):
@@ -117,6 +134,8 @@ class Encoder(nn.Module):
 
 MODELS = {"gpt": _gpt, "llama": _llama, "bert": _bert, "vit": _vit}
 OTHERS = {
+    "gpt2": lambda: _gpt2(),
+    "deberta": lambda: _deberta(),
     "encoder": Encoder,
     "dropping encoder": lambda: Encoder(dropout=0.4),
     "dropping gpt": lambda: _dropping_gpt(),
@@ -368,7 +387,7 @@ def fabric_loop(found, folder):
 
 
 def main(path, folder, *only):
-    from tests.strategy import sequence_scenarios, vocabulary_scenarios  # which import this file
+    from tests.strategy import family_scenarios, sequence_scenarios, vocabulary_scenarios  # which import this file
 
     faulthandler.dump_traceback_later(200, exit=True)  # a rank that hangs prints its stack
     warnings.simplefilter("ignore")
@@ -383,6 +402,7 @@ def main(path, folder, *only):
         "scalars": lambda: scalars(found, folder),
         "options": lambda: options(found),
         "fabric": lambda: fabric_loop(found, folder),
+        "families": lambda: family_scenarios.families(found, folder),
         "sequence": lambda: sequence_scenarios.equal(found),
         "sequence beside others": lambda: sequence_scenarios.beside_others(found),
         "dropout on shares": lambda: sequence_scenarios.dropout(found),

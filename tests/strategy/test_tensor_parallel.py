@@ -11,7 +11,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.distributed.tensor.placement_types import _StridedShard
-from transformers import T5Config, T5ForConditionalGeneration
+from transformers import (
+    BeitConfig,
+    BeitForImageClassification,
+    BloomConfig,
+    BloomForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from lightning_fasttrain.bench.gpt import GPT, GPTConfig
 from lightning_fasttrain.core.modules.blocks import find_blocks
@@ -342,3 +349,21 @@ def test_blocks_that_may_need_all_tokens_are_refused_by_name():
         SequenceParallel(nn.Sequential(), {"": nn.Sequential()}, {})
     with pytest.raises(ValueError, match="sequence_parallel=True with tensor_parallel=1"):
         Sharding(sequence_parallel=True)
+
+
+def test_conv1d_of_gpt2_and_positions_of_deberta_train_as_in_one_process(two):
+    assert largest(two, "gpt2 weights") < 1e-6
+    assert largest(two, "deberta weights") < 1e-6
+    assert two[0]["deberta positions"] == [8, 16]
+
+
+def test_biases_of_single_heads_made_outside_of_attention_are_refused_by_name():
+    bloom = BloomForCausalLM(BloomConfig(hidden_size=16, n_layer=2, n_head=4, vocab_size=8))
+    with pytest.raises(ValueError, match=r"ALiBi of 'transformer' \(BloomModel\): it is a bias for each head"):
+        plan_tensor_parallel(bloom, 2)
+    mlps = {"*.dense_h_to_4h": "colwise", "*.dense_4h_to_h": "rowwise"}
+    assert len(plan_tensor_parallel(bloom, 2, mlps)) == 4
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
+    beit = BeitConfig(**sizes, image_size=32, patch_size=16, use_shared_relative_position_bias=True)
+    with pytest.raises(ValueError, match="attention with 'beit.shared_position_bias.relative_position_bias_table'"):
+        plan_tensor_parallel(BeitForImageClassification(beit), 2)

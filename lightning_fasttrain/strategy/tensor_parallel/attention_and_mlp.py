@@ -13,6 +13,7 @@ from lightning_fasttrain.strategy.tensor_parallel.styles import (
     SummedGradients,
     is_linear,
     layers_of,
+    widths_of,
 )
 
 Layers = dict[str, nn.Module]
@@ -99,9 +100,9 @@ def _projections(module: nn.Module) -> dict[str, int]:
     own = {name: child for name, child in module.named_children() if is_linear(child)}
     for name, parts in _FUSED.items():
         if name in own:
-            base, _, _ = layers_of(own[name])
+            inputs, outputs = _widths(own[name])
             # Grouped queries are wider than keys.
-            return {name: parts} if base.out_features == 3 * base.in_features else {}
+            return {name: parts} if outputs == 3 * inputs else {}
     found = {}
     for names in (_QUERIES, _KEYS, _VALUES):
         present = [name for name in names if name in own]
@@ -119,11 +120,11 @@ def _plan_attention(
     refuse_indivisible_heads(what, heads, ranks)
     order = list(layers)
     names = [f"{inner}{name}" for name in projections]
-    first, _, _ = layers_of(layers[names[0]])
-    width = first.out_features if len(names) == 3 else first.in_features
+    inputs, outputs = _widths(layers[names[0]])
+    width = outputs if len(names) == 3 else inputs
     positions = [f"{inner}{name}" for name in _POSITIONS if f"{inner}{name}" in layers]
     after = order[max(map(order.index, (*names, *positions))) + 1 :]
-    fitting = [name for name in after if layers_of(layers[name])[0].in_features == width]
+    fitting = [name for name in after if _widths(layers[name])[0] == width]
     if not fitting:
         why = f"no layer of {width} inputs comes after its projections"
         raise ValueError(explain(f"the output projection of attention {what} is unknown", why, "Give tensor_plan="))
@@ -161,18 +162,22 @@ def _plan_mlps(block: nn.Module, layers: Layers) -> dict[str, ParallelStyle]:
             if not _is_inside(name, layers) and any(True for _ in module.parameters(recurse=False)):
                 ups = []
             continue
-        layer, _, _ = layers_of(module)
-        before = layers_of(layers[ups[-1]])[0] if ups else layer
-        if ups and (layer.in_features, layer.out_features) == (before.out_features, before.in_features):
+        inputs, outputs = _widths(module)
+        before = _widths(layers[ups[-1]]) if ups else (inputs, outputs)
+        if ups and (outputs, inputs) == before:
             plan.update({up: ColumnParallel() for up in ups})
             plan[name] = RowParallel()
             ups = []
-        elif layer.out_features > layer.in_features:
-            alike = layer.weight.shape == before.weight.shape
-            ups = [*ups, name] if alike else [name]
+        elif outputs > inputs:
+            ups = [*ups, name] if (inputs, outputs) == before else [name]
         else:
             ups = []
     return plan
+
+
+def _widths(layer: nn.Module) -> tuple[int, int]:
+    base, _, _ = layers_of(layer)
+    return widths_of(base)
 
 
 def _is_inside(name: str, layers: Layers) -> bool:

@@ -13,7 +13,7 @@ from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.without_dropout import has_dropout
 from lightning_fasttrain.strategy.tensor_parallel.attention_and_mlp import is_attention
 from lightning_fasttrain.strategy.tensor_parallel.divisors import HEADS, KEY_VALUE_HEADS, common_divisors
-from lightning_fasttrain.strategy.tensor_parallel.layouts import REPLICATED, SUMMED, Layout, is_striped
+from lightning_fasttrain.strategy.tensor_parallel.layouts import REPLICATED, SUMMED, Layout
 from lightning_fasttrain.strategy.tensor_parallel.plan import blocks_or_model
 from lightning_fasttrain.strategy.tensor_parallel.sequence import SequenceParallel
 from lightning_fasttrain.strategy.tensor_parallel.split_dropout import SplitRandomness
@@ -22,7 +22,7 @@ from lightning_fasttrain.strategy.tensor_parallel.vocabulary import VocabularyEm
 
 Places = dict[nn.Parameter, list[tuple[nn.Module, str]]]
 # Widths of all heads together, in attention modules.
-_WIDTHS = ("all_head_size", "inner_dim", "attn_dim")
+_WIDTHS = ("all_head_size", "inner_dim", "attn_dim", "split_size")
 
 
 def parallelize_(
@@ -154,7 +154,7 @@ def shard_axis(parameter: nn.Parameter, data_ranks: int) -> Shard | None:
     """
     if not isinstance(parameter, DTensor) or parameter.ndim < 2:
         return None
-    splits_rows = parameter.placements[0].is_shard(0) or is_striped(parameter)
+    splits_rows = getattr(parameter.placements[0], "dim", None) == 0
     if splits_rows and parameter.shape[1] % data_ranks:
         what = (
             f"a weight of shape {tuple(parameter.shape)} that a tensor group splits by rows, over {data_ranks} shards"

@@ -13,8 +13,10 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.layer_kinds import CONV1D, is_a
 from lightning_fasttrain.strategy.tensor_parallel.layouts import SUMMED, Layout, shard_of
 
+_LINEAR = ("torch.nn.Linear", CONV1D)
 Layouts = dict[tuple[nn.Module, str], Layout]
 
 
@@ -62,7 +64,7 @@ class ColumnParallel(LocalStyle):
         rows = Layout(shard_of(0, self.parts))
         # Few values: each rank has all of them, and computes with its rows.
         bias = Layout(Replicate(), summed=True, parts=self.parts)
-        found: Layouts = {(base, "weight"): rows}
+        found: Layouts = {(base, "weight"): Layout(shard_of(output_axis(base), self.parts))}
         for layer in down:
             found.update({(layer, name): SUMMED for name, _ in layer.named_parameters()})
         for layer in up:
@@ -76,6 +78,9 @@ class ColumnParallel(LocalStyle):
         def copy(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             return (_copy_once(args[0], group, self.enter), *args[1:])
 
+        base: Any = module._modules.get("base_layer") or module
+        if is_a(base, CONV1D):
+            base.nf //= group.size()  # by which it shapes its outputs
         if self.enter is not None:
             module.register_forward_pre_hook(copy)
 
@@ -95,7 +100,7 @@ class RowParallel(LocalStyle):
 
     def layouts(self, module: nn.Module) -> Layouts:
         base, down, up = layers_of(module)
-        found: Layouts = {(layer, "weight"): Layout(shard_of(1)) for layer in (base, *down)}
+        found: Layouts = {(layer, "weight"): Layout(shard_of(1 - output_axis(layer))) for layer in (base, *down)}
         for layer in up:
             found[layer, "weight"] = SUMMED
         for layer in (base, *up):
@@ -123,18 +128,29 @@ class SummedGradients(LocalStyle):
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer, or one with LoRA adapters."""
-    return isinstance(module, nn.Linear) or isinstance(module._modules.get("base_layer"), nn.Linear)
+    """Return whether a module is a linear layer, GPT-2's ``Conv1D``, or one of both with LoRA adapters."""
+    return is_a(module._modules.get("base_layer") or module, *_LINEAR)
 
 
-def layers_of(module: nn.Module) -> tuple[nn.Linear, list[nn.Module], list[nn.Module]]:
+def output_axis(layer: nn.Module) -> int:
+    """Return the axis of a linear layer's weight along which its outputs are."""
+    return 1 if is_a(layer, CONV1D) else 0
+
+
+def widths_of(layer: Any) -> tuple[int, int]:
+    """Return the numbers of inputs and of outputs of a linear layer."""
+    shape = layer.weight.shape
+    return shape[1 - output_axis(layer)], shape[output_axis(layer)]
+
+
+def layers_of(module: nn.Module) -> tuple[Any, list[nn.Module], list[nn.Module]]:
     """Return a linear layer, and the two matrices of each of its LoRA adapters.
 
     Raises:
         ValueError: the layer is not linear, or its adapters cannot be split.
     """
     base: Any = module._modules.get("base_layer", module)
-    if not isinstance(base, nn.Linear):
+    if not is_a(base, *_LINEAR):
         why = "column and row parallelism split the matrix of a torch.nn.Linear"
         way_out = "Leave it out of tensor_plan, and it is replicated"
         raise ValueError(explain(f"a {type(module).__name__} in a tensor-parallel plan", why, way_out))
