@@ -1,4 +1,4 @@
-"""Scenarios of tensor_scenarios.py for models of other families: GPT-2's Conv1D, and DeBERTa-v2's relative positions."""
+"""Scenarios of tensor_scenarios.py for other models: GPT-2's Conv1D, and relative positions of DeBERTa-v2."""
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy

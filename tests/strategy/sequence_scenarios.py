@@ -9,38 +9,21 @@ from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
 from tests.strategy import tensor_scenarios as base
 from tests.support.nets import largest_difference, weights
 
-NORMS = {  # kind → a norm inside a block
-    "gpt": "blocks.1.norm_1",
-    "llama": "model.layers.1.post_attention_layernorm",
-    "bert": "bert.encoder.layer.1.attention.output.LayerNorm",
-}
-
 
 def divided(tensor):
     return FSDP2Strategy(tensor_parallel=tensor, sequence_parallel=True)
 
 
-def equal(found):
-    """Compare 20 clipped steps with one process; note the shapes of what norms see."""
-    for kind, norm in NORMS.items():
-        expected, losses = base.one_process(kind, base.WORLD // 2, clip=0.5)
-        tokens = Tokens(norm)
-        module, _ = base.fit(kind, 2, [tokens], strategy=divided(2), gradient_clip_val=0.5)
-        found[f"divided {kind} tokens"] = tokens.seen
-        mine = [row[base.RANK // 2] for row in losses]
-        found[f"divided {kind} losses"] = max(abs(a - b.item()) for a, b in zip(mine, module.losses, strict=True))
-        found[f"divided {kind} weights"] = largest_difference(weights(expected), base.whole(module))
-
-
 def beside_others(found):
     """Train with other techniques; refuse what cannot be divided."""
-    mine = base.batches_of("gpt", base.RANK // 2, 3)
-    plain, _ = base.one_process("gpt", base.WORLD // 2, count=3)
+    mine = base.batches_of("gpt", base.RANK // 2, 2)
+    settings = {"layers": 1}
+    plain, _ = base.one_process("gpt", base.WORLD // 2, count=2, **settings)
     for name, callbacks in (
         ("CompileBlocks", [ft.CompileBlocks(backend="aot_eager")]),
-        ("others", [ft.ActivationCheckpointing(), ft.MicroBatching(2), ft.FusedLossHead("net.head")]),
+        ("others", [ft.ActivationCheckpointing(), ft.MicroBatching(2)]),
     ):
-        module, _ = base.fit("gpt", 2, callbacks, batches=mine, strategy=divided(2))
+        module, _ = base.fit("gpt", 2, callbacks, settings, mine, divided(2))
         found[f"divided with {name}"] = largest_difference(weights(plain), base.whole(module))
     torch._dynamo.reset()
     odd = [{name: values[:, :7] for name, values in mine[0].items() if name != "labels"}]
@@ -49,19 +32,6 @@ def beside_others(found):
     module.net.blocks[1].register_forward_pre_hook(lambda module, args: (args[0] + 0,))
     trainer = base.trainer(devices=base.WORLD, strategy=divided(2))
     found["refused between"] = base.refusal(lambda: trainer.fit(module, base.as_loader(mine)))
-
-
-class Tokens(base.L.Callback):
-    """Notes the number of tokens of which a norm computes."""
-
-    def __init__(self, norm):
-        self.norm, self.seen = norm, None
-
-    def on_fit_start(self, trainer, module):
-        module.net.get_submodule(self.norm).register_forward_hook(self.note)
-
-    def note(self, norm, args, output):
-        self.seen = args[0].shape[1]
 
 
 class Masks:

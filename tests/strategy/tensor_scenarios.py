@@ -82,7 +82,7 @@ def _llama(**settings):
 def _bert(**settings):
     off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     return BertForSequenceClassification(
-        BertConfig(**{**SMALL, **off, "vocab_size": VOCABULARY, "num_labels": CLASSES})
+        BertConfig(**{**SMALL, **off, "vocab_size": VOCABULARY, "num_labels": CLASSES, **settings})
     )
 
 
@@ -403,7 +403,6 @@ def main(path, folder, *only):
         "options": lambda: options(found),
         "fabric": lambda: fabric_loop(found, folder),
         "families": lambda: family_scenarios.families(found, folder),
-        "sequence": lambda: sequence_scenarios.equal(found),
         "sequence beside others": lambda: sequence_scenarios.beside_others(found),
         "dropout on shares": lambda: sequence_scenarios.dropout(found),
         "vocabulary": lambda: vocabulary_scenarios.split(found),

@@ -31,7 +31,7 @@ from lightning_fasttrain.strategy.tensor_parallel.parallelize import divide_head
 from lightning_fasttrain.strategy.tensor_parallel.plan import plan_tensor_parallel
 from lightning_fasttrain.strategy.tensor_parallel.sequence import SequenceParallel
 from lightning_fasttrain.strategy.tensor_parallel.split_dropout import SplitRandomness
-from tests.strategy import sequence_scenarios, vocabulary_scenarios
+from tests.strategy import vocabulary_scenarios
 from tests.strategy.tensor_scenarios import MESHES, MODELS, VOCABULARY, Net, batches_of, two_epochs
 from tests.support.nets import as_loader, largest_difference, trainer, weights
 from tests.support.ranks import run_ranks
@@ -244,14 +244,21 @@ def test_heads_that_a_module_states_become_those_of_one_rank():
     assert vars(attention) == {"num_heads": 2, "all_head_size": 16, "head_dim": 8}
 
 
-@pytest.mark.parametrize("name", vocabulary_scenarios.MODELS)
-def test_a_split_vocabulary_trains_as_in_one_process_without_all_logits(found, name):
+@pytest.mark.parametrize("name", vocabulary_scenarios.OF_FOUR)
+def test_a_split_vocabulary_and_divided_tokens_train_as_in_one_process(found, name):
+    case = vocabulary_scenarios.MODELS[name]
     assert largest(found, f"{name} losses") < 1e-5
     assert largest(found, f"{name} weights") < 1e-5
+    assert largest(found, f"{name} tokens") == (8 // 2 if case.norm else 0)
     assert largest(found, f"{name} logits") == 0
     assert largest(found, f"{name} validated") < 1e-5
-    classes = vocabulary_scenarios.MODELS[name][1].get("vocabulary", VOCABULARY)
-    assert largest(found, f"{name} rows") == (classes + 1) // 2
+    assert largest(found, f"{name} rows") == (case.settings.get("vocabulary", VOCABULARY) + 1) // 2
+
+
+def test_divided_tokens_of_an_encoder_train_as_in_one_process(two):
+    assert largest(two, "divided bert losses") < 1e-5
+    assert largest(two, "divided bert weights") < 1e-5
+    assert largest(two, "divided bert tokens") == 8 // 2
 
 
 def test_a_split_vocabulary_resumes_unsplit_and_needs_no_fused_loss(two):
@@ -292,13 +299,6 @@ def test_heads_that_cannot_be_split_are_replicated_or_refused_by_name():
     assert "net.head" not in plan_tensor_parallel(net, 2)
     with pytest.raises(ValueError, match=r"'vocabulary' for 'net.tokens' \(Embedding\): expected a torch.nn.Linear"):
         plan_tensor_parallel(net, 2, {"net.tokens": "vocabulary"})
-
-
-@pytest.mark.parametrize("kind", sequence_scenarios.NORMS)
-def test_shares_of_the_tokens_train_as_in_one_process(found, kind):
-    assert largest(found, f"divided {kind} losses") < 1e-5
-    assert largest(found, f"divided {kind} weights") < 1e-5
-    assert largest(found, f"divided {kind} tokens") == 8 // 2
 
 
 @pytest.mark.parametrize("technique", ["CompileBlocks", "others"])

@@ -1,4 +1,6 @@
-"""Scenarios of tensor_scenarios.py in which the vocabulary is split over a tensor group."""
+"""Scenarios of tensor_scenarios.py in which the vocabulary is split over a tensor group, and tokens are divided."""
+
+from typing import NamedTuple
 
 import lightning as L
 import torch
@@ -18,11 +20,26 @@ from tests.support.nets import as_loader, largest_difference, weights
 
 UNEVEN = 35  # classes: neither 2 nor 4 ranks have equal shares
 TOKENS = base.ROWS * 8
-MODELS = {  # name → kind, settings, name of the head that FusedLossHead is given
-    "tied gpt": ("gpt", {"vocabulary": UNEVEN, "layers": 1}, "net.head"),
-    "untied llama": ("llama", {"num_hidden_layers": 1}, None),
-    "tied llama": ("llama", {"num_hidden_layers": 1, "tie_word_embeddings": True, "pad_token_id": 3}, None),
+
+
+class Case(NamedTuple):
+    """A model, the head of which FusedLossHead knows, and a norm that computes on a share of the tokens, if any."""
+
+    kind: str
+    settings: dict
+    head: str | None
+    norm: str | None
+
+
+ONE_LAYER = {"num_hidden_layers": 1}
+TIED = {**ONE_LAYER, "tie_word_embeddings": True, "pad_token_id": 3}
+MODELS = {
+    "tied gpt": Case("gpt", {"vocabulary": UNEVEN}, "net.head", "blocks.1.norm_1"),
+    "untied llama": Case("llama", ONE_LAYER, "net.lm_head", None),
+    "tied llama": Case("llama", TIED, "net.lm_head", "model.layers.0.post_attention_layernorm"),
+    "divided bert": Case("bert", ONE_LAYER, None, "bert.encoder.layer.0.attention.output.LayerNorm"),
 }
+OF_FOUR = ("tied gpt", "untied llama", "tied llama")
 LOSSES = {
     "plain": {},
     "smoothed": {"label_smoothing": 0.1, "reduction": "sum"},
@@ -63,19 +80,39 @@ class CountLogits(L.Callback):
             self.mode.__exit__(None, None, None)
 
 
+class Tokens(L.Callback):
+    """Notes the number of tokens of which a norm computes."""
+
+    def __init__(self, norm):
+        self.norm, self.seen = norm, 0
+
+    def on_fit_start(self, trainer, module):
+        if self.norm is not None:
+            module.net.get_submodule(self.norm).register_forward_hook(self.note)
+
+    def note(self, norm, args, output):
+        self.seen = args[0].shape[1]
+
+
 def split(found):
-    """Compare 20 clipped steps with one process; count logits; validate."""
-    for name, (kind, settings, head) in MODELS.items():
-        classes = settings.get("vocabulary", base.VOCABULARY)
+    """Compare 20 clipped steps with one process; count logits and tokens; validate."""
+    for name in MODELS if base.WORLD == 2 else OF_FOUR:
+        kind, settings, head, norm = MODELS[name]
         expected, losses = base.one_process(kind, base.WORLD // 2, clip=0.5, **settings)
-        counted = CountLogits(classes)
-        callbacks = [ft.FusedLossHead(head), counted]
-        module, t = base.fit(kind, 2, callbacks, settings=settings, gradient_clip_val=0.5)
+        counted, tokens = CountLogits(settings.get("vocabulary", base.VOCABULARY)), Tokens(norm)
+        fused = [ft.FusedLossHead(head if kind == "gpt" else None)] if head else []
+        strategy = FSDP2Strategy(tensor_parallel=2, sequence_parallel=norm is not None)
+        module, t = base.fit(
+            kind, 2, [*fused, counted, tokens], settings=settings, strategy=strategy, gradient_clip_val=0.5
+        )
         mine = [row[base.RANK // 2] for row in losses]
         found[f"{name} losses"] = max(abs(a - b.item()) for a, b in zip(mine, module.losses, strict=True))
         found[f"{name} weights"] = largest_difference(weights(expected), base.whole(module))
+        found[f"{name} tokens"] = tokens.seen
+        if not head:
+            continue
         found[f"{name} logits"] = counted.mode.count
-        found[f"{name} rows"] = module.get_submodule(head or "net.lm_head").weight.to_local().shape[0]
+        found[f"{name} rows"] = module.get_submodule(head).weight.to_local().shape[0]
         batch = base.batches_of(kind, 0, 1)
         t.validate(module, as_loader(batch), verbose=False)
         with torch.no_grad():
@@ -98,13 +135,12 @@ def split_beside_others(found, folder):
     module, _ = base.fit("gpt", 1, **more)
     found["split resumed unsplit"] = largest_difference(weights(expected), base.whole(module))
     layers = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
-    one_layer = {"num_hidden_layers": 1}
     for name, head in (("torch's", ColwiseParallel(use_local_output=False)), ("gathered", "vocabulary")):
         plan = {f"net.model.layers.*.mlp.{layer}": style for layer, style in layers.items()}
         strategy = FSDP2Strategy(tensor_parallel=2, tensor_plan={**plan, "net.lm_head": head})
-        plain, _ = base.one_process("llama", 1, count=2, **one_layer)
+        plain, _ = base.one_process("llama", 1, count=2, **ONE_LAYER)
         batches = base.batches_of("llama", 0, 2)
-        module, _ = base.fit("llama", 2, settings=one_layer, batches=batches, strategy=strategy)
+        module, _ = base.fit("llama", 2, settings=ONE_LAYER, batches=batches, strategy=strategy)
         found[f"loss of {name} logits"] = largest_difference(weights(plain), base.whole(module))
 
 
