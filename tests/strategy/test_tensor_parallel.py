@@ -20,9 +20,12 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from lightning_fasttrain.architecture import stochastic_depth_
 from lightning_fasttrain.bench.gpt import GPT, GPTConfig
 from lightning_fasttrain.core.modules.blocks import find_blocks
+from lightning_fasttrain.core.modules.split_vocabulary import SplitHead
 from lightning_fasttrain.loss import fuse_loss_head_, linear_cross_entropy
+from lightning_fasttrain.loss.loss_inputs import logits_of
 from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import full_checkpoint
 from lightning_fasttrain.strategy.fsdp2.sharding import Sharding
 from lightning_fasttrain.strategy.tensor_parallel import styles
@@ -295,6 +298,9 @@ def test_heads_that_cannot_be_split_are_replicated_or_refused_by_name():
     net = Net("gpt")
     fuse_loss_head_(net, "net.head")
     assert [plan_tensor_parallel(net, 2)[name].known_as for name in ("net.tokens", "net.head")] == ["vocabulary"] * 2
+    other = Net("gpt")
+    fuse_loss_head_(other, "net.head", backend="torch")
+    assert "net.head" not in plan_tensor_parallel(other, 2)
     net.net.tokens.max_norm = 1.0  # looking up changes rows
     assert "net.head" not in plan_tensor_parallel(net, 2)
     with pytest.raises(ValueError, match=r"'vocabulary' for 'net.tokens' \(Embedding\): expected a torch.nn.Linear"):
@@ -345,6 +351,10 @@ def test_blocks_that_may_need_all_tokens_are_refused_by_name():
     net.net.blocks[0].cross_attention = nn.Identity()
     with pytest.raises(ValueError, match="'net.blocks.0.cross_attention' .Identity.: it attends to another sequence"):
         divide(net)
+    net = Net("gpt")
+    stochastic_depth_(net, 0.5)
+    with pytest.raises(ValueError, match="'net.blocks.0' .Block., which is skipped at random: ranks draw"):
+        divide(net)
     with pytest.raises(ValueError, match="Sequential: it has no repeated blocks"):
         SequenceParallel(nn.Sequential(), {"": nn.Sequential()}, {})
     with pytest.raises(ValueError, match="sequence_parallel=True with tensor_parallel=1"):
@@ -367,3 +377,12 @@ def test_biases_of_single_heads_made_outside_of_attention_are_refused_by_name():
     beit = BeitConfig(**sizes, image_size=32, patch_size=16, use_shared_relative_position_bias=True)
     with pytest.raises(ValueError, match="attention with 'beit.shared_position_bias.relative_position_bias_table'"):
         plan_tensor_parallel(BeitForImageClassification(beit), 2)
+
+
+def test_distillation_from_a_head_whose_vocabulary_is_split_is_refused():
+    head, hidden = nn.Linear(2, 4), torch.ones(3, 2)
+    logits = head(hidden)
+    assert logits_of(logits, head, (hidden, logits), None) is not None
+    SplitHead(head).install_below()
+    with pytest.raises(ValueError, match="Distillation beside FusedLossHead: the vocabulary of the head is split"):
+        logits_of(logits, head, (hidden, logits), None)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, wrappers_on
 from lightning_fasttrain.strategy.tensor_parallel.attention_and_mlp import is_attention
 from lightning_fasttrain.strategy.tensor_parallel.styles import (
     ColumnParallel,
@@ -53,6 +54,7 @@ class SequenceParallel:
         self.stacks: dict[str, list[nn.Module]] = {}
         for name, block in blocks.items():
             self.stacks.setdefault(name.rpartition(".")[0], []).append(block)
+            _refuse_skipping(name, block)
             _refuse_mixing(name, block, plan)
         self.attentions: dict[str, nn.Module] = {}
         for prefix, block in blocks.items():
@@ -107,6 +109,16 @@ def _refuse_mixing(prefix: str, block: nn.Module, plan: Plan) -> None:
         if not inside and not _is_norm(module) and any(True for _ in module.parameters(recurse=False)):
             why = "it is neither split nor a norm over features, and may need the tokens of other ranks"
             raise ValueError(explain(what, why, _WAY_OUT))
+
+
+def _refuse_skipping(name: str, block: nn.Module) -> None:
+    """Refuse a block that is skipped at random: inside of it, ranks draw other random numbers, and would not agree."""
+    for wrapper in wrappers_on(block, WrappedForward):
+        rates = [value for key, value in vars(wrapper).items() if "drop" in key and isinstance(value, float)]
+        if any(rates):
+            what = f"sequence_parallel=True with '{name}' ({type(block).__name__}), which is skipped at random"
+            why = "ranks draw different random numbers for their shares of the tokens"
+            raise ValueError(explain(what, why, f"{_WAY_OUT}, or leave StochasticDepth out"))
 
 
 def _is_norm(module: nn.Module) -> bool:

@@ -68,7 +68,8 @@ class SplitEmbedding(WrappedForward):
             padding = module.padding_idx - self.start
             module.padding_idx = padding if 0 <= padding < self.end - self.start else None
 
-    def __call__(self, ids: Tensor) -> Any:
+    def __call__(self, input: Tensor) -> Any:
+        ids = input
         mine = (ids >= self.start) & (ids < self.end)
         # What is no token id stays out of range.
         of_others = torch.where((ids >= 0) & (ids < self.classes), 0, ids)
@@ -133,9 +134,10 @@ def _can_look_up(module: nn.Module) -> bool:
 
 
 def fused_heads(model: nn.Module) -> list[nn.Module]:
-    """Return the heads of which :class:`~lightning_fasttrain.FusedLossHead` knows that they are heads."""
+    """Return the heads that :class:`~lightning_fasttrain.FusedLossHead` knows, and whose loss takes a split weight."""
     found = []
     for module in model.modules():
-        if any(head.search is None for head in wrappers_on(module, FusedHead)):
-            found.append(module)
+        for head in wrappers_on(module, FusedHead):
+            if head.search is None and head.options["backend"] in ("auto", "chunked"):
+                found.append(module)
     return found
