@@ -37,7 +37,7 @@ MODELS = {
     "tied gpt": Case("gpt", {"vocabulary": UNEVEN}, "net.head", "blocks.1.norm_1"),
     "untied llama": Case("llama", ONE_LAYER, "net.lm_head", None),
     "tied llama": Case("llama", TIED, "net.lm_head", "model.layers.0.post_attention_layernorm"),
-    "divided bert": Case("bert", ONE_LAYER, None, "bert.encoder.layer.0.attention.output.LayerNorm"),
+    "divided bert": Case("bert", {}, None, "bert.encoder.layer.1.attention.output.LayerNorm"),
 }
 OF_FOUR = ("tied gpt", "untied llama", "tied llama")
 LOSSES = {
