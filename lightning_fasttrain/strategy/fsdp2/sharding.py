@@ -62,6 +62,7 @@ class Sharding:
     float32_residual: bool = False
     tensor_parallel: int = 1
     tensor_plan: TensorPlan | None = None
+    sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
         if self.offload is not None:
@@ -71,6 +72,9 @@ class Sharding:
         if not isinstance(self.reshard_after_forward, bool):
             positive_int("reshard_after_forward", self.reshard_after_forward)
         precision_policy(reduce_dtype=self.reduce_dtype)
+        if self.sequence_parallel and self.tensor_parallel == 1:
+            why = "the ranks of a tensor group share the tokens, and each group has one rank"
+            raise ValueError(explain("sequence_parallel=True with tensor_parallel=1", why, "Give tensor_parallel=2"))
 
     def shape(self, world_size: int) -> tuple[int, ...]:
         """Return the shape of the mesh over ``world_size`` processes: (shards,), or also with replicas and tensor."""
@@ -102,6 +106,12 @@ class Sharding:
         """Return arguments for a distributed sampler: the ranks of a tensor group get the same samples."""
         return {"num_replicas": world_size // self.tensor_parallel, "rank": rank // self.tensor_parallel}
 
+    @property
+    def splits_logits(self) -> bool:
+        """Whether a layer of ``tensor_plan`` returns DTensors, of which ``loss_parallel`` computes the loss."""
+        styles = (self.tensor_plan or {}).values()
+        return any(getattr(style, "use_local_output", True) is False for style in styles)
+
     def backend(self, device: torch.device) -> str | None:
         """Return the process-group backend; under offload, norms of shards are reduced in host memory too."""
         return "cpu:gloo,cuda:nccl" if self.offload == "cpu" and device.type == "cuda" else None
@@ -124,7 +134,7 @@ class Sharding:
             _refuse_quantised(model, self.tensor_parallel)
             data = mesh[tuple(name for name in mesh.mesh_dim_names or () if name != "tensor")]
             plan = plan_tensor_parallel(model, self.tensor_parallel, self.tensor_plan)
-            layouts = parallelize_(model, mesh["tensor"], plan)
+            layouts = parallelize_(model, mesh["tensor"], plan, self.sequence_parallel)
         names = shard_blocks_(
             model,
             data,
