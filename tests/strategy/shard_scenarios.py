@@ -1,4 +1,4 @@
-"""Run by two processes (see test_sharded_averages.py): all scenarios of one launch, each of which writes its results."""
+"""Run by two processes (see test_sharded_averages.py): the scenarios of one launch, each of which writes results."""
 
 import faulthandler
 import json
@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from tests.strategy import average_scenarios
+from tests.strategy import average_scenarios, muon_scenarios
 
-SCENARIOS = average_scenarios.SCENARIOS
+SCENARIOS = average_scenarios.SCENARIOS + muon_scenarios.SCENARIOS
 
 
 def main(path, folder):
