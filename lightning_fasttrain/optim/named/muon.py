@@ -138,6 +138,7 @@ class MuonAdamW(ClosureOptimizer):
         directions, settings = [], []
         for parameter, group in matrices:
             assert parameter.grad is not None
+            _refuse_unless_matrix(parameter)  # an engine may have flattened it
             state = self.state[parameter]
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(parameter.grad, memory_format=torch.preserve_format)
@@ -163,7 +164,11 @@ def _refuse_others_than_matrices(group: dict[str, Any]) -> None:
     # It may be a generator, which can be read only once.
     group["params"] = list(group["params"])
     for parameter in group["params"]:
-        if parameter.ndim != 2:
-            what = f"a parameter of shape {tuple(parameter.shape)} in a group for Muon"
-            way_out = "Put it in a group without 'muon', or use build_optimizer(model, 'muon')"
-            raise ValueError(explain(what, "only a matrix can be orthogonalized", way_out))
+        _refuse_unless_matrix(parameter)
+
+
+def _refuse_unless_matrix(parameter: Tensor) -> None:
+    if parameter.ndim != 2:
+        what = f"a parameter of shape {tuple(parameter.shape)} in a group for Muon"
+        way_out = "Put it in a group without 'muon', or use build_optimizer(model, 'muon')"
+        raise ValueError(explain(what, "only a matrix can be orthogonalized", way_out))
