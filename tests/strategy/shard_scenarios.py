@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from tests.strategy import average_scenarios, muon_scenarios
+from tests.strategy import average_scenarios, dtype_scenarios, muon_scenarios
 
-SCENARIOS = average_scenarios.SCENARIOS + muon_scenarios.SCENARIOS
+SCENARIOS = average_scenarios.SCENARIOS + muon_scenarios.SCENARIOS + dtype_scenarios.SCENARIOS
 
 
 def main(path, folder):
