@@ -173,7 +173,11 @@ def averages_in_fabric(found, folder):
 def averages_under_zero(found, folder):
     _, average, validated = averaged_by_hand(1)
     ema = ft.optim.WeightEMA(DECAY)
-    module, _ = fit(ZeROStrategy(stage=2), [ema], max_epochs=1, num_sanity_val_steps=0)
+    module, t = fit(ZeROStrategy(stage=2), [ema], max_epochs=1, num_sanity_val_steps=0)
+    t.save_checkpoint(folder / "zero")
+    again = ft.optim.WeightEMA(DECAY)
+    fit(ZeROStrategy(stage=2), [again], folder / "zero", max_epochs=1)  # an epoch that has ended
+    found["zero resumed"] = largest_difference(ema.average, again.average)
     found["zero average"] = largest_difference(average, named(ema.average))
     found["zero validated"] = abs(module.validated[0] - validated[0])
     found["zero 3"] = refusal(lambda: fit(ZeROStrategy(stage=3), [ft.optim.WeightEMA()]))

@@ -79,5 +79,6 @@ def test_averages_in_fabric_equal_those_of_one_process(found, measured):
 
 def test_averages_under_zero_2_equal_those_of_one_process_and_zero_3_is_refused(found):
     assert all(rank["zero average"] < 1e-6 and rank["zero validated"] < 1e-6 for rank in found)
+    assert all(rank["zero resumed"] == 0 for rank in found)
     refused = "WeightEMA + ZeROStrategy: each rank holds a shard of them without their shape. Use FSDP2Strategy"
     assert all(refused in rank["zero 3"] for rank in found)

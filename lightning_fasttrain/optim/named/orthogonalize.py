@@ -3,9 +3,9 @@
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -147,21 +147,28 @@ def orthogonalize_together(
     def parts_on(rank: int, numbers: list[int]) -> list[torch.Size]:
         return [layout.part_of(shapes[number], rank) for number in numbers]
 
-    outgoing = [[parts[number].bfloat16() for number in numbers] for numbers in of_rank]
+    rounded = [part.bfloat16() for part in parts]
+    outgoing = [_at(numbers, rounded) for numbers in of_rank]
     expected = [parts_on(rank, of_rank[here]) for rank in range(shards)]
     gathered = _exchange(outgoing, expected, layout.shards, device)
     matrices = [torch.cat(pieces, layout.axis) for pieces in zip(*gathered, strict=True)]
-    done = orthogonalize(matrices, [settings[number] for number in of_rank[here]])
+    done = orthogonalize(matrices, _at(of_rank[here], settings))
     # Back the same way: to each rank its parts of these matrices.
-    lengths = [[part[layout.axis] for part in some] for some in zip(*expected, strict=True)]
-    pieces = [matrix.split(length, layout.axis) for matrix, length in zip(done, lengths, strict=True)]
-    outgoing = [[some[rank] for some in pieces] for rank in range(shards)]
-    returned = _exchange(outgoing, [parts_on(here, numbers) for numbers in of_rank], layout.shards, device)
+    pieces: list[list[Tensor]] = [[] for _ in range(shards)]
+    for matrix, places in zip(done, zip(*expected, strict=True), strict=True):
+        lengths = [place[layout.axis] for place in places]
+        for rank, piece in enumerate(matrix.split(lengths, layout.axis)):
+            pieces[rank].append(piece)
+    returned = _exchange(pieces, [parts_on(here, numbers) for numbers in of_rank], layout.shards, device)
     mine = dict(zip(itertools.chain(*of_rank), itertools.chain(*returned), strict=True))
-    sent = [mine[number] for number in of_replica[_rank(layout.replicas)]]
-    everyone = _share(sent, [parts_on(here, numbers) for numbers in of_replica], layout.replicas, device)
+    sent = of_replica[_rank(layout.replicas)]
+    everyone = _share(_at(sent, mine), [parts_on(here, numbers) for numbers in of_replica], layout.replicas, device)
     mine = dict(zip(itertools.chain(*of_replica), itertools.chain(*everyone), strict=True))
-    return [mine[number] for number in range(len(parts))]
+    return _at(range(len(parts)), mine)
+
+
+def _at(numbers: Iterable[int], values: Any) -> list[Any]:
+    return [values[number] for number in numbers]
 
 
 def _exchange(
@@ -170,15 +177,14 @@ def _exchange(
     """Send the list of tensors number i to rank i; return those of each rank, whose shapes are known."""
     if group is None or _size(group) == 1:
         return sent
-    counts = [sum(shape.numel() for shape in some) for some in shapes]
+    counts = list(map(_count, shapes))
     outgoing = [_flatten(tensors, device) for tensors in sent]
     buffer = torch.cat(outgoing)
     received = buffer.new_empty(sum(counts))
     # As bytes, which every backend exchanges.
-    split = [2 * tensor.numel() for tensor in outgoing]
-    dist.all_to_all_single(
-        received.view(torch.uint8), buffer.view(torch.uint8), [2 * count for count in counts], split, group=group
-    )
+    sizes = [2 * count for count in counts]
+    sent_sizes = [tensor.nbytes for tensor in outgoing]
+    dist.all_to_all_single(received.view(torch.uint8), buffer.view(torch.uint8), sizes, sent_sizes, group=group)
     return [_unflatten(flat, some) for flat, some in zip(received.split(counts), shapes, strict=True)]
 
 
@@ -188,13 +194,17 @@ def _share(
     """Return the lists of tensors of all ranks, whose shapes are known."""
     if group is None or _size(group) == 1:
         return [mine]
-    counts = [sum(shape.numel() for shape in some) for some in shapes]
+    counts = list(map(_count, shapes))
     flat = _flatten(mine, device)
     # To one size, as the collective needs it.
     padded = torch.nn.functional.pad(flat, (0, max(counts) - flat.numel()))
     everyone = [torch.empty_like(padded) for _ in counts]
     dist.all_gather(everyone, padded, group=group)
     return [_unflatten(held[:count], some) for held, count, some in zip(everyone, counts, shapes, strict=True)]
+
+
+def _count(shapes: Iterable[torch.Size]) -> int:
+    return sum(shape.numel() for shape in shapes)
 
 
 def _flatten(tensors: Sequence[Tensor], device: torch.device) -> Tensor:

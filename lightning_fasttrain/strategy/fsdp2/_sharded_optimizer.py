@@ -180,7 +180,7 @@ def _by_number(
     return state
 
 
-def take_out_averages(rest: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Any]]:
+def separate_averages(rest: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Any]]:
     """Split plain values from the tensors that callbacks keep for parameters under ``"by_parameter"``.
 
     Returns:
@@ -188,7 +188,7 @@ def take_out_averages(rest: dict[str, Any]) -> tuple[dict[str, Any], dict[str, T
         lead to each of these dicts, and each tensor's layout.
 
     Example:
-        >>> rest, tensors, plain = take_out_averages({"ema": {"by_parameter": {"weight": torch.ones(1)}, "steps": 1}})
+        >>> rest, tensors, plain = separate_averages({"ema": {"by_parameter": {"weight": torch.ones(1)}, "steps": 1}})
         >>> rest, list(tensors), plain["keys"]
         ({'ema': {'by_parameter': {}, 'steps': 1}}, ['weight/0'], [['ema', 'by_parameter']])
     """
@@ -202,8 +202,8 @@ def take_out_averages(rest: dict[str, Any]) -> tuple[dict[str, Any], dict[str, T
     return rest, tensors, {"keys": [list(keys) for keys, _ in found], "layout": layout}
 
 
-def put_back_averages(rest: dict[str, Any], plain: dict[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the rest with the tensors of :func:`take_out_averages`."""
+def join_averages(rest: dict[str, Any], plain: dict[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the rest with the tensors of :func:`separate_averages`."""
     for path, tensor in tensors.items():
         name, _, number = path.rpartition("/")
         rest = replace_at(rest, (*plain["keys"][int(number)], name), tensor)

@@ -31,9 +31,9 @@ from lightning_fasttrain.strategy.fsdp2._shard_index import ShardReader, fill_, 
 from lightning_fasttrain.strategy.fsdp2._sharded_optimizer import (
     is_taken_apart,
     join,
-    put_back_averages,
+    join_averages,
+    separate_averages,
     take_apart,
-    take_out_averages,
     template,
     with_numbers,
 )
@@ -84,7 +84,7 @@ def save_sharded(
     alone = not dist.is_initialized()
     tensors = {f"{_MODEL}{name}": value for name, value in model.items() if isinstance(value, Tensor)}
     plain: dict[str, Any] = {"version": 1, "optimizers": {}}
-    plain["rest"], averages, plain[_AVERAGES] = take_out_averages(dict(rest or {}))
+    plain["rest"], averages, plain[_AVERAGES] = separate_averages(dict(rest or {}))
     tensors.update({f"{_AVERAGES}.{name}": value for name, value in averages.items()})
     plain["values"] = {name: value for name, value in model.items() if not isinstance(value, Tensor)}
     for key, state in (optimizers or {}).items():
@@ -187,7 +187,7 @@ def _rest_with_averages(plain: dict[str, Any], reader: ShardReader, model: nn.Mo
         return plain["rest"]
     with as_corrupt(reader.path):
         tensors = _read_like_parameters(reader, _AVERAGES, taken, model)
-        return put_back_averages(plain["rest"], taken, tensors)
+        return join_averages(plain["rest"], taken, tensors)
 
 
 def load_full_(
