@@ -1,7 +1,8 @@
 """Sharding of parameters, gradients and optimizer state: FSDP2, ZeRO, and the choice among them.
 
 From the bottom up: ``choose``, ``_cluster_findings``, ``_cluster_store``, ``cluster_check``, ``rank_health``,
-``tensor_parallel``, ``fsdp2``, ``_sharded_groups``, ``zero``, ``traffic``, ``consolidate``, ``choose_strategy``.
+``peer_memory``, ``tensor_parallel``, ``fsdp2``, ``_sharded_groups``, ``zero``, ``traffic``, ``consolidate``,
+``choose_strategy``.
 """
 
 from typing import TYPE_CHECKING
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
         load_sharded_,
         save_sharded,
     )
+    from lightning_fasttrain.strategy.peer_memory.peer_memory import PeerMemory
     from lightning_fasttrain.strategy.tensor_parallel.plan import plan_tensor_parallel
     from lightning_fasttrain.strategy.traffic import Traffic, predict_traffic
     from lightning_fasttrain.strategy.zero.zero_fabric import FabricZeROStrategy
@@ -37,6 +39,7 @@ __all__ = [
     "FabricFSDP2Strategy",
     "FabricZeROStrategy",
     "ModelStates",
+    "PeerMemory",
     "StageChoice",
     "StrategyChoice",
     "Traffic",
