@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_fasttrain.strategy import PeerMemory
 from tests.support.ranks import Ranks, run_ranks
+from tests.support.run_example import last_line
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +50,15 @@ def test_state_that_could_not_be_read_back_is_refused_before_it_is_written(tmp_p
     with pytest.raises(ValueError, match=r"checkpoint entry \['odd'\] of class object"):
         PeerMemory(tmp_path).save(1, {"odd": object()})
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_the_example_measures_peers_beside_files(tmp_path):
+    arguments = ("--layers", "1", "--width", "16", "--times", "1", "--folder", tmp_path / "files", "--memory", tmp_path)
+    line = last_line("cluster/peer_memory.py", *map(str, arguments), ranks=2)
+    assert "on 2 ranks: files " in line
+    assert line.endswith("times as fast")
+    assert [path.name for path in tmp_path.iterdir()] == ["files"]
 
 
 def test_clear_removes_snapshots_and_nothing_else(tmp_path):

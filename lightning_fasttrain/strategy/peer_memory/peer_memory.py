@@ -1,6 +1,5 @@
 """Keep snapshots of a sharded training state in the memory of two hosts each, and restore them after a lost rank."""
 
-import io
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -16,7 +15,7 @@ from lightning_fasttrain.core.checks import NonNegativeInt, PositiveInt, check_a
 from lightning_fasttrain.core.distributed import rank_count, rank_here
 from lightning_fasttrain.core.files.atomic_write import write_atomic
 from lightning_fasttrain.core.files.safe_load import damage_of_archive, read_archive, refuse_unreadable
-from lightning_fasttrain.core.messages import warn
+from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.strategy.peer_memory.local_state import load_local_state_, local_state
 from lightning_fasttrain.strategy.rank_health import own_group
 
@@ -42,6 +41,9 @@ class PeerMemory:
             and 1 on a single host.
         timeout: limit for each exchange with other ranks.
 
+    Raises:
+        ValueError: a rank would keep its own copy.
+
     Example:
         >>> net, folder = torch.nn.Linear(2, 1), getfixture("tmp_path")
         >>> PeerMemory(folder).save(7, {"model": net, "epoch": 1})
@@ -65,6 +67,9 @@ class PeerMemory:
         self.folder = Path(folder)
         on_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.distance = distance or (on_host if on_host < rank_count() else 1)
+        if rank_count() > 1 and self.distance % rank_count() == 0:
+            why = f"of {rank_count()} ranks, each would keep the copy of its own part"
+            raise ValueError(explain(f"distance={self.distance}", why, "Leave it out, or use a smaller one"))
         self._group = own_group(timeout)
 
     def save(self, step: NonNegativeInt, state: Mapping[str, Any]) -> None:
@@ -80,11 +85,8 @@ class PeerMemory:
         """
         mine = local_state(state)
         refuse_unreadable(mine)
-        buffer = io.BytesIO()
-        torch.save(mine, buffer)
-        data = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
-        write_atomic(self._path(step, rank_here()), _writer(data))
-        self._copy_to_peer(step, data)
+        write_atomic(self._path(step, rank_here()), lambda file: torch.save(mine, file))
+        self._copy_to_peer(step)
         if self._group is not None:
             dist.barrier(self._group)
         # All ranks have this one, so two are enough.
@@ -100,23 +102,46 @@ class PeerMemory:
         Returns:
             Its step; None if there is no complete snapshot of this number of ranks.
         """
-        holders, ranks = self._holders(), range(rank_count())
-        complete = [step for step, _ in holders if all((step, rank) in holders for rank in ranks)]
-        step = max(complete, default=-1)
-        # Incomplete ones: the run may get other values at their steps.
-        self._remove(lambda found: found > step)
-        if not complete:
-            if any(self.folder.glob("step-*")) or holders:
-                warn(f"PeerMemory: {self.folder} has no complete snapshot of {rank_count()} ranks. Load a checkpoint.")
-            return None
-        for rank in ranks:
-            if rank not in holders[step, rank]:
-                self._send(step, min(holders[step, rank]), rank)
-        path = self._path(step, rank_here())
-        load_local_state_(state, read_archive(path))
-        # The hosts that were lost have no copies yet.
-        self._copy_to_peer(step, _read(path))
+        while True:
+            holders = self._holders()
+            complete = [step for step, _ in holders if all((step, rank) in holders for rank in range(rank_count()))]
+            step = max(complete, default=-1)
+            # Incomplete ones: the run may get other values at their steps.
+            self._remove(lambda found: found > step)  # noqa: B023
+            if not complete:
+                return self._warn_of_none(holders)
+            sources = {rank: _source(rank, holders[step, rank]) for rank in range(rank_count())}
+            # Only the parts that are used: reading takes most of the time.
+            if not any(self._gather(self._remove_damaged(step, sources))):
+                break
+        for rank, source in sources.items():
+            if source != rank:
+                self._send(step, source, rank)
+        load_local_state_(state, read_archive(self._path(step, rank_here())))
+        if any(len(holders[step, rank]) < 2 for rank in sources):  # a host that was lost has no copies yet
+            self._copy_to_peer(step)
         return step
+
+    def _warn_of_none(self, holders: object) -> None:
+        if any(self.folder.glob("step-*")) or holders:
+            warn(f"PeerMemory: {self.folder} has no complete snapshot of {rank_count()} ranks. Load a checkpoint.")
+
+    def _remove_damaged(self, step: int, sources: Mapping[int, int]) -> bool:
+        """Remove the parts of a snapshot that this rank would use or send, and that are damaged; return whether any."""
+        damaged = []
+        for rank, source in sources.items():
+            path = self._path(step, rank)
+            if source == rank_here() and damage_of_archive(path) is not None:
+                damaged.append(path)
+                path.unlink(missing_ok=True)
+        return bool(damaged)
+
+    def _gather(self, mine: Any) -> list[Any]:
+        if self._group is None:
+            return [mine]
+        everyone: list[Any] = [None] * rank_count()
+        dist.all_gather_object(everyone, mine, group=self._group)
+        return everyone
 
     def clear(self) -> None:
         """Remove this rank's snapshots, at the end of a run."""
@@ -136,22 +161,19 @@ class PeerMemory:
         return found
 
     def _holders(self) -> dict[tuple[int, int], list[int]]:
-        """Map (step, rank) of each undamaged part to the ranks that hold it."""
-        mine = [(step, rank) for path, step, rank in self._found() if damage_of_archive(path) is None]
-        everyone: list[Any] = [mine]
-        if self._group is not None:
-            everyone = [None] * rank_count()
-            dist.all_gather_object(everyone, mine, group=self._group)
+        """Map (step, rank) of each part to the ranks that hold it."""
+        everyone = self._gather([(step, rank) for _, step, rank in self._found()])
         holders: dict[tuple[int, int], list[int]] = {}
         for holder, parts in enumerate(everyone):
             for part in parts:
                 holders.setdefault(part, []).append(holder)
         return holders
 
-    def _copy_to_peer(self, step: int, data: Tensor) -> None:
+    def _copy_to_peer(self, step: int) -> None:
         """Send this rank's part to the rank that keeps its copy, and keep that of another rank."""
         if self._group is None:
             return
+        data = _read(self._path(step, rank_here()))
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(rank_count())]
         dist.all_gather(sizes, torch.tensor([data.numel()]), group=self._group)
         ahead, behind = (rank_here() + self.distance) % rank_count(), (rank_here() - self.distance) % rank_count()
@@ -182,8 +204,14 @@ class PeerMemory:
                 path.unlink(missing_ok=True)
 
 
+def _source(rank: int, holders: list[int]) -> int:
+    """Return the rank that a part comes from: the one it belongs to, if that holds it."""
+    return rank if rank in holders else min(holders)
+
+
 def _read(path: Path) -> Tensor:
-    return torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+    """Return the bytes of a file without copying them."""
+    return torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
 
 
 def _writer(data: Tensor) -> Any:
