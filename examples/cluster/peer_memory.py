@@ -41,7 +41,7 @@ def main():
     optimizer.step()
     state = {"model": model, "optimizer": optimizer, "step": 1}
     here = Path(options.memory) / f"fasttrain-{os.environ.get('TORCHELASTIC_RUN_ID', 'run')}-{fabric.global_rank}"
-    peers, file = ft.strategy.PeerMemory(here), Path(options.folder) / "step=1.ckpt"
+    peers, file = ft.run.PeerMemory(here), Path(options.folder) / "step=1.ckpt"
     found = {
         "state_mib": sum(p.numel() for p in model.parameters()) * 12 / 2**20,  # float32 weights and two moments
         "ranks": fabric.world_size,

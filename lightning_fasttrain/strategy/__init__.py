@@ -1,8 +1,7 @@
 """Sharding of parameters, gradients and optimizer state: FSDP2, ZeRO, and the choice among them.
 
 From the bottom up: ``choose``, ``_cluster_findings``, ``_cluster_store``, ``cluster_check``, ``rank_health``,
-``peer_memory``, ``tensor_parallel``, ``fsdp2``, ``_sharded_groups``, ``zero``, ``traffic``, ``consolidate``,
-``choose_strategy``.
+``tensor_parallel``, ``fsdp2``, ``_sharded_groups``, ``zero``, ``traffic``, ``consolidate``, ``choose_strategy``.
 """
 
 from typing import TYPE_CHECKING
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
         load_sharded_,
         save_sharded,
     )
-    from lightning_fasttrain.strategy.peer_memory.peer_memory import PeerMemory
     from lightning_fasttrain.strategy.tensor_parallel.plan import plan_tensor_parallel
     from lightning_fasttrain.strategy.traffic import Traffic, predict_traffic
     from lightning_fasttrain.strategy.zero.zero_fabric import FabricZeROStrategy
@@ -39,7 +37,6 @@ __all__ = [
     "FabricFSDP2Strategy",
     "FabricZeROStrategy",
     "ModelStates",
-    "PeerMemory",
     "StageChoice",
     "StrategyChoice",
     "Traffic",

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fasttrain.strategy import PeerMemory
+from lightning_fasttrain.run import PeerMemory
 from tests.support.ranks import Ranks, run_ranks
 from tests.support.run_example import last_line
 
@@ -16,11 +16,11 @@ from tests.support.run_example import last_line
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("peers")
-    lost = Ranks("tests.strategy.peer_scenarios", folder / "found.json", folder / "hosts", "lost", log=folder / "lost")
+    lost = Ranks("tests.run.peer_scenarios", folder / "found.json", folder / "hosts", "lost", log=folder / "lost")
     codes, _, _ = lost.end(timeout_s=120)
     assert codes[1] == -signal.SIGKILL
     shutil.rmtree(folder / "hosts" / "host1")
-    run_ranks("tests.strategy.peer_scenarios", folder / "found.json", folder / "hosts", log=folder / "log")
+    run_ranks("tests.run.peer_scenarios", folder / "found.json", folder / "hosts", log=folder / "log")
     return json.loads((folder / "found.json").read_text())
 
 

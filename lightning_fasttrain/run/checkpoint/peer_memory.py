@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -16,8 +17,7 @@ from lightning_fasttrain.core.distributed import rank_count, rank_here
 from lightning_fasttrain.core.files.atomic_write import write_atomic
 from lightning_fasttrain.core.files.safe_load import damage_of_archive, read_archive, refuse_unreadable
 from lightning_fasttrain.core.messages import explain, warn
-from lightning_fasttrain.strategy.peer_memory.local_state import load_local_state_, local_state
-from lightning_fasttrain.strategy.rank_health import own_group
+from lightning_fasttrain.run.checkpoint.local_state import load_local_state_, local_state
 
 _NAME = re.compile(r"step-(\d+)\.rank-(\d+)-of-(\d+)\.pt")
 
@@ -70,7 +70,8 @@ class PeerMemory:
         if rank_count() > 1 and self.distance % rank_count() == 0:
             why = f"of {rank_count()} ranks, each would keep the copy of its own part"
             raise ValueError(explain(f"distance={self.distance}", why, "Leave it out, or use a smaller one"))
-        self._group = own_group(timeout)
+        # Separate from the training's, whose back end may not exchange tensors in host memory.
+        self._group: Any = dist.new_group(backend="gloo", timeout=timeout) if rank_count() > 1 else None
 
     def save(self, step: NonNegativeInt, state: Mapping[str, Any]) -> None:
         """Take a snapshot; a collective. If a rank is lost meanwhile, the snapshot before it stays.
@@ -104,7 +105,8 @@ class PeerMemory:
         """
         while True:
             holders = self._holders()
-            complete = [step for step, _ in holders if all((step, rank) in holders for rank in range(rank_count()))]
+            held = Counter(step for step, _ in holders)
+            complete = [step for step, parts in held.items() if parts == rank_count()]
             step = max(complete, default=-1)
             # Incomplete ones: the run may get other values at their steps.
             self._remove(lambda found: found > step)  # noqa: B023
@@ -215,4 +217,4 @@ def _read(path: Path) -> Tensor:
 
 
 def _writer(data: Tensor) -> Any:
-    return lambda file: file.write(memoryview(data.numpy()))
+    return lambda file: data.numpy().tofile(file)

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import lightning_fasttrain as ft
+from lightning_fasttrain.run.checkpoint.peer_memory import PeerMemory
 from lightning_fasttrain.strategy.fsdp2.fsdp2_fabric import FabricFSDP2Strategy
-from lightning_fasttrain.strategy.peer_memory.peer_memory import PeerMemory
 from tests.support.nets import ShallowLM, lm_batches
 
 RANK = int(os.environ.get("RANK", 0))
