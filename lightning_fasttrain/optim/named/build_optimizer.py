@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import NonNegativeFloat, PositiveFloat, check_arguments, one_of, require
+from lightning_fasttrain.core.host.same_gradients import has_same_gradients
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.optim.closure_optimizer import Groups
 from lightning_fasttrain.optim.galore_groups import block_matrices, galore_groups
@@ -197,6 +198,8 @@ def build_optimizer(
     if known.marks == "muon":
         matrices: set[Tensor] = set(block_matrices(model, own.pop("blocks", None)).values())
         made = _mark(made, matrices, {"muon": True}, "muon")
+        if offload is None and has_same_gradients(model):
+            own.setdefault("divide", True)
     elif known.marks == "galore":
         given = {key: own.pop(key) for key in _OF_GALORE if key in own}
         # Only its selection of matrices and its settings; weight decay comes from the groups above.

@@ -38,13 +38,10 @@ from lightning_fasttrain.technique.declarations import refuse_conflicts
 
 _PATIENCE_S = 60.0  # to wait for a checkpoint in flight when a run fails
 # Lightning's own callbacks that cannot be used here; techniques declare their conflicts themselves.
+_COPIES = "it averages a copy of the whole model, and a sharded one cannot be copied"
 _CONFLICTS = [
-    Conflict(
-        kind,
-        "it averages a copy of the whole model, and a sharded one cannot be copied",
-        "Average the checkpoints afterwards, with full_state_dict(folder)",
-    )
-    for kind in (WeightAveraging, StochasticWeightAveraging)
+    Conflict(WeightAveraging, _COPIES, "Use optim.WeightEMA(), which averages shards"),
+    Conflict(StochasticWeightAveraging, _COPIES, "Average the checkpoints afterwards, with full_state_dict(folder)"),
 ]
 
 
