@@ -14,19 +14,20 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.optim import Optimizer
 
-from lightning_fasttrain.core.checks import check_arguments, one_of
+from lightning_fasttrain.core.checks import NonNegativeInt, PositiveInt, check_arguments, one_of
 from lightning_fasttrain.core.host.lightning import configured_optimizers
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.optim.named.build_optimizer import make_optimizer
 from lightning_fasttrain.optim.named.state_bytes import tensors_in
 from lightning_fasttrain.predict.allocation_trace import AllocationTrace
 from lightning_fasttrain.predict.caching_allocator import GRANULE, place_in_blocks
-from lightning_fasttrain.predict.cuda_dispatch import CUBLAS_WORKSPACE, AsOnCuda, step_in_lists_
-from lightning_fasttrain.predict.cuda_workspace import CUDA_WORKSPACE
+from lightning_fasttrain.predict.cuda.cuda_dispatch import CUBLAS_WORKSPACE, AsOnCuda, step_in_lists_
+from lightning_fasttrain.predict.cuda.cuda_workspace import CUDA_WORKSPACE
 from lightning_fasttrain.predict.data_dependent_values import AssumedArrays, AssumedNumbers
 from lightning_fasttrain.predict.fake_model import Factory, fake_batch, fake_model, find_longest_axis, settle_
 from lightning_fasttrain.predict.kernel_workspace import CPU_WORKSPACE, KEPT, quantized_workspace
 from lightning_fasttrain.predict.memory_report import MemoryReport, join_range, report
+from lightning_fasttrain.predict.ranks.sharded_model import ShardsFakeModel, sharded
 from lightning_fasttrain.predict.traced_step import lend_optimizers, step_as_trainer, step_by_itself
 from lightning_fasttrain.technique import Technique, check_together
 from lightning_fasttrain.technique.predicted_step import PredictedStep
@@ -55,6 +56,9 @@ def predict_memory(
     techniques: Sequence[Technique] = (),
     precision: str = "32-true",
     device: str = "cuda",
+    strategy: object = None,
+    world: PositiveInt = 1,
+    rank: NonNegativeInt = 0,
 ) -> MemoryReport:
     """Predict the peak memory of one training step, by category, without allocating the model.
 
@@ -111,6 +115,7 @@ def predict_memory(
     """
     one_of("precision", precision, tuple(PRECISIONS))
     one_of("device", device, DEVICES)
+    ranks = _check_ranks(strategy, world, rank)
     techniques = check_together(techniques)
     on_cuda = device == "cuda"
     planned = PredictedStep(precision, on_cuda)
@@ -121,7 +126,7 @@ def predict_memory(
         trace = AllocationTrace(granule, workspace, KEPT, truth=truth, number=number, selected=selected)
         try:
             with isolate_rng(include_cuda=False), explaining_errors():
-                since = _trace_steps(trace, module, batch, loss, optimizer, surgeons, planned)
+                since = _trace_steps(trace, module, batch, loss, optimizer, surgeons, planned, ranks)
         except Exception as error:
             if trace.assumed:
                 raise _FailedOnAssumedValues from error
@@ -139,6 +144,22 @@ def predict_memory(
     # A condition may add work or, like LayerDrop's, skip it.
     otherwise = _run_first(run, [(False, longest, None), (False, 1, None), (True, longest, None), (True, 1, None)])
     return join_range((least, most, otherwise), _RANGE)
+
+
+def _check_ranks(strategy: object, world: int, rank: int) -> tuple[ShardsFakeModel, int, int] | None:
+    if rank >= world:
+        why = f"ranks are counted from 0, so the last one is {world - 1}"
+        raise ValueError(explain(f"rank={rank} of world={world}", why, "Use a rank below world"))
+    if strategy is None:
+        if world > 1:
+            why = "it decides what each rank holds"
+            raise ValueError(explain(f"world={world} without strategy=", why, "Pass strategy=FSDP2Strategy()"))
+        return None
+    if not isinstance(strategy, ShardsFakeModel):
+        why = "it cannot shard a model of fake tensors"
+        way_out = "Pass an FSDP2Strategy; choose_strategy() estimates ZeRO and DDP by formulas"
+        raise TypeError(explain(f"strategy={strategy!r}", why, way_out))
+    return strategy, world, rank
 
 
 class _FailedOnAssumedValues(Exception):
@@ -177,6 +198,7 @@ def _trace_steps(
     optimizer: Callable[[Any], Optimizer] | None,
     surgeons: Sequence[Technique],
     planned: PredictedStep,
+    ranks: tuple[ShardsFakeModel, int, int] | None,
 ) -> int:
     """Run two steps under ``trace``; return the time at which the second began."""
     mode, plugin = FakeTensorMode(allow_non_fake_inputs=True), PRECISIONS[planned.precision]()
@@ -185,6 +207,9 @@ def _trace_steps(
         net = undo.enter_context(fake_model(module, surgeons, dtype, mode))
         # Settled after the surgery, which may have added weights.
         settle_(net, mode, dtype)
+        forward = forward_of(net, loss, plugin)
+        if ranks is not None:
+            forward = undo.enter_context(sharded(net, *ranks, forward, planned, mode))
         # Asked for only now, since techniques may have imported bitsandbytes.
         trace.workspace = {**trace.workspace, **quantized_workspace()}
         with AssumedNumbers(truth=False):
@@ -209,7 +234,6 @@ def _trace_steps(
             trace.reserve(2 * CUBLAS_WORKSPACE, "two cuBLAS workspaces")
             # It covers the backward too, which may recompute blocks.
             undo.enter_context(AsOnCuda())
-        forward = forward_of(net, loss, plugin)
         steps_itself = False
         if loss is None and isinstance(net, L.LightningModule) and not net.automatic_optimization:
             undo.enter_context(lend_optimizers(net, trace, steppers, schedulers, planned))

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -29,7 +30,12 @@ from lightning_fasttrain.strategy.fsdp2.broadcast_weights import (
     whole_on_rank_zero,
 )
 from lightning_fasttrain.strategy.fsdp2.replicated_scalars import replicate_scalars_
-from lightning_fasttrain.strategy.fsdp2.shard_blocks import OFFLOADS, precision_policy, shard_blocks_
+from lightning_fasttrain.strategy.fsdp2.shard_blocks import (
+    OFFLOADS,
+    precision_policy,
+    shard_blocks_,
+    without_gradient_reduction,
+)
 from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import (
     NamesToLoad,
     load_full_,
@@ -108,11 +114,18 @@ class Sharding:
 
     def shard_(self, model: nn.Module, mesh: DeviceMesh, precision: object, device: torch.device) -> list[str]:
         """Shard ``model``, and give all ranks the weights of rank zero; a sharded model is not changed."""
-        policy = precision_policy(str(precision), self.reduce_dtype)
         if isinstance(model, FSDPModule):
             return []
         # Collected now, since after sharding no rank has unsharded weights.
         whole = whole_on_rank_zero(model)
+        names = self.cut_(model, mesh, precision, device)
+        send_from_rank_zero_(model, whole, device, torch.device("cpu") if self.offload else None)
+        replicate_scalars_(model, device)  # those that were on the meta device are others now
+        return names
+
+    def cut_(self, model: nn.Module, mesh: DeviceMesh, precision: object, device: torch.device) -> list[str]:
+        """Shard ``model`` without communication: each rank keeps its part of its own values, if any."""
+        policy = precision_policy(str(precision), self.reduce_dtype)
         # FSDP2 does not move quantised layers and their constants.
         for module in model.modules():
             quantised = [p for p in module.parameters(recurse=False) if is_opaque(p)]
@@ -136,8 +149,6 @@ class Sharding:
         )
         if layouts is not None:
             compute_locally_(model, layouts, mesh["tensor"])
-        send_from_rank_zero_(model, whole, device, torch.device("cpu") if self.offload else None)
-        replicate_scalars_(model, device)  # those that were on the meta device are others now
         return names
 
 
@@ -166,6 +177,16 @@ class FSDP2Host:
         "data_parallel_size": "tensor_parallel=",
         "tensor_parallel_size": "tensor_parallel=",
     }
+
+    def shard_predicted_(self, model: nn.Module, world: int, precision: str, step: str) -> None:
+        """Shard ``model`` for :func:`~lightning_fasttrain.predict_memory`, as one of ``world`` ranks."""
+        device = torch.device("cpu")
+        self.sharding.cut_(model, self.sharding.mesh(device, world), precision, device)
+        register_fsdp_forward_method(model, step)
+
+    def without_reduction(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return the context of all micro-batches but the last, in which gradients are summed unsharded."""
+        return without_gradient_reduction(model) if getattr(self, "reduce_once", True) else nullcontext()
 
     def _set_options(self, sharding: Sharding, broadcast_buffers: bool, async_checkpoints: bool) -> None:
         self.sharding = sharding
