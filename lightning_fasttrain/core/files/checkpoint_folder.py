@@ -118,6 +118,11 @@ def _all_or_none(target: Path, agree: Callable[[bool], bool]) -> Iterator[None]:
         raise OSError(explain(f"checkpoint {target} could not be written", why, "Look at the other ranks' output"))
 
 
+def sums_of(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the size and the checksum of each file in ``folder``, by its path in it."""
+    return {name: _sum(folder / name) for name in _files(folder)}
+
+
 def _sums(folder: Path, rank: int, world_size: int) -> dict[str, dict[str, Any]]:
     return {name: _sum(folder / name, sync=True) for name in _files(folder)[rank::world_size]}
 

@@ -19,8 +19,9 @@ from lightning_fasttrain.core.checks import one_of, positive_int
 from lightning_fasttrain.core.distributed import from_rank_zero
 from lightning_fasttrain.core.files.background_save import BackgroundSave
 from lightning_fasttrain.core.files.newest_checkpoint import whole_or_older
+from lightning_fasttrain.core.files.remote_checkpoint import fetched_on_each_node
 from lightning_fasttrain.core.files.run_mark import KEY, mark_of, step_in
-from lightning_fasttrain.core.files.safe_load import local_path
+from lightning_fasttrain.core.files.safe_load import is_object_storage, local_path
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.blocks import Blocks
 from lightning_fasttrain.strategy.fsdp2._packed_weights import is_opaque
@@ -164,6 +165,7 @@ class FSDP2Host:
     """Base of the Trainer's and Fabric's FSDP2 strategies, which inherit it before Lightning's own class."""
 
     strategy_name: ClassVar[str] = "fasttrain_fsdp2"
+    reads_remote: ClassVar[bool] = True  # addresses, for which it copies a checkpoint once to each node
     # Of the arguments of Lightning's FSDPStrategy and ModelParallelStrategy.
     names_elsewhere: ClassVar[Mapping[str, str]] = {
         "sharding_strategy": "reshard_after_forward=True for FULL_SHARD, False for SHARD_GRAD_OP",
@@ -220,7 +222,7 @@ class FSDP2Host:
             share_random_state_(group)
             refuse_other_batches(batch, group, self.root_device)
 
-    def _write(self, path: Path, *states: Any) -> None:
+    def _write(self, path: Path | str, *states: Any) -> None:
         save_sharded(path, *states, group=self._saving)
 
     def _save(
@@ -232,7 +234,8 @@ class FSDP2Host:
         rest: dict[str, Any],
     ) -> None:
         # Rank zero's path for all: one with a time in it may differ.
-        path = local_path(self.broadcast(path))
+        path = self.broadcast(path)
+        path = str(path) if is_object_storage(path) else local_path(path)
         rest[KEY] = mark_of(self).facts(step_in(rest))
         states = (leave_to_rank_zero(state, model), optimizers, rest)
         if self._background is not None:
@@ -251,8 +254,21 @@ class FSDP2Host:
         names: NamesToLoad | None = None,
     ) -> dict[str, Any]:
         self.wait()  # the checkpoint to load may still be in flight
+        if is_object_storage(path):
+            with fetched_on_each_node(str(path)) as copied:
+                return self._load_local(copied, model, optimizers, strict, names)
         # One rank alone reads the files for their checksums, so that a shared disk is read once.
         found = from_rank_zero(lambda: whole_or_older(path, substitute=substitute))
+        return self._load_local(found, model, optimizers, strict, names)
+
+    def _load_local(
+        self,
+        found: Path,
+        model: nn.Module,
+        optimizers: Mapping[str, Optimizer],
+        strict: bool,
+        names: NamesToLoad | None,
+    ) -> dict[str, Any]:
         load = load_sharded_ if found.is_dir() else load_full_
         rest = load(found, model, optimizers, strict=strict, names=names)
         mark_of(self).continue_from(rest.pop(KEY, None))

@@ -20,13 +20,21 @@ from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.distributed import rank_count, rank_here, smallest_over_ranks
 from lightning_fasttrain.core.messages import explain, wide_enough
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
+from lightning_fasttrain.strategy.choose._model_sizes import held_by
 from lightning_fasttrain.strategy.choose._optimizer_state import refuse_unshardable
 from lightning_fasttrain.strategy.choose.choose_stage import choose_stage
-from lightning_fasttrain.strategy.choose.model_states import ZeROSizes
+from lightning_fasttrain.strategy.choose.model_states import ModelStates, ZeROSizes, states_of, usual_sizes
 from lightning_fasttrain.strategy.rank_health import RollCall, own_group
 from lightning_fasttrain.strategy.zero._zero_engine import Engine, import_deepspeed
 from lightning_fasttrain.strategy.zero.optimizer_fixes import refuse_replaced
 from lightning_fasttrain.strategy.zero.stage_question import StageQuestion, without_defaults
+
+_CONFIGURED = {
+    "prefetch": "stage3_prefetch_bucket_size",
+    "persistence": "stage3_param_persistence_threshold",
+    "reuse": "stage3_max_reuse_distance",
+    "sub_group": "sub_group_size",
+}
 
 
 class ZeROHost:
@@ -72,6 +80,26 @@ class ZeROHost:
     def stage(self) -> int:
         """The stage in use: 0 to 3."""
         return int(self._given_config.get("zero_optimization", {}).get("stage", 0))
+
+    def predict_rank_states(self, model: nn.Module, optimizer: Optimizer, world: int, precision: str) -> ModelStates:
+        """Return the states of one of ``world`` ranks for :func:`~lightning_fasttrain.predict_memory`.
+
+        Raises:
+            ValueError: the stage is still to be chosen.
+        """
+        if self.question.open:
+            why = "the stage decides what each rank holds"
+            raise ValueError(explain("a prediction with stage='auto'", why, "Give a stage, such as ZeROStrategy(3)"))
+        held = held_by(model, optimizer, world, precision)
+        config = self._given_config.get("zero_optimization", {})
+        usual = usual_sizes(held)
+        bucket = config.get("reduce_bucket_size", usual.reduce_bucket)
+        given: dict[str, int] = {"reduce_bucket": min(bucket, usual.reduce_bucket)}
+        for name, key in _CONFIGURED.items():
+            given[name] = int(config.get(key, getattr(usual, name)))
+        stage = str(self.question.stage) if self.question.config is None else str(self.stage)
+        (states,) = states_of(held, [stage], ZeROSizes(**given))
+        return states
 
     # Process group, on a CPU too.
 

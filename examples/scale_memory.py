@@ -1,0 +1,180 @@
+"""Memory of one rank at 2 to 1,024 ranks: predicted, by formula, and measured on 2 and 4 processes with gloo.
+
+    python examples/scale_memory.py [--models GPT,Llama] [--out RESULTS.json]
+
+The prediction runs the strategies' code on one process, for rank 0. The formula is that of ``choose_strategy``: states
+and buffers, and the activations of one device. Measured is the third step of a Fabric loop, by PeakMemory, on the rank
+that needs most.
+"""
+
+import argparse
+import functools
+import gc
+import json
+import os
+import shlex
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import lightning as L
+import reference_models
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.fsdp import register_fsdp_forward_method
+
+import lightning_fasttrain as ft
+from lightning_fasttrain.bench import GPTConfig, GPTModule
+from lightning_fasttrain.bench.gpt import Specimen
+from lightning_fasttrain.bench.ladder.process import without_paths
+from lightning_fasttrain.core.files.atomic_write import write_atomic
+from lightning_fasttrain.core.machine import hardware, versions
+
+WORLDS, MEASURED = (2, 4, 8, 64, 1024), (2, 4)
+BATCH, LENGTH, WIDTH = 2, 64, 512
+# Label → (strategy of the formula, precision, numbers of ranks, maker of the Trainer's strategy, of Fabric's)
+WAYS = {
+    "FSDP2": ("fsdp2", "32-true", WORLDS, ft.FSDP2Strategy, ft.FabricFSDP2Strategy),
+    "FSDP2, bf16-mixed": ("fsdp2", "bf16-mixed", WORLDS, ft.FSDP2Strategy, ft.FabricFSDP2Strategy),
+    "FSDP2, tensor groups of 4": (
+        None,
+        "32-true",
+        (4, 8, 64, 1024),
+        functools.partial(ft.FSDP2Strategy, tensor_parallel=4),
+        functools.partial(ft.FabricFSDP2Strategy, tensor_parallel=4),
+    ),
+}
+for stage in (1, 2, 3):
+    WAYS[f"ZeRO-{stage}"] = (
+        f"zero-{stage}",
+        "32-true",
+        WORLDS,
+        functools.partial(ft.ZeROStrategy, stage),
+        functools.partial(ft.FabricZeROStrategy, stage),
+    )
+
+
+def gpt(layers=4):
+    """The reference GPT, 13M parameters."""
+    config = GPTConfig(vocabulary=512, context=LENGTH, layers=layers, heads=8, width=WIDTH)
+    return Specimen(lambda: GPTModule(config), lambda: tuple(torch.zeros(2, BATCH, LENGTH, dtype=torch.long)))
+
+
+def llama(layers=4):
+    """A Llama of Hugging Face, 16M parameters."""
+    return reference_models.llama(layers, WIDTH, BATCH, LENGTH, vocabulary=512)
+
+
+MODELS = {"GPT": gpt, "Llama": llama}
+
+
+def formula(specimen, world):
+    """Return what ``choose_strategy`` says: strategy and precision → bytes."""
+    found = {}
+    for precision in ("32-true", "bf16-mixed"):
+        choice = ft.choose_strategy(
+            specimen.module, devices=world, memory_gib=1000, batch=specimen.batch(), precision=precision
+        )
+        for candidate in choice.candidates:
+            found[candidate.name, precision] = candidate.states.device + choice.activation_bytes
+    return found
+
+
+def predict(specimen, way, world):
+    _, precision, _, make, _ = WAYS[way]
+    report = ft.predict_memory(
+        specimen.module, specimen.batch(), precision=precision, device="cpu", strategy=make(), world=world
+    )
+    return report.peak_bytes
+
+
+def measure(rank, world, names, folder):
+    """Measure all ways on one of ``world`` processes, and write what was found to ``folder``."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "scale"}
+    torch.set_num_threads(1)
+    found = {}
+    for name in names:
+        for way, (_, precision, worlds, _, make) in WAYS.items():
+            if world in worlds:
+                found[f"{name}/{way}"] = peak_of(MODELS[name](), make(), precision, world)
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    time.sleep(1)
+    os._exit(0)  # gloo's destructor can hang
+
+
+def peak_of(specimen, strategy, precision, world):
+    fabric = L.Fabric(accelerator="cpu", devices=world, strategy=strategy, precision=precision)
+    fabric.launch()
+    module, batch = specimen.module(), specimen.batch()
+    zero = isinstance(strategy, ft.FabricZeROStrategy)
+    if zero:
+        model, optimizer = fabric.setup(module, module.configure_optimizers())
+    else:
+        model = fabric.setup_module(module)
+        register_fsdp_forward_method(module, "loss")  # gathers the root, as the Trainer's strategy does for a step
+        optimizer = fabric.setup_optimizers(module.configure_optimizers())
+    model.mark_forward_method("loss")
+
+    def step():
+        loss = model.loss(batch)
+        if not zero:  # DeepSpeed does so in its step
+            optimizer.zero_grad()
+        fabric.backward(loss)
+        optimizer.step()
+
+    step()
+    step()
+    gc.collect()
+    held = [t for t in gc.get_objects() if isinstance(t, torch.Tensor)]
+    with ft.run.PeakMemory("cpu", held) as peak:
+        del held
+        step()
+    return peak.peak_bytes
+
+
+def measured_bytes(names, world):
+    """Return the most of any rank, on ``world`` processes: model/way → bytes."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20000 + os.getpid() % 20000 + world)}
+    os.environ |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(measure, (world, names, folder), nprocs=world)
+        ranks = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
+    return {key: max(rank[key] for rank in ranks) for key in ranks[0]}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--out", type=Path, help="a JSON file for the figures")
+    options = parser.parse_args()
+    names = options.models.split(",")
+    measured = {world: measured_bytes(names, world) for world in MEASURED}
+    rows = []
+    for name in names:
+        specimen = MODELS[name]()
+        formulas = {world: formula(specimen, world) for world in WORLDS}
+        for way, (known_as, precision, worlds, _, _) in WAYS.items():
+            for world in worlds:
+                row = {"model": name, "way": way, "world": world, "predicted_bytes": predict(specimen, way, world)}
+                row["formula_bytes"] = formulas[world].get((known_as, precision))
+                row["measured_bytes"] = measured.get(world, {}).get(f"{name}/{way}")
+                rows.append(row)
+                print(row, flush=True)
+    errors = [abs(r["predicted_bytes"] / r["measured_bytes"] - 1) for r in rows if r["measured_bytes"]]
+    print(f"largest error {max(errors):.1%}")
+    if options.out is not None:
+        about = {
+            "hardware": hardware(),
+            "versions": versions(),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "command": without_paths(shlex.join(["python", "examples/scale_memory.py", *sys.argv[1:]])),
+        }
+        write_atomic(options.out, json.dumps({**about, "largest_error": max(errors), "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
