@@ -39,12 +39,12 @@ BATCH, LENGTH, WIDTH = 2, 64, 512
 WAYS = {
     "FSDP2": ("fsdp2", "32-true", WORLDS, ft.FSDP2Strategy, ft.FabricFSDP2Strategy),
     "FSDP2, bf16-mixed": ("fsdp2", "bf16-mixed", WORLDS, ft.FSDP2Strategy, ft.FabricFSDP2Strategy),
-    "FSDP2, tensor groups of 4": (
+    "FSDP2, tensor groups of 2": (
         None,
         "32-true",
-        (4, 8, 64, 1024),
-        functools.partial(ft.FSDP2Strategy, tensor_parallel=4),
-        functools.partial(ft.FabricFSDP2Strategy, tensor_parallel=4),
+        WORLDS,
+        functools.partial(ft.FSDP2Strategy, tensor_parallel=2),
+        functools.partial(ft.FabricFSDP2Strategy, tensor_parallel=2),
     ),
 }
 for stage in (1, 2, 3):
@@ -152,7 +152,10 @@ def main():
     parser.add_argument("--out", type=Path, help="a JSON file for the figures")
     options = parser.parse_args()
     names = options.models.split(",")
-    measured = {world: measured_bytes(names, world) for world in MEASURED}
+    measured = {}
+    for world in MEASURED:
+        measured[world] = measured_bytes(names, world)
+        print(world, measured[world], flush=True)
     rows = []
     for name in names:
         specimen = MODELS[name]()

@@ -21,12 +21,12 @@ from tests.core.test_checkpoint_folder import Ranks
 from tests.support.nets import TinyLM, as_loader, lm_batches, trainer
 
 
-@pytest.fixture()
+@pytest.fixture
 def url():
     return f"memory://bucket-{uuid.uuid4().hex}"
 
 
-@pytest.fixture()
+@pytest.fixture
 def failing(monkeypatch):
     """Make uploads of the storage fail from the n-th on: ``failing(n)``, with an error."""
 
@@ -151,7 +151,9 @@ def test_wrong_credentials_give_one_sentence(url, monkeypatch):
         lambda: AtomicCheckpointIO().load_checkpoint(f"{url}/a.ckpt"),
         lambda: save_sharded(f"{url}/a.ckpt", nn.Linear(2, 2).state_dict()),
     ):
-        with pytest.raises(OSError, match="could not be (read|written): PermissionError.*Check the credentials") as told:
+        with pytest.raises(
+            OSError, match="could not be (read|written): PermissionError.*Check the credentials"
+        ) as told:
             act()
         assert "\n" not in str(told.value)
 

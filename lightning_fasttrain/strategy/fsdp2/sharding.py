@@ -210,8 +210,11 @@ class FSDP2Host:
         self.accelerator.setup_device(self.root_device)
         self._setup_distributed()
         self._device_mesh = self.sharding.mesh(self.root_device, self.world_size)
-        # Two groups: collectives of a background save must not mix with those of the training thread's health check.
-        self.roll_call, self._saving = RollCall(own_group(self._timeout)), own_group(self._timeout)
+        # Every group connects all pairs of ranks, so there are as few as possible. A background save needs one of its
+        # own: its collectives must not mix with those of the training thread's health check.
+        checking = own_group(self._timeout)
+        self.roll_call = RollCall(checking)
+        self._saving = own_group(self._timeout) if self.async_checkpoints else checking
         if self.async_checkpoints and self._background is None:
             self._background = BackgroundSave(self._write)
 
