@@ -173,7 +173,10 @@ def fit(worlds, counts):
         fitted = numpy.polynomial.polynomial.polyval(worlds, coefficients)
         if numpy.allclose(fitted, counts, rtol=0.02, atol=1):
             break
-    return {"growth": ("linear", "quadratic", "cubic")[degree - 1], "coefficients": [round(float(c), 3) for c in coefficients]}
+    return {
+        "growth": ("linear", "quadratic", "cubic")[degree - 1],
+        "coefficients": [round(float(c), 3) for c in coefficients],
+    }
 
 
 def main():
