@@ -133,9 +133,13 @@ def work(rank, world, folder):
 
     step()
     count("a step", step)
+
+    def share_states():
+        gather(pack({"random": torch.get_rng_state()}), torch.device("cpu"), everywhere=False)
+
     checkpoint, state = Path(folder, "checkpoint"), {"model": module, "optimizer": optimizer, "step": 1}
     count("a checkpoint", lambda: fabric.save(checkpoint, state))
-    count("states of ExactResume", lambda: gather(pack({"random": torch.get_rng_state()}), torch.device("cpu")))
+    count("states of ExactResume", share_states)
     count("a resume", lambda: fabric.load(checkpoint, state))
     files = [path for path in checkpoint.rglob("*") if path.is_file()]
     found["a checkpoint"]["files"] = len(files) if rank == 0 else 0

@@ -10,9 +10,12 @@ that needs most.
 import argparse
 import functools
 import gc
+import itertools
 import json
+import multiprocessing
 import os
 import shlex
+import socket
 import sys
 import tempfile
 import time
@@ -23,7 +26,6 @@ import lightning as L
 import reference_models
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 import lightning_fasttrain as ft
@@ -91,16 +93,13 @@ def predict(specimen, way, world):
     return report.peak_bytes
 
 
-def measure(rank, world, names, folder):
-    """Measure all ways on one of ``world`` processes, and write what was found to ``folder``."""
+def measure(rank, world, name, way, folder):
+    """Measure a way on one of ``world`` processes, and write the bytes to ``folder``."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "scale"}
+    os.environ |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     torch.set_num_threads(1)
-    found = {}
-    for name in names:
-        for way, (_, precision, worlds, _, make) in WAYS.items():
-            if world in worlds:
-                found[f"{name}/{way}"] = peak_of(MODELS[name](), make(), precision, world)
-    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    _, precision, _, _, make = WAYS[way]
+    Path(folder, f"{rank}").write_text(str(peak_of(MODELS[name](), make(), precision, world)))
     dist.barrier()
     time.sleep(1)
     os._exit(0)  # gloo's destructor can hang
@@ -120,7 +119,8 @@ def peak_of(specimen, strategy, precision, world):
     model.mark_forward_method("loss")
 
     def step():
-        loss = model.loss(batch)
+        with fabric.autocast():  # Fabric does not enable it for marked methods of a model that it has not wrapped
+            loss = model.loss(batch)
         if not zero:  # DeepSpeed does so in its step
             optimizer.zero_grad()
         fabric.backward(loss)
@@ -136,14 +136,19 @@ def peak_of(specimen, strategy, precision, world):
     return peak.peak_bytes
 
 
-def measured_bytes(names, world):
-    """Return the most of any rank, on ``world`` processes: model/way → bytes."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20000 + os.getpid() % 20000 + world)}
-    os.environ |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+def measured_bytes(name, way, world):
+    """Return the most of any rank, on ``world`` processes; forks, so that nothing of another way is counted."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(found.getsockname()[1])}
+    context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(measure, (world, names, folder), nprocs=world)
-        ranks = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
-    return {key: max(rank[key] for rank in ranks) for key in ranks[0]}
+        ranks = [context.Process(target=measure, args=(rank, world, name, way, folder)) for rank in range(world)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+        return max(int(Path(folder, f"{rank}").read_text()) for rank in range(world))
 
 
 def main():
@@ -153,9 +158,10 @@ def main():
     options = parser.parse_args()
     names = options.models.split(",")
     measured = {}
-    for world in MEASURED:
-        measured[world] = measured_bytes(names, world)
-        print(world, measured[world], flush=True)
+    # First, since a fork must not inherit the threads of the predictions.
+    for name, way, world in itertools.product(names, WAYS, MEASURED):
+        measured[name, way, world] = measured_bytes(name, way, world)
+        print(name, way, world, measured[name, way, world], flush=True)
     rows = []
     for name in names:
         specimen = MODELS[name]()
@@ -164,7 +170,7 @@ def main():
             for world in worlds:
                 row = {"model": name, "way": way, "world": world, "predicted_bytes": predict(specimen, way, world)}
                 row["formula_bytes"] = formulas[world].get((known_as, precision))
-                row["measured_bytes"] = measured.get(world, {}).get(f"{name}/{way}")
+                row["measured_bytes"] = measured.get((name, way, world))
                 rows.append(row)
                 print(row, flush=True)
     errors = [abs(r["predicted_bytes"] / r["measured_bytes"] - 1) for r in rows if r["measured_bytes"]]

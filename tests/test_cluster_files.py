@@ -9,7 +9,7 @@ import yaml
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture()
+@pytest.fixture
 def elastic(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "cluster"))
     return importlib.import_module("elastic")

@@ -30,9 +30,7 @@ parser.add_argument("--steps", type=int, default=40)
 parser.add_argument("--save-every", type=int, default=5, help="steps from one checkpoint to the next")
 parser.add_argument("--hang-after", type=float, default=300, help="seconds without a sign of life that are a hang")
 parser.add_argument("--sharded", action="store_true", help="FSDP2 instead of DDP")
-parser.add_argument(
-    "--folder", default="checkpoints/elastic", help="where checkpoints go, seen by all nodes; s3://… too"
-)
+parser.add_argument("--folder", default="checkpoints/elastic", help="checkpoints, seen by all nodes; s3://… too")
 
 
 class Text(torch.utils.data.Dataset):

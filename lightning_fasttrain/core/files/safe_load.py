@@ -84,7 +84,7 @@ def _comes_back(value: object) -> bool:
 LARGEST_JSON = 32 * 2**20
 MOST_AXES = 16
 MOST_PARTS, LONGEST_NAME = 100, 2000  # of a tensor's name: nested modules, and characters
-_STORAGE = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "hdfs", "file", "memory"}
+_STORAGE = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "hdfs", "memory"}
 _BROKEN_ZIP = (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, RuntimeError, NotImplementedError)
 # What torch's unpickler says of objects that it refuses; any other message is taken for damage.
 _FOREIGN = ("Unsupported global", "unrecognized function", "whose module", "Can only build", "Can only create")
