@@ -4,7 +4,7 @@
 
 The prediction runs the strategies' code on one process, for rank 0. The formula is that of ``choose_strategy``: states
 and buffers, and the activations of one device. Measured is the third step of a Fabric loop, by PeakMemory, on the rank
-that needs most.
+that needs most; under FSDP2 with collectives in place, as NCCL's are, since gloo copies what it gathers and reduces.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import socket
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -27,6 +28,8 @@ import reference_models
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.bench import GPTConfig, GPTModule
@@ -49,7 +52,7 @@ WAYS = {
         functools.partial(ft.FabricFSDP2Strategy, tensor_parallel=2),
     ),
 }
-for stage in (1, 2, 3):
+for stage in (2, 3):
     WAYS[f"ZeRO-{stage}"] = (
         f"zero-{stage}",
         "32-true",
@@ -71,6 +74,30 @@ def llama(layers=4):
 
 
 MODELS = {"GPT": gpt, "Llama": llama}
+
+
+class InPlaceCollectives(TorchDispatchMode):
+    """Gathers and reduces without copies, as NCCL does, where gloo copies the complete tensor."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        if func not in (torch.ops.c10d._allgather_base_.default, torch.ops.c10d._reduce_scatter_base_.default):
+            return func(*args, **(kwargs or {}))
+        output, sent, group, *rest = args
+        ranks = dist.ProcessGroup.unbox(group)
+        if func is torch.ops.c10d._allgather_base_.default:
+            for number, part in enumerate(output.view(ranks.size(), -1)):
+                if number == ranks.rank():
+                    part.copy_(sent.view(-1))
+                dist.broadcast(part, group=ranks, group_src=number)
+        else:
+            torch.ops.c10d.allreduce_([sent], group, rest[0], None, False, -1)[1].wait()
+            output.view(-1).copy_(sent.view(ranks.size(), -1)[ranks.rank()])
+        # The same on a few bytes, for what it returns.
+        few = torch.zeros(ranks.size())
+        small = (few, few[:1]) if func is torch.ops.c10d._allgather_base_.default else (few[:1], few)
+        return output, func(*small, group, *rest)[1]
 
 
 def formula(specimen, world):
@@ -130,7 +157,7 @@ def peak_of(specimen, strategy, precision, world):
     step()
     gc.collect()
     held = [t for t in gc.get_objects() if isinstance(t, torch.Tensor)]
-    with ft.run.PeakMemory("cpu", held) as peak:
+    with nullcontext() if zero else InPlaceCollectives(), ft.run.PeakMemory("cpu", held) as peak:
         del held
         step()
     return peak.peak_bytes

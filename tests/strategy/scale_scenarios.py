@@ -19,6 +19,9 @@ from lightning_fasttrain.run import PeakMemory, newest_remote_checkpoint
 from tests.support.local_bucket import LocalBucket, use_local_bucket
 from tests.support.nets import as_loader
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+from scale_memory import InPlaceCollectives
+
 URL = "s3://bucket/run"
 WAYS = {  # label → (precision, settings of the strategy, micro-batches)
     "FSDP2": ("32-true", {}, 1),
@@ -76,7 +79,7 @@ def peak(precision, settings, micro_batches):
     step()
     step()
     gc.collect()
-    with PeakMemory("cpu", module, optimizer.optimizer, data) as measured:
+    with InPlaceCollectives(), PeakMemory("cpu", module, optimizer.optimizer, data) as measured:
         step()
     return measured.peak_bytes
 

@@ -118,7 +118,7 @@ def test_a_rank_of_a_launch_is_refused(tmp_path):
 
 
 def test_states_under_zero_are_those_of_the_formulas():
-    for stage in (2, 3):
+    for stage in (1, 3):
         report = predict_memory(gpt, batch(), device="cpu", strategy=ft.ZeROStrategy(stage), world=4)
         (states,) = ft.strategy.predict_model_states(gpt(), world_size=4, stages=[str(stage)])
         assert report.peaks["parameters"] == pytest.approx(states.parameters, abs=200)

@@ -1,7 +1,7 @@
 """Replace the states of a traced step by those that one rank of many holds, by the formulas of its strategy."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 from torch import nn
@@ -15,19 +15,27 @@ NOTE = (
 )
 
 
-class RankStates(Protocol):
-    """Bytes of a model's states on one rank, as in :class:`~lightning_fasttrain.strategy.ModelStates`."""
+@dataclass(frozen=True)
+class RankStates:
+    """Bytes of a model's states on one rank.
 
-    @property
-    def stage(self) -> str: ...
-    @property
-    def parameters(self) -> int: ...
-    @property
-    def gradients(self) -> int: ...
-    @property
-    def optimizer(self) -> int: ...
-    @property
-    def buffers(self) -> int: ...
+    Args:
+        parameters: bytes of the parameters, as kept between uses.
+        gradients: bytes of the gradients that are kept until the optimizer step.
+        optimizer: bytes of the optimizer state and of master weights.
+        buffers: bytes of buckets in the backward, and of gathered parameters.
+        step_buffers: bytes of buffers in the optimizer step.
+        step_share: share of the optimizer step that runs on this rank's device; its temporaries are divided by it.
+        gathers: whether parameters are sharded, so that buffers exist in the forward too, and gradients between steps.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    buffers: int
+    step_buffers: int
+    step_share: float
+    gathers: bool
 
 
 @runtime_checkable
@@ -46,28 +54,40 @@ def with_states_of_rank(allocations: Sequence[Allocation], states: RankStates, s
         states: bytes on the rank.
         since: the time at which the second step began.
     """
-    sharded = states.stage.startswith("3")
-    born = [a.born for a in allocations if a.phase == "backward" and a.born > since]
-    start_of_backward = born[0] if born else since
-    # The gradients of stage 3 are slices of one buffer, which is never freed.
-    wanted = {"parameters": states.parameters, "optimizer state": states.optimizer}
-    wanted["gradients"] = 0 if sharded else states.gradients
+    counted = [allocation for allocation in allocations if allocation.died > since]
+    wanted = {
+        "parameters": states.parameters,
+        "optimizer state": states.optimizer,
+        # Those of sharded parameters are slices of one buffer, which is never freed.
+        "gradients": 0 if states.gathers else states.gradients,
+    }
     total = dict.fromkeys(wanted, 0)
-    counted = [a for a in allocations if a.died > since]
     for allocation in counted:
         if allocation.category in total:
             total[allocation.category] += allocation.nbytes
     held = []
     for allocation in counted:
-        category = allocation.category
+        category, nbytes = allocation.category, allocation.nbytes
         if category in wanted:
-            share = allocation.nbytes * wanted[category] // max(total[category], 1)
-            allocation = replace(allocation, nbytes=share)
-        held.append(allocation)
-    # Gathered parameters are there in the forward too; buckets are filled in the backward.
-    buffers = Allocation(states.buffers, "", "buckets and gathered parameters", "backward", start_of_backward, 0)
-    buffers.known = "temporaries"
-    held.append(replace(buffers, born=since) if sharded else buffers)
-    if sharded:
-        held.append(replace(buffers, nbytes=states.gradients, op="", born=since, known="gradients"))
+            nbytes = nbytes * wanted[category] // max(total[category], 1)
+        elif allocation.phase == "optimizer step":
+            nbytes = int(nbytes * states.step_share)
+        held.append(replace(allocation, nbytes=nbytes))
+    end = max((a.born for a in counted), default=since)
+    backward = _start_of("backward", counted, since, end)
+    step = _start_of("optimizer step", counted, since, end)
+    if states.gathers:
+        held.append(_hold(states.gradients, "gradients", "", since, end))
+        backward = since
+    held.append(_hold(states.buffers, "temporaries", "buckets and gathered parameters", backward, step - 1))
+    held.append(_hold(states.step_buffers, "temporaries", "buffers of the optimizer step", step, end + 1))
     return held
+
+
+def _start_of(phase: str, allocations: Sequence[Allocation], since: int, end: int) -> int:
+    return min((a.born for a in allocations if a.phase == phase and a.born > since), default=end)
+
+
+def _hold(nbytes: int, category: str, op: str, born: int, died: int) -> Allocation:
+    phase = "optimizer step" if "step" in op else "backward"
+    return Allocation(nbytes, "", op, phase, born, 0, died, category)

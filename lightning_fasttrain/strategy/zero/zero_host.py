@@ -20,10 +20,11 @@ from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.distributed import rank_count, rank_here, smallest_over_ranks
 from lightning_fasttrain.core.messages import explain, wide_enough
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
-from lightning_fasttrain.strategy.choose._model_sizes import held_by
+from lightning_fasttrain.predict.ranks.rank_states import RankStates
+from lightning_fasttrain.strategy.choose._model_sizes import Held, held_by
 from lightning_fasttrain.strategy.choose._optimizer_state import refuse_unshardable
 from lightning_fasttrain.strategy.choose.choose_stage import choose_stage
-from lightning_fasttrain.strategy.choose.model_states import ModelStates, ZeROSizes, states_of, usual_sizes
+from lightning_fasttrain.strategy.choose.model_states import ZeROSizes, split_buffers, states_of, usual_sizes
 from lightning_fasttrain.strategy.rank_health import RollCall, own_group
 from lightning_fasttrain.strategy.zero._zero_engine import Engine, import_deepspeed
 from lightning_fasttrain.strategy.zero.optimizer_fixes import refuse_replaced
@@ -81,7 +82,7 @@ class ZeROHost:
         """The stage in use: 0 to 3."""
         return int(self._given_config.get("zero_optimization", {}).get("stage", 0))
 
-    def predict_rank_states(self, model: nn.Module, optimizer: Optimizer, world: int, precision: str) -> ModelStates:
+    def predict_rank_states(self, model: nn.Module, optimizer: Optimizer, world: int, precision: str) -> RankStates:
         """Return the states of one of ``world`` ranks for :func:`~lightning_fasttrain.predict_memory`.
 
         Raises:
@@ -91,15 +92,31 @@ class ZeROHost:
             why = "the stage decides what each rank holds"
             raise ValueError(explain("a prediction with stage='auto'", why, "Give a stage, such as ZeROStrategy(3)"))
         held = held_by(model, optimizer, world, precision)
-        config = self._given_config.get("zero_optimization", {})
-        usual = usual_sizes(held)
-        bucket = config.get("reduce_bucket_size", usual.reduce_bucket)
-        given: dict[str, int] = {"reduce_bucket": min(bucket, usual.reduce_bucket)}
+        sizes = self._configured_sizes(held)
+        stage = str(self.question.stage) if self.question.config is None else str(self.stage)
+        (states,) = states_of(held, [stage], sizes)
+        in_backward, in_step = split_buffers(held, states, sizes)
+        gradients = states.gradients
+        if stage == "2":
+            # Those of the bucket that is being filled are freed when it is reduced.
+            gradients = min(held.trained, gradients // held.size + sizes.reduce_bucket) * held.size
+        share = 0.0 if "+" in stage else 1.0 if stage == "0" else 1 / world
+        return RankStates(
+            states.parameters,
+            gradients,
+            states.optimizer,
+            in_backward,
+            in_step,
+            step_share=share,
+            gathers=stage.startswith("3"),
+        )
+
+    def _configured_sizes(self, held: Held) -> ZeROSizes:
+        config, usual = self._given_config.get("zero_optimization", {}), usual_sizes(held)
+        given = {"reduce_bucket": min(config.get("reduce_bucket_size", usual.reduce_bucket), usual.reduce_bucket)}
         for name, key in _CONFIGURED.items():
             given[name] = int(config.get(key, getattr(usual, name)))
-        stage = str(self.question.stage) if self.question.config is None else str(self.stage)
-        (states,) = states_of(held, [stage], ZeROSizes(**given))
-        return states
+        return ZeROSizes(**given)
 
     # Process group, on a CPU too.
 
