@@ -183,6 +183,24 @@ def fit(worlds, counts):
     }
 
 
+def as_lines(rows):
+    """Return the table of the documentation."""
+    counted = [row for row in rows if row["what"] != "seconds" and any(row["counts"].values())]
+    worlds = list(counted[0]["counts"])
+    lines = [
+        f"| | {' | '.join(f'{world} ranks' for world in worlds)} | growth |",
+        "| --- |" + " --- |" * (len(worlds) + 1),
+    ]
+    for row in counted:
+        counts = " | ".join(f"{count:,}" for count in row["counts"].values())
+        terms = []
+        for power, coefficient in reversed(list(enumerate(row["coefficients"]))):
+            if abs(coefficient) * int(worlds[-1]) ** power > 0.005 * max(row["counts"].values()):
+                terms.append(f"{coefficient:,.3g}" + ("", " n", " n²", " n³")[power])
+        lines.append(f"| {row['phase']}: {row['what']} | {counts} | {' + '.join(terms).replace('+ -', '− ')} |")
+    return lines
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", default="2,4,8,16")

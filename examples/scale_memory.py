@@ -178,6 +178,25 @@ def measured_bytes(name, way, world):
         return max(int(Path(folder, f"{rank}").read_text()) for rank in range(world))
 
 
+def as_lines(rows):
+    """Return the table of the results: MiB, with the error where it was measured, and the formula's."""
+    header = [f"{world:,} ranks" for world in WORLDS]
+    lines = [f"| | {' | '.join(header)} | formula, 4 and 1,024 ranks |", "| --- |" + " --- |" * (len(WORLDS) + 1)]
+    by_way = {}
+    for row in rows:
+        by_way.setdefault((row["model"], row["way"]), {})[row["world"]] = row
+    for (model, way), found in by_way.items():
+        cells = []
+        for world in WORLDS:
+            row = found[world]
+            error = f", {row['predicted_bytes'] / row['measured_bytes'] - 1:+.1%}" if row["measured_bytes"] else ""
+            cells.append(f"{row['predicted_bytes'] / 2**20:.1f}{error}")
+        formulas = [found[world]["formula_bytes"] for world in (4, 1024)]
+        cells.append(" and ".join(f"{nbytes / 2**20:.1f}" for nbytes in formulas) if None not in formulas else "–")
+        lines.append(f"| {model}, {way} | {' | '.join(cells)} |")
+    return lines
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--models", default=",".join(MODELS))

@@ -97,9 +97,12 @@ class ZeROHost:
         (states,) = states_of(held, [stage], sizes)
         in_backward, in_step = split_buffers(held, states, sizes)
         gradients = states.gradients
+        # Unsharded gradients in the bucket that is being filled, which are freed when it is reduced.
+        waiting = min(held.trained, sizes.reduce_bucket) * held.size
         if stage == "2":
-            # Those of the bucket that is being filled are freed when it is reduced.
-            gradients = min(held.trained, gradients // held.size + sizes.reduce_bucket) * held.size
+            gradients = min(held.trained * held.size, gradients + waiting)
+        elif stage == "3":
+            in_backward += waiting
         share = 0.0 if "+" in stage else 1.0 if stage == "0" else 1 / world
         return RankStates(
             states.parameters,
