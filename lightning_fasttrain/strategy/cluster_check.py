@@ -90,7 +90,7 @@ def check_cluster(
         mine |= check.stage("disk", lambda: _measure_disk(folder, mib))
         if world_size > 1:
             # Rank 0 answers the others in turn, so of many ranks one of each node asks.
-            asking = [other for other in sorted(there) if other > 0 and there[other]["asks"]] if rank == 0 else [rank]
+            asking = [other for other in sorted(there) if other > 0 and there[other]["asks"]]
             if rank == 0 or mine["asks"]:
                 mine["skew_s"] = check.stage("clock", lambda: check.measure_skew(asking))
             for backend in _backends():

@@ -36,7 +36,7 @@ class _GuardedLoad:
     def __call__(self, checkpoint_path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
         if is_object_storage(checkpoint_path):
             if getattr(self.strategy, "reads_remote", False):
-                return self.load(checkpoint_path, *args, **kwargs)
+                return self.load(str(checkpoint_path), *args, **kwargs)
             with fetched(str(checkpoint_path)) as copied:
                 return self(copied, *args, **kwargs)
         path = existing_path(checkpoint_path)

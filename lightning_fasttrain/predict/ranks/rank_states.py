@@ -44,6 +44,7 @@ class KnowsRankStates(Protocol):
 
     def predict_rank_states(self, model: nn.Module, optimizer: Optimizer, world: int, precision: str) -> RankStates:
         """Return the states on the rank that holds most, of ``world``."""
+        ...
 
 
 def with_states_of_rank(allocations: Sequence[Allocation], states: RankStates, since: int) -> list[Allocation]:

@@ -29,6 +29,7 @@ class ShardsFakeModel(Protocol):
 
     def without_reduction(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return the context of all micro-batches but the last."""
+        ...
 
 
 @contextmanager

@@ -103,7 +103,9 @@ class ZeROHost:
             gradients = min(held.trained * held.size, gradients + waiting)
         elif stage == "3":
             in_backward += waiting
-        share = 0.0 if "+" in stage else 1.0 if stage == "0" else 1 / world
+        share = 1.0 if stage == "0" else 1 / world
+        if "+" in stage:
+            share = 0.0  # the step runs in host memory
         return RankStates(
             states.parameters,
             gradients,
