@@ -11,6 +11,7 @@ import_names_when_used(__name__)
 if TYPE_CHECKING:
     from lightning_fasttrain.core.device import peak_flops
     from lightning_fasttrain.core.files.checkpoint_folder import verify_checkpoint
+    from lightning_fasttrain.core.files.remote_checkpoint import newest_remote_checkpoint
     from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint
     from lightning_fasttrain.core.peak_memory import PeakMemory
     from lightning_fasttrain.core.state.rng import random_state, set_random_state
@@ -65,6 +66,7 @@ __all__ = [
     "StepTimer",
     "compare_ranks",
     "draw_memory",
+    "newest_remote_checkpoint",
     "peak_flops",
     "random_state",
     "refuse_unfinite",

@@ -16,10 +16,12 @@ from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.distributed import agree_on_all_ranks
 from lightning_fasttrain.core.files.atomic_write import write_atomic
 from lightning_fasttrain.core.files.checkpoint_folder import checkpoint_folder, verify_checkpoint
+from lightning_fasttrain.core.files.remote_checkpoint import remote_folder
 from lightning_fasttrain.core.files.run_mark import KEY, step_in
 from lightning_fasttrain.core.files.safe_load import (
     CorruptCheckpoint,
     as_corrupt,
+    is_object_storage,
     local_path,
     read_archive,
     refuse_unreadable,
@@ -60,7 +62,8 @@ def save_sharded(
     It has the layout of ``torch.distributed.checkpoint``, and an index of its own, as JSON, by which it is read.
 
     Args:
-        target: path of the folder. An existing one is replaced.
+        target: path of the folder, or its address in object storage. An existing one is replaced. For object storage
+            each rank writes its shards to the system's temporary folder and uploads them; the manifest is written last.
         model: a ``state_dict``, sharded or not.
         optimizers: name → :func:`named_state` of an optimizer.
         rest: plain values: numbers, strings, tensors, and lists and dicts of these. A dict under a key
@@ -94,7 +97,9 @@ def save_sharded(
     # A background save must not call collectives of the default group.
     agree = agree_on_all_ranks if group is None else RollCall(group)
     about = {"format": "fsdp2", **plain["rest"].get(KEY, {"step": step_in(plain["rest"])})}
-    with checkpoint_folder(target, rank=rank, world_size=world_size, agree=agree, about=about) as folder:
+    # Annotated for both, since they differ in the kind of path.
+    open_folder: Any = remote_folder if is_object_storage(target) else checkpoint_folder
+    with open_folder(target, rank=rank, world_size=world_size, agree=agree, about=about) as folder:
         # In this context, so that an error reaches all ranks.
         refuse_unreadable(plain)
         writer = dcp.FileSystemWriter(folder, sync_files=False, overwrite=True)  # checkpoint_folder syncs on exit
