@@ -4,6 +4,7 @@ import gc
 import itertools
 import os
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -75,6 +76,19 @@ _FIRST = (
     *("test_losses.py", "test_make_plan.py", "test_micro_batch_forward.py", "test_fitting.py", "test_elastic.py"),
     "test_consolidate.py",  # reads what test_zero.py leaves
 )
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtestloop(session):
+    """All is imported: nobody need look through it again, and processes that tests start begin from here."""
+    gc.freeze()
+    gc.enable()
+    if "tests.support.ranks" in sys.modules:
+        output = session.config.pluginmanager.getplugin("capturemanager")
+        output.resume_global_capture()
+        sys.modules["tests.support.ranks"].start_server()
+        output.suspend_global_capture()
+    return (yield)
 
 
 _begun = itertools.count()

@@ -188,7 +188,7 @@ class FSDP2Host:
         self._setup_distributed()
         self._device_mesh = self.sharding.mesh(self.root_device, self.world_size)
         # Two groups: collectives of a background save must not mix with those of the training thread's health check.
-        self.roll_call, self._saving = RollCall(own_group(self._timeout)), own_group(self._timeout)
+        self.roll_call, self._saving = RollCall(own_group(self._timeout)), own_group(self._timeout, "saving")
         if self.async_checkpoints and self._background is None:
             self._background = BackgroundSave(self._write)
 
