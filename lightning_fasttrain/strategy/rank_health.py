@@ -24,19 +24,19 @@ _WAY_OUT = "Look at the first error in the output of the other ranks"
 
 
 # (purpose, timeout) → (default group, group of this purpose); torch holds the groups until they are destroyed.
-_groups: dict[tuple[str, timedelta | None], tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
+_groups: dict[tuple[str | None, timedelta | None], tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
 
 
-def own_group(timeout: timedelta | None = None, purpose: str = "health check") -> dist.ProcessGroup | None:
-    """Return a gloo group of all processes for one purpose, or None in a single process.
+def own_group(timeout: timedelta | None = None, purpose: str | None = "health check") -> dist.ProcessGroup | None:
+    """Return a gloo group of all processes, or None in a single process.
 
-    Later runs of these processes use the same group, since each group has threads that wake up 100 times a second. All
-    processes must call it, in the training thread.
+    Later runs of these processes use the same group for the same purpose, since each group has threads that wake up 100
+    times a second; without a purpose it is a new one. All processes must call it, in the training thread.
     """
     if rank_count() == 1:
         return None
     known = _groups.get((purpose, timeout))
-    if known is not None:
+    if known is not None and purpose is not None:
         world, group = (of() for of in known)
         if world is dist.group.WORLD and group is not None:
             return group

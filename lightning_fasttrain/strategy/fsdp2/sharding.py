@@ -188,7 +188,9 @@ class FSDP2Host:
         self._setup_distributed()
         self._device_mesh = self.sharding.mesh(self.root_device, self.world_size)
         # Two groups: collectives of a background save must not mix with those of the training thread's health check.
-        self.roll_call, self._saving = RollCall(own_group(self._timeout)), own_group(self._timeout, "saving")
+        # A background save may still run when the next run starts.
+        purpose = None if self.async_checkpoints else "saving"
+        self.roll_call, self._saving = RollCall(own_group(self._timeout)), own_group(self._timeout, purpose)
         if self.async_checkpoints and self._background is None:
             self._background = BackgroundSave(self._write)
 
