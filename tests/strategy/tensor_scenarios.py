@@ -38,7 +38,7 @@ from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
 from tests.support.nets import as_loader, largest_difference, trainer, weights
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-STEPS, ROWS, VOCABULARY, CLASSES = 20, 4, 32, 5
+STEPS, ROWS, VOCABULARY, CLASSES = 10 if WORLD == 4 else 20, 4, 32, 5
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
 
 
@@ -197,7 +197,7 @@ def whole(module):
 
 
 def equal_to_one_process(found):
-    """Compare the losses of 20 steps with clipping, and the weights after them."""
+    """Compare the losses of all steps with clipping, and the weights after them."""
     for kind in MODELS:
         began = time.time()
         tensor = 2

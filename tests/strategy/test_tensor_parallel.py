@@ -79,7 +79,7 @@ def largest(found, key):
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_twenty_clipped_steps_equal_those_of_one_process(found, kind):
+def test_clipped_steps_equal_those_of_one_process(found, kind):
     assert largest(found, f"{kind} losses") < 1e-5
     assert largest(found, f"{kind} weights") < 1e-5 < 1e-2 < largest(found, f"{kind} moved")
 

@@ -221,10 +221,11 @@ class FSDP2Host:
         self._setup_distributed()
         self._device_mesh = self.sharding.mesh(self.root_device, self.world_size)
         # Every group connects all pairs of ranks, so there are as few as possible. A background save needs one of its
-        # own: its collectives must not mix with those of the training thread's health check.
+        # own: its collectives must not mix with those of the training thread's health check, and it may still run when
+        # the next run starts.
         checking = own_group(self._timeout)
         self.roll_call = RollCall(checking)
-        self._saving = own_group(self._timeout) if self.async_checkpoints else checking
+        self._saving = own_group(self._timeout, purpose=None) if self.async_checkpoints else checking
         if self.async_checkpoints and self._background is None:
             self._background = BackgroundSave(self._write)
 
