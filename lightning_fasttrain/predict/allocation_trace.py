@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_iter
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import quantized_tensors
 from lightning_fasttrain.predict.operators.data_dependent_values import AssumedNumbers
-from lightning_fasttrain.predict.operators.known_results import run_operator
+from lightning_fasttrain.predict.operators.operator_cache import run_cached
 
 FOR_EVER = 2**62
 # References to a tensor and its storage that dispatch to Python holds, if the sum of gradients alone refers to them.
@@ -133,7 +133,7 @@ class AllocationTrace(AssumedNumbers):
         return False  # a trace runs where nothing is compiled, and the guard against it takes 10 µs
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        return run_operator(func, args, kwargs)
+        return run_cached(func, args, kwargs)
 
     def _phase(self) -> str:
         # The engine runs nodes without gradients, and checkpointing enables them to recompute a block.

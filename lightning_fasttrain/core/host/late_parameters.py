@@ -115,10 +115,10 @@ def _find_alive(references: Iterable[Any]) -> list[nn.Parameter]:
 def _holders(parameters: Iterable[nn.Parameter]) -> list[Optimizer]:
     """The optimizers of this process that have one of these parameters. Torch keeps no list of optimizers."""
     wanted = set(map(id, parameters))
-    things = gc.get_objects()
-    # Not isinstance, which asks for __class__: some proxies answer it by running code, or raise. And not a loop of
-    # Python's, since there are a million objects.
-    optimizers = compress(things, map(_subclasses_of(Optimizer).__contains__, map(type, things)))
+    kinds, things = set(map(id, _subclasses_of(Optimizer))), gc.get_objects()
+    # By the id of the type: some proxies answer isinstance by running code, and some types have no hash. No loop in
+    # Python, since there can be a million objects.
+    optimizers = compress(things, map(kinds.__contains__, map(id, map(type, things))))
     return [optimizer for optimizer in optimizers if wanted.intersection(map(id, _parameters_of(optimizer)))]
 
 

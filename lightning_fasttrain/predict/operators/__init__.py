@@ -1,4 +1,4 @@
 """What operations on fake tensors return.
 
-From the bottom up: ``data_dependent_values``, ``known_results``.
+From the bottom up: ``data_dependent_values``, ``operator_cache``.
 """

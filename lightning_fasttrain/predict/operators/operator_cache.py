@@ -1,4 +1,4 @@
-"""Answer operations on fake tensors from earlier calls on tensors of the same shapes."""
+"""Cache of operator results on fake tensors, by the shapes, strides and dtypes of their arguments."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -9,20 +9,21 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
-MOST = 50_000  # remembered calls
+MOST_ENTRIES = 50_000
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _CPU = torch.device("cpu")
 
 _Builder = Callable[[Sequence[FakeTensor]], Any]  # tensors among the arguments → result
-_known: dict[tuple[Any, ...] | None, _Builder | None] = {}  # None: the operation must run every time
+# Entries without a builder are operators that must run every time.
+_cache: dict[tuple[Any, ...] | None, _Builder | None] = {}
 
 
-def run_operator(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run ``func``, as ``func(*args, **kwargs)`` does, in about a quarter of its time where it ran before.
+def run_cached(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return ``func(*args, **kwargs)``, built from the cache if it was called with such arguments before.
 
-    What an operation returns depends on the shapes, strides and dtypes of fake tensors, and on its other arguments.
-    Everything else runs as usual: operations that change the shape of an argument, return what is no tensor or a tensor
-    that a new one could not replace, and those on other than plain fake CPU tensors.
+    The shapes, strides and dtypes of a result depend on those of the arguments. Not cached are operators that change
+    the shape of an argument, results other than tensors, and calls with other arguments than fake CPU tensors and plain
+    values.
 
     Args:
         func: the operator, called from a dispatch mode above the fake mode.
@@ -30,25 +31,25 @@ def run_operator(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
         kwargs: its keyword arguments.
 
     Source:
-        ``FakeTensorMode`` has such a cache, which spends most of its time on symbolic shapes.
+        ``FakeTensorMode`` has a cache of its own, which spends most of its time on symbolic shapes; here are none.
     """
     tensors: list[FakeTensor] = []
     # In a backward, function modes would be asked for each attribute of a tensor.
     with torch._C.DisableTorchFunction():
         key = _describe_call(func, args, kwargs, tensors)
-        build = _known.get(key)
+        build = _cache.get(key)
         if build is not None:
             return build(tensors)
-    if key is None or not tensors or key in _known:
+    if key is None or not tensors or key in _cache:
         return func(*args, **kwargs)
-    return _run_and_remember(func, args, kwargs, key, tensors)
+    return _run_and_cache(func, args, kwargs, key, tensors)
 
 
 def _describe_call(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: list[FakeTensor]
 ) -> tuple[Any, ...] | None:
     """Return what the result depends on and append the tensors to ``tensors``; None if it depends on more."""
-    if not _can_be_known(func) or torch.is_inference_mode_enabled():
+    if not _is_cacheable(func) or torch.is_inference_mode_enabled():
         return None
     key: list[Any] = [func, torch.get_default_dtype()]
     by_type = _depends_on_types(func)
@@ -92,35 +93,35 @@ def _describe(tensor: Tensor) -> tuple[Any, ...]:
 _kinds: dict[Any, tuple[bool, bool]] = {}
 
 
-def _can_be_known(func: Any) -> bool:
-    """Whether ``func`` is one of PyTorch's operators and leaves the shape of its arguments."""
+def _is_cacheable(func: Any) -> bool:
+    """Whether ``func`` is an operator of PyTorch that does not change the shapes of its arguments."""
     return _find_kind(func)[0]
 
 
 def _depends_on_types(func: Any) -> bool:
-    """Whether only the types of its numbers matter, as in products with a learning rate."""
+    """Whether only the types of floats matter, not their values, as for products with a learning rate."""
     return _find_kind(func)[1]
 
 
 def _find_kind(func: Any) -> tuple[bool, bool]:
     if func not in _kinds:
         is_operator = isinstance(func, torch._ops.OpOverload) and func.namespace == "aten"
-        known = is_operator and torch.Tag.inplace_view not in func.tags
-        pointwise = known and (torch.Tag.pointwise in func.tags or func.name().startswith("aten::_foreach_"))
-        _kinds[func] = known, pointwise
+        cacheable = is_operator and torch.Tag.inplace_view not in func.tags
+        pointwise = cacheable and (torch.Tag.pointwise in func.tags or func.name().startswith("aten::_foreach_"))
+        _kinds[func] = cacheable, pointwise
     return _kinds[func]
 
 
-def _run_and_remember(
+def _run_and_cache(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], key: tuple[Any, ...], tensors: list[FakeTensor]
 ) -> Any:
     before = [_describe(tensor) for tensor in tensors]
     result = func(*args, **kwargs)
-    if len(_known) >= MOST:
-        _known.clear()
+    if len(_cache) >= MOST_ENTRIES:
+        _cache.clear()
     with torch._C.DisableTorchFunction():
         unchanged = before == [_describe(tensor) for tensor in tensors]
-        _known[key] = _find_builder(result, tensors) if unchanged else None
+        _cache[key] = _find_builder(result, tensors) if unchanged else None
     return result
 
 
