@@ -2,7 +2,7 @@
 
 The step runs on tensors with shapes but without memory. Workspace of kernels is added where its size is known.
 
-From the bottom up: ``operators/``, ``cuda_attention``, ``cuda_dispatch``, ``allocation_trace``, ``caching_allocator``,
+From the bottom up: ``operators``, ``cuda_attention``, ``cuda_dispatch``, ``allocation_trace``, ``caching_allocator``,
 ``traced_step``, ``fake_model``, ``kernel_workspace``, ``cuda_workspace``, ``memory_report``, ``predict_memory``,
 ``count_flops``.
 """
