@@ -4,12 +4,13 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import BackwardCFunction
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_iter
@@ -17,11 +18,13 @@ from torch.utils._pytree import tree_iter
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import quantized_tensors
 from lightning_fasttrain.core.modules.wrapped_forward import patched
-from lightning_fasttrain.predict.data_dependent_values import AssumedNumbers, is_sharded
+from lightning_fasttrain.predict.operators.data_dependent_values import AssumedNumbers, is_sharded
+from lightning_fasttrain.predict.operators.operator_cache import run_cached
 
 FOR_EVER = 2**62
 # References to a tensor and its storage that dispatch to Python holds, if the sum of gradients alone refers to them.
 _REFERENCES, _STORAGE_REFERENCES = 4, 2
+_DEVICE = torch.ops.prim.device.default
 
 _WAITS = {torch.ops._c10d_functional.wait_tensor.default}
 _RESIZE = torch.UntypedStorage.resize_
@@ -108,28 +111,37 @@ class AllocationTrace(AssumedNumbers):
         if is_sharded(types):
             return NotImplemented  # the tensor's class then calls the operations on this rank's part, which are traced
         # Autograd queries the device at every node, which allocates nothing.
-        if func is torch.ops.prim.device.default:
-            return func(*args)
+        if func is _DEVICE:
+            return args[0].device if type(args[0]) is FakeTensor else func(*args)
         phase, module = self._phase(), self._module()
         if self._in_forward != (phase in ("forward", "recomputation")):
             self._in_forward, self._period = not self._in_forward, self._period + 1
         # Autograd has just numbered the node that will run this operation's backward, if any.
         if phase == "forward":
             self._module_of_node.setdefault(torch.autograd._get_sequence_nr() - 1, module)
-        op = str(func.overloadpacket).removeprefix("aten.")
+        op = _name_operator(func)
         if phase == "backward" and func is torch.ops.aten.add.Tensor and _sums_in_place(*args):
             func = torch.ops.aten.add_.Tensor
         # A fake one returns a new tensor, a real one its argument.
         result = args[0] if func in _WAITS else self.answer(func, args, kwargs or {})
-        for tensor in tree_iter(result):
-            if isinstance(tensor, Tensor) and _has_storage(tensor):
-                self._note(tensor, module, op, phase)
-        if func in self.kept:
-            tensor, nbytes = self.kept[func](args, result)
-            self._note(tensor, module, op, phase).nbytes = self._round_up(nbytes)
-        if func in self.workspace:
-            self._note_workspace(self.workspace[func](args, result), module, op, phase)
+        # In a backward, function modes would be asked for each attribute of a tensor.
+        with torch._C.DisableTorchFunction():
+            for tensor in (result,) if isinstance(result, Tensor) else tree_iter(result):
+                if isinstance(tensor, Tensor) and _has_storage(tensor):
+                    self._note(tensor, module, op, phase)
+            if func in self.kept:
+                tensor, nbytes = self.kept[func](args, result)
+                self._note(tensor, module, op, phase).nbytes = self._round_up(nbytes)
+            if func in self.workspace:
+                self._note_workspace(self.workspace[func](args, result), module, op, phase)
         return result
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # a trace runs where nothing is compiled, and the guard against it takes 10 µs
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return run_cached(func, args, kwargs)
 
     def _phase(self) -> str:
         # The engine runs nodes without gradients, and checkpointing enables them to recompute a block.
@@ -253,6 +265,11 @@ def _sums_in_place(total: Any, part: Any, *_: object) -> bool:
     if total._use_count() > _REFERENCES or torch._C._storage_Use_Count(storage._cdata) > _STORAGE_REFERENCES:
         return False
     return total.dtype == part.dtype and total.nbytes == storage.nbytes()
+
+
+@cache
+def _name_operator(func: Any) -> str:
+    return str(func.overloadpacket).removeprefix("aten.")
 
 
 def _has_storage(tensor: Tensor) -> bool:

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMo
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.finetune.quantized._quantized_layer import fake_parts, is_quantized
 from lightning_fasttrain.finetune.selection._float32_adapters import stays_in_float32
-from lightning_fasttrain.predict.data_dependent_values import AssumedNumbers
+from lightning_fasttrain.predict.operators.data_dependent_values import AssumedNumbers
 from lightning_fasttrain.technique import Technique, apply
 
 Factory = Callable[[], nn.Module]

@@ -23,10 +23,10 @@ from lightning_fasttrain.predict.allocation_trace import AllocationTrace
 from lightning_fasttrain.predict.caching_allocator import GRANULE, place_in_blocks
 from lightning_fasttrain.predict.cuda.cuda_dispatch import CUBLAS_WORKSPACE, AsOnCuda, step_in_lists_
 from lightning_fasttrain.predict.cuda.cuda_workspace import CUDA_WORKSPACE
-from lightning_fasttrain.predict.data_dependent_values import AssumedArrays, AssumedNumbers
 from lightning_fasttrain.predict.fake_model import Factory, fake_batch, fake_model, find_longest_axis, settle_
 from lightning_fasttrain.predict.kernel_workspace import CPU_WORKSPACE, KEPT, quantized_workspace
 from lightning_fasttrain.predict.memory_report import MemoryReport, join_range, report
+from lightning_fasttrain.predict.operators.data_dependent_values import AssumedArrays, AssumedNumbers
 from lightning_fasttrain.predict.ranks.one_rank import OneRank
 from lightning_fasttrain.predict.traced_step import lend_optimizers, step_as_trainer, step_by_itself
 from lightning_fasttrain.technique import Technique, check_together
@@ -227,6 +227,8 @@ def _trace_steps(
         for act in planned.on_optimizer:
             for stepper in steppers:
                 act(stepper)
+        # Fake tensors do not support compiled code, such as torchao's step.
+        undo.enter_context(torch.compiler.set_stance("force_eager"))
         # The trace begins after the optimizer is built, which does not belong to a step.
         undo.enter_context(trace)
         undo.enter_context(AssumedArrays(trace))

@@ -154,9 +154,7 @@ def _update(trace: AllocationTrace, optimizer: Optimizer, planned: PredictedStep
     trace.phase = "optimizer step"
     # A step in host memory takes no device memory.
     if not (planned.on_cuda and isinstance(optimizer, HostOptimizer)):
-        # torchao compiles its step, which fake tensors do not support.
-        with torch.compiler.set_stance("force_eager"):
-            optimizer.step()
+        optimizer.step()
 
 
 def _backward(loss: Tensor) -> None:

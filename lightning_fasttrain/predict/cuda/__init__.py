@@ -1,4 +1,4 @@
-"""What a step allocates on CUDA and not on the CPU: attention, dispatch of operations, and workspace of kernels.
+"""Predict what only CUDA allocates in a step: in attention, in the dispatch of operations, as workspace of kernels.
 
 From the bottom up: ``cuda_attention``, ``cuda_dispatch``, ``cuda_workspace``.
 """
