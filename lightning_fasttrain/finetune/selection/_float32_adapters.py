@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lightning_fasttrain.core.modules.layer_kinds import is_a, is_tuner
 from lightning_fasttrain.core.modules.wrapped_forward import Replacement
+from lightning_fasttrain.finetune.selection._adapter_switches import trained_copies
 
 _LOW = (torch.bfloat16, torch.float16)
 _DICTS = (nn.ModuleDict, nn.ParameterDict)
@@ -109,9 +110,9 @@ def keep_adapter_in_float32_(layers: Iterable[Any], name: str) -> None:
         for container in _containers(layer):
             if name in container:
                 keep_in_float32_(container)
-        copies = _trained_copies(layer)
-        if name in copies and not _is_read_by_its_parent(copies[name]) and not stays_in_float32(copies[name]):
-            _keep(TrainsInFloat32(copies[name], layer.original_module))
+        whole = trained_copies(layer).get(name)
+        if whole is not None and not _is_read_by_its_parent(whole) and not stays_in_float32(whole):
+            _keep(TrainsInFloat32(whole, layer.original_module))
 
 
 def keep_in_float32_(module: nn.Module) -> None:
@@ -150,12 +151,6 @@ def round_again_(module: nn.Module) -> None:
         stays.remove()
     elif isinstance(stays, StaysInFloat32):
         del module._apply
-
-
-def _trained_copies(wrapper: Any) -> Any:
-    """Return the copies of a module that train in full, by adapter; empty for everything else."""
-    whole = not is_tuner(wrapper) and isinstance(wrapper, nn.Module) and "modules_to_save" in wrapper._modules
-    return wrapper.modules_to_save if whole else {}
 
 
 def _is_read_by_its_parent(module: nn.Module) -> bool:
