@@ -296,10 +296,16 @@ def load_all(folder):
     print("loaded all")
 
 
-def report(cases, folder):
-    """Try the cases in this process, load them in a fresh one, and return what was found."""
+def report(cases, folder, minutes):
+    """Try the cases in this process, load them in a fresh one, and return what was found.
+
+    Args:
+        minutes: after which no further case is begun.
+    """
     start, rows, wrong = time.monotonic(), collections.defaultdict(collections.Counter), {}
     for number, case in enumerate(cases):
+        if time.monotonic() - start > 60 * minutes:
+            break
         place = folder / str(number)
         place.mkdir()
         found = round_trips(case, place)
@@ -324,7 +330,7 @@ def report(cases, folder):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", nargs="?", help="load the adapters that another process has written here")
-    parser.add_argument("--sample", type=int, help="so many of all cases")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="how long cases are begun, in random order")
     parser.add_argument("--out", type=Path, help="try the cases, and write a JSON file of what was found")
     options = parser.parse_args()
     if options.folder:
@@ -332,9 +338,10 @@ def main():
         return
     logging.getLogger("lightning_fasttrain").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    cases = random.Random(35).sample(list(every_case()), options.sample or len(list(every_case())))
+    cases = list(every_case())
+    random.Random(35).shuffle(cases)
     with tempfile.TemporaryDirectory() as folder:
-        found = report(cases, Path(folder))
+        found = report(cases, Path(folder), options.minutes)
     options.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
