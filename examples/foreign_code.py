@@ -33,8 +33,8 @@ from lightning_fasttrain.core.files.atomic_write import write_atomic
 from lightning_fasttrain.core.machine import hardware, versions
 
 # Bounds of the relative difference of weights, in float64 and in bf16-mixed; 0.0 is bit for bit. Losses of transformers
-# are in float32 even in float64, and the fused one is not.
-EXACT, SUMS = (0.0, 0.0), (1e-6, 0.02)
+# are in float32 even in float64, and the fused one is not. In bf16, Adam's first steps follow the signs of roundings.
+EXACT, SUMS = (0.0, 0.0), (1e-6, 0.1)
 # How each technique is made, and its bound; None for techniques that change training.
 TECHNIQUES = {
     "MicroBatching": (lambda: ft.MicroBatching(2), SUMS),
