@@ -1,6 +1,6 @@
 """Train other projects' modules, unchanged, without and with our callbacks, and compare the weights.
 
-The product of the modules and Trainer settings in ``foreign_modules.py`` and the techniques below, in float64 where a
+The product of the modules in ``foreign_modules.py``, or the settings in ``foreign_settings.py``, and the techniques below, in float64 where a
 setting has no precision of its own: what is exact must then agree to 1e-6, or be refused in a sentence. A technique
 that changes training is held to what it must leave alone. Each cell is "equal" (bit for bit), a relative difference,
 a refusal, or a defect.
@@ -25,7 +25,8 @@ from pathlib import Path
 import foreign_modules
 import lightning as L
 import torch
-from foreign_modules import MODULES, SETTINGS, nano
+from foreign_modules import MODULES
+from foreign_settings import SETTINGS, nano
 from torch.utils.data import DataLoader
 
 import lightning_fasttrain as ft
