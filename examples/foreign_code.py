@@ -1,9 +1,9 @@
 """Train other projects' modules, unchanged, without and with our callbacks, and compare the weights.
 
-The product of the modules in ``foreign_modules.py``, or the settings in ``foreign_settings.py``, and the techniques below, in float64 where a
-setting has no precision of its own: what is exact must then agree to 1e-6, or be refused in a sentence. A technique
-that changes training is held to what it must leave alone. Each cell is "equal" (bit for bit), a relative difference,
-a refusal, or a defect.
+The rows are the modules in ``foreign_modules.py`` and the settings in ``foreign_settings.py``, the columns the
+techniques below, in float64 where a setting has no precision of its own: what is exact must then agree to 1e-6, or be
+refused in a sentence. A technique that changes training is held to what it must leave alone. Each cell is "equal" (bit
+for bit), a relative difference, a refusal, or a defect.
 
     python examples/foreign_code.py --out FOREIGN.json
 """
