@@ -2,7 +2,7 @@
 
 The layers are PEFT's.
 
-From the bottom up: ``_adapter_checks``, ``_trained_copies``, ``fast_path_weights``, ``initializations``,
-``add_adapter``, ``_merged_layers``, ``adapter_checkpoints``, ``combine_adapters``, ``merge_quantized``, ``lora``,
-``merge``, ``qlora``, ``base_model``.
+From the bottom up: ``_adapter_checks``, ``fast_path_weights``, ``initializations``, ``add_adapter``,
+``_merged_layers``, ``adapter_checkpoints``, ``combine_adapters``, ``merge_quantized``, ``lora``, ``merge``, ``qlora``,
+``base_model``.
 """

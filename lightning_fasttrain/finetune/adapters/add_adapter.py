@@ -31,12 +31,12 @@ from lightning_fasttrain.finetune.adapters._adapter_checks import (
     refuse_unknown,
     without_namesakes,
 )
-from lightning_fasttrain.finetune.adapters._trained_copies import finish_copies_
 from lightning_fasttrain.finetune.adapters.fast_path_weights import see_adapters_
 from lightning_fasttrain.finetune.adapters.initializations import Batches, check_start, finish_start_, prepare_start
 from lightning_fasttrain.finetune.quantized._quantized_tensor import shown_as_parameters, use_held_tensors_
 from lightning_fasttrain.finetune.selection._adapter_switches import has_prompt, switches
 from lightning_fasttrain.finetune.selection._float32_adapters import keep_adapter_in_float32_
+from lightning_fasttrain.finetune.selection._trained_copies import finish_copies_
 from lightning_fasttrain.finetune.selection.base_fingerprint import adapters_on, base_names, held_child
 from lightning_fasttrain.finetune.selection.freezing import freeze_
 from lightning_fasttrain.finetune.selection.targets import (

@@ -3,5 +3,5 @@
 Only ``swap_head`` adds parameters.
 
 From the bottom up: ``freezing``, ``swap_head``, ``base_fingerprint``, ``_adapter_switches``, ``_float32_adapters``,
-``gradual_unfreezing``, ``uncovered_weights``, ``targets``.
+``_trained_copies``, ``gradual_unfreezing``, ``uncovered_weights``, ``targets``.
 """
