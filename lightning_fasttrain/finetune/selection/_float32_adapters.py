@@ -38,7 +38,7 @@ class StaysInFloat32(Replacement):
 
 
 class TrainsInFloat32(StaysInFloat32):
-    """The same for a copy of a module that trains in full; it computes in the dtypes of the module that it replaces.
+    """Keep a copy of a module that trains in full in float32, and let it compute in the dtypes of that module.
 
     The copy's forward sees its parameters rounded to those dtypes, so that outputs are those of a rounded module,
     and the optimizer updates them in float32. Buffers are rounded with the base, since modules update them in place.
