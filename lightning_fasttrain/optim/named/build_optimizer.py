@@ -272,6 +272,13 @@ class NamedOptimizer:
         name, settings = own.pop("name"), own.pop("settings")
         return build_optimizer(model, name, **own, **settings)
 
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("setup", "on_exception"):  # hooks that a Trainer calls first, and after their error
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        why = "it builds an optimizer, and is not a callback"
+        way_out = "Return it, called with self, from configure_optimizers; or set optimizer= in a module with the mixin"
+        raise TypeError(explain("callbacks=[NamedOptimizer(...)]", why, way_out))
+
 
 def make_optimizer(make: Callable[[Any], Optimizer], model: nn.Module) -> Optimizer:
     """Call ``make`` with the model if it is a recipe, which needs names, and otherwise with its parameters."""

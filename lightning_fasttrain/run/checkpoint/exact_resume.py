@@ -144,6 +144,8 @@ class ExactResume(Technique):
             message = next(list_disagreements(then, read_settings(trainer)), None)
             if self.strict and message is not None:
                 raise ValueError(message)
+            if trainer.precision == "64-true":
+                trainer.lightning_module.double()  # Lightning does it after loading, which rounds to float32
             try:
                 load(checkpoint, *args, **kwargs)
             except RuntimeError as error:
