@@ -148,8 +148,8 @@ class Recorder(PeakObserver):
         for turn in self._turns:
             stamps = turn[self.untimed :]
             times_ms += [self._ms(before[0], after[0]) for before, after in itertools.pairwise(stamps)]
-        step_ms = statistics.median(times_ms) if times_ms else math.nan
-        losses = [float(loss) for loss in self.losses]
+        step_ms = statistics.median(times_ms or [math.nan])
+        losses = list(map(float, self.losses))
         return {
             "step_ms": step_ms,
             "step_ms_all": times_ms,
