@@ -44,7 +44,7 @@ class Facts:
 
 
 def why_no_blocks(facts: Facts) -> str | None:
-    """Return why a technique that changes blocks cannot act, or None if the model has some or is unknown."""
+    """Return why a technique that acts on blocks cannot: the model has none. None if it has some, or is unknown."""
     if facts.blocks == 0:
         return NO_BLOCKS
     return None

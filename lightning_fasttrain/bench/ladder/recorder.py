@@ -79,7 +79,7 @@ class Recorder(PeakObserver):
             return "warm-up"
         return "memory" if step < self.warmup + self.memory else "timed"
 
-    def begin(self, step: int, *held: Any) -> None:
+    def begin(self, step: int, *held: object) -> None:
         """Record the beginning of a step; ``held`` is in memory already: module, optimizer, batch."""
         if self.phase(step) == "memory":
             self.begin_measuring(self.device, *held)
@@ -115,13 +115,13 @@ class Recorder(PeakObserver):
         return self.ask()
 
     def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
     ) -> None:
         """Hook: right before the step."""
         self.begin(batch_idx, pl_module, *trainer.optimizers, batch)
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: object, batch_idx: int
     ) -> None:
         """Hook: the optimizer has stepped and the loss of the step is known."""
         # Lightning makes a dict of whatever training_step returns.

@@ -138,7 +138,7 @@ def wrappers_on(module: nn.Module, kind: type[W]) -> Iterator[W]:
 
 
 def list_wrapped(model: nn.Module, kind: type[WrappedForward]) -> list[str]:
-    """Return the names of the modules of ``model`` on which a wrapper of this ``kind`` stands."""
+    """Return the names of the modules of ``model`` whose forward has a wrapper of this ``kind``."""
     return [name for name, module in model.named_modules() if wrapper_on(module, kind)]
 
 

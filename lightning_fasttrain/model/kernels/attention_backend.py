@@ -211,7 +211,7 @@ class AttentionBackend(Technique):
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo:
         self._switch = switch = _Switch(self.backend)
-        self._compiles = any(one.does(Capability.COMPILES_BLOCKS) for one in techniques_of(trainer))
+        self._compiles = any(technique.does(Capability.COMPILES_BLOCKS) for technique in techniques_of(trainer))
 
         def undo() -> None:
             self._stop_recording()

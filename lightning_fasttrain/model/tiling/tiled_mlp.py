@@ -104,7 +104,8 @@ def _find_mlps(model: nn.Module) -> Found:
     if not found:
         why = f"candidates are {list_kinds(model)}"
         if search.reasons:
-            why = f"tried are {list_some([f'{kind}: {reason}' for kind, reason in search.reasons.items()])}"
+            tried = [f"{kind}: {reason}" for kind, reason in search.reasons.items()]
+            why = f"tried are {list_some(tried)}"
         way_out = "Make the MLP a module of its own, or name modules whose tokens are independent with mlps="
         raise ValueError(explain(f"no MLPs in the blocks of {type(model).__name__}", why, way_out))
     return found
