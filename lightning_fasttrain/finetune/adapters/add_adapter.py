@@ -293,8 +293,7 @@ def adapter_parameters(model: nn.Module) -> set[str]:
 def _inject(config: "PeftConfig", root: nn.Module, name: str) -> None:
     peft = require_peft()
     with ExitStack() as stack, warnings.catch_warnings():
-        # Several adapters are intended.
-        warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
+        warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")  # several are intended
         warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")  # copies are tied
         # PEFT corrects it, for GPT-2's layers.
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")

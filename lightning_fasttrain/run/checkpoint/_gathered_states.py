@@ -35,8 +35,8 @@ def gather(mine: Tensor, device: torch.device, *, everywhere: bool = True) -> li
     Args:
         mine: uint8 (n,), on the CPU; n may differ between ranks.
         device: this process's device, for backends that do not support CPU tensors.
-        everywhere: whether all processes get them, whose number then counts twice; otherwise only the first one does,
-            and the result is empty on the others.
+        everywhere: whether all processes get them, whose number then counts twice, as for DeepSpeed, which writes them
+            on every rank; otherwise only the first one does, and the result is empty on the others.
     """
     if rank_count() == 1:
         return [mine]

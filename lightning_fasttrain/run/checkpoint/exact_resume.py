@@ -228,7 +228,6 @@ class ExactResume(Technique):
         mine = {"random": random, "loaders": positions, "validation": validation, **metrics}
         checkpoint[KEY] = {
             "point": str(point),
-            # DeepSpeed writes them on every rank, the others on the first.
             "ranks": gather(pack(mine), device, everywhere=isinstance(trainer.strategy, DeepSpeedStrategy)),
             "settings": {**self._read_settings(trainer), "loaders": [loader.about for loader in self._loaders]},
             "forgotten": read_forgotten(trainer),
