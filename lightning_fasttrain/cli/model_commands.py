@@ -46,7 +46,9 @@ def estimate_run(options: argparse.Namespace) -> None:
 
     if (options.tokens is None) == (options.samples is None):
         raise CommandError("give either --tokens or --samples, the length of the training, as --tokens 10B.")
-    name = "--samples" if options.tokens is None else "--tokens"
+    name, other, holds = "--tokens", "--samples", "no token ids"
+    if options.tokens is None:
+        name, other, holds = "--samples", "--tokens", "token ids"
     # Only to measure, the model must exist.
     load = load_model if options.gpu is None else load_model_without_memory
     with working("Measuring a few steps…" if options.gpu is None else "Counting…"):
@@ -54,8 +56,6 @@ def estimate_run(options: argparse.Namespace) -> None:
         critical = options.critical_batch and read_count("--critical-batch", options.critical_batch)
         module, batch = load(options)
         if (count_batch(batch)[1] > 0) != (options.tokens is not None):
-            other = "--tokens" if options.tokens is None else "--samples"
-            holds = "token ids" if options.tokens is None else "no token ids"
             raise CommandError(f"{name}: the batch holds {holds}. Use {other}.")
         estimate = estimate_training(
             module,
@@ -174,7 +174,7 @@ def verify_training(options: argparse.Namespace) -> int:
             accelerator=options.accelerator,
         )
     show_report(verified, options.json)
-    return 0 if verified.ok else 1
+    return int(not verified.ok)
 
 
 def _verify_script(options: argparse.Namespace) -> int:
@@ -186,5 +186,8 @@ def _verify_script(options: argparse.Namespace) -> int:
         raise CommandError(f"the script ended with {code} before a first step. Nothing was verified.")
     if "error" in result:
         raise CommandError(result["error"])
-    print(json.dumps(result["report"], indent=2) if options.json else result["table"])
-    return 0 if result["ok"] else 1
+    if options.json:
+        print(json.dumps(result["report"], indent=2))
+    else:
+        print(result["table"])
+    return int(not result["ok"])

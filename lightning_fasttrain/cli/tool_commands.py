@@ -50,8 +50,8 @@ def climb_ladder(options: argparse.Namespace) -> int:
         console.print(each)
     console.print(report.summary(result), markup=False, highlight=False, soft_wrap=True)
     picture = report.save_picture(result, prepared.out / "ladder.png")
-    written = [str(prepared.out / "ladder.json"), *([str(picture)] if picture else [])]
-    console.print(f"Written: {', '.join(written)}", soft_wrap=True)
+    written = filter(None, [prepared.out / "ladder.json", picture])
+    console.print(f"Written: {', '.join(map(str, written))}", soft_wrap=True)
     if picture is None:
         # The backslash keeps rich from reading [plots] as a style.
         console.print("No picture: matplotlib is missing. pip install 'lightning-fasttrain\\[plots]'")
@@ -60,7 +60,7 @@ def climb_ladder(options: argparse.Namespace) -> int:
     naive, *others = result.rungs
     # Without naive and at least one rung there is nothing to compare.
     worked = naive.error is None and any(row.error is None for row in others)
-    return 0 if worked else 1
+    return int(not worked)
 
 
 def draw_schedule(options: argparse.Namespace) -> None:
@@ -121,7 +121,7 @@ def check_the_cluster(options: argparse.Namespace) -> int:
     if 0 not in report.ranks and not report.findings:
         return 0
     print(report, flush=True)
-    return 1 if report.findings else 0
+    return int(bool(report.findings))
 
 
 def describe_techniques(options: argparse.Namespace) -> None:

@@ -213,8 +213,9 @@ def first_batch(loader: Any) -> Any:
 
 
 def _clipping_of(trainer: L.Trainer) -> dict[str, Any]:
-    clip = {"gradient_clip_val": trainer.gradient_clip_val, "gradient_clip_algorithm": trainer.gradient_clip_algorithm}
-    return clip if trainer.gradient_clip_val else {}
+    if not trainer.gradient_clip_val:
+        return {}
+    return {"gradient_clip_val": trainer.gradient_clip_val, "gradient_clip_algorithm": trainer.gradient_clip_algorithm}
 
 
 def _read(path: Path) -> Mapping[str, Any]:

@@ -123,7 +123,9 @@ def make_plan(
     budget_gib = usable / GIB if devices == 1 else None
     axes = find_axes(plain, batch, facts, keep_class, precision, fast_bf16, budget_gib)
     memory = PredictedMemory(plain, batch, device, axes.parts, usable)
-    watch = Stopwatch(plain, batch, {"accelerator": device, **settings}) if device == here else None
+    watch = None
+    if device == here:
+        watch = Stopwatch(plain, batch, {"accelerator": device, **settings})
     costs, allowed_s = _allow(watch, precision, steps, seconds)
     if allowed_s == 0:
         watch = None
@@ -150,7 +152,9 @@ def make_plan(
     search.notes += filter(None, [_describe_padding(chosen, search, batch, loader)])
     if keep_class is Exactness.CHANGES_TRAINING:
         search.notes += filter(None, [suggest_leaner_optimizer(plain)])
-    strategy = several.choose(chosen.choice, chosen.predicted_bytes) if several is not None else None
+    strategy = None
+    if several is not None:
+        strategy = several.choose(chosen.choice, chosen.predicted_bytes)
     # The chosen one alone has no reason why not, so it comes first.
     tried = sorted(search.tried.values(), key=lambda t: (bool(t.why_not), t.ms))
     return Plan(
@@ -185,7 +189,9 @@ def _allow(watch: Stopwatch | None, precision: str | None, steps: int, seconds: 
         return Costs(), _MOST_SECONDS if seconds is None else seconds
     costs = assume_costs(watch.module, watch.batch, watch.settings["accelerator"], precision)
     allowed_s = min(_MOST_SECONDS, _SHARE * steps * costs.whole / 1e3)
-    return costs, allowed_s if allowed_s >= costs.least_to_measure_s() else 0.0
+    if allowed_s < costs.least_to_measure_s():
+        allowed_s = 0.0
+    return costs, allowed_s
 
 
 def _explain_unmeasured(device: str, here: str, steps: int, costs: Costs) -> str:

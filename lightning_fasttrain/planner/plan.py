@@ -128,7 +128,7 @@ class Plan(Report):
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON, with the code."""
-        strategy = None if self.strategy is None else self.strategy.as_dict()
+        strategy = self.strategy and self.strategy.as_dict()
         return {**asdict(replace(self, strategy=None)), "strategy": strategy, "code": self.code()}
 
     def save(self, path: str | Path) -> Path:
@@ -146,8 +146,11 @@ class Plan(Report):
         for name in ("choice", "predicted GiB", "measured GiB", "ms/step", "why not"):
             table.add_column(name, justify="right" if "GiB" in name or "ms" in name else "left")
         for tried in self.tried:
-            peak = f"{tried.peak_bytes / GIB:.3f}" if tried.peak_bytes else ""
-            about = "" if tried.step_ms else "≈"
+            peak, about = "", "≈"
+            if tried.peak_bytes:
+                peak = f"{tried.peak_bytes / GIB:.3f}"
+            if tried.step_ms:
+                about = ""
             cells = [f"{tried.predicted_bytes / GIB:.3f}", peak, f"{about}{tried.ms:,.1f}", tried.why_not or "chosen"]
             table.add_row(str(tried.choice), *cells)
         return table
@@ -185,8 +188,7 @@ def _frontier(tried: tuple[Tried, ...]) -> list[Tried]:
     """Keep the candidates that no other beats in both time and memory."""
     kept = []
     for one in tried:
-        better = [t for t in tried if t.ms < one.ms and _gib(t) <= _gib(one)]
-        if not better:
+        if not any(other.ms < one.ms and _gib(other) <= _gib(one) for other in tried):
             kept.append(one)
     return kept
 

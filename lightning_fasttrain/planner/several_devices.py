@@ -7,7 +7,7 @@ from typing import Any
 import lightning as L
 
 from lightning_fasttrain.planner.candidates.configuration import Choice
-from lightning_fasttrain.strategy.choose_strategy import StrategyChoice, choose_strategy
+from lightning_fasttrain.strategy.choose_strategy import Candidate, StrategyChoice, choose_strategy
 
 _ANYTHING = 1e9  # GiB: all strategies fit
 
@@ -37,18 +37,19 @@ class SeveralDevices:
 
     def choose(self, choice: Choice, needed: float) -> StrategyChoice:
         """Return the strategy that fits and moves the fewest bytes in a step."""
-        compared = self._compare(choice.precision)
         activations = self._activations(choice, needed)
-        fitting = [c for c in compared.candidates if self._goes_with(choice, c.name) and not c.rounds]
-        fitting = [c for c in fitting if c.states.device + activations <= self.usable]
+        fitting = [one for one in self._candidates(choice) if one.states.device + activations <= self.usable]
         best = min(fitting, key=lambda candidate: candidate.traffic.total)
+        compared = self._compare(choice.precision)
         return replace(compared, name=best.name, activation_bytes=int(activations), usable_bytes=int(self.usable))
 
     def _find_least(self, choice: Choice, needed: float) -> float:
-        activations = self._activations(choice, needed)
+        sizes = [one.states.device for one in self._candidates(choice)]
+        return min(sizes, default=math.inf) + self._activations(choice, needed)
+
+    def _candidates(self, choice: Choice) -> list[Candidate]:
         candidates = self._compare(choice.precision).candidates
-        sizes = [c.states.device for c in candidates if self._goes_with(choice, c.name) and not c.rounds]
-        return min(sizes, default=math.inf) + activations
+        return [one for one in candidates if self._goes_with(choice, one.name) and not one.rounds]
 
     def _activations(self, choice: Choice, needed: float) -> float:
         """Return the memory of a step on one device without the model states, which DDP replicates."""

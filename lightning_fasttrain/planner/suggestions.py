@@ -45,7 +45,9 @@ def suggest_workers(loader: object, step_ms: float) -> str:
     batch_ms = _measure(loader)
     if batch_ms is None:
         return ""
-    needed = math.ceil(batch_ms / step_ms) if batch_ms > 0.05 * step_ms else 0  # a smaller share would not be noticed
+    needed = 0
+    if batch_ms > 0.05 * step_ms:  # a smaller share would not be noticed
+        needed = math.ceil(batch_ms / step_ms)
     workers, cores = min(needed, os.cpu_count() or 1), os.cpu_count() or 1
     took = f"A batch takes the loader {batch_ms:,.1f} ms and a step {step_ms:,.1f} ms"
     if workers > loader.num_workers:

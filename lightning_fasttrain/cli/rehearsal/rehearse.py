@@ -17,7 +17,9 @@ _POINT = "lightning_fasttrain.cli.rehearsal.rehearsed_script:make_callbacks"
 def rehearse(options: argparse.Namespace) -> int:
     """Run ``fasttrain rehearse``: a script up to its first step, or killed and started again."""
     _refuse_bad_kills(options)
-    return _rehearse_kills(options) if options.kill else _rehearse(options)
+    if options.kill:
+        return _rehearse_kills(options)
+    return _rehearse(options)
 
 
 def _refuse_bad_kills(options: argparse.Namespace) -> None:
@@ -52,7 +54,7 @@ def _rehearse(options: argparse.Namespace) -> int:
     else:
         for line in _describe(result["report"]):
             print(line)
-    return 0 if result["ok"] else 1
+    return int(not result["ok"])
 
 
 def rehearse_script(
@@ -80,7 +82,9 @@ def ask_script(
     with tempfile.TemporaryDirectory() as name:
         result = Path(name) / "result.json"
         code = run_script(script, arguments, _POINT, {RESULT: str(result), **orders}, quiet=quiet)
-        return json.loads(result.read_text()) if result.exists() else None, code
+        if not result.exists():
+            return None, code
+        return json.loads(result.read_text()), code
 
 
 def _describe(report: dict[str, Any]) -> list[str]:
@@ -94,7 +98,7 @@ def _rehearse_kills(options: argparse.Namespace) -> int:
     )
     if options.json:
         print(json.dumps(found.as_dict(), indent=2))
-        return 0 if found.ok else 1
+        return int(not found.ok)
     for number, moment in enumerate(found.moments, 1):
         print(f"kill {number}: {moment}")
     if found.ok:

@@ -174,8 +174,9 @@ class _Runs:
 
 
 def _read_lines(record: Path) -> list[dict[str, Any]]:
-    lines = record.read_text().splitlines() if record.exists() else []
-    return [json.loads(line) for line in lines]
+    if not record.exists():
+        return []
+    return list(map(json.loads, record.read_text().splitlines()))
 
 
 def _tell_progress(name: str, orders: dict[str, Any]) -> None:

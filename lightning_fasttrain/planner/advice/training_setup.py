@@ -41,8 +41,10 @@ class TrainingSetup:
     @property
     def is_fitting(self) -> bool:
         """Whether the techniques act on the model right now."""
-        state = None if self.trainer is None else self.trainer.state
-        return state is not None and state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
+        if self.trainer is None:
+            return False
+        state = self.trainer.state
+        return state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
 
     @property
     def predicted_device(self) -> str:
@@ -93,13 +95,14 @@ def find_setup(
             why = "it gets its model when it begins to fit"
             raise ValueError(explain("a Trainer without a model", why, "Give both: explain(model, trainer=trainer)"))
         module = held
-    listed = _list_techniques(module, trainer) if techniques is None else techniques
+    if techniques is None:
+        techniques = _list_techniques(module, trainer)
     if trainer is None:
         one_of("precision", precision, tuple(PRECISIONS))
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        return TrainingSetup(module, None, check_together(listed), precision, device)
+        return TrainingSetup(module, None, check_together(techniques), precision, device)
     # The strategy too may conflict with techniques.
-    checked = check_together(listed, trainer.strategy)
+    checked = check_together(techniques, trainer.strategy)
     return TrainingSetup(module, trainer, checked, str(trainer.precision), trainer.strategy.root_device)
 
 

@@ -71,7 +71,9 @@ class UnusedReport(Report):
 
     def as_table(self) -> Table:
         """Build a ``rich`` table of the memory with each technique, and of the reasons against it."""
-        peak = "" if self.peak_bytes is None else f", predicted peak {format_bytes(self.peak_bytes)}"
+        peak = ""
+        if self.peak_bytes is not None:
+            peak = f", predicted peak {format_bytes(self.peak_bytes)}"
         used = ", ".join(self.used) or "nothing"
         table = titled_table(f"Not in use on {self.device}, {self.precision}; in use: {used}{peak}", self.notes)
         table.add_column("technique")
@@ -79,8 +81,9 @@ class UnusedReport(Report):
         table.add_column("why not, or when it pays", overflow="fold")
         for row in self.rows:
             factor = "" if row.factor is None else f"×{row.factor:.2f}"
-            says = f"pays when {row.when}" if row.why_not is None else row.why_not
-            style = "dim" if row.why_not is not None else None
+            says, style = f"pays when {row.when}", ""
+            if row.why_not is not None:
+                says, style = row.why_not, "dim"
             table.add_row(row.tried or row.name, factor, says, style=style)
         return table
 

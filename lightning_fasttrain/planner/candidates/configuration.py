@@ -77,7 +77,9 @@ class Choice:
     def read(cls, values: Mapping[str, Any]) -> "Choice":
         """Return the choice whose fields were written as JSON."""
         recompute = values["recompute"]
-        return cls(**{**values, "recompute": recompute if isinstance(recompute, str) else Budget(**recompute)})
+        if not isinstance(recompute, str):
+            recompute = Budget(**recompute)
+        return cls(**{**values, "recompute": recompute})
 
     @property
     def has_budget(self) -> bool:
@@ -87,13 +89,20 @@ class Choice:
     @property
     def words(self) -> list[tuple[str, str | Budget]]:
         """(axis, word) of everything that differs from the plain step, precision included."""
-        found = [(axis, getattr(self, axis)) for axis in SWITCHES if getattr(self, axis)]
-        return [*found, ("precision", self.precision)] if self.precision != "32-true" else found
+        found = self._switched()
+        if self.precision != "32-true":
+            found.append(("precision", self.precision))
+        return found
+
+    def _switched(self) -> list[tuple[str, str | Budget]]:
+        return [(axis, getattr(self, axis)) for axis in SWITCHES if getattr(self, axis)]
 
     def techniques(self) -> list[Technique]:
         """Return new techniques, micro-batching first."""
-        made = [switch_of(axis, getattr(self, axis)).make() for axis in SWITCHES if getattr(self, axis)]
-        return [data.MicroBatching(self.parts), *made] if self.parts > 1 else made
+        made = [switch_of(*switched).make() for switched in self._switched()]
+        if self.parts > 1:
+            made.insert(0, data.MicroBatching(self.parts))
+        return made
 
     def code(self) -> list[str]:
         """Return the Python code that makes each of :meth:`techniques`."""
@@ -104,9 +113,10 @@ class Choice:
         return list(map(config_of, self.techniques()))
 
     def __str__(self) -> str:
-        words = [getattr(self, axis) and f"{axis} {getattr(self, axis)}" for axis in SWITCHES]
-        parts = f"{self.parts} parts" if self.parts > 1 else ""
-        return ", ".join(filter(None, [self.precision, parts, *words]))
+        said = [self.precision]
+        if self.parts > 1:
+            said.append(f"{self.parts} parts")
+        return ", ".join([*said, *(f"{axis} {word}" for axis, word in self._switched())])
 
 
 def _find_switches() -> dict[str, dict[str, Switch]]:
