@@ -112,8 +112,7 @@ def linear_cross_entropy(
     kept = _counted_positions(targets, ignore_index)
     if kept is not None:
         hidden, targets = hidden[kept], targets[kept]
-    size = chunk_size(len(hidden), len(weight) * (low or hidden.dtype).itemsize)
-    size = size if chunk is None else chunk
+    size = chunk or chunk_size(len(hidden), len(weight) * (low or hidden.dtype).itemsize)
     options = (label_smoothing, z_loss, softcap)
     if backend in ("auto", "chunked", "compiled"):
         prepare = functools.partial(_prepare, size, options, backend == "compiled")
@@ -139,7 +138,9 @@ def linear_cross_entropy(
             loss.register_hook(lambda gradient: refuse_second_derivative(_NAME, _WAY_OUT))
     if reduction != "none":
         return loss
-    return loss.reshape(shape) if kept is None else loss.new_zeros(shape.numel()).index_copy(0, kept, loss).view(shape)
+    if kept is None:
+        return loss.reshape(shape)
+    return loss.new_zeros(shape.numel()).index_copy(0, kept, loss).view(shape)
 
 
 def _counted_positions(targets: Tensor, ignore_index: int) -> Tensor | None:
@@ -148,7 +149,9 @@ def _counted_positions(targets: Tensor, ignore_index: int) -> Tensor | None:
     if type(targets) is not Tensor or targets.device.type != "cpu" or torch.compiler.is_compiling():
         return None
     kept = (targets != ignore_index).nonzero()[:, 0]
-    return kept if len(kept) < len(targets) else None
+    if len(kept) == len(targets):
+        return None
+    return kept
 
 
 def _sum_class_weights(losses: Tensor, counted: Tensor, targets: Tensor, class_weights: Tensor) -> Tensor:
@@ -229,7 +232,9 @@ def _run_liger(
     if weight.requires_grad and not hidden.requires_grad:
         hidden = hidden.detach().requires_grad_()
     total = kernel(weight, hidden, targets, bias)
-    return total / (targets != ignore_index).sum() if reduction == "mean" else total
+    if reduction == "mean":
+        return total / (targets != ignore_index).sum()
+    return total
 
 
 def _run_torch(
