@@ -92,10 +92,11 @@ def accumulate_gradients(
         ``global_valid_tokens``, here per micro-batch of one batch.
     """
     trimming = TrimSearch(trim_padding, check_budget(max_tokens, n))
-    n = trimming.count_parts(batch, 1 if n is None else n)
+    n = trimming.count_parts(batch, n or 1)
     # A rank with a single sample takes part, too.
     most = n if rank_count() > 1 else min(n, batch_size(batch))
-    most = max(most, 2) if trimming.is_asked_for else most  # a single micro-batch is trimmed, too
+    if trimming.is_asked_for:
+        most = max(most, 2)  # a single micro-batch is trimmed, too
     call = _Call(step, n, count, check, backward, no_sync)
     found = call.find(batch, most, trimming)
     for attempt in range(TRIES):
@@ -161,9 +162,10 @@ def accumulate_window(
     held = list(batches)
     if not held:
         raise ValueError(explain("no batches", "a window without batches has no gradient", "Skip the step"))
-    n = 1 if n is None and max_tokens is None else n
+    if max_tokens is None:
+        n = n or 1
     trimming = TrimSearch(trim_padding, check_budget(max_tokens, n))
-    n = 1 if n is None else n
+    n = n or 1
     numbers = [trimming.count_parts(batch, n) for batch in held]
     # With other ranks, a single micro-batch is one of several.
     most = sum(min(number, batch_size(batch)) for number, batch in zip(numbers, held, strict=True)) * rank_count()
@@ -243,9 +245,7 @@ class _Call:
     def _key(self, trimming: TrimSearch) -> tuple[Any, ...]:
         """Return a key that is equal for calls of the same function with the same settings."""
         how = trimming.how
-        count = key_of(self.count) if callable(self.count) and not isinstance(self.count, CountRule) else self.count
-        lengths = key_of(how.lengths) if callable(how.lengths) else how.lengths
-        key = (key_of(self.step), count, self.is_window, lengths)
+        key = (key_of(self.step), _key_of(self.count), self.is_window, _key_of(how.lengths))
         return (*key, how.multiple_of, trimming.wanted, trimming.max_tokens)
 
     def search(self, batch: Any) -> BatchSearch:
@@ -272,7 +272,9 @@ class _Call:
         weights = StepWeights(split, parts, over_ranks=over_ranks)
 
         def add_share(loss: Tensor) -> None:
-            self.backward(loss * ranks if ranks > 1 else loss)  # DDP averages over ranks; make it the sum
+            if ranks > 1:
+                loss = loss * ranks  # DDP averages over ranks; make it the sum
+            self.backward(loss)
 
         with sum_gradients_in_float32(split.parameters if len(parts) > 1 else ()) as sums:
             add_gradients(
@@ -286,6 +288,13 @@ class _Call:
                 is_shared=rank_count() > 1,
             )
         return weights.loss()
+
+
+def _key_of(given: object) -> object:
+    """Return the key of a user's function; rules and other settings are their own."""
+    if callable(given) and not isinstance(given, CountRule):
+        return key_of(given)
+    return given
 
 
 def _sum_over_ranks(example: Any, number: Number) -> Tensor:

@@ -133,8 +133,11 @@ class SplitSearch:
             differ = logs.compare_rules(name)
             if differ is not None:
                 self._differing[name] = DeferredFlag(differ)
-        known = [name for name in logs.seen if name in self._differing and self._differing[name].is_known]
-        differing = [name for name in known if self._differing.pop(name).read()]
+        differing: list[str] = []
+        for name in logs.seen:
+            is_known = name in self._differing and self._differing[name].is_known
+            if is_known and self._differing.pop(name).read():
+                differing.append(name)
         if differing:
             self._log_looks += 1
             # One name is enough to choose rows: what differs in one value mostly differs in the others.
@@ -203,7 +206,7 @@ class SplitSearch:
 
     @property
     def _techniques(self) -> list[Counting]:
-        return [technique for technique in (self.micro, self.window) if technique is not None]
+        return list(filter(None, (self.micro, self.window)))
 
 
 def _pick_rows(cut: Parts, seen: Sequence[LogCall]) -> tuple[list[int], list[int]]:

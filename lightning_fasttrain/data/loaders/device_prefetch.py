@@ -100,7 +100,7 @@ class DevicePrefetcher(AheadLoader):
 
     def _check_pinned(self, copies: "_Copies") -> None:
         if self._pinned is None:
-            self._pinned = all(tensor.is_pinned() for tensor in copies.sources)
+            self._pinned = all(map(Tensor.is_pinned, copies.sources))
             if not self._pinned:
                 warn(
                     "DevicePrefetch: the batches are not in pinned memory, so the host waits for each copy and "
@@ -138,11 +138,15 @@ class _Copies(TorchDispatchMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        made = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor) and leaf.device.type == self.device.type]
+        made = _list_tensors_on(self.device.type, result)
         self.made += made
         if made:
-            self.sources += [leaf for leaf in tree_iter(args) if isinstance(leaf, Tensor) and leaf.device.type == "cpu"]
+            self.sources += _list_tensors_on("cpu", args)
         return result
+
+
+def _list_tensors_on(device_type: str, tree: object) -> list[Tensor]:
+    return [leaf for leaf in tree_iter(tree) if isinstance(leaf, Tensor) and leaf.device.type == device_type]
 
 
 class DevicePrefetch(Technique):
@@ -173,8 +177,9 @@ class DevicePrefetch(Technique):
         return None
 
     def outcome(self, model: nn.Module) -> str:
-        on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
-        return f"no effect: {self.why_not(Facts('cpu'))}" if on_cpu else ""
+        if all(parameter.device.type == "cpu" for parameter in model.parameters()):
+            return f"no effect: {self.why_not(Facts('cpu'))}"
+        return ""
 
     def predict(self, step: PredictedStep) -> None:
         step.prefetches = True

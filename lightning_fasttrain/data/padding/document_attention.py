@@ -212,4 +212,6 @@ def _mask_of(mask: DocumentMask, row: int, places: Tensor, dtype: torch.dtype) -
     among = mask.as_subclass(Tensor)[row : row + 1].index_select(-1, places)
     if among.shape[-2] > 1:
         among = among.index_select(-2, places)
-    return among if among.dtype == torch.bool else among.to(dtype)
+    if among.dtype == torch.bool:
+        return among
+    return among.to(dtype)

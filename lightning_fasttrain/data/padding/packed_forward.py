@@ -73,8 +73,9 @@ class PackedForward(WrappedForward):
             return leaf
 
         def pad(leaf: Any, path: str) -> Any:
-            is_row = isinstance(leaf, Tensor) and leaf.shape[:2] == (1, documents.tokens)
-            return documents.pad(leaf) if is_row else leaf
+            if isinstance(leaf, Tensor) and leaf.shape[:2] == (1, documents.tokens):
+                return documents.pad(leaf)
+            return leaf
 
         args, kwargs = walk_leaves((args, kwargs), pack, "input")
         return walk_leaves(self.inner(*args, **kwargs), pad, "output")

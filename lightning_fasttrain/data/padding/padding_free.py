@@ -26,7 +26,7 @@ from lightning_fasttrain.data.normalizer.trial.looks import Looks
 from lightning_fasttrain.data.normalizer.trial.runs import Run, Trial
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample, rank_rows
 from lightning_fasttrain.data.normalizer.trial.try_split import Stage, distinguish_rounding, try_split
-from lightning_fasttrain.data.padding.packed_forward import PackedForward, SeenMasks, remove_padding_
+from lightning_fasttrain.data.padding.packed_forward import PackedForward, remove_padding_
 from lightning_fasttrain.data.padding.try_trimming import Outcome
 from lightning_fasttrain.data.split_batch import pick_rows
 from lightning_fasttrain.technique import Capability, Conflict, Surgery, Technique
@@ -168,7 +168,9 @@ class PaddingFree(Technique):
 
     @classmethod
     def why_not(cls, facts: Facts) -> str | None:
-        return NO_BLOCKS if facts.blocks == 0 else None
+        if facts.blocks == 0:
+            return NO_BLOCKS
+        return None
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
         self.acts, self._looks, self._has_ended = False, Looks(from_first=True), False
@@ -182,7 +184,9 @@ class PaddingFree(Technique):
 
     def took_hold(self, model: nn.Module) -> str:
         blocks = count_wrapped(model, PackedForward)
-        return f"{blocks} run without padding once that is found exact" if blocks else ""
+        if not blocks:
+            return ""
+        return f"{blocks} run without padding once that is found exact"
 
     def why_idle(self, model: nn.Module) -> tuple[str, str] | None:
         if not self._has_padding or any(wrapper.ran for wrapper in wrappers_in(model, PackedForward)):
@@ -191,9 +195,11 @@ class PaddingFree(Technique):
         return why, "Load the model with attn_implementation='sdpa', or use MicroBatching(n), which trims padding"
 
     def outcome(self, model: nn.Module) -> str:
-        seen = next((wrapper.seen for wrapper in wrappers_in(model, PackedForward)), SeenMasks())
-        saved = 1 - seen.tokens / max(seen.padded, 1)
-        return f"{saved:.0%} of the tokens were padding that did not run" if seen.tokens else ""
+        for wrapper in wrappers_in(model, PackedForward):
+            seen = wrapper.seen  # the same one for all blocks
+            if seen.tokens:
+                return f"{1 - seen.tokens / seen.padded:.0%} of the tokens were padding that did not run"
+        return ""
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int

@@ -88,8 +88,10 @@ class TrimSearch:
     """
 
     def __init__(self, wanted: bool | TrimPadding | None, max_tokens: int | None = None) -> None:
-        self.how = wanted if isinstance(wanted, TrimPadding) else TrimPadding()
-        self.wanted = True if isinstance(wanted, TrimPadding) else wanted
+        self.how = TrimPadding()
+        if isinstance(wanted, TrimPadding):
+            self.how, wanted = wanted, True
+        self.wanted = wanted
         self.max_tokens = max_tokens
         self.padding: Padding | None = None
         self.why_not = ""
@@ -198,7 +200,7 @@ class TrimSearch:
             split: how a batch is split that keeps its padding.
             in_lockstep: whether all ranks must run the same number of micro-batches.
         """
-        extents = None if self.padding is None else self.padding.read(batch)
+        extents = self.padding and self.padding.read(batch)
         if self.padding is not None and extents is None:
             self._warn_of_other_batch(self.padding)
         is_cut = extents is not None and extents.may_be_cut(self.how.multiple_of)
@@ -208,7 +210,8 @@ class TrimSearch:
         if in_lockstep and self.max_tokens is not None:
             n = self._agree(len(rows) or n, batch_size(batch))
         if in_lockstep and extents is not None and rows:
-            rows = group_rows_evenly(extents, n, self.how.multiple_of) if len(rows) > n else rows
+            if len(rows) > n:
+                rows = group_rows_evenly(extents, n, self.how.multiple_of)
             rows = split_groups(rows, n)
         if extents is None or not rows:
             self._note(batch, extents, None)
@@ -241,14 +244,14 @@ class TrimSearch:
         self.padded += padded
         self.computed += padded if trimmed is None else trimmed.tokens
         if self.max_tokens is not None and not self._has_warned and trimmed is not None:
-            longest = max(trimmed.tokens_of(part) for part in range(len(trimmed.parts)))
+            longest = max(map(trimmed.tokens_of, range(len(trimmed.parts))))
             if longest > self.max_tokens:
                 self._has_warned = True
                 say("MicroBatching: a row of %d tokens runs alone, above max_tokens=%d", longest, self.max_tokens)
 
     def share_left(self, batch: Any, n: int) -> float:
         """Return the share of a batch's tokens that run if it is cut into ``n`` micro-batches; 1 without padding."""
-        extents = None if self.padding is None else self.padding.read(batch)
+        extents = self.padding and self.padding.read(batch)
         if extents is None:
             return 1.0
         return extents.share_of(self._group(extents, n), self.how.multiple_of)
@@ -282,7 +285,9 @@ class TrimSearch:
         rows, tokens = self._count(batch)
         # Shorter rows may fill the budget, so part of another long row is counted, too.
         most = -(-self.max_tokens * rows // tokens)
-        return [sorted_rows] if most >= rows else [take_rows(sorted_rows, 0, most)] * 2
+        if most >= rows:
+            return [sorted_rows]
+        return [take_rows(sorted_rows, 0, most)] * 2
 
     def _count(self, batch: Any) -> tuple[int, int]:
         """Return the numbers of rows and of tokens."""
@@ -307,7 +312,9 @@ def _count_padded(batch: Any) -> int:
 
 def _copy(leaf: Any, path: str) -> Any:
     # Token ids take next to nothing beside what is computed from them; pictures and features do not.
-    return leaf.clone() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+    if isinstance(leaf, Tensor) and leaf.is_floating_point():
+        return leaf.clone()
+    return leaf
 
 
 def check_budget(max_tokens: int | None, n: int | str | None) -> int | None:

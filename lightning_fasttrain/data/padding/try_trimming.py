@@ -77,8 +77,10 @@ def find_trimming(
         return None, Outcome(is_known=False)
     together, *alone = candidates
     outcome = _try_together(stage, batch, split, together, most_rows, multiple_of)
-    if not outcome.why_not or not outcome.is_known:
-        return (together if not outcome.why_not else None), outcome
+    if not outcome.why_not:
+        return together, outcome
+    if not outcome.is_known:
+        return None, outcome
     accepted: list[PaddedAxis] = []
     found = outcome
     for candidate in alone:
@@ -88,7 +90,9 @@ def find_trimming(
         if not other.why_not:
             accepted += candidate.axes
             found = other
-    return Padding(tuple(accepted)) if accepted else None, found
+    if not accepted:
+        return None, found
+    return Padding(tuple(accepted)), found
 
 
 def list_candidates(proposals: Sequence[list[Proposal]]) -> list[Padding]:
@@ -99,22 +103,25 @@ def list_candidates(proposals: Sequence[list[Proposal]]) -> list[Padding]:
     """
     if not proposals:
         return []
-    together = likeliest_padding(list(proposals))
-    alone = [Padding((one.axis,)) for axis in proposals for one in axis[:_PROPOSALS]]
-    return [together, *(candidate for candidate in alone if candidate != together)]
+    candidates = [likeliest_padding(list(proposals))]
+    for axis in proposals:
+        for one in axis[:_PROPOSALS]:
+            alone = Padding((one.axis,))
+            if alone != candidates[0]:
+                candidates.append(alone)
+    return candidates
 
 
 def _agree(candidates: list[Padding]) -> list[Padding]:
     """Return the candidates of the first rank that has some."""
-    sources = [axis.source for candidate in candidates for axis in candidate.axes]
-    if any(not isinstance(source, str) for source in sources):
+    if not all(isinstance(axis.source, str) for candidate in candidates for axis in candidate.axes):
         # A function of the user's may not be picklable, and all ranks have it.
         told = from_all_ranks([None])
         return candidates if told.count(None) == len(told) else []
     told = from_all_ranks([candidates])
     if None in told:
         return []
-    return next((some for some in told if some), [])
+    return next(filter(None, told), [])
 
 
 def _try_together(
@@ -258,8 +265,8 @@ def _explain_labels(outcome: Outcome, batch: Any, extents: Extents, rows: Sequen
         for row in rows:
             counted = (labels[row] != -100).nonzero()[:, places[0] - 1].tolist()
             start, stop = extents.rows[row][place_of_axis]
-            outside = [place for place in counted if not start <= place < stop]
-            if outside:
-                why = f"{path} counts entry {outside[0]} of sample {row}, which is padding by {padded}"
-                return Outcome(f"{outcome.why_not} ({why})", error=outcome.error)
+            for place in counted:
+                if not start <= place < stop:
+                    why = f"{path} counts entry {place} of sample {row}, which is padding by {padded}"
+                    return Outcome(f"{outcome.why_not} ({why})", error=outcome.error)
     return outcome
