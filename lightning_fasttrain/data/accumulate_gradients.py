@@ -113,7 +113,7 @@ def accumulate_gradients(
     raise CannotSplitError(OUT_OF_TRIES)
 
 
-def _run_through(trunk: Trunk, step: Step, batch: Any, n: int, backward: Backward) -> Tensor:
+def _run_through(trunk: Trunk, step: Step, batch: object, n: int, backward: Backward) -> Tensor:
     _, undo = trunk.install(n)
     try:
         loss = loss_of(step(batch))
@@ -211,7 +211,7 @@ class _Call:
         self.count = named_count(self.count)
         self.stage = stage_of(self.step, self.no_sync)
 
-    def find(self, batch: Any, most: int, trimming: TrimSearch) -> _Found:
+    def find(self, batch: object, most: int, trimming: TrimSearch) -> _Found:
         """Return how the loss is split and its padding cut off; all ranks have ``most`` micro-batches together."""
         found = self._find_split(batch, most, trimming)
         if self.n > 1 or trimming.is_asked_for:
@@ -219,7 +219,7 @@ class _Call:
             found.trimming.look_at(lambda: self.stage, batch, split, self.n, self.check)
         return found
 
-    def _find_split(self, batch: Any, most: int, trimming: TrimSearch) -> _Found:
+    def _find_split(self, batch: object, most: int, trimming: TrimSearch) -> _Found:
         """Search in the first call with several micro-batches (one alone has weight 1), and where one may show more."""
         if callable(self.count) and not self.check:
             return _Found(LossSplit(None, self.count), trimming)
@@ -237,7 +237,7 @@ class _Call:
                 _found.popitem(last=False)
         return known
 
-    def _may_show_more(self, split: Found, batch: Any) -> bool:
+    def _may_show_more(self, split: Found, batch: object) -> bool:
         """Whether a later batch could refute a split: one that is read, and was checked on rows of one batch."""
         is_read = isinstance(split, LossSplit) and split.read is not None
         return is_read and self.check and not self.is_window and batch_size(batch) > 1
@@ -248,7 +248,7 @@ class _Call:
         key = (key_of(self.step), _key_of(self.count), self.is_window, _key_of(how.lengths))
         return (*key, how.multiple_of, trimming.wanted, trimming.max_tokens)
 
-    def search(self, batch: Any) -> BatchSearch:
+    def search(self, batch: object) -> BatchSearch:
         """Return the search on a batch."""
         return BatchSearch(
             self.stage,
@@ -260,7 +260,7 @@ class _Call:
             whole_batches=self.is_window and self.n == 1,
         )
 
-    def cut(self, batch: Any, n: int, trimming: TrimSearch) -> Sequence[Any]:
+    def cut(self, batch: object, n: int, trimming: TrimSearch) -> Sequence[Any]:
         """Return the ``n`` micro-batches of a batch, or as many as its budget of tokens needs."""
         in_lockstep = rank_count() > 1 and not self.stage.may_scale
         return trimming.cut(batch, n, in_lockstep=in_lockstep).parts
@@ -297,7 +297,7 @@ def _key_of(given: object) -> object:
     return given
 
 
-def _sum_over_ranks(example: Any, number: Number) -> Tensor:
+def _sum_over_ranks(example: object, number: Number) -> Tensor:
     device = next((leaf.device for leaf in list_tensors(example).values()), torch.device("cpu"))
     if isinstance(number, Tensor):
         device = number.device

@@ -87,8 +87,8 @@ def reverse_rows(batch: Any) -> Any:
     return pick_rows(batch, list(reversed(range(batch_size(batch)))))
 
 
-def _select(batch: Any, rows: slice | list[int], size: int) -> Any:
-    def select(leaf: Any, path: str) -> Any:
+def _select(batch: object, rows: slice | list[int], size: int) -> Any:
+    def select(leaf: object, path: str) -> Any:
         if isinstance(leaf, Tensor | np.ndarray) and leaf.ndim > 0:
             return leaf[rows]
         if isinstance(leaf, list | tuple) and len(leaf) == size:

@@ -181,7 +181,7 @@ class _BatchRun:
             self.sums.finish()
         return ClosureResult.from_training_step_output(ran.output, self.trainer.accumulate_grad_batches)
 
-    def _run_in(self, micro: Splitter, batch: Any, n: int) -> _Ran:
+    def _run_in(self, micro: Splitter, batch: object, n: int) -> _Ran:
         """Run a batch in ``n`` micro-batches: the whole step for each, or the trunk alone."""
         if self.search.trunk is None:
             cut = micro.trimming.cut(batch, n, micro.split, in_lockstep=self.search.runs_in_lockstep)
@@ -235,7 +235,7 @@ class _BatchRun:
         if len(parts) > 1 or accumulation_continues(trainer) or self.sums.is_open:
             self.sums.begin(parameters_of(self.optimizer))
 
-        def run(part: Any, i: int) -> Tensor | None:
+        def run(part: object, i: int) -> Tensor | None:
             logs.part = i
             output = call_strategy(trainer, "training_step", part, *self.rest)
             if output is None:

@@ -90,11 +90,11 @@ class BatchLogs:
         with patched(self.module, "log", self._collect):
             yield
 
-    def _collect(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+    def _collect(self, name: str, value: object, *args: object, **kwargs: object) -> None:
         given = {**dict(zip(_BY_POSITION, args, strict=False)), **kwargs}
         self.logged.setdefault(name, []).append(self._note(name, value, given))
 
-    def _note(self, name: str, value: Any, kwargs: dict[str, Any]) -> LogCall:
+    def _note(self, name: str, value: object, kwargs: dict[str, Any]) -> LogCall:
         if not isinstance(value, Tensor):
             return LogCall(self.part, value, kwargs)
         # Reading a graph takes time, so it is done only where the divisor is used.
@@ -103,7 +103,7 @@ class BatchLogs:
             return LogCall(self.part, value.detach(), kwargs, own_divisor(value))
         return LogCall(self.part, value.detach(), kwargs)
 
-    def note_output(self, output: Any) -> None:
+    def note_output(self, output: object) -> None:
         """Note the scalars that a micro-batch returned beside the loss."""
         if isinstance(output, dict):
             for key, value in output.items():
@@ -269,7 +269,7 @@ def _has_size(seen: Sequence[LogCall]) -> bool:
     return all(isinstance(size, int) for size in _sizes_of(seen))
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     if isinstance(value, Tensor):
         return value.ndim == 0
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -73,7 +73,7 @@ class DevicePrefetcher(AheadLoader):
         for item in ahead:
             yield self._finish_copy(*item)
 
-    def _start_copy(self, batch: Any, stream: "torch.cuda.Stream | None") -> tuple[Any, Any, Any, Any]:
+    def _start_copy(self, batch: object, stream: "torch.cuda.Stream | None") -> tuple[Any, Any, Any, Any]:
         state = self._state_now()  # after this batch and before the next one is read
         if stream is None:
             return move_data_to_device(batch, self.device), None, None, state
@@ -135,7 +135,7 @@ class _Copies(TorchDispatchMode):
         self.made: list[Tensor] = []
 
     def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         made = _list_tensors_on(self.device.type, result)
@@ -198,7 +198,7 @@ class DevicePrefetch(Technique):
                     return None
         process = trainer.strategy.process_dataloader
 
-        def prefetch_loader(loader: Any) -> DevicePrefetcher:
+        def prefetch_loader(loader: object) -> DevicePrefetcher:
             inner: Any = process(loader)
             return prefetch_to_device(inner, device)
 

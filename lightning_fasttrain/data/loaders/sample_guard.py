@@ -100,7 +100,7 @@ class Sieve:
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
 
-    def __call__(self, samples: Any) -> Envelope:
+    def __call__(self, samples: object) -> Envelope:
         if isinstance(samples, BadSample):  # a loader with batch_size=None
             return Envelope(None, [samples])
         if not isinstance(samples, list):
@@ -186,10 +186,10 @@ class GuardedLoader(WrappedLoader):
     def __iter__(self) -> Iterator[Any]:
         return _Unpacked(self, iter(self.inner))
 
-    def _note_pass(self, batches: Any) -> None:
+    def _note_pass(self, batches: object) -> None:
         self._batches = weakref.ref(batches)
 
-    def _open(self, envelope: Any) -> Any:
+    def _open(self, envelope: object) -> Any:
         if not isinstance(envelope, Envelope):
             return envelope
         tally = self._tally
@@ -316,7 +316,7 @@ class SampleGuard(Technique):
         self._tally = tally = Tally(self.skip_bad_samples)
         loaders: list[GuardedLoader] = []
 
-        def wrap(loader: Any) -> GuardedLoader:
+        def wrap(loader: object) -> GuardedLoader:
             loaders.append(GuardedLoader(loader, tally))
             return loaders[-1]
 

@@ -35,7 +35,7 @@ class CountRule:
     name: str
     ignore_index: int = -100
 
-    def __call__(self, batch: Any) -> Tensor | int:
+    def __call__(self, batch: object) -> Tensor | int:
         if self.name == "sum":
             return 1
         if self.name == "samples":

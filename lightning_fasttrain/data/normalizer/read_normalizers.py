@@ -251,7 +251,7 @@ def _number_of_means(node: Any) -> int:
     return math.prod(sizes[signed(dim)] for dim in node._saved_dim or range(len(sizes)))
 
 
-def _without_graph(value: Any) -> Any:
+def _without_graph(value: object) -> Any:
     # Only for tensors with a graph: even detach() is an operation, which a user's dispatch mode would see.
     if isinstance(value, Tensor) and value.requires_grad:
         return value.detach()

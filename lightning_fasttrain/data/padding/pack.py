@@ -135,7 +135,7 @@ def _read_lengths(dataset: Any) -> Iterable[int]:
         yield len(_read(dataset[document], document)[0])
 
 
-def _read(sample: Any, document: int) -> tuple[Tensor, Tensor]:
+def _read(sample: object, document: int) -> tuple[Tensor, Tensor]:
     """Return the token ids of a document, and its labels."""
     ids = sample["input_ids"] if isinstance(sample, dict) else sample
     if not isinstance(ids, Tensor | list):

@@ -63,7 +63,7 @@ def check_padding_free(step: Callable[[Any], Any], batch: Any) -> float:
     return outcome.error
 
 
-def _try(stage: Stage, batch: Any) -> Outcome:
+def _try(stage: Stage, batch: object) -> Outcome:
     """Run a few rows of a batch with and without padding, and return the worst outcome of all ranks."""
     wrappers = [wrapper for model in stage.models for wrapper in wrappers_in(model, PackedForward)]
     acted = [wrapper.acts for wrapper in wrappers]
@@ -75,8 +75,8 @@ def _try(stage: Stage, batch: Any) -> Outcome:
     return mine.of_all_ranks()
 
 
-def _try_rows(stage: Stage, batch: Any, wrappers: Sequence[PackedForward]) -> Outcome:
-    def step(rows: Any) -> Any:
+def _try_rows(stage: Stage, batch: object, wrappers: Sequence[PackedForward]) -> Outcome:
+    def step(rows: object) -> Any:
         # It stays so until the next run, since a recomputation in the backward asks again.
         for wrapper in wrappers:
             wrapper.acts = rows is not sample.whole

@@ -86,7 +86,7 @@ def _fill(value: Tensor, place: int, start: int, size: int) -> Tensor:
     return filled
 
 
-def trim_batch(batch: Any, extents: Extents, rows: Sequence[Sequence[int]], multiple_of: int) -> TrimmedParts:
+def trim_batch(batch: object, extents: Extents, rows: Sequence[Sequence[int]], multiple_of: int) -> TrimmedParts:
     """Return one micro-batch for each group of rows, cut to what these rows need.
 
     Example:
@@ -107,14 +107,14 @@ def trim_batch(batch: Any, extents: Extents, rows: Sequence[Sequence[int]], mult
     return TrimmedParts(parts, list(map(list, rows)), spans, extents)
 
 
-def _take(batch: Any, extents: Extents, rows: list[int], places: Tensor, spans: Ends) -> Any:
+def _take(batch: object, extents: Extents, rows: list[int], places: Tensor, spans: Ends) -> Any:
     cuts: dict[str, list[tuple[int, list[int]]]] = {}
     for axis, span in zip(extents.padding.axes, spans, strict=True):
         for path, along in axis.members:
             for one in along:
                 cuts.setdefault(path, []).append((one, span))
 
-    def take(leaf: Any, path: str) -> Any:
+    def take(leaf: object, path: str) -> Any:
         if isinstance(leaf, Tensor) and leaf.ndim > 0:
             for axis, (start, stop) in cuts.get(path, ()):
                 leaf = leaf.narrow(axis, start, stop - start)

@@ -54,7 +54,7 @@ class Outcome:
 
 def find_trimming(
     stage: Stage,
-    batch: Any,
+    batch: object,
     split: LossSplit,
     candidates: list[Padding],
     most_rows: int,
@@ -125,7 +125,7 @@ def _agree(candidates: list[Padding]) -> list[Padding]:
 
 
 def _try_together(
-    stage: Stage, batch: Any, split: LossSplit, padding: Padding, most_rows: int, multiple_of: int
+    stage: Stage, batch: object, split: LossSplit, padding: Padding, most_rows: int, multiple_of: int
 ) -> Outcome:
     """Try on this rank's samples, and return the worst outcome of all ranks."""
     # Where forwards communicate, all ranks must run them, or none.
@@ -134,7 +134,7 @@ def _try_together(
     return _try(stage, batch, split, padding, most_rows, multiple_of).of_all_ranks()
 
 
-def _try(stage: Stage, batch: Any, split: LossSplit, padding: Padding, most_rows: int, multiple_of: int) -> Outcome:
+def _try(stage: Stage, batch: object, split: LossSplit, padding: Padding, most_rows: int, multiple_of: int) -> Outcome:
     extents = padding.read(batch)
     assert extents is not None
     outcome = Outcome("no row is short enough", is_known=False)
@@ -149,7 +149,7 @@ def _try(stage: Stage, batch: Any, split: LossSplit, padding: Padding, most_rows
 
 
 def _try_rows(
-    stage: Stage, batch: Any, split: LossSplit, extents: Extents, rows: list[int], multiple_of: int
+    stage: Stage, batch: object, split: LossSplit, extents: Extents, rows: list[int], multiple_of: int
 ) -> Outcome:
     outcome = Outcome("no row is short enough", is_known=False)
     # Models that need a multiple of some length are tried with that, all others with the exact lengths.
@@ -185,7 +185,7 @@ def _choose_rows(extents: Extents, most_rows: int, *, in_step: bool) -> list[lis
     return [[*chosen[start : start + each], longest] for start in range(0, len(chosen), each)]
 
 
-def _cut_sample(batch: Any, extents: Extents, rows: list[int], multiple: int) -> Sample:
+def _cut_sample(batch: object, extents: Extents, rows: list[int], multiple: int) -> Sample:
     """Return rows with their padding, and each of them without it."""
     trimmed = trim_batch(batch, extents, [[row] for row in rows], multiple)
     cutting: list[tuple[Any, Rows | None]] = []
@@ -217,7 +217,7 @@ def _error_of(split: LossSplit, trial: Trial) -> float:
     return trial.error(split.list_weights)
 
 
-def _name_module(outcome: Outcome, stage: Stage, batch: Any, extents: Extents, row: int) -> Outcome:
+def _name_module(outcome: Outcome, stage: Stage, batch: object, extents: Extents, row: int) -> Outcome:
     """Name the first module whose output for the same entries of a row depends on the padding beside them."""
     if not stage.gradients:
         return outcome  # ranks with sharded parameters must run the same number of forwards
@@ -237,7 +237,7 @@ def _name_module(outcome: Outcome, stage: Stage, batch: Any, extents: Extents, r
     return outcome
 
 
-def _list_outputs(stage: Stage, rows: Any) -> list[tuple[str, Tensor]]:
+def _list_outputs(stage: Stage, rows: object) -> list[tuple[str, Tensor]]:
     """Return the outputs of all innermost modules in a run of the step, in their order."""
     outputs: list[tuple[str, Tensor]] = []
     names: dict[nn.Module, str] = {}
@@ -246,7 +246,7 @@ def _list_outputs(stage: Stage, rows: Any) -> list[tuple[str, Tensor]]:
             if next(module.children(), None) is None:
                 names.setdefault(module, name)
 
-    def note(module: nn.Module, inputs: Any, output: Any) -> None:
+    def note(module: nn.Module, inputs: object, output: object) -> None:
         if isinstance(output, Tensor) and output.is_floating_point():
             outputs.append((names[module], output.detach().float()))
 
@@ -255,7 +255,7 @@ def _list_outputs(stage: Stage, rows: Any) -> list[tuple[str, Tensor]]:
     return outputs
 
 
-def _explain_labels(outcome: Outcome, batch: Any, extents: Extents, rows: Sequence[int]) -> Outcome:
+def _explain_labels(outcome: Outcome, batch: object, extents: Extents, rows: Sequence[int]) -> Outcome:
     """Name a sample whose labels count entries that are padding, where there is one."""
     path, labels = find_labels(batch)
     for place_of_axis, padded in enumerate(extents.padding.axes):

@@ -1,7 +1,6 @@
 """Find the trunk of a model: the submodules in which the samples of a batch do not depend on one another."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -29,7 +28,7 @@ _SINGLE_LAYERS = (
 _LEAST_SHARE = 0.5  # of the trained parameters; a few layers beside BatchNorm, for example, are not enough
 
 
-def name_trunk(stage: Stage, samples: Iterator[Sample], batch: Any, n: int, through: Through) -> Trunk:
+def name_trunk(stage: Stage, samples: Iterator[Sample], batch: object, n: int, through: Through) -> Trunk:
     """Return the trunk that a user named, after trying it where that is possible.
 
     Args:
@@ -80,7 +79,7 @@ def _select_trunk(models: Sequence[nn.Module], through: Through) -> Trunk:
     return Trunk(outermost)
 
 
-def find_trunk(stage: Stage, trial: Trial | None, batch: Any, n: int) -> Trunk | str:
+def find_trunk(stage: Stage, trial: Trial | None, batch: object, n: int) -> Trunk | str:
     """Return the largest submodules in which samples do not depend on one another, or why there are none.
 
     Modules whose inputs and outputs have the batch as their first axis are tried from the outermost to the innermost,
@@ -108,7 +107,7 @@ def find_trunk(stage: Stage, trial: Trial | None, batch: Any, n: int) -> Trunk |
     return "no submodule with batch-first inputs and outputs was found in which samples do not depend on one another"
 
 
-def _try_modules(stage: Stage, trial: Trial | None, batch: Any, n: int) -> TrunkTrial | None:
+def _try_modules(stage: Stage, trial: Trial | None, batch: object, n: int) -> TrunkTrial | None:
     """Prepare trials on a few samples, or on the whole batch where the step fails on these; None if neither works."""
     shows = trial is not None and bool(trial.splits)
     if not stage.gradients:

@@ -82,7 +82,7 @@ class MicroBatchedForward(RecomputedForward):
         self.shared: frozenset[str] = frozenset()
         self.fixed: frozenset[str] | None = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         if self.n == 1 or not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
         size = find_batch_size((args, kwargs), self.shared)
@@ -254,7 +254,7 @@ class NotJoined:
         raise AttributeError(explain(what, why, "Use through= to name a submodule that does not return it"))
 
 
-def find_batch_size(arguments: Any, shared: frozenset[str] = frozenset()) -> int:
+def find_batch_size(arguments: object, shared: frozenset[str] = frozenset()) -> int:
     """Return the most frequent first axis of the tensors in arguments, the first of equals; 1 without tensors."""
     found: dict[int, int] = {}
     for path, tensor in list_tensors(arguments, "input").items():
@@ -263,7 +263,7 @@ def find_batch_size(arguments: Any, shared: frozenset[str] = frozenset()) -> int
     return max(found, key=lambda size: found[size], default=1)
 
 
-def is_batched(leaf: Any, path: str, size: int, shared: frozenset[str]) -> bool:
+def is_batched(leaf: object, path: str, size: int, shared: frozenset[str]) -> bool:
     """Whether an argument has one row per sample."""
     return isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == size and path not in shared
 

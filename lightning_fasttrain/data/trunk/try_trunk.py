@@ -136,7 +136,7 @@ class TrunkTrial:
                     return False
         return True
 
-    def _tell_ranks(self, mine: Any) -> list[Any]:
+    def _tell_ranks(self, mine: object) -> list[Any]:
         """Return what all ranks found, where they run together."""
         if self.stage.gradients:
             return [mine]
@@ -180,7 +180,7 @@ def _recording_calls(modules: Iterable[nn.Module]) -> Iterator[_Calls]:
     """Record the calls of these modules."""
     calls: _Calls = {}
 
-    def note(module: nn.Module, inputs: Any, output: Any) -> None:
+    def note(module: nn.Module, inputs: object, output: object) -> None:
         outputs = list_tensors(output, "output")
         tensors = {**list_tensors(inputs, "input"), **outputs}
         values = {path: entries_of(tensor, tensor) for path, tensor in outputs.items() if not tensor.is_complex()}

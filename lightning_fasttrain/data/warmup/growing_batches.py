@@ -60,7 +60,7 @@ class GrowingBatches(KeepsGrowth, Technique):
 
         return undo
 
-    def _grow(self, trainer: L.Trainer, batch: Any) -> Any:
+    def _grow(self, trainer: L.Trainer, batch: object) -> Any:
         growth = self.growth
         if growth.until is None:  # not in attach: the run's length is known once loaders exist
             if growth.over.unit == "share":

@@ -52,7 +52,7 @@ def resize_images(batch: Any, scale: PositiveFloat, grid: PositiveInt = 1, *, ta
     if scale >= 1:
         return batch
 
-    def resize(leaf: Any, path: str) -> Any:
+    def resize(leaf: object, path: str) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         if _is_image(leaf):

@@ -55,7 +55,7 @@ def cut_sequences(batch: Any, length: PositiveInt) -> Any:
         # argmax returns the first maximum: the first token that is not padding, or 0 where all are.
         start = real.to(torch.uint8).argmax(dim=1).clamp(max=full - length)
 
-    def cut(leaf: Any, path: str) -> Any:
+    def cut(leaf: object, path: str) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         for axis in _axes_of_tokens(leaf, path, full):
@@ -77,7 +77,7 @@ def _axes_of_tokens(leaf: Tensor, path: str, full: int) -> list[int]:
     return list({1}.intersection(axes))
 
 
-def _find_real_tokens(batch: Any, full: int) -> Tensor | None:
+def _find_real_tokens(batch: object, full: int) -> Tensor | None:
     """Return (B, T), True for real tokens; None where no such mask exists."""
     for path, leaf in list_tensors(batch).items():
         if leaf.ndim == 2 and leaf.shape[1] == full and not leaf.is_floating_point():
@@ -96,7 +96,7 @@ def _window(leaf: Tensor, axis: int, start: Tensor, length: int) -> Tensor:
     return leaf.take_along_dim(places.view(shape), axis)
 
 
-def find_length(batch: Any) -> int:
+def find_length(batch: object) -> int:
     """Return the length of the sequences in a batch, by the rule of :func:`cut_sequences`."""
     for leaf in list_tensors(batch).values():
         if leaf.ndim > 1 and leaf.dtype in _IDS:

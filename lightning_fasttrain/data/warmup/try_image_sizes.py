@@ -23,14 +23,14 @@ from lightning_fasttrain.data.split_batch import pick_rows
 _POSITIONS = re.compile(r"position|(^|_)pos(_|$)", re.IGNORECASE)
 
 
-def sample_images(batch: Any) -> Any:
+def sample_images(batch: object) -> Any:
     """Return two samples of a batch, or the batch where it cannot be split; one image is too few for a BatchNorm."""
     if not can_be_cut(batch):
         return batch
     return pick_rows(batch, [0, batch_size(batch) - 1])
 
 
-def try_image_sizes(stage: Stage, sample: Any, sizes: Sequence[int], resize: Callable[[Any, int], Any]) -> None:
+def try_image_sizes(stage: Stage, sample: object, sizes: Sequence[int], resize: Callable[[Any, int], Any]) -> None:
     """Run the step on a few samples in each size, without a trace.
 
     Args:
@@ -61,14 +61,14 @@ def try_image_sizes(stage: Stage, sample: Any, sizes: Sequence[int], resize: Cal
                 raise ValueError(explain(f"images of {size} pixels", why, _way_out(stage.models))) from error
 
 
-def _run(stage: Stage, sample: Any, size: int) -> None:
+def _run(stage: Stage, sample: object, size: int) -> None:
     step = functools.partial(_check_positions, stage, size)
     # No gradients are needed beside those of the position embeddings.
     trying = replace(stage, step=step, gradients=False)
     run_again(trying, Trial(Sample(sample, 1, []), precision="as it is"))
 
 
-def _check_positions(stage: Stage, size: int, sample: Any) -> Any:
+def _check_positions(stage: Stage, size: int, sample: object) -> Any:
     """Run the step, and refuse position embeddings of which only the first are used."""
     output = stage.step(sample)
     if output is None:  # the step skips this batch

@@ -102,7 +102,7 @@ class DeterministicStep(TorchFunctionMode):
         self._rows, self._size, self._drawn = rows, size, 0
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         device = autocast_device()

@@ -15,7 +15,7 @@ from lightning_fasttrain.core.messages import explain
 _LIBRARIES = ("torch.", "lightning.")  # their functions are the same in every run
 
 
-def loss_of(output: Any) -> Tensor:
+def loss_of(output: object) -> Tensor:
     """Return the loss in a step's output: a tensor, or the ``loss`` of a mapping or object.
 
     Raises:

@@ -204,7 +204,7 @@ def run_again(stage: Stage, trial: Trial, micro_batch: int | None = None) -> Run
 def watching_calls(modules: Iterable[nn.Module], note: Callable[[nn.Module, Any, Any], None]) -> Iterator[None]:
     """Call ``note`` with each of these modules that returns in the context, its arguments and its output."""
 
-    def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def hook(module: nn.Module, args: object, kwargs: object, output: object) -> None:
         note(module, (args, kwargs), output)
 
     with ExitStack() as stack:
@@ -213,7 +213,7 @@ def watching_calls(modules: Iterable[nn.Module], note: Callable[[nn.Module, Any,
         yield
 
 
-def _run_once(stage: Stage, mode: DeterministicStep, batch: Any, rows: Rows | None, samples: int) -> Run:
+def _run_once(stage: Stage, mode: DeterministicStep, batch: object, rows: Rows | None, samples: int) -> Run:
     """Run the step on a batch, which holds these rows of the samples; all of them if None."""
     mode.begin(rows, samples)
     before = {name: (id(buffer), buffer._version) for name, buffer in _buffers(stage.models)}
@@ -252,7 +252,7 @@ class _NoLossError(Exception):
         self.output, self.reason = output, reason
 
 
-def _loss(output: Any) -> Tensor:
+def _loss(output: object) -> Tensor:
     try:
         return loss_of(output)
     except (TypeError, ValueError) as error:
@@ -291,7 +291,7 @@ def _collecting_logs(models: Sequence[nn.Module]) -> Iterator[dict[str, LoggedVa
     """Collect logged values instead of logging them, for comparison with those of the micro-batches."""
     logged: dict[str, LoggedValue] = {}
 
-    def collect(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+    def collect(name: str, value: object, *args: object, **kwargs: object) -> None:
         note_value(logged, name, value)
 
     with ExitStack() as stack:
@@ -301,7 +301,7 @@ def _collecting_logs(models: Sequence[nn.Module]) -> Iterator[dict[str, LoggedVa
         yield logged
 
 
-def note_value(logged: dict[str, LoggedValue], name: str, value: Any) -> None:
+def note_value(logged: dict[str, LoggedValue], name: str, value: object) -> None:
     """Record a scalar value; a Metric, which accumulates by itself, is skipped."""
     if isinstance(value, Tensor) and value.numel() == 1:
         divisor = own_divisor(value)
