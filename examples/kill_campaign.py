@@ -35,6 +35,7 @@ from lightning_fasttrain.core.machine import hardware, versions
 from lightning_fasttrain.strategy.zero._zero_engine import import_deepspeed
 
 FAULTS_OF_A_RUN = 10
+DISK = "fasttrain-kills"  # and the id of the campaign's process
 
 
 def launch(name, folder, faults, exact=True, background=False, patience_s=600):
@@ -44,20 +45,30 @@ def launch(name, folder, faults, exact=True, background=False, patience_s=600):
         port = free.getsockname()[1]
     processes = STRATEGIES[name][0]
     (folder / "said").write_text("")
-    started, children, before, seen = time.monotonic(), [], trained(folder), None
+    started, children, before = time.monotonic(), [], trained(folder)
     for rank in range(processes):
         child = os.fork()
         if child == 0:
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, signal.SIG_DFL)
             environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GROUP_RANK": "0"}
             environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_RUN_ID": "kills"}
             environment |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
             os.environ |= environment if processes > 1 else {}
             os._exit(end_of(lambda: train(name, folder, faults, exact, background, rank), folder / "said"))  # noqa: B023
         children.append(child)
-    killed_any_time = next((fault for fault in faults if fault.moment == "any time"), None)
     codes: dict[int, int] = {}
-    while len(codes) < processes:
-        if time.monotonic() - started > patience_s:
+    try:
+        return wait_for(children, codes, faults, folder, started + patience_s, before)
+    finally:  # the campaign itself may have been told to end
+        end_children(children, codes)
+
+
+def wait_for(children, codes, faults, folder, until, before):
+    """Fill in the exit codes of the children as they end, or are killed by a fault, by one another, or by the clock."""
+    killed_any_time, seen = next((fault for fault in faults if fault.moment == "any time"), None), None
+    while len(codes) < len(children):
+        if time.monotonic() > until:
             end_children(children, codes)
             return [codes[child] for child in children], f"hangs after {(folder / 'said').read_text()}"
         if killed_any_time and seen is None and trained(folder) > before:
@@ -153,8 +164,16 @@ def run_with_faults(name, folder, most, seed, kinds, exact=True, small_disk=Fals
 
 
 def mount_small_disk(folder):
-    command = ["mount", "-t", "tmpfs", "-o", "size=16m", "fasttrain-kills", str(folder)]
+    command = ["mount", "-t", "tmpfs", "-o", "size=16m", f"{DISK}-{os.getpid()}", str(folder)]
     return subprocess.run(command, check=False, capture_output=True).returncode == 0
+
+
+def unmount_left_disks():
+    """Unmount what a campaign has left that was killed with SIGKILL, and has no process any more."""
+    for line in Path("/proc/mounts").read_text().splitlines():
+        device, place = line.split()[:2]
+        if device.startswith(f"{DISK}-") and not Path(f"/proc/{device.removeprefix(f'{DISK}-')}").exists():
+            subprocess.run(["umount", "--lazy", place], check=False)
 
 
 def lost_saves(folder, saved_every):
@@ -198,6 +217,11 @@ def summarize(runs):
             }
         )
     return rows
+
+
+def end_as_by_control_c(number, frame):
+    """Let ``finally`` blocks unmount and the temporary folder be removed when the campaign itself is told to end."""
+    raise KeyboardInterrupt
 
 
 def campaign(options, folder):
@@ -252,6 +276,9 @@ def main():
     parser.add_argument("--file-limit", action="store_true", help="never mount a tmpfs for a full disk")
     parser.add_argument("--careless", action="store_true", help="the control: runs without ExactResume")
     options = parser.parse_args()
+    unmount_left_disks()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, end_as_by_control_c)
     with tempfile.TemporaryDirectory() as folder:
         runs = campaign(options, Path(folder))
     for row in summarize(runs):

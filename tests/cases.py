@@ -427,6 +427,7 @@ CASES = [
         effects.no_weight_is_larger,
         by_hand=by_hand.WeightClipping,
     ),
+    Case(lambda: ft.optim.WeightEMA(0.5), averages, effects.validation_has_averaged_weights),
     Case(
         lambda: ft.FusedClipping(),
         clips,

@@ -1,5 +1,6 @@
 """What every process of a test run needs, and no more: the one that only hands out tests imports no torch."""
 
+import gc
 import importlib
 import os
 
@@ -15,6 +16,7 @@ def pytest_configure(config):
     config.addinivalue_line("filterwarnings", f"ignore::{advice}")
     hands_out = getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput")
     if not hands_out:
+        gc.disable()  # until all is imported and collected
         config.pluginmanager.register(importlib.import_module("tests.support.fixtures"))
 
 

@@ -187,6 +187,7 @@ MISTAKES = {
     "ft.EveryBlok": ("'EveryBlok'", "lightning_fasttrain.model.EveryBlock"),
     "ft.FSDP2": ("'FSDP2'", "FSDP2Strategy"),
     # Trainer, mixin and Fabric.
+    "fit([ft.NamedOptimizer('adamw')])": ("callbacks=[NamedOptimizer(...)]", "configure_optimizers"),
     "fit([ft.MicroBatching])": ("callbacks=[MicroBatching]", "MicroBatching(...)"),
     "fit([ft.MicroBatching(2), ft.MicroBatching(4)])": ("MicroBatching is listed twice",),
     "fit([ft.MicroBatching(2), ft.OptimizerInBackward()])": ("MicroBatching", "OptimizerInBackward"),

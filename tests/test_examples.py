@@ -9,8 +9,13 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional as F
 
 from examples import superbpe, your_own_technique
+from lightning_fasttrain.bench import GPT, GPTConfig, batches, encode_text, read_text
+from tests.support.nets import largest_difference
 from tests.support.run_example import last_line, said_under_torchrun
 
 SMALLER_GPT = ("context=128, layers=4, heads=4, width=64", "context=128, layers=2, heads=4, width=32")
@@ -131,3 +136,23 @@ def test_min_snr_weights_change_the_training_of_a_diffusion_model(monkeypatch):
     plain, weighted = (min_snr.train(letters, alphas, weighted, 3, seed=0) for weighted in (False, True))
     assert len(plain) == len(weighted) == 3
     assert plain != weighted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_a_pipeline_of_two_processes_trains_as_one_process(schedule, tmp_path):
+    smaller = "context=32, layers=4, heads=2, width=16"
+    sizes = [("context=128, layers=4, heads=4, width=64", smaller), ("context=128, batch=16", "context=32, batch=8")]
+    arguments = "--schedule", schedule, "--steps", "3", "--out", str(tmp_path / "weights")
+    said = last_line("pipeline_fabric.py", *arguments, ranks=2, smaller=sizes)
+    torch.manual_seed(0)
+    net = GPT(GPTConfig(vocabulary=256, context=32, layers=4, heads=2, width=16))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    for inputs, targets in batches(encode_text(read_text(), tokens="bytes", vocabulary=256), 32, batch=8, steps=3):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(net(inputs).flatten(0, 1), targets.flatten())
+        loss.backward()
+        assert torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0) > 1.0
+        optimizer.step()
+    assert float(said.split()[1]) == pytest.approx(loss.item(), abs=1e-5)
+    assert largest_difference(net.state_dict(), load_file(tmp_path / "weights")) < 1e-5

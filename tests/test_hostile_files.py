@@ -371,7 +371,9 @@ def test_a_pickle_that_would_run_does_run_where_nobody_looks(tmp_path):
 
 
 @pytest.mark.parametrize("technique", [ft.AtomicCheckpoints, ft.ExactResume, lambda: ft.LoRA(rank=2, targets="0")])
-@pytest.mark.parametrize("address", ["http://127.0.0.1:9/a.ckpt", "https://127.0.0.1:9/a.ckpt", "memory://a.ckpt"])
+@pytest.mark.parametrize(
+    "address", ["http://127.0.0.1:9/a.ckpt", "https://127.0.0.1:9/a.ckpt", "zip://a.ckpt::http://127.0.0.1:9/a"]
+)
 def test_a_checkpoint_from_elsewhere_is_refused_before_it_is_fetched(technique, address):
     with pytest.raises(ValueError, match="files are read from this machine only. Download it first"):
         trainer(technique()).fit(Net(), rows(), ckpt_path=address)

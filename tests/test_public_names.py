@@ -90,16 +90,7 @@ def test_a_schedule_is_drawn_without_torch():
 
 
 def test_a_function_is_not_replaced_by_the_file_of_its_name():
-    code = """
-import lightning_fasttrain.predict.predict_memory
-import lightning_fasttrain as ft
-from lightning_fasttrain.predict import predict_memory
-assert callable(predict_memory) and predict_memory is ft.predict.predict_memory is ft.predict_memory
-assert ft.optim.schedule.__name__ == "lightning_fasttrain.optim.schedule"
-assert "TYPE_CHECKING" not in dir(ft.optim) and set(ft.optim.__all__) <= set(dir(ft.optim))
-"""
-    done = run_python("-c", code)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert said_after(OURS_FIRST)  # which begins with the file
 
 
 @pytest.mark.parametrize("name", ft.__all__)
@@ -126,7 +117,12 @@ def test_things_are_pickled_by_their_own_name():
 
 
 OURS_FIRST = """
+import lightning_fasttrain.predict.predict_memory
 import lightning_fasttrain as ft
+from lightning_fasttrain.predict import predict_memory
+assert callable(predict_memory) and predict_memory is ft.predict.predict_memory is ft.predict_memory
+assert ft.optim.schedule.__name__ == "lightning_fasttrain.optim.schedule"
+assert "TYPE_CHECKING" not in dir(ft.optim) and set(ft.optim.__all__) <= set(dir(ft.optim))
 assert "MicroBatching" not in vars(ft)
 from lightning_fasttrain import *
 assert MicroBatching is ft.MicroBatching is ft.data.MicroBatching and "__version__" not in ft.__all__

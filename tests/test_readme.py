@@ -342,3 +342,19 @@ def test_the_tables_of_small_examples_are_what_was_measured(table):
     written = RESULTS.split(f"<!-- {table} -->\n")[1].split(f"\n<!-- /{table} -->")[0].splitlines()[2:]
     rows = json.loads((ROOT / "examples" / "results" / f"{file}.json").read_text())["rows"]
     assert written == [f"| {' | '.join(cells_of(row))} |" for row in rows]
+
+
+SCALE = {
+    "scale memory": ("scale_memory", RESULTS),
+    "counts": ("scale_counts", (ROOT / "docs" / "scale.md").read_text()),
+}
+
+
+@pytest.mark.parametrize("table", SCALE)
+def test_the_tables_of_scale_are_what_was_measured(table, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    name, text = SCALE[table]
+    measured = json.loads((ROOT / "examples" / "results" / f"{name}_cpu.json").read_text())
+    written = text.split(f"<!-- {table} -->\n")[1].split(f"\n<!-- /{table} -->")[0].splitlines()
+    assert written == importlib.import_module(name).as_lines(measured["rows"])
+    assert measured.get("largest_error", 0) < 0.05

@@ -30,7 +30,7 @@ parser.add_argument("--steps", type=int, default=40)
 parser.add_argument("--save-every", type=int, default=5, help="steps from one checkpoint to the next")
 parser.add_argument("--hang-after", type=float, default=300, help="seconds without a sign of life that are a hang")
 parser.add_argument("--sharded", action="store_true", help="FSDP2 instead of DDP")
-parser.add_argument("--folder", default="checkpoints/elastic", help="where checkpoints go, seen by all nodes")
+parser.add_argument("--folder", default="checkpoints/elastic", help="checkpoints, seen by all nodes; s3://… too")
 
 
 class Text(torch.utils.data.Dataset):
@@ -81,7 +81,8 @@ def main(arguments=None, callbacks=(), layers=4, width=64):
     model = Net(GPTConfig(vocabulary=256, context=CONTEXT, layers=layers, heads=4, width=width))
     # The last step of the first epoch is not full.
     loader = DataLoader(Text(options.samples * options.steps * 2 // 3 + 1), batch_size=options.most, shuffle=True)
-    trainer.fit(model, loader, ckpt_path=ft.newest_checkpoint(options.folder))
+    newest = ft.run.newest_remote_checkpoint if "://" in options.folder else ft.newest_checkpoint
+    trainer.fit(model, loader, ckpt_path=newest(options.folder))
     if trainer.is_global_zero:
         loss = trainer.callback_metrics["loss"]
         print(f"loss {loss:.5f} after {trainer.global_step} steps, the last of them on {workers} workers", flush=True)

@@ -37,7 +37,7 @@ class PendingLosses:
         return _KeepAlive.apply(output, [loss])
 
     def take(self) -> list[Tensor]:
-        taken, self.losses = [_resolve(one) for one in self.losses], []
+        taken, self.losses = list(map(_resolve, self.losses)), []
         return [loss for loss in taken if loss is not None]
 
     def __deepcopy__(self, memo: object) -> "PendingLosses":
@@ -48,7 +48,9 @@ class PendingLosses:
 
 
 def _resolve(loss: Any) -> Tensor | None:
-    return loss if isinstance(loss, Tensor) else loss()
+    if isinstance(loss, Tensor):
+        return loss
+    return loss()
 
 
 class _KeepAlive(torch.autograd.Function):
@@ -84,7 +86,8 @@ def _take_all(model: nn.Module) -> list[Tensor]:
     losses: list[Tensor] = []
     for module in model.modules():
         holders: list[Any] = [*wrappers_on(module, ForwardWithLoss)]
-        holders += [module] if isinstance(module, ModuleWithLoss) else []
+        if isinstance(module, ModuleWithLoss):
+            holders.append(module)
         for holder in holders:
             losses += holder.pending.take()
     return losses
@@ -108,8 +111,12 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
     """
     losses = _take_all(model)
     if not losses:
-        return torch.zeros((), device=next((p.device for p in model.parameters()), None))
-    return torch.stack([loss.float().to(losses[0].device) for loss in losses]).sum()
+        return torch.zeros((), device=next(model.parameters(), torch.empty(0)).device)
+    return _sum_on(losses[0].device, losses)
+
+
+def _sum_on(device: torch.device, losses: list[Tensor]) -> Tensor:
+    return torch.stack([loss.float().to(device) for loss in losses]).sum()
 
 
 @check_arguments
@@ -136,7 +143,7 @@ def add_auxiliary_gradient(loss: Tensor, model: nn.Module) -> Tensor:
     losses = _take_all(model)
     if not losses:
         return loss
-    return _WithGradient.apply(loss, torch.stack([one.float().to(loss.device) for one in losses]).sum())
+    return _WithGradient.apply(loss, _sum_on(loss.device, losses))
 
 
 class _WithGradient(torch.autograd.Function):

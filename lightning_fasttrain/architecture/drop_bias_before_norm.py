@@ -1,6 +1,7 @@
 """Leave out biases that a BatchNorm right after the layer removes again."""
 
 import copy
+import operator
 from functools import partial
 from typing import Any, ClassVar
 
@@ -12,13 +13,13 @@ from torch.nn import functional as F
 from lightning_fasttrain.architecture.search.find_bias_before_norm import find_bias_before_norm
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.messages import explain, list_some, note_once
-from lightning_fasttrain.core.modules.select import Blocks, find_skipped, group_by_reason
+from lightning_fasttrain.core.modules.select import Blocks, as_list, find_skipped, group_by_reason
 from lightning_fasttrain.core.modules.wrapped_forward import (
     Undo,
     WrappedForward,
     count_wrapped,
+    list_wrapped,
     undo_all,
-    wrapper_on,
 )
 from lightning_fasttrain.technique import Exactness, Surgery, Technique
 
@@ -72,7 +73,7 @@ def drop_bias_before_norm_(model: nn.Module, *, skip: Blocks = ()) -> dict[str, 
     Source:
         Ioffe & Szegedy 2015, "Batch Normalization", https://arxiv.org/abs/1502.03167, section 3.2.
     """
-    already = [name for name, module in model.named_modules() if wrapper_on(module, BiasFreeForward)]
+    already = list_wrapped(model, BiasFreeForward)
     if already:
         return dict.fromkeys(already, _do_nothing)
     skipped = find_skipped(model, skip)
@@ -88,7 +89,8 @@ def drop_bias_before_norm_(model: nn.Module, *, skip: Blocks = ()) -> dict[str, 
     if not undos:
         reasons = [f"{list_some(names)} ({reason})" for reason, names in group_by_reason(left).items()]
         why = "no output of a layer with a bias goes to a BatchNorm alone"
-        why += f"; left out are {', '.join(reasons)}" if reasons else ""
+        if reasons:
+            why += f"; left out are {', '.join(reasons)}"
         raise ValueError(explain(f"drop_bias_before_norm_({type(model).__name__})", why, "Remove it"))
     for reason, names in group_by_reason(left).items():
         note_once(f"drop_bias_before_norm_: left out {list_some(names)}: {reason}")
@@ -104,9 +106,9 @@ def _drop_(model: nn.Module, name: str, norm: str) -> Undo:
     _move_bias_(layer, model.get_submodule(norm))
     # The innermost module that holds both, so that both have been read when its hook is called.
     shared = ".".join(_common(name.split(".")[:-1], norm.split(".")[:-1]))
-    inside = len(shared) + 1 if shared else 0
-    holder = model.get_submodule(shared)
-    hook = holder.register_load_state_dict_post_hook(partial(_after_load, name[inside:], norm[inside:]))
+    inside = f"{shared}."
+    after_load = partial(_after_load, name.removeprefix(inside), norm.removeprefix(inside))
+    hook = model.get_submodule(shared).register_load_state_dict_post_hook(after_load)
     trains, bias = layer.bias.requires_grad, layer.bias
 
     def train_again() -> None:
@@ -118,7 +120,7 @@ def _drop_(model: nn.Module, name: str, norm: str) -> Undo:
 
 
 def _common(one: list[str], other: list[str]) -> list[str]:
-    same = [a == b for a, b in zip(one, other, strict=False)] + [False]
+    same = [*map(operator.eq, one, other), False]
     return one[: same.index(False)]
 
 
@@ -155,8 +157,8 @@ def _changes_output(layer: Any, norm: Any) -> bool:
             if stages:
                 _move_bias_(copied, stage)
             stages.append((_normalize(stage, copied(x), training=True), _normalize(stage, copied(x), training=False)))
-    pairs = zip(*stages, strict=True)
-    return any(not torch.allclose(one, other, rtol=1e-6, atol=1e-8) for one, other in pairs)
+    is_close = partial(torch.allclose, rtol=1e-6, atol=1e-8)
+    return not all(map(is_close, *stages))
 
 
 def _normalize(norm: Any, x: Tensor, training: bool) -> Tensor:
@@ -202,11 +204,11 @@ class DropBiasBeforeNorm(Technique):
     predicted: ClassVar[bool] = True
 
     def __init__(self, *, skip: Blocks = ()) -> None:
-        self.skip: Blocks = skip if isinstance(skip, str | type) else tuple(skip)  # YAML gives a list
+        self.skip: Blocks = tuple(as_list(skip))
 
     def apply(self, model: nn.Module) -> Undo:
         return undo_all(drop_bias_before_norm_(model, skip=self.skip).values())
 
     def took_hold(self, model: nn.Module) -> str:
         layers = count_wrapped(model, BiasFreeForward, "layer")
-        return f"{layers} without their bias" if layers else ""
+        return layers and f"{layers} without their bias"

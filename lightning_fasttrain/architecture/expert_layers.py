@@ -144,7 +144,9 @@ class ExpertLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         router = self._shared[0]
-        return self._combine(x, router) if self.role == "last" else self._spread(x, router)
+        if self.role == "last":
+            return self._combine(x, router)
+        return self._spread(x, router)
 
     def _spread(self, x: Tensor, router: ExpertRouter) -> Tensor:
         routing, loss = router.route(x)
@@ -204,8 +206,8 @@ def multiply_groups(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
         >>> multiply_groups(rows, matrices, torch.tensor([1, 3], dtype=torch.int32))[:, 0]
         tensor([1., 5., 5.])
     """
-    sizes = rows.shape[1] * rows.element_size(), matrices.shape[2] * rows.element_size()
-    if any(size % _ALIGNED for size in sizes):
+    element = rows.element_size()
+    if rows.shape[1] * element % _ALIGNED or matrices.shape[2] * element % _ALIGNED:
         return _multiply_one_by_one(rows, matrices, ends)
     if rows.dtype == torch.bfloat16:
         return _multiply_grouped(rows, matrices, ends)
@@ -220,8 +222,8 @@ def _multiply_grouped(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 @_uncompiled
 def _multiply_one_by_one(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
-    products = [group @ matrix for group, matrix in zip(rows.split(counts), matrices, strict=True)]
-    return torch.cat(products)
+    products = map(torch.matmul, rows.split(counts), matrices)
+    return torch.cat(list(products))
 
 
 class _DenseGradient(torch.autograd.Function):

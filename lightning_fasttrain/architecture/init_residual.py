@@ -81,11 +81,13 @@ def init_residual_(
     found = choose_blocks(model, blocks, skip)
     if recipe == "t_fixup":
         return _init_t_fixup_(model, found)
+    find = {"zero_gamma": find_last_norm}.get(recipe, find_projections)
     layers: dict[str, nn.Module] = {}
     for name, block in found.items():
-        inside = find_last_norm(block) if recipe == "zero_gamma" else find_projections(block)
+        inside = find(block)
         _refuse_none(name, block, inside, recipe)
-        layers |= {f"{name}.{place}".strip("."): layer for place, layer in inside.items()}
+        for place, layer in inside.items():
+            layers[f"{name}.{place}".strip(".")] = layer
     changed: dict[str, float] = {}
     for name, layer in layers.items():
         changed |= _init_(name, layer, recipe, std / math.sqrt(len(layers)))
@@ -107,12 +109,12 @@ def _init_(name: str, layer: nn.Module, recipe: Recipe, std: float) -> dict[str,
 
 def _init_t_fixup_(model: nn.Module, found: dict[str, nn.Module]) -> dict[str, float]:
     decoders = [name for name, block in found.items() if has_cross_attention(block)]
-    others = [name for name in found if name not in decoders]
     changed: dict[str, float] = {}
     for name, block in found.items():
         _refuse_none(name, block, find_attentions(block), "t_fixup")
         _refuse_none(name, block, find_mlps(block), "t_fixup")
-        factor = (9 * len(decoders)) ** -0.25 if name in decoders else 0.67 * len(others) ** -0.25
+        others = len(found) - len(decoders)
+        factor = (9 * len(decoders)) ** -0.25 if name in decoders else 0.67 * others**-0.25
         changed |= _init_transformer_block_(name, block, factor)
     if decoders:
         factor = (9 * len(decoders)) ** -0.25
@@ -144,9 +146,11 @@ def _init_transformer_block_(name: str, block: nn.Module, factor: float) -> dict
             layer = block.get_submodule(place)
             _draw_(layer)
             scaled[f"{place}.weight"] = layer.get_parameter("weight")
-    for weight in scaled.values():
+    factors: dict[str, float] = {}
+    for place, weight in scaled.items():
         weight.mul_(factor)
-    return {f"{name}.{place}".strip("."): factor for place in scaled}
+        factors[f"{name}.{place}".strip(".")] = factor
+    return factors
 
 
 def _draw_(layer: nn.Module) -> None:

@@ -27,9 +27,10 @@ from lightning_fasttrain.core.host.late_parameters import notices_late_parameter
 from lightning_fasttrain.core.messages import explain, note_once
 from lightning_fasttrain.core.modules.blocks import Blocks
 from lightning_fasttrain.core.modules.key_value_cache import disable_cache_
-from lightning_fasttrain.core.modules.wrapped_forward import Undo, count_wrapped, why_none_ran, wrapper_on
+from lightning_fasttrain.core.modules.select import as_list
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, count_wrapped, list_wrapped, why_none_ran
 from lightning_fasttrain.technique import Capability, Conflict, Exactness, Surgery, Technique
-from lightning_fasttrain.technique.facts import NO_BLOCKS, Facts
+from lightning_fasttrain.technique.facts import Facts, why_no_blocks
 from lightning_fasttrain.technique.predicted_step import PredictedStep
 from lightning_fasttrain.technique.weight_averages import conflict_with_early_averages, refuse_average_before
 
@@ -163,7 +164,7 @@ def mixture_of_depths_(
         Raposo et al. 2024, "Mixture-of-Depths", https://arxiv.org/abs/2404.02258: equation 1, and the second method of
         section 3.5. The router starts at a standard deviation of 0.02, which the paper does not state.
     """
-    already = [name for name, module in model.named_modules() if wrapper_on(module, RoutedForward)]
+    already = list_wrapped(model, RoutedForward)
     if already:
         return already
     found = choose_blocks(model, blocks, skip)
@@ -187,7 +188,7 @@ def _refuse_sequential(name: str, block: nn.Module) -> None:
 
 
 def _add_router_(block: nn.Module, sampling: Sampling) -> None:
-    like = next(parameter for parameter in block.parameters() if parameter.is_floating_point())
+    like = next(filter(torch.is_floating_point, block.parameters()))
     width = _width_of(block)
     made = {"device": like.device, "dtype": like.dtype}
     router = nn.Linear(width, 1, bias=False, **made)
@@ -254,7 +255,7 @@ class MixtureOfDepths(Technique):
     ) -> None:
         self.capacity, self.every, self.blocks = capacity, every, blocks
         self.sampling: Sampling = sampling
-        self.skip: Blocks = skip if isinstance(skip, str | type) else tuple(skip)  # YAML gives a list
+        self.skip: Blocks = tuple(as_list(skip))
 
     @classmethod
     def conflicts(cls) -> tuple[Conflict, ...]:
@@ -268,7 +269,7 @@ class MixtureOfDepths(Technique):
 
     @classmethod
     def why_not(cls, facts: Facts) -> str | None:
-        return NO_BLOCKS if facts.blocks == 0 else None
+        return why_no_blocks(facts)
 
     def predict(self, step: PredictedStep) -> "MixtureOfDepths":
         return self
@@ -286,7 +287,7 @@ class MixtureOfDepths(Technique):
 
     def took_hold(self, model: nn.Module) -> str:
         blocks = count_wrapped(model, RoutedForward)
-        return f"{blocks} compute {self.capacity:.1%} of the tokens" if blocks else ""
+        return blocks and f"{blocks} compute {self.capacity:.1%} of the tokens"
 
     def why_idle(self, model: nn.Module) -> tuple[str, str] | None:
         return why_none_ran(model, RoutedForward)

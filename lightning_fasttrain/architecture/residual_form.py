@@ -30,7 +30,9 @@ class ResidualForm:
 
     def skip(self, x: Tensor) -> Any:
         """Return what the block would return if it had no update; further outputs are None."""
-        return x if self.empty is None else replace_output(self.empty, x)
+        if self.empty is None:
+            return x
+        return replace_output(self.empty, x)
 
     def combine(self, x: Tensor, output: Tensor, factor: Tensor | float) -> Tensor:
         """Return the output that the block would have if its update were multiplied by ``factor``.
@@ -39,7 +41,9 @@ class ResidualForm:
         least 1, and for a factor of 0 the output is x.
         """
         mixed = x + factor * (output - x)
-        return F.relu(mixed) if self.rectified else mixed
+        if self.rectified:
+            return F.relu(mixed)
+        return mixed
 
 
 def find_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, Tensor]:
@@ -81,9 +85,13 @@ def replace_output(output: object, hidden: Tensor) -> Any:
     if isinstance(output, Tensor):
         return hidden
     assert isinstance(output, tuple | list)
-    entries = [hidden, *output[1:]]
-    # A namedtuple takes its entries one by one.
-    return type(output)(*entries) if hasattr(output, "_fields") else type(output)(entries)
+    return _with_entries(output, [hidden, *output[1:]])
+
+
+def _with_entries(output: Any, entries: list[Any]) -> Any:
+    if hasattr(output, "_fields"):  # a namedtuple takes its entries one by one
+        return type(output)(*entries)
+    return type(output)(entries)
 
 
 def find_residual_form(
@@ -122,7 +130,8 @@ def _try(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Re
     with RecomputedForward(module).leaving_no_trace(), torch.enable_grad(), saves_nothing:
         probe = x.detach().clone().requires_grad_()
         args, kwargs = replace_hidden(args, kwargs, place, probe)
-        returned = _plain_forward(module)(*map(_uncached, args), **_uncached_values(kwargs))
+        named = dict(zip(kwargs, map(_uncached, kwargs.values()), strict=True))
+        returned = _plain_forward(module)(*map(_uncached, args), **named)
         output = first_output(returned)
     if output.shape != x.shape:
         raise _NotResidual(f"its output has shape {tuple(output.shape)} for an input of shape {tuple(x.shape)}")
@@ -139,8 +148,7 @@ def _try(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Re
 def _emptied(output: Any) -> Any:
     if isinstance(output, Tensor):
         return None
-    entries = [None] * len(output)
-    return type(output)(*entries) if hasattr(output, "_fields") else type(output)(entries)
+    return _with_entries(output, [None] * len(output))
 
 
 def _plain_forward(module: nn.Module) -> Any:
@@ -153,11 +161,9 @@ def _plain_forward(module: nn.Module) -> Any:
 
 def _uncached(argument: Any) -> Any:
     """Leave out a key-value cache, which the trial would fill."""
-    return None if hasattr(argument, "get_seq_length") else argument
-
-
-def _uncached_values(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {name: _uncached(value) for name, value in kwargs.items()}
+    if hasattr(argument, "get_seq_length"):
+        return None
+    return argument
 
 
 def _adds(node: Any, probe: Tensor) -> bool:

@@ -18,6 +18,7 @@ from lightning_fasttrain.architecture.search.chosen_blocks import choose_blocks
 from lightning_fasttrain.core.checks import PositiveShare, check_arguments
 from lightning_fasttrain.core.modules.blocks import Blocks
 from lightning_fasttrain.core.modules.key_value_cache import disable_cache_
+from lightning_fasttrain.core.modules.select import as_list
 from lightning_fasttrain.core.modules.wrapped_forward import (
     Undo,
     WrappedForward,
@@ -27,7 +28,7 @@ from lightning_fasttrain.core.modules.wrapped_forward import (
     wrapper_on,
 )
 from lightning_fasttrain.technique import Capability, Conflict, Exactness, Surgery, Technique
-from lightning_fasttrain.technique.facts import NO_BLOCKS, Facts
+from lightning_fasttrain.technique.facts import Facts, why_no_blocks
 from lightning_fasttrain.technique.predicted_step import PredictedStep
 
 Mode = Literal["batch", "row"]
@@ -59,7 +60,9 @@ class StochasticForward(WrappedForward):
         if self.mode == "batch" and not compiling:
             return self._skip_or_run(x, args, kwargs)
         # Compiled code has no branches, so a block inside of it is computed and multiplied by zero.
-        size = [x.shape[0] if self.mode == "row" else 1] + [1] * (x.ndim - 1)
+        size = [1] * x.ndim
+        if self.mode == "row":
+            size[0] = x.shape[0]
         survival = 1.0 - self.drop_rate
         factor = torch.empty(size, dtype=x.dtype, device=x.device).bernoulli_(survival)
         if survival > 0:
@@ -93,7 +96,7 @@ class SkippedBlock(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        return gradient, *[torch.zeros_like(parameter) for parameter in ctx.parameters]
+        return gradient, *map(torch.zeros_like, ctx.parameters)
 
 
 @check_arguments
@@ -195,7 +198,7 @@ class StochasticDepth(Technique):
     ) -> None:
         self.rate, self.blocks = rate, blocks
         self.mode: Mode = mode
-        self.skip: Blocks = skip if isinstance(skip, str | type) else tuple(skip)  # YAML gives a list
+        self.skip: Blocks = tuple(as_list(skip))
 
     @classmethod
     def conflicts(cls) -> tuple[Conflict, ...]:
@@ -211,7 +214,7 @@ class StochasticDepth(Technique):
 
     @classmethod
     def why_not(cls, facts: Facts) -> str | None:
-        return NO_BLOCKS if facts.blocks == 0 else None
+        return why_no_blocks(facts)
 
     def predict(self, step: PredictedStep) -> None:
         step.leave_out(self, "a step in which no block is skipped takes the most memory, so this is an upper bound")
@@ -222,8 +225,8 @@ class StochasticDepth(Technique):
 
     def took_hold(self, model: nn.Module) -> str:
         blocks = count_wrapped(model, StochasticForward)
-        drawn = "sample" if self.mode == "row" else "batch"
-        return f"{blocks} skipped at random for each {drawn}, the last one in {self.rate:.0%}" if blocks else ""
+        drawn = {"row": "sample", "batch": "batch"}[self.mode]
+        return blocks and f"{blocks} skipped at random for each {drawn}, the last one in {self.rate:.0%}"
 
     def why_idle(self, model: nn.Module) -> tuple[str, str] | None:
         return why_none_ran(model, StochasticForward)

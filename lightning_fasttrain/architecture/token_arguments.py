@@ -1,6 +1,7 @@
 """Take the chosen tokens of a block's arguments: hidden states, masks, positions."""
 
 import inspect
+import re
 from typing import Any
 
 from torch import Tensor, nn
@@ -8,7 +9,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_fasttrain.core.messages import explain
 
-_OTHER_SEQUENCE = ("encoder", "memory", "cross", "context")  # in names of arguments that are of another sequence
+_OTHER_SEQUENCE = re.compile("encoder|memory|cross|context")  # in names of arguments that are of another sequence
 
 
 def gather_tokens(tensor: Tensor, index: Tensor, axis: int = 1) -> Tensor:
@@ -41,16 +42,15 @@ def take_tokens(
     Raises:
         ValueError: an argument has tokens, but no batch axis, so each sample cannot have its own; a key-value cache.
     """
-    names = list(inspect.signature(type(module).forward).parameters)[1:]
+    names = dict(enumerate(list(inspect.signature(type(module).forward).parameters)[1:]))
     taken = []
     for place, value in enumerate(args):
-        name = names[place] if place < len(names) else ""
-        taken.append(_take(name or f"argument {place}", value, index, length))
+        taken.append(_take(names.get(place, f"argument {place}"), value, index, length))
     return tuple(taken), {name: _take(name, value, index, length) for name, value in kwargs.items()}
 
 
 def _take(name: str, value: Any, index: Tensor, length: int) -> Any:
-    if any(word in name for word in _OTHER_SEQUENCE):
+    if _OTHER_SEQUENCE.search(name):
         return value
     if hasattr(value, "get_seq_length") or type(value).__name__ == "BlockMask":
         why = f"a {type(value).__name__} holds all tokens, of which a routed block gets a part"

@@ -15,10 +15,10 @@ from lightning_fasttrain.core.host.late_parameters import notices_late_parameter
 from lightning_fasttrain.core.messages import explain, list_some, number_of
 from lightning_fasttrain.core.modules.blocks import Blocks
 from lightning_fasttrain.core.modules.layer_kinds import CONV1D, is_a
-from lightning_fasttrain.core.modules.select import find_skipped
+from lightning_fasttrain.core.modules.select import as_list, find_skipped
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.technique import Capability, Conflict, Exactness, Surgery, Technique
-from lightning_fasttrain.technique.facts import NO_BLOCKS, Facts
+from lightning_fasttrain.technique.facts import Facts, why_no_blocks
 from lightning_fasttrain.technique.predicted_step import PredictedStep
 from lightning_fasttrain.technique.weight_averages import conflict_with_early_averages, refuse_average_before
 
@@ -109,7 +109,7 @@ def _find(model: nn.Module, every: int, blocks: Blocks | None, skip: Blocks) -> 
         if name not in skipped:
             found += [(name, mlp) for mlp in find_mlps(block) if f"{name}.{mlp.last}" not in skipped]
     if not found:
-        looked = list_some([f"'{name}'" for name, _ in chosen]) or f"every={every}"
+        looked = list_some(list(map(repr, dict(chosen)))) or f"every={every}"
         why = "no linear layer that widens the hidden states is followed by one that narrows them again"
         raise ValueError(explain(f"upcycle_ in the blocks {looked}", why, "Name other blocks with blocks=, or every=1"))
     return found
@@ -133,10 +133,10 @@ def _replace_(model: nn.Module, block: str, mlp: Mlp, settings: tuple[int, int, 
     weight = model.get_submodule(names[0]).get_parameter("weight")
     made = {"device": weight.device, "dtype": weight.dtype}
     router = ExpertRouter(mlp.width, experts, top_k, balance, z_loss, **made)
-    roles: list[Role] = ["first", "last"] if len(names) == 2 else ["first", "inner", "last"]
+    roles: dict[int, Role] = {0: "first", len(names) - 1: "last"}
     for place, name in enumerate(names):
         dense = model.get_submodule(name)
-        model.set_submodule(name, ExpertLinear(dense, is_a(dense, CONV1D), router, roles[place]))
+        model.set_submodule(name, ExpertLinear(dense, is_a(dense, CONV1D), router, roles.get(place, "inner")))
     return names
 
 
@@ -160,14 +160,15 @@ def load_dense_(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     if not layers:
         raise ValueError(explain(f"{type(model).__name__} has no experts", "none were added", "Call upcycle_ first"))
     own = model.state_dict()
-    routers = {name: value for name, value in own.items() if name.endswith(".router.weight")}
-    loaded = dict(state)
+    # A dense model has no routers, so they keep their weights.
+    loaded = {name: value for name, value in own.items() if name.endswith(".router.weight")}
+    loaded.update(state)
     for name, module in layers.items():
         for key in ("weight", "bias"):
             place = f"{name}.{key}"
             if place in loaded and module._parameters[key] is not None:
                 loaded[place] = loaded[place].expand_as(own[place])
-    model.load_state_dict({**loaded, **{name: value for name, value in routers.items() if name not in loaded}})
+    model.load_state_dict(loaded)
 
 
 class Upcycling(Technique):
@@ -213,7 +214,7 @@ class Upcycling(Technique):
     ) -> None:
         self.experts, self.top_k, self.every, self.balance, self.z_loss = experts, top_k, every, balance, z_loss
         self.blocks = blocks
-        self.skip: Blocks = skip if isinstance(skip, str | type) else tuple(skip)  # YAML gives a list
+        self.skip: Blocks = tuple(as_list(skip))
 
     @classmethod
     def conflicts(cls) -> tuple[Conflict, ...]:
@@ -227,7 +228,7 @@ class Upcycling(Technique):
 
     @classmethod
     def why_not(cls, facts: Facts) -> str | None:
-        return NO_BLOCKS if facts.blocks == 0 else None
+        return why_no_blocks(facts)
 
     def predict(self, step: PredictedStep) -> None:
         step.leave_out(self, "which expert computes a token is not known before, so this is a lower bound")

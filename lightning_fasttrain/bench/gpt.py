@@ -153,8 +153,9 @@ class GPT(nn.Module):
     def _draw_weights(self) -> None:
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
-                branch_end = name.endswith(("attention.out.weight", "down.weight"))
-                std = 0.02 / math.sqrt(2 * self.config.layers) if branch_end else 0.02
+                std = 0.02
+                if name.endswith(("attention.out.weight", "down.weight")):  # the end of a branch
+                    std /= math.sqrt(2 * self.config.layers)
                 nn.init.normal_(parameter, std=std)
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)

@@ -64,7 +64,7 @@ class Diagnosis(Report):
             f"{name} {format_ms(ms)}" for name, ms in self.phase_ms.items() if ms >= LEAST_SHARE * self.step_ms
         )
         title = f"fasttrain doctor: {format_ms(self.step_ms)} ms/step on {self.device} ({phases} ms)"
-        table = titled_table(escape(title), [escape(note) for note in (*self._summary(), *self.notes)])
+        table = titled_table(escape(title), map(escape, (*self._summary(), *self.notes)))
         for column in ("cost", "where", "what was found", "cure"):
             table.add_column(column, overflow="fold")
         for finding in self.findings:
@@ -99,8 +99,10 @@ def rank(findings: Iterable[Finding], step_ms: float) -> tuple[tuple[Finding, ..
     minor: list[Finding] = []
     for finding in findings:
         costs_time = finding.cost is not None and finding.cost.unit == "ms"
-        is_minor = costs_time and finding.share_of(step_ms) < LEAST_SHARE
-        (minor if is_minor else shown).append(finding)
+        if costs_time and finding.share_of(step_ms) < LEAST_SHARE:
+            minor.append(finding)
+        else:
+            shown.append(finding)
     shown.sort(key=lambda finding: _order(finding, step_ms))
     minor.sort(key=lambda finding: _order(finding, step_ms))
     return tuple(shown), tuple(minor)

@@ -80,7 +80,7 @@ class Doctor(L.Callback):
             self._watch.sampler.start()
 
     def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
     ) -> None:
         """Hook: the first one after the end of a step, which is when the next batch is requested."""
         if self._watch is not None and self._watch.has_ended:

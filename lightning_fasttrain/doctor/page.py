@@ -93,7 +93,8 @@ def _article(finding: Finding, step_ms: float) -> Iterator[str]:
     kind = "accuracy" if finding.cost is None else "cost"
     yield f"<article class={kind}><div class=cost>{escape(describe_cost(finding, step_ms))}</div>"
     yield f"<div>{escape(finding.what)}.</div>"
-    yield from (f"<div class=faint>{escape(detail)}.</div>" for detail in finding.details)
+    for detail in finding.details:
+        yield f"<div class=faint>{escape(detail)}.</div>"
     if finding.line is not None:
         yield f"<div class=faint>{escape(str(finding.line))}</div>{_excerpt(finding)}"
     yield f"<div>Cure: <code>{escape(finding.cure)}</code> <span class=faint>({escape(finding.exactness)})</span></div>"

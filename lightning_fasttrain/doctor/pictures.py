@@ -84,7 +84,9 @@ def draw_memory(record: MemoryRecord | None) -> Iterator[str]:
     yield "</svg><table><tr><th>category<th>at the peak<th><th>largest holder"
     for category, nbytes in record.at_peak.items():
         holders = record.holders(category)
-        largest = f"<code>{escape(holders[0].name)}</code> {format_bytes(holders[0].nbytes)}" if holders else ""
+        largest = ""
+        if holders:
+            largest = f"<code>{escape(holders[0].name)}</code> {format_bytes(holders[0].nbytes)}"
         key = f'<i class=key style="background:{COLOURS[category]}"></i>{category}'
         yield f"<tr><td>{key}<td>{format_bytes(nbytes)}<td>{nbytes / record.peak_bytes:.0%}<td>{largest}"
     yield "</table>"

@@ -19,8 +19,8 @@ from lightning_fasttrain.core.batch import count_batch, loss_in
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.messages import Report, titled_table
 from lightning_fasttrain.core.modules.parameters import count_elements
-from lightning_fasttrain.predict.data_dependent_values import AssumedNumbers
 from lightning_fasttrain.predict.fake_model import Factory, fake_batch, fake_model
+from lightning_fasttrain.predict.operators.data_dependent_values import AssumedNumbers
 from lightning_fasttrain.predict.predict_memory import Loss, explaining_errors, forward_of
 from lightning_fasttrain.technique import Surgery, Technique
 from lightning_fasttrain.technique.predicted_step import PredictedStep

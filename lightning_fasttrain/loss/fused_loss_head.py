@@ -8,11 +8,13 @@ from typing import Any, ClassVar
 import lightning as L
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_fasttrain.core.checks import NonNegativeFloat, PositiveInt, check_arguments, one_of
 from lightning_fasttrain.core.messages import explain, list_some, note_once, warn
 from lightning_fasttrain.core.modules.heads import find_heads, outside_blocks
+from lightning_fasttrain.core.modules.split_vocabulary import SplitHead, on_all_ranks
 from lightning_fasttrain.core.modules.wrapped_forward import (
     Undo,
     WrappedForward,
@@ -48,7 +50,8 @@ def fuse_loss_head_(
     ignored labels, class weights, label smoothing, soft-capped logits, shifts and normalizers. For N tokens and V
     classes this saves the N·V logits, their float32 copy and their gradient. Where gradients are off, as in validation
     and generation, logits are computed as usual. DDP searches a model's output for tensors if
-    ``find_unused_parameters`` is set; then the model must return the loss itself, as in a Trainer.
+    ``find_unused_parameters`` is set; then the model must return the loss itself, as in a Trainer. In a tensor group of
+    :class:`~lightning_fasttrain.FSDP2Strategy`, the classes of a head that is named are split over the ranks.
 
     Without ``head``, models with ``get_output_embeddings()``, such as Hugging Face's, define their own. In all others
     the first training loss identifies it: in the first forward and backward the linear layers outside of the repeated
@@ -153,12 +156,17 @@ class FusedHead(WrappedForward):
         """Whether it returns deferred logits, or will from its next call on."""
         return self.search is None or self.evidence.is_head
 
+    @property
+    def is_split(self) -> bool:
+        """Whether the vocabulary is split over a group of ranks."""
+        return wrapper_on(self.module, SplitHead)
+
     def __call__(self, input: Tensor, then: Callable[[Tensor], Tensor] | None = None) -> Tensor | DeferredLogits:
         if then is not None:
             return then(input)
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # unsupported by the compiler
             return self.inner(input)
-        if is_traceable_wrapper_subclass(self.module.weight):
+        if is_traceable_wrapper_subclass(self.module.weight) and not self.is_split:
             note_once("FusedLossHead: a head with a quantized or tensor-parallel weight computes its logits")
             return self.inner(input)
         if self.search is not None and not self.evidence.is_head:
@@ -187,10 +195,13 @@ class FusedHead(WrappedForward):
         bias: Tensor | None = None,
         **how: object,
     ) -> Tensor:
-        added = bias
+        bias_of_model = bias
 
         def loss(hidden: Tensor) -> Tensor:
-            weight, bias = self.module.weight, self.module.bias
+            weight, bias, added = self.module.weight, self.module.bias, bias_of_model
+            if isinstance(weight, DTensor):
+                hidden = on_all_ranks(hidden, weight.device_mesh)
+                added = None if added is None else on_all_ranks(added, weight.device_mesh)
             if factor != 1:
                 hidden, bias = hidden * factor, scale_bias(bias, factor)
             if added is not None:
@@ -204,7 +215,7 @@ class FusedHead(WrappedForward):
 
     def _compiled_loss(self, *tensors: Tensor, **options: object) -> Tensor:
         """Compute the loss with compiled code between its products; if that fails once, without it from then on."""
-        if self.failure is not None or options["backend"] not in ("auto", "chunked"):
+        if self.failure is not None or self.is_split or options["backend"] not in ("auto", "chunked"):
             return linear_cross_entropy(*tensors, **options)
         try:
             return linear_cross_entropy(*tensors, **{**options, "backend": "compiled"})
@@ -306,7 +317,9 @@ class FusedLossHead(Technique):
                 (fused if head.is_fused else searched).append(name)
         if searched:
             return f"finds the head from the first loss, among {list_some(searched)}"
-        return f"the loss of {list_some(fused)} without its logits" if fused else ""
+        if not fused:
+            return ""
+        return f"the loss of {list_some(fused)} without its logits"
 
     def outcome(self, model: nn.Module) -> str:
         if self._search is None or not (found := self._search.found()):

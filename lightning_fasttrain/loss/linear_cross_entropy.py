@@ -6,6 +6,7 @@ import os
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from lightning_fasttrain.core.checks import (
@@ -19,6 +20,12 @@ from lightning_fasttrain.core.checks import (
 )
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.first_derivatives import refuse_second_derivative, refuse_transforms
+from lightning_fasttrain.core.modules.split_vocabulary import (
+    VocabularyShard,
+    is_split_by_rows,
+    on_all_ranks,
+    share_of_gradient,
+)
 from lightning_fasttrain.loss.chunked import ChunkedLoss, OfChunk, at_least_float32, autocast_dtype, cast, chunk_size
 from lightning_fasttrain.loss.logit_losses import Options, use_logits
 
@@ -56,7 +63,9 @@ def linear_cross_entropy(
 
     Args:
         hidden: (..., D), in any floating dtype.
-        weight: (V, D); it may be tied to an embedding, frozen, or used elsewhere, too.
+        weight: (V, D); it may be tied to an embedding, frozen, or used elsewhere, too. With a DTensor whose rows are
+            split over a group of ranks, and ``hidden`` a DTensor that all of them have, each computes the logits of
+            its own classes, and only values per token are reduced over the group: the logits are never gathered.
         targets: (...), integers below V or ``ignore_index``.
         bias: (V,).
         ignore_index: label of targets that are excluded from the loss and its mean.
@@ -101,6 +110,10 @@ def linear_cross_entropy(
     """
     _check(hidden, weight, targets, bias, class_weights)
     refuse_transforms(_NAME, _WAY_OUT, hidden, weight, bias)
+    shard = None
+    if isinstance(hidden, DTensor) or isinstance(weight, DTensor):
+        _refuse_split(hidden, weight, backend)
+        shard, hidden, weight, bias = _take_shard(hidden, weight, bias)
     one_of("reduction", reduction, ("mean", "sum", "none"))
     one_of("backend", backend, BACKENDS)
     shape, low = targets.shape, autocast_dtype(hidden.device)
@@ -112,10 +125,11 @@ def linear_cross_entropy(
     kept = _counted_positions(targets, ignore_index)
     if kept is not None:
         hidden, targets = hidden[kept], targets[kept]
-    size = chunk or chunk_size(len(hidden), len(weight) * (low or hidden.dtype).itemsize)
+    classes = len(weight) if shard is None else shard.largest
+    size = chunk or chunk_size(len(hidden), classes * (low or hidden.dtype).itemsize)
     options = (label_smoothing, z_loss, softcap)
     if backend in ("auto", "chunked", "compiled"):
-        prepare = functools.partial(_prepare, size, options, backend == "compiled")
+        prepare = functools.partial(_prepare, size, options, backend == "compiled", shard)
         counted = targets != ignore_index
         # gather expects valid classes; the losses of these targets are set to 0 in the end
         targets = torch.where(counted, targets, 0)
@@ -138,9 +152,7 @@ def linear_cross_entropy(
             loss.register_hook(lambda gradient: refuse_second_derivative(_NAME, _WAY_OUT))
     if reduction != "none":
         return loss
-    if kept is None:
-        return loss.reshape(shape)
-    return loss.new_zeros(shape.numel()).index_copy(0, kept, loss).view(shape)
+    return loss.reshape(shape) if kept is None else loss.new_zeros(shape.numel()).index_copy(0, kept, loss).view(shape)
 
 
 def _counted_positions(targets: Tensor, ignore_index: int) -> Tensor | None:
@@ -174,10 +186,36 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None,
         raise ValueError(explain(f"targets of {targets.dtype}", "expected class indices", "Convert them with .long()"))
 
 
+def _refuse_split(hidden: Tensor, weight: Tensor, backend: str) -> None:
+    """Refuse DTensors of other layouts, such as the shards of FSDP2, whose ranks have different tokens."""
+    same = isinstance(hidden, DTensor) and isinstance(weight, DTensor) and hidden.device_mesh == weight.device_mesh
+    if not (same and is_split_by_rows(weight)):
+        kinds = f"hidden of {type(hidden).__name__} and weight of {type(weight).__name__}"
+        why = "a weight is split by rows over a mesh of one dimension, on all of whose ranks hidden is the same"
+        way_out = "Gather the weight, or give DTensor.from_local(hidden, weight.device_mesh, [Replicate()])"
+        raise ValueError(explain(f"{_NAME} with {kinds}", why, way_out))
+    if backend not in ("auto", "chunked"):
+        why = "its ranks reduce values in the middle of the loss, which only our implementation does"
+        raise ValueError(explain(f"{backend=} with a vocabulary that is split", why, "Use backend='chunked'"))
+
+
+def _take_shard(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[VocabularyShard, Tensor, Tensor, Tensor | None]:
+    """Return the classes of this rank, with the plain tensors that it computes with."""
+    assert isinstance(hidden, DTensor)
+    assert isinstance(weight, DTensor)
+    shard = VocabularyShard.of(weight)
+    if bias is not None:
+        bias = shard.take(share_of_gradient(on_all_ranks(bias, weight.device_mesh)))
+    return shard, share_of_gradient(hidden), weight.to_local(), bias
+
+
 def _prepare(
     size: int,
     options: Options,
     compiled: bool,
+    shard: VocabularyShard | None,
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -196,7 +234,7 @@ def _prepare(
             torch.mm(rows, weight.T, out=logits)
         else:
             torch.addmm(bias, rows, weight.T, out=logits)
-        losses = use_logits(logits, targets[part], options, compiled, share, with_gradient, class_weights)
+        losses = use_logits(logits, targets[part], options, compiled, share, with_gradient, class_weights, shard)
         return losses, logits  # whose memory now holds their gradient
 
     return of_chunk

@@ -28,7 +28,9 @@ class LogitsOf(NamedTuple):
 
     @property
     def classes(self) -> int:
-        return self.hidden.shape[-1] if self.weight is None else self.weight.shape[0]
+        if self.weight is None:
+            return self.hidden.shape[-1]
+        return self.weight.shape[0]
 
     def rows(self, part: slice) -> Tensor:
         """Return the logits of some tokens, in float32 at least; they may share the caller's memory."""

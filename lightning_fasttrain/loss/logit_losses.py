@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from lightning_fasttrain.core.modules.split_vocabulary import VocabularyShard
 from lightning_fasttrain.loss.chunked import at_least_float32
 
 _IN_CACHE = 2**18  # elements; in float32 they fit in the caches of a CPU
@@ -26,6 +27,7 @@ def use_logits(
     share: Tensor | None = None,
     with_gradient: bool = True,
     class_weights: Tensor | None = None,
+    shard: VocabularyShard | None = None,
 ) -> Tensor:
     """Return the loss of each token of a chunk; the gradient replaces the logits in place, rounded once.
 
@@ -39,6 +41,7 @@ def use_logits(
         share: (T,), a factor of the gradient of each token.
         with_gradient: whether the gradient is needed; otherwise the logits may keep their values.
         class_weights: (V,), in at least float32; None for 1.
+        shard: the classes that the logits are of, (T, share of V); None for all. The other ranks have the others.
     """
     if share is not None:
         share = share[:, None]
@@ -46,12 +49,13 @@ def use_logits(
         return _use_compiled(logits, targets[:, None], options, share, class_weights)
     losses = torch.empty(len(logits), dtype=at_least_float32(logits), device=logits.device)
     rows = len(logits)
-    if logits.device.type == "cpu" and not torch.compiler.is_compiling():
+    # Ranks reduce together, so that all have the same number of rounds.
+    if logits.device.type == "cpu" and not torch.compiler.is_compiling() and shard is None:
         rows = _IN_CACHE // logits.shape[1]
     rows = max(1, rows)
     for start in range(0, len(logits), rows):
         some = slice(start, start + rows)
-        losses[some], gradient = _loss_of_rows(logits[some], targets[some, None], options, class_weights)
+        losses[some], gradient = _loss_of_rows(logits[some], targets[some, None], options, class_weights, shard)
         if with_gradient:
             if share is not None:
                 gradient.mul_(share[some])
@@ -125,15 +129,19 @@ def _weights_of(targets: Tensor, class_weights: Tensor | None) -> tuple[Tensor |
     return class_weights[targets], class_weights.mean(), class_weights
 
 
-def _mean_over_classes(logits: Tensor, class_weights: Tensor | None) -> Tensor:
+def _mean_over_classes(logits: Tensor, class_weights: Tensor | float, classes: int) -> Tensor:
     dtype = at_least_float32(logits)
-    if class_weights is None:
-        return logits.mean(dim=1, keepdim=True, dtype=dtype)
-    return (logits.to(dtype) @ class_weights)[:, None] / logits.shape[1]
+    if isinstance(class_weights, Tensor):
+        return (logits.to(dtype) @ class_weights)[:, None] / classes
+    return logits.sum(dim=1, keepdim=True, dtype=dtype) / classes
 
 
 def _loss_of_rows(
-    logits: Tensor, targets: Tensor, options: Options, class_weights: Tensor | None = None
+    logits: Tensor,
+    targets: Tensor,
+    options: Options,
+    class_weights: Tensor | None = None,
+    shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the losses of a few tokens (T,), and their gradient (T, V), in at least float32."""
     smoothing, z_loss, softcap = options
@@ -147,21 +155,33 @@ def _loss_of_rows(
     # The largest probability is exp(max z − lse), so lse needs no exponentials beside softmax's.
     lse = logits.amax(dim=1, keepdim=True) - shares.amax(dim=1, keepdim=True).log_()
     own, mean, spread = _weights_of(targets, class_weights)
+    subtrahend = torch.full_like(lse, smoothing - 1) * own
+    classes = logits.shape[1]
+    if shard is not None:
+        classes, (mine, targets) = shard.classes, shard.find(targets)
+        spread = shard.take(spread) if isinstance(spread, Tensor) else spread
+        subtrahend = torch.where(mine, subtrahend, 0.0)
+    of_target = logits.gather(1, targets).to(dtype)
+    average = _mean_over_classes(logits, spread, classes) if smoothing else torch.zeros_like(lse)
+    if shard is not None:
+        of_mine, lse = lse, shard.logsumexp(lse)
+        shares *= (of_mine - lse).exp()
+        of_target, average = shard.sum(torch.where(mine, of_target, 0.0), average)
     # The gradient by z is p · total − ε w / V − (1 − ε) w_y at the target; only the first summand contains p.
     total: Tensor | float = 1.0
     if class_weights is not None:
         total = (1 - smoothing) * own + smoothing * mean
-    losses = total * lse - (1 - smoothing) * own * logits.gather(1, targets).to(dtype)
+    losses = total * lse - (1 - smoothing) * own * of_target
     if smoothing:
-        losses -= smoothing * _mean_over_classes(logits, class_weights)
+        losses -= smoothing * average
     if z_loss:
         losses += z_loss * own * lse.square()
         total = total + 2 * z_loss * own * lse
     if z_loss or class_weights is not None:
         shares *= total
     if smoothing:
-        shares -= spread * (smoothing / logits.shape[1])
-    shares.scatter_add_(1, targets, torch.full_like(lse, smoothing - 1) * own)
+        shares -= spread * (smoothing / classes)
+    shares.scatter_add_(1, targets, subtrahend)
     if slope is not None:
         shares.mul_(slope)
     return losses[:, 0], shares

@@ -13,7 +13,8 @@ from lightning_fasttrain.core.batch import LABELS, find_labels, is_integer
 from lightning_fasttrain.core.messages import explain, note_once
 from lightning_fasttrain.core.modules.blocks import has_parameters, keep_outermost
 from lightning_fasttrain.core.modules.select import find_module
-from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, told_heads
+from lightning_fasttrain.core.modules.split_vocabulary import SplitHead
+from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, told_heads, wrapper_on
 from lightning_fasttrain.loss.deferred_logits import DeferredLogits, add_bias, scale_bias
 from lightning_fasttrain.loss.linear_kl_divergence import LogitsOf
 
@@ -205,6 +206,9 @@ def logits_of(
         hidden = None
     if not isinstance(hidden, Tensor) or not isinstance(head, nn.Linear):  # deferred logits need its weight
         return LogitsOf(logits) if isinstance(logits, Tensor) else None
+    if wrapper_on(head, SplitHead):
+        why = "the vocabulary of the head is split over a tensor group, and distillation needs all logits of a token"
+        raise ValueError(explain("Distillation beside FusedLossHead", why, "Leave FusedLossHead out"))
     bias: Tensor | None = head.bias
     if factor != 1:  # on D values per token instead of V
         hidden, bias = hidden * factor, scale_bias(bias, factor)

@@ -27,7 +27,7 @@ from lightning_fasttrain.core.modules.wrapped_forward import (
 from lightning_fasttrain.model.checkpoint_savings import CheckpointSavings
 from lightning_fasttrain.model.checkpointed_forward import CheckpointedForward
 from lightning_fasttrain.technique import Setting, Surgery, Technique
-from lightning_fasttrain.technique.facts import NO_BLOCKS, Facts
+from lightning_fasttrain.technique.facts import Facts, why_no_blocks
 from lightning_fasttrain.technique.predicted_step import PredictedStep
 
 
@@ -118,8 +118,9 @@ class SelectiveOps(CheckpointPolicy):
                 raise ValueError(explain(f"also={op}", why, "Remove it: it is cheap to recompute"))
 
     def __repr__(self) -> str:
-        also = [str(op) for op in self.also]
-        return f"SelectiveOps(also={also})" if also else "SelectiveOps()"
+        if not self.also:
+            return "SelectiveOps()"
+        return f"SelectiveOps(also={list(map(str, self.also))})"
 
     def wrap(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, Undo]:
         # One for all blocks, because their sum is compared.
@@ -131,7 +132,9 @@ class SelectiveOps(CheckpointPolicy):
     ) -> Keep:
         """Answer ``create_selective_checkpoint_contexts`` for each operation."""
         kept = op in self.also or (op in _dear_ops() and not _drops_out(op, args, kwargs))
-        return Keep.MUST_SAVE if kept else Keep.PREFER_RECOMPUTE
+        if kept:
+            return Keep.MUST_SAVE
+        return Keep.PREFER_RECOMPUTE
 
 
 # Names of aten operators; those that are missing in this torch are skipped.
@@ -258,9 +261,7 @@ class ActivationCheckpointing(Technique):
 
     @classmethod
     def why_not(cls, facts: Facts) -> str | None:
-        if facts.blocks == 0:
-            return NO_BLOCKS
-        return None
+        return why_no_blocks(facts)
 
     def predict(self, step: PredictedStep) -> "ActivationCheckpointing":
         if self.policy.measures:
@@ -271,13 +272,17 @@ class ActivationCheckpointing(Technique):
 
     def took_hold(self, model: nn.Module) -> str:
         blocks = count_wrapped(model, CheckpointedForward)
-        how = "recomputed" if isinstance(self.policy, EveryBlock) else f"recomputed by {self.policy}"
-        return f"{blocks} {how}" if blocks else ""
+        if not blocks:
+            return ""
+        if isinstance(self.policy, EveryBlock):
+            return f"{blocks} recomputed"
+        return f"{blocks} recomputed by {self.policy}"
 
     def outcome(self, model: nn.Module) -> str:
-        savings = [wrapper.savings for wrapper in wrappers_in(model, CheckpointedForward)]
-        idle = any(one is not None and one.saves is False for one in savings)
-        return "saved no memory in this model" if idle else ""
+        for wrapper in wrappers_in(model, CheckpointedForward):
+            if wrapper.savings is not None and wrapper.savings.saves is False:
+                return "saved no memory in this model"
+        return ""
 
     def why_idle(self, model: nn.Module) -> tuple[str, str] | None:
         return why_none_ran(model, CheckpointedForward)

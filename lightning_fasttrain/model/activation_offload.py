@@ -20,7 +20,7 @@ from lightning_fasttrain.core.modules.wrapped_forward import (
 )
 from lightning_fasttrain.model.offloaded_tensors import Offload
 from lightning_fasttrain.technique import Setting, Surgery, Technique
-from lightning_fasttrain.technique.facts import NO_BLOCKS, Facts
+from lightning_fasttrain.technique.facts import Facts, why_no_blocks
 from lightning_fasttrain.technique.predicted_step import PredictedStep
 
 
@@ -145,22 +145,23 @@ class ActivationOffload(Technique):
     def why_not(cls, facts: Facts) -> str | None:
         if facts.device == "cpu":
             return "activations on a CPU are in host memory already"
-        if facts.blocks == 0:
-            return NO_BLOCKS
-        return None
+        return why_no_blocks(facts)
 
     def predict(self, step: PredictedStep) -> None:
         step.leave_out(self, "offloaded activations are counted as if they stayed, so this is an upper bound")
 
     def apply(self, model: nn.Module) -> Undo:
         offload = Offload(*self.settings)
-        blocks = [b for b in find_blocks(model, self.blocks).values() if not wrapper_on(b, OffloadedForward)]
-        return undo_all([offload.close, *(OffloadedForward(block, offload).install() for block in blocks)])
+        undos: list[Undo] = [offload.close]
+        for block in find_blocks(model, self.blocks).values():
+            if not wrapper_on(block, OffloadedForward):
+                undos.append(OffloadedForward(block, offload).install())
+        return undo_all(undos)
 
     def took_hold(self, model: nn.Module) -> str:
         blocks = count_wrapped(model, OffloadedForward)
         where = "host memory" if self.settings[2] is None else "files"
-        return f"activations of {blocks} are kept in {where}" if blocks else ""
+        return blocks and f"activations of {blocks} are kept in {where}"
 
     def why_idle(self, model: nn.Module) -> tuple[str, str] | None:
         return why_none_ran(model, OffloadedForward)

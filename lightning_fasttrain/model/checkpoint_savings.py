@@ -107,7 +107,7 @@ class Storages:
         return any(storage._cdata in self._sizes for storage in _storages_of(nested))
 
     def nbytes(self, without: "Storages | None" = None) -> int:
-        others = without._sizes if without is not None else {}
+        others = (without or Storages())._sizes
         return sum(nbytes for key, (_, nbytes) in self._sizes.items() if key not in others)
 
 

@@ -47,7 +47,9 @@ class Offload:
         tensors = [t for t in (*module.parameters(), *module.buffers()) if type(t) in (Tensor, nn.Parameter)]
         devices = {tensor.device.type for tensor in tensors}
         if self.folder is None and devices and "cuda" not in devices:
-            where = "cpu, which is host memory already" if devices == {"cpu"} else f"{', '.join(sorted(devices))}"
+            where = ", ".join(sorted(devices))
+            if where == "cpu":
+                where += ", which is host memory already"
             note_once(f"activation offload does nothing on the {where}; with folder= activations are spilled to disk")
             return nullcontext()
         kept = {tensor.untyped_storage()._cdata for tensor in tensors}
@@ -153,7 +155,7 @@ class Offload:
         while sum(one.nbytes for one in leaving) > self.in_flight_bytes:
             # The oldest, since its copy has progressed furthest.
             leaving.pop(0).leave()
-        self._leaving = [weakref.ref(one) for one in (*leaving, stored)]
+        self._leaving = list(map(weakref.ref, (*leaving, stored)))
         return stored
 
     def _fetch_ahead(self, index: int) -> None:
@@ -194,7 +196,9 @@ def _own_part(tensor: Tensor) -> Tensor:
         return tensor
     part = _without_repeats(tensor.detach())
     whole = part.nbytes >= tensor.untyped_storage().nbytes()
-    return tensor if whole else part.clone(memory_format=torch.contiguous_format)
+    if whole:
+        return tensor
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 def _without_repeats(tensor: Tensor) -> Tensor:

@@ -3,7 +3,8 @@
 Parameter groups are created here, too; optimizers selected by name are in ``named``.
 
 From the bottom up: ``clipping``, ``closure_optimizer``, ``eager_gradient_release``, ``fused_clipping``,
-``optimizer_in_backward``, ``parameter_groups``, ``schedule``, ``galore``, ``galore_groups``, ``named``.
+``optimizer_in_backward``, ``parameter_groups``, ``schedule``, ``weight_ema``, ``galore``, ``galore_groups``,
+``named``.
 """
 
 from typing import TYPE_CHECKING
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from lightning_fasttrain.optim.optimizer_in_backward import OptimizerInBackward, optimize_in_backward_
     from lightning_fasttrain.optim.parameter_groups import decay_groups, layer_decay_groups, lora_plus_groups
     from lightning_fasttrain.optim.schedule.build_schedule import Schedule, build_schedule
+    from lightning_fasttrain.optim.weight_ema import WeightEMA, averaged_state_dict
 
 __all__ = [
     "AdaptiveClipping",
@@ -43,7 +45,9 @@ __all__ = [
     "Schedule",
     "ScheduleFreeEvaluation",
     "WeightClipping",
+    "WeightEMA",
     "allow_fused_clipping_",
+    "averaged_state_dict",
     "build_optimizer",
     "build_schedule",
     "clip_adaptively_",

@@ -90,16 +90,18 @@ def _rows_of(parameter: Tensor, gradient: Tensor) -> Tensor:
 
 def _unit_norms(tensors: list[Tensor]) -> list[Tensor]:
     """Return the norms of each tensor's units, of shape [units, 1, ...]; a scalar for a vector or a scalar."""
-    # In float32, since a sum of squares in float16 overflows from a norm of 256 on.
+    # At least in float32, since a sum of squares in float16 overflows from a norm of 256 on.
+    in_double = any(tensor.dtype is torch.float64 for tensor in tensors)
+    dtype = torch.float64 if in_double else torch.float32
     vectors = [tensor for tensor in tensors if tensor.ndim < 2]
-    of_vectors = iter(torch._foreach_norm(vectors, 2, torch.float32) if vectors else ())
+    of_vectors = iter(torch._foreach_norm(vectors, 2, dtype) if vectors else ())
     norms: list[Tensor] = []
     for tensor in tensors:
         if tensor.ndim < 2:
             norms.append(next(of_vectors))
         else:
             axes = list(range(1, tensor.ndim))
-            norms.append(torch.linalg.vector_norm(tensor, dim=axes, keepdim=True, dtype=torch.float32))
+            norms.append(torch.linalg.vector_norm(tensor, dim=axes, keepdim=True, dtype=dtype))
     return norms
 
 

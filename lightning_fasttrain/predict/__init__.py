@@ -2,9 +2,8 @@
 
 The step runs on tensors with shapes but without memory. Workspace of kernels is added where its size is known.
 
-From the bottom up: ``data_dependent_values``, ``cuda_attention``, ``cuda_dispatch``, ``allocation_trace``,
-``caching_allocator``, ``traced_step``, ``fake_model``, ``kernel_workspace``, ``cuda_workspace``, ``memory_report``,
-``predict_memory``, ``count_flops``.
+From the bottom up: ``operators``, ``allocation_trace``, ``caching_allocator``, ``traced_step``, ``fake_model``,
+``kernel_workspace``, ``cuda``, ``memory_report``, ``ranks``, ``predict_memory``, ``count_flops``.
 """
 
 from typing import TYPE_CHECKING

@@ -4,22 +4,30 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import BackwardCFunction
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_iter
 
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import quantized_tensors
-from lightning_fasttrain.predict.data_dependent_values import AssumedNumbers
+from lightning_fasttrain.core.modules.wrapped_forward import patched
+from lightning_fasttrain.predict.operators.data_dependent_values import AssumedNumbers, is_sharded
+from lightning_fasttrain.predict.operators.operator_cache import run_cached
 
 FOR_EVER = 2**62
 # References to a tensor and its storage that dispatch to Python holds, if the sum of gradients alone refers to them.
 _REFERENCES, _STORAGE_REFERENCES = 4, 2
+_DEVICE = torch.ops.prim.device.default
+
+_WAITS = {torch.ops._c10d_functional.wait_tensor.default}
+_RESIZE = torch.UntypedStorage.resize_
 
 Workspace = Callable[[Sequence[Any], Any], int]
 Kept = Callable[[Sequence[Any], Any], tuple[Tensor, int]]
@@ -100,28 +108,40 @@ class AllocationTrace(AssumedNumbers):
         self._module_of_node: dict[int, str] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_sharded(types):
+            return NotImplemented  # the tensor's class then calls the operations on this rank's part, which are traced
         # Autograd queries the device at every node, which allocates nothing.
-        if func is torch.ops.prim.device.default:
-            return func(*args)
+        if func is _DEVICE:
+            return args[0].device if type(args[0]) is FakeTensor else func(*args)
         phase, module = self._phase(), self._module()
         if self._in_forward != (phase in ("forward", "recomputation")):
             self._in_forward, self._period = not self._in_forward, self._period + 1
         # Autograd has just numbered the node that will run this operation's backward, if any.
         if phase == "forward":
             self._module_of_node.setdefault(torch.autograd._get_sequence_nr() - 1, module)
-        op = str(func.overloadpacket).removeprefix("aten.")
+        op = _name_operator(func)
         if phase == "backward" and func is torch.ops.aten.add.Tensor and _sums_in_place(*args):
             func = torch.ops.aten.add_.Tensor
-        result = self.answer(func, args, kwargs or {})
-        for tensor in tree_iter(result):
-            if isinstance(tensor, Tensor) and _has_storage(tensor):
-                self._note(tensor, module, op, phase)
-        if func in self.kept:
-            tensor, nbytes = self.kept[func](args, result)
-            self._note(tensor, module, op, phase).nbytes = self._round_up(nbytes)
-        if func in self.workspace:
-            self._note_workspace(self.workspace[func](args, result), module, op, phase)
+        # A fake one returns a new tensor, a real one its argument.
+        result = args[0] if func in _WAITS else self.answer(func, args, kwargs or {})
+        # In a backward, function modes would be asked for each attribute of a tensor.
+        with torch._C.DisableTorchFunction():
+            for tensor in (result,) if isinstance(result, Tensor) else tree_iter(result):
+                if isinstance(tensor, Tensor) and _has_storage(tensor):
+                    self._note(tensor, module, op, phase)
+            if func in self.kept:
+                tensor, nbytes = self.kept[func](args, result)
+                self._note(tensor, module, op, phase).nbytes = self._round_up(nbytes)
+            if func in self.workspace:
+                self._note_workspace(self.workspace[func](args, result), module, op, phase)
         return result
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # a trace runs where nothing is compiled, and the guard against it takes 10 µs
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return run_cached(func, args, kwargs)
 
     def _phase(self) -> str:
         # The engine runs nodes without gradients, and checkpointing enables them to recompute a block.
@@ -149,6 +169,19 @@ class AllocationTrace(AssumedNumbers):
         self._alive[key] = (weakref.ref(storage, partial(self._forget, key)), allocation)
         return allocation
 
+    def _resize(self, storage: torch.UntypedStorage, nbytes: int) -> Any:
+        """Resize a storage, as FSDP2 does to free gathered parameters and to gather them again."""
+        result = _RESIZE(storage, nbytes)
+        reference, before = self._alive.get(storage._cdata, (None, None))
+        if before is not None:
+            self._end(before)
+        allocation = self._allocate(nbytes, self._module(), "resize_", self._phase())
+        allocation.known = "parameters"
+        if reference is None:
+            reference = weakref.ref(storage, partial(self._forget, storage._cdata))
+        self._alive[storage._cdata] = (reference, allocation)
+        return result
+
     def _note_workspace(self, nbytes: int, module: str, op: str, phase: str) -> None:
         allocation = self._allocate(nbytes, module, f"{op} (workspace)", phase)
         self.now += 1
@@ -163,12 +196,15 @@ class AllocationTrace(AssumedNumbers):
         return -(-nbytes // self.granule) * self.granule
 
     def _forget(self, key: int, _: weakref.ref[Any]) -> None:
+        self._end(self._alive.pop(key)[1])
+
+    def _end(self, allocation: Allocation) -> None:
         self.now += 1
-        allocation = self._alive.pop(key)[1]
         allocation.died, allocation.outlived = self.now, allocation.period != self._period
 
     def mark(self, tensor: Tensor, category: str, module: str = "") -> None:
-        """Set the category of the storage of ``tensor``."""
+        """Set the category of the storage of ``tensor``, or of this rank's part of it."""
+        tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         if _has_storage(tensor):
             allocation = self._note(tensor, module, "", self.phase)
             allocation.known, allocation.module = category, module or allocation.module
@@ -190,6 +226,7 @@ class AllocationTrace(AssumedNumbers):
     def watch(self, model: nn.Module) -> Iterator[None]:
         """Track the running module, and the gradients of ``model``."""
         with ExitStack() as hooks:
+            hooks.enter_context(patched(torch.UntypedStorage, "resize_", lambda *args: self._resize(*args)))
             for name, module in model.named_modules():
                 hooks.callback(module.register_forward_pre_hook(partial(self._enter, name)).remove)
                 # Always called: checkpointing ends a recomputation early with an exception inside of entered modules.
@@ -228,6 +265,11 @@ def _sums_in_place(total: Any, part: Any, *_: object) -> bool:
     if total._use_count() > _REFERENCES or torch._C._storage_Use_Count(storage._cdata) > _STORAGE_REFERENCES:
         return False
     return total.dtype == part.dtype and total.nbytes == storage.nbytes()
+
+
+@cache
+def _name_operator(func: Any) -> str:
+    return str(func.overloadpacket).removeprefix("aten.")
 
 
 def _has_storage(tensor: Tensor) -> bool:

@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.data.accumulate_gradients import loss_of
-from lightning_fasttrain.predict.data_dependent_values import AssumedNumbers
 from lightning_fasttrain.predict.fake_model import Factory, fake_batch, fake_module
+from lightning_fasttrain.predict.operators.data_dependent_values import AssumedNumbers
 from lightning_fasttrain.predict.predict_memory import Loss, explaining_errors, forward_of
 
 

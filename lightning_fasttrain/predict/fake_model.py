@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMo
 
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.finetune.quantized._quantized_layer import fake_parts, is_quantized
-from lightning_fasttrain.finetune.selection._float32_adapters import stays_in_float32
-from lightning_fasttrain.predict.data_dependent_values import AssumedNumbers
+from lightning_fasttrain.finetune.selection._float32_adapters import kept_in_float32
+from lightning_fasttrain.predict.operators.data_dependent_values import AssumedNumbers
 from lightning_fasttrain.technique import Technique, apply
 
 Factory = Callable[[], nn.Module]
@@ -121,14 +121,14 @@ def settle_(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) 
     Adapters stay in float32, as in the run.
     """
     settled: dict[Tensor, Tensor] = {}  # tensors hash by identity
-    unrounded = {inner for outer in module.modules() if stays_in_float32(outer) for inner in outer.modules()}
+    unrounded = kept_in_float32(module)
     for owner in module.modules():
         tables: tuple[Any, ...] = (owner._parameters, owner._buffers)
         for table in tables:
             for name, tensor in table.items():
                 if tensor is None:
                     continue
-                rounded = tensor.is_floating_point() and owner not in unrounded
+                rounded = tensor.is_floating_point() and tensor not in unrounded
                 wanted = dtype if dtype is not None and rounded else tensor.dtype
                 if tensor not in settled:
                     settled[tensor] = tensor

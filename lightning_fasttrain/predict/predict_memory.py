@@ -14,19 +14,20 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.optim import Optimizer
 
-from lightning_fasttrain.core.checks import check_arguments, one_of
+from lightning_fasttrain.core.checks import NonNegativeInt, PositiveInt, check_arguments, one_of
 from lightning_fasttrain.core.host.lightning import configured_optimizers
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.optim.named.build_optimizer import make_optimizer
 from lightning_fasttrain.optim.named.state_bytes import tensors_in
 from lightning_fasttrain.predict.allocation_trace import AllocationTrace
 from lightning_fasttrain.predict.caching_allocator import GRANULE, place_in_blocks
-from lightning_fasttrain.predict.cuda_dispatch import CUBLAS_WORKSPACE, AsOnCuda, step_in_lists_
-from lightning_fasttrain.predict.cuda_workspace import CUDA_WORKSPACE
-from lightning_fasttrain.predict.data_dependent_values import AssumedArrays, AssumedNumbers
+from lightning_fasttrain.predict.cuda.cuda_dispatch import CUBLAS_WORKSPACE, AsOnCuda, step_in_lists_
+from lightning_fasttrain.predict.cuda.cuda_workspace import CUDA_WORKSPACE
 from lightning_fasttrain.predict.fake_model import Factory, fake_batch, fake_model, find_longest_axis, settle_
 from lightning_fasttrain.predict.kernel_workspace import CPU_WORKSPACE, KEPT, quantized_workspace
 from lightning_fasttrain.predict.memory_report import MemoryReport, join_range, report
+from lightning_fasttrain.predict.operators.data_dependent_values import AssumedArrays, AssumedNumbers
+from lightning_fasttrain.predict.ranks.one_rank import OneRank
 from lightning_fasttrain.predict.traced_step import lend_optimizers, step_as_trainer, step_by_itself
 from lightning_fasttrain.technique import Technique, check_together
 from lightning_fasttrain.technique.predicted_step import PredictedStep
@@ -55,6 +56,9 @@ def predict_memory(
     techniques: Sequence[Technique] = (),
     precision: str = "32-true",
     device: str = "cuda",
+    strategy: object = None,
+    world: PositiveInt = 1,
+    rank: NonNegativeInt = 0,
 ) -> MemoryReport:
     """Predict the peak memory of one training step, by category, without allocating the model.
 
@@ -70,6 +74,13 @@ def predict_memory(
     and the workspace of cuDNN. Code is run eagerly: for :class:`~lightning_fasttrain.CompileBlocks` the result is an
     upper bound.
 
+    With ``strategy``, one rank of ``world`` is predicted. Under :class:`~lightning_fasttrain.FSDP2Strategy`, also with
+    ``tensor_parallel``, the strategy's own code shards the model and runs the step, with collectives that move nothing:
+    gathered parameters, their padding and unsharded gradients are counted as they come and go, and ``batch`` is the
+    batch of this rank. Not counted is what communication libraries allocate. Under
+    :class:`~lightning_fasttrain.ZeROStrategy`, parameters, gradients, optimizer state and buffers are those of
+    :func:`~lightning_fasttrain.strategy.predict_model_states`, and the rest is traced without sharding.
+
     Values read from tensors are unknown. Where they decide shapes, as lengths and masks do, the peak is a range:
     ``least_bytes`` where masks select nothing, ``peak_bytes`` where they select everything and a length is the longest
     axis of the batch.
@@ -84,14 +95,20 @@ def predict_memory(
         techniques: the techniques, as for the Trainer.
         precision: ``"32-true"``, ``"bf16-mixed"`` or ``"bf16-true"``, as in Lightning.
         device: the device whose allocator and kernels are assumed, ``"cuda"`` or ``"cpu"``; neither is used.
+        strategy: the strategy, as for the Trainer; it is not changed. None predicts a single device.
+        world: number of ranks under ``strategy``.
+        rank: the rank to predict; those with the first shards hold most.
 
     Returns:
         A report with ``peak_bytes`` and its parts; print it for a table.
 
     Raises:
-        TypeError: no model, no loss, no optimizer, or a model that cannot be copied.
+        TypeError: no model, no loss, no optimizer, a model that cannot be copied, or a strategy that cannot be
+            predicted.
         ValueError: an unknown precision or device, conflicting techniques, micro-batches of a module that steps its
-            optimizers itself, or code that fails with every value that is assumed.
+            optimizers itself, or code that fails with every value that is assumed; with ``world``: ``rank`` is not
+            below it, there is no strategy or an open ``stage="auto"``, weights are quantised, or this process has
+            joined a process group.
 
     Example:
         >>> report = predict_memory(
@@ -103,6 +120,19 @@ def predict_memory(
         ... )
         >>> report.peak_bytes, report.phase, report.at_peak["optimizer state"]
         (20000004, 'forward', 4000000)
+        >>> from lightning_fasttrain.strategy import FSDP2Strategy
+        >>> net = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4)])
+        >>> shard = predict_memory(
+        ...     net,
+        ...     torch.zeros(8, 64),
+        ...     loss=lambda net, batch: net(batch).sum(),
+        ...     optimizer=torch.optim.AdamW,
+        ...     device="cpu",
+        ...     strategy=FSDP2Strategy(),
+        ...     world=64,
+        ... )
+        >>> shard.peaks["gradients"]  # of 4 blocks with 64 rows and a bias, one of 64 parts each, in float32
+        1040
 
     Source:
         Ours, on torch's fake tensors; what differs on CUDA follows PyTorch's sources. The example
@@ -111,9 +141,10 @@ def predict_memory(
     """
     one_of("precision", precision, tuple(PRECISIONS))
     one_of("device", device, DEVICES)
+    one = OneRank(strategy, world, rank)
     techniques = check_together(techniques)
     on_cuda = device == "cuda"
-    planned = PredictedStep(precision, on_cuda)
+    planned = one.plan(precision, on_cuda)
     surgeons = _ask(techniques, planned)
     granule, workspace = (GRANULE, CUDA_WORKSPACE) if on_cuda else (1, CPU_WORKSPACE)
 
@@ -121,14 +152,15 @@ def predict_memory(
         trace = AllocationTrace(granule, workspace, KEPT, truth=truth, number=number, selected=selected)
         try:
             with isolate_rng(include_cuda=False), explaining_errors():
-                since = _trace_steps(trace, module, batch, loss, optimizer, surgeons, planned)
+                since = _trace_steps(trace, module, batch, loss, optimizer, surgeons, planned, one)
         except Exception as error:
             if trace.assumed:
                 raise _FailedOnAssumedValues from error
             raise
-        reserved = place_in_blocks(trace.allocations) if on_cuda else None
+        allocations = one.allocations(trace.allocations, since)
+        reserved = place_in_blocks(allocations) if on_cuda else None
         notes = [*planned.notes, *([_ASSUMED] if trace.assumed else [])]
-        return report(trace.allocations, since, reserved, device=device, precision=precision, notes=tuple(notes))
+        return report(allocations, since, reserved, device=device, precision=precision, notes=tuple(notes))
 
     # An integer that is read from a tensor is taken for the longest axis of the batch.
     longest = find_longest_axis(batch)
@@ -177,6 +209,7 @@ def _trace_steps(
     optimizer: Callable[[Any], Optimizer] | None,
     surgeons: Sequence[Technique],
     planned: PredictedStep,
+    one: OneRank,
 ) -> int:
     """Run two steps under ``trace``; return the time at which the second began."""
     mode, plugin = FakeTensorMode(allow_non_fake_inputs=True), PRECISIONS[planned.precision]()
@@ -185,13 +218,17 @@ def _trace_steps(
         net = undo.enter_context(fake_model(module, surgeons, dtype, mode))
         # Settled after the surgery, which may have added weights.
         settle_(net, mode, dtype)
+        forward = undo.enter_context(one.shard(net, forward_of(net, loss, plugin), planned, mode))
         # Asked for only now, since techniques may have imported bitsandbytes.
         trace.workspace = {**trace.workspace, **quantized_workspace()}
         with AssumedNumbers(truth=False):
             steppers, schedulers = _make_optimizers(net, optimizer, loss)
+        one.count_states(net, steppers[0], planned.precision)
         for act in planned.on_optimizer:
             for stepper in steppers:
                 act(stepper)
+        # Fake tensors do not support compiled code, such as torchao's step.
+        undo.enter_context(torch.compiler.set_stance("force_eager"))
         # The trace begins after the optimizer is built, which does not belong to a step.
         undo.enter_context(trace)
         undo.enter_context(AssumedArrays(trace))
@@ -209,7 +246,6 @@ def _trace_steps(
             trace.reserve(2 * CUBLAS_WORKSPACE, "two cuBLAS workspaces")
             # It covers the backward too, which may recompute blocks.
             undo.enter_context(AsOnCuda())
-        forward = forward_of(net, loss, plugin)
         steps_itself = False
         if loss is None and isinstance(net, L.LightningModule) and not net.automatic_optimization:
             undo.enter_context(lend_optimizers(net, trace, steppers, schedulers, planned))

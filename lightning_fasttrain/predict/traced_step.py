@@ -1,7 +1,7 @@
 """Run one optimizer step under a trace: in the order of the Trainer, or as a module with manual optimization does."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +9,7 @@ import lightning as L
 import torch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_fasttrain.core.messages import explain
@@ -41,13 +42,18 @@ def step_as_trainer(
         output = None
         optimizer.zero_grad()
         with sum_gradients_in_float32(parameters_of(optimizer)):
-            for part in parts:
+            for number, part in enumerate(parts, start=1):
                 trace.phase = "forward"
-                loss = loss_of(forward(part))
-                trace.phase = "backward"
-                _backward(loss)
+                with planned.without_reduction() if number < len(parts) else nullcontext():
+                    loss = loss_of(forward(part))
+                    trace.phase = "backward"
+                    _backward(loss)
                 # The graph would otherwise still exist beside that of the next micro-batch.
                 del loss
+    # Gradients of shards, which FSDP2 sets without the hooks of autograd.
+    for parameter in parameters_of(optimizer):
+        if isinstance(parameter.grad, DTensor):
+            trace.mark(parameter.grad, "gradients")
     _update(trace, optimizer, planned)
     if planned.releases:
         release_gradients_(parameters_of(optimizer))
@@ -148,9 +154,7 @@ def _update(trace: AllocationTrace, optimizer: Optimizer, planned: PredictedStep
     trace.phase = "optimizer step"
     # A step in host memory takes no device memory.
     if not (planned.on_cuda and isinstance(optimizer, HostOptimizer)):
-        # torchao compiles its step, which fake tensors do not support.
-        with torch.compiler.set_stance("force_eager"):
-            optimizer.step()
+        optimizer.step()
 
 
 def _backward(loss: Tensor) -> None:

@@ -11,6 +11,7 @@ import_names_when_used(__name__)
 if TYPE_CHECKING:
     from lightning_fasttrain.core.device import peak_flops
     from lightning_fasttrain.core.files.checkpoint_folder import verify_checkpoint
+    from lightning_fasttrain.core.files.remote_checkpoint import newest_remote_checkpoint
     from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint
     from lightning_fasttrain.core.peak_memory import PeakMemory
     from lightning_fasttrain.core.state.rng import random_state, set_random_state
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     )
     from lightning_fasttrain.run.checkpoint.exact_resume import ExactResume
     from lightning_fasttrain.run.checkpoint.loaders.resumable_loader import ResumableLoader, resumable
+    from lightning_fasttrain.run.checkpoint.peer_memory import PeerMemory
     from lightning_fasttrain.run.guards.finite_guard import FiniteGuard, FiniteSteps, refuse_unfinite
     from lightning_fasttrain.run.guards.hang_watch import HangWatch
     from lightning_fasttrain.run.guards.preemption import Preemption
@@ -53,6 +55,7 @@ __all__ = [
     "MemoryTimeline",
     "NoiseScale",
     "PeakMemory",
+    "PeerMemory",
     "Preemption",
     "PreemptionFlag",
     "ProgressWatch",
@@ -63,6 +66,7 @@ __all__ = [
     "StepTimer",
     "compare_ranks",
     "draw_memory",
+    "newest_remote_checkpoint",
     "peak_flops",
     "random_state",
     "refuse_unfinite",

@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -72,10 +72,10 @@ class ClusterStore:
             self.store.set(f"{name}/all", "")
         return there
 
-    def compare_clocks(self, until: float) -> float:
-        """Return by how many seconds this clock is ahead of rank 0's; rank 0 answers the others one by one."""
+    def compare_clocks(self, asking: Sequence[int], until: float) -> float:
+        """Return by how many seconds this clock is ahead of rank 0's; rank 0 answers those ``asking`` one by one."""
         if self.rank == 0:
-            for rank in range(1, self.world_size):
+            for rank in asking:
                 for turn in range(_TURNS):
                     self._wait(f"ask/{rank}/{turn}", until)
                     self.store.set(f"now/{rank}/{turn}", repr(time.time()))

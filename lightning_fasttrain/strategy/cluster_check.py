@@ -6,7 +6,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -32,6 +32,8 @@ from lightning_fasttrain.strategy._cluster_store import ClusterStore, environmen
 
 MIB = 2**20
 _AFTER_DEADLINE_S = 5.0
+_MOST_ROUNDS = 32
+_MOST_CLOCKS = 64
 _STAGES = ("meeting", "compute", "disk", "clock", "gloo", "nccl", "report")
 _ADVICE = {
     "meeting": "MASTER_ADDR must be a name that every node resolves to rank 0's address, and MASTER_PORT must be open",
@@ -51,8 +53,9 @@ def check_cluster(
     """Check that the ranks of a launch see each other, run the same code, and are equally fast; all ranks must call it.
 
     The ranks are those of the environment, as torchrun or SLURM set it. They meet in a store, so that missing ranks are
-    named; compare versions and clocks; time a matrix product, and a file in ``folder``; and exchange tensors in pairs,
-    all of which rank 0 reports. A stage that hangs ends every rank: a thread watches the deadline.
+    named; compare versions and clocks (of more than 64 ranks, those of one of each node); time a matrix product, and a
+    file in ``folder``; and exchange tensors in pairs, each rank with at most 32 others, all of which rank 0 reports. A
+    stage that hangs ends every rank: a thread watches the deadline.
 
     Args:
         timeout_s: limit for the whole check, half of it for the meeting and half for all that follows.
@@ -86,7 +89,10 @@ def check_cluster(
         mine["gflops"] = check.stage("compute", _measure_compute)
         mine |= check.stage("disk", lambda: _measure_disk(folder, mib))
         if world_size > 1:
-            mine["skew_s"] = check.stage("clock", check.measure_skew)
+            # Rank 0 answers the others in turn, so of many ranks one of each node asks.
+            asking = [other for other in sorted(there) if other > 0 and there[other]["asks"]]
+            if rank == 0 or mine["asks"]:
+                mine["skew_s"] = check.stage("clock", lambda: check.measure_skew(asking))
             for backend in _backends():
                 mine[backend] = check.stage(backend, lambda backend=backend: check.measure_pairs(backend, mib))
         everyone = check.stage("report", lambda: check.collect("speeds", mine))
@@ -181,10 +187,10 @@ class _Check:
         assert self.store is not None
         return self.store.collect(name, mine, time.monotonic() + self.left_s())
 
-    def measure_skew(self) -> float:
-        """Return by how many seconds this rank's clock is ahead of rank 0's, as NTP measures it."""
+    def measure_skew(self, asking: Sequence[int]) -> float:
+        """Return by how many seconds this rank's clock is ahead of rank 0's, which answers ``asking``, as in NTP."""
         assert self.store is not None
-        return self.store.compare_clocks(time.monotonic() + self.left_s())
+        return self.store.compare_clocks(asking, time.monotonic() + self.left_s())
 
     def measure_pairs(self, backend: str, mib: int) -> dict[str, float]:
         """Return MiB/s to each other rank; in each round every rank exchanges with one other."""
@@ -221,12 +227,18 @@ def _exchange(sent: torch.Tensor, received: torch.Tensor, other: int) -> None:
 def _partners(rank: int, ranks: int) -> Iterator[int | None]:
     """Yield the partner of a rank in each round of a tournament of all pairs; None where it has none.
 
+    Of more than :data:`_MOST_ROUNDS` rounds, evenly spaced ones: the time of all would grow with the number of ranks,
+    and each rank has met enough others then to be found if it is slow.
+
     Example:
         >>> [list(_partners(rank, 3)) for rank in range(3)]
         [[2, None, 1], [None, 2, 0], [0, 1, None]]
+        >>> len(set(_partners(7, 1024)))
+        32
     """
     rounds = ranks if ranks % 2 else ranks - 1
-    for number in range(rounds):
+    step = -(-rounds // _MOST_ROUNDS)
+    for number in range(0, rounds, step):
         other = (number - rank - 1) % rounds
         if rank == rounds:  # the last of an even number stays where it is, and the others pass by
             other = next(one for one in range(rounds) if (number - one - 1) % rounds == one)
@@ -251,7 +263,8 @@ def _describe(code: str | os.PathLike[str] | None) -> dict[str, Any]:
         said |= {"NCCL": ".".join(map(str, torch.cuda.nccl.version())), "GPU": torch.cuda.get_device_name()}
     if code is not None:
         said["the model's code"] = _hash_code(Path(code))
-    return {"host": host, "address": address, "versions": said}
+    asks = int(environment("WORLD_SIZE", "1")) <= _MOST_CLOCKS or environment("LOCAL_RANK", "0") == "0"
+    return {"host": host, "address": address, "versions": said, "asks": asks}
 
 
 def _hash_code(path: Path) -> str:

@@ -4,6 +4,7 @@ import os
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -22,16 +23,33 @@ _TAG = 1
 _WAY_OUT = "Look at the first error in the output of the other ranks"
 
 
-def own_group(timeout: timedelta | None = None) -> dist.ProcessGroup | None:
-    """Return a new gloo group of all processes, or None in a single process.
+# (purpose, timeout) → (default group, group of this purpose); torch holds the groups until they are destroyed.
+_groups: dict[tuple[str | None, timedelta | None], tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
 
-    All processes must call it, in the training thread.
+
+def own_group(timeout: timedelta | None = None, purpose: str | None = "health check") -> dist.ProcessGroup | None:
+    """Return a gloo group of all processes, or None in a single process.
+
+    Later runs of these processes use the same group for the same purpose, since each group has threads that wake up 100
+    times a second; without a purpose it is a new one. All processes must call it, in the training thread.
     """
     if rank_count() == 1:
         return None
+    known = _groups.get((purpose, timeout))
+    if known is not None and purpose is not None:
+        world, group = (of() for of in known)
+        if world is dist.group.WORLD and group is not None:
+            return group
     # Every process is a member, so each of them gets a group.
     group: Any = dist.new_group(backend="gloo", timeout=timeout)
+    _groups[purpose, timeout] = weakref.ref(dist.group.WORLD), weakref.ref(group)
     return group
+
+
+def _forget(group: object) -> None:
+    """Have later runs create a new group: messages of a failed run may still be in this one."""
+    for key in [key for key, (_, known) in _groups.items() if known() is group]:
+        del _groups[key]
 
 
 class RollCall:
@@ -78,7 +96,8 @@ class RollCall:
                 self._ask(fine).wait()
                 return bool(self._fine)
             except RuntimeError as error:
-                self.broken, reason = True, f"{error}".partition("\n")[0].rstrip(".")
+                self._break()
+                reason = f"{error}".partition("\n")[0].rstrip(".")
         else:
             reason = "an earlier check failed"
         if not fine:  # this rank's own error is the one to raise
@@ -100,10 +119,10 @@ class RollCall:
                 with suppress(RuntimeError):
                     # A short wait: the others may be gone too, and the error must be raised.
                     self._ask(False).wait(_HEARD_WITHIN)
-                self.broken = True
+                self._break()
             raise
         if not self(True):
-            self.broken = True
+            self._break()
             raise RuntimeError(explain(f"{doing} failed on another rank", "this rank cannot continue alone", _WAY_OUT))
 
     @contextmanager
@@ -142,6 +161,10 @@ class RollCall:
             watcher.join()
         finally:
             left.set()
+
+    def _break(self) -> None:
+        self.broken = True
+        _forget(self._group)
 
     def _ask(self, fine: bool) -> Any:
         self._fine.fill_(fine)

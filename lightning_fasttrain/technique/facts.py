@@ -43,6 +43,13 @@ class Facts:
     clips: str | None = None
 
 
+def why_no_blocks(facts: Facts) -> str | None:
+    """Return why a technique that acts on blocks cannot: the model has none. None if it has some, or is unknown."""
+    if facts.blocks == 0:
+        return NO_BLOCKS
+    return None
+
+
 def facts_of_machine() -> Facts:
     """Return the facts about this machine alone."""
     on_cuda = torch.cuda.is_available()

@@ -1,6 +1,7 @@
 """Description of a training step for memory predictions, which techniques modify."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ class PredictedStep:
         releases: whether gradients are freed right after the optimizer's step.
         prefetches: whether the next batch is on the device too.
         on_optimizer: functions that are called with the new optimizer.
+        without_reduction: context of all micro-batches but the last, in which ranks do not reduce gradients.
         notes: sentences on memory that is not counted.
     """
 
@@ -29,6 +31,7 @@ class PredictedStep:
     releases: bool = False
     prefetches: bool = False
     on_optimizer: list[Callable[[Optimizer], Any]] = field(default_factory=list)
+    without_reduction: Callable[[], AbstractContextManager[Any]] = nullcontext
     notes: list[str] = field(default_factory=list)
 
     def leave_out(self, technique: object, why: str) -> None:

@@ -43,6 +43,13 @@ def test_blocks_of_hugging_face_models(name, kind, count):
     assert {type(block).__name__ for block in blocks.values()} == {kind}
 
 
+def test_embeddings_that_outweigh_the_only_layer_are_no_blocks():
+    tf = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 16, "num_hidden_layers": 1}
+    assert list(find_blocks(tf.BertModel(tf.BertConfig(**sizes)))) == ["encoder.layer.0"]
+    assert list(find_blocks(tf.GPT2Model(tf.GPT2Config(n_embd=8, n_head=2, n_layer=1)))) == ["h.0"]
+
+
 def test_blocks_of_torch_models():
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, batch_first=True), 4)
     assert list(find_blocks(encoder)) == [f"layers.{i}" for i in range(4)]

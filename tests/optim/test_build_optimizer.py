@@ -254,7 +254,9 @@ def test_optimizing_in_backward_is_the_same_bit_for_bit(name):
     assert largest_difference(weights(plain), weights(net)) == 0
 
 
-@pytest.mark.parametrize("more", [{"name": "muon"}, {"offload": "cpu"}, {"name": "adamw", "updates": "kahan"}])
+@pytest.mark.parametrize(
+    "more", [{"name": "muon"}, {"offload": "cpu"}, {"name": "adamw", "updates": "kahan"}, {"name": "adamw4bit"}]
+)
 def test_a_copy_of_model_and_optimizer_trains_independently(more):
     net = NamedLM(**more).to(torch.bfloat16 if "updates" in more else torch.float32)
     optimizer = net.optimizer(net)

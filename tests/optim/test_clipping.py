@@ -54,6 +54,15 @@ def test_rows_of_a_sparse_gradient_are_clipped_as_those_of_a_dense_one():
         clip_adaptively_([weight])
 
 
+def test_norms_of_float64_are_computed_in_float64():
+    weight, bias = nn.Parameter(torch.randn(3, 4).double()), nn.Parameter(torch.randn(3))
+    before = weight.grad = torch.randn(3, 4).double()
+    bias.grad = torch.zeros(3)
+    expected = [one_unit(w, g, 1e-3) for w, g in zip(weight.detach(), before.clone(), strict=True)]
+    clip_adaptively_([weight, bias], 1e-3)
+    torch.testing.assert_close(weight.grad, torch.stack(expected), rtol=1e-14, atol=0)
+
+
 def test_zero_gradients_stay_and_zero_weights_can_change():
     zero = nn.Parameter(torch.zeros(2, 2))
     zero.grad = torch.tensor([[0.0, 0.0], [3.0, 4.0]])

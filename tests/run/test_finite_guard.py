@@ -284,6 +284,9 @@ def test_unsupported_optimizers_and_strategies_are_refused():
         ft.FiniteGuard(stop_after=0)
     with pytest.raises(ValueError, match=r"FiniteGuard \+ ZeROStrategy: DeepSpeed's engine"):
         trainer([ft.FiniteGuard()], strategy=ZeROStrategy(stage=1)).fit(TinyLM(), as_loader(BATCHES))
+    zero = pytest.importorskip("deepspeed.runtime.zero.stage_1_and_2").DeepSpeedZeroOptimizer
+    with pytest.raises(TypeError, match="guarding the steps of DeepSpeedZeroOptimizer: DeepSpeed's engine"):
+        ft.run.FiniteSteps().guard_(zero.__new__(zero), nn.Linear(1, 1))
 
 
 @pytest.mark.gpu

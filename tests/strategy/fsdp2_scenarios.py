@@ -16,6 +16,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
+from torch.distributed.distributed_c10d import _world
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -616,9 +617,10 @@ def checkpoints(found, folder):
     t.validate(module, as_loader(MINE[:2]), verbose=False)
     t.save_checkpoint(folder / "validated.ckpt")  # parameters are shards again, although no backward ran
     found["validated"] = float(t.callback_metrics["val_loss"])
-    before = whole(module)
+    before, groups = whole(module), len(_world.pg_map)
     again, t = fit(net=module, limit_train_batches=2)  # a second fit of a sharded module
     after = whole(again)
+    found["new groups in second fit"] = len(_world.pg_map) - groups
     found["second fit"] = agree(after)
     t.validate(module, as_loader(MINE[:2]), ckpt_path=folder / "validated.ckpt", verbose=False)
     found["validated again"] = float(t.callback_metrics["val_loss"])

@@ -21,6 +21,10 @@ from torch.utils.data import DataLoader
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    DebertaV2Config,
+    DebertaV2ForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     ViTConfig,
@@ -34,7 +38,7 @@ from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
 from tests.support.nets import as_loader, largest_difference, trainer, weights
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-STEPS, ROWS, VOCABULARY, CLASSES = 20, 4, 32, 5
+STEPS, ROWS, VOCABULARY, CLASSES = 10 if WORLD == 4 else 20, 4, 32, 5
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
 
 
@@ -49,7 +53,7 @@ class Net(L.LightningModule):
         self.kind, self.losses = kind, []
 
     def loss(self, batch):
-        if self.kind in ("bert", "vit"):
+        if self.kind in ("bert", "vit", "deberta"):
             return self.net(batch["inputs"], labels=batch["labels"]).loss
         logits = self.net(batch["inputs"])
         logits = getattr(logits, "logits", logits)
@@ -78,8 +82,21 @@ def _llama(**settings):
 def _bert(**settings):
     off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     return BertForSequenceClassification(
-        BertConfig(**{**SMALL, **off, "vocab_size": VOCABULARY, "num_labels": CLASSES})
+        BertConfig(**{**SMALL, **off, "vocab_size": VOCABULARY, "num_labels": CLASSES, **settings})
     )
+
+
+def _deberta():
+    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_hidden_layers": 1}
+    sizes = {**SMALL, **off, "vocab_size": VOCABULARY, "num_labels": CLASSES, "max_position_embeddings": 16}
+    return DebertaV2ForSequenceClassification(
+        DebertaV2Config(**sizes, relative_attention=True, pos_att_type=["c2p", "p2c"])
+    )
+
+
+def _gpt2():
+    off = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=4, vocab_size=VOCABULARY, n_positions=16, **off))
 
 
 def _vit(**settings):
@@ -93,13 +110,21 @@ def _gpt(**settings):
     return GPT(GPTConfig(**{"vocabulary": VOCABULARY, "context": 8, "layers": 2, "heads": 4, "width": 16, **settings}))
 
 
+def _dropping_gpt():
+    net = _gpt(dropout=0.4)
+    for block in net.blocks:
+        block.attention.dropout = 0.0  # not a layer, whose mask could be seen
+    return net
+
+
 class Encoder(nn.Module):
     """torch's own encoder, whose attention cannot be split by heads, on token ids."""
 
-    def __init__(self):
+    def __init__(self, dropout=0.0):
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, 16)
-        layer = nn.TransformerEncoderLayer(16, 4, dim_feedforward=24, dropout=0.0, batch_first=True)
+        layer = nn.TransformerEncoderLayer(16, 4, dim_feedforward=24, dropout=dropout, batch_first=True)
+        layer.self_attn.dropout = 0.0  # not a layer, whose mask could be seen
         self.encoder = nn.TransformerEncoder(layer, 2)
         self.head = nn.Linear(16, VOCABULARY)
 
@@ -108,7 +133,14 @@ class Encoder(nn.Module):
 
 
 MODELS = {"gpt": _gpt, "llama": _llama, "bert": _bert, "vit": _vit}
-OTHERS = {"encoder": Encoder, "scaled": lambda: Scaled()}
+OTHERS = {
+    "gpt2": lambda: _gpt2(),
+    "deberta": lambda: _deberta(),
+    "encoder": Encoder,
+    "dropping encoder": lambda: Encoder(dropout=0.4),
+    "dropping gpt": lambda: _dropping_gpt(),
+    "scaled": lambda: Scaled(),
+}
 
 
 def batches_of(kind, data_rank, count=STEPS):
@@ -165,7 +197,7 @@ def whole(module):
 
 
 def equal_to_one_process(found):
-    """Compare the losses of 20 steps with clipping, and the weights after them."""
+    """Compare the losses of all steps with clipping, and the weights after them."""
     for kind in MODELS:
         began = time.time()
         tensor = 2
@@ -355,6 +387,8 @@ def fabric_loop(found, folder):
 
 
 def main(path, folder, *only):
+    from tests.strategy import family_scenarios, sequence_scenarios, vocabulary_scenarios  # which import this file
+
     faulthandler.dump_traceback_later(200, exit=True)  # a rank that hangs prints its stack
     warnings.simplefilter("ignore")
     found, folder = {}, Path(folder)
@@ -368,6 +402,13 @@ def main(path, folder, *only):
         "scalars": lambda: scalars(found, folder),
         "options": lambda: options(found),
         "fabric": lambda: fabric_loop(found, folder),
+        "families": lambda: family_scenarios.families(found, folder),
+        "sequence beside others": lambda: sequence_scenarios.beside_others(found),
+        "dropout on shares": lambda: sequence_scenarios.dropout(found),
+        "vocabulary": lambda: vocabulary_scenarios.split(found),
+        "vocabulary beside others": lambda: vocabulary_scenarios.split_beside_others(found, folder),
+        "vocabulary in fabric": lambda: vocabulary_scenarios.split_in_fabric(found),
+        "vocabulary losses": lambda: vocabulary_scenarios.losses_of_a_split_weight(found),
     }
     for name, scenario in every.items():
         if not only or name in only:

@@ -402,6 +402,7 @@ def test_validation_keeps_shards_and_a_second_fit_continues(found):
         assert rank["validated"] == rank["validated again"] == rank["validated alone"] > 0
     assert largest(found, "second fit") == 0
     assert all(rank["moved in second fit"] > 0 for rank in found)
+    assert [rank["new groups in second fit"] for rank in found] == [0, 0]
 
 
 def test_fabric_trains_with_an_optimizer_created_before_setup(found):

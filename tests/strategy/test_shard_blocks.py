@@ -239,10 +239,35 @@ def with_parameter(tensor, trains):
     return model
 
 
+class TiedInDouble(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(9, 9), nn.Linear(2, 2).double(), nn.Linear(2, 2).double())
+        self[2].weight = self[1].weight
+
+
+class MixedNorm(TinyLM):
+    def __init__(self):
+        super().__init__()
+        self.blocks[0].norm.extra = nn.Parameter(torch.ones(2).double())
+
+
+class InDouble(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(2, 2))
+        self.scale = nn.Parameter(torch.ones(2).double())
+
+
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
-        (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16()), {}, "parameters of several dtypes train"),
+        (with_parameter(torch.ones(2).double(), True), {}, "'0.extra' trains in torch.float64: it belongs directly to"),
+        (
+            MixedNorm(),
+            {},
+            r"'blocks.0.norm.extra' trains in torch.float64: its module holds parameters of other dtypes",
+        ),
+        (TiedInDouble(), {}, "'1.weight' trains in torch.float64: several modules share it"),
+        (InDouble(), {}, "'scale' trains in torch.float64: it belongs directly to a group that trains in torch.float3"),
         (with_parameter(torch.ones(2, dtype=torch.int8, device="meta"), False), {}, "'0.extra' .* on the meta device"),
         (with_parameter(torch.ones(2, dtype=torch.cfloat), True), {}, "'0.extra' .* is torch.complex64 and trains"),
         (TinyLM(), {"reshard_after_forward": 2}, "reshard_after_forward=2 over 1 shards"),
@@ -254,6 +279,16 @@ def test_unshardable_models_are_refused_before_any_change(mesh, model, options, 
     with pytest.raises(ValueError, match=message):
         shard_blocks_(model, mesh, **options)
     assert not any(isinstance(p, DTensor) for p in model.parameters())
+
+
+def test_a_block_in_another_dtype_is_a_group_of_that_dtype(mesh):
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double(), nn.Linear(3, 3))
+    plain = copy.deepcopy(net)
+    assert shard_blocks_(net, mesh) == ["0", "1", "2"]
+    for each in (net, plain):
+        each[1](each[0](torch.ones(2, 3)).double()).sum().backward()
+    assert torch.equal(net[1].weight.grad.full_tensor(), plain[1].weight.grad)
+    assert torch.equal(net[0].weight.grad.full_tensor(), plain[0].weight.grad)
 
 
 def test_replaced_layers_and_stale_optimizers_are_named(mesh):

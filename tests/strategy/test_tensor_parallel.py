@@ -7,18 +7,35 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.distributed.tensor.placement_types import _StridedShard
-from transformers import T5Config, T5ForConditionalGeneration
+from transformers import (
+    BeitConfig,
+    BeitForImageClassification,
+    BloomConfig,
+    BloomForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
+from lightning_fasttrain.architecture import stochastic_depth_
 from lightning_fasttrain.bench.gpt import GPT, GPTConfig
+from lightning_fasttrain.core.modules.blocks import find_blocks
+from lightning_fasttrain.core.modules.split_vocabulary import SplitHead
+from lightning_fasttrain.loss import fuse_loss_head_, linear_cross_entropy
+from lightning_fasttrain.loss.loss_inputs import logits_of
 from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import full_checkpoint
 from lightning_fasttrain.strategy.fsdp2.sharding import Sharding
 from lightning_fasttrain.strategy.tensor_parallel import styles
 from lightning_fasttrain.strategy.tensor_parallel.layouts import split_intervals
 from lightning_fasttrain.strategy.tensor_parallel.parallelize import divide_heads_
 from lightning_fasttrain.strategy.tensor_parallel.plan import plan_tensor_parallel
-from tests.strategy.tensor_scenarios import MESHES, MODELS, Net, batches_of, two_epochs
+from lightning_fasttrain.strategy.tensor_parallel.sequence import SequenceParallel
+from lightning_fasttrain.strategy.tensor_parallel.split_dropout import SplitRandomness
+from tests.strategy import vocabulary_scenarios
+from tests.strategy.tensor_scenarios import MESHES, MODELS, VOCABULARY, Net, batches_of, two_epochs
 from tests.support.nets import as_loader, largest_difference, trainer, weights
 from tests.support.ranks import run_ranks
 
@@ -47,7 +64,9 @@ def two(folder):
 
 @pytest.fixture(scope="module")
 def four(folder):
-    return launch(folder, 4, "equal", "resharded", "consistency", "options")
+    return launch(
+        folder, 4, "equal", "resharded", "consistency", "options", "sequence", "vocabulary", "vocabulary losses"
+    )
 
 
 @pytest.fixture(params=["two", "four"])
@@ -60,7 +79,7 @@ def largest(found, key):
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_twenty_clipped_steps_equal_those_of_one_process(found, kind):
+def test_clipped_steps_equal_those_of_one_process(found, kind):
     assert largest(found, f"{kind} losses") < 1e-5
     assert largest(found, f"{kind} weights") < 1e-5 < 1e-2 < largest(found, f"{kind} moved")
 
@@ -138,6 +157,8 @@ def test_fabric_trains_clips_saves_and_loads(two):
         ("QLoRA", "tensor_parallel=2 with the quantised 'net.model.layers.0.self_attn.q_proj.base_layer.weight'"),
         ("auto", "MicroBatching('auto') with FSDP2Strategy(tensor_parallel=2)"),
         ("world", "replicas=1 x tensor_parallel=3 over"),
+        ("odd", "sequence_parallel=True with hidden states of shape (4, 7, 16): the 2 ranks"),
+        ("between", "a block's input is not the output of the block before it"),
         ("tied", "tensor parallelism of 'net.head': it shares a parameter with another layer"),
     ],
 )
@@ -210,7 +231,7 @@ def test_layers_that_share_an_input_share_its_copy_and_nothing_is_kept():
     try:
         weight = torch.ones(2, 2, requires_grad=True)
         x = torch.ones(2, 2) @ weight
-        first, second = (styles._copy_once(x, dist.group.WORLD) for _ in range(2))
+        first, second = (styles._copy_once(x, dist.group.WORLD, styles._Copy) for _ in range(2))
         assert first is second
         first.sum().backward()
         assert torch.equal(weight.grad, torch.full((2, 2), 2.0))
@@ -224,3 +245,144 @@ def test_heads_that_a_module_states_become_those_of_one_rank():
     attention = SimpleNamespace(num_heads=8, all_head_size=64, head_dim=8)
     divide_heads_(attention, 4)
     assert vars(attention) == {"num_heads": 2, "all_head_size": 16, "head_dim": 8}
+
+
+@pytest.mark.parametrize("name", vocabulary_scenarios.OF_FOUR)
+def test_a_split_vocabulary_and_divided_tokens_train_as_in_one_process(found, name):
+    case = vocabulary_scenarios.MODELS[name]
+    assert largest(found, f"{name} losses") < 1e-5
+    assert largest(found, f"{name} weights") < 1e-5
+    assert largest(found, f"{name} tokens") == (8 // 2 if case.norm else 0)
+    assert largest(found, f"{name} logits") == 0
+    assert largest(found, f"{name} validated") < 1e-5
+    assert largest(found, f"{name} rows") == (case.settings.get("vocabulary", VOCABULARY) + 1) // 2
+
+
+def test_divided_tokens_of_an_encoder_train_as_in_one_process(two):
+    assert largest(two, "divided bert losses") < 1e-5
+    assert largest(two, "divided bert weights") < 1e-5
+    assert largest(two, "divided bert tokens") == 8 // 2
+
+
+def test_a_split_vocabulary_resumes_unsplit_and_needs_no_fused_loss(two):
+    assert largest(two, "logits of a replicated head") > 0
+    assert largest(two, "split resumed unsplit") < 1e-6
+    assert largest(two, "loss of torch's logits") < 1e-6
+    assert largest(two, "loss of gathered logits") < 1e-6
+
+
+def test_a_split_head_with_class_weights_and_a_bias_trains_in_fabric(two):
+    assert largest(two, "split in fabric") < 1e-6
+
+
+@pytest.mark.parametrize("name", vocabulary_scenarios.LOSSES)
+def test_the_loss_of_a_split_weight_is_that_of_the_complete_one(found, name):
+    assert largest(found, f"{name} loss") < 1e-12
+
+
+def test_a_weight_that_is_not_split_by_rows_for_the_same_tokens_is_refused():
+    hidden, targets = torch.ones(3, 2), torch.zeros(3, dtype=torch.long)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        rows = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
+        with pytest.raises(ValueError, match="hidden of Tensor and weight of DTensor.*on all of whose ranks hidden"):
+            linear_cross_entropy(hidden, rows, targets)
+        with pytest.raises(ValueError, match="backend='compiled' with a vocabulary that is split"):
+            linear_cross_entropy(DTensor.from_local(hidden, mesh), rows, targets, backend="compiled")
+    finally:
+        dist.destroy_process_group()
+
+
+def test_heads_that_cannot_be_split_are_replicated_or_refused_by_name():
+    net = Net("gpt")
+    fuse_loss_head_(net, "net.head")
+    assert [plan_tensor_parallel(net, 2)[name].known_as for name in ("net.tokens", "net.head")] == ["vocabulary"] * 2
+    other = Net("gpt")
+    fuse_loss_head_(other, "net.head", backend="torch")
+    assert "net.head" not in plan_tensor_parallel(other, 2)
+    net.net.tokens.max_norm = 1.0  # looking up changes rows
+    assert "net.head" not in plan_tensor_parallel(net, 2)
+    with pytest.raises(ValueError, match=r"'vocabulary' for 'net.tokens' \(Embedding\): expected a torch.nn.Linear"):
+        plan_tensor_parallel(net, 2, {"net.tokens": "vocabulary"})
+
+
+@pytest.mark.parametrize("technique", ["CompileBlocks", "others"])
+def test_techniques_beside_shares_of_the_tokens_train_as_in_one_process(two, technique):
+    assert largest(two, f"divided with {technique}") < 1e-6
+
+
+@pytest.mark.parametrize("name", ["split", "divided"])
+def test_dropout_differs_on_what_is_divided_and_is_that_of_one_process(two, name):
+    assert all(rank[f"{name} masks"] for rank in two)
+    assert largest(two, f"{name} dropout") < 1e-6
+    assert largest(two, f"{name} dropout recomputed") == 0
+
+
+def test_random_numbers_of_a_rank_leave_the_shared_ones_as_they_are():
+    randomness = [SplitRandomness(rank) for rank in range(2)]
+    drawn = []
+    for mine in randomness:
+        torch.manual_seed(5)
+        mine.enter(torch.device("cpu"))
+        drawn.append([torch.rand(3 + mine.rank)[0].item()])
+        mine.leave()
+        drawn[-1].append(torch.rand(1).item())
+    assert drawn[0][0] != drawn[1][0]
+    assert drawn[0][1] == drawn[1][1]
+    randomness[0].enter(torch.device("cpu"))
+    torch.manual_seed(7)  # as after an error
+    randomness[0].leave()
+    assert torch.initial_seed() == 7
+
+
+def test_blocks_that_may_need_all_tokens_are_refused_by_name():
+    def divide(model, plan=None):
+        return SequenceParallel(model, find_blocks(model), plan_tensor_parallel(model, 2, plan))
+
+    assert divide(Net("gpt")).plan["net.blocks.0.up"].enter is not styles.ColumnParallel().enter
+    with pytest.raises(
+        ValueError, match="'net.encoder.layers.0.self_attn' .MultiheadAttention.*neither split nor a norm"
+    ):
+        divide(Net("encoder"))
+    with pytest.raises(ValueError, match="the style ColwiseParallel of 'net.blocks.0.up': torch's own styles"):
+        divide(Net("gpt"), {"net.blocks.*.up": ColwiseParallel(), "net.blocks.*.down": RowwiseParallel()})
+    net = Net("gpt")
+    net.net.blocks[0].cross_attention = nn.Identity()
+    with pytest.raises(ValueError, match="'net.blocks.0.cross_attention' .Identity.: it attends to another sequence"):
+        divide(net)
+    net = Net("gpt")
+    stochastic_depth_(net, 0.5)
+    with pytest.raises(ValueError, match="'net.blocks.0' .Block., which is skipped at random: ranks draw"):
+        divide(net)
+    with pytest.raises(ValueError, match="Sequential: it has no repeated blocks"):
+        SequenceParallel(nn.Sequential(), {"": nn.Sequential()}, {})
+    with pytest.raises(ValueError, match="sequence_parallel=True with tensor_parallel=1"):
+        Sharding(sequence_parallel=True)
+
+
+def test_conv1d_of_gpt2_and_positions_of_deberta_train_as_in_one_process(two):
+    assert largest(two, "gpt2 weights") < 1e-6
+    assert largest(two, "deberta weights") < 1e-6
+    assert two[0]["deberta positions"] == [8, 16]
+
+
+def test_biases_of_single_heads_made_outside_of_attention_are_refused_by_name():
+    bloom = BloomForCausalLM(BloomConfig(hidden_size=16, n_layer=2, n_head=4, vocab_size=8))
+    with pytest.raises(ValueError, match=r"ALiBi of 'transformer' \(BloomModel\): it is a bias for each head"):
+        plan_tensor_parallel(bloom, 2)
+    mlps = {"*.dense_h_to_4h": "colwise", "*.dense_4h_to_h": "rowwise"}
+    assert len(plan_tensor_parallel(bloom, 2, mlps)) == 4
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
+    beit = BeitConfig(**sizes, image_size=32, patch_size=16, use_shared_relative_position_bias=True)
+    with pytest.raises(ValueError, match="attention with 'beit.shared_position_bias.relative_position_bias_table'"):
+        plan_tensor_parallel(BeitForImageClassification(beit), 2)
+
+
+def test_distillation_from_a_head_whose_vocabulary_is_split_is_refused():
+    head, hidden = nn.Linear(2, 4), torch.ones(3, 2)
+    logits = head(hidden)
+    assert logits_of(logits, head, (hidden, logits), None) is not None
+    SplitHead(head).install_below()
+    with pytest.raises(ValueError, match="Distillation beside FusedLossHead: the vocabulary of the head is split"):
+        logits_of(logits, head, (hidden, logits), None)

@@ -1,10 +1,21 @@
 """Every layer class × adapter kind × form of target × base, and the round trips that each combination must survive."""
 
+import argparse
+import collections
 import copy
+import datetime
 import itertools
+import json
+import logging
 import pickle
+import random
 import re
+import shlex
+import subprocess
 import sys
+import tempfile
+import time
+import warnings
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +25,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from lightning_fasttrain.core.machine import hardware, versions
 from lightning_fasttrain.finetune import (
     adapter_names,
     add_adapter_,
@@ -273,7 +285,7 @@ def round_trips(case, folder):
     return wrong
 
 
-def main(folder):
+def load_all(folder):
     """Load each adapter under ``folder`` as a fresh process does, and print the cases whose output differs."""
     for place in sorted(Path(folder).glob("*/case")):
         case = Case(*place.read_text().split(" · "))
@@ -284,5 +296,54 @@ def main(folder):
     print("loaded all")
 
 
+def report(cases, folder, minutes):
+    """Try the cases in this process, load them in a fresh one, and return what was found.
+
+    Args:
+        minutes: after which no further case is begun.
+    """
+    start, rows, wrong = time.monotonic(), collections.defaultdict(collections.Counter), {}
+    for number, case in enumerate(cases):
+        if time.monotonic() - start > 60 * minutes:
+            break
+        place = folder / str(number)
+        place.mkdir()
+        found = round_trips(case, place)
+        was_added = "refused" not in found
+        rows[case.layer].update(cases=1, added=int(was_added), wrong=int(was_added and bool(found)))
+        if was_added and found:
+            wrong[str(case)] = found
+    again = subprocess.run([sys.executable, "-m", __spec__.name, folder], capture_output=True, text=True)
+    return {
+        "hardware": hardware(),
+        "versions": {**versions(), "peft": peft.__version__},
+        "command": shlex.join(["python", "-m", __spec__.name, *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "minutes": round((time.monotonic() - start) / 60, 1),
+        "rows": {layer: dict(row) for layer, row in rows.items()},
+        "wrong": wrong,
+        "differs_in_a_fresh_process": again.stdout.splitlines()[:-1],
+        "loaded_in_a_fresh_process": again.returncode == 0 and again.stdout.endswith("loaded all\n"),
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", nargs="?", help="load the adapters that another process has written here")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="how long cases are begun, in random order")
+    parser.add_argument("--out", type=Path, help="try the cases, and write a JSON file of what was found")
+    options = parser.parse_args()
+    if options.folder:
+        load_all(options.folder)
+        return
+    logging.getLogger("lightning_fasttrain").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    cases = list(every_case())
+    random.Random(35).shuffle(cases)
+    with tempfile.TemporaryDirectory() as folder:
+        found = report(cases, Path(folder), options.minutes)
+    options.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

@@ -458,6 +458,22 @@ def assert_batch_three_is_skipped(guard: Any, times: float) -> None:
 # a stranger's
 
 
+def validation_has_averaged_weights(kind: Kind) -> None:
+    seen = []
+
+    class Seen(TinyLM):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            seen.append(weights(self)["head.weight"])
+
+    net, ema = Seen(), kind(0.5)
+    t = trainer([ema], num_sanity_val_steps=0)
+    t.fit(net, as_loader(BATCHES), as_loader(BATCHES[:1]))
+    assert not torch.equal(seen[0], net.head.weight)
+    t.validate(net, as_loader(BATCHES[:1]), verbose=False)
+    assert torch.equal(seen[0], seen[1])
+    assert torch.equal(seen[1], ema.average["embed.weight"])
+
+
 def the_average_is_another(kind: Kind) -> None:
     average, net = kind(0.5), TinyLM()
     fit(net, BATCHES, [average])

@@ -4,6 +4,7 @@ import gc
 import itertools
 import os
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -70,11 +71,24 @@ def _nothing_distributed_stays():
 # The long ones first, since whatever begins last is what the other worker waits for.
 _FIRST = (
     *("test_zero.py", "test_notebooks.py", "test_ladder.py", "test_example_benchmarks.py"),
-    *("test_examples.py", "test_fsdp2.py", "test_kill.py", "test_contracts.py", "test_failing_ranks.py"),
-    *("test_compile_blocks.py", "test_hang_watch.py", "test_distributed.py", "test_tensor_parallel.py"),
+    *("test_examples.py", "test_fsdp2.py", "test_tensor_parallel.py", "test_kill.py", "test_contracts.py"),
+    *("test_failing_ranks.py", "test_compile_blocks.py", "test_hang_watch.py", "test_distributed.py"),
     *("test_losses.py", "test_make_plan.py", "test_micro_batch_forward.py", "test_fitting.py", "test_elastic.py"),
     "test_consolidate.py",  # reads what test_zero.py leaves
 )
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtestloop(session):
+    """All is imported: nobody need look through it again, and processes that tests start begin from here."""
+    gc.freeze()
+    gc.enable()
+    if "tests.support.ranks" in sys.modules:
+        output = session.config.pluginmanager.getplugin("capturemanager")
+        output.resume_global_capture()
+        sys.modules["tests.support.ranks"].start_server()
+        output.suspend_global_capture()
+    return (yield)
 
 
 _begun = itertools.count()

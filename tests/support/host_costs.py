@@ -9,8 +9,9 @@ import torch
 from lightning.fabric.utilities import registry
 
 
+@functools.cache
 def spare() -> None:
-    """Have it done once, or less often, in this process and its forks."""
+    """Have it done once, or less often, in this process and its forks, which may call this again."""
     registry.entry_points = functools.cache(registry.entry_points)  # looks through all that is installed
     L.Trainer.__signature__ = inspect.signature(L.Trainer)  # asked for at each start
     gc.set_threshold(50_000, 20, 50)

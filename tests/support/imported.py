@@ -1,5 +1,6 @@
 """What the scripts of tests import, done once in the process that forks them; and what a first run looks up."""
 
+import functools
 import gc
 import importlib
 import logging
@@ -8,6 +9,7 @@ import warnings
 import torch
 from lightning.fabric.utilities import registry
 
+from lightning_fasttrain.strategy.fsdp2 import sharding
 from lightning_fasttrain.strategy.zero._zero_engine import import_deepspeed
 from tests.support import host_costs
 from tests.support.nets import TinyLM, as_loader, lm_batches, trainer
@@ -34,6 +36,8 @@ def train_once() -> None:
 
 
 train_once()
+# Each mesh has process groups, whose threads wake up 100 times a second: a launch needs one of a shape.
+sharding.init_device_mesh = functools.cache(sharding.init_device_mesh)
 registry.entry_points.cache_clear()  # a script may bring its own
 gc.collect()
 gc.freeze()  # nobody need look through it again

@@ -6,7 +6,9 @@ Importing takes longer than most of what they do. What a launcher itself must do
 
 import atexit
 import ctypes
+import faulthandler
 import gc
+import itertools
 import multiprocessing
 import os
 import runpy
@@ -15,13 +17,18 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest.mock import patch
 
+import torch
 from filelock import FileLock
 
 ROOT = Path(__file__).parent.parent.parent
+_SEED_OF_A_FRESH_PROCESS = 67280421310721
+PRELOADED = ["tests.support.imported"]
 
 
 class Ranks:
@@ -39,7 +46,7 @@ class Ranks:
         self, module: str, *arguments: object, log: Path, count: int | None = 2, of_this_process: bool = False
     ) -> None:
         context = multiprocessing.get_context("fork" if of_this_process else "forkserver")
-        context.set_forkserver_preload(["tests.support.imported"])
+        context.set_forkserver_preload(PRELOADED)
         folder = Path.cwd() if of_this_process else ROOT
         self.files = log, log.with_name(f"{log.name}.err")
         for file in self.files:
@@ -105,6 +112,34 @@ def launch_once(factory: Any, name: str, launch: Callable[[Path], object]) -> Pa
             folder.mkdir()
             launch(folder)
     return folder
+
+
+def start_server() -> None:
+    """Fork the server of :class:`Ranks` from this process, which has imported almost everything, before its first test.
+
+    A server that starts later, as multiprocessing does, is a fresh interpreter.
+    """
+    resource_tracker.ensure_running()  # stays a process of its own
+    forkserver.set_forkserver_preload(PRELOADED)
+    with patch("multiprocessing.util.spawnv_passfds", _fork):
+        forkserver.ensure_running()
+
+
+def _fork(executable: bytes, arguments: Sequence[str], passed_fds: Sequence[int]) -> int:
+    """Run the code of ``python -c code`` in a fork that has only these files open, and what it prints to."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        faulthandler.disable()  # pytest's
+        kept = sorted({0, 1, 2, *passed_fds})
+        for below, above in itertools.pairwise([*kept, os.sysconf("SC_OPEN_MAX")]):
+            os.closerange(below + 1, above)
+        warnings.simplefilter("ignore")
+        torch.manual_seed(_SEED_OF_A_FRESH_PROCESS)  # what was collected may have drawn
+        exec(arguments[-1], {})
+    finally:
+        os._exit(0)
 
 
 def end_as_a_script(code: Any, empty_modules: bool = True) -> NoReturn:

@@ -7,6 +7,7 @@ from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_FORWARDS = (nn.Linear.forward, nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward)
 
 
 class _Tracer(fx.Tracer):
@@ -84,7 +85,7 @@ def _norm_after(node: fx.Node, module: nn.Module) -> str | None:
 
 def _why_unfit(model: nn.Module, layer: Any, norm: Any) -> str:
     """Return why the bias of a layer before a norm cannot be left out; "" if it can."""
-    if not any(type(layer).forward is kind.forward for kind in LAYERS) or "forward" in vars(layer):
+    if type(layer).forward not in _FORWARDS or "forward" in vars(layer):
         return "its class has a forward of its own"
     if type(norm).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
         return "its norm has a forward of its own"
@@ -95,5 +96,8 @@ def _why_unfit(model: nn.Module, layer: Any, norm: Any) -> str:
         return "its norm is not over its output channels"
     holders = 0
     for module in model.modules():
-        holders += sum(parameter is layer.bias for parameter in module._parameters.values())
-    return "its bias is shared with another layer" if holders > 1 else ""
+        for parameter in module._parameters.values():
+            holders += parameter is layer.bias
+    if holders > 1:
+        return "its bias is shared with another layer"
+    return ""

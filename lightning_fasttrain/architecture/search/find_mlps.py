@@ -1,5 +1,6 @@
 """Find the MLPs in a block: layers that widen the hidden states, and the one that narrows them again."""
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,7 +8,7 @@ from torch import nn
 
 from lightning_fasttrain.core.modules.layer_kinds import CONV1D, is_a, is_linear
 
-ATTENTION = ("attn", "attention")
+ATTENTION = re.compile("attn|attention", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,7 @@ def find_mlps(block: nn.Module) -> list[Mlp]:
     found: list[Mlp] = []
     waiting: dict[str, tuple[int, int]] = {}  # layers that widen, since the last MLP
     for name, layer in block.named_modules():
-        in_attention = any(word in name.lower() for word in ATTENTION)
-        if not name or in_attention or not is_linear(layer):
+        if not name or ATTENTION.search(name) or not is_linear(layer):
             continue
         inputs, outputs = sizes_of(layer)
         first = tuple(one for one, sizes in waiting.items() if sizes == (outputs, inputs))

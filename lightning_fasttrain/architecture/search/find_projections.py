@@ -12,8 +12,8 @@ from lightning_fasttrain.architecture.search.find_mlps import ATTENTION, find_ml
 from lightning_fasttrain.core.modules.layer_kinds import CONV1D, is_a, is_linear
 from lightning_fasttrain.core.modules.select import has_parameters, is_inside
 
-_CROSS = ("cross", "encoder_attn", "encdec", "multihead_attn")
-_SHORTCUTS = ("downsample", "shortcut", "skip")
+_CROSS = re.compile("cross|encoder_attn|encdec|multihead_attn", re.IGNORECASE)
+_SHORTCUT = re.compile("downsample|shortcut|skip", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -38,15 +38,14 @@ def find_attentions(block: nn.Module) -> dict[str, nn.Module]:
     """
     found: dict[str, nn.Module] = {}
     for name, module in block.named_modules():
-        own = name.rpartition(".")[2].lower()
-        if name and any(word in own for word in ATTENTION) and not is_inside(name, found):
+        if ATTENTION.search(name.rpartition(".")[2]) and not is_inside(name, found):
             found[name] = module
     return {name: module for name, module in found.items() if list_linear(module)}
 
 
 def has_cross_attention(block: nn.Module) -> bool:
     """Whether one of the attentions of a block reads another sequence, by its name."""
-    return any(word in name.lower() for name in find_attentions(block) for word in _CROSS)
+    return any(map(_CROSS.search, find_attentions(block)))
 
 
 def list_linear(module: nn.Module) -> dict[str, nn.Module]:
@@ -66,11 +65,12 @@ def find_projections(block: nn.Module) -> dict[str, nn.Module]:
     for name, attention in find_attentions(block).items():
         last, layer = list(list_linear(attention).items())[-1]
         found[f"{name}.{last}".rstrip(".")] = layer
-    found |= {mlp.last: block.get_submodule(mlp.last) for mlp in find_mlps(block)}
+    for mlp in find_mlps(block):
+        found[mlp.last] = block.get_submodule(mlp.last)
     if found:
         return found
-    convolutions = [name for name in _beside_shortcuts(block) if isinstance(block.get_submodule(name), _ConvNd)]
-    return {name: block.get_submodule(name) for name in convolutions[-1:]}
+    convolutions = [(name, part) for name, part in _beside_shortcuts(block).items() if isinstance(part, _ConvNd)]
+    return dict(convolutions[-1:])
 
 
 def find_last_norm(block: nn.Module) -> dict[str, nn.Module]:
@@ -80,12 +80,15 @@ def find_last_norm(block: nn.Module) -> dict[str, nn.Module]:
         >>> list(find_last_norm(nn.Sequential(nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2))))
         ['1']
     """
-    layers = {name: block.get_submodule(name) for name in _beside_shortcuts(block)}
-    weighty = {name: layer for name, layer in layers.items() if has_parameters(layer, recurse=False)}
-    last = list(weighty.items())[-1:]
-    is_norm = [isinstance(layer, _BatchNorm | nn.GroupNorm) and layer.weight is not None for _, layer in last]
+    layers = _beside_shortcuts(block)
     convolves = any(isinstance(layer, _ConvNd) for layer in layers.values())
-    return dict(last) if convolves and all(is_norm) else {}
+    weighty = [(name, layer) for name, layer in layers.items() if has_parameters(layer, recurse=False)]
+    if not convolves or not weighty:
+        return {}
+    name, last = weighty[-1]
+    if not isinstance(last, _BatchNorm | nn.GroupNorm) or last.weight is None:
+        return {}
+    return {name: last}
 
 
 def find_values(name: str, attention: nn.Module) -> Matrix | None:
@@ -93,9 +96,10 @@ def find_values(name: str, attention: nn.Module) -> Matrix | None:
     for place, module in attention.named_modules():
         own = f"{name}.{place}".rstrip(".")
         if isinstance(module, nn.MultiheadAttention):
-            held: Any = module.in_proj_weight if module.in_proj_weight is not None else module.v_proj_weight
-            part = held if module.in_proj_weight is None else held[-(len(held) // 3) :]
-            return Matrix(f"{own}.{'in' if held is module.in_proj_weight else 'v'}_proj_weight", part)
+            held: Any = module.in_proj_weight
+            if held is None:
+                return Matrix(f"{own}.v_proj_weight", module.get_parameter("v_proj_weight"))
+            return Matrix(f"{own}.in_proj_weight", held[-(len(held) // 3) :])
         if not is_linear(module):
             continue
         weight: Any = module.get_parameter("weight")
@@ -109,6 +113,5 @@ def find_values(name: str, attention: nn.Module) -> Matrix | None:
     return None
 
 
-def _beside_shortcuts(block: nn.Module) -> list[str]:
-    shortcut = re.compile("|".join(_SHORTCUTS), flags=re.IGNORECASE)
-    return [name for name, _ in block.named_modules() if name and not shortcut.search(name)]
+def _beside_shortcuts(block: nn.Module) -> dict[str, nn.Module]:
+    return {name: part for name, part in block.named_modules() if name and not _SHORTCUT.search(name)}

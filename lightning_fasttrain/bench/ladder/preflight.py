@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -88,10 +89,14 @@ def prepare(
         raise ValueError(explain(f"turns={turns}", why, f"Use {FEWEST_TURNS} or more"))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     units = fast_bf16(device)
-    wanted = choose_rungs(ladder(resized.micro_batches), names, extra=(STRONG, BARE, PADDED))
-    reasons = {rung.name: _why_not(rung, device, units) for rung in wanted}
-    runnable = tuple(rung for rung in wanted if not reasons[rung.name])
-    skipped = tuple(Skipped(rung.name, rung.title, reasons[rung.name]) for rung in wanted if reasons[rung.name])
+    runnable: list[Rung] = []
+    skipped: list[Skipped] = []
+    for rung in choose_rungs(ladder(resized.micro_batches), names, extra=(STRONG, BARE, PADDED)):
+        reason = _why_not(rung, device, units)
+        if reason:
+            skipped.append(Skipped(rung.name, rung.title, reason))
+        else:
+            runnable.append(rung)
     baselines = tuple(name for name in (STRONG, BARE, PADDED) if names is None or name in names)
     folder = writable_folder(out)
     tokens = encode_text(read_text(text), resized.tokens, resized.model.vocabulary)
@@ -100,8 +105,8 @@ def prepare(
         size_name=size_name,
         size=resized,
         tokens=tokens,
-        rungs=runnable,
-        skipped=skipped,
+        rungs=tuple(runnable),
+        skipped=tuple(skipped),
         baselines=baselines,
         out=folder,
         each=each,
@@ -117,8 +122,10 @@ def prepare(
 
 def _resize(size: Size, attention: str, given: dict[str, float | None]) -> Size:
     """Return ``size`` with the given values instead of its own, checked."""
-    own = {name: getattr(size, name) for name in given}
-    values = own | {name: value for name, value in given.items() if value is not None}
+    values: dict[str, Any] = dict(given)
+    for name, value in given.items():
+        if value is None:
+            values[name] = getattr(size, name)
     for name in ("batch", "steps", "micro_batches"):
         positive_int(name, values[name])
     batch, micro_batches, minutes = values["batch"], values["micro_batches"], values["minutes"]
@@ -138,10 +145,13 @@ def _command_of(ladder: Ladder, names: list[str] | None, text: str | Path | None
     options = [f"--size {ladder.size_name}", f"--batch {size.batch}", f"--steps {size.steps}"]
     options += [f"--attention {size.model.attention}", f"--micro-batches {size.micro_batches}"]
     options += [f"--turns {ladder.turns}", f"--minutes {size.minutes:g}"]
-    options += ["--each"] if ladder.each else []
-    options += [f"--rungs {','.join(names)}"] if names else []
-    # The name alone, since results say nothing about the folders of this machine.
-    options += [f"--text {Path(text).name}"] if text is not None else []
+    if ladder.each:
+        options.append("--each")
+    if names:
+        options.append(f"--rungs {','.join(names)}")
+    if text is not None:
+        # The name alone, since results say nothing about the folders of this machine.
+        options.append(f"--text {Path(text).name}")
     return " ".join(["fasttrain ladder", *options])
 
 
@@ -157,9 +167,11 @@ def _why_not(rung: Rung, device: str, fast_bf16: bool) -> str:
     if rung.needs == "bf16":
         slower = f"a product in bf16 takes {bf16_slowdown():.2g} times as long here as in fp32"
         return f"needs a processor with bf16 units, {slower}; so expect memory to fall, and time hardly"
-    if rung.needs == "bitsandbytes":
-        return "" if find_spec("bitsandbytes") else 'needs bitsandbytes: pip install "lightning-fasttrain[finetune]"'
-    return f"needs {rung.needs}"
+    if rung.needs != "bitsandbytes":
+        return f"needs {rung.needs}"
+    if find_spec("bitsandbytes"):
+        return ""
+    return 'needs bitsandbytes: pip install "lightning-fasttrain[finetune]"'
 
 
 def writable_folder(path: str | Path) -> Path:

@@ -47,7 +47,7 @@ class Worker:
         self._paused = False
         self._folder = tempfile.TemporaryDirectory(prefix="fasttrain-")
         folder = self._folder.name
-        self._result_file, self._stderr_file = (Path(folder) / name for name in ("result.json", "stderr"))
+        self._result_file, self._stderr_file = Path(folder, "result.json"), Path(folder, "stderr")
         self._messages, theirs = context.Pipe()
         arguments = {**spec, "folder": folder}, self._result_file, self._stderr_file, theirs
         self._process = context.Process(target=work, args=arguments)
@@ -140,8 +140,10 @@ def _cause_of_death(exitcode: int | None, stderr_file: Path) -> str:
         return "the process was killed (signal 9): most likely out of memory"
     if exitcode is not None and exitcode < 0:
         return f"the process died of signal {-exitcode}"
-    lines = stderr_file.read_text(errors="replace").strip().splitlines() if stderr_file.exists() else []
-    return lines[-1] if lines else f"the process ended with exit code {exitcode} and no result"
+    lines = [f"the process ended with exit code {exitcode} and no result"]
+    if stderr_file.exists():
+        lines += stderr_file.read_text(errors="replace").strip().splitlines()
+    return lines[-1]
 
 
 def without_paths(text: str) -> str:

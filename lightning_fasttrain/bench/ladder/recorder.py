@@ -79,7 +79,7 @@ class Recorder(PeakObserver):
             return "warm-up"
         return "memory" if step < self.warmup + self.memory else "timed"
 
-    def begin(self, step: int, *held: Any) -> None:
+    def begin(self, step: int, *held: object) -> None:
         """Record the beginning of a step; ``held`` is in memory already: module, optimizer, batch."""
         if self.phase(step) == "memory":
             self.begin_measuring(self.device, *held)
@@ -115,13 +115,13 @@ class Recorder(PeakObserver):
         return self.ask()
 
     def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
     ) -> None:
         """Hook: right before the step."""
         self.begin(batch_idx, pl_module, *trainer.optimizers, batch)
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: object, batch_idx: int
     ) -> None:
         """Hook: the optimizer has stepped and the loss of the step is known."""
         # Lightning makes a dict of whatever training_step returns.
@@ -148,8 +148,8 @@ class Recorder(PeakObserver):
         for turn in self._turns:
             stamps = turn[self.untimed :]
             times_ms += [self._ms(before[0], after[0]) for before, after in itertools.pairwise(stamps)]
-        step_ms = statistics.median(times_ms) if times_ms else math.nan
-        losses = [float(loss) for loss in self.losses]
+        step_ms = statistics.median(times_ms or [math.nan])
+        losses = list(map(float, self.losses))
         return {
             "step_ms": step_ms,
             "step_ms_all": times_ms,

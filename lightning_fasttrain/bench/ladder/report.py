@@ -3,6 +3,7 @@
 import io
 import math
 import textwrap
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -54,19 +55,25 @@ def as_table(ladder: Climbed, width: int = FULL_WIDTH) -> Table:
     caption = (
         f"(rung): not carried. {_CLOCKS[ladder.clock]}. ×: times as fast, ÷: times less memory, than that baseline."
     )
-    caption += " Padded texts are compared with each other." if padded else ""
-    caption += "" if len(kept) == len(_COLUMNS) else " A wider terminal shows more columns."
+    if padded:
+        caption += " Padded texts are compared with each other."
+    if len(kept) < len(_COLUMNS):
+        caption += " A wider terminal shows more columns."
     table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for name in kept:
         table.add_column(name, justify="left" if name in _TEXT else "right", no_wrap=True)
     for cells in rungs:
         style = "dim" if _is_dim(cells) else None
-        table.add_row(*(_escape(cells.get(name, "")) for name in kept), style=style)
+        table.add_row(*_texts(cells, kept), style=style)
     for section in (baselines, padded):
         table.add_section()
         for cells in section:
-            table.add_row(*(_escape(cells.get(name, "")) for name in kept))
+            table.add_row(*_texts(cells, kept))
     return table
+
+
+def _texts(cells: dict[str, str], columns: list[str]) -> list[str]:
+    return [_escape(cells.get(name, "")) for name in columns]
 
 
 def _name_machine(ladder: Climbed) -> str:
@@ -176,8 +183,10 @@ def _cells(row: Row, naive: Row, strong: Row) -> dict[str, str]:
 def _speed_and_error(base: Row, row: Row) -> str:
     """Format how many times as fast a row is as ``base``, with the half-width of the interval of 95%."""
     speed = ratio(base.step_ms, row.step_ms)
-    error = 0.0 if base is row else error_of_product(base, row)
-    return f"{speed} ±{base.step_ms / row.step_ms * error:.2f}" if error and speed != "–" else speed
+    error = error_of_product(base, row)
+    if base is row or not error or speed == "–":
+        return speed
+    return f"{speed} ±{base.step_ms / row.step_ms * error:.2f}"
 
 
 def _four_digits(number: float) -> str:
@@ -213,7 +222,7 @@ def as_table_of_each(ladder: Climbed) -> Table | None:
             table.add_row(title, f"[red]failed[/]: {_escape(alone.error)}")
             continue
         cells = _cells(alone, ladder.rungs[0], Row())
-        table.add_row(title, *(cells[column] for column in _OF_EACH))
+        table.add_row(title, *map(cells.__getitem__, _OF_EACH))
     return table
 
 
@@ -224,7 +233,7 @@ def summary(ladder: Climbed) -> str:
         _top_in_words("Fastest with half of naive's memory", tops["fastest"], ladder, noise),
         _top_in_words("Leanest within 1.5 times naive's time", tops["leanest"], ladder, noise),
     ]
-    parts = [part for part in parts if part] or ["No rung takes half of naive's memory."]
+    parts = list(filter(None, parts)) or ["No rung takes half of naive's memory."]
     if ladder.noise["time"]:
         parts.append(f"A rung's time is known to ±{noise:.0%} of that of the rung below, in the median.")
     rows = (*ladder.rungs, *ladder.baselines, *ladder.padded)
@@ -244,23 +253,27 @@ def _top_in_words(what: str, top: Top | None, ladder: Climbed, noise: float) -> 
         return ""
     naive, strong = ladder.rungs[0], ladder.strong
     how = "once more in turn with naive" if top.again else "by the rungs' ratios"
-    error = f" ±{top.speedup * top.plus_minus:.2f}" if top.plus_minus else ""
-    text = f"{what}, up to “{top.title}”: {_speed(top.speedup, error, top.plus_minus or noise)}"
+    text = f"{what}, up to “{top.title}”: {_speed(top.speedup, top.plus_minus, noise)}"
     text += f", in {top.memory_ratio:.1f} times less memory"
     text += f" ({_four_digits(top.step_ms)} ms, {how}, {_four_digits(naive.step_ms)} ms)"
     if strong and strong.error is None:
         speedup, memory_ratio = strong.step_ms / top.step_ms, strong.peak_mib / top.peak_mib
         share = math.hypot(strong.plus_minus, top.plus_minus)
-        error = f" ±{speedup * share:.2f}" if share else ""
-        text += f"; against the strong baseline {_speed(speedup, error, share or noise)}"
+        text += f"; against the strong baseline {_speed(speedup, share, noise)}"
         text += f", in {memory_ratio:.1f} times less ({_four_digits(strong.step_ms)} ms)"
     return text + "\n" + textwrap.indent(top.code, "    ")
 
 
-def _speed(speedup: float, error: str, share: float) -> str:
-    if abs(1 / speedup - 1) <= max(TIME_WORTH, share):
-        return f"about as fast (×{speedup:.2f}{error})"
-    return f"{speedup:.2f}{error} times as fast" if speedup > 1 else f"slower (×{speedup:.2f}{error})"
+def _speed(speedup: float, share: float, noise: float) -> str:
+    """Describe a speedup whose interval is ``share`` of it, or, where that is unknown, ``noise``."""
+    factor = f"{speedup:.2f}"
+    if share:
+        factor += f" ±{speedup * share:.2f}"
+    if abs(1 / speedup - 1) <= max(TIME_WORTH, share or noise):
+        return f"about as fast (×{factor})"
+    if speedup > 1:
+        return f"{factor} times as fast"
+    return f"slower (×{factor})"
 
 
 def save_picture(ladder: Climbed, path: str | Path) -> Path | None:
@@ -298,27 +311,32 @@ def save_picture(ladder: Climbed, path: str | Path) -> Path | None:
 def _beside_bar(row: Row, key: str) -> str:
     if row.error is not None:
         return "failed"
-    left_out = not row.carried and key == "step_ms"  # said once for both bars
-    return f"{getattr(row, key):,.0f}" + ("  not carried" if left_out else "")
+    text = f"{getattr(row, key):,.0f}"
+    if not row.carried and key == "step_ms":  # said once for both bars
+        text += "  not carried"
+    return text
 
 
 def _bars(axes: Any, rows: list[Row], key: str, label: str, colour: str, strong: Row | None) -> None:
-    measured = [getattr(row, key) for row in rows]
-    values = np.nan_to_num(measured)  # no bar for a rung that failed
+    measured = map(attrgetter(key), rows)
+    values = np.nan_to_num(list(measured))  # no bar for a rung that failed
     largest = max(values) or 1.0
     carried, over_line = {"color": colour, "edgecolor": "white"}, {"facecolor": "white", "edgecolor": "none", "pad": 1}
     not_carried = {"color": "#e4e4e4", "edgecolor": "#9a9a9a", "hatch": "///"}
     for place, (row, value) in enumerate(zip(rows, values, strict=True)):
-        look = carried if row.carried else not_carried
+        look, text_colour = not_carried, "#777"
+        if row.carried:
+            look, text_colour = carried, "#222"
         axes.barh(place, value, height=0.68, linewidth=0.8, **look)
-        text_look = {"fontsize": 9, "color": "#222" if row.carried else "#777", "bbox": over_line}
+        text_look = {"fontsize": 9, "color": text_colour, "bbox": over_line}
         axes.text(value + 0.01 * largest, place, _beside_bar(row, key), va="center", **text_look)
     if strong and strong.error is None:
         at = getattr(strong, key)
-        bottom, inside = len(rows) - 0.35, at > 0.6 * largest
+        bottom, text, side = len(rows) - 0.35, "  strong baseline", "left"
+        if at > 0.6 * largest:
+            text, side = "strong baseline  ", "right"
         axes.plot([at] * 2, [-0.5, bottom], color="#444", linewidth=1, linestyle=(0, (4, 3)))
-        label_at = {"ha": "right" if inside else "left", "va": "center", "fontsize": 8, "color": "#444"}
-        axes.text(at, bottom, "strong baseline  " if inside else "  strong baseline", **label_at)
+        axes.text(at, bottom, text, ha=side, va="center", fontsize=8, color="#444")
     axes.set_title(label, fontsize=10, loc="left")
     axes.set_xlim(0, largest * 1.22)
     axes.tick_params(axis="y", length=0)

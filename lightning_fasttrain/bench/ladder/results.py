@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Self
 
@@ -152,7 +153,7 @@ class Climbed:
     @property
     def baselines(self) -> list[Row]:
         """Runs that the rungs are compared with besides the naive loop."""
-        return [row for row in (self.strong, self.bare_loop) if row is not None]
+        return list(filter(None, (self.strong, self.bare_loop)))
 
     def write(self, path: Path) -> None:
         """Write the JSON atomically."""
@@ -178,20 +179,21 @@ class Climbed:
         rows = {name: Row.read(values[name]) for name in ("strong", "bare_loop") if values[name] is not None}
         tops = {name: _read_top(top) for name, top in values["tops"].items()}
         skipped = [Skipped(**one) for one in values["skipped"]]
-        rungs = [Row.read(row) for row in values["rungs"]]
-        padded = [Row.read(row) for row in values.get("padded", [])]
-        read = {**rows, "tops": tops, "skipped": skipped, "rungs": rungs, "padded": padded}
+        runs = {"rungs": list(map(Row.read, values["rungs"])), "padded": list(map(Row.read, values.get("padded", [])))}
+        read = {**rows, **runs, "tops": tops, "skipped": skipped}
         return cls(**{**_known_of(cls, values), **read})
 
 
 def _known_of(kind: type, values: dict[str, Any]) -> dict[str, Any]:
     """Return the values of the dataclass ``kind``; files of earlier versions have others too."""
-    names = {one.name for one in fields(kind)}
+    names = set(map(attrgetter("name"), fields(kind)))
     return {name: value for name, value in values.items() if name in names}
 
 
 def _read_top(values: dict[str, Any] | None) -> Top | None:
-    return None if values is None else Top(**{**values, "exactness": Exactness(values["exactness"])})
+    if values is None:
+        return None
+    return Top(**{**values, "exactness": Exactness(values["exactness"])})
 
 
 def _to_json(value: Any) -> Any:

@@ -112,7 +112,7 @@ def _save(result: Climbed, folder: Path) -> None:
     rows = result.rungs
     if rows:
         widths = [ratio_of(row).plus_minus for row in rows if row.ratio]
-        noise = statistics.median(widths) if widths else 0.0
+        noise = statistics.median(widths or [0.0])
         # JSON has no infinity, which is the width of an interval of one turn.
         result.noise["time"] = noise if math.isfinite(noise) else None
         result.tops = {
@@ -163,8 +163,9 @@ class _Climb:
             # Enough for a state that all further rungs are compared with.
             "turns": ladder.turns * (number_of_rows(ladder) + 2),
         }
-        # Also the best two rungs, again.
-        rows = number_of_rows(ladder) + 2 + (len(ladder.rungs) if ladder.each else 0)
+        rows = number_of_rows(ladder) + 2  # the best two rungs, again
+        if ladder.each:
+            rows += len(ladder.rungs)
         time_left = TimeLeft(rows, 60 * ladder.size.minutes)
         self.turns = Turns(spec, ladder.turns, time_left, on_progress)
 
@@ -233,9 +234,9 @@ class _Climb:
             # On top of naive alone this very run was the one on top of the ladder.
             # A copy of it, as a row that holds itself could not be written as JSON.
             row.alone = replace(row) if below is self.naive else self._measure_alone(rung)
+        left = rising
         if row.carried:
-            self.top = rising
-        left = below if row.carried else rising
+            self.top, left = rising, below
         if left is not self.naive:
             self.turns.end(left)
         return row

@@ -43,7 +43,10 @@ class Rung:
 
     def on(self, below: Row) -> State:
         """Return the state of this rung on top of that of the row ``below``."""
-        return on_top_of(below.state, self.change(below) if callable(self.change) else self.change)
+        change = self.change
+        if callable(change):
+            change = change(below)
+        return on_top_of(below.state, change)
 
 
 def rungs(micro_batches: int = 4) -> tuple[Rung, ...]:
@@ -199,13 +202,15 @@ def strong_baseline(fast_bf16: bool) -> Rung:
     Args:
         fast_bf16: whether it does.
     """
+    precision, name, exactness = "32-true", "fp32", Exactness.EXACT
+    if fast_bf16:
+        precision, name, exactness = "bf16-mixed", "bf16", Exactness.TOLERANCE
     change: State = {
-        "trainer": {"precision": "bf16-mixed" if fast_bf16 else "32-true"},
+        "trainer": {"precision": precision},
         "optimizer": {"fused": True},
         "loop": {"print_loss": False, "pin_memory": True},
     }
-    title = f"strong: {'bf16' if fast_bf16 else 'fp32'}, SDPA, fused AdamW"
-    return Rung("strong", title, change, Exactness.TOLERANCE if fast_bf16 else Exactness.EXACT)
+    return Rung("strong", f"strong: {name}, SDPA, fused AdamW", change, exactness)
 
 
 def padded_rungs(fast_bf16: bool, micro_batches: int) -> tuple[Rung, Rung]:

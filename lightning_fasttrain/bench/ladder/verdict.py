@@ -73,7 +73,9 @@ def judge_row(row: Row, below: Row, naive: Row) -> tuple[bool | None, str]:
     carried = judge(time, memory)
     if carried and naive.error is None and row.step_ms > MOST_TIME * naive.step_ms:
         return False, f"{needs}, over {MOST_TIME:g} times naive's: not carried."
-    return carried, f"{needs}." if carried is not False else f"{needs}: not carried."
+    if carried is False:
+        return False, f"{needs}: not carried."
+    return carried, f"{needs}."
 
 
 def judge_by_memory(row: Row, below: Row) -> tuple[bool, str]:
@@ -121,13 +123,18 @@ def _ignore_small(share: float, ratio: float) -> float:
 
 def _more_or_less(ratio: float, what: str) -> str:
     """Format a ratio: as a percentage while it is small, otherwise as a factor."""
+    if ratio == 1.0 and what == "memory":
+        return "as much memory"
     if ratio == 1.0:
-        return f"as much {what}" if what == "memory" else f"about as much {what}"
-    word, factor = ("more", ratio) if ratio > 1 else ("less", 1 / ratio)
-    if factor >= 1.5:
-        return f"{factor:.1f} times {word} {what}" if word == "less" else f"{factor:.1f} times as much {what}"
+        return f"about as much {what}"
+    if ratio >= 1.5:
+        return f"{ratio:.1f} times as much {what}"
+    if ratio < 1 and 1 / ratio >= 1.5:
+        return f"{1 / ratio:.1f} times less {what}"
+    word = "more" if ratio > 1 else "less"
     percent = 100 * abs(ratio - 1)
-    return f"{percent:.0f}% {word} {what}" if percent >= 1.5 else f"{percent:.1f}% {word} {what}"
+    digits = int(percent < 1.5)
+    return f"{percent:.{digits}f}% {word} {what}"
 
 
 def error_of_product(row: Row, other: Row) -> float:
@@ -175,8 +182,11 @@ def leanest_in_time(rows: list[Row], noise: float) -> Row | None:
         rows, noise: as for :func:`fastest_with_half_the_memory`.
     """
     naive = rows[0]
-    leaner = [row for row in _finished_rows(rows) if row.peak_mib < naive.peak_mib * (1 - MEMORY_WORTH)]
-    in_time = [row for row in leaner if row.step_ms <= MOST_TIME * naive.step_ms]
+    in_time: list[Row] = []
+    for row in _finished_rows(rows):
+        is_leaner = row.peak_mib < naive.peak_mib * (1 - MEMORY_WORTH)
+        if is_leaner and row.step_ms <= MOST_TIME * naive.step_ms:
+            in_time.append(row)
     return _pick_least(_near_least(in_time, _memory, MEMORY_WORTH), _time, max(TIME_WORTH, noise))
 
 

@@ -43,7 +43,9 @@ def callbacks_of(state: State) -> list[L.Callback]:
 def _make(name: str, arguments: dict[str, Any]) -> Any:
     values = {}
     for key, value in arguments.items():
-        values[key] = _make(*next(iter(value.items()))) if isinstance(value, dict) else value
+        if isinstance(value, dict):
+            value = _make(*next(iter(value.items())))
+        values[key] = value
     return class_named(name)(**values)
 
 
@@ -71,7 +73,7 @@ def run_in_a_bare_loop(module: GPTModule, loader: Iterable[Any], state: State, r
         ValueError: a technique of the state has no function that this loop calls.
     """
     callbacks = callbacks_of(state)
-    kinds = {type(callback) for callback in callbacks}
+    kinds = set(map(type, callbacks))
     parts = max([callback.n for callback in callbacks if isinstance(callback, data.MicroBatching)], default=1)
     device = recorder.device
     bf16 = state["trainer"].get("precision") == "bf16-mixed"
@@ -86,7 +88,9 @@ def run_in_a_bare_loop(module: GPTModule, loader: Iterable[Any], state: State, r
         optimizer = module.configure_optimizers()
         if optim.OptimizerInBackward in kinds:
             optim.optimize_in_backward_(optimizer)
-        batches = data.prefetch_to_device(loader, device) if data.DevicePrefetch in kinds else loader
+        batches = loader
+        if data.DevicePrefetch in kinds:
+            batches = data.prefetch_to_device(loader, device)
 
         def loss_of(batch: Any) -> Tensor:
             with torch.autocast(device.type, torch.bfloat16, enabled=bf16, cache_enabled=False):  # as in the Trainer

@@ -118,6 +118,11 @@ def _all_or_none(target: Path, agree: Callable[[bool], bool]) -> Iterator[None]:
         raise OSError(explain(f"checkpoint {target} could not be written", why, "Look at the other ranks' output"))
 
 
+def sums_of(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the size and the checksum of each file in ``folder``, by its path in it."""
+    return {name: _sum(folder / name) for name in _files(folder)}
+
+
 def _sums(folder: Path, rank: int, world_size: int) -> dict[str, dict[str, Any]]:
     return {name: _sum(folder / name, sync=True) for name in _files(folder)[rank::world_size]}
 
@@ -132,13 +137,20 @@ def _sum(path: Path, *, sync: bool = False) -> dict[str, Any]:
 
 def _files(folder: Path) -> list[str]:
     """List the checkpoint's files by their path inside ``folder``; links are refused, since they can point anywhere."""
-    names = []
-    for path in folder.rglob("*"):
-        if path.is_symlink():
-            raise CorruptCheckpoint(explain(f"{path}", "it is a link, which may lead out of the folder", "Remove it"))
-        name = path.relative_to(folder).as_posix()
-        if path.is_file() and name not in (MANIFEST, _LOCK) and not name.startswith((".sums-", TEMPORARY)):
-            names.append(name)
+    names, folders = [], [folder]
+    while folders:
+        # Every rank lists the files of all ranks: the kind of an entry comes with its name, without a request for each.
+        with os.scandir(folders.pop()) as entries:
+            listed = list(entries)
+        for entry in listed:
+            if entry.is_symlink():
+                why = "it is a link, which may lead out of the folder"
+                raise CorruptCheckpoint(explain(entry.path, why, "Remove it"))
+            name = Path(entry.path).relative_to(folder).as_posix()
+            if entry.is_dir():
+                folders.append(Path(entry.path))
+            elif entry.is_file() and name not in (MANIFEST, _LOCK) and not name.startswith((".sums-", TEMPORARY)):
+                names.append(name)
     return sorted(names)
 
 

@@ -1,4 +1,4 @@
-"""Let a Trainer resume only from complete local checkpoints of a run, and say what is wrong with any other file."""
+"""Let a Trainer resume only from complete checkpoints of a run, and say what is wrong with any other file."""
 
 import os
 import pickle
@@ -7,13 +7,20 @@ from typing import Any
 from lightning.pytorch.strategies import Strategy
 
 from lightning_fasttrain.core.files.checkpoint_folder import verify_checkpoint
-from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint, ForeignObjects, existing_path, first_line
+from lightning_fasttrain.core.files.remote_checkpoint import fetched
+from lightning_fasttrain.core.files.safe_load import (
+    CorruptCheckpoint,
+    ForeignObjects,
+    existing_path,
+    first_line,
+    is_object_storage,
+)
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 
 
 def guard_loading(strategy: Strategy) -> Undo:
-    """Restrict ``strategy.load_checkpoint`` to complete files and folders of this machine; errors name the reason.
+    """Restrict ``strategy.load_checkpoint`` to complete files and folders; errors name the reason.
 
     Several techniques may call it: a strategy that is guarded already is not changed.
     """
@@ -27,6 +34,11 @@ class _GuardedLoad:
         self.strategy, self.load = strategy, strategy.load_checkpoint
 
     def __call__(self, checkpoint_path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
+        if is_object_storage(checkpoint_path):
+            if getattr(self.strategy, "reads_remote", False):
+                return self.load(str(checkpoint_path), *args, **kwargs)
+            with fetched(str(checkpoint_path)) as copied:
+                return self(copied, *args, **kwargs)
         path = existing_path(checkpoint_path)
         # One of ours reads all of the file anyway and says what is wrong; twice would take twice as long.
         if path.is_file() and not getattr(self.strategy.checkpoint_io, "verifies", False):

@@ -84,6 +84,7 @@ def _comes_back(value: object) -> bool:
 LARGEST_JSON = 32 * 2**20
 MOST_AXES = 16
 MOST_PARTS, LONGEST_NAME = 100, 2000  # of a tensor's name: nested modules, and characters
+_STORAGE = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "hdfs", "memory"}
 _BROKEN_ZIP = (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, RuntimeError, NotImplementedError)
 # What torch's unpickler says of objects that it refuses; any other message is taken for damage.
 _FOREIGN = ("Unsupported global", "unrecognized function", "whose module", "Can only build", "Can only create")
@@ -113,6 +114,15 @@ def as_corrupt(path: str | os.PathLike[str], *more: type[BaseException]) -> Iter
 def is_remote(path: object) -> bool:
     """Return whether ``path`` is an address, such as ``http://…`` or ``s3://…``, instead of a local path."""
     return "://" in str(path)
+
+
+def is_object_storage(path: object) -> bool:
+    """Return whether ``path`` is in a file system of fsspec that a run may keep checkpoints in, such as ``s3://…``.
+
+    Web addresses, archives and chains such as ``zip::…`` are not: nothing is fetched from them.
+    """
+    protocol, found, _ = str(path).partition("://")
+    return bool(found) and protocol in _STORAGE
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:

@@ -1,4 +1,4 @@
 """Lightning's Trainer, as far as its privates are needed.
 
-From the bottom up: ``lightning``, ``strategy_names``, ``late_parameters``, ``loader_wrapper``.
+From the bottom up: ``lightning``, ``same_gradients``, ``strategy_names``, ``late_parameters``, ``loader_wrapper``.
 """

@@ -5,6 +5,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from itertools import compress
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from torch import nn
@@ -114,9 +115,16 @@ def _find_alive(references: Iterable[Any]) -> list[nn.Parameter]:
 def _holders(parameters: Iterable[nn.Parameter]) -> list[Optimizer]:
     """The optimizers of this process that have one of these parameters. Torch keeps no list of optimizers."""
     wanted = set(map(id, parameters))
-    # Not isinstance, which asks for __class__: some proxies answer it by running code, or raise.
-    optimizers = [thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer)]
+    kinds, things = set(map(id, _subclasses_of(Optimizer))), gc.get_objects()
+    # By the id of the type: some proxies answer isinstance by running code, and some types have no hash. No loop in
+    # Python, since there can be a million objects.
+    optimizers = compress(things, map(kinds.__contains__, map(id, map(type, things))))
     return [optimizer for optimizer in optimizers if wanted.intersection(map(id, _parameters_of(optimizer)))]
+
+
+def _subclasses_of(kind: type[Any]) -> set[type[Any]]:
+    """The class itself, and all that inherit from it."""
+    return {kind}.union(*map(_subclasses_of, kind.__subclasses__()))
 
 
 def _parameters_of(optimizer: Optimizer) -> list[Any]:

@@ -72,8 +72,10 @@ def find_blocks(model: nn.Module, blocks: Blocks | None = None) -> dict[str, nn.
 def _find_repeated(model: nn.Module) -> dict[str, nn.Module]:
     search = _Search(model)
     layered, longest = search.layered_blocks(), search.longest_run()
-    # A few small layered things, such as two heads, are not the body of a model that is made of single layers.
-    found = longest if _share(model, longest) > 2 * _share(model, layered) else layered
+    # A few small layered things, such as two heads, are not the body of a model that is made of single layers; but
+    # embeddings are no body either, though they outweigh the only layer of a small BERT.
+    is_body = not layered or not all(map(_is_table, longest.values()))
+    found = longest if is_body and _share(model, longest) > 2 * _share(model, layered) else layered
     if found:
         search.tell_what_is_left_out(found)
     return found

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -21,6 +22,16 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
         2
     """
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Return the device of a module's first parameter; the CPU if it has none.
+
+    Example:
+        >>> device_of(nn.ReLU())
+        device(type='cpu')
+    """
+    return next(module.parameters(), torch.empty(0, device="cpu")).device
 
 
 @check_arguments

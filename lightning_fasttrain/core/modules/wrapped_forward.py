@@ -137,6 +137,11 @@ def wrappers_on(module: nn.Module, kind: type[W]) -> Iterator[W]:
         holder = holder.previous
 
 
+def list_wrapped(model: nn.Module, kind: type[WrappedForward]) -> list[str]:
+    """Return the names of the modules of ``model`` whose forward has a wrapper of this ``kind``."""
+    return [name for name, module in model.named_modules() if wrapper_on(module, kind)]
+
+
 def wrappers_in(model: nn.Module, kind: type[W]) -> Iterator[W]:
     """The wrappers of this ``kind`` that stand on any module of ``model``."""
     for module in model.modules():

@@ -2,7 +2,7 @@
 
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -28,18 +28,18 @@ def find_growing_memory(watch: Watch, measured: Measured) -> Iterator[Finding]:
     with_graph = [line for line in lasting if _has_graph(looks[-1][line])]
     for line in sorted(with_graph) or sorted(lasting):
         kept = looks[-1][line]
+        nbytes = sum(tensor.nbytes for tensor in kept)
         # A list of detached losses grows by a few bytes, which is no fault.
-        if not with_graph and sum(tensor.nbytes for tensor in kept) < _LEAST_BYTES:
+        if not with_graph and nbytes < _LEAST_BYTES:
             continue
-        yield _describe(line, kept, with_graph=bool(with_graph))
+        yield _describe(line, kept, nbytes, with_graph=bool(with_graph))
 
 
 def _has_graph(tensors: list[Tensor]) -> bool:
     return any(tensor.grad_fn is not None for tensor in tensors)
 
 
-def _describe(line: SourceLine, kept: list[Tensor], *, with_graph: bool) -> Finding:
-    nbytes = sum(tensor.nbytes for tensor in kept)
+def _describe(line: SourceLine, kept: list[Tensor], nbytes: int, *, with_graph: bool) -> Finding:
     keeper = _find_keeper(kept[0]) or line
     made = "" if keeper == line else f" made at {line}"
     tensors = f"{number_of(len(kept), 'tensor')}{made}"
@@ -71,12 +71,12 @@ def _names_of(container: object) -> Iterator[tuple[str, str]]:
         file = frame.f_code.co_filename
         if is_user_file(file):
             for held in (frame.f_locals, frame.f_globals):
-                yield from ((name, file) for name, value in list(held.items()) if value is container)
+                yield from _names_in(held, container, file)
         frame = frame.f_back
     for holder in gc.get_referrers(container):
         file = _file_of_object(holder)
         if file is not None:
-            yield from ((name, file) for name, value in vars(holder).items() if value is container)
+            yield from _names_in(vars(holder), container, file)
         elif isinstance(holder, dict):
             yield from _names_in_an_object(holder, container)
 
@@ -85,7 +85,13 @@ def _names_in_an_object(attributes: dict[Any, Any], container: object) -> Iterat
     for owner in gc.get_referrers(attributes):
         file = _file_of_object(owner)
         if file is not None and vars(owner) is attributes:
-            yield from ((name, file) for name, value in attributes.items() if value is container)
+            yield from _names_in(attributes, container, file)
+
+
+def _names_in(namespace: Mapping[Any, Any], container: object, file: str) -> Iterator[tuple[str, str]]:
+    for name, value in list(namespace.items()):
+        if value is container:
+            yield name, file
 
 
 def _file_of_object(thing: object) -> str | None:
@@ -93,7 +99,9 @@ def _file_of_object(thing: object) -> str | None:
     if not hasattr(thing, "__dict__") or isinstance(thing, type):
         return None
     file = getattr(sys.modules.get(type(thing).__module__), "__file__", None)
-    return file if file and is_user_file(file) else None
+    if file and is_user_file(file):
+        return file
+    return None
 
 
 def _count_nodes(tensor: Tensor) -> int:

@@ -58,8 +58,12 @@ def _is_asleep(call: ModuleCall, names: dict[int, tuple[str, nn.Module]]) -> boo
     if call.was_training:
         return False
     if is_batch_norm(call.module):
-        return any(parameter.requires_grad for parameter in call.module.parameters())
+        return _trains(call.module)
     if not is_dropout(call.module) or not getattr(call.module, "p", 0.0):
         return False
     _, parent = names[id(call.module)]
-    return any(parameter.requires_grad for parameter in parent.parameters())
+    return _trains(parent)
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())

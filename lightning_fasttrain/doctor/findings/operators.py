@@ -103,8 +103,10 @@ def _find_float64(watch: Watch) -> Iterator[Finding]:
 
 def _find_logits(watch: Watch) -> Iterator[Finding]:
     for event in _first_look(watch):
-        classes = int(event.detail.rpartition(" ")[2]) if event.kind == "log_softmax" else 0
-        if classes < _LEAST_CLASSES or event.nbytes < _LEAST_LOGITS:
+        if event.kind != "log_softmax" or event.nbytes < _LEAST_LOGITS:
+            continue
+        classes = int(event.detail.rpartition(" ")[2])
+        if classes < _LEAST_CLASSES:
             continue
         # Logits, their logarithms of probabilities, and the gradient of the logits.
         nbytes = 3.0 * event.nbytes

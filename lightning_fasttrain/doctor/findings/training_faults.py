@@ -15,13 +15,14 @@ _LEAST_UPDATES = 4
 def find_training_faults(watch: Watch, measured: Measured) -> Iterator[Finding]:
     """Yield parameters that do not train, and updates that add the gradients of earlier ones."""
     records = list(watch.updates.values())
-    if not records or max(record.updates for record in records) < _LEAST_UPDATES:
+    updates = max((record.updates for record in records), default=0)
+    if updates < _LEAST_UPDATES:
         return
     held = watch.held_parameters()
     idle = watch.unused_parameters()
     outside = [name for name, one in watch.named_parameters() if id(one) not in held and one.grad is not None]
     if idle and any(record.with_gradient for record in records):
-        yield _without_gradient(idle, max(record.updates for record in records))
+        yield _without_gradient(idle, updates)
     if outside:
         yield _outside_the_optimizer(outside)
     for record in records:

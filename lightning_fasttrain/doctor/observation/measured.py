@@ -64,4 +64,4 @@ class Measured:
     def line_ms(self, line: SourceLine) -> LineTime:
         """Return the time at one line."""
         found = self.lines(lambda running: running.call.line == line)
-        return found[0] if found else LineTime(line, 0.0, 0)
+        return next(iter(found), LineTime(line, 0.0, 0))

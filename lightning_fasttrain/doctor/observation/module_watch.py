@@ -70,8 +70,9 @@ class ModuleWatch:
         # While the compiler traces a forward, its hooks are traced too.
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or id(module) in self.called:
             return
-        first = inputs[0] if inputs else None
-        samples = len(first) if isinstance(first, Tensor) and first.dim() > 1 else 0
+        samples = 0
+        if inputs and isinstance(inputs[0], Tensor) and inputs[0].dim() > 1:
+            samples = len(inputs[0])
         line = find_call(sys._getframe(1)).line
         self.called[id(module)] = ModuleCall(module, line, module.training, samples)
 

@@ -62,7 +62,7 @@ def _changes_of_product(tensors: list[Tensor]) -> Iterator[Change]:
         if could_use_tf32(device):
             yield Change("tf32", within=_tf32)
     sizes = {size for tensor in tensors for size in tensor.shape[-2:]}
-    if any(_is_odd(size) for size in sizes):
+    if any(map(_is_odd, sizes)):
         yield Change("padded_sizes", _pad_sizes)
 
 
@@ -91,7 +91,9 @@ def _pad_sizes(tensor: Tensor) -> Tensor:
         return _pad_sizes(tensor.transpose(-1, -2)).transpose(-1, -2)
     padding: list[int] = []
     for size in reversed(tensor.shape[-2:]):
-        padding += [0, -size % _LARGE_UNIT if _is_odd(size) else 0]
+        padding += [0, 0]
+        if _is_odd(size):
+            padding[-1] = -size % _LARGE_UNIT
     return nn.functional.pad(tensor, padding)
 
 

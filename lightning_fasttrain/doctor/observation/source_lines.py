@@ -79,7 +79,8 @@ def find_call(frame: FrameType | None, beyond: str = "") -> Call:
         if not code.co_filename.startswith(_OWN):
             function = code.co_name
             name = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-            package = package if name == "torch" and package else name
+            if name != "torch" or not package:
+                package = name
         frame = frame.f_back
     return Call(None)
 
@@ -94,7 +95,7 @@ def is_user_file(file: str) -> bool:
     """
     if file.startswith("<") or file.startswith(_OWN):
         return False
-    return not any(file.startswith(folder) for folder in _library_folders())
+    return not file.startswith(_library_folders())
 
 
 @functools.cache
@@ -161,11 +162,12 @@ def _grows(node: ast.AST, name: str) -> bool:
 
 def _find_only(is_it: Callable[[ast.AST], bool], files: list[str] | None = None) -> SourceLine | None:
     """Return the only such node of the script, or of the first other file of the user that has any."""
-    for file in user_files() if files is None else files:
+    for file in files or user_files():
         found = [node for node in ast.walk(_parse(file)) if is_it(node)]
+        if len(found) == 1:
+            return SourceLine(file, getattr(found[0], "lineno", 0))
         if found:
-            line = getattr(found[0], "lineno", 0)
-            return SourceLine(file, line) if len(found) == 1 else None
+            return None
     return None
 
 

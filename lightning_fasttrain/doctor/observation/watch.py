@@ -215,9 +215,10 @@ class Watch:
 
     def compare_ranks(self) -> None:
         """Exchange the times of all ranks; each rank must call it."""
+        phases = ["data_wait", "transfer"]
         # In the forward of sharded parameters the ranks wait for one another.
-        shards = any(map(is_sharded, self.models))
-        phases = ("data_wait", "transfer") if shards else ("data_wait", "transfer", "forward")
+        if not any(map(is_sharded, self.models)):
+            phases.append("forward")
         own = {}
         for number, times in self._times().items():
             own[number] = sum(times[phase] for phase in phases)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -79,7 +79,7 @@ def fill_up(batches: list[Any], count: int) -> list[Any]:
         >>> fill_up(["a", "b"], 3)
         ['a', 'b', 'a']
     """
-    return [batches[number % len(batches)] for number in range(count)]
+    return list(islice(cycle(batches), count))
 
 
 def find_window(trainer: L.Trainer, run: RunCopy) -> int:
@@ -94,7 +94,9 @@ def read_batches(trainer: L.Trainer, window: int, seconds: float) -> tuple[Sampl
         RehearsalError: there is no batch to train on, or a loader can be read only once.
     """
     loaders = training_loaders(trainer)
-    sample = Sample() if loaders is None else take_sample(loaders, window + 1, seconds)
+    sample = Sample()
+    if loaders is not None:
+        sample = take_sample(loaders, window + 1, seconds)
     if not sample.first:
         raise RehearsalError(explain("the training loader", "it has no batches", "Check the dataset and its filters"))
     validation: list[list[Any]] = []

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 import lightning as L
@@ -41,8 +42,11 @@ class Place:
 
 def writers_of(trainer: L.Trainer) -> list[ModelCheckpoint]:
     """Return the ModelCheckpoints that write checkpoints."""
-    writers = [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]
-    return [writer for writer in writers if writer.save_top_k != 0 or writer.save_last]
+    writers: list[ModelCheckpoint] = []
+    for callback in trainer.callbacks:
+        if isinstance(callback, ModelCheckpoint) and (callback.save_top_k != 0 or callback.save_last):
+            writers.append(callback)
+    return writers
 
 
 def saves_within_epochs(writers: list[ModelCheckpoint]) -> bool:
@@ -76,7 +80,7 @@ def find_places(trainer: L.Trainer) -> list[Place]:
 def count_kept(trainer: L.Trainer, writer: ModelCheckpoint) -> float:
     """Return an upper bound on the number of checkpoints that exist at once."""
     # save_last="link" creates a link, which takes no space.
-    last = 1 if writer.save_last is True else 0
+    last = int(writer.save_last is True)
     if writer.save_top_k == -1:
         return _count_saves(trainer, writer) + last
     return min(writer.save_top_k, _count_saves(trainer, writer)) + last
@@ -122,15 +126,16 @@ def describe_free_space(places: list[Place], nbytes: int) -> str:
         kept = int(sum(place.kept for place in together))
         # A checkpoint is written before another one is removed.
         if to_come > 0 and to_come + 1 > fit:
-            _refuse_to_fill(folder, together, kept, nbytes, free)
-        keeps_all = any(place.all_kept for place in together)
-        all_of = "all, " if keeps_all else ""
-        words.append(f"{all_of}at most {kept} are kept, {kept * nbytes / GIB:.2f} of {free / GIB:.2f} GiB free")
+            _refuse_to_fill(folder, to_come, kept, nbytes, free)
+        said = f"at most {kept} are kept, {kept * nbytes / GIB:.2f} of {free / GIB:.2f} GiB free"
+        if any(place.all_kept for place in together):
+            said = f"all, {said}"
+        words.append(said)
     return "; ".join(words)
 
 
-def _refuse_to_fill(folder: Path, places: list[Place], kept: int, nbytes: int, free: int) -> None:
-    needed = int(sum(place.kept - place.there for place in places) + 1) * nbytes
+def _refuse_to_fill(folder: Path, to_come: float, kept: int, nbytes: int, free: int) -> None:
+    needed = int(to_come + 1) * nbytes
     what = f"{folder} has {free / GIB:.2f} GiB free, {(needed - free) / GIB:.2f} GiB are missing"
     why = f"a checkpoint takes {nbytes / GIB:.2f} GiB, and the run will keep {kept} of them and write one more"
     # A checkpoint is written before another one is removed.
@@ -170,8 +175,8 @@ def temporary_folder(trainer: L.Trainer, places: list[Place]) -> Iterator[Path]:
 
 
 def _make_folder(places: list[Place], stack: ExitStack) -> Path:
-    folders = [place.folder for place in places if place.folder is not None]
-    beside = find_existing(folders[0]) if folders else Path(tempfile.gettempdir())
+    folders = filter(None, map(attrgetter("folder"), places))
+    beside = find_existing(next(folders, Path(tempfile.gettempdir())))
     folder = beside / f"{TEMPORARY}rehearsal-{os.getpid()}-{secrets.token_hex(4)}"
     folder.mkdir()
     stack.callback(shutil.rmtree, folder, ignore_errors=True)

@@ -58,7 +58,8 @@ def _park(trainer: L.Trainer, module: L.LightningModule) -> Callable[[], None]:
     parked: list[tuple[Tensor, torch.device]] = []
     held = [*module.parameters(), *module.buffers()]
     for optimizer in trainer.optimizers:
-        held += [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+        for state in optimizer.state.values():
+            held += filter(torch.is_tensor, state.values())
     for tensor in held:
         # Others may share the memory, as in an LSTM, and would not follow.
         alone = tensor.untyped_storage().nbytes() == tensor.nbytes

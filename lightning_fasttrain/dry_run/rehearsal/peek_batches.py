@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 from lightning.fabric.utilities.apply_func import apply_to_collection
@@ -54,7 +55,7 @@ def reading_ahead(loaders: CombinedLoader) -> Iterator[Iterator[Any]]:
     Raises:
         RehearsalError: a loader is an iterator, so the run could not read its batches again.
     """
-    plain = [_without_ours(loader) for loader in loaders.flattened]
+    plain = list(map(_without_ours, loaders.flattened))
     for loader in plain:
         if isinstance(loader, Iterator):
             why = "the run could not read its first batches again"
@@ -64,10 +65,10 @@ def reading_ahead(loaders: CombinedLoader) -> Iterator[Iterator[Any]]:
     states = [(generator, generator_state(generator)) for generator in generators_of(*plain)]
     # A copy keeps the mode in which the loaders are combined.
     fresh = copy.copy(loaders)
-    fresh.flattened = [_copy_loader(loader) for loader in plain]
+    fresh.flattened = list(map(_copy_loader, plain))
     try:
         # CombinedLoader yields (batch, its index, the index of its loader).
-        yield (item[0] for item in iter(fresh))
+        yield map(itemgetter(0), iter(fresh))
     finally:
         fresh.reset()  # ends the workers
         for generator, state in states:
@@ -86,7 +87,7 @@ def take_sample(loaders: CombinedLoader, first: int, seconds: float) -> Sample:
     sample = Sample()
     with reading_ahead(loaders) as batches:
         sample.first = list(itertools.islice(batches, first))
-        sizes = [count_bytes(batch) for batch in sample.first]
+        sizes = list(map(count_bytes, sample.first))
         most, end = max(sizes, default=0), time.monotonic() + seconds
         while time.monotonic() < end and len(sizes) < _MOST and not _have_one_size(sizes):
             batch = next(batches, None)
@@ -99,7 +100,7 @@ def take_sample(loaders: CombinedLoader, first: int, seconds: float) -> Sample:
     return sample
 
 
-def describe_batch(batch: Any) -> str:
+def describe_batch(batch: object) -> str:
     """Describe a batch by the shape of its largest tensor.
 
     Example:

@@ -42,7 +42,10 @@ def resume_from_checkpoint(on: Rehearsed, saving: Saving, whole: Course) -> None
     how = "the next step is the uninterrupted run's, bit for bit"
     if any(on.ask_all(bool(differ))):  # one more run needs all ranks
         again = _resume(on, saving)
-        on.raise_on_all(_explain_difference(whole, resumed, again, differ) if differ else None)
+        problem = None
+        if differ:
+            problem = _explain_difference(whole, resumed, again, differ)
+        on.raise_on_all(problem)
         how = "the next step is the uninterrupted run's, up to the difference of two equal steps on this device"
     on.report.resumed_exactly = not differ
     if not any(isinstance(callback, ExactResume) for callback in on.trainer.callbacks):
@@ -73,8 +76,10 @@ def _explain_difference(whole: Course, resumed: Course, again: Course, differ: l
     """Explain a different result; None if two steps are never equal here, and these are as close as any two."""
     if find_differences(resumed.end, again.end) and _are_near(whole, resumed, again, differ):
         return None
-    hidden = [path for path in find_differences(whole.saved, resumed.saved) if path.startswith("buffer ")]
-    lost = [f"{path}, which is not persistent" for path in hidden]
+    lost: list[str] = []
+    for path in find_differences(whole.saved, resumed.saved):
+        if path.startswith("buffer "):
+            lost.append(f"{path}, which is not persistent")
     for name in find_differences(whole.saved_attributes, resumed.saved_attributes):
         was, now = whole.saved_attributes.get(name), resumed.saved_attributes.get(name)
         if was is not None:
@@ -90,7 +95,7 @@ def _are_near(whole: Course, resumed: Course, again: Course, differ: list[str]) 
     for path in differ:
         if path == "loss":  # the weights show more than the loss
             continue
-        one, other, third = (course.end.get(path) for course in (whole, resumed, again))
+        one, other, third = whole.end.get(path), resumed.end.get(path), again.end.get(path)
         allowed = _TIMES * measure_distance(other, third) + _ROUNDING * measure_size(one)
         if not measure_distance(one, other) <= allowed:  # NaN is not close
             return False

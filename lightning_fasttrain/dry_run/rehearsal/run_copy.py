@@ -137,9 +137,9 @@ class RunCopy:
             where: Trainer settings that select the devices.
             ckpt_path: a checkpoint to resume from.
         """
-        callbacks = [_without_last_words(callback) for callback in copy.deepcopy(self.callbacks)]
+        callbacks = list(map(_without_last_words, copy.deepcopy(self.callbacks)))
         settings = {**self.settings, **where, "plugins": copy.deepcopy(self.plugins), "logger": DummyLogger()}
-        loaders: Any = [as_loader(batches) for batches in validation] or None
+        loaders: Any = list(map(as_loader, validation)) or None
         if isinstance(loaders, list) and len(loaders) == 1:
             loaders = loaders[0]
         data: dict[str, Any] = {"train_dataloaders": as_loader(train), "val_dataloaders": loaders}
@@ -201,7 +201,9 @@ def _copy_callback(callback: L.Callback, trainer: L.Trainer, module: L.Lightning
 def _epochs_again(trainer: L.Trainer) -> int:
     """Return the number of epochs of the run, for schedules that use it; at least two."""
     epochs = trainer.max_epochs
-    return epochs if epochs is not None and (epochs < 0 or epochs >= _TO_EPOCH_TWO) else _TO_EPOCH_TWO
+    if epochs is None or 0 <= epochs < _TO_EPOCH_TWO:
+        return _TO_EPOCH_TWO
+    return epochs
 
 
 def _no_callbacks() -> list[L.Callback]:

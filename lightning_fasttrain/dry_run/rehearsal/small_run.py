@@ -79,7 +79,7 @@ class Follower(Checkpoint):
             self._record(trainer, pl_module)  # everything is restored by now
 
     def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
     ) -> None:
         self.course.reached = "a training step"
         if self.began is None:
@@ -87,7 +87,7 @@ class Follower(Checkpoint):
             self.began = device_clock(trainer.strategy.root_device)
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: object, batch_idx: int
     ) -> None:
         if outputs:
             self.course.losses.append(float(loss_of(outputs)))

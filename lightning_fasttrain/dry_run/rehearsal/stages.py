@@ -66,7 +66,8 @@ def verify_techniques(on: Rehearsed, precision: str) -> None:
         verified = verify_run(on.trainer, on.run, on.sample.first, on.validation, techniques)
         on.report.verified = verified.ok
         line = f"{names}: {verified.rows[0].verdict}"
-        problem = None if verified.ok else _explain_different_training(verified, names)
+        if not verified.ok:
+            problem = _explain_different_training(verified, names)
     except torch.OutOfMemoryError:
         pass
     except Exception as error:  # the next stage runs the module as the run does, and finds its errors
@@ -128,9 +129,10 @@ def run_small(on: Rehearsed, saving: Saving) -> Course:
     parts = ["the end of an epoch"]
     if on.validation:
         parts.insert(0, "a batch of validation")
+    window = ""
     if on.window > 1:
         parts.insert(0, "a short window")
-    window = f", a window of {on.window} batches," if on.window > 1 else ""
+        window = f", a window of {on.window} batches,"
     first = describe_batch(on.sample.first[0])
     size = _predict_size(on)
     on.report.tell("step", f"one{window} takes {course.step_s:.3g} s{size} ({first}); {', '.join(parts)} succeeded")
@@ -199,7 +201,9 @@ def run_largest(on: Rehearsed) -> None:
     if not any(on.ask_all(sample.largest is not None)):
         on.report.tell("largest batch", f"none of {sample.seen} was larger than the first ones ({first})")
         return
-    largest = sample.first[0] if sample.largest is None else sample.largest  # only another rank found a larger one
+    largest = sample.largest
+    if largest is None:  # only another rank found a larger one
+        largest = sample.first[0]
     size = f"{describe_batch(largest)}, the largest of {sample.seen} (the first: {first})"
     batches = [*fill_up(sample.first, on.window), largest]
     with explain_errors(Course(reached=f"the largest batch ({size})")):

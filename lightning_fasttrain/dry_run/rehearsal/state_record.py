@@ -84,9 +84,11 @@ def measure_size(value: object) -> float:
 
 def describe(value: object) -> str:
     """Describe a value in a few words."""
-    if isinstance(value, Digest):
-        return f"{value.item()!r}" if value.numel == 1 else f"a tensor of {' × '.join(map(str, value.shape))}"
-    return repr(value)[:40]
+    if not isinstance(value, Digest):
+        return repr(value)[:40]
+    if value.numel == 1:
+        return repr(value.item())
+    return f"a tensor of {' × '.join(map(str, value.shape))}"
 
 
 def describe_change(before: object, after: object) -> str:

@@ -45,7 +45,7 @@ def take_batches(batch: Any, steps: int) -> tuple[list[Any], list[str]]:
         if size > 1:
             # The first half of the rows, each twice: the same batch size with other sums and other counts.
             other = pick_rows(batch, [row // 2 for row in range(size)])
-            return [(batches[0], other)[step % 2] for step in range(steps)], []
+            return list(itertools.islice(itertools.cycle([*batches, other]), steps)), []
     return batches * steps, ["All steps see the same batch: it has no rows from which to make another one."]
 
 
@@ -91,7 +91,9 @@ def keep_rows(batches: Sequence[Any], rows: int) -> list[Any]:
     kept = []
     for batch in batches:
         size = count_rows(batch)
-        kept.append(batch if size <= rows else pick_rows(batch, sorted(rank_rows(batch, size)[:rows])))
+        if size > rows:
+            batch = pick_rows(batch, sorted(rank_rows(batch, size)[:rows]))
+        kept.append(batch)
     return kept
 
 

@@ -86,7 +86,7 @@ def compare(plain: StepRecord, other: StepRecord, meaning: Meaning, allow: Allow
     ]
     if allow.validates:
         found.append(_of_digests("validation", plain.validated, other.validated, apart, allow))
-    return [distance for distance in found if distance is not None]
+    return list(filter(None, found))
 
 
 def _of_digests(what: str, plain: Digests, other: Digests, apart: Distances, allow: Allowance) -> Distance | None:
@@ -96,8 +96,10 @@ def _of_digests(what: str, plain: Digests, other: Digests, apart: Distances, all
 
 
 def _worse(one: Distance | None, other: Distance | None, bitwise: bool) -> Distance | None:
-    both = [distance for distance in (one, other) if distance is not None]
-    return replace(max(both, key=lambda distance: distance.share), bitwise=bitwise) if both else None
+    both = list(filter(None, (one, other)))
+    if not both:
+        return None
+    return replace(max(both, key=lambda distance: distance.share), bitwise=bitwise)
 
 
 def _are_bitwise(plain: Digests, other: Digests) -> bool:
@@ -119,17 +121,21 @@ def _of_numbers(
     what: str, plain: Sequence[float | None], other: Sequence[float | None], apart: Distances, allow: Allowance
 ) -> Distance | None:
     """Return the worst distance among a few scalars; those that one of the records does not know are left out."""
-    known: dict[str, tuple[float, float]] = {}
-    for number, (one, another) in enumerate(zip(plain, other, strict=False)):
-        if one is not None and another is not None:
-            known[str(number)] = one, another
-    noises = {name: allow.noise[what].get(name, 0.0) for name in known}
+    distances: dict[str, float] = {}
+    sizes: dict[str, float] = {}
+    noises: dict[str, float] = {}
+    least_noise, bitwise = 0.0, True
     if what == "evaluation":
         # If rounding was not evaluated, its effect on the step's own loss is used.
-        noises = {name: max(noise, allow.noise["loss"].get("0", 0.0)) for name, noise in noises.items()}
-    sizes = {name: one for name, (one, _) in known.items()}
-    worst = _of_tensors(what, {name: apart[what][name] for name in known}, sizes, noises, allow)
-    return worst and replace(worst, where="", bitwise=all(one == another for one, another in known.values()))
+        least_noise = allow.noise["loss"].get("0", 0.0)
+    for number, (one, another) in enumerate(zip(plain, other, strict=False)):
+        if one is not None and another is not None:
+            name = str(number)
+            distances[name], sizes[name] = apart[what][name], one
+            noises[name] = max(allow.noise[what].get(name, 0.0), least_noise)
+            bitwise = bitwise and one == another
+    worst = _of_tensors(what, distances, sizes, noises, allow)
+    return worst and replace(worst, where="", bitwise=bitwise)
 
 
 def _of_tensors(
@@ -139,7 +145,7 @@ def _of_tensors(
         return None
     # Such a bound holds for the complete gradient, not for each tensor.
     if allow.bound:
-        apart, sizes, noises = ({"": _norm(part)} for part in (apart, sizes, noises))
+        apart, sizes, noises = {"": _norm(apart)}, {"": _norm(sizes)}, {"": _norm(noises)}
     distances = [_distance(what, name, apart[name], abs(sizes[name]), noises.get(name, 0.0), allow) for name in apart]
     return max(distances, key=lambda distance: distance.share)
 

@@ -48,7 +48,9 @@ class Digest:
     def entries(self) -> Tensor:
         """The sampled entries, in float64, at the same positions for equal shapes."""
         stored = self._entries
-        return (stored if isinstance(stored, Tensor) else _files().load_file(stored)["entries"]).double()
+        if isinstance(stored, Path):
+            stored = _files().load_file(stored)["entries"]
+        return stored.double()
 
     def norm(self, where: Tensor | None = None) -> float:
         """Return the Euclidean norm: exact if all entries are kept, otherwise estimated (standard deviation 3%).
@@ -60,7 +62,9 @@ class Digest:
             return float(self.sums.norm())
         entries = self.entries
         scale = math.sqrt(self.numel / max(entries.numel(), 1))
-        return scale * float((entries if where is None else entries[where]).norm())
+        if where is not None:
+            entries = entries[where]
+        return scale * float(entries.norm())
 
     def item(self) -> bool | int | float:
         """Return the value of a tensor with one element."""
@@ -106,7 +110,9 @@ def take_digest(tensor: Tensor, store: Path | None = None) -> Digest:
         15
     """
     tensor = tensor.detach()
-    flat = (tensor.to_dense() if tensor.is_sparse else tensor).reshape(-1)
+    if tensor.is_sparse:
+        tensor = tensor.to_dense()
+    flat = tensor.reshape(-1)
     if flat.device.type not in ("cpu", "cuda"):
         flat = flat.cpu()  # not every device supports float64
     if flat.is_complex():
@@ -118,7 +124,9 @@ def take_digest(tensor: Tensor, store: Path | None = None) -> Digest:
     if store is not None:
         _files().save_file({"entries": kept}, store)
         kept = store
-    sums = torch.empty(0) if entries is flat else _sum_under_signs(flat)
+    sums = torch.empty(0)
+    if entries is not flat:
+        sums = _sum_under_signs(flat)
     return Digest(tuple(tensor.shape), tensor.dtype, sums, _sum_bits(flat), kept)
 
 
@@ -161,8 +169,9 @@ def _sum_under_signs(flat: Tensor) -> Tensor:
     # The signs are the same in each block, so the blocks are added up first.
     total = torch.zeros(block, dtype=torch.float64, device=flat.device)
     for turn, part in zip(turns.tolist(), flat.split(block), strict=True):
-        part = part.float() if part.element_size() == 1 else part  # 8-bit floats do not support addition
-        total[: part.numel()].add_(part, alpha=1 if turn else -1)
+        if part.element_size() == 1:  # 8-bit floats do not support addition
+            part = part.float()
+        total[: part.numel()].add_(part, alpha=2 * turn - 1)
     return (total.view(_ROWS, _COLUMNS) * draw_signs((_ROWS, _COLUMNS), 0).to(flat.device)).sum(0).cpu()
 
 

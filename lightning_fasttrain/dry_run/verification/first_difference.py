@@ -1,6 +1,6 @@
 """Find where two runs of the same steps first differ: in a module's output or gradient, or in a weight's."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from typing import Any
@@ -50,9 +50,12 @@ class FirstDifference:
     summed: bool = False
 
     def __str__(self) -> str:
-        row = "" if self.row is None else f" in row {self.row} of the batch"
-        summed = "summed under random signs, " if self.summed else ""
-        values = f"{summed}{self.value:.8g}{row} instead of {self.plain:.8g}"
+        values = f"{self.value:.8g}"
+        if self.summed:
+            values = f"summed under random signs, {values}"
+        if self.row is not None:
+            values += f" in row {self.row} of the batch"
+        values += f" instead of {self.plain:.8g}"
         rounding = f"rounding moves such values by {self.rounding:.0e}"
         return f"First difference in step {self.step}: {self.name} {self.what} {values}; {rounding}."
 
@@ -186,15 +189,15 @@ class _Watcher(L.Callback):
 
     def _describe_rows(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
         """Return some entries of each row, [rows, entries], and a random sum of all its entries, [rows, 1]."""
-        tensor = tensor.detach()
-        rows = tensor.reshape(tensor.shape[0] if tensor.ndim > 0 else 1, -1)
+        tensor = torch.atleast_1d(tensor.detach())
+        rows = tensor.reshape(len(tensor), -1)
         width, shown = rows.shape[1], min(_SHOWN, rows.shape[1])
         places = torch.arange(shown, device=rows.device) * (width - 1) // max(shown - 1, 1)
         wide = rows if rows.element_size() >= 4 else rows.float()
         return rows[:, places], (wide @ draw_signs((width,), width).to(wide))[:, None]
 
     def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
     ) -> None:
         self.step = batch_idx // self.window + 1
         if batch_idx % self.window == 0:
@@ -206,7 +209,7 @@ class _Watcher(L.Callback):
                 self._note_weight(_SUM, name, parameter.grad)
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         if (batch_idx + 1) % self.window == 0:
             for name, parameter in pl_module.named_parameters():
@@ -258,5 +261,8 @@ def _is_part_of_the_step(in_backward: bool = False) -> bool:
 
 
 def _floats(output: Any) -> Iterator[Tensor]:
-    leaves: Iterable[Any] = tree_leaves(output if not hasattr(output, "to_tuple") else output.to_tuple())
-    return (leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point())
+    if hasattr(output, "to_tuple"):
+        output = output.to_tuple()
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            yield leaf

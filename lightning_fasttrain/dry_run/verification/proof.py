@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.accelerators import CUDAAccelerator
+from torch import nn
 
 from lightning_fasttrain.core.device import return_unused_memory
 from lightning_fasttrain.core.modules.without_dropout import has_dropout
@@ -120,13 +122,17 @@ class Proof:
 
     def _take_rows_that_fit(self, steps: Steps) -> Steps:
         rows = fit_rows(steps.module, steps.batches, _device_of(steps.settings))
-        return steps if rows is None else self._take_fewer_rows(steps, rows, "is predicted not to fit")
+        if rows is None:
+            return steps
+        return self._take_fewer_rows(steps, rows, "is predicted not to fit")
 
     def _take_fewer_rows(self, steps: Steps, rows: int, why: str) -> Steps:
         most = max(map(count_rows, steps.batches))
         what = f"The steps use {rows} of the batch's {most} rows, chosen to differ"
         self.notes.append(f"{what}: the plain step with all of them {why} into memory.")
-        validation = None if steps.validation is None else keep_rows([steps.validation], rows)[0]
+        validation = steps.validation
+        if validation is not None:
+            validation = keep_rows([validation], rows)[0]
         return replace(steps, batches=keep_rows(steps.batches, rows), validation=validation)
 
     def _record_plain(self, steps: Steps) -> tuple[StepRecord, Steps]:
@@ -176,18 +182,22 @@ class Proof:
         return _Reference(steps, plain, record, noise, meaning, _TIMES_ROUNDED)
 
     def _with_changes(self, steps: Steps, plain: StepRecord) -> StepRecord:
-        return record_steps(steps, self.changing, store=self._folder("changed")) if self.changing else plain
+        if not self.changing:
+            return plain
+        return record_steps(steps, self.changing, store=self._folder("changed"))
 
     def _measure_noise(self, steps: Steps, record: StepRecord) -> Distances:
         """Measure twice, because one perturbation alone may change a tensor little by chance."""
-        noisy = [self._record_noise(steps, seed=0)]
-        turned = self._turn_rows(steps, record)
-        noisy.append(self._record_noise(steps, seed=1) if turned is None else turned)
-        meaning = find_meaning(record, take_largest(measure_distances(record, other, {}) for other in noisy))
-        return take_largest(measure_distances(record, other, meaning) for other in noisy)
+        first, second = self._record_noise(steps, nudge(0)), self._turn_rows(steps, record)
+        if second is None:
+            second = self._record_noise(steps, nudge(1))
 
-    def _record_noise(self, steps: Steps, seed: int | None) -> StepRecord:
-        change = None if seed is None else nudge(seed)
+        def measure(meaning: Meaning) -> Distances:
+            return take_largest(measure_distances(record, noisy, meaning) for noisy in (first, second))
+
+        return measure(find_meaning(record, measure({})))
+
+    def _record_noise(self, steps: Steps, change: Callable[[nn.Module], None] | None) -> StepRecord:
         return record_steps(steps, self.changing, change=change, evaluates=False, store=self._folder("noise"))
 
     def _turn_rows(self, steps: Steps, record: StepRecord) -> StepRecord | None:
@@ -195,8 +205,8 @@ class Proof:
         if record.draws and steps.dropout:
             return None
         with suppress(ValueError):  # a batch without rows
-            reversed_steps = replace(steps, batches=[reverse_rows(b) for b in steps.batches], validation=None)
-            turned = self._record_noise(reversed_steps, seed=None)
+            reversed_steps = replace(steps, batches=list(map(reverse_rows, steps.batches)), validation=None)
+            turned = self._record_noise(reversed_steps, None)
             apart = [abs(a - b) for a, b in zip(record.losses, turned.losses, strict=True)]
             if max(apart) <= _ORDER_MATTERS * max(map(abs, record.losses)):
                 # Its evaluation has the rows in another order, and so has the module's own state about them.
@@ -240,12 +250,14 @@ class Proof:
     def _leave_out_drawing(self, reference: _Reference) -> list[Technique]:
         if not reference.record.draws or reference.steps.dropout:
             return self.keeping
-        kept = [technique for technique in self.keeping if technique.keeps_draws]
+        kept: list[Technique] = []
         for technique in self.keeping:
-            if not technique.keeps_draws:
-                why = "the step draws random numbers besides dropout, and this technique changes the draws"
-                way_out = "Draw them in the dataset, or from a generator seeded by the batch"
-                self.problems.append(f"{type(technique).__name__} cannot be compared: {why}. {way_out}.")
+            if technique.keeps_draws:
+                kept.append(technique)
+                continue
+            why = "the step draws random numbers besides dropout, and this technique changes the draws"
+            way_out = "Draw them in the dataset, or from a generator seeded by the batch"
+            self.problems.append(f"{type(technique).__name__} cannot be compared: {why}. {way_out}.")
         return kept
 
     def _report_changes(self, reference: _Reference, precision: str) -> None:
@@ -307,8 +319,10 @@ def _cut_into_windows(steps: Steps, techniques: list[Technique]) -> tuple[Steps,
     window = predict_window(copy.deepcopy(techniques))
     if window == 1:
         return steps, 1
-    parts = [split_batch(batch, window) for batch in steps.batches]
-    return replace(steps, batches=list(itertools.chain.from_iterable(parts))), window
+    batches: list[Any] = []
+    for batch in steps.batches:
+        batches += split_batch(batch, window)
+    return replace(steps, batches=batches), window
 
 
 def _device_of(settings: dict[str, Any]) -> torch.device:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fasttrain.core.messages import explain, list_some
+from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.core.modules.without_dropout import without_dropout
 from lightning_fasttrain.core.modules.wrapped_forward import patch
 from lightning_fasttrain.core.state.restore import remember
@@ -101,7 +102,7 @@ class _Recorder(L.Callback):
         record.unheld = _find_unheld(trainer, pl_module)
         record.left = _left_in_floats(pl_module)
         record.unmoved = list(self.unmoved)
-        record.quantized = any(is_quantized(each) for each in pl_module.modules())
+        record.quantized = any(map(is_quantized, pl_module.modules()))
 
     def _keep(self, tensor: Tensor) -> Digest:
         if self.store is None:
@@ -116,12 +117,14 @@ class _Recorder(L.Callback):
             found = take_digest(gradient)
             reached = self.record.reached
             reached[name] = reached.get(name, torch.tensor(False)) | (found.entries != 0)
-            self.arrived[name] = self.arrived[name] + found if name in self.arrived else found
+            if name in self.arrived:
+                found = self.arrived[name] + found
+            self.arrived[name] = found
 
         return arrive
 
     def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
     ) -> None:
         if batch_idx >= len(self.of.batches):
             return
@@ -147,7 +150,7 @@ class _Recorder(L.Callback):
         return name if self.step == 0 else f"{name}, step {self.step + 1}"
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: object, batch_idx: int
     ) -> None:
         record = self.record
         if outputs and self.window == 1:
@@ -174,13 +177,16 @@ class _Recorder(L.Callback):
         record, parameters = self.record, dict(module.named_parameters())
         record.after = {name: self._keep(parameters[name]) for name in record.before}
         for name, before in self.unmoved.items():
-            now = take_digest(parameters[name]) if name in parameters else before
-            if not now.is_same(before):
-                record.frozen[name] = now
+            if name in parameters:
+                now = take_digest(parameters[name])
+                if not now.is_same(before):
+                    record.frozen[name] = now
         record.buffers = {name: self._keep(buffer) for name, buffer in module.named_buffers()}
         if self.evaluates:
             for name, value in module.state_dict().items():
-                record.state[name] = (value.shape, value.dtype) if isinstance(value, Tensor) else (type(value),)
+                record.state[name] = (type(value),)
+                if isinstance(value, Tensor):
+                    record.state[name] = (value.shape, value.dtype)
             record.training = self._evaluate(trainer, module, training=True)
             record.base = self._evaluate_base(trainer, module)
         if self.evaluates or self.of.validation is not None:
@@ -188,7 +194,7 @@ class _Recorder(L.Callback):
         self.logged = set(trainer.callback_metrics)
 
     def on_validation_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, *args: Any
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, *args: object
     ) -> None:
         self.record.modes["validation"] = _modes(pl_module)
         self._keep_output("validation", outputs)
@@ -202,7 +208,7 @@ class _Recorder(L.Callback):
         # This hook of the techniques has run already, so what is left is left for good.
         self.record.left_behind = dict(_hooks(pl_module))
 
-    def _keep_output(self, what: str, output: Any) -> None:
+    def _keep_output(self, what: str, output: object) -> None:
         kept = self.record.validated
 
         def keep(tensor: Tensor) -> Tensor:
@@ -217,7 +223,7 @@ class _Recorder(L.Callback):
             self._keep_output("predict_step", _run_aside(module, lambda: trainer.strategy.predict_step(batch, 0)))
 
     def _evaluate_base(self, trainer: L.Trainer, module: L.LightningModule) -> float | None:
-        if not adapter_parameters(module) or any(is_quantized(each) for each in module.modules()):
+        if not adapter_parameters(module) or any(map(is_quantized, module.modules())):
             return None
         try:
             with base_model(module):
@@ -278,7 +284,9 @@ def _hooks(module: nn.Module) -> Iterator[tuple[str, tuple[object, ...]]]:
 
 def _find_unheld(trainer: L.Trainer, module: L.LightningModule) -> list[str]:
     """Return the names of trainable parameters that no optimizer holds."""
-    held = {id(p) for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]}
+    held = set[int]()
+    for optimizer in trainer.optimizers:
+        held.update(map(id, parameters_of(optimizer)))
     return [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in held]
 
 

@@ -111,8 +111,8 @@ class Verification(Report):
 
     def as_table(self) -> Table:
         """Build a ``rich`` table with the relative error of each quantity and its limit."""
-        begins = [] if self.begins is None else [f"✗ {self.begins}"]
-        said = [*begins, *(f"✗ {problem}" for problem in self.problems), *self.notes]
+        wrong = filter(None, (self.begins, *self.problems))
+        said = [*(f"✗ {one}" for one in wrong), *self.notes]
         table = titled_table(f"{self.model}: {'verified' if self.ok else 'not verified'}", said)
         measured = {distance.what for row in self.rows for distance in row.distances}
         shown = [what for what in QUANTITIES if what in measured]
@@ -126,7 +126,11 @@ class Verification(Report):
 
 
 def _describe(distance: Distance, exactness: str) -> str:
-    words = "bitwise" if distance.bitwise else f"{distance.error:.0e}"
-    if not distance.bitwise and exactness != Exactness.CHANGES_TRAINING.value:
-        words += f" of {distance.allowed:.0e}"
-    return f"{words}\n{distance.where}" if distance.where and not distance.is_within else words
+    words = "bitwise"
+    if not distance.bitwise:
+        words = f"{distance.error:.0e}"
+        if exactness != Exactness.CHANGES_TRAINING.value:
+            words += f" of {distance.allowed:.0e}"
+    if distance.where and not distance.is_within:
+        words += f"\n{distance.where}"
+    return words

@@ -64,7 +64,9 @@ def find_meaning(plain: StepRecord, noise: Distances) -> Meaning:
         name = key.partition(", step ")[0]
         typical = noise["gradients"].get(key, 0.0) / max(gradient.numel, 1) ** 0.5  # ‖noise‖ / √n: noise of one entry
         means = gradient.entries.abs() > _ABOVE_NOISE * typical
-        meaning[name] = means & meaning[name] if name in meaning else means
+        if name in meaning:
+            means &= meaning[name]
+        meaning[name] = means
     return meaning
 
 

@@ -177,7 +177,7 @@ class PeakObserver(L.Callback):
     peak_bytes = 0
     _meter: PeakMemory | None = None
 
-    def begin_measuring(self, device: torch.device, *held: Any) -> None:
+    def begin_measuring(self, device: torch.device, *held: object) -> None:
         """Begin before a step; ``held`` is in memory already: the model, its optimizers and the batch."""
         self._meter = PeakMemory(device, *held)
         self._meter.__enter__()
@@ -204,7 +204,7 @@ class StopAfter(Checkpoint):
         self.batches = batches
 
     def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
     ) -> None:
         if batch_idx == self.batches:
             raise EnoughError

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_fasttrain.core.messages import list_some
-from lightning_fasttrain.dry_run.verification.digest import find_differences
+from lightning_fasttrain.dry_run.verification.digest import Digest, find_differences
 from lightning_fasttrain.dry_run.verification.rounding_noise import Distances
 from lightning_fasttrain.dry_run.verification.step_record import StepRecord
 from lightning_fasttrain.technique import Technique
@@ -25,7 +25,7 @@ def find_empty(record: StepRecord) -> list[str]:
     infinite = [loss for loss in record.losses if not math.isfinite(loss)]
     if infinite:
         return [f"The loss is {infinite[0]}: comparisons are meaningless. Check the batch."]
-    if all(gradient.is_zero() for gradient in record.gradients.values()):
+    if all(map(Digest.is_zero, record.gradients.values())):
         why = "Are all labels ignored, or is the loss cut off from the weights?"
         return [f"The gradient is zero everywhere, so that any step equals it. {why}"]
     if all(update.is_zero() for _, update in record.updates()):
@@ -65,8 +65,10 @@ def find_unheld(plain: StepRecord, other: StepRecord) -> list[str]:
 
 def find_without_gradient(plain: StepRecord, other: StepRecord) -> list[str]:
     """Return parameters that lose their gradient with the techniques."""
-    had = [name for name in plain.before if _has_gradient(plain, name)]
-    lost = [name for name in had if name in other.trains and not _has_gradient(other, name)]
+    lost: list[str] = []
+    for name in plain.before:
+        if name in other.trains and _has_gradient(plain, name) and not _has_gradient(other, name):
+            lost.append(name)
     if not lost:
         return []
     return [f"{list_some(lost)} have a gradient without the techniques, but not with them."]
@@ -74,8 +76,10 @@ def find_without_gradient(plain: StepRecord, other: StepRecord) -> list[str]:
 
 def find_stuck(plain: StepRecord, other: StepRecord) -> list[str]:
     """Return new low-precision weights whose updates are smaller than the spacing of their values."""
-    new = [name for name in other.before if name not in plain.before and name in other.reached]
-    half = [name for name in new if other.before[name].dtype.itemsize < 4]
+    half: list[str] = []
+    for name, before in other.before.items():
+        if name not in plain.before and name in other.reached and before.dtype.itemsize < 4:
+            half.append(name)
     moved, total = 0, 0
     for name in half:
         should_move = other.reached[name]
@@ -203,7 +207,7 @@ def _gap(record: StepRecord) -> float | None:
 
 
 def _has_gradient(record: StepRecord, name: str) -> bool:
-    return any(not gradient.is_zero() for gradient in record.gradients_of(name))
+    return not all(map(Digest.is_zero, record.gradients_of(name)))
 
 
 def _in_half_precision(record: StepRecord) -> bool:

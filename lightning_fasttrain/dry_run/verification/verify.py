@@ -110,7 +110,7 @@ def verify(
             listed,
             validation_given=validation is not None,
             batches_derived=not isinstance(batch, DataLoader),
-            store=None if folder is None else Path(folder),
+            store=Path(folder) if folder else None,
             operators=operators,
         )
         proof.run(precision)

@@ -36,6 +36,7 @@ from lightning_fasttrain.finetune.adapters.initializations import Batches, check
 from lightning_fasttrain.finetune.quantized._quantized_tensor import shown_as_parameters, use_held_tensors_
 from lightning_fasttrain.finetune.selection._adapter_switches import has_prompt, switches
 from lightning_fasttrain.finetune.selection._float32_adapters import keep_adapter_in_float32_
+from lightning_fasttrain.finetune.selection._trained_copies import finish_copies_
 from lightning_fasttrain.finetune.selection.base_fingerprint import adapters_on, base_names, held_child
 from lightning_fasttrain.finetune.selection.freezing import freeze_
 from lightning_fasttrain.finetune.selection.targets import (
@@ -83,6 +84,8 @@ def add_adapter_(
             such as a layer's experts ("experts.gate_up_proj"), in floats or in 4 bits; where it is given, layers get
             adapters only if they are named.
         train: names of further modules that are trained in full, such as a new head; they are saved with the adapter.
+            Of tied modules name all, which stay tied. In a model in 16 bits their weights are kept in float32 for the
+            optimizer, and are rounded in the forward.
         name: name of this adapter, among several.
         batches: batches to call ``model`` with, for ``init_lora_weights="eva"`` and ``"corda"``, whose initialization
             depends on the layers' inputs; a dict is passed by keywords, a tuple by position.
@@ -123,7 +126,7 @@ def add_adapter_(
     whole = find_targets(model, list(train)) if train else {}
     _refuse_both(found, whole)
     refuse_tied(model, found)
-    refuse_tied(model, whole)
+    refuse_tied(model, whole, "or name both in train=, where they stay tied")
     check_layers(found, config)
     check_parameters(tensors, config)
     root = _fill_in_(config, model, found, tensors, whole)
@@ -181,6 +184,7 @@ def _put_in(
         prepare_start(model, root, config, batches)
         _inject(config, root, name)
         finish_start_(model, root, config, name, batches)
+        finish_copies_(root, name)
         # After EVA, which creates matrices of other ranks.
         keep_adapter_in_float32_(switches(root), name)
         see_adapters_(model, on_error)
@@ -289,8 +293,8 @@ def adapter_parameters(model: nn.Module) -> set[str]:
 def _inject(config: "PeftConfig", root: nn.Module, name: str) -> None:
     peft = require_peft()
     with ExitStack() as stack, warnings.catch_warnings():
-        # Several adapters are intended.
-        warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
+        warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")  # several are intended
+        warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")  # copies are tied
         # PEFT corrects it, for GPT-2's layers.
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
         warnings.filterwarnings("ignore", message="TorchaoLoraLinear was instantiated without")  # reported when merging

@@ -21,6 +21,7 @@ from lightning_fasttrain.finetune.adapters.merge import merge_layers_, unmerge_a
 from lightning_fasttrain.finetune.adapters.merge_quantized import forget_quantization_
 from lightning_fasttrain.finetune.quantized._tensor_files import Original
 from lightning_fasttrain.finetune.selection._adapter_switches import has_prompt, switches, without_adapters
+from lightning_fasttrain.finetune.selection._float32_adapters import round_again_
 from lightning_fasttrain.finetune.selection.base_fingerprint import PEFT_MODEL, adapters_on, changes_base, first_few
 from lightning_fasttrain.finetune.selection.freezing import unfreeze_
 
@@ -177,7 +178,10 @@ def _plain_module(module: Any, merge: bool) -> nn.Module:
     """Return the module of the model that one of PEFT's layers or wrappers holds."""
     if not is_tuner(module) and "modules_to_save" in module._modules:
         copies, active = module.modules_to_save, module.active_adapters
-        return copies[active[0]] if merge and active and active[0] in copies else module.original_module
+        if not (merge and active and active[0] in copies):
+            return module.original_module
+        round_again_(copies[active[0]])
+        return copies[active[0]]
     if not hasattr(type(module), "unload_and_optionally_merge_module"):
         return module.get_base_layer()
     # PEFT's attention, and its wrappers of tensors.

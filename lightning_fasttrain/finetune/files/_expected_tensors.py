@@ -162,6 +162,21 @@ def refuse_not_finite(file: Any, what: str) -> None:
             raise ValueError(explain(f"the adapter in {what}", why, way_out))
 
 
+def refuse_other_ties(place: Place, file: Any, what: str) -> None:
+    """Refuse different values for modules that trained in full and are tied in this model; PEFT trains them apart.
+
+    Raises:
+        ValueError: they differ; the message names two.
+    """
+    layers, first = plain_modules(place.root), dict[nn.Parameter, str]()
+    for name in place.whole:
+        for key, parameter in layers[name].named_parameters():
+            mine, other = f"{name}.{key}", first.setdefault(parameter, f"{name}.{key}")
+            if mine != other and not torch.equal(*(file.get_tensor(f"{PREFIX}{one}") for one in (mine, other))):
+                why = f"'{mine}' and '{other}' share their weight in this model, and differ in the file"
+                raise ValueError(explain(what, why, "Untie the two in the model first"))
+
+
 def refuse_sizes_beyond_the_layers(place: Place, config: "PeftConfig", file: Any, what: str) -> None:
     """Refuse sizes in the settings that exceed the layers' sizes, before memory of that size is allocated.
 

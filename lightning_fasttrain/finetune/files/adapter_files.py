@@ -30,6 +30,7 @@ from lightning_fasttrain.finetune.files._expected_tensors import (
     expected_tensors,
     refuse_not_finite,
     refuse_other_tensors,
+    refuse_other_ties,
     refuse_other_tokens,
     refuse_sizes_beyond_the_layers,
 )
@@ -166,6 +167,7 @@ def load_adapter_(
         expected = expected_tensors(place, config)
         refuse_other_tensors(place.root, file, keys, expected, str(source))
         refuse_not_finite(file, str(source))
+        refuse_other_ties(place, file, str(source))
         names, root_prefix, root = _add(model, place, config, name)
         _fill_(root, root_prefix, place, name, file)
     _use(root, name, trainable)

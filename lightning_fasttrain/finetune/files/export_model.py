@@ -28,6 +28,7 @@ from lightning_fasttrain.finetune.quantized._quantized_layer import (
     was_transposed,
 )
 from lightning_fasttrain.finetune.selection._adapter_switches import switches
+from lightning_fasttrain.finetune.selection._float32_adapters import rounded_as
 from lightning_fasttrain.finetune.selection.base_fingerprint import (
     adapter_holders,
     first_few,
@@ -136,7 +137,8 @@ def _trained_whole(root: nn.Module, holders: dict[str, str]) -> dict[str, Tensor
         copies, place = wrapper.modules_to_save, plain_name(f"{name}.original_module", holders)
         for active in wrapper.active_adapters:
             if active in copies:
-                found.update({f"{place}.{key}": value for key, value in copies[active].state_dict().items()})
+                state = {**copies[active].state_dict(), **rounded_as(wrapper.original_module, copies[active])}
+                found.update({f"{place}.{key}": value for key, value in state.items()})
     return found
 
 

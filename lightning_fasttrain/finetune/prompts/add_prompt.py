@@ -17,7 +17,7 @@ from lightning_fasttrain.finetune.adapters._adapter_checks import check_name, is
 from lightning_fasttrain.finetune.adapters.add_adapter import report_added, train_mode, use_prompt_
 from lightning_fasttrain.finetune.prompts._prompt_hooks import GenerateWithCache, StillPrompt, cut_virtual_tokens
 from lightning_fasttrain.finetune.selection._adapter_switches import has_prompt
-from lightning_fasttrain.finetune.selection._float32_adapters import keep_in_float32_
+from lightning_fasttrain.finetune.selection._float32_adapters import keep_adapter_in_float32_, keep_in_float32_
 from lightning_fasttrain.finetune.selection.base_fingerprint import PEFT_MODEL, adapters_on
 from lightning_fasttrain.finetune.selection.freezing import freeze_
 from lightning_fasttrain.finetune.selection.targets import (
@@ -109,6 +109,7 @@ def add_prompt_(model: nn.Module, config: "PeftConfig", *, train: Iterable[str] 
     use_prompt_(prompted, name, trainable=not config.inference_mode)
     # Keeps a later cast of the model from rounding them.
     keep_in_float32_(prompted.prompt_encoder)
+    keep_adapter_in_float32_(prompted.modules(), name)
     # Every module that holds it: it may be registered twice.
     for where, module in list(model.named_modules(remove_duplicate=False)):
         if module is base and prompted is not root:

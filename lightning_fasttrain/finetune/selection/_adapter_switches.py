@@ -25,6 +25,13 @@ def switches(model: nn.Module) -> Iterator[Any]:
             yield _PromptSwitch(module)
 
 
+def trained_copies(wrapper: Any) -> dict[str, nn.Module]:
+    """Map adapters to the copies of a module that train in full, if ``wrapper`` is PEFT's wrapper around one."""
+    if is_a(wrapper, WRAPPER) and "modules_to_save" in wrapper._modules:
+        return dict(wrapper.modules_to_save.items())
+    return {}
+
+
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """Disable the adapters of ``model`` in a ``with`` block; those that were disabled before stay so afterwards."""

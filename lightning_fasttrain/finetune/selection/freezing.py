@@ -112,6 +112,14 @@ def keep_in_eval_(norm: nn.Module) -> StaysInEval | None:
     return stays
 
 
+def update_statistics_(module: nn.Module) -> None:
+    """Let the normalisations in ``module`` update their running statistics again."""
+    for part in module.modules():
+        stays = vars(part).get("train")
+        if isinstance(stays, StaysInEval):
+            stays.remove()
+
+
 @check_arguments
 def unfreeze_(module: nn.Module) -> list[str]:
     """Unfreeze all parameters of ``module``, in place; the inverse of :func:`freeze_`.

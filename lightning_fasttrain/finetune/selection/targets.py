@@ -97,18 +97,22 @@ def find_target_parameters(model: nn.Module, ends: Iterable[str]) -> dict[str, s
     return {tensor: tensor.rpartition(".")[0] for tensor in found}
 
 
-def refuse_tied(model: nn.Module, names: Collection[str]) -> None:
+def refuse_tied(model: nn.Module, names: Collection[str], together: str = "") -> None:
     """Refuse layers that share their weight with another layer, since an adapter would make the two differ.
+
+    Args:
+        together: the way out of naming all of them, if they may be tied to one another.
 
     Raises:
         ValueError: a layer is tied; the message names both.
     """
     for tied in find_tied_modules(layers_of(model)):
         mine = [name for name in tied if name in names]
-        if mine:
+        if mine and not (together and len(mine) == len(tied)):
             other = next((name for name in tied if name not in mine), tied[-1])
             why = f"it shares its weight with '{other}', and an adapter would make the two differ"
-            raise ValueError(explain(f"target '{mine[0]}'", why, "Leave it out of the targets, or untie the two first"))
+            way_out = "Leave it out of the targets, " + (together or "or untie the two first")
+            raise ValueError(explain(f"target '{mine[0]}'", why, way_out))
 
 
 def find_tied_modules(modules: Mapping[str, nn.Module]) -> list[list[str]]:

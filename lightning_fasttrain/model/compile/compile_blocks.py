@@ -16,11 +16,12 @@ from lightning_fasttrain.core.files.atomic_write import refuse_unwritable
 from lightning_fasttrain.core.messages import explain, note_once, say, warn
 from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
 from lightning_fasttrain.core.modules.heads import find_heads
-from lightning_fasttrain.core.modules.select import has_parameters
+from lightning_fasttrain.core.modules.select import has_parameters, is_inside
 from lightning_fasttrain.core.modules.wrapped_forward import (
     Undo,
     WrappedForward,
     count_wrapped,
+    list_wrapped,
     undo_all,
     why_none_ran,
     wrapper_on,
@@ -42,7 +43,7 @@ from lightning_fasttrain.model.compile.compiled_forward import (
     runs_class_forward,
 )
 from lightning_fasttrain.technique import Capability, Conflict, Exactness, Setting, Surgery, Technique
-from lightning_fasttrain.technique.facts import NO_BLOCKS, Facts
+from lightning_fasttrain.technique.facts import Facts, why_no_blocks
 from lightning_fasttrain.technique.predicted_step import PredictedStep
 
 _MANY_OUTPUTS = 16_000  # of a head; its loss takes 0.85 times as long compiled, by examples/chunked_loss.py
@@ -156,17 +157,17 @@ def _modules_beside(model: nn.Module, blocks: Iterable[nn.Module]) -> dict[str, 
 
     A single embedding or linear layer is one kernel, which a compiler cannot improve.
     """
-    others = {*blocks, *(model.get_submodule(name) for name in find_heads(model))}
+    others = {*blocks, *map(model.get_submodule, find_heads(model))}
     uncalled = (nn.ModuleList, nn.ModuleDict)  # they have no forward
     holders = {m for m in model.modules() if isinstance(m, uncalled) or not others.isdisjoint(m.modules())}
     found = {}
     for prefix, holder in model.named_modules():
-        if holder not in holders or holder in others or any(prefix.startswith(f"{name}.") for name in found):
+        if holder not in holders or holder in others or is_inside(prefix, found):
             continue
         for name, part in holder.named_children():
             one_kernel = isinstance(part, nn.Linear | nn.Embedding)
             if part not in holders and not one_kernel and has_parameters(part):
-                found[f"{prefix}.{name}" if prefix else name] = part
+                found[f"{prefix}.{name}".lstrip(".")] = part
     return found
 
 
@@ -265,14 +266,15 @@ class CompileBlocks(Technique):
         if self.cache is not None:
             load_compile_cache(self.cache)  # before the first call, which compiles
         self._watch = CompileWatch()
-        already = {name for name, block in model.named_modules() if wrapper_on(block, CompiledForward)}
+        already = list_wrapped(model, CompiledForward)
         self._compiled = compile_blocks_(model, self.mode, **self.options)
-        mine = [forward for name, forward in self._compiled.items() if name not in already]
+        undos: list[Undo] = [self._compiled.clear]
+        undos += [forward.undo for name, forward in self._compiled.items() if name not in already]
         if self.cache is not None:
             known = read_verdicts(self.cache)
             for entry in self._entries():
                 entry.known = known
-        return undo_all([self._compiled.clear, *(forward.undo for forward in mine)])
+        return undo_all(undos)
 
     def _entries(self) -> set[CompiledEntry]:
         return {forward.entry for forward in self._compiled.values() if isinstance(forward, CompiledForward)}
@@ -281,9 +283,7 @@ class CompileBlocks(Technique):
     def why_not(cls, facts: Facts) -> str | None:
         if facts.compiler is False:
             return "torch.compile cannot find a compiler: see `fasttrain doctor`"
-        if facts.blocks == 0:
-            return NO_BLOCKS
-        return None
+        return why_no_blocks(facts)
 
     def predict(self, step: PredictedStep) -> None:
         step.leave_out(self, "compiled code fuses operations, so this is an upper bound")
@@ -293,13 +293,19 @@ class CompileBlocks(Technique):
         if not blocks:
             return ""
         heads = [name for name, compiled in self._compiled.items() if isinstance(compiled, CompiledLoss)]
-        return f"{blocks} compiled, and the loss at {', '.join(heads)}" if heads else f"{blocks} compiled"
+        if not heads:
+            return f"{blocks} compiled"
+        return f"{blocks} compiled, and the loss at {', '.join(heads)}"
 
     def outcome(self, model: nn.Module) -> str:
-        failures = [forward.failure for forward in self._compiled.values() if forward.failure is not None]
+        failures = self._failures()
         if not failures:
             return ""
-        return f"{len(failures)} of {len(self._compiled)} blocks ran uncompiled: {failures[0]}"
+        first = next(iter(failures.values()))
+        return f"{len(failures)} of {len(self._compiled)} blocks ran uncompiled: {first}"
+
+    def _failures(self) -> dict[str, str]:
+        return {name: forward.failure for name, forward in self._compiled.items() if forward.failure is not None}
 
     def why_idle(self, model: nn.Module) -> tuple[str, str] | None:
         return why_none_ran(model, CompiledForward)
@@ -316,17 +322,19 @@ class CompileBlocks(Technique):
         if self._watch is None:
             return
         self.report = self._watch.report()
-        self.report.fallbacks = {name: f.failure for name, f in self._compiled.items() if f.failure is not None}
-        verdicts = {entry.key: entry.verdict for entry in self._entries() if entry.key and entry.verdict is not None}
-        self.report.apart = [verdict.apart for verdict in verdicts.values() if not verdict.unchecked]
+        self.report.fallbacks = self._failures()
+        verdicts: dict[str, Any] = {}
+        for entry in self._entries():
+            if entry.key and entry.verdict is not None and not entry.verdict.unchecked:
+                verdicts[entry.key] = asdict(entry.verdict)
+        self.report.apart = [verdict["apart"] for verdict in verdicts.values()]
         if self.report.recompiles >= _MANY_RECOMPILES:
             why = "each new batch shape is compiled again, until the compiler's limit is reached"
             way_out = "Pad batches to a few sequence lengths, or use CompileBlocks(dynamic=True)"
             warn(explain(f"CompileBlocks: {self.report.recompiles} recompilations", why, way_out))
         if trainer.is_global_zero:
             say("CompileBlocks: %s", self.report)
-            kept = {key: asdict(verdict) for key, verdict in verdicts.items() if not verdict.unchecked}
-            self._save_cache(kept)
+            self._save_cache(verdicts)
 
     def _save_cache(self, verdicts: dict[str, Any]) -> None:
         if self.cache is None:

@@ -103,13 +103,17 @@ def read_verdicts(path: str | os.PathLike[str]) -> dict[str, Any]:
             verdicts = parse_json(file.read(LARGEST_JSON + 1), f"{path}")
     except (OSError, EOFError, zipfile.BadZipFile, zlib.error, KeyError, ValueError, RuntimeError):
         return {}  # everything is compared again
-    return verdicts if isinstance(verdicts, dict) else {}
+    if not isinstance(verdicts, dict):
+        return {}
+    return verdicts
 
 
 def machine_of_kernels() -> str:
     """Identify the machines that can run a compiled kernel: kernels are compiled for one specific processor."""
     information = Path("/proc/cpuinfo")
-    lines = information.read_text().splitlines() if information.exists() else [platform.processor()]
+    lines = [platform.processor()]
+    if information.exists():
+        lines = information.read_text().splitlines()
     processor = sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))})
     return "\n".join([torch.__version__, platform.platform(), *platform.libc_ver(), *processor])
 
@@ -201,8 +205,10 @@ class CompileWatch:
         durations = self._durations()[self._compiled :]
         # The backward graph has a separate entry, and is not a second compilation.
         known = set(map(id, self._known))
-        new = [m for m in self._utils.get_compilation_metrics() if id(m) not in known and m.is_forward]
-        ids = [m.compile_id or "" for m in new]  # "frame/attempt"
-        again = [compile_id for compile_id in ids if "/" in compile_id and not compile_id.endswith("/0")]
+        again = 0
+        for metrics in self._utils.get_compilation_metrics():
+            _, slash, attempt = (metrics.compile_id or "").rpartition("/")  # "frame/attempt"
+            if id(metrics) not in known and metrics.is_forward and slash:
+                again += attempt != "0"
         breaks = Counter(self._utils.counters["graph_break"]) - self._breaks
-        return CompileReport(len(durations), len(again), dict(breaks), sum(durations))
+        return CompileReport(len(durations), again, dict(breaks), sum(durations))

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import starmap
 from types import CodeType
 from typing import Any
 
@@ -13,9 +14,10 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from lightning_fasttrain.core.distributed import is_sharded
+from lightning_fasttrain.core.modules.parameters import device_of
 from lightning_fasttrain.core.modules.recomputed_forward import recomputed_outside
 from lightning_fasttrain.core.modules.without_dropout import has_dropout, without_dropout
 from lightning_fasttrain.core.modules.wrapped_forward import first_line
@@ -94,8 +96,7 @@ def _why_not(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     leaves = tree_leaves((args, kwargs))
     if detect_fake_mode(leaves) is not None:
         return "its inputs have no values"
-    is_sharded = any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in module.parameters())
-    if is_sharded or any(isinstance(part, FSDPModule) for part in module.modules() if part is not module):
+    if is_sharded(module) or any(isinstance(part, FSDPModule) for part in module.modules() if part is not module):
         return "its parameters, or those of a submodule, are sharded over ranks, which would have to compare together"
     for leaf in leaves:
         if not isinstance(leaf, (Tensor, *_PLAIN)):
@@ -109,10 +110,12 @@ def _compare(probe: "_Probe", plain: Forward, compiled: Forward, compile_again: 
     try:
         expected = probe.run(plain)
         draws = probe.has_drawn()
-        allowed = probe.allow(expected, probe.run(plain, nudged=True))
-        without_masks = compile_again() if has_masks else compiled
-        # Random draws other than dropout cannot be disabled.
-        found = expected if draws else probe.run(without_masks)
+        allowed = probe.allow(expected, probe.run(plain, probe.nudges()))
+        found = expected  # if there are random draws other than dropout, which cannot be disabled
+        if has_masks and not draws:
+            found = probe.run(compile_again())
+        elif not draws:
+            found = probe.run(compiled)
     finally:
         undo()
     apart, failure = _judge(expected, found, allowed)
@@ -167,12 +170,13 @@ class _Probe:
         self.state = random_state()
         self.eps = 0.0  # of the coarsest dtype in which the block computes
 
-    def run(self, forward: Forward, nudged: bool = False) -> Numbers:
+    def run(self, forward: Forward, moves: Mapping[int, Tensor] | None = None) -> Numbers:
         """Return outputs, and gradients of all inputs and parameters, along fixed directions of the outputs."""
-        numbers, inputs, outputs = self._call(forward, self._nudges() if nudged else {})
-        parameters = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        numbers, inputs, outputs = self._call(forward, moves or {})
         wanted = {f"the gradient of input {i}": leaf for i, leaf in inputs.items()}
-        wanted |= {f"the gradient of '{name}'": p for name, p in parameters.items()}
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad:
+                wanted[f"the gradient of '{name}'"] = parameter
         gradients = self._gradients(outputs, list(wanted.values()))
         for name, gradient in zip(wanted, gradients, strict=True):
             if gradient is not None and not gradient.is_sparse:
@@ -182,14 +186,13 @@ class _Probe:
     def has_drawn(self) -> bool:
         """Whether the last call used torch's random state, which the compiler uses differently."""
         now = random_state()
-        pairs = zip([self.state["torch"], *self.state["cuda"]], [now["torch"], *now["cuda"]], strict=True)
-        return not all(torch.equal(before, after) for before, after in pairs)
+        before, after = [self.state["torch"], *self.state["cuda"]], [now["torch"], *now["cuda"]]
+        return not all(map(torch.equal, before, after))
 
     def allow(self, expected: Numbers, nudged: Numbers) -> dict[str, float]:
         """Return the allowed distance of each value: the effect of rounding the inputs, or a fraction of its size."""
         share = next(share for eps, share in _SHARES if self.eps <= eps)
-        moved_to = {name: nudged.get(name, number) for name, number in expected.items()}
-        distances = _distances(expected, moved_to)
+        distances = _distances(expected, {**expected, **nudged})
         return {name: max(share * size, _NUDGED * moved) for name, (moved, size) in distances.items()}
 
     def miss(self, forward: Forward) -> float | None:
@@ -199,22 +202,23 @@ class _Probe:
         ways: dict[int, Tensor] = {}
         for (i, leaf), gradient in zip(inputs.items(), gradients, strict=True):
             if gradient is not None:
-                way = gradient.double()
-                ways[i] = _beside(way, _direction(0, leaf).double()) if leaf.shape == outputs[0].shape else way
+                ways[i] = gradient.double()
+                if leaf.shape == outputs[0].shape:
+                    ways[i] = _beside(ways[i], _direction(0, leaf).double())
         slope = sum(float(way.square().sum()) for way in ways.values())  # of the value, along the direction
         if not slope > 0:
             return None
         size = sum(float(inputs[i].detach().double().square().sum()) for i in ways) ** 0.5
         step = (1e-2 if self.eps < 1e-6 else 5e-2) * size / slope**0.5
-        ahead = self._value(forward, {i: step * way for i, way in ways.items()})
-        behind = self._value(forward, {i: -step * way for i, way in ways.items()})
+        ahead, behind = self._value(forward, ways, step), self._value(forward, ways, -step)
         return abs((ahead - behind) / (2 * step * slope) - 1)
 
-    def _value(self, forward: Forward, moves: Mapping[int, Tensor]) -> float:
-        _, _, outputs = self._call(forward, moves)
-        directions = [_direction(i, output) for i, output in enumerate(outputs)]
-        pairs = zip(outputs, directions, strict=True)
-        return sum(float((output.detach().double() * way.double()).sum()) for output, way in pairs)
+    def _value(self, forward: Forward, ways: Mapping[int, Tensor], step: float) -> float:
+        _, _, outputs = self._call(forward, {i: step * way for i, way in ways.items()})
+        total = 0.0
+        for i, output in enumerate(outputs):
+            total += float((output.detach().double() * _direction(i, output).double()).sum())
+        return total
 
     def _call(self, forward: Forward, moves: Mapping[int, Tensor]) -> tuple[Numbers, dict[int, Tensor], list[Tensor]]:
         """Return the outputs as values, the inputs with a gradient, and the outputs with a gradient."""
@@ -223,29 +227,35 @@ class _Probe:
         inputs: dict[int, Tensor] = {}
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
-                leaves[i] = leaf.detach().clone() if i not in moves else (leaf.detach() + moves[i]).to(leaf.dtype)
+                leaves[i] = leaf.detach().clone()
+                if i in moves:
+                    leaves[i] = (leaf.detach() + moves[i]).to(leaf.dtype)
                 leaves[i].requires_grad_(leaf.requires_grad)
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 inputs[i] = leaves[i]
         args, kwargs = tree_unflatten(leaves, self.structure)
-        given = [leaf for leaf in tree_leaves(forward(*args, **kwargs)) if isinstance(leaf, Tensor)]
-        floats = [output for output in given if output.is_floating_point()]
-        self.eps = max([self.eps, *(_eps_of(output) for output in floats)])
+        floats = [leaf for leaf in tree_leaves(forward(*args, **kwargs)) if _holds_floats(leaf)]
+        self.eps = max([self.eps, *map(_eps_of, floats)])
         numbers = {f"output {i}": output.detach().clone() for i, output in enumerate(floats)}
         return numbers, inputs, [output for output in floats if output.requires_grad]
 
-    def _nudges(self) -> dict[int, Tensor]:
+    def nudges(self) -> dict[int, Tensor]:
         """Perturb each value by as much as rounding to its computation dtype could have moved it."""
-        floats = {
-            i: leaf for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()
-        }
-        return {i: leaf.detach() * self.eps * _direction(i, leaf).sign() for i, leaf in floats.items()}
+        nudges: dict[int, Tensor] = {}
+        for i, leaf in enumerate(self.leaves):
+            if _holds_floats(leaf):
+                nudges[i] = leaf.detach() * self.eps * _direction(i, leaf).sign()
+        return nudges
 
     def _gradients(self, outputs: list[Tensor], wanted: list[Tensor]) -> tuple[Tensor | None, ...]:
         if not outputs or not wanted:
             return (None,) * len(wanted)
-        directions = [_direction(i, output) for i, output in enumerate(outputs)]
+        directions = list(starmap(_direction, enumerate(outputs)))
         return torch.autograd.grad(outputs, wanted, directions, allow_unused=True)
+
+
+def _holds_floats(leaf: object) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
 def _direction(seed: int, like: Tensor) -> Tensor:
@@ -260,9 +270,10 @@ def _beside(way: Tensor, other: Tensor) -> Tensor:
 
 
 def _eps_of(output: Tensor) -> float:
-    device = output.device.type
-    dtypes = [output.dtype, *([torch.get_autocast_dtype(device)] if torch.is_autocast_enabled(device) else [])]
-    return max(torch.finfo(dtype).eps for dtype in dtypes)
+    device, eps = output.device.type, torch.finfo(output.dtype).eps
+    if torch.is_autocast_enabled(device):
+        eps = max(eps, torch.finfo(torch.get_autocast_dtype(device)).eps)
+    return eps
 
 
 @contextmanager
@@ -282,7 +293,7 @@ def _leaving_no_trace(module: nn.Module) -> Iterator[None]:
 def key_of(module: nn.Module, options: Mapping[str, Any]) -> str:
     """Return the key of a verdict: code of the block and its submodules, shapes, options, versions, kind of device."""
     code = hashlib.sha256()
-    for kind in sorted({type(part) for part in module.modules()}, key=lambda kind: kind.__qualname__):
+    for kind in sorted(set(map(type, module.modules())), key=lambda kind: kind.__qualname__):
         forward: Any = getattr(kind, "forward", None)
         body = getattr(forward, "__code__", None)
         code.update(f"{kind.__module__}.{kind.__qualname__}".encode())
@@ -290,9 +301,12 @@ def key_of(module: nn.Module, options: Mapping[str, Any]) -> str:
             constants = [one for one in body.co_consts if not isinstance(one, CodeType)]  # their repr has an address
             code.update(body.co_code + repr((body.co_names, body.co_varnames, constants)).encode())
     shapes = [(name, list(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()]
-    device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    autocast = str(torch.get_autocast_dtype(device.type)) if torch.is_autocast_enabled(device.type) else ""
+    device = device_of(module)
+    name, autocast = device.type, ""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    if torch.is_autocast_enabled(device.type):
+        autocast = str(torch.get_autocast_dtype(device.type))
     budget = torch._functorch.config.activation_memory_budget
     versions, settings = [__version__, torch.__version__], sorted(map(str, options.items()))
     about = [versions, code.hexdigest(), shapes, settings, name, autocast, budget, has_dropout(module)]

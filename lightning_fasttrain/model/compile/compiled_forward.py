@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
 from lightning_fasttrain.core.messages import explain, note_once, warn_on_any_rank
+from lightning_fasttrain.core.modules.parameters import device_of
 from lightning_fasttrain.core.modules.without_dropout import has_dropout
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, WrappedForward, first_line, undo_all
 from lightning_fasttrain.model.compile.compiled_check import Verdict, check_compiled, key_of
@@ -54,7 +55,7 @@ def list_faults(block: nn.Module, version: str = torch.__version__) -> list[Comp
         >>> [fault.issue for fault in list_faults(nn.Linear(2, 2), version="2.12.1")]
         [193061]
     """
-    device = next((parameter.device.type for parameter in block.parameters()), "cpu")
+    device = device_of(block).type
     drops = has_dropout(block)
     found: list[CompilerFault] = []
     for fault in FAULTS:
@@ -106,15 +107,15 @@ def copy_graph_gradients(block: nn.Module) -> Undo:
     Autograd stores a parameter's first gradient without a copy and adds later ones to it. The next replay of the graph
     writes into the same memory, so gradients that are accumulated over several passes need memory of their own.
     """
-    handles = []
+    undos: list[Undo] = []
     for parameter in block.parameters():
         if not parameter.is_floating_point():  # quantised
             continue
         required = parameter.requires_grad
         parameter.requires_grad_(True)  # a frozen one takes no hook, and may be unfrozen later
-        handles.append(parameter.register_post_accumulate_grad_hook(_CopyNewGradient()))
+        undos.append(parameter.register_post_accumulate_grad_hook(_CopyNewGradient()).remove)
         parameter.requires_grad_(required)
-    return undo_all(handle.remove for handle in handles)
+    return undo_all(undos)
 
 
 class _CopyNewGradient:
@@ -157,8 +158,9 @@ class CompiledEntry:
         self.known: Mapping[str, Any] = {}  # key → cached verdict
 
     def run(self, *args: object, **kwargs: object) -> Any:
-        compiled = self._with_graphs if torch.is_grad_enabled() else self._without_graphs
-        return compiled(*args, **kwargs)
+        if torch.is_grad_enabled():
+            return self._with_graphs(*args, **kwargs)
+        return self._without_graphs(*args, **kwargs)
 
     def judge(self, block: "CompiledForward", args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Verdict:
         """Compare once, or use the verdict of an earlier process on the same code."""
@@ -202,7 +204,9 @@ class CompiledForward(WrappedForward):
         super().__init__(module)
         self.name = name
         # The ``self`` of the entry: a class's own forward needs the module, the function around others this object.
-        self.target: Any = module if runs_class_forward(module) else self
+        self.target: Any = self
+        if runs_class_forward(module):
+            self.target = module
         self.entry = entry
         self.fallback = fallback
         self.is_compared = False
@@ -243,17 +247,19 @@ class CompiledForward(WrappedForward):
         if not verdict.failure:
             return
         what = f"block '{self.name}' ({type(self.module).__name__}) gives different results when compiled"
-        faults = [fault for fault in list_faults(self.module) if fault.with_dropout is verdict.of_masks]
-        known = [f"torch {torch.__version__} has a known error in {f.what} (issue {f.issue})" for f in faults]
-        why = "; ".join([verdict.failure, *known])
+        why = verdict.failure
+        for fault in list_faults(self.module):
+            if fault.with_dropout is verdict.of_masks:
+                why += f"; torch {torch.__version__} has a known error in {fault.what} (issue {fault.issue})"
         way_out = "All blocks of its kind run eagerly. Try another version of torch, or another backend="
         warn_on_any_rank(explain(what, why, way_out))
 
     def _is_trusted(self) -> bool:
-        failure = self.entry.verdict.failure if self.entry.verdict is not None else ""
-        if failure:
-            self.failure = failure
-        return not failure
+        verdict = self.entry.verdict
+        if verdict is None or not verdict.failure:
+            return True
+        self.failure = verdict.failure
+        return False
 
 
 class CompiledLoss:

@@ -1,6 +1,5 @@
 """Choose the kernels of attention by measuring them on a model's own shapes, or force one."""
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, ClassVar, Literal
 
@@ -22,6 +21,7 @@ from lightning_fasttrain.model.kernels.attention_trial import (
     why_refused,
 )
 from lightning_fasttrain.technique import Capability, Conflict, Exactness, Technique
+from lightning_fasttrain.technique.technique import techniques_of
 
 Backend = Literal["flash", "cudnn", "efficient", "math"]
 
@@ -201,7 +201,9 @@ class AttentionBackend(Technique):
     @property
     def choice(self) -> AttentionChoice | None:
         """The back ends in use, once they are measured."""
-        return None if self._switch is None else self._switch.choice
+        if self._switch is None:
+            return None
+        return self._switch.choice
 
     def apply(self, model: nn.Module) -> Undo:
         self._switch, undo = _install(model, self.backend)
@@ -209,10 +211,7 @@ class AttentionBackend(Technique):
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo:
         self._switch = switch = _Switch(self.backend)
-        self._compiles = any(
-            isinstance(callback, Technique) and callback.does(Capability.COMPILES_BLOCKS)
-            for callback in trainer.callbacks
-        )
+        self._compiles = any(technique.does(Capability.COMPILES_BLOCKS) for technique in techniques_of(trainer))
 
         def undo() -> None:
             self._stop_recording()
@@ -240,8 +239,9 @@ class AttentionBackend(Technique):
         if self._recording is not None and self._switch is not None:
             self._stop_recording()
             self._switch.decide()
-            order: Sequence[str] = self.choice.order if self.choice is not None else ()
-            self._saved = {"device": pl_module.device.type, "order": list(order)} if order else {}
+            self._saved = {}
+            if self.choice is not None and self.choice.order:
+                self._saved = {"device": pl_module.device.type, "order": list(self.choice.order)}
 
     def _stop_recording(self) -> None:
         recording, self._recording = self._recording, None
@@ -249,14 +249,20 @@ class AttentionBackend(Technique):
             recording.close()
 
     def outcome(self, model: nn.Module) -> str:
-        calls = self._switch.calls if self._switch is not None else None
+        if self._switch is None:
+            return ""
+        calls, choice = self._switch.calls, self._switch.choice
         if calls is not None and not calls.found:
             return "had no effect: F.scaled_dot_product_attention was not called in the first step"
-        return f"used {self.choice}" if self.choice is not None and self.choice.order else ""
+        if choice is None or not choice.order:
+            return ""
+        return f"used {choice}"
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self._saved)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         known = [name for name in state_dict.get("order", ()) if name in BACKENDS]
-        self._saved = {"device": state_dict.get("device"), "order": known} if known else {}
+        self._saved = {}
+        if known:
+            self._saved = {"device": state_dict.get("device"), "order": known}

@@ -84,10 +84,12 @@ class AttentionCall:
             for size in (length, found["key"].shape[0])
         )
         masked = found["attn_mask"] is not None or found["key_padding_mask"] is not None
-        mask = query.detach().new_empty(rows, heads, length, key.shape[2]) if masked else None
         dropout = found["dropout_p"] if found["training"] else 0.0
         causal = bool(found["is_causal"]) and found["key_padding_mask"] is None
-        return cls.of(query, key, key, None if causal else mask, dropout_p=dropout, is_causal=causal)
+        mask = None
+        if masked and not causal:
+            mask = query.detach().new_empty(rows, heads, length, key.shape[2])
+        return cls.of(query, key, key, mask, dropout_p=dropout, is_causal=causal)
 
     @property
     def device(self) -> torch.device:
@@ -101,7 +103,7 @@ class AttentionCall:
 
     def prepare(self) -> Callable[[], None]:
         """Return a function that runs it on random values, and its backward."""
-        query, key, value = (layout.make() for layout in self.tensors)
+        query, key, value = map(Layout.make, self.tensors)
         mask = None if self.mask is None else self.mask.make()
         inputs = [tensor for tensor in (query, key, value, mask) if tensor is not None and tensor.requires_grad]
 

@@ -58,11 +58,11 @@ def channels_last_(model: nn.Module) -> dict[str, Undo]:
 
 
 def _find_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    convolutions = {name: module for name, module in model.named_modules() if isinstance(module, _KINDS)}
-    for prefix, convolution in convolutions.items():
-        for name, parameter in convolution.named_parameters(prefix):
-            if parameter.dim() == 4:
-                yield name, parameter
+    for prefix, module in model.named_modules():
+        if isinstance(module, _KINDS):
+            for name, parameter in module.named_parameters(prefix):
+                if parameter.dim() == 4:
+                    yield name, parameter
 
 
 def _store(weight: nn.Parameter) -> Undo:
@@ -136,22 +136,28 @@ class ChannelsLast(Technique):
 
     @classmethod
     def conflicts(cls) -> tuple[Conflict, ...]:
-        strategies = (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
-        return tuple(Conflict(strategy, _FLATTENED, _WAY_OUT) for strategy in strategies)
+        return (
+            Conflict(FSDPStrategy, _FLATTENED, _WAY_OUT),
+            Conflict(ModelParallelStrategy, _FLATTENED, _WAY_OUT),
+            Conflict(DeepSpeedStrategy, _FLATTENED, _WAY_OUT),
+        )
 
     def apply(self, model: nn.Module) -> Undo:
-        if not any(True for _ in _find_weights(model)):
+        if not dict(_find_weights(model)):
             note_once(f"ChannelsLast has no effect: {type(model).__name__} has no 2-D convolutions.")
             return lambda: None
         return undo_all(channels_last_(model).values())
 
     def took_hold(self, model: nn.Module) -> str:
-        weights = [weight for _, weight in _find_weights(model)]
-        return f"{number_of(len(weights), 'weight')} channels-last" if weights else ""
+        weights = dict(_find_weights(model))
+        if not weights:
+            return ""
+        return f"{number_of(len(weights), 'weight')} channels-last"
 
     def outcome(self, model: nn.Module) -> str:
-        weights = dict(_find_weights(model))
-        return "" if weights else "had no effect: the model has no 2-D convolutions"
+        if dict(_find_weights(model)):
+            return ""
+        return "had no effect: the model has no 2-D convolutions"
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: states of optimizers are restored, and nothing is trained yet."""

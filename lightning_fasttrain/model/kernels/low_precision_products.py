@@ -11,7 +11,7 @@ from lightning_fasttrain.core.host.lightning import trainer_of
 from lightning_fasttrain.core.messages import explain, list_some, note_once, say
 from lightning_fasttrain.core.modules.heads import find_heads
 from lightning_fasttrain.core.modules.layer_kinds import is_linear, layers_of
-from lightning_fasttrain.core.modules.select import Blocks, find_skipped, group_by_reason
+from lightning_fasttrain.core.modules.select import Blocks, as_list, find_skipped, group_by_reason
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, WrappedForward, count_wrapped, undo_all, wrapper_on
 from lightning_fasttrain.model.kernels.eight_bit_products import FORMATS, linear_in_8_bits
 from lightning_fasttrain.technique import Capability, Exactness, Surgery, Technique
@@ -160,10 +160,12 @@ def _why_unfit(layer: nn.Module, kind: str, min_features: PositiveInt) -> str:
         return "its forward was replaced"
     if weight.dtype not in _TYPES:
         return f"its weight is in {weight.dtype}"
-    multiple, sizes = FORMATS[kind].multiple, (layer.in_features, layer.out_features)
-    if any(size % multiple for size in sizes):
+    multiple = FORMATS[kind].multiple
+    if layer.in_features % multiple or layer.out_features % multiple:
         return f"{kind} needs sizes that are multiples of {multiple}"
-    return f"fewer than {min_features} inputs or outputs" if min(sizes) < min_features else ""
+    if min(layer.in_features, layer.out_features) < min_features:
+        return f"fewer than {min_features} inputs or outputs"
+    return ""
 
 
 def _nothing_to_change(model: nn.Module, left: dict[str, str]) -> str:
@@ -234,7 +236,7 @@ class LowPrecisionProducts(Technique):
 
     def __init__(self, kind: str, *, skip: Blocks = (), min_features: PositiveInt = MIN_FEATURES) -> None:
         self.kind = one_of("kind", kind, KINDS)
-        self.skip: Blocks = skip if isinstance(skip, str | type) else tuple(skip)  # YAML gives a list
+        self.skip: Blocks = tuple(as_list(skip))
         self.min_features = min_features
         self.report: LowPrecisionReport | None = None
 
@@ -259,4 +261,4 @@ class LowPrecisionProducts(Technique):
 
     def took_hold(self, model: nn.Module) -> str:
         layers = count_wrapped(model, EightBitForward, "layer")
-        return f"{layers} multiply in {self.kind}" if layers else ""
+        return layers and f"{layers} multiply in {self.kind}"

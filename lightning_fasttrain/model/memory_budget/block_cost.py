@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy as Keep
 
 from lightning_fasttrain.core.distributed import largest_over_ranks
+from lightning_fasttrain.core.modules.parameters import device_of
 from lightning_fasttrain.model.checkpoint_savings import KeptResults, Storages
 from lightning_fasttrain.model.checkpointed_forward import CheckpointedForward
 
@@ -88,7 +90,7 @@ def measure_block(
     # Inputs and outputs are held for the adjacent blocks too, whichever action this block gets.
     saved_bytes = saved.nbytes(without=Storages(*fixed, args, kwargs, outputs))
     del outputs
-    device = next((p.device for p in forward.module.parameters()), torch.device("cpu"))
+    device = device_of(forward.module)
     whole, watched, expensive = [], [], []
     for _ in range(_REPEATS):
         stopwatch = Stopwatch(device)
@@ -121,10 +123,10 @@ def costs_over_ranks(
         expensive = spoilt if cost.expensive_bytes is None else cost.expensive_bytes
         flat += [cost.saved_bytes, expensive, cost.forward_ms, cost.cheap_ms]
     highest = iter(largest_over_ranks(flat))
-    all_peaks = {name: int(next(highest)) for name in ("", *costs)}
+    all_peaks = dict(zip(("", *costs), map(int, highest), strict=False))
     all_costs = {}
     for name in costs:
-        saved, expensive, forward_ms, cheap_ms = (next(highest) for _ in range(4))
+        saved, expensive, forward_ms, cheap_ms = islice(highest, 4)
         all_costs[name] = BlockCost(int(saved), None if expensive == spoilt else int(expensive), forward_ms, cheap_ms)
     return all_costs, all_peaks
 

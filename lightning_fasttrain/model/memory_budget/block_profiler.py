@@ -197,16 +197,16 @@ class StepWatch:
                     self._watch_step(optimizer)
             self._stage, self.measuring, self._passes = _Stage.PEAKS, True, 0
             self._open_window(tensors)
-        self._extents = [max(pair) for pair in zip_longest(self._extents, tensors[0].shape, fillvalue=0)]
+        self._extents = list(map(max, zip_longest(self._extents, tensors[0].shape, fillvalue=0)))
 
     def _on_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         """Hook: an optimizer has stepped; the first one of this model ends the first step."""
         # -1: no backward is running. Optimizers that update inside the backward step many times per step.
         if optimizer in self._optimizers or torch._C._current_graph_task_id() != -1:
             return
-        mine = {id(p) for p in self.model.parameters()}
+        mine = set(map(id, self.model.parameters()))
         sharded = rank_count() > 1  # then it may hold shards of the parameters
-        if sharded or any(id(p) in mine for p in parameters_of(optimizer)):
+        if sharded or not mine.isdisjoint(map(id, parameters_of(optimizer))):
             self._optimizers.add(optimizer)
             self._watch_step(optimizer)
             if self._stage is _Stage.COSTS:
@@ -280,7 +280,9 @@ class StepWatch:
     def _follow(self, plan: CheckpointPlan | None) -> None:
         for forward in self.forwards.values():
             forward.follow(RECOMPUTED)
-        for block in plan.blocks if plan is not None else ():
+        if plan is None:
+            return
+        for block in plan.blocks:
             self.forwards[block.name].follow(block.action)
 
     def _check(self, peak: int) -> None:

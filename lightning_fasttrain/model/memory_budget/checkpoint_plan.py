@@ -47,8 +47,9 @@ def place(options: Sequence[Sequence[tuple[int, float]]], capacity: Sequence[int
     for choices, limit in zip(options, capacity, strict=True):
         option = np.repeat(np.arange(len(choices)), len(taken))
         before = np.tile(np.arange(len(taken)), len(choices))
-        taken = taken[before] + np.array([nbytes for nbytes, _ in choices], dtype=np.int64)[option]
-        cost = cost[before] + np.array([ms for _, ms in choices])[option]
+        nbytes, ms = zip(*choices, strict=True)
+        taken = taken[before] + np.array(nbytes, dtype=np.int64)[option]
+        cost = cost[before] + np.array(ms)[option]
         best = _find_unbeaten(taken, cost, limit)
         taken, cost = taken[best], cost[best]
         history.append((option[best], before[best]))
@@ -152,12 +153,12 @@ class CheckpointPlan:
             table.add_column(title, justify="right")
         for run in self._runs():
             first, last, n = run[0], run[-1], len(run)
-            name = first.name if n == 1 else f"{first.name} … {last.name} ({n})"
-            saved_mib = sum(block.saved_bytes for block in run) / 2**20
-            held_mib = sum(block.held_bytes for block in run) / 2**20
-            forward_ms = sum(block.forward_ms for block in run)
-            added_ms = sum(block.added_ms for block in run)
-            figures = f"{saved_mib:.1f}", f"{held_mib:.1f}", f"{forward_ms:.2f}", f"{added_ms:.2f}"
+            name = first.name
+            if n > 1:
+                name += f" … {last.name} ({n})"
+            costs = [(block.saved_bytes, block.held_bytes, block.forward_ms, block.added_ms) for block in run]
+            saved, held, forward_ms, added_ms = map(sum, zip(*costs, strict=True))
+            figures = f"{saved / 2**20:.1f}", f"{held / 2**20:.1f}", f"{forward_ms:.2f}", f"{added_ms:.2f}"
             table.add_row(name, first.action, *figures)
         return table
 
@@ -198,7 +199,7 @@ def make_plan(
         way_out = "Use smaller micro-batches (MicroBatching), a loss without the logits (FusedLossHead, "
         way_out += "linear_cross_entropy), or ActivationOffload"
         raise ValueError(explain(f"MemoryBudget of {limit_bytes / GIB:.3g} GiB", why, way_out))
-    choices = [_choices(cost) for cost in costs.values()]
+    choices = list(map(_choices, costs.values()))
     # With zero free bytes every block is recomputed, which holds nothing and so always fits.
     capacity = [max(aim_bytes - peaks.get(name, 0), 0) for name in costs]
     prices = []

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-# A parameter, and the modules and keys under which it is registered: several for a tied one.
-Places = list[tuple[nn.Parameter, list[tuple[nn.Module, str]]]]
+# The modules and keys under which each parameter is registered: several for a tied one.
+Places = dict[nn.Parameter, list[tuple[nn.Module, str]]]
 
 
 def find_trainable(module: nn.Module) -> Places:
@@ -15,15 +15,15 @@ def find_trainable(module: nn.Module) -> Places:
     Example:
         >>> layer = nn.Linear(2, 2)
         >>> both = nn.Sequential(layer, layer)
-        >>> [len(places) for _, places in find_trainable(both)]
+        >>> list(map(len, find_trainable(both).values()))
         [1, 1]
     """
-    found: dict[int, tuple[nn.Parameter, list[tuple[nn.Module, str]]]] = {}
+    found: Places = {}
     for owner in module.modules():
         for key, parameter in owner._parameters.items():
             if parameter is not None and parameter.requires_grad:
-                found.setdefault(id(parameter), (parameter, []))[1].append((owner, key))
-    return list(found.values())
+                found.setdefault(parameter, []).append((owner, key))
+    return found
 
 
 @contextmanager
@@ -37,12 +37,12 @@ def in_place_of(places: Places, tensors: Sequence[Tensor]) -> Iterator[None]:
         ...     layer(torch.ones(1)).item()
         3.0
     """
-    for (_, holders), tensor in zip(places, tensors, strict=True):
+    for holders, tensor in zip(places.values(), tensors, strict=True):
         for owner, key in holders:
             owner.__dict__["_parameters"][key] = tensor  # nn.Module's own way refuses what is not a Parameter
     try:
         yield
     finally:
-        for parameter, holders in places:
+        for parameter, holders in places.items():
             for owner, key in holders:
                 owner.__dict__["_parameters"][key] = parameter

@@ -45,17 +45,23 @@ class TiledForward(RecomputedForward):
         self.most = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        leading = next(iter(kwargs), "") if not args else ""  # the name of the first argument, if it has one
-        x = args[0] if args else kwargs.get(leading)
+        leading = ""  # the name of the first argument, if it has one
+        if not args:
+            leading = next(iter(kwargs), "")
+        x = (*args, kwargs.get(leading))[0]
         if not isinstance(x, Tensor) or x.dim() < 2:
             return self.inner(*args, **kwargs)
 
         def run(tile: Tensor) -> Any:
-            return self.inner(**{**kwargs, leading: tile}) if leading else self.inner(tile, *args[1:], **kwargs)
+            if leading:
+                return self.inner(**{**kwargs, leading: tile})
+            return self.inner(tile, *args[1:], **kwargs)
 
         rows, size = x.shape[:-1].numel(), self.tokens or max(x.shape[-1], _SMALLEST)
         if torch.compiler.is_compiling():
-            return self._traced(x, size, run) if rows > size else run(x)
+            if rows > size:
+                return self._traced(x, size, run)
+            return run(x)
         others = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf is not x]
         self._check(x, others, run)
         self.most = max(self.most, rows)
@@ -64,7 +70,7 @@ class TiledForward(RecomputedForward):
         self.ran = True
         places = find_trainable(self.module)
         call = _Call(self, size, run, places)
-        outputs = _Tiled.apply(x, call, *[parameter for parameter, _ in places])
+        outputs = _Tiled.apply(x, call, *places)
         assert call.structure is not None
         return tree_unflatten(list(outputs), call.structure)
 
@@ -94,10 +100,11 @@ class TiledForward(RecomputedForward):
             pieces = [tree_flatten(checkpoint(run, tile, use_reentrant=False)) for tile in tiles]
         else:
             pieces = [tree_flatten(run(tile)) for tile in tiles]
-        leaves = zip(*(leaves for leaves, _ in pieces), strict=True)
+        outputs, structures = zip(*pieces, strict=True)
+        leaves = zip(*outputs, strict=True)
         axis = x.dim() - 2
         joined = [torch.cat(parts, axis).reshape(*x.shape[:-1], *parts[0].shape[axis + 1 :]) for parts in leaves]
-        return tree_unflatten(joined, pieces[0][1])
+        return tree_unflatten(joined, structures[0])
 
 
 def _cut(x: Tensor, size: int) -> Iterator[Tensor]:
@@ -157,8 +164,10 @@ def _autocast_settings(device: str) -> tuple[bool, torch.dtype]:
 
 
 def _random_states(device: torch.device) -> list[Tensor]:
-    own = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-    return [torch.get_rng_state(), *own]
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return states
 
 
 class _Tiled(torch.autograd.Function):
@@ -172,7 +181,7 @@ class _Tiled(torch.autograd.Function):
         outputs: list[Tensor] = []
         start = 0
         # Copies that need no gradient, so that autocast keeps none of them.
-        copies = [parameter.detach() for parameter in parameters]
+        copies = list(map(Tensor.detach, parameters))
         with call.first_time(x.device), in_place_of(call.places, copies):
             for tile in _cut(x, call.size):
                 parts = [part.flatten(0, x.dim() - 2) for part in call.run(tile)]
@@ -190,8 +199,10 @@ class _Tiled(torch.autograd.Function):
         call: _Call = ctx.call
         x, *parameters = ctx.saved_tensors
         sums = [_Float32Sum() for _ in parameters]
-        of_x = torch.empty_like(x, memory_format=torch.contiguous_format) if ctx.needs_input_grad[0] else None
-        rows_of_x = None if of_x is None else of_x.view(-1, x.shape[-1])
+        of_x = rows_of_x = None
+        if ctx.needs_input_grad[0]:
+            of_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+            rows_of_x = of_x.view(-1, x.shape[-1])
         flat: dict[int, Tensor] = {}
         for number, gradient in enumerate(gradients):
             if gradient is not None:
@@ -214,10 +225,14 @@ class _Tiled(torch.autograd.Function):
 
 def _walk_back(outputs: Sequence[Tensor], gradients: Mapping[int, Tensor]) -> None:
     """Run the backward of a tile from those of its outputs that have a gradient, by their numbers."""
-    used = [number for number in gradients if outputs[number].requires_grad]
-    if used:
-        chosen = [outputs[number] for number in used]
-        torch.autograd.backward(chosen, [gradients[number].reshape(outputs[number].shape) for number in used])
+    chosen: list[Tensor] = []
+    given: list[Tensor] = []
+    for number, gradient in gradients.items():
+        if outputs[number].requires_grad:
+            chosen.append(outputs[number])
+            given.append(gradient.reshape(outputs[number].shape))
+    if chosen:
+        torch.autograd.backward(chosen, given)
 
 
 class _Float32Sum:

@@ -14,14 +14,14 @@ from lightning_fasttrain.core.modules.select import as_list, is_inside, is_part_
 from lightning_fasttrain.core.modules.wrapped_forward import (
     Undo,
     count_wrapped,
+    list_wrapped,
     undo_all,
-    wrapper_on,
     wrappers_in,
 )
 from lightning_fasttrain.model.tiling.tiled_forward import TiledForward, explain_mixing
 from lightning_fasttrain.model.tiling.token_trial import can_run, why_tokens_mix
 from lightning_fasttrain.technique import Capability, Surgery, Technique
-from lightning_fasttrain.technique.facts import NO_BLOCKS, Facts
+from lightning_fasttrain.technique.facts import Facts, why_no_blocks
 
 # Where a module cannot be tried before the run, its name decides, and the first call tries it.
 _NAMED = re.compile(r"mlp|feed_?forward|ffn|ff$|dense_?relu", re.IGNORECASE)
@@ -70,7 +70,7 @@ def tile_mlps_(model: nn.Module, tokens: PositiveInt | None = None, mlps: Blocks
         ``LigerTiledGEGLUMLP``, https://github.com/linkedin/Liger-Kernel. Both accumulate each tile's gradient in
         the parameters while the backward runs; here autograd receives one sum.
     """
-    already = [name for name, module in model.named_modules() if wrapper_on(module, TiledForward)]
+    already = list_wrapped(model, TiledForward)
     if already:
         return dict.fromkeys(already, _do_nothing)
     found = _named_mlps(model, mlps) if mlps is not None else _find_mlps(model)
@@ -102,8 +102,10 @@ def _find_mlps(model: nn.Module) -> Found:
         if not is_part_of(name, found) and (tried := search.is_mlp(name, module)) is not None:
             found[name] = (module, tried)
     if not found:
-        reasons = [f"{kind}: {reason}" for kind, reason in search.reasons.items()]
-        why = f"tried are {list_some(reasons)}" if reasons else f"candidates are {list_kinds(model)}"
+        why = f"candidates are {list_kinds(model)}"
+        if search.reasons:
+            tried = [f"{kind}: {reason}" for kind, reason in search.reasons.items()]
+            why = f"tried are {list_some(tried)}"
         way_out = "Make the MLP a module of its own, or name modules whose tokens are independent with mlps="
         raise ValueError(explain(f"no MLPs in the blocks of {type(model).__name__}", why, way_out))
     return found
@@ -134,18 +136,21 @@ class _Search:
 
     def is_mlp(self, name: str, module: nn.Module) -> bool | None:
         """Return whether the module was tried; None if it is not an MLP."""
-        linear = [layer for layer in layers_of(module).values() if is_linear(layer)]
+        linear = list(filter(is_linear, layers_of(module).values()))
         if len(linear) < 2 or any(_ROUTED.search(type(part).__name__) for part in module.modules()):
             return None
-        reason = self._try(module) if can_run(module) else None
+        reason = self._try(module)
         if reason:
             self.reasons[type(module).__name__] = reason
-        if reason is None:
-            looks_like_one = _NAMED.search(type(module).__name__) or _NAMED.search(name.rpartition(".")[2])
-            return False if looks_like_one else None
-        return None if reason else True
+            return None
+        looks_like_one = _NAMED.search(type(module).__name__) or _NAMED.search(name.rpartition(".")[2])
+        if reason is None and not looks_like_one:
+            return None
+        return reason is not None
 
     def _try(self, module: nn.Module) -> str | None:
+        if not can_run(module):
+            return None
         parts = tuple((type(part), part.extra_repr()) for part in module.modules())
         if parts not in self._known:
             self._known[parts] = why_tokens_mix(module, same_width=True)
@@ -192,7 +197,7 @@ class TiledMLP(Technique):
 
     @classmethod
     def why_not(cls, facts: Facts) -> str | None:
-        return NO_BLOCKS if facts.blocks == 0 else None
+        return why_no_blocks(facts)
 
     def took_hold(self, model: nn.Module) -> str:
         return count_wrapped(model, TiledForward, "MLP")

@@ -67,9 +67,12 @@ def why_tokens_mix(
 
 def _widths(module: nn.Module) -> list[int]:
     """Numbers of inputs of the layers in ``module``, each once; GPT-2's layers call it ``nx``."""
-    layers = [module, *layers_of(module).values()]
-    widths = [getattr(layer, "in_features", getattr(layer, "nx", None)) for layer in layers]
-    return list(dict.fromkeys(width for width in widths if isinstance(width, int)))
+    widths: dict[int, None] = {}
+    for layer in (module, *layers_of(module).values()):
+        width = getattr(layer, "in_features", getattr(layer, "nx", None))
+        if isinstance(width, int):
+            widths[width] = None
+    return list(widths)
 
 
 def _try_width(module: nn.Module, run: Callable[[Tensor], Any], like: Tensor, same_width: bool) -> str | None:
@@ -139,7 +142,7 @@ def _without_trace(module: nn.Module, *, training: bool) -> Iterator[list[str]]:
             _disable_current_modes(),  # a checkpoint around it would count the trial's operators
             torch.enable_grad(),
             RecomputedForward(module).leaving_no_trace(),  # the module has copies of its buffers
-            in_place_of(places, [parameter.detach() for parameter, _ in places]),
+            in_place_of(places, list(map(Tensor.detach, places))),
         ):
             yield changed
             for name, buffer in module.named_buffers():

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import NonNegativeFloat, PositiveFloat, check_arguments, one_of, require
+from lightning_fasttrain.core.host.same_gradients import has_same_gradients
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.optim.closure_optimizer import Groups
 from lightning_fasttrain.optim.galore_groups import block_matrices, galore_groups
@@ -197,6 +198,8 @@ def build_optimizer(
     if known.marks == "muon":
         matrices: set[Tensor] = set(block_matrices(model, own.pop("blocks", None)).values())
         made = _mark(made, matrices, {"muon": True}, "muon")
+        if offload is None and has_same_gradients(model):
+            own.setdefault("divide", True)
     elif known.marks == "galore":
         given = {key: own.pop(key) for key in _OF_GALORE if key in own}
         # Only its selection of matrices and its settings; weight decay comes from the groups above.
@@ -268,6 +271,13 @@ class NamedOptimizer:
         own = {one.name: getattr(self, one.name) for one in fields(self)}
         name, settings = own.pop("name"), own.pop("settings")
         return build_optimizer(model, name, **own, **settings)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("setup", "on_exception"):  # hooks that a Trainer calls first, and after their error
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        why = "it builds an optimizer, and is not a callback"
+        way_out = "Return it, called with self, from configure_optimizers; or set optimizer= in a module with the mixin"
+        raise TypeError(explain("callbacks=[NamedOptimizer(...)]", why, way_out))
 
 
 def make_optimizer(make: Callable[[Any], Optimizer], model: nn.Module) -> Optimizer:

@@ -4,23 +4,37 @@ from collections import defaultdict
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Muon
 from torch.optim.optimizer import ParamsT
 
 from lightning_fasttrain.core.checks import NonNegativeFloat, PositiveInt, check_arguments
+from lightning_fasttrain.core.distributed import rank_count
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.optim.closure_optimizer import ClosureOptimizer
+from lightning_fasttrain.optim.named.orthogonalize import (
+    Layout,
+    NewtonSchulz,
+    adjust_learning_rate,
+    orthogonalize_together,
+)
 
 
 @check_arguments
 class MuonAdamW(ClosureOptimizer):
     """PyTorch's Muon over groups that have ``"muon": True``, and its AdamW over the others.
 
-    Each of the two computes the same updates as on its own, bit for bit. Together they are one ``Optimizer`` with one
-    list of groups and one state, so that schedulers, clipping, loss scalers, accumulation and checkpoints need no
-    changes. Muon's updates are scaled to the size of AdamW's, so that one learning rate and one weight decay serve
-    both.
+    Each of the two computes the same updates as on its own; on the CPU bit for bit, though matrices of one shape are
+    orthogonalized in one batch. Together they are one ``Optimizer`` with one list of groups and one state, so that
+    schedulers, clipping, loss scalers, accumulation and checkpoints need no changes. Muon's updates are scaled to the
+    size of AdamW's, so that one learning rate and one weight decay serve both.
+
+    Under FSDP2 the ranks divide the matrices among themselves: each gathers its own in bfloat16, which rounds nothing
+    that Muon would not round, orthogonalizes them, and sends the shards of the updates back, in two exchanges per step.
+    Momentum stays sharded. Replicas, also those of hybrid sharding, divide the work further. In a tensor group every
+    rank orthogonalizes every matrix.
 
     Args:
         params: groups. Those with ``"muon": True`` hold matrices only.
@@ -34,6 +48,9 @@ class MuonAdamW(ClosureOptimizer):
         betas: AdamW's betas.
         eps: AdamW's eps.
         fused: AdamW's fused.
+        divide: whether all ranks hold the same parameters and gradients, as under DDP, and each orthogonalizes its
+            share of the matrices, in one exchange per step. All ranks must take each step.
+            :func:`build_optimizer` sets it for a module that a Trainer runs under DDP.
 
     Raises:
         ValueError: no group is Muon's, or such a group contains anything but matrices.
@@ -52,7 +69,8 @@ class MuonAdamW(ClosureOptimizer):
         is Scalable for LLM Training", https://arxiv.org/abs/2502.16982; computed by ``torch.optim``.
     """
 
-    copied: ClassVar[tuple[str, ...]] = ("_muon", "_adamw")
+    copied: ClassVar[tuple[str, ...]] = ("_muon", "_adamw", "divide")
+    divide: bool = False
 
     def __init__(
         self,
@@ -67,7 +85,9 @@ class MuonAdamW(ClosureOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: NonNegativeFloat = 1e-8,
         fused: bool | None = None,
+        divide: bool = False,
     ) -> None:
+        self.divide = divide
         # Both need a parameter when they are created; their groups are set before each step.
         spare = [nn.Parameter(torch.zeros(1, 1))]
         self._muon = Muon(spare, lr, weight_decay, momentum, nesterov, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn)
@@ -93,19 +113,62 @@ class MuonAdamW(ClosureOptimizer):
         super().load_state_dict(state_dict)
 
     def update_parameters(self) -> None:
+        groups: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+        replicas = dist.group.WORLD if self.divide and rank_count() > 1 else None
+        together: defaultdict[Layout, list[tuple[Tensor, dict[str, Any]]]] = defaultdict(list)
+        for group in self.param_groups:
+            left = []
+            for parameter in group["params"]:
+                layout = Layout.of(parameter, replicas) if group["muon"] else None
+                if layout is None:
+                    left.append(parameter)
+                elif parameter.grad is not None:
+                    together[layout].append((parameter, group))
+            groups[group["muon"]].append({**group, "params": left})
+        for layout, matrices in together.items():
+            self._update_together(layout, matrices)
         for optimizer, is_muon in ((self._muon, True), (self._adamw, False)):
-            optimizer.param_groups = [group for group in self.param_groups if group["muon"] is is_muon]
-            optimizer.state = self.state
+            optimizer.param_groups, optimizer.state = groups[is_muon], self.state
             optimizer.step()
             # Otherwise they would keep a state that loading has replaced.
             optimizer.param_groups, optimizer.state = [], defaultdict(dict)
+
+    def _update_together(self, layout: Layout, matrices: list[tuple[Tensor, dict[str, Any]]]) -> None:
+        """Update matrices of one layout over the ranks by Muon, as ``torch.optim.Muon`` does."""
+        directions, settings = [], []
+        for parameter, group in matrices:
+            assert parameter.grad is not None
+            _refuse_unless_matrix(parameter)  # an engine may have flattened it
+            state = self.state[parameter]
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(parameter.grad, memory_format=torch.preserve_format)
+            gradient, buffer = _local(parameter.grad), _local(state["momentum_buffer"])
+            buffer.lerp_(gradient, 1 - group["momentum"])
+            direction = gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+            directions.append(direction.bfloat16())
+            settings.append(NewtonSchulz(tuple(group["ns_coefficients"]), group["ns_steps"], group["eps"]))
+        shapes = [parameter.shape for parameter, _ in matrices]
+        updates = orthogonalize_together(directions, shapes, settings, layout)
+        for (parameter, group), update in zip(matrices, updates, strict=True):
+            rate = float(group["lr"])
+            adjusted = adjust_learning_rate(rate, group["adjust_lr_fn"], parameter.shape)
+            _local(parameter).mul_(1 - rate * group["weight_decay"]).add_(update, alpha=-adjusted)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor, in the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _refuse_others_than_matrices(group: dict[str, Any]) -> None:
     # It may be a generator, which can be read only once.
     group["params"] = list(group["params"])
     for parameter in group["params"]:
-        if parameter.ndim != 2:
-            what = f"a parameter of shape {tuple(parameter.shape)} in a group for Muon"
-            way_out = "Put it in a group without 'muon', or use build_optimizer(model, 'muon')"
-            raise ValueError(explain(what, "only a matrix can be orthogonalized", way_out))
+        _refuse_unless_matrix(parameter)
+
+
+def _refuse_unless_matrix(parameter: Tensor) -> None:
+    if parameter.ndim != 2:
+        what = f"a parameter of shape {tuple(parameter.shape)} in a group for Muon"
+        way_out = "Put it in a group without 'muon', or use build_optimizer(model, 'muon')"
+        raise ValueError(explain(what, "only a matrix can be orthogonalized", way_out))

@@ -1,5 +1,6 @@
-"""Save quantized optimizer state as plain tensors, and transfer state between optimizers of different precision."""
+"""Save and copy quantized optimizer state, and transfer state between optimizers of different precision."""
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -21,9 +22,28 @@ _OF_BITSANDBYTES = {"exp_avg": "1", "exp_avg_sq": "2"}
 
 def save_as_plain_tensors_(optimizer: Optimizer) -> None:
     """Make the ``state_dict`` of torchao's optimizers hold plain tensors: Lightning's loader refuses tensor
-    subclasses."""
+    subclasses. Copies of the optimizer do so too, since torchao's state in 4 bits cannot be copied itself."""
     optimizer.register_state_dict_post_hook(lambda _, saved: _map_values(saved, _parts))
     optimizer.register_load_state_dict_pre_hook(lambda _, loaded: _map_values(loaded, _rebuild))
+    vars(optimizer)["__deepcopy__"] = _Copies(optimizer)
+
+
+class _Copies:
+    """Replaces ``__deepcopy__`` of one of torchao's optimizers; the default also loses its settings."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def __call__(self, memo: dict[int, Any]) -> Optimizer:
+        twin = make_twin(self.optimizer)
+        memo[id(self.optimizer)] = twin
+        twin.param_groups = copy.deepcopy(self.optimizer.param_groups, memo)
+        twin.state = defaultdict(dict)
+        for parameter, state in self.optimizer.state.items():
+            values = {key: _rebuild(copy.deepcopy(_parts(value), memo)) for key, value in state.items()}
+            twin.state[copy.deepcopy(parameter, memo)] = values
+        vars(twin)["__deepcopy__"] = _Copies(twin)  # it has the other's hooks
+        return twin
 
 
 def _quantized_states() -> dict[str, Any]:

@@ -158,8 +158,9 @@ def make_twin(optimizer: Optimizer) -> Any:
     # Containers are copied, so that a step's changes in them do not reach the original.
     for name, value in vars(optimizer).items():
         vars(twin)[name] = copy.copy(value) if isinstance(value, dict | list | set) else value
-    # Schedules replace the step with one that is bound to the original.
+    # Schedules replace the step with one that is bound to the original. A twin steps on this rank alone.
     vars(twin).pop("step", None)
+    vars(twin).pop("divide", None)
     vars(twin).update(_optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())
     return twin
 

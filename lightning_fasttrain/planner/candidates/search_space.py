@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,6 +30,7 @@ class Axes:
     parts: list[int]
     words: dict[str, list[str | Budget]]
     left_out: dict[str, str] = field(default_factory=dict)
+    _known_pairs: dict[Any, bool] = field(default_factory=dict, repr=False)
 
     @property
     def precision(self) -> str:
@@ -40,11 +40,22 @@ class Axes:
     def choices(self) -> Iterator[Choice]:
         """Yield every combination of techniques that can be used together."""
         names = [*self.words, "parts"]
+        plain = vars(Choice())
         for values in itertools.product(*self.words.values(), self.parts):
-            choice = replace(Choice(), **dict(zip(names, values, strict=True)))
-            with suppress(ValueError):  # some techniques do not go together
-                check_together(choice.techniques())
-                yield choice
+            words = dict(zip(names, values, strict=True))
+            switched = [(axis, word) for axis, word in words.items() if word != plain[axis]]
+            if all(map(self._go_together, itertools.combinations(switched, 2))):
+                yield replace(Choice(), **words)
+
+    def _go_together(self, pair: tuple[tuple[str, Any], tuple[str, Any]]) -> bool:
+        """Whether two techniques can be used together, which is asked for thousands of choices."""
+        if pair not in self._known_pairs:
+            self._known_pairs[pair] = True
+            try:
+                check_together(replace(Choice(), **dict(pair)).techniques())
+            except ValueError:
+                self._known_pairs[pair] = False
+        return self._known_pairs[pair]
 
     def drop(self, axis: str, why: str) -> None:
         """Keep only the plain step's word of an axis."""

@@ -29,12 +29,14 @@ def unpack(data: Tensor) -> Any:
     return torch.load(io.BytesIO(data.cpu().numpy().tobytes()), map_location="cpu", weights_only=True)
 
 
-def gather(mine: Tensor, device: torch.device) -> list[Tensor]:
-    """All-gather the bytes of all processes, in the order of ranks. All processes must call it.
+def gather(mine: Tensor, device: torch.device, *, everywhere: bool = True) -> list[Tensor]:
+    """Gather the bytes of all processes, in the order of ranks. All processes must call it.
 
     Args:
         mine: uint8 (n,), on the CPU; n may differ between ranks.
         device: this process's device, for backends that do not support CPU tensors.
+        everywhere: whether all processes get them, whose number then counts twice, as for DeepSpeed, which writes them
+            on every rank; otherwise only the first one does, and the result is empty on the others.
     """
     if rank_count() == 1:
         return [mine]
@@ -45,10 +47,15 @@ def gather(mine: Tensor, device: torch.device) -> list[Tensor]:
     counts = torch.cat(sizes).tolist()
     padded = torch.zeros(max(counts), dtype=torch.uint8, device=device)
     padded[: mine.numel()] = mine.to(device)
-    everyone = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(everyone, padded)
+    everyone: list[Tensor] = []
+    if everywhere or rank_here() == 0:
+        everyone = [torch.empty_like(padded) for _ in counts]
+    if everywhere:
+        dist.all_gather(everyone, padded)
+    else:
+        dist.gather(padded, everyone or None, dst=0)
     # clone: otherwise a slice is saved together with its padding.
-    return [data[:count].cpu().clone() for data, count in zip(everyone, counts, strict=True)]
+    return [data[:count].cpu().clone() for data, count in zip(everyone, counts, strict=False)]
 
 
 def gather_values(mine: object, device: torch.device) -> list[Any]:

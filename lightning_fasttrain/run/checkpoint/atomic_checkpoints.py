@@ -1,6 +1,7 @@
 """Atomic checkpoints: a file is either complete or absent, is never unpickled, and may be written in the background."""
 
 import os
+import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,8 +22,9 @@ from lightning_fasttrain.core.files.atomic_write import free_disk_bytes, write_a
 from lightning_fasttrain.core.files.background_save import BackgroundSave
 from lightning_fasttrain.core.files.guarded_loading import guard_loading
 from lightning_fasttrain.core.files.newest_checkpoint import whole_or_older
+from lightning_fasttrain.core.files.remote_checkpoint import fetched, upload_file
 from lightning_fasttrain.core.files.run_mark import KEY, RunMark, step_in
-from lightning_fasttrain.core.files.safe_load import is_remote, local_path, read_archive, refuse_unreadable
+from lightning_fasttrain.core.files.safe_load import is_object_storage, local_path, read_archive, refuse_unreadable
 from lightning_fasttrain.core.host.lightning import replicates
 from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
@@ -42,7 +44,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     system the move is a copy, so a crash or a full disk during a save destroys the previous checkpoint.
     Each file also records its run and its step, under ``lightning_fasttrain.run``.
 
-    For ``Trainer(plugins=[...])`` and ``Fabric(plugins=[...])``. It reads local files only.
+    For ``Trainer(plugins=[...])`` and ``Fabric(plugins=[...])``. A checkpoint at an address such as ``s3://…`` goes
+    through the system's temporary folder, in both directions; ``storage_options`` are then not used.
 
     Args:
         substitute: whether an older undamaged file of the same run is loaded in place of a damaged one. Meant for
@@ -75,11 +78,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """
         # Now, rather than when a later run needs the file.
         refuse_unreadable(checkpoint)
-        if is_remote(path):
-            super().save_checkpoint(checkpoint, path, storage_options)
-            return
         # A copy, since the caller's dictionary must not change.
         marked = {**checkpoint, KEY: self.run.facts(step_in(checkpoint))}
+        if is_object_storage(path):
+            with tempfile.TemporaryDirectory(prefix="fasttrain-upload-") as folder:
+                upload_file(write_atomic(Path(folder) / "checkpoint", lambda file: _save(marked, file)), str(path))
+            return
         try:
             write_atomic(path, lambda file: _save(marked, file))
         except OSError as error:
@@ -97,8 +101,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
         Raises:
             CorruptCheckpoint: the file is damaged, and no older file of the same run exists or may be used.
-            ValueError: the file holds other objects, or ``path`` is a URL, which is not downloaded.
+            ValueError: the file holds other objects.
+            OSError: ``path`` is an address that cannot be read, such as with wrong credentials.
         """
+        if is_object_storage(path):
+            with fetched(str(path)) as copied:
+                return self.load_checkpoint(copied, map_location, weights_only)
         path = whole_or_older(local_path(path), substitute=self.substitute)
         if path.is_dir():
             why = "it is a folder, as written by strategies that shard the model"

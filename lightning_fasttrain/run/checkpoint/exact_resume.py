@@ -144,6 +144,8 @@ class ExactResume(Technique):
             message = next(list_disagreements(then, read_settings(trainer)), None)
             if self.strict and message is not None:
                 raise ValueError(message)
+            if trainer.precision == "64-true":
+                trainer.lightning_module.double()  # Lightning does it after loading, which rounds to float32
             try:
                 load(checkpoint, *args, **kwargs)
             except RuntimeError as error:
@@ -226,7 +228,7 @@ class ExactResume(Technique):
         mine = {"random": random, "loaders": positions, "validation": validation, **metrics}
         checkpoint[KEY] = {
             "point": str(point),
-            "ranks": gather(pack(mine), device),
+            "ranks": gather(pack(mine), device, everywhere=isinstance(trainer.strategy, DeepSpeedStrategy)),
             "settings": {**self._read_settings(trainer), "loaders": [loader.about for loader in self._loaders]},
             "forgotten": read_forgotten(trainer),
         }

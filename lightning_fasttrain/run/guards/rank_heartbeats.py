@@ -80,6 +80,16 @@ class RankBoard:
 
         return self._try(read_others)
 
+    def decide(self, silent: Collection[int]) -> None:
+        """Announce that the run has come to a stop, and which ranks are silent."""
+        self._try(lambda: self._store.set(f"{self._prefix}/decided", json.dumps(sorted(silent))))
+
+    def decided(self) -> set[int] | None:
+        """Return the silent ranks, if another rank has announced that the run has come to a stop."""
+        key = f"{self._prefix}/decided"
+        found = self._try(lambda: json.loads(self._store.get(key)) if self._store.check([key]) else None)
+        return None if found is None else set(found)
+
     def end(self) -> None:
         """Announce that everything has been reported."""
         self._try(lambda: self._store.set(f"{self._prefix}/end", "1"))

@@ -31,6 +31,8 @@ from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch, undo_a
 from lightning_fasttrain.run.checkpoint._gathered_states import gather_values
 from lightning_fasttrain.technique import Capability, Conflict, Technique
 
+_ENGINE = "DeepSpeed's engine holds the gradients and steps by itself"
+
 
 def hold_schedules_(trainer: L.Trainer, module: L.LightningModule, was_skipped: Callable[[], bool]) -> Undo:
     """Skip per-step schedules where ``was_skipped``; per-epoch schedules are not affected. Return how to undo it."""
@@ -64,8 +66,11 @@ def hold_steps_(optimizer: Optimizer, look: Look, tell: Tell, scaler: GradScaler
         How to undo it.
 
     Raises:
-        TypeError: not a torch optimizer, or one that runs the backward several times per step.
+        TypeError: not a torch optimizer, DeepSpeed's, or one that runs the backward several times per step.
     """
+    inside = getattr(optimizer, "optimizer", optimizer)
+    if type(inside).__module__.startswith("deepspeed.runtime"):
+        raise TypeError(explain(f"guarding the steps of {type(inside).__name__}", _ENGINE, "Use FSDP2 or DDP"))
     optimizer = plain_optimizer(optimizer)
     if isinstance(optimizer, LBFGS):
         why = "it calls its closure several times per step, and a guard supports one update per step"
@@ -253,10 +258,9 @@ class StepGuard(Technique):
     @classmethod
     def conflicts(cls) -> tuple[Conflict, ...]:
         early = "weights are updated during the backward, before all gradients are known"
-        engine = "DeepSpeed's engine holds the gradients and steps by itself"
         return (
             Conflict(Capability.UPDATES_IN_BACKWARD, early, "Use only one of them"),
-            Conflict(DeepSpeedStrategy, engine, cls.engine_way_out),
+            Conflict(DeepSpeedStrategy, _ENGINE, cls.engine_way_out),
         )
 
     def __init__(self, steps: JudgedSteps) -> None:

@@ -21,6 +21,7 @@ from lightning_fasttrain.core.files.atomic_write import refuse_unwritable
 from lightning_fasttrain.core.messages import write_to_stderr
 from lightning_fasttrain.run.guards.rank_heartbeats import Position, RankBoard, describe, find_silent_ranks
 
+_READERS = 4  # ranks that read the positions of all others at once
 _RUNS = itertools.count()  # runs of this process; a rank in an earlier one is behind
 
 
@@ -148,7 +149,7 @@ class ProgressWatch:
 
     def _watch(self) -> None:
         seen, quiet_s, last = self._at, 0.0, time.monotonic()
-        unanswered_s = 0.0
+        unanswered_s = overdue_s = 0.0
         first: dict[int, tuple[float, int]] = {}
         while not self._stop.wait(self._poll_s):
             now = time.monotonic()
@@ -169,10 +170,16 @@ class ProgressWatch:
                 self._mine = replace(self._mine, stack=stack, error=self._error)
                 board.publish(self._mine)
             if not over:
-                unanswered_s, first = 0.0, {}
+                unanswered_s, overdue_s, first = 0.0, 0.0, {}
                 continue
             if board is None:
                 self._end({}, set())
+                continue
+            overdue_s += passed
+            if not self._is_my_turn(overdue_s):
+                decided = board.decided()
+                if decided is not None:
+                    self._end({}, decided, reads=False)
                 continue
             others = board.read()
             if others is None:
@@ -183,7 +190,15 @@ class ProgressWatch:
             silent = find_silent_ranks(first, now, others, self._silent_s)
             # All must be over the limit or silent. A rank that makes progress will reach the waiting ones.
             if board.has_ended() or all(rank in silent or position.over for rank, position in others.items()):
+                board.decide(silent)
                 self._end(others, silent)
+
+    def _is_my_turn(self, overdue_s: float) -> bool:
+        """Return whether this rank reads the positions of all others: a few do at first, more if those do not decide.
+
+        If all ranks did, the requests to the store would grow with the square of their number.
+        """
+        return overdue_s >= (self.rank // _READERS) * 2 * self._silent_s
 
     def _set_timer_without_lock(self) -> None:
         """Set a timer that needs no Python lock, in case the thread cannot run before others end this process."""
@@ -202,8 +217,8 @@ class ProgressWatch:
         frame = sys._current_frames().get(ident)
         return "".join(traceback.format_stack(frame)) if frame is not None else ""
 
-    def _end(self, others: dict[int, Position] | None, silent: set[int]) -> None:
-        """Print the stacks and the report, and end this process. Does not return."""
+    def _end(self, others: dict[int, Position] | None, silent: set[int], *, reads: bool = True) -> None:
+        """Print the stacks and, on the lowest rank that ``reads``, the report; end this process. Does not return."""
         faulthandler.cancel_dump_traceback_later()  # the stacks are printed below
         self.ending = True
         # The training thread first.
@@ -219,9 +234,9 @@ class ProgressWatch:
         if board is not None and others is not None:
             self._mine = replace(self._mine, told=True, seq=self._mine.seq + 1)
             board.publish(self._mine)
-            # Only one of the responsive ranks reports.
-            speaks = min(rank for rank in (self.rank, *others) if rank not in silent) == self.rank
-            others = self._wait_for(board, others, silent, speaks)
+            # Only one of the responsive ranks that have read the positions reports.
+            speaks = reads and min(rank for rank in (self.rank, *others) if rank not in silent) == self.rank
+            others = self._wait_for(board, others, silent, speaks, reads)
         else:
             speaks = True
         if speaks:
@@ -241,12 +256,12 @@ class ProgressWatch:
         os._exit(1)
 
     def _wait_for(
-        self, board: RankBoard, others: dict[int, Position], silent: set[int], speaks: bool
+        self, board: RankBoard, others: dict[int, Position], silent: set[int], speaks: bool, reads: bool
     ) -> dict[int, Position]:
         """Wait until all ranks have shown their stacks; ranks that do not report also wait for the report."""
         until = time.monotonic() + 2 * self._silent_s
         while time.monotonic() < until:
-            latest = board.read()
+            latest = board.read() if reads else others
             if latest is None or board.has_ended():
                 break
             others = latest

@@ -126,6 +126,18 @@ def states_of(held: Held, stages: Sequence[str], sizes: ZeROSizes) -> list[Model
     return [_PREDICT[stage](held, sizes) for stage in stages]
 
 
+def split_buffers(held: Held, states: ModelStates, sizes: ZeROSizes) -> tuple[int, int]:
+    """Return the bytes of ``states.buffers`` in forward and backward, and those in the optimizer step."""
+    bucket = sizes.reduce_bucket * held.size
+    if states.stage in ("1", "2"):
+        return 2 * bucket, held.step_copy(held.flat_shards())
+    if states.stage == "3":
+        _, passing = held.gathered_bytes(sizes, offloaded=False)
+        shards = held.parameter_shards()
+        return bucket + passing, bucket + held.step_copy([min(max(shards), sizes.sub_group)])
+    return states.buffers, states.buffers
+
+
 def usual_sizes(held: Held) -> ZeROSizes:
     """Return Lightning's and DeepSpeed's default sizes, with a reduce bucket no larger than the trained parameters."""
     return ZeROSizes(reduce_bucket=min(ZeROSizes.reduce_bucket, held.trained))

@@ -6,11 +6,18 @@ in the folder for torch's tools, and is never read here.
 
 import json
 import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, filesystem
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -22,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 from lightning_fasttrain.core.files.atomic_write import write_atomic
 from lightning_fasttrain.core.files.safe_load import MOST_AXES, CorruptCheckpoint, as_corrupt, read_json
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.strategy.tensor_parallel.layouts import in_chunks
 
 INDEX = "index.json"
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
@@ -116,3 +124,24 @@ def _refuse_larger_than_files(
     if needed > sum(sizes.values()) or beyond:
         why = f"its tensors need {needed} bytes, but its files have {sum(sizes.values())}"
         raise CorruptCheckpoint(explain(f"{path}", why, "Use an older one"))
+
+
+def fill_(reader: ShardReader, tensors: dict[str, Tensor], *, alone: bool = False) -> None:
+    """Fill ``tensors`` in place; a collective, unless ``alone``."""
+    if tensors:
+        alone = alone or not dist.is_initialized()
+        planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        # CheckpointException does not derive from Exception, so callers would not catch it.
+        with silence_warning(alone), as_corrupt(reader.path, CheckpointException):
+            dcp.load(in_chunks(tensors), storage_reader=reader, planner=planner, no_dist=alone)
+
+
+@contextmanager
+def silence_warning(alone: bool) -> Iterator[None]:
+    """Suppress torch's warning that torch.distributed is disabled."""
+    if not alone:  # warning filters belong to the whole process, and this may be a thread
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*torch.distributed is disabled.*")
+        yield

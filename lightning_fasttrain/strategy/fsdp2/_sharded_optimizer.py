@@ -1,4 +1,4 @@
-"""State of an optimizer over sharded parameters, keyed by parameter names: split for saving, and joined on any mesh."""
+"""State kept for sharded parameters, by their names: split for saving, and joined on any mesh."""
 
 import itertools
 import os
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_fasttrain.core.files.safe_load import as_corrupt
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import parameters_of
+from lightning_fasttrain.core.state.by_parameter import find_by_parameter, replace_at
 
 # Layouts of a tensor; otherwise the dimension that it is sharded along.
 _PLAIN, _REPLICATED = "plain", "replicated"
@@ -177,3 +178,33 @@ def _by_number(
         name, _, key = path.rpartition("/")
         state.setdefault(numbers[name], {})[key] = value
     return state
+
+
+def separate_averages(rest: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Any]]:
+    """Split plain values from the tensors that callbacks keep for parameters under ``"by_parameter"``.
+
+    Returns:
+        The rest without these tensors; the tensors, by the parameter's name and the number of their dict; the keys that
+        lead to each of these dicts, and each tensor's layout.
+
+    Example:
+        >>> rest, tensors, plain = separate_averages({"ema": {"by_parameter": {"weight": torch.ones(1)}, "steps": 1}})
+        >>> rest, list(tensors), plain["keys"]
+        ({'ema': {'by_parameter': {}, 'steps': 1}}, ['weight/0'], [['ema', 'by_parameter']])
+    """
+    tensors: dict[str, Tensor] = {}
+    found = find_by_parameter(rest)
+    for number, (keys, values) in enumerate(found):
+        held = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        tensors.update({f"{name}/{number}": value for name, value in held.items()})
+        rest = replace_at(rest, keys, {name: value for name, value in values.items() if name not in held})
+    layout = {path: _layout(value) for path, value in tensors.items()}
+    return rest, tensors, {"keys": [list(keys) for keys, _ in found], "layout": layout}
+
+
+def join_averages(rest: dict[str, Any], plain: dict[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the rest with the tensors of :func:`separate_averages`."""
+    for path, tensor in tensors.items():
+        name, _, number = path.rpartition("/")
+        rest = replace_at(rest, (*plain["keys"][int(number)], name), tensor)
+    return rest

@@ -44,7 +44,8 @@ class FabricFSDP2Strategy(FSDP2Host, ModelParallelStrategy):
 
     Args:
         reshard_after_forward, offload, replicas, blocks, reduce_dtype, float32_residual, tensor_parallel, tensor_plan,
-            async_checkpoints, process_group_backend, timeout: as for :class:`~lightning_fasttrain.FSDP2Strategy`.
+            sequence_parallel, async_checkpoints, process_group_backend, timeout: as for
+            :class:`~lightning_fasttrain.FSDP2Strategy`.
         broadcast_buffers: broadcast rank zero's buffers before each training forward whose gradients are reduced.
 
     Raises:
@@ -69,6 +70,7 @@ class FabricFSDP2Strategy(FSDP2Host, ModelParallelStrategy):
         float32_residual: bool = False,
         tensor_parallel: int = 1,
         tensor_plan: TensorPlan | None = None,
+        sequence_parallel: bool = False,
         broadcast_buffers: bool = True,
         async_checkpoints: bool = False,
         process_group_backend: str | None = None,
@@ -77,7 +79,7 @@ class FabricFSDP2Strategy(FSDP2Host, ModelParallelStrategy):
         # Lightning requires a function that shards; sharding is done in setup_module.
         super().__init__(lambda module, mesh: module, process_group_backend=process_group_backend, timeout=timeout)
         options = (reshard_after_forward, offload, replicas, blocks, reduce_dtype, float32_residual)
-        sharding = Sharding(*options, tensor_parallel, tensor_plan)
+        sharding = Sharding(*options, tensor_parallel, tensor_plan, sequence_parallel)
         self._set_options(sharding, broadcast_buffers, async_checkpoints)
         self._backward_sync_control = _SyncControl()
         # Weak references to old parameters, so that unsharded weights do not stay in memory beside the shards.

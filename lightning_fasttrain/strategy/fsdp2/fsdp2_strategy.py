@@ -18,6 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import check_arguments
@@ -37,13 +38,10 @@ from lightning_fasttrain.technique.declarations import refuse_conflicts
 
 _PATIENCE_S = 60.0  # to wait for a checkpoint in flight when a run fails
 # Lightning's own callbacks that cannot be used here; techniques declare their conflicts themselves.
+_COPIES = "it averages a copy of the whole model, and a sharded one cannot be copied"
 _CONFLICTS = [
-    Conflict(
-        kind,
-        "it averages a copy of the whole model, and a sharded one cannot be copied",
-        "Average the checkpoints afterwards, with full_state_dict(folder)",
-    )
-    for kind in (WeightAveraging, StochasticWeightAveraging)
+    Conflict(WeightAveraging, _COPIES, "Use optim.WeightEMA(), which averages shards"),
+    Conflict(StochasticWeightAveraging, _COPIES, "Average the checkpoints afterwards, with full_state_dict(folder)"),
 ]
 
 
@@ -65,8 +63,9 @@ class FSDP2Strategy(FSDP2Host, ModelParallelStrategy):
     With ``tensor_parallel``, neighbouring ranks form a tensor group, which computes one batch together. Its ranks must
     get the same batches: the Trainer's own sampler sees to it, your own takes ``distributed_sampler_kwargs`` of the
     strategy, and the first batch of each epoch is compared. They share their random state, so that dropout is the same
-    on all of them; inside split layers, heads of different ranks have the same masks. Embeddings, norms and the head
-    are replicated in the group, so that every loss, also a fused one, has all logits.
+    on all of them, but differs inside split layers, except in compiled blocks. Norms, embeddings and the head
+    are replicated in the group, so that every loss has all logits. With ``FusedLossHead`` and its head named (Hugging
+    Face's models name theirs), the vocabulary is split too, and logits are never gathered.
 
     Args:
         reshard_after_forward: as for :func:`~lightning_fasttrain.strategy.shard_blocks_`.
@@ -81,6 +80,8 @@ class FSDP2Strategy(FSDP2Host, ModelParallelStrategy):
             attention heads and hidden units, and memory for as many. Data ranks are the world divided by it.
         tensor_plan: module name → style, as for :func:`~lightning_fasttrain.strategy.plan_tensor_parallel`, which
             otherwise makes the plan.
+        sequence_parallel: divide the tokens of blocks over a tensor group wherever layers are not split, which saves
+            the memory of norms, dropout and residual sums; sequence lengths must be divisible by ``tensor_parallel``.
         broadcast_buffers: broadcast rank zero's buffers, such as BatchNorm's running statistics, before each batch
             and before validation, as DDP does. Checkpoints contain rank zero's buffers in any case.
         reduce_once: under accumulation, sum unsharded gradients and reduce them once; False reduces in each
@@ -117,6 +118,7 @@ class FSDP2Strategy(FSDP2Host, ModelParallelStrategy):
         float32_residual: bool = False,
         tensor_parallel: int = 1,
         tensor_plan: TensorPlan | None = None,
+        sequence_parallel: bool = False,
         broadcast_buffers: bool = True,
         reduce_once: bool = True,
         async_checkpoints: bool = False,
@@ -125,7 +127,7 @@ class FSDP2Strategy(FSDP2Host, ModelParallelStrategy):
     ) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
         options = (reshard_after_forward, offload, replicas, blocks, reduce_dtype, float32_residual)
-        sharding = Sharding(*options, tensor_parallel, tensor_plan)
+        sharding = Sharding(*options, tensor_parallel, tensor_plan, sequence_parallel)
         self._set_options(sharding, broadcast_buffers, async_checkpoints)
         self.reduce_once = reduce_once
         self._steps = ExitStack()
@@ -148,6 +150,8 @@ class FSDP2Strategy(FSDP2Host, ModelParallelStrategy):
         for name in STEPS:
             if is_overridden(name, self.lightning_module):
                 self._run_gathered(model, name)
+        if self.sharding.splits_logits:
+            self._steps.enter_context(loss_parallel())
         self.barrier()
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:

@@ -28,6 +28,7 @@ from lightning_fasttrain.strategy.fsdp2._packed_weights import (
     whole_parameters,
 )
 from lightning_fasttrain.strategy.fsdp2.replicated_scalars import is_replicated, replicate_scalars_
+from lightning_fasttrain.strategy.fsdp2.separate_groups import refuse_mixed, shard_norms_, shard_other_dtypes_
 from lightning_fasttrain.strategy.tensor_parallel.parallelize import shard_axis
 
 REDUCE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -104,8 +105,9 @@ def shard_blocks_(
     parameters that are quantised in another way, and 4-bit weights that would be cast: those stored in a floating-point
     dtype other than the policy's, and on torch 2.11 under bf16-mixed all that are not stored in bfloat16. A block that
     shares a parameter with the rest of the model is left to the root, so that tied weights stay tied. A model without
-    repeated blocks is one group. Sharding cannot be undone, and a sharded model cannot be copied. Sharding a second
-    time does nothing.
+    repeated blocks is one group. A layer that trains in another dtype than most of the model, such as float64, is a
+    group of its own, gathered and reduced in its dtype. Sharding cannot be undone, and a sharded model cannot be
+    copied. Sharding a second time does nothing.
 
     Args:
         model: any module.
@@ -151,6 +153,7 @@ def shard_blocks_(
         return []
     _refuse_unshardable(model)
     groups = own_groups(model, blocks)
+    refuse_mixed(model, groups.values())
     policy = policy or MixedPrecisionPolicy(cast_forward_inputs=False)
     whole = whole_parameters(model, policy)
     if whole:
@@ -176,33 +179,15 @@ def shard_blocks_(
         reshard_after_forward = False
     # From the inside out: a module's group has the parameters that no inner group has.
     as_they_are = {**options, "mp_policy": replace(policy, param_dtype=None)}
+    policies = shard_other_dtypes_(model, groups.values(), options)
     for block in groups.values():
         if float32_residual:
-            _shard_norms_(block, as_they_are)
-        fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
+            shard_norms_(block, as_they_are)
+        own = {**options, "mp_policy": policies.get(block, policy)}
+        fully_shard(block, reshard_after_forward=reshard_after_forward, **own)
     fully_shard(model, **(as_they_are if float32_residual else options))
     keep_packed_(packed, [*groups.values(), model])
     return list(groups)
-
-
-def _shard_norms_(block: nn.Module, options: dict[str, Any]) -> None:
-    """Shard each norm separately, and gather it when the block starts, since fused layers use its weight directly.
-
-    A norm is a layer whose parameters have one dimension: it works by element, which autocast leaves in float32.
-    """
-    norms: list[FSDPModule] = []
-    for module in list(block.modules()):
-        own = list(module.parameters(recurse=False))
-        # One inside of another is sharded already.
-        sharded = any(isinstance(inner, FSDPModule) for inner in module.modules())
-        if own and not sharded and all(p.ndim == 1 for p in module.parameters()):
-            norms.append(fully_shard(module, reshard_after_forward=False, **options))
-
-    def gather(*_: object) -> None:
-        for norm in norms:
-            norm.unshard()
-
-    block.register_forward_pre_hook(gather)
 
 
 def own_groups(model: nn.Module, blocks: Blocks | None = None) -> dict[str, nn.Module]:
@@ -250,13 +235,6 @@ def _refuse_unshardable(model: nn.Module) -> None:
             why = f"it is {parameter.dtype} and trains, but only floating-point parameters are sharded"
         if why is not None:
             raise ValueError(explain(f"parameter '{name}' of shape {tuple(parameter.shape)}", why, way_out))
-    # Trained parameters only: frozen ones have no gradient to reduce.
-    dtypes = {parameter.dtype: name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    if len(dtypes) > 1:
-        listed = ", ".join(f"'{name}' is {dtype}" for dtype, name in dtypes.items())
-        why = f"gradients of a group are reduced together, and {listed}"
-        way_out = "Train in one dtype: model.to(torch.float32) with precision='bf16-mixed'"
-        raise ValueError(explain("parameters of several dtypes train", why, way_out))
 
 
 @check_arguments

@@ -1,7 +1,6 @@
 """Checkpoints of a sharded model: every rank writes its shards, and any number of ranks reads them."""
 
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -17,20 +16,25 @@ from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.distributed import agree_on_all_ranks
 from lightning_fasttrain.core.files.atomic_write import write_atomic
 from lightning_fasttrain.core.files.checkpoint_folder import checkpoint_folder, verify_checkpoint
+from lightning_fasttrain.core.files.remote_checkpoint import remote_folder
 from lightning_fasttrain.core.files.run_mark import KEY, step_in
 from lightning_fasttrain.core.files.safe_load import (
     CorruptCheckpoint,
     as_corrupt,
+    is_object_storage,
     local_path,
     read_archive,
     refuse_unreadable,
 )
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import parameters_of
-from lightning_fasttrain.strategy.fsdp2._shard_index import ShardReader, write_index
+from lightning_fasttrain.core.state.by_parameter import find_by_parameter, replace_at
+from lightning_fasttrain.strategy.fsdp2._shard_index import ShardReader, fill_, silence_warning, write_index
 from lightning_fasttrain.strategy.fsdp2._sharded_optimizer import (
     is_taken_apart,
     join,
+    join_averages,
+    separate_averages,
     take_apart,
     template,
     with_numbers,
@@ -40,6 +44,7 @@ from lightning_fasttrain.strategy.tensor_parallel.layouts import in_chunks, shar
 
 REST = "rest.pt"  # everything except the tensors of the model and of the optimizers
 _MODEL = "model."
+_AVERAGES = "averages"  # what callbacks keep for parameters
 NamesToLoad = Callable[[Mapping[str, Any], set[str], bool], set[str]]
 
 
@@ -57,10 +62,12 @@ def save_sharded(
     It has the layout of ``torch.distributed.checkpoint``, and an index of its own, as JSON, by which it is read.
 
     Args:
-        target: path of the folder. An existing one is replaced.
+        target: path of the folder, or its address in object storage. An existing one is replaced. For object storage
+            each rank writes its shards to the system's temporary folder and uploads them; the manifest is written last.
         model: a ``state_dict``, sharded or not.
         optimizers: name → :func:`named_state` of an optimizer.
-        rest: plain values: numbers, strings, tensors, and lists and dicts of these.
+        rest: plain values: numbers, strings, tensors, and lists and dicts of these. A dict under a key
+            ``"by_parameter"``, of a parameter's name → tensor, is sharded like the parameters.
         group: process group that writes, by default the default group; with a separate group, saving may run in the
             background.
 
@@ -79,7 +86,9 @@ def save_sharded(
     """
     alone = not dist.is_initialized()
     tensors = {f"{_MODEL}{name}": value for name, value in model.items() if isinstance(value, Tensor)}
-    plain: dict[str, Any] = {"version": 1, "rest": dict(rest or {}), "optimizers": {}}
+    plain: dict[str, Any] = {"version": 1, "optimizers": {}}
+    plain["rest"], averages, plain[_AVERAGES] = separate_averages(dict(rest or {}))
+    tensors.update({f"{_AVERAGES}.{name}": value for name, value in averages.items()})
     plain["values"] = {name: value for name, value in model.items() if not isinstance(value, Tensor)}
     for key, state in (optimizers or {}).items():
         parts, plain["optimizers"][key] = take_apart(state)
@@ -88,13 +97,15 @@ def save_sharded(
     # A background save must not call collectives of the default group.
     agree = agree_on_all_ranks if group is None else RollCall(group)
     about = {"format": "fsdp2", **plain["rest"].get(KEY, {"step": step_in(plain["rest"])})}
-    with checkpoint_folder(target, rank=rank, world_size=world_size, agree=agree, about=about) as folder:
+    # Annotated for both, since they differ in the kind of path.
+    open_folder: Any = remote_folder if is_object_storage(target) else checkpoint_folder
+    with open_folder(target, rank=rank, world_size=world_size, agree=agree, about=about) as folder:
         # In this context, so that an error reaches all ranks.
         refuse_unreadable(plain)
         writer = dcp.FileSystemWriter(folder, sync_files=False, overwrite=True)  # checkpoint_folder syncs on exit
         # No flattening: names are flat already.
         planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        with _silence_warning(alone), _errors_of_ranks():
+        with silence_warning(alone), _errors_of_ranks():
             chunks = in_chunks(tensors)
             index = dcp.save(chunks, storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
         if rank == 0:
@@ -148,29 +159,40 @@ def load_sharded_(
         if size != value.shape:
             why = f"{name} has shape {list(size)} in it, and {list(value.shape)} in this model"
             raise ValueError(explain(f"{folder} is of another model", why, "Build the model with the same shapes"))
-    _read(reader, {f"{_MODEL}{name}": value.detach() for name, value in wanted.items()})
+    fill_(reader, {f"{_MODEL}{name}": value.detach() for name, value in wanted.items()})
     # The tensors are filled in place already: this runs the modules' load hooks. Names were compared above.
     model.load_state_dict({**state, **wanted, **plain["values"]}, strict=False)
     for key, optimizer in (optimizers or {}).items():
         if key in plain["optimizers"]:
-            _load_optimizer_(reader, key, plain["optimizers"][key], model, optimizer)
-    return plain["rest"]
+            taken = plain["optimizers"][key]
+            join(taken, _read_like_parameters(reader, key, taken, model), model, optimizer, folder)
+    return _rest_with_averages(plain, reader, model)
 
 
-def _load_optimizer_(
-    reader: ShardReader, key: str, plain: dict[str, Any], model: nn.Module, optimizer: Optimizer
-) -> None:
+def _read_like_parameters(
+    reader: ShardReader, key: str, taken: dict[str, Any], model: nn.Module | None
+) -> dict[str, Tensor]:
+    """Read tensors whose names begin with a parameter's, in its current layout; without a model, unsharded."""
     # The state of tied weights may be stored under any of their names.
-    listed, parameters = reader.list_tensors(), dict(model.named_parameters(remove_duplicate=False))
-    tensors = {}
-    for name, layout in plain["layout"].items():
+    parameters = {} if model is None else dict(model.named_parameters(remove_duplicate=False))
+    listed, tensors = reader.list_tensors(), {}
+    for name, layout in taken["layout"].items():
         stored = listed.get(f"{key}.{name}")
         if stored is None:
             raise CorruptCheckpoint(explain(f"{reader.path}", f"it lacks {name[:200]} of {key}", "Use an older one"))
         parameter = parameters.get(name.rpartition("/")[0])
         tensors[name] = template(stored.size, stored.properties.dtype, layout, parameter)
-    _read(reader, {f"{key}.{name}": tensor for name, tensor in tensors.items()})
-    join(plain, tensors, model, optimizer, reader.path)
+    fill_(reader, {f"{key}.{name}": tensor for name, tensor in tensors.items()}, alone=model is None)
+    return tensors
+
+
+def _rest_with_averages(plain: dict[str, Any], reader: ShardReader, model: nn.Module | None) -> dict[str, Any]:
+    taken = plain.get(_AVERAGES)
+    if taken is None:  # checkpoints of earlier versions
+        return plain["rest"]
+    with as_corrupt(reader.path):
+        tensors = _read_like_parameters(reader, _AVERAGES, taken, model)
+        return join_averages(plain["rest"], taken, tensors)
 
 
 def load_full_(
@@ -218,6 +240,9 @@ def load_full_(
                 {k: shard_like(v, like) for k, v in values.items() if getattr(v, "shape", None) == like.shape}
             )
         optimizer.load_state_dict(saved)
+    for keys, values in find_by_parameter(checkpoint):
+        named = dict(model.named_parameters(remove_duplicate=False))
+        checkpoint = replace_at(checkpoint, keys, {k: shard_like(v, named.get(k)) for k, v in values.items()})
     return checkpoint
 
 
@@ -268,7 +293,7 @@ def full_checkpoint(folder: str | os.PathLike[str]) -> dict[str, Any]:
         with as_corrupt(folder):
             states.append(with_numbers(state, _read_whole(folder, f"{key}.")))
     return {
-        **plain["rest"],
+        **_rest_with_averages(plain, ShardReader(folder), None),
         "state_dict": {**_read_whole(folder, _MODEL), **plain["values"]},
         **({"optimizer_states": states} if states else {}),
     }
@@ -279,18 +304,8 @@ def _read_whole(folder: str | os.PathLike[str], prefix: str) -> dict[str, Tensor
     for name, stored in reader.list_tensors().items():
         if name.startswith(prefix):
             tensors[name] = torch.empty(stored.size, dtype=stored.properties.dtype)
-    _read(reader, tensors, alone=True)
+    fill_(reader, tensors, alone=True)
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-
-
-def _read(reader: ShardReader, tensors: dict[str, Tensor], *, alone: bool = False) -> None:
-    """Fill ``tensors`` in place; a collective, unless ``alone``."""
-    if tensors:
-        alone = alone or not dist.is_initialized()
-        planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        # CheckpointException does not derive from Exception, so callers would not catch it.
-        with _silence_warning(alone), as_corrupt(reader.path, CheckpointException):
-            dcp.load(in_chunks(tensors), storage_reader=reader, planner=planner, no_dist=alone)
 
 
 @contextmanager
@@ -301,17 +316,6 @@ def _errors_of_ranks() -> Iterator[None]:
     except CheckpointException as error:
         reasons = [f"rank {rank}: {type(reason).__name__}: {reason}" for rank, (reason, _) in error.failures.items()]
         raise OSError("; ".join(reasons)) from error
-
-
-@contextmanager
-def _silence_warning(alone: bool) -> Iterator[None]:
-    """Suppress torch's warning that torch.distributed is disabled."""
-    if not alone:  # warning filters belong to the whole process, and this may be a thread
-        yield
-        return
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*torch.distributed is disabled.*")
-        yield
 
 
 def _read_rest(folder: str | os.PathLike[str]) -> dict[str, Any]:

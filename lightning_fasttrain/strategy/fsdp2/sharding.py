@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -18,8 +19,9 @@ from lightning_fasttrain.core.checks import one_of, positive_int
 from lightning_fasttrain.core.distributed import from_rank_zero
 from lightning_fasttrain.core.files.background_save import BackgroundSave
 from lightning_fasttrain.core.files.newest_checkpoint import whole_or_older
+from lightning_fasttrain.core.files.remote_checkpoint import fetched_on_each_node
 from lightning_fasttrain.core.files.run_mark import KEY, mark_of, step_in
-from lightning_fasttrain.core.files.safe_load import local_path
+from lightning_fasttrain.core.files.safe_load import is_object_storage, local_path
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.blocks import Blocks
 from lightning_fasttrain.strategy.fsdp2._packed_weights import is_opaque
@@ -29,7 +31,12 @@ from lightning_fasttrain.strategy.fsdp2.broadcast_weights import (
     whole_on_rank_zero,
 )
 from lightning_fasttrain.strategy.fsdp2.replicated_scalars import replicate_scalars_
-from lightning_fasttrain.strategy.fsdp2.shard_blocks import OFFLOADS, precision_policy, shard_blocks_
+from lightning_fasttrain.strategy.fsdp2.shard_blocks import (
+    OFFLOADS,
+    precision_policy,
+    shard_blocks_,
+    without_gradient_reduction,
+)
 from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import (
     NamesToLoad,
     load_full_,
@@ -62,6 +69,7 @@ class Sharding:
     float32_residual: bool = False
     tensor_parallel: int = 1
     tensor_plan: TensorPlan | None = None
+    sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
         if self.offload is not None:
@@ -71,6 +79,9 @@ class Sharding:
         if not isinstance(self.reshard_after_forward, bool):
             positive_int("reshard_after_forward", self.reshard_after_forward)
         precision_policy(reduce_dtype=self.reduce_dtype)
+        if self.sequence_parallel and self.tensor_parallel == 1:
+            why = "the ranks of a tensor group share the tokens, and each group has one rank"
+            raise ValueError(explain("sequence_parallel=True with tensor_parallel=1", why, "Give tensor_parallel=2"))
 
     def shape(self, world_size: int) -> tuple[int, ...]:
         """Return the shape of the mesh over ``world_size`` processes: (shards,), or also with replicas and tensor."""
@@ -102,17 +113,30 @@ class Sharding:
         """Return arguments for a distributed sampler: the ranks of a tensor group get the same samples."""
         return {"num_replicas": world_size // self.tensor_parallel, "rank": rank // self.tensor_parallel}
 
+    @property
+    def splits_logits(self) -> bool:
+        """Whether a layer of ``tensor_plan`` returns DTensors, of which ``loss_parallel`` computes the loss."""
+        styles = (self.tensor_plan or {}).values()
+        return any(getattr(style, "use_local_output", True) is False for style in styles)
+
     def backend(self, device: torch.device) -> str | None:
         """Return the process-group backend; under offload, norms of shards are reduced in host memory too."""
         return "cpu:gloo,cuda:nccl" if self.offload == "cpu" and device.type == "cuda" else None
 
     def shard_(self, model: nn.Module, mesh: DeviceMesh, precision: object, device: torch.device) -> list[str]:
         """Shard ``model``, and give all ranks the weights of rank zero; a sharded model is not changed."""
-        policy = precision_policy(str(precision), self.reduce_dtype)
         if isinstance(model, FSDPModule):
             return []
         # Collected now, since after sharding no rank has unsharded weights.
         whole = whole_on_rank_zero(model)
+        names = self.cut_(model, mesh, precision, device)
+        send_from_rank_zero_(model, whole, device, torch.device("cpu") if self.offload else None)
+        replicate_scalars_(model, device)  # those that were on the meta device are others now
+        return names
+
+    def cut_(self, model: nn.Module, mesh: DeviceMesh, precision: object, device: torch.device) -> list[str]:
+        """Shard ``model`` without communication: each rank keeps its part of its own values, if any."""
+        policy = precision_policy(str(precision), self.reduce_dtype)
         # FSDP2 does not move quantised layers and their constants.
         for module in model.modules():
             quantised = [p for p in module.parameters(recurse=False) if is_opaque(p)]
@@ -124,7 +148,7 @@ class Sharding:
             _refuse_quantised(model, self.tensor_parallel)
             data = mesh[tuple(name for name in mesh.mesh_dim_names or () if name != "tensor")]
             plan = plan_tensor_parallel(model, self.tensor_parallel, self.tensor_plan)
-            layouts = parallelize_(model, mesh["tensor"], plan)
+            layouts = parallelize_(model, mesh["tensor"], plan, self.sequence_parallel)
         names = shard_blocks_(
             model,
             data,
@@ -136,8 +160,6 @@ class Sharding:
         )
         if layouts is not None:
             compute_locally_(model, layouts, mesh["tensor"])
-        send_from_rank_zero_(model, whole, device, torch.device("cpu") if self.offload else None)
-        replicate_scalars_(model, device)  # those that were on the meta device are others now
         return names
 
 
@@ -153,6 +175,7 @@ class FSDP2Host:
     """Base of the Trainer's and Fabric's FSDP2 strategies, which inherit it before Lightning's own class."""
 
     strategy_name: ClassVar[str] = "fasttrain_fsdp2"
+    reads_remote: ClassVar[bool] = True  # addresses, for which it copies a checkpoint once to each node
     # Of the arguments of Lightning's FSDPStrategy and ModelParallelStrategy.
     names_elsewhere: ClassVar[Mapping[str, str]] = {
         "sharding_strategy": "reshard_after_forward=True for FULL_SHARD, False for SHARD_GRAD_OP",
@@ -166,6 +189,16 @@ class FSDP2Host:
         "data_parallel_size": "tensor_parallel=",
         "tensor_parallel_size": "tensor_parallel=",
     }
+
+    def shard_predicted_(self, model: nn.Module, world: int, precision: str, step: str) -> None:
+        """Shard ``model`` for :func:`~lightning_fasttrain.predict_memory`, as one of ``world`` ranks."""
+        device = torch.device("cpu")
+        self.sharding.cut_(model, self.sharding.mesh(device, world), precision, device)
+        register_fsdp_forward_method(model, step)
+
+    def without_reduction(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return the context of all micro-batches but the last, in which gradients are summed unsharded."""
+        return without_gradient_reduction(model) if getattr(self, "reduce_once", True) else nullcontext()
 
     def _set_options(self, sharding: Sharding, broadcast_buffers: bool, async_checkpoints: bool) -> None:
         self.sharding = sharding
@@ -187,8 +220,12 @@ class FSDP2Host:
         self.accelerator.setup_device(self.root_device)
         self._setup_distributed()
         self._device_mesh = self.sharding.mesh(self.root_device, self.world_size)
-        # Two groups: collectives of a background save must not mix with those of the training thread's health check.
-        self.roll_call, self._saving = RollCall(own_group(self._timeout)), own_group(self._timeout)
+        # Every group connects all pairs of ranks, so there are as few as possible. A background save needs one of its
+        # own: its collectives must not mix with those of the training thread's health check, and it may still run when
+        # the next run starts.
+        checking = own_group(self._timeout)
+        self.roll_call = RollCall(checking)
+        self._saving = own_group(self._timeout, purpose=None) if self.async_checkpoints else checking
         if self.async_checkpoints and self._background is None:
             self._background = BackgroundSave(self._write)
 
@@ -199,7 +236,7 @@ class FSDP2Host:
             share_random_state_(group)
             refuse_other_batches(batch, group, self.root_device)
 
-    def _write(self, path: Path, *states: Any) -> None:
+    def _write(self, path: Path | str, *states: Any) -> None:
         save_sharded(path, *states, group=self._saving)
 
     def _save(
@@ -211,7 +248,8 @@ class FSDP2Host:
         rest: dict[str, Any],
     ) -> None:
         # Rank zero's path for all: one with a time in it may differ.
-        path = local_path(self.broadcast(path))
+        path = self.broadcast(path)
+        path = str(path) if is_object_storage(path) else local_path(path)
         rest[KEY] = mark_of(self).facts(step_in(rest))
         states = (leave_to_rank_zero(state, model), optimizers, rest)
         if self._background is not None:
@@ -230,8 +268,21 @@ class FSDP2Host:
         names: NamesToLoad | None = None,
     ) -> dict[str, Any]:
         self.wait()  # the checkpoint to load may still be in flight
+        if is_object_storage(path):
+            with fetched_on_each_node(str(path)) as copied:
+                return self._load_local(copied, model, optimizers, strict, names)
         # One rank alone reads the files for their checksums, so that a shared disk is read once.
         found = from_rank_zero(lambda: whole_or_older(path, substitute=substitute))
+        return self._load_local(found, model, optimizers, strict, names)
+
+    def _load_local(
+        self,
+        found: Path,
+        model: nn.Module,
+        optimizers: Mapping[str, Optimizer],
+        strict: bool,
+        names: NamesToLoad | None,
+    ) -> dict[str, Any]:
         load = load_sharded_ if found.is_dir() else load_full_
         rest = load(found, model, optimizers, strict=strict, names=names)
         mark_of(self).continue_from(rest.pop(KEY, None))

@@ -13,6 +13,7 @@ from lightning_fasttrain.strategy.tensor_parallel.styles import (
     SummedGradients,
     is_linear,
     layers_of,
+    widths_of,
 )
 
 Layers = dict[str, nn.Module]
@@ -21,6 +22,9 @@ _KEYS = ("k_proj", "key", "k", "to_k", "wk", "k_lin", "key_proj")
 _VALUES = ("v_proj", "value", "v", "to_v", "wv", "v_lin", "value_proj")
 # Fused: all queries, then all keys, then all values; and one head after another.
 _FUSED = {"qkv": 3, "qkv_proj": 3, "c_attn": 3, "Wqkv": 3, "to_qkv": 3, "in_proj": 3, "query_key_value": 1}
+# Of relative positions, to the same heads.
+_POSITIONS = ("pos_key_proj", "pos_query_proj")
+_BIASES = ("relative_position_bias", "relative_attention_bias")
 _NORMS = ("q_norm", "k_norm", "query_norm", "key_norm", "norm_q", "norm_k", "q_layernorm", "k_layernorm")
 
 
@@ -61,6 +65,27 @@ def is_attention(module: nn.Module) -> bool:
     return bool(_projections(module))
 
 
+def refuse_biases_of_heads(model: nn.Module) -> None:
+    """Refuse a model that adds a bias for each head, made outside of attention, to the scores of a part of the heads.
+
+    Raises:
+        ValueError: it has ALiBi, or a table of relative positions; both are recognised by their names.
+    """
+    what = None
+    for name, module in model.named_modules():
+        held = {key for key, value in vars(module).items() if isinstance(value, bool | float | int) and value}
+        words = (type(module).__name__, *dir(type(module)), *held, *module._buffers)
+        if any("alibi" in word.lower() for word in words):
+            what = f"ALiBi of '{name}' ({type(module).__name__})"
+    for name, _ in model.named_parameters():
+        if any(word in name for word in _BIASES):
+            what = f"'{name}'"
+    if what is not None:
+        why = "it is a bias for each head, of which a rank has a part, made outside of attention"
+        way_out = "Give tensor_plan= for the MLPs alone, such as {'*.up': 'colwise', '*.down': 'rowwise'}"
+        raise ValueError(explain(f"tensor parallelism of attention with {what}", why, way_out))
+
+
 def _linear_layers(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the linear layers; one with adapters counts as one layer."""
     inside: tuple[str, ...] = ()
@@ -75,9 +100,9 @@ def _projections(module: nn.Module) -> dict[str, int]:
     own = {name: child for name, child in module.named_children() if is_linear(child)}
     for name, parts in _FUSED.items():
         if name in own:
-            base, _, _ = layers_of(own[name])
+            inputs, outputs = _widths(own[name])
             # Grouped queries are wider than keys.
-            return {name: parts} if base.out_features == 3 * base.in_features else {}
+            return {name: parts} if outputs == 3 * inputs else {}
     found = {}
     for names in (_QUERIES, _KEYS, _VALUES):
         present = [name for name in names if name in own]
@@ -95,16 +120,18 @@ def _plan_attention(
     refuse_indivisible_heads(what, heads, ranks)
     order = list(layers)
     names = [f"{inner}{name}" for name in projections]
-    first, _, _ = layers_of(layers[names[0]])
-    width = first.out_features if len(names) == 3 else first.in_features
-    after = order[max(map(order.index, names)) + 1 :]
-    fitting = [name for name in after if layers_of(layers[name])[0].in_features == width]
+    inputs, outputs = _widths(layers[names[0]])
+    width = outputs if len(names) == 3 else inputs
+    positions = [f"{inner}{name}" for name in _POSITIONS if f"{inner}{name}" in layers]
+    after = order[max(map(order.index, (*names, *positions))) + 1 :]
+    fitting = [name for name in after if _widths(layers[name])[0] == width]
     if not fitting:
         why = f"no layer of {width} inputs comes after its projections"
         raise ValueError(explain(f"the output projection of attention {what} is unknown", why, "Give tensor_plan="))
     plan: dict[str, ParallelStyle] = {}
     for name, parts in zip(names, projections.values(), strict=True):
         plan[name] = ColumnParallel(parts)
+    plan.update({name: ColumnParallel() for name in positions})
     plan[fitting[0]] = RowParallel()
     plan.update(_plan_norms(inner, module, layers, width // next(iter(heads.values())), what))
     return plan
@@ -135,18 +162,22 @@ def _plan_mlps(block: nn.Module, layers: Layers) -> dict[str, ParallelStyle]:
             if not _is_inside(name, layers) and any(True for _ in module.parameters(recurse=False)):
                 ups = []
             continue
-        layer, _, _ = layers_of(module)
-        before = layers_of(layers[ups[-1]])[0] if ups else layer
-        if ups and (layer.in_features, layer.out_features) == (before.out_features, before.in_features):
+        inputs, outputs = _widths(module)
+        before = _widths(layers[ups[-1]]) if ups else (inputs, outputs)
+        if ups and (outputs, inputs) == before:
             plan.update({up: ColumnParallel() for up in ups})
             plan[name] = RowParallel()
             ups = []
-        elif layer.out_features > layer.in_features:
-            alike = layer.weight.shape == before.weight.shape
-            ups = [*ups, name] if alike else [name]
+        elif outputs > inputs:
+            ups = [*ups, name] if (inputs, outputs) == before else [name]
         else:
             ups = []
     return plan
+
+
+def _widths(layer: nn.Module) -> tuple[int, int]:
+    base, _, _ = layers_of(layer)
+    return widths_of(base)
 
 
 def _is_inside(name: str, layers: Layers) -> bool:

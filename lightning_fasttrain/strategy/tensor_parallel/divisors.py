@@ -8,7 +8,12 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.strategy.tensor_parallel.styles import ColumnParallel, RowParallel, layers_of
+from lightning_fasttrain.strategy.tensor_parallel.styles import (
+    ColumnParallel,
+    RowParallel,
+    layers_of,
+    widths_of,
+)
 
 # Attributes that hold a number of heads, in configurations and in attention modules.
 HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads", "nhead")
@@ -64,8 +69,9 @@ def refuse_indivisible(model: nn.Module, plan: Mapping[str, ParallelStyle], rank
         if not isinstance(style, ColumnParallel | RowParallel):
             continue
         base, _, _ = layers_of(model.get_submodule(name))
+        inputs, outputs = widths_of(base)
         parts = style.parts if isinstance(style, ColumnParallel) else 1
-        width = base.out_features if isinstance(style, ColumnParallel) else base.in_features
+        width = outputs if isinstance(style, ColumnParallel) else inputs
         if width % parts or (width // parts) % ranks:
             what = f"tensor_parallel={ranks} with '{name}'"
             why = f"it does not divide {parts} x {width // parts} features"

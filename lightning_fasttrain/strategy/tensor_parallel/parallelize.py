@@ -10,16 +10,24 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.without_dropout import has_dropout
 from lightning_fasttrain.strategy.tensor_parallel.attention_and_mlp import is_attention
 from lightning_fasttrain.strategy.tensor_parallel.divisors import HEADS, KEY_VALUE_HEADS, common_divisors
-from lightning_fasttrain.strategy.tensor_parallel.layouts import REPLICATED, Layout, is_striped
-from lightning_fasttrain.strategy.tensor_parallel.styles import Layouts, LocalStyle
+from lightning_fasttrain.strategy.tensor_parallel.layouts import REPLICATED, SUMMED, Layout
+from lightning_fasttrain.strategy.tensor_parallel.plan import blocks_or_model
+from lightning_fasttrain.strategy.tensor_parallel.sequence import SequenceParallel
+from lightning_fasttrain.strategy.tensor_parallel.split_dropout import SplitRandomness
+from lightning_fasttrain.strategy.tensor_parallel.styles import ColumnParallel, Layouts, LocalStyle, RowParallel
+from lightning_fasttrain.strategy.tensor_parallel.vocabulary import VocabularyEmbedding, VocabularyHead
 
+Places = dict[nn.Parameter, list[tuple[nn.Module, str]]]
 # Widths of all heads together, in attention modules.
-_WIDTHS = ("all_head_size", "inner_dim", "attn_dim")
+_WIDTHS = ("all_head_size", "inner_dim", "attn_dim", "split_size")
 
 
-def parallelize_(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelStyle]) -> Layouts:
+def parallelize_(
+    model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelStyle], sequence_parallel: bool = False
+) -> Layouts:
     """Split the layers of ``plan`` over the ranks of a tensor group in place; replicate all other parameters.
 
     Every parameter becomes a DTensor on ``mesh``, so that norms and optimizers see one kind. ``state_dict`` keys and
@@ -29,31 +37,76 @@ def parallelize_(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSty
         model: the model, with the same values on all ranks of the group, or on the meta device.
         mesh: device mesh of one dimension, the tensor group.
         plan: module name → style, as from :func:`plan_tensor_parallel`.
+        sequence_parallel: whether each rank has its share of the tokens of blocks outside of the split layers.
+
+    Raises:
+        ValueError: a layer of the plan shares parameters with others, or a block may need all tokens.
 
     Returns:
-        (module, name of its parameter) → layout, for :func:`compute_locally_`. Layers of torch's own styles compute
-        with DTensors, and are left out.
+        (module, name of its parameter) → layout, for :func:`compute_locally_`. Layers of torch's own styles, and heads
+        whose vocabulary is split, compute with DTensors, and are left out.
     """
     layouts: Layouts = {}
+    sequence = None
+    if sequence_parallel:
+        sequence = SequenceParallel(model, blocks_or_model(model), plan)
+        plan = sequence.plan
     places = _places(model)
     planned = [model.get_submodule(name) for name in plan]
+    kinds = (VocabularyHead, VocabularyEmbedding)
+    of_vocabulary = [model.get_submodule(name) for name, style in plan.items() if isinstance(style, kinds)]
     for name, layer in zip(plan, planned, strict=True):
-        _refuse_tied(name, layer, places)
+        _refuse_tied(name, layer, places, of_vocabulary if layer in of_vocabulary else [layer])
     _compute_on_a_part_(model, planned, mesh.size())
     for layer, style in zip(planned, plan.values(), strict=True):
         if isinstance(style, LocalStyle):
             layouts.update(style.layouts(layer))
         parallelize_module(layer, mesh, style)
-    for owners in places.values():
-        owner, key = owners[0]
-        parameter: Any = owner._parameters[key]
-        if not isinstance(parameter, DTensor) and parameter.ndim > 0:
-            whole = REPLICATED.distribute(parameter, mesh)
-            # Tied parameters stay tied.
-            for place, other in owners:
-                place._parameters[other] = whole
-                layouts[place, other] = REPLICATED
+    if sequence is not None:
+        sequence.divide_(mesh.get_group())
+    if has_dropout(model):
+        _drop_differently_(planned, plan, sequence, mesh)
+    blocks = sequence.blocks if sequence is not None else []
+    layouts.update(_replicate_others_(places, mesh, blocks))
     return layouts
+
+
+def _replicate_others_(places: Places, mesh: DeviceMesh, on_shares: list[nn.Module]) -> Layouts:
+    """Replicate the parameters that no layer of the plan has split; those that are tied stay tied.
+
+    Args:
+        places: parameter → the modules that have it, with its names.
+        mesh: the tensor group.
+        on_shares: modules that compute on a share of the tokens, so that the gradients of ranks are parts.
+    """
+    inside = {module for block in on_shares for module in block.modules()}
+    layouts: Layouts = {}
+    for original, owners in places.items():
+        if original.ndim == 0:
+            continue
+        present = [owner._parameters[key] for owner, key in owners]
+        split = [parameter for parameter in present if isinstance(parameter, DTensor)]
+        tied: Any = split[0] if split else REPLICATED.distribute(original, mesh)
+        for owner, key in owners:
+            owner._parameters[key] = tied
+            if not split:
+                layouts[owner, key] = SUMMED if owner in inside else REPLICATED
+    return layouts
+
+
+def _drop_differently_(
+    planned: list[nn.Module], plan: dict[str, ParallelStyle], sequence: SequenceParallel | None, mesh: DeviceMesh
+) -> None:
+    """Have dropout on the shares of single ranks draw other masks on each rank."""
+    randomness = SplitRandomness(mesh.get_local_rank())
+    if sequence is not None:
+        randomness.inside_(sequence.blocks)
+        return
+    of_kind: dict[type, list[nn.Module]] = {ColumnParallel: [], RowParallel: []}
+    for layer, style in zip(planned, plan.values(), strict=True):
+        if type(style) in of_kind:
+            of_kind[type(style)].append(layer)
+    randomness.between_(of_kind[ColumnParallel], of_kind[RowParallel])
 
 
 def _compute_on_a_part_(model: nn.Module, planned: list[nn.Module], ranks: int) -> None:
@@ -68,16 +121,17 @@ def _compute_on_a_part_(model: nn.Module, planned: list[nn.Module], ranks: int) 
             module.use_nested_tensor = False
 
 
-def _places(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
-    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+def _places(model: nn.Module) -> Places:
+    places: Places = {}
     for module in model.modules():
         for key, parameter in module.named_parameters(recurse=False):
             places.setdefault(parameter, []).append((module, key))
     return places
 
 
-def _refuse_tied(name: str, layer: nn.Module, places: dict[nn.Parameter, list[tuple[nn.Module, str]]]) -> None:
-    inside = set(layer.modules())
+def _refuse_tied(name: str, layer: nn.Module, places: Places, split: list[nn.Module]) -> None:
+    """Refuse a layer that shares a parameter with another one than those that split it in the same way."""
+    inside = {module for other in split for module in other.modules()}
     for parameter in layer.parameters():
         if any(owner not in inside for owner, _ in places[parameter]):
             why = "it shares a parameter with another layer, which needs the complete one"
@@ -100,7 +154,7 @@ def shard_axis(parameter: nn.Parameter, data_ranks: int) -> Shard | None:
     """
     if not isinstance(parameter, DTensor) or parameter.ndim < 2:
         return None
-    splits_rows = parameter.placements[0].is_shard(0) or is_striped(parameter)
+    splits_rows = getattr(parameter.placements[0], "dim", None) == 0
     if splits_rows and parameter.shape[1] % data_ranks:
         what = (
             f"a weight of shape {tuple(parameter.shape)} that a tensor group splits by rows, over {data_ranks} shards"
@@ -124,10 +178,9 @@ def compute_locally_(model: nn.Module, layouts: Layouts, mesh: DeviceMesh) -> No
             continue
         gathered = []
         for parameter in _sharded_parameters(module):
-            info = parameter._module_info
-            layout = layouts.get((info.module, info.param_name))
-            if layout is not None:
-                gathered.append(_Gathered(parameter, layout, mesh))
+            replaced = _Gathered(parameter, layouts, mesh)
+            if replaced.places:
+                gathered.append(replaced)
         # After FSDP2's own hook. Autograd runs what was created last first, and FSDP2 reduces the gradients of the
         # group in a node that its hook creates: they must have arrived by then.
         module.register_forward_pre_hook(_set_local(gathered))
@@ -150,15 +203,19 @@ def _sharded_parameters(module: FSDPModule) -> list[Any]:
 
 
 class _Gathered:
-    """A parameter of FSDP2's that is replaced by the plain tensor that this rank computes with while it is gathered."""
+    """A parameter of FSDP2's that is replaced by the plain tensor that this rank computes with while it is gathered.
 
-    def __init__(self, parameter: Any, layout: Layout, mesh: DeviceMesh) -> None:
+    Where it is tied to a layer that computes with DTensors, as a head is, that one keeps the DTensor.
+    """
+
+    def __init__(self, parameter: Any, layouts: Layouts, mesh: DeviceMesh) -> None:
         info = parameter._module_info
-        self._parameter, self._layout, self._mesh = parameter, layout, mesh
-        self._places = [
-            (info.module, info.param_name),
-            *zip(info.shared_modules, info.shared_param_names, strict=True),
-        ]
+        self._parameter, self._mesh = parameter, mesh
+        owners, names = (info.module, *info.shared_modules), (info.param_name, *info.shared_param_names)
+        self.places: dict[Layout, list[tuple[nn.Module, str]]] = {}
+        for place in zip(owners, names, strict=True):
+            if place in layouts:
+                self.places.setdefault(layouts[place], []).append(place)
         self._set_on_modules = parameter._setattr_on_modules
         parameter._setattr_on_modules = self._set
 
@@ -169,6 +226,7 @@ class _Gathered:
             self.set_local()
 
     def set_local(self) -> None:
-        local = self._layout.local(self._parameter._unsharded_param, self._mesh)
-        for owner, name in self._places:
-            owner._parameters[name] = local  # not an nn.Parameter, so that its gradient reaches FSDP2's
+        for layout, places in self.places.items():
+            local: Any = layout.local(self._parameter._unsharded_param, self._mesh)
+            for owner, name in places:
+                owner._parameters[name] = local  # not an nn.Parameter, so that its gradient reaches FSDP2's

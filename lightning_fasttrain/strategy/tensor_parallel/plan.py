@@ -10,13 +10,23 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.core.messages import explain, list_some
 from lightning_fasttrain.core.modules.blocks import find_blocks
-from lightning_fasttrain.strategy.tensor_parallel.attention_and_mlp import plan_block
+from lightning_fasttrain.strategy.tensor_parallel.attention_and_mlp import (
+    is_attention,
+    plan_block,
+    refuse_biases_of_heads,
+)
 from lightning_fasttrain.strategy.tensor_parallel.divisors import (
     heads_of,
     refuse_indivisible,
     refuse_indivisible_heads,
 )
 from lightning_fasttrain.strategy.tensor_parallel.styles import ColumnParallel, LocalStyle, RowParallel, SummedGradients
+from lightning_fasttrain.strategy.tensor_parallel.vocabulary import (
+    VocabularyHead,
+    fused_heads,
+    split_vocabulary_of,
+    vocabulary_style,
+)
 
 TensorPlan = Mapping[str, str | ParallelStyle]
 Plan = dict[str, ParallelStyle]
@@ -31,6 +41,7 @@ _STYLES: dict[str, LocalStyle | None] = {
     "colwise_rep": None,
     "rowwise_split_input": None,
     "replicated": None,
+    "vocabulary": None,  # depends on the layer
 }
 
 
@@ -47,18 +58,20 @@ def plan_tensor_parallel(model: nn.Module, tensor_parallel: PositiveInt, plan: T
        next layer of fitting width is the output projection. Two or three successive layers of widths D → F → D are an
        MLP. The operations between them must act on each head and each hidden unit by itself, and attention must take
        its number of heads from the projections, as in ``q.view(B, T, -1, head_dim)``, or from an attribute such as
-       ``num_heads``, which becomes the number of heads per rank. Biases of positions for single heads, as of ALiBi,
-       must be parameters of the attention, by which it is refused; made outside, they fail at the first forward.
+       ``num_heads``, which becomes the number of heads per rank. Biases of positions for each head, as ALiBi's, are
+       refused.
 
-    Layers without an entry are replicated in the tensor group: embeddings, tied or not, norms and the head.
+    A head that :class:`~lightning_fasttrain.FusedLossHead` fuses, and that is named, splits its vocabulary, and so
+    does an embedding that is tied to it: the loss is then computed without gathering logits. Layers without an entry
+    are replicated in the tensor group, such as norms, other embeddings and heads.
 
     Args:
         model: any module, before it is sharded; it is not changed.
         tensor_parallel: number of ranks in a tensor group.
         plan: module name or pattern, in which ``*`` stands for any characters → a style: ``"colwise"``, ``"rowwise"``,
             ``"packed_colwise"`` for two fused layers, ``"fused_qkv"`` for three, ``"replicated_with_grad_allreduce"``
-            for a norm of queries or keys, ``"replicated"``, or a ``ParallelStyle`` of
-            ``torch.distributed.tensor.parallel``.
+            for a norm of queries or keys, ``"vocabulary"`` for a head and for an embedding, ``"replicated"``, or a
+            ``ParallelStyle`` of ``torch.distributed.tensor.parallel``.
 
     Returns:
         Module name → style, in the order of the model.
@@ -80,6 +93,7 @@ def plan_tensor_parallel(model: nn.Module, tensor_parallel: PositiveInt, plan: T
     """
     if plan is not None:
         chosen = _from_patterns(model, plan, "tensor_plan")
+        _refuse_biases(model, chosen)
         refuse_indivisible(model, chosen, tensor_parallel)
         _refuse_partial_outputs(model, chosen)
         return chosen
@@ -87,16 +101,24 @@ def plan_tensor_parallel(model: nn.Module, tensor_parallel: PositiveInt, plan: T
     bases = _with_own_plan(model)
     for prefix, base in bases.items():
         found.update(_from_configuration(prefix, base, tensor_parallel))
-    for name, block in _blocks(model).items():
+    for name, block in blocks_or_model(model).items():
         if not any(prefix == "" or name.startswith(f"{prefix}.") for prefix in bases):
             found.update(plan_block(name, block, tensor_parallel))
     if not found:
         what = f"tensor_parallel={tensor_parallel} finds nothing to split in {type(model).__name__}"
         why = "no attention or MLP is recognised by its layers, and no base_model_tp_plan splits any"
         raise ValueError(explain(what, why, "Give tensor_plan={'blocks.*.up': 'colwise', 'blocks.*.down': 'rowwise'}"))
+    _refuse_biases(model, found)
     refuse_indivisible(model, found, tensor_parallel)
+    found.update(split_vocabulary_of(model, fused_heads(model), tensor_parallel))
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
     return dict(sorted(found.items(), key=lambda entry: order[entry[0]]))
+
+
+def _refuse_biases(model: nn.Module, plan: Plan) -> None:
+    attentions = [name for name, module in model.named_modules() if is_attention(module)]
+    if any(name.startswith(f"{attention}.") for name in plan for attention in attentions):
+        refuse_biases_of_heads(model)
 
 
 def _refuse_partial_outputs(model: nn.Module, plan: Plan) -> None:
@@ -115,7 +137,8 @@ def _refuse_partial_outputs(model: nn.Module, plan: Plan) -> None:
         raise ValueError(explain(f"tensor_plan has 'colwise' for '{columns[0]}'", why, way_out))
 
 
-def _blocks(model: nn.Module) -> dict[str, nn.Module]:
+def blocks_or_model(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the repeated blocks of a model, or the model itself."""
     try:
         return find_blocks(model)
     except ValueError:
@@ -134,9 +157,12 @@ def _from_patterns(model: nn.Module, plan: TensorPlan, source: str) -> Plan:
             why = f"known are {', '.join(_STYLES)}"
             way_out = "Give one of these, or 'replicated' to leave the layer unsplit, in tensor_plan"
             raise ValueError(explain(f"{source} has the style '{style}' for '{pattern}'", why, way_out))
-        chosen = _STYLES[style] if isinstance(style, str) else style
-        if chosen is not None:
-            found.update(dict.fromkeys(matches, chosen))
+        for name in matches:
+            chosen = _STYLES[style] if isinstance(style, str) else style
+            if style == VocabularyHead.known_as:
+                chosen = vocabulary_style(name, model.get_submodule(name))
+            if chosen is not None:
+                found[name] = chosen
     return found
 
 

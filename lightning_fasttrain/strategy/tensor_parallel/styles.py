@@ -13,8 +13,10 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.layer_kinds import CONV1D, is_a
 from lightning_fasttrain.strategy.tensor_parallel.layouts import SUMMED, Layout, shard_of
 
+_LINEAR = ("torch.nn.Linear", CONV1D)
 Layouts = dict[tuple[nn.Module, str], Layout]
 
 
@@ -55,13 +57,14 @@ class ColumnParallel(LocalStyle):
     def __init__(self, parts: int = 1) -> None:
         super().__init__()
         self.parts = parts
+        self.enter: Any = _Copy  # None where the inputs are gathered before
 
     def layouts(self, module: nn.Module) -> Layouts:
         base, down, up = layers_of(module)
         rows = Layout(shard_of(0, self.parts))
         # Few values: each rank has all of them, and computes with its rows.
         bias = Layout(Replicate(), summed=True, parts=self.parts)
-        found: Layouts = {(base, "weight"): rows}
+        found: Layouts = {(base, "weight"): Layout(shard_of(output_axis(base), self.parts))}
         for layer in down:
             found.update({(layer, name): SUMMED for name, _ in layer.named_parameters()})
         for layer in up:
@@ -73,9 +76,13 @@ class ColumnParallel(LocalStyle):
 
     def communicate(self, module: nn.Module, group: dist.ProcessGroup) -> None:
         def copy(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            return (_copy_once(args[0], group), *args[1:])
+            return (_copy_once(args[0], group, self.enter), *args[1:])
 
-        module.register_forward_pre_hook(copy)
+        base: Any = module._modules.get("base_layer") or module
+        if is_a(base, CONV1D):
+            base.nf //= group.size()  # by which it shapes its outputs
+        if self.enter is not None:
+            module.register_forward_pre_hook(copy)
 
 
 class RowParallel(LocalStyle):
@@ -87,9 +94,13 @@ class RowParallel(LocalStyle):
 
     known_as = "rowwise"
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.leave: Any = _Sum
+
     def layouts(self, module: nn.Module) -> Layouts:
         base, down, up = layers_of(module)
-        found: Layouts = {(layer, "weight"): Layout(shard_of(1)) for layer in (base, *down)}
+        found: Layouts = {(layer, "weight"): Layout(shard_of(1 - output_axis(layer))) for layer in (base, *down)}
         for layer in up:
             found[layer, "weight"] = SUMMED
         for layer in (base, *up):
@@ -99,7 +110,7 @@ class RowParallel(LocalStyle):
 
     def communicate(self, module: nn.Module, group: dist.ProcessGroup) -> None:
         def add(_: nn.Module, args: object, output: Tensor) -> Any:
-            return _Sum.apply(output, group)
+            return self.leave.apply(output, group)
 
         module.register_forward_hook(add)
 
@@ -117,18 +128,29 @@ class SummedGradients(LocalStyle):
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer, or one with LoRA adapters."""
-    return isinstance(module, nn.Linear) or isinstance(module._modules.get("base_layer"), nn.Linear)
+    """Return whether a module is a linear layer, GPT-2's ``Conv1D``, or one of both with LoRA adapters."""
+    return is_a(module._modules.get("base_layer") or module, *_LINEAR)
 
 
-def layers_of(module: nn.Module) -> tuple[nn.Linear, list[nn.Module], list[nn.Module]]:
+def output_axis(layer: nn.Module) -> int:
+    """Return the axis of a linear layer's weight along which its outputs are."""
+    return 1 if is_a(layer, CONV1D) else 0
+
+
+def widths_of(layer: Any) -> tuple[int, int]:
+    """Return the numbers of inputs and of outputs of a linear layer."""
+    shape = layer.weight.shape
+    return shape[1 - output_axis(layer)], shape[output_axis(layer)]
+
+
+def layers_of(module: nn.Module) -> tuple[Any, list[nn.Module], list[nn.Module]]:
     """Return a linear layer, and the two matrices of each of its LoRA adapters.
 
     Raises:
         ValueError: the layer is not linear, or its adapters cannot be split.
     """
     base: Any = module._modules.get("base_layer", module)
-    if not isinstance(base, nn.Linear):
+    if not is_a(base, *_LINEAR):
         why = "column and row parallelism split the matrix of a torch.nn.Linear"
         way_out = "Leave it out of tensor_plan, and it is replicated"
         raise ValueError(explain(f"a {type(module).__name__} in a tensor-parallel plan", why, way_out))
@@ -154,13 +176,13 @@ def layers_of(module: nn.Module) -> tuple[nn.Linear, list[nn.Module], list[nn.Mo
 _copies: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def _copy_once(x: Tensor, group: dist.ProcessGroup) -> Any:
+def _copy_once(x: Tensor, group: dist.ProcessGroup, enter: Any) -> Any:
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return _Copy.apply(x, group)
+        return enter.apply(x, group)
     known = _copies.get(x)
     copied = known() if known is not None else None
     if copied is None:
-        copied = _Copy.apply(x, group)
+        copied = enter.apply(x, group)
         _copies[x] = TensorWeakRef(copied)
     return copied
 
@@ -188,6 +210,46 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None
+
+
+class Gather(torch.autograd.Function):
+    """Gather the tokens of all ranks, (B, T / ranks, D) → (B, T, D); sum their gradients, and take this rank's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return gather_tokens(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _sum_and_scatter(grads[0], ctx.group), None
+
+
+class ScatterSum(torch.autograd.Function):
+    """Sum the outputs of a row-parallel layer, and take this rank's tokens; gather their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _sum_and_scatter(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return gather_tokens(grads[0], ctx.group), None
+
+
+def gather_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the tokens of all ranks of a group, (B, T / ranks, D) → (B, T, D)."""
+    return collectives.wait_tensor(collectives.all_gather_tensor(x.contiguous(), 1, group))
+
+
+def _sum_and_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return collectives.wait_tensor(collectives.reduce_scatter_tensor(x.contiguous(), "sum", 1, group))
+
+
+def sum_over(x: Tensor, group: dist.ProcessGroup) -> Any:
+    """Return the sum of a tensor over a group, to each of whose ranks the gradient of the sum is passed on."""
+    return _Sum.apply(x, group)
 
 
 def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -20,13 +20,22 @@ from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.distributed import rank_count, rank_here, smallest_over_ranks
 from lightning_fasttrain.core.messages import explain, wide_enough
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
+from lightning_fasttrain.predict.ranks.rank_states import RankStates
+from lightning_fasttrain.strategy.choose._model_sizes import Held, held_by
 from lightning_fasttrain.strategy.choose._optimizer_state import refuse_unshardable
 from lightning_fasttrain.strategy.choose.choose_stage import choose_stage
-from lightning_fasttrain.strategy.choose.model_states import ZeROSizes
+from lightning_fasttrain.strategy.choose.model_states import ZeROSizes, split_buffers, states_of, usual_sizes
 from lightning_fasttrain.strategy.rank_health import RollCall, own_group
 from lightning_fasttrain.strategy.zero._zero_engine import Engine, import_deepspeed
 from lightning_fasttrain.strategy.zero.optimizer_fixes import refuse_replaced
 from lightning_fasttrain.strategy.zero.stage_question import StageQuestion, without_defaults
+
+_CONFIGURED = {
+    "prefetch": "stage3_prefetch_bucket_size",
+    "persistence": "stage3_param_persistence_threshold",
+    "reuse": "stage3_max_reuse_distance",
+    "sub_group": "sub_group_size",
+}
 
 
 class ZeROHost:
@@ -72,6 +81,47 @@ class ZeROHost:
     def stage(self) -> int:
         """The stage in use: 0 to 3."""
         return int(self._given_config.get("zero_optimization", {}).get("stage", 0))
+
+    def predict_rank_states(self, model: nn.Module, optimizer: Optimizer, world: int, precision: str) -> RankStates:
+        """Return the states of one of ``world`` ranks for :func:`~lightning_fasttrain.predict_memory`.
+
+        Raises:
+            ValueError: the stage is still to be chosen.
+        """
+        if self.question.open:
+            why = "the stage decides what each rank holds"
+            raise ValueError(explain("a prediction with stage='auto'", why, "Give a stage, such as ZeROStrategy(3)"))
+        held = held_by(model, optimizer, world, precision)
+        sizes = self._configured_sizes(held)
+        stage = str(self.question.stage) if self.question.config is None else str(self.stage)
+        (states,) = states_of(held, [stage], sizes)
+        in_backward, in_step = split_buffers(held, states, sizes)
+        gradients = states.gradients
+        # Unsharded gradients in the bucket that is being filled, which are freed when it is reduced.
+        waiting = min(held.trained, sizes.reduce_bucket) * held.size
+        if stage == "2":
+            gradients = min(held.trained * held.size, gradients + waiting)
+        elif stage == "3":
+            in_backward += waiting
+        share = 1.0 if stage == "0" else 1 / world
+        if "+" in stage:
+            share = 0.0  # the step runs in host memory
+        return RankStates(
+            states.parameters,
+            gradients,
+            states.optimizer,
+            in_backward,
+            in_step,
+            step_share=share,
+            gathers=stage.startswith("3"),
+        )
+
+    def _configured_sizes(self, held: Held) -> ZeROSizes:
+        config, usual = self._given_config.get("zero_optimization", {}), usual_sizes(held)
+        given = {"reduce_bucket": min(config.get("reduce_bucket_size", usual.reduce_bucket), usual.reduce_bucket)}
+        for name, key in _CONFIGURED.items():
+            given[name] = int(config.get(key, getattr(usual, name)))
+        return ZeROSizes(**given)
 
     # Process group, on a CPU too.
 

@@ -35,7 +35,7 @@ CONFLICTS_OF_ZERO = (
     Conflict(
         WeightAveraging,
         "it reads whole parameters, and each rank holds a shard of them",
-        "Use stage=2 or less",
+        "Use stage=2 or less, or FSDP2Strategy with optim.WeightEMA()",
         lambda zero, _: zero.zero_stage_3,
     ),
 )

@@ -1,7 +1,7 @@
 """Assume values for ``.item()`` and data-dependent shapes when tracing with fake tensors."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy
@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, ops
 from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -35,7 +36,7 @@ class AssumedNumbers(TorchDispatchMode):
         self.assumed = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.answer(func, args, kwargs or {})
+        return NotImplemented if is_sharded(types) else self.answer(func, args, kwargs or {})
 
     def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the operation's result with assumed values."""
@@ -47,12 +48,16 @@ class AssumedNumbers(TorchDispatchMode):
             self.assumed += 1
             return _SELECTIONS[func](self.count, *args, **kwargs)
         try:
-            return func(*args, **kwargs)
+            return self.run(func, args, kwargs)
         except DataDependentOutputException:
             if func is not ops.aten._local_scalar_dense.default or self.assumed >= MOST:
                 raise
         self.assumed += 1
         return self.value(args[0].dtype)
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation on fake tensors."""
+        return func(*args, **kwargs)
 
     def value(self, dtype: torch.dtype) -> bool | int | float:
         """Return the value that is assumed for an element of this dtype."""
@@ -136,6 +141,11 @@ class _CTCLoss(torch.autograd.Function):
         gradient = torch.empty_like(log_probs, memory_format=torch.contiguous_format)
         torch.empty_like(alpha)
         return gradient, None
+
+
+def is_sharded(types: Sequence[type]) -> bool:
+    """Return whether an operation has a sharded tensor among its arguments."""
+    return any(issubclass(kind, DTensor) for kind in types)
 
 
 def _is_mask(index: Tensor | None) -> bool:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from lightning_fasttrain.predict.cuda_attention import cuda_attention
+from lightning_fasttrain.predict.cuda.cuda_attention import cuda_attention
 
 CUBLAS_WORKSPACE = 32 * 2**20  # on Hopper; 8.1 MiB before
 

@@ -1,0 +1,215 @@
+"""Sequence parallelism: between split layers, each rank of a tensor group has its share of the tokens of a block."""
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, wrappers_on
+from lightning_fasttrain.strategy.tensor_parallel.attention_and_mlp import is_attention
+from lightning_fasttrain.strategy.tensor_parallel.styles import (
+    ColumnParallel,
+    Gather,
+    LocalStyle,
+    RowParallel,
+    ScatterSum,
+    gather_tokens,
+)
+
+Plan = dict[str, ParallelStyle]
+_WAY_OUT = "Use sequence_parallel=False"
+# Parts of modules' names by which attention to another sequence is recognised.
+_OTHER_SEQUENCE = ("cross", "encoder_attn", "EncDecAttention")
+
+
+class SequenceParallel:
+    """The stacks of blocks that compute norms, dropout and residual sums on a share of the tokens.
+
+    The first block of a stack takes its rank's tokens, and the last one gathers those of all ranks. In between,
+    attention and the column-parallel layers of MLPs gather them, and row-parallel layers sum and scatter, so that as
+    much is communicated as without it.
+
+    Args:
+        model: the model, before it is split.
+        blocks: qualified name → block, in the order in which they run.
+        plan: module name → style.
+
+    Raises:
+        ValueError: a block has a layer that may need all tokens, or that splits in torch's own way.
+
+    Source:
+        Korthikanti et al. 2022, "Reducing Activation Recomputation", https://arxiv.org/abs/2205.05198, section 4.2.2.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module], plan: Plan) -> None:
+        if "" in blocks or not blocks:
+            why = "it has no repeated blocks, at whose borders tokens are divided and gathered"
+            raise ValueError(explain(f"sequence_parallel=True with {type(model).__name__}", why, _WAY_OUT))
+        self.blocks = list(blocks.values())
+        self.stacks: dict[str, list[nn.Module]] = {}
+        for name, block in blocks.items():
+            self.stacks.setdefault(name.rpartition(".")[0], []).append(block)
+            _refuse_skipping(name, block)
+            _refuse_mixing(name, block, plan)
+        self.attentions: dict[str, nn.Module] = {}
+        for prefix, block in blocks.items():
+            self.attentions.update({name: m for name, m in block.named_modules(prefix=prefix) if is_attention(m)})
+        self._inside = tuple(f"{name}." for name in blocks)
+        self.plan = {name: self._on_shares(name, style) for name, style in plan.items()}
+
+    def _on_shares(self, name: str, style: ParallelStyle) -> ParallelStyle:
+        """Return the style of a layer, with the communication that it needs where ranks have shares of the tokens."""
+        style = copy.copy(style)
+        if not name.startswith(self._inside):
+            return style
+        if isinstance(style, ColumnParallel):
+            # Attention, which reads the number of tokens from its inputs, gathers them before.
+            of_attention = any(name.startswith(f"{owner}.") for owner in self.attentions)
+            style.enter = None if of_attention else Gather
+        elif isinstance(style, RowParallel):
+            style.leave = ScatterSum
+        return style
+
+    def divide_(self, group: dist.ProcessGroup) -> None:
+        """Register the hooks at the borders of the stacks, and before attention."""
+
+        def gather(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return _replace_hidden(args, kwargs, lambda hidden: Gather.apply(hidden, group))
+
+        for attention in self.attentions.values():
+            attention.register_forward_pre_hook(gather, with_kwargs=True)
+        for stack in self.stacks.values():
+            hidden = _Hidden(group)
+            for block in stack:
+                block.register_forward_pre_hook(hidden.before(block is stack[0]), with_kwargs=True)
+                block.register_forward_hook(hidden.after(block is stack[-1]))
+
+
+def _refuse_mixing(prefix: str, block: nn.Module, plan: Plan) -> None:
+    """Refuse a block with a layer that is neither split nor a norm, since it may need the tokens of other ranks."""
+    for name, style in plan.items():
+        if name.startswith(f"{prefix}.") and not isinstance(style, LocalStyle):
+            what = f"sequence_parallel=True with the style {type(style).__name__} of '{name}'"
+            why = "torch's own styles divide sequences in their own way"
+            raise ValueError(explain(what, why, "Give 'colwise' and 'rowwise' in tensor_plan"))
+    for name, module in block.named_modules(prefix=prefix):
+        what = f"sequence_parallel=True with '{name}' ({type(module).__name__})"
+        if module is block and is_attention(block):
+            raise ValueError(explain(what, "attention is not a module of its own, which would gather tokens", _WAY_OUT))
+        if getattr(module, "relative_attention", False):
+            raise ValueError(explain(what, "attention reads embeddings of positions besides its tokens", _WAY_OUT))
+        if any(word in name.rpartition(".")[2] for word in _OTHER_SEQUENCE):
+            raise ValueError(explain(what, "it attends to another sequence, of which ranks have all tokens", _WAY_OUT))
+        inside = any(name == planned or name.startswith(f"{planned}.") for planned in plan)
+        if not inside and not _is_norm(module) and any(True for _ in module.parameters(recurse=False)):
+            why = "it is neither split nor a norm over features, and may need the tokens of other ranks"
+            raise ValueError(explain(what, why, _WAY_OUT))
+
+
+def _refuse_skipping(name: str, block: nn.Module) -> None:
+    """Refuse a block that is skipped at random: inside of it, ranks draw other random numbers, and would not agree."""
+    for wrapper in wrappers_on(block, WrappedForward):
+        rates = [value for key, value in vars(wrapper).items() if "drop" in key and isinstance(value, float)]
+        if any(rates):
+            what = f"sequence_parallel=True with '{name}' ({type(block).__name__}), which is skipped at random"
+            why = "ranks draw different random numbers for their shares of the tokens"
+            raise ValueError(explain(what, why, f"{_WAY_OUT}, or leave StochasticDepth out"))
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Return whether a layer normalizes or scales each token by itself."""
+    over_tokens = (nn.GroupNorm, nn.modules.batchnorm._NormBase)
+    named = any(word in type(module).__name__.lower() for word in ("norm", "layerscale"))
+    return named and not isinstance(module, over_tokens) and all(p.ndim == 1 for p in module.parameters())
+
+
+class _Hidden:
+    """The hidden states of one stack of blocks, from the first block's input to the last one's output."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self._passed: Tensor | None = None  # the output of the block before, kept so that its memory is not used again
+
+    def before(self, is_first: bool) -> Any:
+        def divide(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return _replace_hidden(args, kwargs, lambda hidden: self._enter(block, hidden, is_first))
+
+        return divide
+
+    def after(self, is_last: bool) -> Any:
+        def gather(_: nn.Module, args: object, output: Any) -> Any:
+            first = output[0] if isinstance(output, tuple | list) else output
+            if not is_last:
+                self._passed = first.detach()
+                return output
+            whole = _Join.apply(first, self.group)
+            return type(output)((whole, *output[1:])) if isinstance(output, tuple | list) else whole
+
+        return gather
+
+    def _enter(self, block: nn.Module, hidden: Tensor, is_first: bool) -> Tensor:
+        passed, self._passed = self._passed, None
+        if is_first:
+            return self._take_tokens(hidden)
+        if torch.compiler.is_compiling():
+            return hidden
+        # FSDP2 passes a view on.
+        if passed is None or (passed.data_ptr(), passed.shape) != (hidden.data_ptr(), hidden.shape):
+            what = f"sequence_parallel=True with the blocks of {type(block).__name__}"
+            why = "a block's input is not the output of the block before it, of which each rank has a share"
+            raise ValueError(explain(what, why, _WAY_OUT))
+        return hidden
+
+    def _take_tokens(self, hidden: Tensor) -> Tensor:
+        ranks = self.group.size()
+        if hidden.ndim < 2 or hidden.shape[1] % ranks:
+            what = f"sequence_parallel=True with hidden states of shape {tuple(hidden.shape)}"
+            why = f"the {ranks} ranks of a tensor group have equal shares of the tokens"
+            way_out = (
+                f"Pad sequences to a multiple of {ranks}, as by pad_to_multiple_of=, or use sequence_parallel=False"
+            )
+            raise ValueError(explain(what, why, way_out))
+        return _Take.apply(hidden, self.group)  # type: ignore[no-any-return]
+
+
+def _replace_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]) -> Any:
+    """Change the hidden states in the arguments of a block or of attention: the first tensor."""
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    key = next(key for key, value in kwargs.items() if isinstance(value, Tensor))
+    return args, {**kwargs, key: change(kwargs[key])}
+
+
+class _Take(torch.autograd.Function):
+    """Take this rank's tokens of what all ranks have; gather their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _own_tokens(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return gather_tokens(grads[0], ctx.group), None
+
+
+class _Join(torch.autograd.Function):
+    """Gather the tokens of all ranks, each of which has the gradient of all; take that of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return gather_tokens(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _own_tokens(grads[0], ctx.group), None
+
+
+def _own_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return x.chunk(group.size(), dim=1)[group.rank()].contiguous()

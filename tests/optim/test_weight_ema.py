@@ -1,0 +1,129 @@
+"""WeightEMA against Lightning's EMAWeightAveraging, closed forms, and the evaluations that use it."""
+
+import copy
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from torch import nn
+
+import lightning_fasttrain as ft
+from lightning_fasttrain.optim import WeightEMA, averaged_state_dict
+from tests.support.nets import TinyLM, as_loader, lm_batches, trainer, weights
+
+BATCHES = lm_batches(5)
+
+
+def run(ema, net=TinyLM, **settings):
+    module, t = net(), trainer([ema], **settings)
+    t.fit(module, as_loader(BATCHES))
+    return module, t
+
+
+def follow(ema, values, dtype=torch.float32):
+    """Update the average of one weight that takes these values."""
+    net = nn.Linear(1, 1, bias=False).to(dtype)
+    for value in values:
+        nn.init.constant_(net.weight, value)
+        ema.update(net)
+    return ema.average.get("weight")
+
+
+def test_the_average_is_lightnings_to_rounding():
+    ema, theirs = WeightEMA(0.9), EMAWeightAveraging(decay=0.9)
+    run(ema, accumulate_grad_batches=2)
+    module, _ = run(theirs, accumulate_grad_batches=2)  # ends with the average in the model
+    for name, value in ema.average.items():
+        torch.testing.assert_close(value, module.state_dict()[name], rtol=1e-6, atol=1e-7)
+
+
+def test_updates_start_at_a_step_and_skip_steps():
+    assert follow(WeightEMA(0.5, start_step=2), [1.0, 2.0]) is None
+    assert follow(WeightEMA(0.5, start_step=2), [1.0, 2.0, 4.0, 8.0]).item() == 6.0
+    assert follow(WeightEMA(0.5, every_n_steps=2), [1.0, 100.0, 3.0, 100.0]).item() == 2.0
+
+
+def test_averages_of_bfloat16_weights_keep_changes_that_bfloat16_rounds_away():
+    average = follow(WeightEMA(0.999), [1.0, 2.0], torch.bfloat16)
+    assert average.dtype == torch.float32
+    assert average.item() == pytest.approx(1.001, rel=1e-6)
+
+
+def test_parameters_that_are_unfrozen_later_are_averaged_from_then_on():
+    net, ema = nn.Linear(1, 1), WeightEMA(0.5)
+    net.bias.requires_grad_(False)
+    ema.update(net)
+    assert list(ema.average) == ["weight"]
+    net.bias.requires_grad_(True)
+    ema.update(net)
+    assert torch.equal(ema.average["bias"], net.bias)
+
+
+class Failing(TinyLM):
+    def validation_step(self, batch, batch_idx):
+        raise RuntimeError("out of luck")
+
+
+def test_a_validation_that_fails_leaves_the_trained_weights():
+    expected, _ = run(WeightEMA(0.5))
+    module = Failing()
+    with pytest.raises(RuntimeError, match="out of luck"):
+        trainer([WeightEMA(0.5)], num_sanity_val_steps=0).fit(module, as_loader(BATCHES), as_loader(BATCHES))
+    assert all(torch.equal(value, weights(module)[name]) for name, value in weights(expected).items())
+
+
+class Evaluated(TinyLM):
+    def test_step(self, batch, batch_idx):
+        self.seen = weights(self)["head.weight"]
+
+
+def test_evaluations_use_the_average_of_the_fit_or_of_their_checkpoint(tmp_path):
+    ema = WeightEMA(0.5)
+    module, t = run(ema, Evaluated)
+    t.save_checkpoint(tmp_path / "last.ckpt")
+    after_fit = ema.average["embed.weight"].clone()
+    t.test(module, as_loader(BATCHES[:1]), verbose=False)
+    assert torch.equal(module.seen, after_fit)
+    t.fit_loop.max_epochs = 2
+    t.fit(module, as_loader(BATCHES))
+    t.test(module, as_loader(BATCHES[:1]), ckpt_path=tmp_path / "last.ckpt", weights_only=True, verbose=False)
+    assert torch.equal(module.seen, after_fit)
+    other = Evaluated()
+    t.test(other, as_loader(BATCHES[:1]), verbose=False)
+    assert torch.equal(other.seen, other.head.weight)
+
+
+def test_averaged_weights_are_read_from_a_checkpoint(tmp_path):
+    ema = WeightEMA(0.5)
+    module, t = run(ema)
+    t.save_checkpoint(tmp_path / "last.ckpt")
+    averaged = averaged_state_dict(torch.load(tmp_path / "last.ckpt", weights_only=True))
+    assert averaged.keys() == module.state_dict().keys()
+    assert torch.equal(averaged["head.weight"], ema.average["embed.weight"])
+    assert not torch.equal(averaged["head.weight"], module.head.weight)
+
+
+def test_a_checkpoint_without_averages_is_refused():
+    with pytest.raises(ValueError, match="without averages: it was saved without WeightEMA.*Use its state_dict"):
+        averaged_state_dict({"state_dict": {}, "callbacks": {"WeightEMA": WeightEMA().state_dict()}})
+
+
+def test_an_average_in_another_layout_is_refused():
+    ema = WeightEMA()
+    ema.update(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"'weight' has shape \(2, 2\) on this rank: the parameter has \(2, 1\) here"):
+        ema.update(nn.Linear(1, 2))
+
+
+def test_a_copy_keeps_the_average_without_the_model():
+    ema = WeightEMA(0.5)
+    run(ema)
+    copied = copy.deepcopy(ema)
+    assert torch.equal(copied.average["embed.weight"], ema.average["embed.weight"])
+    assert copied._of is None
+
+
+@pytest.mark.parametrize("settings", [{"decay": 0.0}, {"decay": 1.5}, {"start_step": -1}, {"every_n_steps": 0}])
+def test_settings_out_of_range_are_refused(settings):
+    with pytest.raises(ValueError, match=f"{next(iter(settings))}="):
+        ft.optim.WeightEMA(**settings)

@@ -1,0 +1,69 @@
+"""Snapshots in the memory of peers: two real processes, one of which is killed and loses its host's memory."""
+
+import json
+import shutil
+import signal
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_fasttrain.run import PeerMemory
+from tests.support.ranks import Ranks, run_ranks
+from tests.support.run_example import last_line
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("peers")
+    lost = Ranks("tests.run.peer_scenarios", folder / "found.json", folder / "hosts", "lost", log=folder / "lost")
+    codes, _, _ = lost.end(timeout_s=120)
+    assert codes[1] == -signal.SIGKILL
+    shutil.rmtree(folder / "hosts" / "host1")
+    run_ranks("tests.run.peer_scenarios", folder / "found.json", folder / "hosts", log=folder / "log")
+    return json.loads((folder / "found.json").read_text())
+
+
+def test_a_lost_rank_gets_its_state_from_its_peer_and_training_continues_bit_for_bit(found):
+    assert [rank["began"] for rank in found] == [4, 4]
+    assert [rank["gap"] for rank in found] == [0, 0]
+
+
+def test_each_rank_keeps_two_snapshots_of_itself_and_of_its_peer(found):
+    expected = [f"step-{step}.rank-{rank}-of-2.pt" for step in (4, 6) for rank in (0, 1)]
+    assert [rank["kept"] for rank in found] == [expected, expected]
+
+
+def test_a_damaged_part_comes_from_the_peer_and_an_incomplete_snapshot_does_not_count(found):
+    assert [rank["then"] for rank in found] == [[6, 4, None], [6, 4, None]]
+
+
+def test_snapshots_of_another_number_of_ranks_are_not_loaded(tmp_path):
+    net = nn.Linear(2, 1)
+    PeerMemory(tmp_path).save(3, {"model": net})
+    (tmp_path / "step-3.rank-0-of-1.pt").rename(tmp_path / "step-3.rank-0-of-4.pt")
+    with pytest.warns(UserWarning, match="no complete snapshot of 1 ranks. Load a checkpoint"):
+        assert PeerMemory(tmp_path).load({"model": net}) is None
+
+
+def test_state_that_could_not_be_read_back_is_refused_before_it_is_written(tmp_path):
+    with pytest.raises(ValueError, match=r"checkpoint entry \['odd'\] of class object"):
+        PeerMemory(tmp_path).save(1, {"odd": object()})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_the_example_measures_peers_beside_files(tmp_path):
+    arguments = ("--layers", "1", "--width", "16", "--times", "1", "--folder", tmp_path / "files", "--memory", tmp_path)
+    line = last_line("cluster/peer_memory.py", *map(str, arguments), ranks=2)
+    assert "on 2 ranks: files " in line
+    assert line.endswith("times as fast")
+    assert [path.name for path in tmp_path.iterdir()] == ["files"]
+
+
+def test_clear_removes_snapshots_and_nothing_else(tmp_path):
+    peers = PeerMemory(tmp_path)
+    (tmp_path / "mine.pt").touch()
+    peers.save(1, {"model": nn.Linear(1, 1), "rows": torch.arange(3)})
+    peers.clear()
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.pt"]

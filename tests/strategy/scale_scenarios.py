@@ -1,0 +1,139 @@
+"""Run by two processes (see test_scale.py): memory of a rank, and sharded checkpoints in object storage."""
+
+import gc
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.distributed.fsdp import register_fsdp_forward_method
+
+import lightning_fasttrain as ft
+from lightning_fasttrain.bench import GPTConfig, GPTModule
+from lightning_fasttrain.run import PeakMemory, newest_remote_checkpoint
+from tests.support.local_bucket import LocalBucket, use_local_bucket
+from tests.support.nets import as_loader
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+from scale_memory import InPlaceCollectives
+
+URL = "s3://bucket/run"
+WAYS = {  # label → (precision, settings of the strategy, micro-batches)
+    "FSDP2": ("32-true", {}, 1),
+    "bf16-mixed": ("bf16-mixed", {}, 1),
+    "two micro-batches": ("32-true", {}, 2),
+    "gathered": ("32-true", {"reshard_after_forward": False}, 1),
+    "tensor parallel": ("32-true", {"tensor_parallel": 2}, 1),
+}
+
+
+def gpt():
+    # The number of rows of its embedding is odd, so that the last rank has less.
+    return GPTModule(GPTConfig(vocabulary=255, context=32, layers=3, heads=4, width=64))
+
+
+def batch(rows=4):
+    g = torch.Generator().manual_seed(rows)
+    return tuple(torch.randint(255, (2, rows, 32), generator=g))
+
+
+def peak(precision, settings, micro_batches):
+    """Return the peak of the third step in a Fabric loop, in bytes."""
+    fabric = L.Fabric(accelerator="cpu", devices=2, strategy=ft.FabricFSDP2Strategy(**settings), precision=precision)
+    fabric.launch()
+    module, data = gpt(), batch()
+    model = fabric.setup_module(module)
+    register_fsdp_forward_method(module, "loss")
+    model.mark_forward_method("loss")
+    optimizer = fabric.setup_optimizers(module.configure_optimizers())
+
+    def loss_of(part):
+        # Fabric does not enable it for marked methods of a model that it has not wrapped.
+        with fabric.autocast():
+            return model.loss(part)
+
+    def step():
+        if micro_batches == 1:
+            loss = loss_of(data)
+            optimizer.zero_grad()
+            fabric.backward(loss)
+        else:
+            optimizer.zero_grad()
+            ft.accumulate_gradients(
+                loss_of,
+                data,
+                micro_batches,
+                backward=fabric.backward,
+                no_sync=lambda: fabric.no_backward_sync(model),
+                count="samples",
+                check=False,
+                trim_padding=False,
+            )
+        optimizer.step()
+
+    step()
+    step()
+    gc.collect()
+    with InPlaceCollectives(), PeakMemory("cpu", module, optimizer.optimizer, data) as measured:
+        step()
+    return measured.peak_bytes
+
+
+def fit(ckpt_path=None):
+    """Return the weights after four steps, of which the second and the last are saved."""
+    L.seed_everything(0, verbose=False)
+    net = gpt()
+    saves = ModelCheckpoint(URL, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=ft.FSDP2Strategy(),
+        max_steps=4,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        callbacks=[ft.ExactResume(), ft.AtomicCheckpoints(), saves],
+    )
+    trainer.fit(net, as_loader([batch(2) for _ in range(4)]), ckpt_path=ckpt_path)
+    return [parameter.full_tensor().detach() for parameter in net.parameters()]
+
+
+def object_storage(folder):
+    """Return what a run that resumes from object storage found, and a save whose upload fails on one rank."""
+    use_local_bucket(folder)
+    whole = fit()
+    found = {"newest": newest_remote_checkpoint(URL)}
+    resumed = fit(f"{URL}/step=2.ckpt")
+    found["equal"] = all(map(torch.equal, resumed, whole))
+    if dist.get_rank() == 1:
+
+        def put_file(self, *args, **kwargs):
+            raise PermissionError("the token has expired")
+
+        LocalBucket.put_file = put_file
+    try:
+        ft.strategy.save_sharded("s3://bucket/failed", gpt().state_dict())
+    except OSError as error:
+        found["error"] = str(error)
+    found["after a failure"] = os.listdir(folder / "bucket" / "failed")
+    return found
+
+
+def main(folder):
+    folder = Path(folder)
+    found = {label: peak(*way) for label, way in WAYS.items()}
+    found["storage"] = object_storage(folder)
+    (folder / f"found-{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.barrier()
+    time.sleep(0.5)
+    os._exit(0)  # gloo's destructor can hang
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
