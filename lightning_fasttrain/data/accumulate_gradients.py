@@ -92,10 +92,11 @@ def accumulate_gradients(
         ``global_valid_tokens``, here per micro-batch of one batch.
     """
     trimming = TrimSearch(trim_padding, check_budget(max_tokens, n))
-    n = trimming.count_parts(batch, 1 if n is None else n)
+    n = trimming.count_parts(batch, n or 1)
     # A rank with a single sample takes part, too.
     most = n if rank_count() > 1 else min(n, batch_size(batch))
-    most = max(most, 2) if trimming.is_asked_for else most  # a single micro-batch is trimmed, too
+    if trimming.is_asked_for:
+        most = max(most, 2)  # a single micro-batch is trimmed, too
     call = _Call(step, n, count, check, backward, no_sync)
     found = call.find(batch, most, trimming)
     for attempt in range(TRIES):
@@ -112,7 +113,7 @@ def accumulate_gradients(
     raise CannotSplitError(OUT_OF_TRIES)
 
 
-def _run_through(trunk: Trunk, step: Step, batch: Any, n: int, backward: Backward) -> Tensor:
+def _run_through(trunk: Trunk, step: Step, batch: object, n: int, backward: Backward) -> Tensor:
     _, undo = trunk.install(n)
     try:
         loss = loss_of(step(batch))
@@ -161,9 +162,10 @@ def accumulate_window(
     held = list(batches)
     if not held:
         raise ValueError(explain("no batches", "a window without batches has no gradient", "Skip the step"))
-    n = 1 if n is None and max_tokens is None else n
+    if max_tokens is None:
+        n = n or 1
     trimming = TrimSearch(trim_padding, check_budget(max_tokens, n))
-    n = 1 if n is None else n
+    n = n or 1
     numbers = [trimming.count_parts(batch, n) for batch in held]
     # With other ranks, a single micro-batch is one of several.
     most = sum(min(number, batch_size(batch)) for number, batch in zip(numbers, held, strict=True)) * rank_count()
@@ -209,7 +211,7 @@ class _Call:
         self.count = named_count(self.count)
         self.stage = stage_of(self.step, self.no_sync)
 
-    def find(self, batch: Any, most: int, trimming: TrimSearch) -> _Found:
+    def find(self, batch: object, most: int, trimming: TrimSearch) -> _Found:
         """Return how the loss is split and its padding cut off; all ranks have ``most`` micro-batches together."""
         found = self._find_split(batch, most, trimming)
         if self.n > 1 or trimming.is_asked_for:
@@ -217,7 +219,7 @@ class _Call:
             found.trimming.look_at(lambda: self.stage, batch, split, self.n, self.check)
         return found
 
-    def _find_split(self, batch: Any, most: int, trimming: TrimSearch) -> _Found:
+    def _find_split(self, batch: object, most: int, trimming: TrimSearch) -> _Found:
         """Search in the first call with several micro-batches (one alone has weight 1), and where one may show more."""
         if callable(self.count) and not self.check:
             return _Found(LossSplit(None, self.count), trimming)
@@ -235,7 +237,7 @@ class _Call:
                 _found.popitem(last=False)
         return known
 
-    def _may_show_more(self, split: Found, batch: Any) -> bool:
+    def _may_show_more(self, split: Found, batch: object) -> bool:
         """Whether a later batch could refute a split: one that is read, and was checked on rows of one batch."""
         is_read = isinstance(split, LossSplit) and split.read is not None
         return is_read and self.check and not self.is_window and batch_size(batch) > 1
@@ -243,12 +245,10 @@ class _Call:
     def _key(self, trimming: TrimSearch) -> tuple[Any, ...]:
         """Return a key that is equal for calls of the same function with the same settings."""
         how = trimming.how
-        count = key_of(self.count) if callable(self.count) and not isinstance(self.count, CountRule) else self.count
-        lengths = key_of(how.lengths) if callable(how.lengths) else how.lengths
-        key = (key_of(self.step), count, self.is_window, lengths)
+        key = (key_of(self.step), _key_of(self.count), self.is_window, _key_of(how.lengths))
         return (*key, how.multiple_of, trimming.wanted, trimming.max_tokens)
 
-    def search(self, batch: Any) -> BatchSearch:
+    def search(self, batch: object) -> BatchSearch:
         """Return the search on a batch."""
         return BatchSearch(
             self.stage,
@@ -260,7 +260,7 @@ class _Call:
             whole_batches=self.is_window and self.n == 1,
         )
 
-    def cut(self, batch: Any, n: int, trimming: TrimSearch) -> Sequence[Any]:
+    def cut(self, batch: object, n: int, trimming: TrimSearch) -> Sequence[Any]:
         """Return the ``n`` micro-batches of a batch, or as many as its budget of tokens needs."""
         in_lockstep = rank_count() > 1 and not self.stage.may_scale
         return trimming.cut(batch, n, in_lockstep=in_lockstep).parts
@@ -272,7 +272,9 @@ class _Call:
         weights = StepWeights(split, parts, over_ranks=over_ranks)
 
         def add_share(loss: Tensor) -> None:
-            self.backward(loss * ranks if ranks > 1 else loss)  # DDP averages over ranks; make it the sum
+            if ranks > 1:
+                loss = loss * ranks  # DDP averages over ranks; make it the sum
+            self.backward(loss)
 
         with sum_gradients_in_float32(split.parameters if len(parts) > 1 else ()) as sums:
             add_gradients(
@@ -288,7 +290,14 @@ class _Call:
         return weights.loss()
 
 
-def _sum_over_ranks(example: Any, number: Number) -> Tensor:
+def _key_of(given: object) -> object:
+    """Return the key of a user's function; rules and other settings are their own."""
+    if callable(given) and not isinstance(given, CountRule):
+        return key_of(given)
+    return given
+
+
+def _sum_over_ranks(example: object, number: Number) -> Tensor:
     device = next((leaf.device for leaf in list_tensors(example).values()), torch.device("cpu"))
     if isinstance(number, Tensor):
         device = number.device

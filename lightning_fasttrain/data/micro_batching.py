@@ -182,12 +182,15 @@ class MicroBatching(Technique):
         if self.trimming.max_tokens is not None:
             return f"micro-batches hold at most {self.trimming.max_tokens} tokens"
         parts = f"each batch runs in {number_of(self.n, 'micro-batch', 'micro-batches')}"
-        return f"{parts}, in twice as many when memory runs out" if self.adaptive else parts
+        if self.adaptive:
+            return f"{parts}, in twice as many when memory runs out"
+        return parts
 
     def exactness_on(self, model: nn.Module) -> Exactness:
         """Batch statistics are refused unless ``check=False`` accepts them."""
-        accepts_statistics = not self.check and any(list_batch_statistics(model))
-        return Exactness.CHANGES_TRAINING if accepts_statistics else self.exactness
+        if not self.check and any(list_batch_statistics(model)):
+            return Exactness.CHANGES_TRAINING
+        return self.exactness
 
     def outcome(self, model: nn.Module) -> str:
         found: list[str] = []
@@ -220,9 +223,12 @@ class MicroBatching(Technique):
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Hook: save the number of micro-batches and the counting rule that were found."""
-        state = {"n": self.n, "then": self.savings.taken} if self.adaptive else {}
-        padding = {} if self.trimming.padding is None else {"padding": self.trimming.padding.as_state()}
-        checkpoint["MicroBatching"] = {**state, **padding, **rule_state(self.found and self.found.count)}
+        state: dict[str, Any] = {}
+        if self.adaptive:
+            state.update(n=self.n, then=self.savings.taken)
+        if self.trimming.padding is not None:
+            state["padding"] = self.trimming.padding.as_state()
+        checkpoint["MicroBatching"] = {**state, **rule_state(self.found and self.found.count)}
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Hook: start with the number of micro-batches and the counting rule of the checkpoint."""

@@ -48,8 +48,9 @@ def split_sizes(size: int, n: PositiveInt) -> list[int]:
         >>> split_sizes(5, 2), split_sizes(2, 4)
         ([3, 2], [1, 1])
     """
-    share, rest = divmod(size, min(n, size))
-    return [share + (part < rest) for part in range(min(n, size))]
+    n = min(n, size)
+    share, rest = divmod(size, n)
+    return [share + 1] * rest + [share] * (n - rest)
 
 
 def take_rows(batch: Any, start: int, stop: int) -> Any:
@@ -86,14 +87,14 @@ def reverse_rows(batch: Any) -> Any:
     return pick_rows(batch, list(reversed(range(batch_size(batch)))))
 
 
-def _select(batch: Any, rows: slice | list[int], size: int) -> Any:
-    def select(leaf: Any, path: str) -> Any:
+def _select(batch: object, rows: slice | list[int], size: int) -> Any:
+    def select(leaf: object, path: str) -> Any:
         if isinstance(leaf, Tensor | np.ndarray) and leaf.ndim > 0:
             return leaf[rows]
         if isinstance(leaf, list | tuple) and len(leaf) == size:
             if isinstance(rows, slice):
                 return leaf[rows]
-            return type(leaf)(leaf[row] for row in rows)
+            return type(leaf)(map(leaf.__getitem__, rows))
         return leaf
 
     return walk_leaves(batch, select, "batch")

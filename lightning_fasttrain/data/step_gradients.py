@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.data.normalizer.micro_batch_weights import Number
 from lightning_fasttrain.data.normalizer.step_weights import StepWeights, refuse_mismatch
 
@@ -63,7 +64,9 @@ class StepGradients:
     def finish(self, loss: Tensor, factor: Number | None) -> Tensor:
         """Scale the gradients so far, and return the last loss scaled likewise; call it before the last backward."""
         self.close(factor)
-        return loss if factor is None else loss * torch.as_tensor(factor, dtype=loss.dtype, device=loss.device)
+        if factor is None:
+            return loss
+        return loss * torch.as_tensor(factor, dtype=loss.dtype, device=loss.device)
 
     def close(self, factor: Number | None) -> None:
         """Scale the step's gradients, and add the earlier ones; once."""
@@ -82,13 +85,15 @@ class StepGradients:
 
 def scale_(parameters: Iterable[Tensor], factor: Number) -> int:
     """Multiply the gradients in place and return their number."""
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    for device in {grad.device for grad in grads}:
-        some = [grad for grad in grads if grad.device == device]
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            by_device.setdefault(parameter.grad.device, []).append(parameter.grad)
+    for device, some in by_device.items():
         dtype = torch.promote_types(some[0].dtype, torch.float32)
         # By a tensor, so that the host need not wait for counts on the device.
         torch._foreach_mul_(some, torch.as_tensor(factor, dtype=dtype, device=device))
-    return len(grads)
+    return sum(map(len, by_device.values()))
 
 
 def scale_gradients_(
@@ -99,16 +104,12 @@ def scale_gradients_(
     A strategy whose gradients are not visible in ``parameter.grad`` provides a ``scale_gradients_`` of its own.
     """
     own = own_scaling(strategy)
-    parameters = list_parameters(optimizer)
+    parameters = parameters_of(optimizer)
     if strategy is not None and own is not None:
         own(ratio(numerator, denominator, strategy.root_device, torch.float32))
         return len(parameters)
     device = strategy.root_device if strategy is not None else parameters[0].device
     return scale_(parameters, ratio(numerator, denominator, device, torch.float64))
-
-
-def list_parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def own_scaling(strategy: Strategy | None) -> Callable[[Tensor], None] | None:
@@ -226,7 +227,7 @@ def takes_float32_gradients(optimizer: Optimizer) -> bool:
     An optimizer declares it by a class attribute ``float32_gradients_for``, the dtypes of such parameters. Those of
     torch do not: Adam, AdamW and all fused ones raise, and the others round state or update to the parameter's dtype.
     """
-    dtypes = {parameter.dtype for parameter in list_parameters(optimizer)}
+    dtypes = {parameter.dtype for parameter in parameters_of(optimizer)}
     return not dtypes.intersection(LOW).difference(getattr(type(optimizer), "float32_gradients_for", ()))
 
 

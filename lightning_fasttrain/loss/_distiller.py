@@ -144,10 +144,12 @@ class Distiller:
         head = self.head
         if head is None:  # possibly one that was fused by name
             fused = [module for module in self.student.modules() if wrapper_on(module, FusedHead)]
-            head = fused[0] if len(fused) == 1 else None
+            if len(fused) == 1:
+                head = fused[0]
         # bitsandbytes' layers are subclasses of nn.Linear, torchao's and sharded weights are subclasses of Tensor.
-        plain = type(head) is nn.Linear and not is_traceable_wrapper_subclass(head.weight)
-        return head if plain else None
+        if type(head) is nn.Linear and not is_traceable_wrapper_subclass(head.weight):
+            return head
+        return None
 
     def _distance(self, name: str, call: "_Call", masks: list[Tensor]) -> Tensor:
         to, is_projected = self.pairs[name]
@@ -240,12 +242,10 @@ def projection_key(name: str) -> str:
 def _refuse_a_trained_teacher(model: nn.Module, teacher: nn.Module) -> None:
     trained = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
     shared = [trained[parameter] for parameter in teacher.parameters() if parameter in trained]
-    if shared or any(module is teacher for module in model.modules()):
-        raise ValueError(
-            explain(
-                f"the teacher, a {type(teacher).__name__}, is part of the model"
-                + (f": they share '{shared[0]}'" if shared else ""),
-                "it would change during training, and be part of checkpoints, the optimizer and DDP",
-                "Pass it to Distillation only, not to the module; for self-distillation, use copy.deepcopy(model)",
-            )
-        )
+    if shared or teacher in model.modules():
+        what = f"the teacher, a {type(teacher).__name__}, is part of the model"
+        if shared:
+            what += f": they share '{shared[0]}'"
+        why = "it would change during training, and be part of checkpoints, the optimizer and DDP"
+        way_out = "Pass it to Distillation only, not to the module; for self-distillation, use copy.deepcopy(model)"
+        raise ValueError(explain(what, why, way_out))

@@ -49,10 +49,12 @@ def _from_directory(path: Path, student: nn.Module) -> nn.Module:
     config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     # A model of the same task as the student's, for any architecture.
     for name in dir(transformers):
-        models = getattr(getattr(transformers, name), "_model_mapping", None) if name.startswith("AutoModel") else None
-        if models is None or type(config) not in models or not _lists(models, student):
+        if not name.startswith("AutoModel"):
             continue
         auto = getattr(transformers, name)
+        models = getattr(auto, "_model_mapping", None)
+        if models is None or type(config) not in models or not _lists(models, student):
+            continue
         # Only tensors and settings are read from a directory: no pickle, no code, and nothing from the network.
         options = {"use_safetensors": True, "local_files_only": True, "trust_remote_code": False, "dtype": "auto"}
         return auto.from_pretrained(path, config=config, **options)
@@ -66,7 +68,9 @@ def _lists(models: Any, student: nn.Module) -> bool:
     if kind not in models:
         return False
     listed = models[kind]
-    return isinstance(student, tuple(listed) if isinstance(listed, list | tuple) else listed)
+    if isinstance(listed, list):
+        listed = tuple(listed)
+    return isinstance(student, listed)
 
 
 class _Deferring(WrappedForward):
@@ -133,7 +137,7 @@ class Teacher:
             self._move_to(self.home)
 
     def _move_to(self, device: torch.device) -> None:
-        first = next((x for x in self.module.parameters()), None)
+        first = next(self.module.parameters(), None)
         if first is not None and first.device != device:
             self.module.to(device)
 
@@ -145,13 +149,14 @@ class Teacher:
 
         # The student may run in another precision, and without autocast layers accept only their own dtype.
         def fit(value: Any) -> Any:
-            floating = isinstance(value, Tensor) and value.is_floating_point()
-            return value.to(self.dtype) if floating and self.dtype is not None else value
+            if self.dtype is not None and isinstance(value, Tensor) and value.is_floating_point():
+                return value.to(self.dtype)
+            return value
 
         args, kwargs = tree_map(fit, (args, kwargs))
         with torch.no_grad(), self.seen.watch():
             output = self._output(args, kwargs)
-            head = self.head if self.deferring is not None else None
+            head = self.deferring and self.deferring.module
             # Remove the logits, so that only features remain.
             logits = logits_of(output, head, self.seen.at.pop(HEAD, None), autocast_dtype(device))
         features = {name: feature_in(out) for name, (_, out) in self.seen.at.items()}

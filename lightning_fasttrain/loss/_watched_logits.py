@@ -75,11 +75,13 @@ class HeadSearch:
         """Return why no candidate is the head, and what to do; None if one is."""
         if self.found():
             return None
-        refused = {name: head.evidence.refused for name, head in self.candidates.items() if head.evidence.reached}
-        uses = [f"the logits of '{name}' are also used for {what}" for name, what in refused.items()]
+        uses: list[str] = []
+        for name, head in self.candidates.items():
+            if head.evidence.reached:
+                uses.append(f"the logits of '{name}' are also used for {head.evidence.refused}")
         if uses:
             return "; ".join(uses), "Use the logits for cross_entropy alone, or leave FusedLossHead out"
-        names = list_some([repr(name) for name in self.candidates])
+        names = list_some(list(map(repr, self.candidates)))
         why = f"no output of a linear layer outside of the repeated blocks ({names}) reached cross_entropy"
         return why, "Compile the blocks alone, with CompileBlocks, name the head in head=, or leave FusedLossHead out"
 

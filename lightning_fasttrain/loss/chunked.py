@@ -42,9 +42,10 @@ def at_least_float32(tensor: Tensor) -> torch.dtype:
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    if not torch.amp.is_autocast_available(device.type):  # meta
+    # The meta device has no autocast to ask for.
+    if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
         return None
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    return torch.get_autocast_dtype(device.type)
 
 
 def dtype_of(tensor: Tensor | None) -> torch.dtype | None:

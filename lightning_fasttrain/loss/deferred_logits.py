@@ -67,8 +67,10 @@ class DeferredLogits:
         self.hidden, self.classes, self.dtype, self.loss_of = hidden, classes, dtype, loss_of
         self.factor, self.cap, self.bias, self.normalised = factor, cap, bias, normalised
         self.classes_second, self.ndim, self.device = classes_second, hidden.ndim, hidden.device
-        rows = hidden.shape[:-1]
-        self.shape = torch.Size((rows[0], classes, *rows[1:]) if classes_second else (*rows, classes))
+        self._class_axis = 1 if classes_second else hidden.ndim - 1
+        shape = list(hidden.shape[:-1])
+        shape.insert(self._class_axis, classes)
+        self.shape = torch.Size(shape)
         if "einops" in sys.modules:
             _register_with_einops()
 
@@ -86,6 +88,12 @@ class DeferredLogits:
         done = {"factor": self.factor, "cap": self.cap, "bias": self.bias, "normalised": self.normalised}
         return DeferredLogits(**{**same, **done, "classes_second": self.classes_second, **changes})
 
+    def scales(self) -> tuple[float, Tensor | None]:
+        """Return f·c and c·b, or f and b without a cap."""
+        if self.cap is None:
+            return self.factor, self.bias
+        return self.factor * self.cap, scale_bias(self.bias, self.cap)
+
     def cross_entropy(
         self,
         target: Tensor,
@@ -102,14 +110,15 @@ class DeferredLogits:
         # With more than two axes, cross_entropy treats the second one as the classes.
         if self.ndim > 2 and not self.classes_second:
             raise _refusal(f"cross_entropy over the second dimension of {tuple(self.shape)}")
-        cap = 1.0 if self.cap is None else self.cap
-        factor = self.factor * cap
-        given = {"bias": None if self.bias is None else self.bias * cap, "class_weights": weight}
+        factor, bias = self.scales()
+        if math.isclose(factor, 1.0):  # soft-capping divides and multiplies by the same value
+            factor = 1.0
+        given = {"bias": bias, "class_weights": weight}
         more = {name: tensor for name, tensor in given.items() if tensor is not None}
         return self.loss_of(
             self.hidden,
             target,
-            1.0 if math.isclose(factor, 1.0) else factor,  # soft-capping divides and multiplies by the same value
+            factor,
             self.cap,
             ignore_index=ignore_index,
             reduction=reduction,
@@ -159,10 +168,9 @@ class DeferredLogits:
         """Return the logits with permuted axes; the classes must end up last or second."""
         # Applies torch's own rules for negative axes and tuples, on a tensor whose axes differ in length.
         lengths = torch.empty(tuple(range(self.ndim)), device="meta").permute(*dims).shape
-        classes_at = 1 if self.classes_second else self.ndim - 1
         # The classes are last in `hidden`, so the axes between move down by one.
-        rows = [axis - (axis > classes_at) for axis in lengths if axis != classes_at]
-        place = lengths.index(classes_at)
+        rows = [axis - (axis > self._class_axis) for axis in lengths if axis != self._class_axis]
+        place = lengths.index(self._class_axis)
         if place not in (1, self.ndim - 1):
             raise _refusal(f".permute{dims}")
         hidden = self.hidden.permute(*rows, self.ndim - 1)
@@ -209,7 +217,7 @@ class DeferredLogits:
         # The cap is applied outside of the tanh, so f and b inside it stay.
         if self.cap is not None:
             return self._copy_with(cap=self.cap * factor)
-        return self._copy_with(factor=self.factor * factor, bias=None if self.bias is None else self.bias * factor)
+        return self._copy_with(factor=self.factor * factor, bias=scale_bias(self.bias, factor))
 
     __rmul__ = mul = __mul__
 
@@ -220,7 +228,7 @@ class DeferredLogits:
             raise _refusal(f"add of {type(bias).__name__}")
         bias = bias.reshape(-1)
         dtype = torch.promote_types(self.dtype, bias.dtype)
-        return self._copy_with(bias=bias if self.bias is None else self.bias + bias, dtype=dtype)
+        return self._copy_with(bias=add_bias(self.bias, bias), dtype=dtype)
 
     __radd__ = add = __add__
 
@@ -238,14 +246,14 @@ class DeferredLogits:
 
     def log_softmax(self, dim: int, dtype: torch.dtype | None = None, **_: object) -> "DeferredLogits":
         # `_` is the stack level that F.log_softmax passes for its warnings.
-        if dim not in ((1, 1 - self.ndim) if self.classes_second else (-1, self.ndim - 1)):
+        if dim not in (self._class_axis, self._class_axis - self.ndim):
             raise _refusal(f"log_softmax over dimension {dim}")
         return self._copy_with(normalised=True, dtype=dtype or self.dtype)
 
     @classmethod
     def __torch_function__(cls, function: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None) -> Any:
         # torch calls this on every argument that has this method, Tensor or not.
-        first = args[0] if args else None
+        first = next(iter(args), None)
         # A bias may stand on either side.
         if function in (torch.add, Tensor.add, Tensor.__radd__) and len(args) == 2 and not kwargs:
             return first + args[1] if isinstance(first, DeferredLogits) else args[1] + first
@@ -256,6 +264,14 @@ class DeferredLogits:
     def __getattr__(self, name: str) -> Any:
         # Not a RuntimeError, so that hasattr() and similar checks work.
         raise AttributeError(str(_refusal(f".{name}")))
+
+
+def scale_bias(bias: Tensor | None, factor: float) -> Tensor | None:
+    return None if bias is None else bias * factor
+
+
+def add_bias(bias: Tensor | None, added: Tensor) -> Tensor:
+    return added if bias is None else bias + added
 
 
 # Functions of torch that call the method of their name.

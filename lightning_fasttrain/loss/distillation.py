@@ -1,6 +1,7 @@
 """Knowledge distillation: a student learns from a teacher's predictions, not only from the labels."""
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
@@ -12,7 +13,7 @@ from torch import nn
 from lightning_fasttrain.core.checks import NonNegativeFloat, PositiveFloat, Share, check_arguments
 from lightning_fasttrain.core.host.lightning import trainer_of
 from lightning_fasttrain.core.messages import explain, list_some
-from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch, wrappers_on
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch, wrappers_in, wrappers_on
 from lightning_fasttrain.loss._distiller import (
     DistilledStep,
     Distiller,
@@ -223,17 +224,13 @@ class Distillation(Technique):
         step.leave_out(self, "the teacher and its loss are not included, so this is a lower bound")
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo:
-        stage = self._stage = str(trainer.state.fn.value) if trainer.state.fn is not None else None
+        stage = self._stage = getattr(trainer.state.fn, "value", None)
         if stage == "fit" and not pl_module.automatic_optimization:
             self._stage = None  # an attach that raises is not undone
             why = "the loss that training_step returns is not the one that is trained on"
             way_out = "Use `with distil_into(self, teacher) as distil` and distil(step) inside your training_step"
             raise ValueError(explain("Distillation with automatic_optimization=False", why, way_out))
-
-        def undo() -> None:
-            self._stage = None
-
-        return undo
+        return functools.partial(setattr, self, "_stage", None)
 
     def apply(self, model: nn.Module) -> Undo | None:
         # Create only what the training run's checkpoint contains.
@@ -254,9 +251,10 @@ class Distillation(Technique):
             return stack.pop_all().close
 
     def took_hold(self, model: nn.Module) -> str:
-        students = [held for module in model.modules() for held in wrappers_on(module, Student)]
-        teachers = [type(held.distiller.teacher.module).__name__ for held in students]
-        return f"learns from a {list_some(teachers)}" if teachers else ""
+        teachers = [type(held.distiller.teacher.module).__name__ for held in wrappers_in(model, Student)]
+        if not teachers:
+            return ""
+        return f"learns from a {list_some(teachers)}"
 
     def _forget(self) -> None:
         self._distiller = None
@@ -286,8 +284,9 @@ def _as_pairs(features: Features) -> Pairs:
 
 def distiller_on(student: nn.Module) -> Distiller | None:
     """Return the distiller of this student, if there is one."""
-    held = next(wrappers_on(student, Student), None)
-    return None if held is None else held.distiller
+    for held in wrappers_on(student, Student):
+        return held.distiller
+    return None
 
 
 def _add_projections_(model: nn.Module, features: Pairs) -> None:

@@ -25,7 +25,7 @@ from lightning_fasttrain.core.modules.wrapped_forward import (
 )
 from lightning_fasttrain.loss._watched_logits import HeadEvidence, HeadSearch, watch_logits
 from lightning_fasttrain.loss.chunked import autocast_dtype
-from lightning_fasttrain.loss.deferred_logits import DeferredLogits
+from lightning_fasttrain.loss.deferred_logits import DeferredLogits, scale_bias
 from lightning_fasttrain.loss.linear_cross_entropy import BACKENDS, linear_cross_entropy
 from lightning_fasttrain.loss.logit_losses import MiscompiledError
 from lightning_fasttrain.technique import Exactness, Setting, Surgery, Technique
@@ -203,7 +203,7 @@ class FusedHead(WrappedForward):
                 hidden = on_all_ranks(hidden, weight.device_mesh)
                 added = None if added is None else on_all_ranks(added, weight.device_mesh)
             if factor != 1:
-                hidden, bias = hidden * factor, None if bias is None else bias * factor
+                hidden, bias = hidden * factor, scale_bias(bias, factor)
             if added is not None:
                 bias = added.to(weight.dtype) if bias is None else bias + added
             loss_of = self._compiled_loss if self.compiled else linear_cross_entropy
@@ -284,11 +284,7 @@ class FusedLossHead(Technique):
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo:
         self._is_asked = True  # why_idle is called after the first batch
-
-        def undo() -> None:
-            self._is_asked = False
-
-        return undo
+        return functools.partial(setattr, self, "_is_asked", False)
 
     def predict(self, step: PredictedStep) -> Technique | None:
         steady = copy.copy(self)  # for steps after the first, when the head is known
@@ -299,7 +295,8 @@ class FusedLossHead(Technique):
         head = self.head
         if head is None and self._is_predicted and not told_heads(model):
             likely = outside_blocks(model, find_heads(model))
-            head = likely[0] if len(likely) == 1 else None
+            if len(likely) == 1:
+                head = likely[0]
         options = {"chunk": self.chunk, "backend": self.backend, "z_loss": self.z_loss}
         fused = self._fused = fuse_loss_head_(model, head, **options)
         if self._search is not None:
@@ -320,11 +317,14 @@ class FusedLossHead(Technique):
                 (fused if head.is_fused else searched).append(name)
         if searched:
             return f"finds the head from the first loss, among {list_some(searched)}"
-        return f"the loss of {list_some(fused)} without its logits" if fused else ""
+        if not fused:
+            return ""
+        return f"the loss of {list_some(fused)} without its logits"
 
     def outcome(self, model: nn.Module) -> str:
-        found = self._search.found() if self._search is not None else []
-        return f"found the head from the first loss: {list_some(found)}" if found else ""
+        if self._search is None or not (found := self._search.found()):
+            return ""
+        return f"found the head from the first loss: {list_some(found)}"
 
     def why_idle(self, model: nn.Module) -> tuple[str, str] | None:
         if self._search is not None:

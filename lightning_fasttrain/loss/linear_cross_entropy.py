@@ -126,8 +126,7 @@ def linear_cross_entropy(
     if kept is not None:
         hidden, targets = hidden[kept], targets[kept]
     classes = len(weight) if shard is None else shard.largest
-    size = chunk_size(len(hidden), classes * (low or hidden.dtype).itemsize)
-    size = size if chunk is None else chunk
+    size = chunk or chunk_size(len(hidden), classes * (low or hidden.dtype).itemsize)
     options = (label_smoothing, z_loss, softcap)
     if backend in ("auto", "chunked", "compiled"):
         prepare = functools.partial(_prepare, size, options, backend == "compiled", shard)
@@ -162,7 +161,9 @@ def _counted_positions(targets: Tensor, ignore_index: int) -> Tensor | None:
     if type(targets) is not Tensor or targets.device.type != "cpu" or torch.compiler.is_compiling():
         return None
     kept = (targets != ignore_index).nonzero()[:, 0]
-    return kept if len(kept) < len(targets) else None
+    if len(kept) == len(targets):
+        return None
+    return kept
 
 
 def _sum_class_weights(losses: Tensor, counted: Tensor, targets: Tensor, class_weights: Tensor) -> Tensor:
@@ -269,7 +270,9 @@ def _run_liger(
     if weight.requires_grad and not hidden.requires_grad:
         hidden = hidden.detach().requires_grad_()
     total = kernel(weight, hidden, targets, bias)
-    return total / (targets != ignore_index).sum() if reduction == "mean" else total
+    if reduction == "mean":
+        return total / (targets != ignore_index).sum()
+    return total
 
 
 def _run_torch(

@@ -28,14 +28,20 @@ class LogitsOf(NamedTuple):
 
     @property
     def classes(self) -> int:
-        return self.hidden.shape[-1] if self.weight is None else self.weight.shape[0]
+        if self.weight is None:
+            return self.hidden.shape[-1]
+        return self.weight.shape[0]
 
     def rows(self, part: slice) -> Tensor:
         """Return the logits of some tokens, in float32 at least; they may share the caller's memory."""
-        logits = self.hidden[part] if self.weight is None else F.linear(self.hidden[part], self.weight, self.bias)
+        logits = self.hidden[part]
+        if self.weight is not None:
+            logits = F.linear(logits, self.weight, self.bias)
         logits = logits.to(at_least_float32(logits))
+        if self.softcap is None:
+            return logits
         # The division creates a new tensor, so tanh_ never writes into the caller's logits.
-        return logits if self.softcap is None else torch.tanh_(logits / self.softcap).mul_(self.softcap)
+        return torch.tanh_(logits / self.softcap).mul_(self.softcap)
 
     def cast(self) -> "LogitsOf":
         """Cast the factors as autocast would for ``F.linear``; a custom function has no autocast in its backward."""
@@ -170,11 +176,16 @@ def divergence(
     # Logits of two models and their intermediate values take several times the memory of one model's loss.
     row_bytes = student.classes * student.hidden.element_size()
     size = chunk_size(len(student.hidden), row_bytes, share=32, enough=128)
-    size = size if chunk is None else positive_int("chunk", chunk)
-    counted = None if mask is None else mask.reshape(-1) != 0
+    if chunk is not None:
+        size = positive_int("chunk", chunk)
+    counted = None
+    if mask is not None:
+        counted = mask.reshape(-1) != 0
     prepare = functools.partial(_prepare, student.softcap, teacher.softcap, float(temperature))
     loss = ChunkedLoss(_NAME, _WAY_OUT, prepare, reduction, size)(*student[:3], counted, *teacher[:3])
-    return loss.reshape(shape) if reduction == "none" else loss
+    if reduction == "none":
+        return loss.reshape(shape)
+    return loss
 
 
 def refuse_other_classes(student: int, teacher: int) -> None:
@@ -251,9 +262,11 @@ def _loss_of(
     log_p = torch.log_softmax(teacher.rows(part) / temperature, dim=1).to(log_q.dtype)
     p = log_p.exp()
     losses = log_p.sub_(log_q).mul_(p).masked_fill_(p == 0, 0).sum(dim=1).mul_(temperature**2)  # 0 · log 0 = 0
+    if not with_gradient:
+        return losses, losses
     # The gradient of T² KL by the student's logits is T² (q − p) / T. It replaces log q, which the loss no longer
     # needs.
-    gradient = log_q.exp_().sub_(p).mul_(temperature) if with_gradient else losses
+    gradient = log_q.exp_().sub_(p).mul_(temperature)
     if slope is not None:
         gradient.mul_(slope)
     return losses, gradient

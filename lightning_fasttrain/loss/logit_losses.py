@@ -43,18 +43,23 @@ def use_logits(
         class_weights: (V,), in at least float32; None for 1.
         shard: the classes that the logits are of, (T, share of V); None for all. The other ranks have the others.
     """
-    share = None if share is None else share[:, None]
+    if share is not None:
+        share = share[:, None]
     if compiled and with_gradient and not torch.compiler.is_compiling():
         return _use_compiled(logits, targets[:, None], options, share, class_weights)
     losses = torch.empty(len(logits), dtype=at_least_float32(logits), device=logits.device)
+    rows = len(logits)
     # Ranks reduce together, so that all have the same number of rounds.
-    in_cache = logits.device.type == "cpu" and not torch.compiler.is_compiling() and shard is None
-    rows = max(1, _IN_CACHE // logits.shape[1]) if in_cache else max(1, len(logits))
+    if logits.device.type == "cpu" and not torch.compiler.is_compiling() and shard is None:
+        rows = _IN_CACHE // logits.shape[1]
+    rows = max(1, rows)
     for start in range(0, len(logits), rows):
         some = slice(start, start + rows)
         losses[some], gradient = _loss_of_rows(logits[some], targets[some, None], options, class_weights, shard)
         if with_gradient:
-            logits[some] = gradient if share is None else gradient.mul_(share[some])
+            if share is not None:
+                gradient.mul_(share[some])
+            logits[some] = gradient
     return losses
 
 
@@ -101,7 +106,9 @@ def _use_logits_in_two_passes(
         scores, slope = bent * softcap, 1 - bent * bent
     lse = torch.logsumexp(scores, dim=1, keepdim=True)
     own, mean, spread = _weights_of(targets, class_weights)
-    weighted = scores if class_weights is None else scores * class_weights
+    weighted = scores
+    if class_weights is not None:
+        weighted = scores * class_weights
     losses = own * ((1 - smoothing) * (lse - scores.gather(1, targets)) + z_loss * lse * lse)
     losses = losses + smoothing * (mean * lse - weighted.mean(dim=1, keepdim=True))
     # A comparison, since a scatter would be a separate pass.
@@ -109,7 +116,9 @@ def _use_logits_in_two_passes(
     total = own * (1 - smoothing + 2 * z_loss * lse) + smoothing * mean
     gradient = (scores - lse).exp() * total - spread * (smoothing / logits.shape[1])
     gradient = torch.where(is_target, gradient - (1 - smoothing) * own, gradient) * slope
-    logits.copy_(gradient if share is None else gradient * share)
+    if share is not None:
+        gradient = gradient * share
+    logits.copy_(gradient)
     return losses[:, 0]
 
 
@@ -173,4 +182,6 @@ def _loss_of_rows(
     if smoothing:
         shares -= spread * (smoothing / classes)
     shares.scatter_add_(1, targets, subtrahend)
-    return losses[:, 0], shares if slope is None else shares.mul_(slope)
+    if slope is not None:
+        shares.mul_(slope)
+    return losses[:, 0], shares

@@ -1,6 +1,6 @@
 """Find where a model has its head, and which positions of a batch count in its loss."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from lightning_fasttrain.core.modules.blocks import has_parameters, keep_outermo
 from lightning_fasttrain.core.modules.select import find_module
 from lightning_fasttrain.core.modules.split_vocabulary import SplitHead
 from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, told_heads, wrapper_on
-from lightning_fasttrain.loss.deferred_logits import DeferredLogits
+from lightning_fasttrain.loss.deferred_logits import DeferredLogits, add_bias, scale_bias
 from lightning_fasttrain.loss.linear_kl_divergence import LogitsOf
 
 IGNORED = -100
@@ -48,8 +48,7 @@ def masks_in(batch: object, arguments: Mapping[str, Any], model: nn.Module) -> I
         yield labels != IGNORED
     name = "attention_mask" if config is None or one_sided else "decoder_attention_mask"
     for given in (arguments, batch):
-        mask = given.get(name) if isinstance(given, Mapping) else None
-        if isinstance(mask, Tensor):
+        if isinstance(given, Mapping) and isinstance(mask := given.get(name), Tensor):
             yield mask != 0
 
 
@@ -69,7 +68,10 @@ def of_logits(masks: Iterable[Tensor], shape: torch.Size) -> tuple[Tensor | None
 
 def of_feature(masks: Iterable[Tensor], shape: torch.Size) -> Tensor | None:
     """Return the first of the ``masks`` whose axes are the leading ones of this shape."""
-    return next((mask for mask in masks if mask.ndim < len(shape) and mask.shape == shape[: mask.ndim]), None)
+    for mask in masks:
+        if mask.ndim < len(shape) and mask.shape == shape[: mask.ndim]:
+            return mask
+    return None
 
 
 PROJECTIONS = "distillation_projections"
@@ -102,11 +104,8 @@ class Seen:
             if "then" not in kwargs:
                 self.at[name] = (next(iter(args), None), output)
 
-        handle = module.register_forward_hook(note, with_kwargs=True)
-        try:
+        with module.register_forward_hook(note, with_kwargs=True):
             yield
-        finally:
-            handle.remove()
 
     def clear(self) -> None:
         self.at = {}
@@ -158,21 +157,29 @@ def logits_in(output: object) -> Any:
     """Return the logits in a model's output: itself, its ``logits``, or a tuple's first tensor with axes; or None."""
     if isinstance(output, Mapping):
         return output.get("logits")
-    if isinstance(output, list | tuple):
-        return next((one for one in output if isinstance(one, Tensor | DeferredLogits) and one.ndim > 0), None)
-    if isinstance(output, Tensor | DeferredLogits):
-        return output if output.ndim > 0 else None
-    return getattr(output, "logits", None)
+    if not isinstance(output, list | tuple | Tensor | DeferredLogits):
+        return getattr(output, "logits", None)
+    return next(filter(_has_axes, _as_parts(output)), None)
+
+
+def _has_axes(value: object) -> bool:
+    return isinstance(value, Tensor | DeferredLogits) and value.ndim > 0
 
 
 def feature_in(output: object) -> Tensor | None:
     """Return the hidden states in a layer's output: itself, or the first tensor of a tuple or mapping."""
-    if isinstance(output, Tensor):
-        return output
     if isinstance(output, Mapping):
         output = tuple(output.values())
-    parts = output if isinstance(output, list | tuple) else ()
-    return next((one for one in parts if isinstance(one, Tensor)), None)
+    for part in _as_parts(output):
+        if isinstance(part, Tensor):
+            return part
+    return None
+
+
+def _as_parts(output: object) -> Sequence[Any]:
+    if isinstance(output, list | tuple):
+        return output
+    return (output,)
 
 
 def logits_of(
@@ -188,23 +195,23 @@ def logits_of(
     """
     logits = logits_in(output)
     hidden, made = tapped or (None, None)
-    logits = made if logits is None else logits
+    if logits is None:
+        logits = made
     factor, cap, added = 1.0, None, None
     if isinstance(logits, DeferredLogits):
         # They are cap · tanh(factor · (W h + b) + added); LogitsOf are cap · tanh((W h + b) / cap).
-        hidden, cap, added = logits.hidden, logits.cap, logits.bias
-        factor = logits.factor if cap is None else logits.factor * cap
-    elif logits is not made or not isinstance(hidden, Tensor):  # they were modified afterwards
-        return LogitsOf(logits) if isinstance(logits, Tensor) else None
-    if not isinstance(head, nn.Linear):  # deferred logits need its weight
+        hidden, cap = logits.hidden, logits.cap
+        factor, added = logits.scales()
+    elif logits is not made:  # they were modified afterwards
+        hidden = None
+    if not isinstance(hidden, Tensor) or not isinstance(head, nn.Linear):  # deferred logits need its weight
         return LogitsOf(logits) if isinstance(logits, Tensor) else None
     if wrapper_on(head, SplitHead):
         why = "the vocabulary of the head is split over a tensor group, and distillation needs all logits of a token"
         raise ValueError(explain("Distillation beside FusedLossHead", why, "Leave FusedLossHead out"))
     bias: Tensor | None = head.bias
     if factor != 1:  # on D values per token instead of V
-        hidden, bias = hidden * factor, None if bias is None else bias * factor
+        hidden, bias = hidden * factor, scale_bias(bias, factor)
     if added is not None:
-        added = (added if cap is None else added * cap).to(head.weight.dtype)
-        bias = added if bias is None else bias + added
+        bias = add_bias(bias, added.to(head.weight.dtype))
     return LogitsOf(hidden, head.weight, bias, cap, dtype=autocast)

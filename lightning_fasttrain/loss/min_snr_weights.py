@@ -68,7 +68,7 @@ def min_snr_weights(
 
 
 def _read_alphas(schedule: Any) -> Tensor:
-    alphas = schedule if isinstance(schedule, Tensor) else getattr(schedule, "alphas_cumprod", None)
+    alphas = getattr(schedule, "alphas_cumprod", schedule)
     if not isinstance(alphas, Tensor):
         why = "expected a tensor, or an object with a tensor alphas_cumprod"
         way_out = "Pass the cumulative products of 1 - beta"

@@ -92,7 +92,9 @@ class GlobalBatch(TokenWeightedAccumulation):
 
     @classmethod
     def why_not(cls, facts: Facts) -> str | None:
-        return "there is one device, whose batches are the global batches" if facts.devices == 1 else None
+        if facts.devices == 1:
+            return "there is one device, whose batches are the global batches"
+        return None
 
     def took_hold(self, model: nn.Module) -> str:
         return f"every step has {number_of(self.samples, 'sample')} on any number of ranks"
@@ -103,7 +105,9 @@ class GlobalBatch(TokenWeightedAccumulation):
 
     def factor_in(self, epoch: int, step: int) -> int:
         """Return the number of batches of a step, which follows from the loader and the number of ranks."""
-        return 1 if self.shares is None else self.shares.window
+        if self.shares is None:
+            return 1
+        return self.shares.window
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
         leave = super().attach(trainer, pl_module)

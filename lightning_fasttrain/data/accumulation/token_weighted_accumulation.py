@@ -74,7 +74,9 @@ class TokenWeightedAccumulation(Technique):
         count: Count = "auto",
         check: bool = True,
     ) -> None:
-        schedule = dict(factor) if isinstance(factor, Mapping) else {0: factor}
+        if not isinstance(factor, Mapping):
+            factor = {0: factor}
+        schedule = dict(factor)
         if 0 not in schedule:
             raise ValueError(explain(f"factor={schedule}", "the schedule has no first factor", "Add a key 0"))
         for start, value in schedule.items():
@@ -148,9 +150,10 @@ class TokenWeightedAccumulation(Technique):
         if trainer.state.fn != "fit":
             return None
         others = [type(c).__name__ for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]
-        if trainer.accumulate_grad_batches != 1 or others:
-            other = others[0] if others else f"accumulate_grad_batches={trainer.accumulate_grad_batches}"
-            what = f"TokenWeightedAccumulation with {other}"
+        if trainer.accumulate_grad_batches != 1:
+            others.append(f"accumulate_grad_batches={trainer.accumulate_grad_batches}")
+        if others:
+            what = f"TokenWeightedAccumulation with {others[0]}"
             raise ValueError(explain(what, "both would decide when to step", "Remove the other one"))
         self._trainer = trainer
         self._world_size = trainer.world_size
@@ -214,7 +217,9 @@ class TokenWeightedAccumulation(Technique):
             here = torch.as_tensor(size, dtype=torch.float32, device=trainer.strategy.root_device)
             mean = float(trainer.strategy.reduce(here, reduce_op="mean"))  # synchronizes the device, once a run
             # The first batch may have no targets, and it is a divisor.
-            self.reference = mean if mean > 0 else 1.0
+            if not mean > 0:
+                mean = 1.0
+            self.reference = mean
 
     def add(self, targets: Number, optimizer: Optimizer) -> None:
         """Count a batch after it was run, and finish the gradient if the window is full; called by the closure."""

@@ -6,6 +6,7 @@ strategy's own methods, so that autocast, loss scaling, forward redirection and 
 """
 
 import functools
+import operator
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -30,6 +31,7 @@ from lightning_fasttrain.core.host.lightning import (
     zero_grad_of_batch,
 )
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.data.closure.micro_batch_logging import BatchLogs
 from lightning_fasttrain.data.closure.roles import Splitter, Window
@@ -45,7 +47,6 @@ from lightning_fasttrain.data.step_gradients import (
     Float32GradientSums,
     StepGradients,
     add_gradients,
-    list_parameters,
     ratio,
     scale_,
     takes_float32_gradients,
@@ -86,17 +87,19 @@ class BatchClosures:
             way_out = "Use accumulate_grad_batches with a smaller batch"
             raise ValueError(explain(f"{name} with {type(trainer.strategy).__name__}", why, way_out))
         # One closure serves both kinds of technique, since a second one would replace the first.
-        joined = replaced_closures(trainer)
-        closures = joined if isinstance(joined, cls) else cls(trainer)
+        closures = replaced_closures(trainer)
+        if not isinstance(closures, cls):
+            closures = cls(trainer)
         search = closures.search
         search.micro = micro or search.micro
         search.window = window or search.window
 
         def leave() -> None:
-            search.micro = None if micro is not None else search.micro
-            search.window = None if window is not None else search.window
             if micro is not None:
+                search.micro = None
                 search.leave_trunk()
+            if window is not None:
+                search.window = None
             if search.micro is None and search.window is None:
                 closures.sums.finish()
                 closures._restore()
@@ -178,7 +181,7 @@ class _BatchRun:
             self.sums.finish()
         return ClosureResult.from_training_step_output(ran.output, self.trainer.accumulate_grad_batches)
 
-    def _run_in(self, micro: Splitter, batch: Any, n: int) -> _Ran:
+    def _run_in(self, micro: Splitter, batch: object, n: int) -> _Ran:
         """Run a batch in ``n`` micro-batches: the whole step for each, or the trunk alone."""
         if self.search.trunk is None:
             cut = micro.trimming.cut(batch, n, micro.split, in_lockstep=self.search.runs_in_lockstep)
@@ -230,9 +233,9 @@ class _BatchRun:
         trainer, strategy = self.trainer, self.trainer.strategy
         outputs: list[Any] = []
         if len(parts) > 1 or accumulation_continues(trainer) or self.sums.is_open:
-            self.sums.begin(list_parameters(self.optimizer))
+            self.sums.begin(parameters_of(self.optimizer))
 
-        def run(part: Any, i: int) -> Tensor | None:
+        def run(part: object, i: int) -> Tensor | None:
             logs.part = i
             output = call_strategy(trainer, "training_step", part, *self.rest)
             if output is None:
@@ -283,7 +286,7 @@ class _BatchRun:
             why = "earlier micro-batches were already weighted as if it counted, and are summed with other batches"
             raise RuntimeError(explain(what, why, "Use TokenWeightedAccumulation, or return a loss of zero"))
         device = self.trainer.strategy.root_device
-        scale_(list_parameters(self.optimizer), ratio(total, counted, device, torch.float32))
+        scale_(parameters_of(self.optimizer), ratio(total, counted, device, torch.float32))
 
 
 def _refuse_none(world_size: int) -> None:
@@ -304,7 +307,7 @@ def _combine(outputs: list[Any], cut: Parts, weights: StepWeights, logs: BatchLo
     for key, first in outputs[0].items():
         if key == "loss":
             continue
-        values = [output[key] for output in outputs]
+        values = list(map(operator.itemgetter(key), outputs))
         if isinstance(first, Tensor) and first.ndim > 0:
             combined[key] = cut.join(values, weights.held)
         elif f"return {key}" in logs.returned:

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_fasttrain.core.host.lightning import logging_as
 from lightning_fasttrain.core.messages import note_once, warn
-from lightning_fasttrain.core.modules.wrapped_forward import patch
+from lightning_fasttrain.core.modules.wrapped_forward import patched
 from lightning_fasttrain.core.state.metrics import MetricState, add_to_metric_, read_metric, show_step_value_
 from lightning_fasttrain.data.normalizer.count_targets import CountRule
 from lightning_fasttrain.data.normalizer.log_rules import LOSS, OWN, SUM, LogRules
@@ -24,6 +25,7 @@ from lightning_fasttrain.data.normalizer.trial.runs import own_divisor
 
 _GIVEN = "given"  # the weights are the batch_size= of each call
 _ROUNDING = 1e-4
+_EXTREMES = {"min": torch.minimum, "max": torch.maximum}
 # The arguments of LightningModule.log after the value.
 _BY_POSITION = tuple(inspect.signature(L.LightningModule.log).parameters)[3:]
 
@@ -85,25 +87,23 @@ class BatchLogs:
     @contextmanager
     def collecting(self) -> Iterator[None]:
         """Collect the calls of the module's ``log`` in the context."""
-        restore = patch(self.module, "log", self._collect)
-        try:
+        with patched(self.module, "log", self._collect):
             yield
-        finally:
-            restore()
 
-    def _collect(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+    def _collect(self, name: str, value: object, *args: object, **kwargs: object) -> None:
         given = {**dict(zip(_BY_POSITION, args, strict=False)), **kwargs}
         self.logged.setdefault(name, []).append(self._note(name, value, given))
 
-    def _note(self, name: str, value: Any, kwargs: dict[str, Any]) -> LogCall:
+    def _note(self, name: str, value: object, kwargs: dict[str, Any]) -> LogCall:
         if not isinstance(value, Tensor):
             return LogCall(self.part, value, kwargs)
         # Reading a graph takes time, so it is done only where the divisor is used.
         rules = self.rules.get(name)
-        reads = len(self.parts) > 1 and (not rules or rules[0] == OWN)
-        return LogCall(self.part, value.detach(), kwargs, own_divisor(value) if reads else None)
+        if len(self.parts) > 1 and (not rules or rules[0] == OWN):
+            return LogCall(self.part, value.detach(), kwargs, own_divisor(value))
+        return LogCall(self.part, value.detach(), kwargs)
 
-    def note_output(self, output: Any) -> None:
+    def note_output(self, output: object) -> None:
         """Note the scalars that a micro-batch returned beside the loss."""
         if isinstance(output, dict):
             for key, value in output.items():
@@ -132,7 +132,7 @@ class BatchLogs:
         elif len(self.parts) > 1:
             value = self._reduce(name, seen, "sum" if self._are_sums(seen) else _name_reduction(seen))
             if _has_size(seen):
-                kwargs = {**kwargs, "batch_size": sum(call.kwargs["batch_size"] for call in seen)}
+                kwargs = {**kwargs, "batch_size": sum(_sizes_of(seen))}
         self.module.log(name, value, **kwargs)
 
     def _are_sums(self, seen: list[LogCall]) -> bool:
@@ -168,17 +168,16 @@ class BatchLogs:
     def _reduce(self, name: str, seen: list[LogCall], how: str) -> Any:
         """Return the minimum, maximum, sum or weighted mean of the values."""
         values = [call.value for call in seen]
-        if how in ("min", "max"):
-            pick = torch.minimum if how == "min" else torch.maximum
-            return functools.reduce(pick, map(torch.as_tensor, values))
+        if how in _EXTREMES:
+            return functools.reduce(_EXTREMES[how], map(torch.as_tensor, values))
         weights = None if how == "sum" else self._weights_by(self._rule_of(name, seen), seen)
         if weights is None:
             return sum(values)
         if all(isinstance(x, int | float) for x in (*values, *weights.counts)):
             total: Any = weights.total
-            weighted = sum(value * count for value, count in zip(values, weights.counts, strict=True))
+            weighted = sum(map(operator.mul, values, weights.counts))
             return weighted / total if total else values[-1]
-        return weights.add_up([torch.as_tensor(value) for value in values])
+        return weights.add_up(list(map(torch.as_tensor, values)))
 
     def _rule_of(self, name: str, seen: Sequence[LogCall]) -> LogRule:
         """Return the rule found for a name; where the samples did not show one, the likeliest."""
@@ -192,7 +191,7 @@ class BatchLogs:
                 f"self.log('{name}') in micro-batches: no weights give the value of the unsplit batch, so "
                 "the logged value is approximate. Log a mean over samples, or a Metric object."
             )
-        elif all(call.own is not None for call in seen):
+        elif all(map(_shows_divisor, seen)):
             return OWN
         elif not has_size:
             note_once(
@@ -206,8 +205,8 @@ class BatchLogs:
         if rule == SUM:
             return None
         if rule == _GIVEN:
-            return _as_weights([call.kwargs["batch_size"] for call in seen])
-        if rule == OWN and all(call.own is not None for call in seen):
+            return _as_weights(_sizes_of(seen))
+        if rule == OWN and all(map(_shows_divisor, seen)):
             return _as_weights([call.own for call in seen])
         # A name need not be logged in every micro-batch.
         logging = tuple(call.part for call in seen)
@@ -258,11 +257,19 @@ def _name_reduction(seen: Sequence[LogCall]) -> str:
     return reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
 
 
+def _shows_divisor(call: LogCall) -> bool:
+    return call.own is not None
+
+
+def _sizes_of(seen: Sequence[LogCall]) -> list[Any]:
+    return [call.kwargs.get("batch_size") for call in seen]
+
+
 def _has_size(seen: Sequence[LogCall]) -> bool:
-    return all(isinstance(call.kwargs.get("batch_size"), int) for call in seen)
+    return all(isinstance(size, int) for size in _sizes_of(seen))
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     if isinstance(value, Tensor):
         return value.ndim == 0
     return isinstance(value, int | float) and not isinstance(value, bool)

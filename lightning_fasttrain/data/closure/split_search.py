@@ -58,7 +58,7 @@ class SplitSearch:
         self._log_looks = 0
         self._differing: dict[str, DeferredFlag] = {}
 
-    def look_at(self, batch: Any, rest: list[Any]) -> None:
+    def look_at(self, batch: object, rest: list[Any]) -> None:
         """Search before a batch: the first shows how to split it, and later ones may show more."""
         micro = self.micro
         # Such strategies count the collectives of a step, and detect a failed rank by a vote of their own.
@@ -74,13 +74,13 @@ class SplitSearch:
             split = self.split if self.trunk is None else None
             micro.trimming.look_at(lambda: self._stage(rest), batch, split, micro.n, self._counting.check)
 
-    def _may_show_more(self, batch: Any) -> bool:
+    def _may_show_more(self, batch: object) -> bool:
         """Whether a later batch could change the result."""
         if self.micro is None or not self._counting.check or self.split.read is None:
             return False
         return self.micro.split is not split_batch or (can_be_cut(batch) and batch_size(batch) > 1)
 
-    def size_of(self, batch: Any) -> Number:
+    def size_of(self, batch: object) -> Number:
         """Return an estimate of what the loss of a batch is divided by."""
         if self.split.is_sum:
             return 1
@@ -88,7 +88,7 @@ class SplitSearch:
             return self.split.count(batch)
         return self.split.per_sample * (batch_size(batch) if can_be_cut(batch) else 1)
 
-    def _find_split(self, batch: Any, rest: list[Any]) -> None:
+    def _find_split(self, batch: object, rest: list[Any]) -> None:
         micro, search = self.micro, self._search(batch, rest)
         if micro is not None and micro.through is not None and self.trunk is None:
             trunk = name_trunk(search.stage, search.samples(), batch, search.n, micro.through)
@@ -119,7 +119,7 @@ class SplitSearch:
         for technique in self._techniques:
             technique.found = self.split
 
-    def settle_logs(self, batch: Any, cut: Parts, rest: list[Any], logs: BatchLogs) -> LogRules:
+    def settle_logs(self, batch: object, cut: Parts, rest: list[Any], logs: BatchLogs) -> LogRules:
         """Decide how logged values are weighted where the rules that matched so far differ in this batch.
 
         A value may be the same in all samples of the first batch, such as an accuracy of 0 before training, and then
@@ -133,8 +133,11 @@ class SplitSearch:
             differ = logs.compare_rules(name)
             if differ is not None:
                 self._differing[name] = DeferredFlag(differ)
-        known = [name for name in logs.seen if name in self._differing and self._differing[name].is_known]
-        differing = [name for name in known if self._differing.pop(name).read()]
+        differing: list[str] = []
+        for name in logs.seen:
+            is_known = name in self._differing and self._differing[name].is_known
+            if is_known and self._differing.pop(name).read():
+                differing.append(name)
         if differing:
             self._log_looks += 1
             # One name is enough to choose rows: what differs in one value mostly differs in the others.
@@ -160,7 +163,9 @@ class SplitSearch:
         self._undo_trunk()
         self.trunk, self.forwards = None, []
 
-    def find_another(self, batch: Any, rest: list[Any], error: OtherSplitError, attempt: int, is_first: bool) -> None:
+    def find_another(
+        self, batch: object, rest: list[Any], error: OtherSplitError, attempt: int, is_first: bool
+    ) -> None:
         """Search again for a batch whose loss is split differently; none of its gradients have been used yet."""
         if not is_first:
             what = "MicroBatching inside an accumulation window"
@@ -173,7 +178,7 @@ class SplitSearch:
             say("MicroBatching: %s; from here on each micro-batch is weighted by %s", error, found)
         self._use(found)
 
-    def _search(self, batch: Any, rest: list[Any]) -> BatchSearch:
+    def _search(self, batch: object, rest: list[Any]) -> BatchSearch:
         """Return the search on this batch."""
         rule = self._counting
         search = BatchSearch(self._stage(rest), batch, 1, split_batch, rule.count, rule.check, rule.found_before)
@@ -203,7 +208,7 @@ class SplitSearch:
 
     @property
     def _techniques(self) -> list[Counting]:
-        return [technique for technique in (self.micro, self.window) if technique is not None]
+        return list(filter(None, (self.micro, self.window)))
 
 
 def _pick_rows(cut: Parts, seen: Sequence[LogCall]) -> tuple[list[int], list[int]]:

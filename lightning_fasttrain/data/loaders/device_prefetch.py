@@ -73,7 +73,7 @@ class DevicePrefetcher(AheadLoader):
         for item in ahead:
             yield self._finish_copy(*item)
 
-    def _start_copy(self, batch: Any, stream: "torch.cuda.Stream | None") -> tuple[Any, Any, Any, Any]:
+    def _start_copy(self, batch: object, stream: "torch.cuda.Stream | None") -> tuple[Any, Any, Any, Any]:
         state = self._state_now()  # after this batch and before the next one is read
         if stream is None:
             return move_data_to_device(batch, self.device), None, None, state
@@ -100,7 +100,7 @@ class DevicePrefetcher(AheadLoader):
 
     def _check_pinned(self, copies: "_Copies") -> None:
         if self._pinned is None:
-            self._pinned = all(tensor.is_pinned() for tensor in copies.sources)
+            self._pinned = all(map(Tensor.is_pinned, copies.sources))
             if not self._pinned:
                 warn(
                     "DevicePrefetch: the batches are not in pinned memory, so the host waits for each copy and "
@@ -135,14 +135,18 @@ class _Copies(TorchDispatchMode):
         self.made: list[Tensor] = []
 
     def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        made = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor) and leaf.device.type == self.device.type]
+        made = _list_tensors_on(self.device.type, result)
         self.made += made
         if made:
-            self.sources += [leaf for leaf in tree_iter(args) if isinstance(leaf, Tensor) and leaf.device.type == "cpu"]
+            self.sources += _list_tensors_on("cpu", args)
         return result
+
+
+def _list_tensors_on(device_type: str, tree: object) -> list[Tensor]:
+    return [leaf for leaf in tree_iter(tree) if isinstance(leaf, Tensor) and leaf.device.type == device_type]
 
 
 class DevicePrefetch(Technique):
@@ -173,8 +177,9 @@ class DevicePrefetch(Technique):
         return None
 
     def outcome(self, model: nn.Module) -> str:
-        on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
-        return f"no effect: {self.why_not(Facts('cpu'))}" if on_cpu else ""
+        if all(parameter.device.type == "cpu" for parameter in model.parameters()):
+            return f"no effect: {self.why_not(Facts('cpu'))}"
+        return ""
 
     def predict(self, step: PredictedStep) -> None:
         step.prefetches = True
@@ -193,7 +198,7 @@ class DevicePrefetch(Technique):
                     return None
         process = trainer.strategy.process_dataloader
 
-        def prefetch_loader(loader: Any) -> DevicePrefetcher:
+        def prefetch_loader(loader: object) -> DevicePrefetcher:
             inner: Any = process(loader)
             return prefetch_to_device(inner, device)
 

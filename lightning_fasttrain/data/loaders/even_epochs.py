@@ -81,7 +81,9 @@ class EvenLoader(AheadLoader):
         batches = iter(self.inner)  # now, as for the plain loader: it may draw random numbers
         if self._alone:
             return batches
-        return self._iterate_together(batches) if self._length is None else islice(batches, self._length)
+        if self._length is None:
+            return self._iterate_together(batches)
+        return islice(batches, self._length)
 
     def close(self) -> None:
         """Free the process group over which the ranks vote."""
@@ -167,7 +169,9 @@ class EvenEpochs(Technique):
 
     @classmethod
     def why_not(cls, facts: Facts) -> str | None:
-        return "there is one device, which has all batches" if facts.devices == 1 else None
+        if facts.devices == 1:
+            return "there is one device, which has all batches"
+        return None
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
         if trainer.state.fn != "fit":

@@ -77,17 +77,17 @@ class TolerantDataset(Dataset[Any]):
         try:
             return self.inner[index]
         except Exception as error:
-            info = get_worker_info()
             last = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{last.filename}:{last.lineno}"
             # As text, since not every exception can be pickled for the way back from a worker.
-            return BadSample(index, None if info is None else info.id, f"{type(error).__name__}: {error} ({where})")
+            worker = getattr(get_worker_info(), "id", None)
+            return BadSample(index, worker, f"{type(error).__name__}: {error} ({where})")
 
     def _read_several(self, indices: list[Any]) -> list[Any]:
         try:
             return self.inner.__getitems__(indices)
         except Exception:  # read one by one to find which of them failed
-            return [self[index] for index in indices]
+            return list(map(self.__getitem__, indices))
 
 
 class Sieve:
@@ -100,13 +100,15 @@ class Sieve:
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
 
-    def __call__(self, samples: Any) -> Envelope:
+    def __call__(self, samples: object) -> Envelope:
         if isinstance(samples, BadSample):  # a loader with batch_size=None
             return Envelope(None, [samples])
         if not isinstance(samples, list):
             return Envelope(self.collate(samples), [])
-        bad = [sample for sample in samples if isinstance(sample, BadSample)]
-        good = [sample for sample in samples if not isinstance(sample, BadSample)]
+        bad: list[BadSample] = []
+        good: list[Any] = []
+        for sample in samples:
+            (bad if isinstance(sample, BadSample) else good).append(sample)
         return Envelope(self.collate(good) if good else None, bad)
 
 
@@ -184,10 +186,10 @@ class GuardedLoader(WrappedLoader):
     def __iter__(self) -> Iterator[Any]:
         return _Unpacked(self, iter(self.inner))
 
-    def _note_pass(self, batches: Any) -> None:
+    def _note_pass(self, batches: object) -> None:
         self._batches = weakref.ref(batches)
 
-    def _open(self, envelope: Any) -> Any:
+    def _open(self, envelope: object) -> Any:
         if not isinstance(envelope, Envelope):
             return envelope
         tally = self._tally
@@ -314,7 +316,7 @@ class SampleGuard(Technique):
         self._tally = tally = Tally(self.skip_bad_samples)
         loaders: list[GuardedLoader] = []
 
-        def wrap(loader: Any) -> GuardedLoader:
+        def wrap(loader: object) -> GuardedLoader:
             loaders.append(GuardedLoader(loader, tally))
             return loaders[-1]
 

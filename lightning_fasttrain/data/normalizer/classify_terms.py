@@ -86,6 +86,7 @@ def classify_terms(trial: Trial) -> ReadNormalizer | str:
     terms = trial.whole.terms
     varying = tuple(_find_varying(place, trial.runs) for place in range(len(terms)))
     found: list[ReadNormalizer] = []
+    places: list[int] = []
     for place, term in enumerate(terms):
         read = ReadNormalizer(trial.whole.structure, varying, place, name=_describe(term))
         # A mean that is multiplied by what it was divided by has no normalizer.
@@ -98,9 +99,9 @@ def classify_terms(trial: Trial) -> ReadNormalizer | str:
         read = replace(read, offset=offset)
         summed = _find_ratio([run.terms[place].summed for run in trial.runs], list(map(read.count_in, trial.runs)))
         found.append(replace(read, summed=summed))
+        places.append(place)
     if not found:
         return ReadNormalizer(trial.whole.structure, varying)
-    places = [read.term for read in found]
     # A penalty on weights is the same in each micro-batch, whose weights add up to 1.
     if not all(term.of_parameters for place, term in enumerate(terms) if place not in places):
         return "the loss adds a sum over samples to a mean"
@@ -110,7 +111,7 @@ def classify_terms(trial: Trial) -> ReadNormalizer | str:
     for other in found[1:]:
         if _find_ratio(expected, list(map(other.count_in, trial.runs))) is None:
             return "the loss has several normalizers"
-    return replace(first, others=tuple(read.term for read in found[1:] if read.term is not None))
+    return replace(first, others=tuple(places[1:]))
 
 
 def _find_unreadable(runs: Sequence[Run]) -> str:
@@ -123,7 +124,9 @@ def _find_unreadable(runs: Sequence[Run]) -> str:
     for term in terms:
         if term.kind in _UNREADABLE:
             return _UNREADABLE[term.kind].format(term.name)
-    return "" if len(runs) > 1 or len(terms) == 1 else "its terms cannot be compared with those of another sample"
+    if len(runs) == 1 and len(terms) > 1:
+        return "its terms cannot be compared with those of another sample"
+    return ""
 
 
 def _find_varying(place: int, runs: Sequence[Run]) -> tuple[int, ...]:
@@ -155,8 +158,10 @@ def _find_offset(read: ReadNormalizer, trial: Trial) -> float | None:
             return None
         offsets.append(missed / (len(counts) - 1))  # the sum holds the constant once per micro-batch
     if all(abs(offset - offsets[0]) <= 1e-3 * abs(offsets[0]) for offset in offsets):
-        return offsets[0] if offsets else 0.0
-    return 0.0 if max(map(abs, offsets)) <= 1e-6 * abs(whole) else None
+        return next(iter(offsets), 0.0)
+    if max(map(abs, offsets)) <= 1e-6 * abs(whole):
+        return 0.0
+    return None
 
 
 def _describe(term: ReadTerm) -> str:

@@ -35,7 +35,7 @@ class CountRule:
     name: str
     ignore_index: int = -100
 
-    def __call__(self, batch: Any) -> Tensor | int:
+    def __call__(self, batch: object) -> Tensor | int:
         if self.name == "sum":
             return 1
         if self.name == "samples":
@@ -46,7 +46,8 @@ class CountRule:
             why = f"the batch has no integer labels{shape} to count"
             way_out = "Use count='samples', or pass a function as count="
             raise ValueError(explain(f"count={self.name!r}", why, way_out))
-        labels = labels[..., 1:] if self.name == "next_tokens" else labels
+        if self.name == "next_tokens":
+            labels = labels[..., 1:]
         return (labels != self.ignore_index).sum()
 
     def __str__(self) -> str:
@@ -60,7 +61,9 @@ class CountRule:
 
 def named_count(count: Count) -> Count:
     """Return ``count`` as it is used: a rule for a name; ``"auto"`` and functions unchanged."""
-    return CountRule(count) if isinstance(count, str) and count != "auto" else count
+    if isinstance(count, str) and count != "auto":
+        return CountRule(count)
+    return count
 
 
 def rule_state(count: CountTargets | None) -> dict[str, Any]:

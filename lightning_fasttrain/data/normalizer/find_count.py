@@ -81,8 +81,9 @@ def stage_of(step: Callable[[Any], Any], no_sync: Callable[[], AbstractContextMa
     @contextmanager
     def skip_syncs() -> Iterator[None]:
         with ExitStack() as stack:
-            for context in (no_sync, *(replica.no_sync for replica in replicas)):
-                stack.enter_context(context())
+            stack.enter_context(no_sync())
+            for replica in replicas:
+                stack.enter_context(replica.no_sync())
             yield
 
     sharded = any(map(is_sharded, models))

@@ -134,9 +134,13 @@ def _try_altered(verdict: _Verdict, trial: Trial, stage: Stage) -> list[Trial]:
     ignored = {term.ignored for term in trial.whole.terms}
     # A plain cross_entropy; for any other loss, labels that it does not ignore may be out of range.
     samples = list_altered(trial.sample, ignored.pop() if len(ignored) == 1 else None)
-    tried = [try_split(stage, iter([sample]), trial.precision) for sample in samples]
-    # A step may fail on such values.
-    return [altered for altered in tried if not altered.why_not and altered.precision == trial.precision]
+    altered: list[Trial] = []
+    for sample in samples:
+        tried = try_split(stage, iter([sample]), trial.precision)
+        # A step may fail on such values.
+        if not tried.why_not and tried.precision == trial.precision:
+            altered.append(tried)
+    return altered
 
 
 def _find_worst(verdicts: Sequence[_Verdict]) -> _Verdict:

@@ -40,8 +40,7 @@ def find_log_rules(split: LossSplit, trials: Sequence[Trial], before: LogRules) 
     for name in trials[0].whole.logged:
         if not all(name in run.logged for trial in trials for run in trial.runs):
             continue
-        wholes = [trial.whole for trial in trials]
-        is_loss = all(_is_near(whole.logged[name].value, whole.loss, 1.0, _ROUNDING) for whole in wholes)
+        is_loss = all(_is_near(trial.whole.logged[name].value, trial.whole.loss, 1.0, _ROUNDING) for trial in trials)
         rules = before.get(name, (OWN, counting[0], LOSS, *counting[1:]))
         matching = match_log_rules(split, name, rules, trials) or before.get(name, ())
         # Where its graph shows its divisor, or it is the loss, others match by chance.

@@ -1,6 +1,7 @@
 """Weights of the micro-batches of one step, computed together on the device."""
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,10 +46,10 @@ class MicroBatchWeights:
 
     def add_up(self, values: Sequence[Tensor]) -> Tensor:
         """Return the weighted sum of one value per micro-batch."""
-        values = [value.detach() for value in values]
+        values = list(map(Tensor.detach, values))
         if self._numbers is not None:
             # Not sum(), which starts with a 0: one addition less.
-            return functools.reduce(torch.add, [self.scale_loss(value, part) for part, value in enumerate(values)])
+            return functools.reduce(torch.add, map(self.scale_loss, values, itertools.count()))
         stacked = torch.stack(values)
         weights, counted = self._on(stacked.device, _dtype_of(stacked))
         return torch.where(counted, stacked * weights, 0.0).sum()
@@ -89,7 +90,7 @@ class _ScaleLoss(torch.autograd.Function):
 
 def add_counts(counts: Sequence[Number]) -> Number:
     """Return the sum of the counts, in two launches for any number of them."""
-    if counts and all(isinstance(count, Tensor) for count in counts):
+    if counts and all(map(torch.is_tensor, counts)):
         return torch.stack(list(counts)).sum()  # pyright: ignore[reportArgumentType]
     return sum(counts)
 

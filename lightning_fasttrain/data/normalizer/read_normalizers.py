@@ -1,7 +1,7 @@
 """Read the normalizers of a loss, the divisors of its sums over samples, from its autograd graph."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -63,12 +63,12 @@ class Term:
     @property
     def coefficient(self) -> Number:
         """The product of the term's factors."""
-        return _product(slot.value for slot in self.slots if not slot.divides)
+        return _product(self.slots, of_divisors=False)
 
     @property
     def normalizer(self) -> Number:
         """The product of the term's divisors; 1 for a sum."""
-        return _product(slot.value for slot in self.slots if slot.divides)
+        return _product(self.slots, of_divisors=True)
 
     @property
     def name(self) -> str:
@@ -216,7 +216,9 @@ class _Walk:
         published = getattr(node, "normalizer", None)
         if published is not None:
             kind, value = published
-            return self._end(kind, (*slots, Slot(value, divides=True)) if kind == "mean" else slots, node)
+            if kind == "mean":
+                slots = (*slots, Slot(value, divides=True))
+            return self._end(kind, slots, node)
         if is_of_one_parameter(node):
             return self._end("parameter", slots, node)
         is_known = type(node).__module__ == "torch.autograd" or not hasattr(node, "saved_tensors")
@@ -249,9 +251,11 @@ def _number_of_means(node: Any) -> int:
     return math.prod(sizes[signed(dim)] for dim in node._saved_dim or range(len(sizes)))
 
 
-def _without_graph(value: Any) -> Any:
+def _without_graph(value: object) -> Any:
     # Only for tensors with a graph: even detach() is an operation, which a user's dispatch mode would see.
-    return value.detach() if isinstance(value, Tensor) and value.requires_grad else value
+    if isinstance(value, Tensor) and value.requires_grad:
+        return value.detach()
+    return value
 
 
 def _as_scalar(value: Any) -> Number:
@@ -262,14 +266,24 @@ def _as_scalar(value: Any) -> Number:
     if type(value) is Tensor and value.device.type == "cpu":
         with _disable_current_modes():
             return value.item()
-    return value.reshape(()) if isinstance(value, Tensor) and value.ndim > 0 else value
+    if isinstance(value, Tensor) and value.ndim > 0:
+        return value.reshape(())
+    return value
 
 
-def _product(values: Iterator[Number]) -> Number:
-    result: Number = 1
-    for value in values:
-        result = value if isinstance(result, int) and result == 1 else result * value
-    return result
+def multiply(product: Number, value: Number) -> Number:
+    """Return the product; no operation on a device where ``product`` is the 1 that a product begins with."""
+    if isinstance(product, int) and product == 1:
+        return value
+    return product * value
+
+
+def _product(slots: Sequence[Slot], *, of_divisors: bool) -> Number:
+    product: Number = 1
+    for slot in slots:
+        if slot.divides == of_divisors:
+            product = multiply(product, slot.value)
+    return product
 
 
 def _show(value: Number) -> str:

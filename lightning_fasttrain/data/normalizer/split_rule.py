@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_fasttrain.data.normalizer.count_targets import CountRule, CountTargets
 from lightning_fasttrain.data.normalizer.micro_batch_weights import Number
-from lightning_fasttrain.data.normalizer.read_normalizers import Slot, Term, read_normalizers
+from lightning_fasttrain.data.normalizer.read_normalizers import Slot, Term, multiply, read_normalizers
 from lightning_fasttrain.data.normalizer.summed_values import count_summed
 from lightning_fasttrain.data.normalizer.trial.runs import Run
 
@@ -100,14 +100,15 @@ class ReadNormalizer:
         count = divisor - self.offset if self.offset else divisor
         if term.kind == "mean" or (isinstance(divisor, float | int) and divisor > 1):
             return count, False
-        summed = None if self.summed is None else count_summed(term.node)
-        if self.summed is not None and summed is not None:
+        if self.summed is not None and (summed := count_summed(term.node)) is not None:
             counted = on_host(summed) * self.summed
             # The divisor may also be the count 0, kept from zero.
             return counted, differ(count, counted) & (counted != 0)
         # It may be clamped away from zero, as by clamp(min=1), or be zero beside a nonzero sum.
         unclear = loss.isinf() | ((divisor > 0) & (divisor <= 1))
-        return count, bool(unclear) if unclear.device.type == "cpu" else unclear
+        if unclear.device.type == "cpu":
+            return count, bool(unclear)
+        return count, unclear
 
 
 def count_of(slots: Sequence[Slot], varying: Sequence[int]) -> Number:
@@ -116,7 +117,7 @@ def count_of(slots: Sequence[Slot], varying: Sequence[int]) -> Number:
     for place in varying:
         value = on_host(slots[place].value)
         if slots[place].divides:
-            count = value if isinstance(count, int) and count == 1 else count * value
+            count = multiply(count, value)
         elif isinstance(value, float | int) and value == 0:
             return 0
         else:
@@ -126,7 +127,9 @@ def count_of(slots: Sequence[Slot], varying: Sequence[int]) -> Number:
 
 def on_host(value: Number) -> Number:
     """Return the value as a Python number, unless that would wait for a device."""
-    return float(value) if isinstance(value, Tensor) and value.device.type == "cpu" else value
+    if isinstance(value, Tensor) and value.device.type == "cpu":
+        return float(value)
+    return value
 
 
 def differ(one: Number, other: Number) -> bool | Tensor:
@@ -172,7 +175,9 @@ class LossSplit:
     @property
     def is_sum(self) -> bool:
         """Whether the losses of micro-batches are added unweighted."""
-        return self.read.term is None if self.read is not None else self.count == CountRule("sum")
+        if self.read is not None:
+            return self.read.term is None
+        return self.count == CountRule("sum")
 
     def count_in(self, run: Run) -> float | None:
         """Return the count of a run by this rule; None where losses are added unweighted, or it does not apply."""
@@ -180,7 +185,9 @@ class LossSplit:
             return None
         if self.read is not None:
             return self.read.count_in(run)
-        return None if self.count is None else float(self.count(run.batch))
+        if self.count is None:
+            return None
+        return float(self.count(run.batch))
 
     def list_weights(self, runs: Sequence[Run]) -> list[float]:
         """Return the weights of the runs of all micro-batches of a batch."""
@@ -193,4 +200,6 @@ class LossSplit:
     def __str__(self) -> str:
         if self.read is not None:
             return str(self.read)
-        return str(self.count) if isinstance(self.count, CountRule) else "count="
+        if isinstance(self.count, CountRule):
+            return str(self.count)
+        return "count="

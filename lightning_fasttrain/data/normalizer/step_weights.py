@@ -48,16 +48,20 @@ class StepWeights:
         self.held: list[int] = []  # micro-batches that gave a loss
         self.known: MicroBatchWeights | None = None
         self._doubts: list[Tensor] = []  # comparisons on a device, where True is a mismatch
+        counts: list[Number] = []
+        total: Number = 1
         if split.is_sum:
-            one: Number = 1 if reference is None else reference
-            self.known = MicroBatchWeights([1] * self.parts, one)
+            counts = [1] * self.parts
         elif split.count is not None:
             counts = list(map(split.count, parts))
             total = add_counts(counts)
             if over_ranks is not None:
                 # Either all ranks get here or none, since they found the same rule.
                 total = over_ranks(total)
-            self.known = MicroBatchWeights(counts, total if reference is None else reference)
+        if reference is not None:
+            total = reference
+        if counts:
+            self.known = MicroBatchWeights(counts, total)
 
     def scale_loss(self, loss: Tensor, part: int) -> Tensor:
         """Return the micro-batch's share of the loss of the step.
@@ -132,7 +136,9 @@ class StepWeights:
         if isinstance(total, Tensor) or isinstance(self.reference, Tensor):
             total, reference = torch.as_tensor(total), torch.as_tensor(self.reference)
             return torch.where(total > 0, reference.to(total.device) / total, 1.0)
-        return None if total in (0, self.reference) else self.reference / total
+        if total in (0, self.reference):
+            return None
+        return self.reference / total
 
     def find_mismatch(self) -> "DeferredFlag | None":
         """Compare what was read from all micro-batches, before the last backward.
@@ -145,7 +151,9 @@ class StepWeights:
         """
         for one, other in self._pairs_that_must_agree():
             self._refuse(differ(one, other), _SEVERAL)
-        return DeferredFlag(torch.stack(self._doubts).any()) if self._doubts else None
+        if not self._doubts:
+            return None
+        return DeferredFlag(torch.stack(self._doubts).any())
 
     def _pairs_that_must_agree(self) -> Iterator[tuple[Number, Number]]:
         for reading in self.readings[1:]:
@@ -217,7 +225,9 @@ def _estimate_total(count: Number, parts: int) -> Number:
     """Estimate the total, so that nothing overflows in float16 before the real one is known."""
     if isinstance(count, Tensor):
         return torch.where(count > 0, count * parts, 1.0)
-    return count * parts if count > 0 else 1.0
+    if not count > 0:
+        return 1.0
+    return count * parts
 
 
 def _is_zero(total: Number) -> bool:

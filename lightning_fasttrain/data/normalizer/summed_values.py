@@ -38,7 +38,9 @@ def name_operation(name: str) -> str:
 def shape_of(node: Any, output: int) -> torch.Size:
     """Return the shape of an output of a node's operation; outputs are the inputs of its backward."""
     metadata = node._input_metadata
-    return torch.Size(metadata[output].shape) if output < len(metadata) else torch.Size([0])
+    if output >= len(metadata):
+        return torch.Size([0])
+    return torch.Size(metadata[output].shape)
 
 
 def walk_graph(node: Any) -> Iterator[Any]:
@@ -55,7 +57,9 @@ def walk_graph(node: Any) -> Iterator[Any]:
 
 def signed(value: int) -> int:
     """Return a number with its sign restored: autograd stores negative ones modulo 2**64."""
-    return value - 2**64 if value >= 2**63 else value
+    if value < 2**63:
+        return value
+    return value - 2**64
 
 
 _LOOKED_THROUGH = frozenset("Neg Sum View UnsafeView ReshapeAlias ToCopy Unsqueeze Squeeze Expand".split())  # noqa: SIM905
@@ -138,6 +142,8 @@ def _is_with_constants(name: str, node: Any) -> bool:
     if name != "Mul":
         return name in _WITH_CONSTANTS
     (first, place), (second, other_place) = node.next_functions
-    constant = node._saved_self if first is None else node._saved_other
-    held = shape_of(second, other_place) if first is None else shape_of(first, place)
+    if first is None:
+        constant, held = node._saved_self, shape_of(second, other_place)
+    else:
+        constant, held = node._saved_other, shape_of(first, place)
     return not isinstance(constant, Tensor) or constant.ndim == 0 or constant.shape == held

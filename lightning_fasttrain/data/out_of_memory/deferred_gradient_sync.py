@@ -133,7 +133,7 @@ class CollectivesWatch:
     def wrap(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``step``, watched for collectives."""
 
-        def watch_step(*args: Any) -> Any:
+        def watch_step(*args: object) -> Any:
             before = _collectives_so_far()
             try:
                 return step(*args)

@@ -136,7 +136,7 @@ class DocumentMask(Tensor):
         raise ValueError(explain(f"a block without padding, at {name or func}", why, way_out))
 
 
-def _keeps_all(mask: DocumentMask, index: Any) -> bool:
+def _keeps_all(mask: DocumentMask, index: object) -> bool:
     """Whether an index keeps a whole mask, as that to the number of keys does."""
     for place in index if isinstance(index, tuple) else (index,):
         is_whole = isinstance(place, slice) and place.start in (None, 0) and place.step is None
@@ -212,4 +212,6 @@ def _mask_of(mask: DocumentMask, row: int, places: Tensor, dtype: torch.dtype) -
     among = mask.as_subclass(Tensor)[row : row + 1].index_select(-1, places)
     if among.shape[-2] > 1:
         among = among.index_select(-2, places)
-    return among if among.dtype == torch.bool else among.to(dtype)
+    if among.dtype == torch.bool:
+        return among
+    return among.to(dtype)

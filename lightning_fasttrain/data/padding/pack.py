@@ -100,7 +100,7 @@ def pack(
     if tokens < 2:
         raise ValueError(explain(f"tokens={tokens}", "a row needs a token and its successor", "Use tokens=4096"))
     sizes = list(_read_lengths(dataset) if lengths is None else lengths)
-    if not any(size > 0 for size in sizes):
+    if max(sizes, default=0) <= 0:
         raise ValueError(explain("the dataset has no tokens", "there is nothing to pack", "Check the documents"))
     pieces: list[Piece] = []
     for document, size in enumerate(sizes):
@@ -135,7 +135,7 @@ def _read_lengths(dataset: Any) -> Iterable[int]:
         yield len(_read(dataset[document], document)[0])
 
 
-def _read(sample: Any, document: int) -> tuple[Tensor, Tensor]:
+def _read(sample: object, document: int) -> tuple[Tensor, Tensor]:
     """Return the token ids of a document, and its labels."""
     ids = sample["input_ids"] if isinstance(sample, dict) else sample
     if not isinstance(ids, Tensor | list):

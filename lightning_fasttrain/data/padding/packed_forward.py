@@ -72,9 +72,10 @@ class PackedForward(WrappedForward):
                 return documents.pack(leaf)
             return leaf
 
-        def pad(leaf: Any, path: str) -> Any:
-            is_row = isinstance(leaf, Tensor) and leaf.shape[:2] == (1, documents.tokens)
-            return documents.pad(leaf) if is_row else leaf
+        def pad(leaf: object, path: str) -> Any:
+            if isinstance(leaf, Tensor) and leaf.shape[:2] == (1, documents.tokens):
+                return documents.pad(leaf)
+            return leaf
 
         args, kwargs = walk_leaves((args, kwargs), pack, "input")
         return walk_leaves(self.inner(*args, **kwargs), pad, "output")
@@ -102,7 +103,7 @@ def _is_of_attention(name: str, mask: Tensor) -> bool:
     return is_of_keys or (mask.ndim == 4 and mask.shape[2] in (1, mask.shape[3]))
 
 
-def _has_rows(arguments: Any, size: tuple[int, int]) -> bool:
+def _has_rows(arguments: object, size: tuple[int, int]) -> bool:
     """Whether a block gets features of so many rows and of this length, so that its mask is not shared by all rows."""
     for leaf in list_tensors(arguments, "input").values():
         if leaf.ndim == 3 and leaf.is_floating_point() and tuple(leaf.shape[:2]) == size:

@@ -26,7 +26,7 @@ from lightning_fasttrain.data.normalizer.trial.looks import Looks
 from lightning_fasttrain.data.normalizer.trial.runs import Run, Trial
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample, rank_rows
 from lightning_fasttrain.data.normalizer.trial.try_split import Stage, distinguish_rounding, try_split
-from lightning_fasttrain.data.padding.packed_forward import PackedForward, SeenMasks, remove_padding_
+from lightning_fasttrain.data.padding.packed_forward import PackedForward, remove_padding_
 from lightning_fasttrain.data.padding.try_trimming import Outcome
 from lightning_fasttrain.data.split_batch import pick_rows
 from lightning_fasttrain.technique import Capability, Conflict, Surgery, Technique
@@ -63,7 +63,7 @@ def check_padding_free(step: Callable[[Any], Any], batch: Any) -> float:
     return outcome.error
 
 
-def _try(stage: Stage, batch: Any) -> Outcome:
+def _try(stage: Stage, batch: object) -> Outcome:
     """Run a few rows of a batch with and without padding, and return the worst outcome of all ranks."""
     wrappers = [wrapper for model in stage.models for wrapper in wrappers_in(model, PackedForward)]
     acted = [wrapper.acts for wrapper in wrappers]
@@ -75,8 +75,8 @@ def _try(stage: Stage, batch: Any) -> Outcome:
     return mine.of_all_ranks()
 
 
-def _try_rows(stage: Stage, batch: Any, wrappers: Sequence[PackedForward]) -> Outcome:
-    def step(rows: Any) -> Any:
+def _try_rows(stage: Stage, batch: object, wrappers: Sequence[PackedForward]) -> Outcome:
+    def step(rows: object) -> Any:
         # It stays so until the next run, since a recomputation in the backward asks again.
         for wrapper in wrappers:
             wrapper.acts = rows is not sample.whole
@@ -168,7 +168,9 @@ class PaddingFree(Technique):
 
     @classmethod
     def why_not(cls, facts: Facts) -> str | None:
-        return NO_BLOCKS if facts.blocks == 0 else None
+        if facts.blocks == 0:
+            return NO_BLOCKS
+        return None
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
         self.acts, self._looks, self._has_ended = False, Looks(from_first=True), False
@@ -182,7 +184,9 @@ class PaddingFree(Technique):
 
     def took_hold(self, model: nn.Module) -> str:
         blocks = count_wrapped(model, PackedForward)
-        return f"{blocks} run without padding once that is found exact" if blocks else ""
+        if not blocks:
+            return ""
+        return f"{blocks} run without padding once that is found exact"
 
     def why_idle(self, model: nn.Module) -> tuple[str, str] | None:
         if not self._has_padding or any(wrapper.ran for wrapper in wrappers_in(model, PackedForward)):
@@ -191,9 +195,11 @@ class PaddingFree(Technique):
         return why, "Load the model with attn_implementation='sdpa', or use MicroBatching(n), which trims padding"
 
     def outcome(self, model: nn.Module) -> str:
-        seen = next((wrapper.seen for wrapper in wrappers_in(model, PackedForward)), SeenMasks())
-        saved = 1 - seen.tokens / max(seen.padded, 1)
-        return f"{saved:.0%} of the tokens were padding that did not run" if seen.tokens else ""
+        for wrapper in wrappers_in(model, PackedForward):
+            seen = wrapper.seen  # the same one for all blocks
+            if seen.tokens:
+                return f"{1 - seen.tokens / seen.padded:.0%} of the tokens were padding that did not run"
+        return ""
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int

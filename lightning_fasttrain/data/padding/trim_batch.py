@@ -1,5 +1,6 @@
 """Cut a padded batch into micro-batches of rows of similar length, each as long as its own longest row."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,7 @@ class TrimmedParts:
     @property
     def order(self) -> list[int]:
         """The rows of the batch in the order of the micro-batches."""
-        return [row for rows in self.rows for row in rows]
+        return list(itertools.chain.from_iterable(self.rows))
 
     @property
     def tokens(self) -> int:
@@ -60,8 +61,8 @@ class TrimmedParts:
             why = "they differ in an axis that is not one of the trimmed ones"
             raise ValueError(f"the tensors that micro-batches returned cannot be joined: {why}")
         joined = torch.cat(list(values))
-        sizes = [len(self.rows[part]) for part in held]
-        if len(held) < len(self.parts) or [len(value) for value in values] != sizes:
+        sizes = list(map(len, map(self.rows_of, held)))
+        if len(held) < len(self.parts) or list(map(len, values)) != sizes:
             return joined  # not one entry per row
         return joined[torch.tensor(self.order, device=joined.device).argsort()]
 
@@ -69,7 +70,7 @@ class TrimmedParts:
         filled = list(values)
         for axis, size in enumerate(self.extents.sizes):
             spans = [self.spans[part][axis] for part in held]
-            for place in range(1, min(value.ndim for value in values)):
+            for place in range(1, min(map(Tensor.dim, values))):
                 if all(value.shape[place] == stop - start for value, (start, stop) in zip(values, spans, strict=True)):
                     ends = zip(filled, spans, strict=True)
                     filled = [_fill(value, place, start, size) for value, (start, _) in ends]
@@ -85,7 +86,7 @@ def _fill(value: Tensor, place: int, start: int, size: int) -> Tensor:
     return filled
 
 
-def trim_batch(batch: Any, extents: Extents, rows: Sequence[Sequence[int]], multiple_of: int) -> TrimmedParts:
+def trim_batch(batch: object, extents: Extents, rows: Sequence[Sequence[int]], multiple_of: int) -> TrimmedParts:
     """Return one micro-batch for each group of rows, cut to what these rows need.
 
     Example:
@@ -98,20 +99,22 @@ def trim_batch(batch: Any, extents: Extents, rows: Sequence[Sequence[int]], mult
     """
     spans = [extents.spans_of(group, multiple_of) for group in rows]
     device = next((leaf.device for leaf in list_tensors(batch).values()), None)
-    order = torch.tensor([row for group in rows for row in group], device=device)  # one copy to a device for all groups
+    # One copy to a device for all groups.
+    order = torch.tensor(list(itertools.chain.from_iterable(rows)), device=device)
     parts: list[Any] = []
-    for group, places, span in zip(rows, order.split([len(group) for group in rows]), spans, strict=True):
+    for group, places, span in zip(rows, order.split(list(map(len, rows))), spans, strict=True):
         parts.append(_take(batch, extents, list(group), places, span))
-    return TrimmedParts(parts, [list(group) for group in rows], spans, extents)
+    return TrimmedParts(parts, list(map(list, rows)), spans, extents)
 
 
-def _take(batch: Any, extents: Extents, rows: list[int], places: Tensor, spans: Ends) -> Any:
+def _take(batch: object, extents: Extents, rows: list[int], places: Tensor, spans: Ends) -> Any:
     cuts: dict[str, list[tuple[int, list[int]]]] = {}
     for axis, span in zip(extents.padding.axes, spans, strict=True):
         for path, along in axis.members:
-            cuts.setdefault(path, []).extend((one, span) for one in along)
+            for one in along:
+                cuts.setdefault(path, []).append((one, span))
 
-    def take(leaf: Any, path: str) -> Any:
+    def take(leaf: object, path: str) -> Any:
         if isinstance(leaf, Tensor) and leaf.ndim > 0:
             for axis, (start, stop) in cuts.get(path, ()):
                 leaf = leaf.narrow(axis, start, stop - start)
@@ -121,7 +124,7 @@ def _take(batch: Any, extents: Extents, rows: list[int], places: Tensor, spans: 
                 leaf = leaf.take(range(start, stop), axis)
             return leaf[rows]
         if isinstance(leaf, list | tuple) and len(leaf) == len(extents.rows):
-            return type(leaf)(leaf[row] for row in rows)
+            return type(leaf)(map(leaf.__getitem__, rows))
         return leaf
 
     return walk_leaves(batch, take, "batch")

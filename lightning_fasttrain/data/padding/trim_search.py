@@ -88,8 +88,10 @@ class TrimSearch:
     """
 
     def __init__(self, wanted: bool | TrimPadding | None, max_tokens: int | None = None) -> None:
-        self.how = wanted if isinstance(wanted, TrimPadding) else TrimPadding()
-        self.wanted = True if isinstance(wanted, TrimPadding) else wanted
+        self.how = TrimPadding()
+        if isinstance(wanted, TrimPadding):
+            self.how, wanted = wanted, True
+        self.wanted = wanted
         self.max_tokens = max_tokens
         self.padding: Padding | None = None
         self.why_not = ""
@@ -123,7 +125,7 @@ class TrimSearch:
             raise ValueError(explain("trim_padding=True with a loss that cannot be split", why, _WAY_OUT))
 
     def look_at(
-        self, make_stage: Callable[[], Stage], batch: Any, split: LossSplit | None, n: int, check: bool
+        self, make_stage: Callable[[], Stage], batch: object, split: LossSplit | None, n: int, check: bool
     ) -> None:
         """Find padding in the first batch, and in batches 2, 4, 8, ... while that takes little time.
 
@@ -147,7 +149,7 @@ class TrimSearch:
             with self.looks.timed():
                 self._try(make_stage(), batch, split, -(-batch_size(batch) // n))
 
-    def _try(self, stage: Stage, batch: Any, split: LossSplit, most_rows: int) -> None:
+    def _try(self, stage: Stage, batch: object, split: LossSplit, most_rows: int) -> None:
         # A batch with other tensors may be padded in another way.
         is_known = self.padding is not None and self.padding.read(batch) is not None
         candidates = [self.padding] if self.padding is not None and is_known else self._list_candidates(batch)
@@ -158,13 +160,13 @@ class TrimSearch:
         elif outcome.is_known:
             self._refuse(outcome.why_not)
 
-    def _list_candidates(self, batch: Any) -> list[Padding]:
+    def _list_candidates(self, batch: object) -> list[Padding]:
         if batch_size(batch) == 1:
             return []
         proposals = propose_padding(batch, self.how.lengths, zeros=self.wanted is True)
         return list_candidates([axis for axis in proposals if self.wanted or axis[0].share >= _LEAST])
 
-    def _say_found(self, found: Padding, outcome: Outcome, batch: Any, what: str) -> None:
+    def _say_found(self, found: Padding, outcome: Outcome, batch: object, what: str) -> None:
         extents = found.read(batch)
         if found != self.padding and extents is not None:
             text = (
@@ -184,7 +186,7 @@ class TrimSearch:
 
     def cut(
         self,
-        batch: Any,
+        batch: object,
         n: int,
         split: Callable[[Any, int], list[Any]] = split_batch,
         *,
@@ -198,7 +200,7 @@ class TrimSearch:
             split: how a batch is split that keeps its padding.
             in_lockstep: whether all ranks must run the same number of micro-batches.
         """
-        extents = None if self.padding is None else self.padding.read(batch)
+        extents = self.padding and self.padding.read(batch)
         if self.padding is not None and extents is None:
             self._warn_of_other_batch(self.padding)
         is_cut = extents is not None and extents.may_be_cut(self.how.multiple_of)
@@ -208,7 +210,8 @@ class TrimSearch:
         if in_lockstep and self.max_tokens is not None:
             n = self._agree(len(rows) or n, batch_size(batch))
         if in_lockstep and extents is not None and rows:
-            rows = group_rows_evenly(extents, n, self.how.multiple_of) if len(rows) > n else rows
+            if len(rows) > n:
+                rows = group_rows_evenly(extents, n, self.how.multiple_of)
             rows = split_groups(rows, n)
         if extents is None or not rows:
             self._note(batch, extents, None)
@@ -236,19 +239,19 @@ class TrimSearch:
         most_rows = -(-len(extents.rows) // n) if extents.has_more else None
         return group_rows(extents, self.max_tokens, self.how.multiple_of, most_rows=most_rows)
 
-    def _note(self, batch: Any, extents: Extents | None, trimmed: TrimmedParts | None) -> None:
+    def _note(self, batch: object, extents: Extents | None, trimmed: TrimmedParts | None) -> None:
         padded = extents.padded if extents is not None else _count_padded(batch)
         self.padded += padded
         self.computed += padded if trimmed is None else trimmed.tokens
         if self.max_tokens is not None and not self._has_warned and trimmed is not None:
-            longest = max(trimmed.tokens_of(part) for part in range(len(trimmed.parts)))
+            longest = max(map(trimmed.tokens_of, range(len(trimmed.parts))))
             if longest > self.max_tokens:
                 self._has_warned = True
                 say("MicroBatching: a row of %d tokens runs alone, above max_tokens=%d", longest, self.max_tokens)
 
-    def share_left(self, batch: Any, n: int) -> float:
+    def share_left(self, batch: object, n: int) -> float:
         """Return the share of a batch's tokens that run if it is cut into ``n`` micro-batches; 1 without padding."""
-        extents = None if self.padding is None else self.padding.read(batch)
+        extents = self.padding and self.padding.read(batch)
         if extents is None:
             return 1.0
         return extents.share_of(self._group(extents, n), self.how.multiple_of)
@@ -258,7 +261,7 @@ class TrimSearch:
             self._has_warned = True
             say("MicroBatching: a batch without %s runs with its padding", padding)
 
-    def count_parts(self, batch: Any, n: int) -> int:
+    def count_parts(self, batch: object, n: int) -> int:
         """Return the number of micro-batches if rows keep their padding: ``n``, or those that the budget needs.
 
         Raises:
@@ -269,7 +272,7 @@ class TrimSearch:
         rows, tokens = self._count(batch)
         return -(-rows // max(1, self.max_tokens * rows // tokens))
 
-    def list_largest(self, batch: Any, n: int) -> list[Any]:
+    def list_largest(self, batch: object, n: int) -> list[Any]:
         """Return micro-batches with their padding, such that none of a run in which it is cut off is larger.
 
         Raises:
@@ -282,9 +285,11 @@ class TrimSearch:
         rows, tokens = self._count(batch)
         # Shorter rows may fill the budget, so part of another long row is counted, too.
         most = -(-self.max_tokens * rows // tokens)
-        return [sorted_rows] if most >= rows else [take_rows(sorted_rows, 0, most)] * 2
+        if most >= rows:
+            return [sorted_rows]
+        return [take_rows(sorted_rows, 0, most)] * 2
 
-    def _count(self, batch: Any) -> tuple[int, int]:
+    def _count(self, batch: object) -> tuple[int, int]:
         """Return the numbers of rows and of tokens."""
         tokens = _count_padded(batch)
         if tokens == 0:
@@ -295,7 +300,7 @@ class TrimSearch:
         return batch_size(batch), tokens
 
 
-def _count_padded(batch: Any) -> int:
+def _count_padded(batch: object) -> int:
     """Return the number of tokens of a batch with their padding; 0 where no tensor has a sequence axis."""
     most = 0
     for leaf in list_tensors(batch).values():
@@ -305,9 +310,11 @@ def _count_padded(batch: Any) -> int:
     return most
 
 
-def _copy(leaf: Any, path: str) -> Any:
+def _copy(leaf: object, path: str) -> Any:
     # Token ids take next to nothing beside what is computed from them; pictures and features do not.
-    return leaf.clone() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+    if isinstance(leaf, Tensor) and leaf.is_floating_point():
+        return leaf.clone()
+    return leaf
 
 
 def check_budget(max_tokens: int | None, n: int | str | None) -> int | None:

@@ -54,7 +54,7 @@ class Outcome:
 
 def find_trimming(
     stage: Stage,
-    batch: Any,
+    batch: object,
     split: LossSplit,
     candidates: list[Padding],
     most_rows: int,
@@ -77,8 +77,10 @@ def find_trimming(
         return None, Outcome(is_known=False)
     together, *alone = candidates
     outcome = _try_together(stage, batch, split, together, most_rows, multiple_of)
-    if not outcome.why_not or not outcome.is_known:
-        return (together if not outcome.why_not else None), outcome
+    if not outcome.why_not:
+        return together, outcome
+    if not outcome.is_known:
+        return None, outcome
     accepted: list[PaddedAxis] = []
     found = outcome
     for candidate in alone:
@@ -88,7 +90,9 @@ def find_trimming(
         if not other.why_not:
             accepted += candidate.axes
             found = other
-    return Padding(tuple(accepted)) if accepted else None, found
+    if not accepted:
+        return None, found
+    return Padding(tuple(accepted)), found
 
 
 def list_candidates(proposals: Sequence[list[Proposal]]) -> list[Padding]:
@@ -99,26 +103,29 @@ def list_candidates(proposals: Sequence[list[Proposal]]) -> list[Padding]:
     """
     if not proposals:
         return []
-    together = likeliest_padding(list(proposals))
-    alone = [Padding((one.axis,)) for axis in proposals for one in axis[:_PROPOSALS]]
-    return [together, *(candidate for candidate in alone if candidate != together)]
+    candidates = [likeliest_padding(list(proposals))]
+    for axis in proposals:
+        for one in axis[:_PROPOSALS]:
+            alone = Padding((one.axis,))
+            if alone != candidates[0]:
+                candidates.append(alone)
+    return candidates
 
 
 def _agree(candidates: list[Padding]) -> list[Padding]:
     """Return the candidates of the first rank that has some."""
-    sources = [axis.source for candidate in candidates for axis in candidate.axes]
-    if any(not isinstance(source, str) for source in sources):
+    if not all(isinstance(axis.source, str) for candidate in candidates for axis in candidate.axes):
         # A function of the user's may not be picklable, and all ranks have it.
         told = from_all_ranks([None])
         return candidates if told.count(None) == len(told) else []
     told = from_all_ranks([candidates])
     if None in told:
         return []
-    return next((some for some in told if some), [])
+    return next(filter(None, told), [])
 
 
 def _try_together(
-    stage: Stage, batch: Any, split: LossSplit, padding: Padding, most_rows: int, multiple_of: int
+    stage: Stage, batch: object, split: LossSplit, padding: Padding, most_rows: int, multiple_of: int
 ) -> Outcome:
     """Try on this rank's samples, and return the worst outcome of all ranks."""
     # Where forwards communicate, all ranks must run them, or none.
@@ -127,7 +134,7 @@ def _try_together(
     return _try(stage, batch, split, padding, most_rows, multiple_of).of_all_ranks()
 
 
-def _try(stage: Stage, batch: Any, split: LossSplit, padding: Padding, most_rows: int, multiple_of: int) -> Outcome:
+def _try(stage: Stage, batch: object, split: LossSplit, padding: Padding, most_rows: int, multiple_of: int) -> Outcome:
     extents = padding.read(batch)
     assert extents is not None
     outcome = Outcome("no row is short enough", is_known=False)
@@ -142,7 +149,7 @@ def _try(stage: Stage, batch: Any, split: LossSplit, padding: Padding, most_rows
 
 
 def _try_rows(
-    stage: Stage, batch: Any, split: LossSplit, extents: Extents, rows: list[int], multiple_of: int
+    stage: Stage, batch: object, split: LossSplit, extents: Extents, rows: list[int], multiple_of: int
 ) -> Outcome:
     outcome = Outcome("no row is short enough", is_known=False)
     # Models that need a multiple of some length are tried with that, all others with the exact lengths.
@@ -178,7 +185,7 @@ def _choose_rows(extents: Extents, most_rows: int, *, in_step: bool) -> list[lis
     return [[*chosen[start : start + each], longest] for start in range(0, len(chosen), each)]
 
 
-def _cut_sample(batch: Any, extents: Extents, rows: list[int], multiple: int) -> Sample:
+def _cut_sample(batch: object, extents: Extents, rows: list[int], multiple: int) -> Sample:
     """Return rows with their padding, and each of them without it."""
     trimmed = trim_batch(batch, extents, [[row] for row in rows], multiple)
     cutting: list[tuple[Any, Rows | None]] = []
@@ -210,7 +217,7 @@ def _error_of(split: LossSplit, trial: Trial) -> float:
     return trial.error(split.list_weights)
 
 
-def _name_module(outcome: Outcome, stage: Stage, batch: Any, extents: Extents, row: int) -> Outcome:
+def _name_module(outcome: Outcome, stage: Stage, batch: object, extents: Extents, row: int) -> Outcome:
     """Name the first module whose output for the same entries of a row depends on the padding beside them."""
     if not stage.gradients:
         return outcome  # ranks with sharded parameters must run the same number of forwards
@@ -230,7 +237,7 @@ def _name_module(outcome: Outcome, stage: Stage, batch: Any, extents: Extents, r
     return outcome
 
 
-def _list_outputs(stage: Stage, rows: Any) -> list[tuple[str, Tensor]]:
+def _list_outputs(stage: Stage, rows: object) -> list[tuple[str, Tensor]]:
     """Return the outputs of all innermost modules in a run of the step, in their order."""
     outputs: list[tuple[str, Tensor]] = []
     names: dict[nn.Module, str] = {}
@@ -239,7 +246,7 @@ def _list_outputs(stage: Stage, rows: Any) -> list[tuple[str, Tensor]]:
             if next(module.children(), None) is None:
                 names.setdefault(module, name)
 
-    def note(module: nn.Module, inputs: Any, output: Any) -> None:
+    def note(module: nn.Module, inputs: object, output: object) -> None:
         if isinstance(output, Tensor) and output.is_floating_point():
             outputs.append((names[module], output.detach().float()))
 
@@ -248,7 +255,7 @@ def _list_outputs(stage: Stage, rows: Any) -> list[tuple[str, Tensor]]:
     return outputs
 
 
-def _explain_labels(outcome: Outcome, batch: Any, extents: Extents, rows: Sequence[int]) -> Outcome:
+def _explain_labels(outcome: Outcome, batch: object, extents: Extents, rows: Sequence[int]) -> Outcome:
     """Name a sample whose labels count entries that are padding, where there is one."""
     path, labels = find_labels(batch)
     for place_of_axis, padded in enumerate(extents.padding.axes):
@@ -258,8 +265,8 @@ def _explain_labels(outcome: Outcome, batch: Any, extents: Extents, rows: Sequen
         for row in rows:
             counted = (labels[row] != -100).nonzero()[:, places[0] - 1].tolist()
             start, stop = extents.rows[row][place_of_axis]
-            outside = [place for place in counted if not start <= place < stop]
-            if outside:
-                why = f"{path} counts entry {outside[0]} of sample {row}, which is padding by {padded}"
-                return Outcome(f"{outcome.why_not} ({why})", error=outcome.error)
+            for place in counted:
+                if not start <= place < stop:
+                    why = f"{path} counts entry {place} of sample {row}, which is padding by {padded}"
+                    return Outcome(f"{outcome.why_not} ({why})", error=outcome.error)
     return outcome

@@ -69,7 +69,7 @@ class BatchSearch:
         Raises:
             CannotSplitError: it cannot be split.
         """
-        log_rules = before.log_rules if isinstance(before, LossSplit) else None
+        log_rules = getattr(before, "log_rules", None)
         try:
             found = find_split(
                 self.stage,
@@ -129,10 +129,11 @@ class BatchSearch:
             raise error
         found = find_trunk(self.stage, error.trial, self.batch, self.n)
         named = sorted(found.modules) if isinstance(found, Trunk) else found
-        others = from_all_ranks([named]) if together else []
-        unlike = next((other for other in others if other != named), None)
-        if unlike is not None:
-            found = f"on another rank: {unlike}"
+        if together:
+            for other in from_all_ranks([named]):
+                if other != named:
+                    found = f"on another rank: {other}"
+                    break
         if isinstance(found, Trunk):
             say_trunk(found, f"since {error.why}")
             return found

@@ -1,13 +1,12 @@
 """Find the trunk of a model: the submodules in which the samples of a batch do not depend on one another."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_fasttrain.core.distributed import from_all_ranks
 from lightning_fasttrain.core.messages import explain, list_some
-from lightning_fasttrain.core.modules.select import is_wanted, keep_outermost, list_kinds
+from lightning_fasttrain.core.modules.select import as_list, is_wanted, keep_outermost, list_kinds
 from lightning_fasttrain.data.normalizer.find_split import CannotSplitError
 from lightning_fasttrain.data.normalizer.trial.deterministic_step import list_batch_statistics
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample
@@ -29,7 +28,7 @@ _SINGLE_LAYERS = (
 _LEAST_SHARE = 0.5  # of the trained parameters; a few layers beside BatchNorm, for example, are not enough
 
 
-def name_trunk(stage: Stage, samples: Iterator[Sample], batch: Any, n: int, through: Through) -> Trunk:
+def name_trunk(stage: Stage, samples: Iterator[Sample], batch: object, n: int, through: Through) -> Trunk:
     """Return the trunk that a user named, after trying it where that is possible.
 
     Args:
@@ -64,7 +63,7 @@ def name_trunk(stage: Stage, samples: Iterator[Sample], batch: Any, n: int, thro
 
 
 def _select_trunk(models: Sequence[nn.Module], through: Through) -> Trunk:
-    wanted = [through] if isinstance(through, str | type) else list(through)
+    wanted = as_list(through)
     found: dict[str, nn.Module] = {}
     for model in models:
         for name, module in model.named_modules():
@@ -80,7 +79,7 @@ def _select_trunk(models: Sequence[nn.Module], through: Through) -> Trunk:
     return Trunk(outermost)
 
 
-def find_trunk(stage: Stage, trial: Trial | None, batch: Any, n: int) -> Trunk | str:
+def find_trunk(stage: Stage, trial: Trial | None, batch: object, n: int) -> Trunk | str:
     """Return the largest submodules in which samples do not depend on one another, or why there are none.
 
     Modules whose inputs and outputs have the batch as their first axis are tried from the outermost to the innermost,
@@ -103,12 +102,12 @@ def find_trunk(stage: Stage, trial: Trial | None, batch: Any, n: int) -> Trunk |
     if trunk.modules and (is_large or not statistics):
         return trunk
     if statistics:
-        layers = list_some([repr(layer) for layer in statistics])
+        layers = list_some(list(map(repr, statistics)))
         return f"BatchNorm in training mode uses the statistics of the batch ({layers}): freeze it with .eval()"
     return "no submodule with batch-first inputs and outputs was found in which samples do not depend on one another"
 
 
-def _try_modules(stage: Stage, trial: Trial | None, batch: Any, n: int) -> TrunkTrial | None:
+def _try_modules(stage: Stage, trial: Trial | None, batch: object, n: int) -> TrunkTrial | None:
     """Prepare trials on a few samples, or on the whole batch where the step fails on these; None if neither works."""
     shows = trial is not None and bool(trial.splits)
     if not stage.gradients:
@@ -116,7 +115,9 @@ def _try_modules(stage: Stage, trial: Trial | None, batch: Any, n: int) -> Trunk
     if trial is not None and shows and (trial.parameters or not stage.gradients):
         return TrunkTrial.on_samples(stage, trial)
     is_failed = stage.gradients and trial is not None and trial.failed
-    return TrunkTrial.on_batch(stage, batch, n) if is_failed else None
+    if is_failed:
+        return TrunkTrial.on_batch(stage, batch, n)
+    return None
 
 
 def _find_independent(models: Sequence[nn.Module], tried: TrunkTrial) -> tuple[Trunk, list[str]]:
@@ -144,4 +145,4 @@ def _find_independent(models: Sequence[nn.Module], tried: TrunkTrial) -> tuple[T
 def _count_trained(modules: Iterable[nn.Module]) -> int:
     """Return the number of elements of the trained parameters."""
     trained = {p for module in modules for p in module.parameters() if p.requires_grad}
-    return sum(p.numel() for p in trained)
+    return sum(map(Tensor.numel, trained))

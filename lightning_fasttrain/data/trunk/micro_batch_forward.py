@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import operator
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -81,7 +82,7 @@ class MicroBatchedForward(RecomputedForward):
         self.shared: frozenset[str] = frozenset()
         self.fixed: frozenset[str] | None = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         if self.n == 1 or not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
         size = find_batch_size((args, kwargs), self.shared)
@@ -109,7 +110,9 @@ class MicroBatchedForward(RecomputedForward):
         for rows in (1, 2):
 
             def take(leaf: Any, path: str, rows: int = rows) -> Any:
-                return leaf[:rows] if is_batched(leaf, path, size, self.shared) else leaf
+                if is_batched(leaf, path, size, self.shared):
+                    return leaf[:rows]
+                return leaf
 
             with self.leaving_no_trace():
                 some_args, some_kwargs = walk_leaves((args, kwargs), take, "input")
@@ -159,17 +162,19 @@ class MicroBatchedForward(RecomputedForward):
         if isinstance(first, Mapping):
             joined: dict[Any, Any] = {}
             for key in first:
-                joined[key] = self._join([output[key] for output in outputs], sizes, f"{path}[{key!r}]")
+                joined[key] = self._join(list(map(operator.itemgetter(key), outputs)), sizes, f"{path}[{key!r}]")
             kind: Any = type(first)
             return kind(joined)
         if isinstance(first, list | tuple):
             columns = zip(*outputs, strict=True)
             items = [self._join(list(column), sizes, f"{path}[{i}]") for i, column in enumerate(columns)]
-            return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
+            if hasattr(first, "_fields"):
+                return type(first)(*items)
+            return type(first)(items)
         if dataclasses.is_dataclass(first) and not isinstance(first, type):
             joined_fields = copy.copy(first)
             for field in dataclasses.fields(first):
-                values = [getattr(output, field.name) for output in outputs]
+                values = list(map(operator.attrgetter(field.name), outputs))
                 # Bypasses __setattr__, which a frozen dataclass forbids.
                 object.__setattr__(joined_fields, field.name, self._join(values, sizes, f"{path}.{field.name}"))
             return joined_fields
@@ -183,7 +188,8 @@ class MicroBatchedForward(RecomputedForward):
         multiple = outputs[0].shape[0] // sizes[0] if outputs[0].ndim > 0 else 0
         # A table of positions (T, D) may be as long as a micro-batch; no gradients flow through it.
         if multiple > 0 and not outputs[0].requires_grad and len({output.shape for output in outputs}) == 1:
-            self.fixed = self._find_fixed() if self.fixed is None else self.fixed
+            if self.fixed is None:
+                self.fixed = self._find_fixed()
             if path in self.fixed:
                 return outputs[0]
         # A flattened (B·T, C) has several rows for each sample.
@@ -248,7 +254,7 @@ class NotJoined:
         raise AttributeError(explain(what, why, "Use through= to name a submodule that does not return it"))
 
 
-def find_batch_size(arguments: Any, shared: frozenset[str] = frozenset()) -> int:
+def find_batch_size(arguments: object, shared: frozenset[str] = frozenset()) -> int:
     """Return the most frequent first axis of the tensors in arguments, the first of equals; 1 without tensors."""
     found: dict[int, int] = {}
     for path, tensor in list_tensors(arguments, "input").items():
@@ -257,7 +263,7 @@ def find_batch_size(arguments: Any, shared: frozenset[str] = frozenset()) -> int
     return max(found, key=lambda size: found[size], default=1)
 
 
-def is_batched(leaf: Any, path: str, size: int, shared: frozenset[str]) -> bool:
+def is_batched(leaf: object, path: str, size: int, shared: frozenset[str]) -> bool:
     """Whether an argument has one row per sample."""
     return isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == size and path not in shared
 

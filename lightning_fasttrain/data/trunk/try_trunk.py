@@ -1,5 +1,6 @@
 """Check whether a step gives the same result as the unsplit step if submodules run in micro-batches."""
 
+import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -74,7 +75,9 @@ class TrunkTrial:
     def find_shared(self, module: nn.Module) -> frozenset[str] | None:
         """Return the tensors that all micro-batches share; None where a call is not batch-first."""
         found = self._tell_ranks(self._find_shared(module))
-        return None if None in found else frozenset[str]().union(*found)
+        if None in found:
+            return None
+        return frozenset[str]().union(*found)
 
     def _find_shared(self, module: nn.Module) -> frozenset[str] | None:
         unsplit, micro_batch = self.unsplit.get(module, []), self.micro_batch.get(module, [])
@@ -121,7 +124,8 @@ class TrunkTrial:
             return False
         if self.trial.parameters:
             return True
-        limit = limit if self.trial.rounding else min(limit, _ROUNDING)
+        if not self.trial.rounding:
+            limit = min(limit, _ROUNDING)
         for module in trunk.modules.values():
             expected, seen = self.unsplit.get(module, []), calls.get(module, [])
             if len(seen) < len(expected):
@@ -132,9 +136,11 @@ class TrunkTrial:
                     return False
         return True
 
-    def _tell_ranks(self, mine: Any) -> list[Any]:
+    def _tell_ranks(self, mine: object) -> list[Any]:
         """Return what all ranks found, where they run together."""
-        return [mine] if self.stage.gradients else from_all_ranks([mine])
+        if self.stage.gradients:
+            return [mine]
+        return from_all_ranks([mine])
 
 
 @dataclass
@@ -174,7 +180,7 @@ def _recording_calls(modules: Iterable[nn.Module]) -> Iterator[_Calls]:
     """Record the calls of these modules."""
     calls: _Calls = {}
 
-    def note(module: nn.Module, inputs: Any, output: Any) -> None:
+    def note(module: nn.Module, inputs: object, output: object) -> None:
         outputs = list_tensors(output, "output")
         tensors = {**list_tensors(inputs, "input"), **outputs}
         values = {path: entries_of(tensor, tensor) for path, tensor in outputs.items() if not tensor.is_complex()}
@@ -186,4 +192,4 @@ def _recording_calls(modules: Iterable[nn.Module]) -> Iterator[_Calls]:
 
 
 def _all_modules(stage: Stage) -> list[nn.Module]:
-    return list({module: None for model in stage.models for module in model.modules()})
+    return list(dict.fromkeys(itertools.chain.from_iterable(map(nn.Module.modules, stage.models))))

@@ -51,14 +51,14 @@ def scale_rates_(optimizer: Optimizer, factor: Callable[[], float]) -> Undo:
     """
     scaled: list[tuple[dict[str, Any], Any, Any]] = []  # group, its learning rate, the scaled one
 
-    def scale(optimizer: Optimizer, *_: Any) -> None:
+    def scale(optimizer: Optimizer, *_: object) -> None:
         restore()  # after an update whose closure raised
         by = factor()
         for group in optimizer.param_groups:
             own, group["lr"] = group["lr"], group["lr"] * by
             scaled.append((group, own, group["lr"]))
 
-    def restore(*_: Any) -> None:
+    def restore(*_: object) -> None:
         for group, own, used in scaled:
             if group["lr"] is used:  # otherwise a schedule has already set the next one
                 group["lr"] = own

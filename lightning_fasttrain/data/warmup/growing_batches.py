@@ -1,14 +1,28 @@
 """Base of the techniques that make each training batch as large as a growth allows."""
 
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import lightning as L
 
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
-from lightning_fasttrain.data.warmup.growth_schedule import KeepsGrowth
+from lightning_fasttrain.data.warmup.growth_schedule import Growth, KeepsGrowth
 from lightning_fasttrain.technique import Technique
 from lightning_fasttrain.technique.predicted_step import PredictedStep
 from lightning_fasttrain.technique.run_length import steps_of_epochs, total_steps
+
+
+def grow_batches(
+    batches: Iterable[Any], growth: Growth, window: int, change: Callable[[Any, int], Any]
+) -> Iterator[Any]:
+    """Yield the batches, changed to ``growth.size`` while it grows; ``window`` of them are an optimizer step."""
+    for number, batch in enumerate(batches, start=1):
+        if growth.is_growing:
+            batch = change(batch, growth.size)
+        growth.add(batch)
+        yield batch
+        growth.agree()
+        growth.steps += number % window == 0
 
 
 class GrowingBatches(KeepsGrowth, Technique):
@@ -46,12 +60,14 @@ class GrowingBatches(KeepsGrowth, Technique):
 
         return undo
 
-    def _grow(self, trainer: L.Trainer, batch: Any) -> Any:
+    def _grow(self, trainer: L.Trainer, batch: object) -> Any:
         growth = self.growth
         if growth.until is None:  # not in attach: the run's length is known once loaders exist
-            share = growth.over.unit == "share"
-            whole = total_steps(trainer) if share else steps_of_epochs(trainer, growth.over.amount)
-            growth.until = round(growth.over.amount * whole) if share else round(whole)
+            if growth.over.unit == "share":
+                steps = growth.over.amount * total_steps(trainer)
+            else:
+                steps = steps_of_epochs(trainer, growth.over.amount)
+            growth.until = round(steps)
         growth.steps = trainer.global_step
         if growth.is_growing:
             if growth.clock != "steps":

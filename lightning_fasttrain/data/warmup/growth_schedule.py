@@ -77,7 +77,7 @@ class Growth:
         """Whether the growth continues."""
         return self.until is None or self.done < self.until
 
-    def add(self, batch: Any) -> None:
+    def add(self, batch: object) -> None:
         """Count a batch of this process, as :func:`~lightning_fasttrain.core.batch.count_batch` does."""
         samples, tokens = count_batch(batch)
         self._unsaid[0] += samples

@@ -14,7 +14,7 @@ from lightning_fasttrain.core.checks import PositiveFloat, PositiveInt, check_ar
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.data.normalizer.find_count import stage_of, stage_of_trainer
-from lightning_fasttrain.data.warmup.growing_batches import GrowingBatches
+from lightning_fasttrain.data.warmup.growing_batches import GrowingBatches, grow_batches
 from lightning_fasttrain.data.warmup.growth_schedule import Growth
 from lightning_fasttrain.data.warmup.try_image_sizes import sample_images, try_image_sizes
 from lightning_fasttrain.technique import Exactness
@@ -52,7 +52,7 @@ def resize_images(batch: Any, scale: PositiveFloat, grid: PositiveInt = 1, *, ta
     if scale >= 1:
         return batch
 
-    def resize(leaf: Any, path: str) -> Any:
+    def resize(leaf: object, path: str) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         if _is_image(leaf):
@@ -105,12 +105,7 @@ def grow_images(
         [16, 16, 24, 32]
     """
     change = resize or functools.partial(resize_images, grid=growth.grid)
-    for number, batch in enumerate(batches, start=1):
-        handed_out = change(batch, growth.size / growth.full) if growth.is_growing else batch
-        growth.add(handed_out)
-        yield handed_out
-        growth.agree()
-        growth.steps += number % window == 0
+    yield from grow_batches(batches, growth, window, lambda batch, size: change(batch, size / growth.full))
 
 
 @check_arguments

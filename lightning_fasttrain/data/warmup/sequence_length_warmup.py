@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_fasttrain.core.batch.leaves import list_tensors, walk_leaves
 from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.data.warmup.growing_batches import GrowingBatches
+from lightning_fasttrain.data.warmup.growing_batches import GrowingBatches, grow_batches
 from lightning_fasttrain.data.warmup.growth_schedule import Growth
 from lightning_fasttrain.technique import Exactness
 from lightning_fasttrain.technique.duration import LENGTHS, Length
@@ -50,10 +50,12 @@ def cut_sequences(batch: Any, length: PositiveInt) -> Any:
         return batch
 
     real = _find_real_tokens(batch, full)
-    # argmax returns the first maximum: the first token that is not padding, or 0 where all are.
-    start = None if real is None else real.to(torch.uint8).argmax(dim=1).clamp(max=full - length)
+    start = None
+    if real is not None:
+        # argmax returns the first maximum: the first token that is not padding, or 0 where all are.
+        start = real.to(torch.uint8).argmax(dim=1).clamp(max=full - length)
 
-    def cut(leaf: Any, path: str) -> Any:
+    def cut(leaf: object, path: str) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         for axis in _axes_of_tokens(leaf, path, full):
@@ -72,10 +74,10 @@ def _axes_of_tokens(leaf: Tensor, path: str, full: int) -> list[int]:
         return axes
     if leaf.ndim == 2 and not re.search("mask|weight", path):
         return []
-    return [axis for axis in axes if axis == 1]
+    return list({1}.intersection(axes))
 
 
-def _find_real_tokens(batch: Any, full: int) -> Tensor | None:
+def _find_real_tokens(batch: object, full: int) -> Tensor | None:
     """Return (B, T), True for real tokens; None where no such mask exists."""
     for path, leaf in list_tensors(batch).items():
         if leaf.ndim == 2 and leaf.shape[1] == full and not leaf.is_floating_point():
@@ -94,7 +96,7 @@ def _window(leaf: Tensor, axis: int, start: Tensor, length: int) -> Tensor:
     return leaf.take_along_dim(places.view(shape), axis)
 
 
-def find_length(batch: Any) -> int:
+def find_length(batch: object) -> int:
     """Return the length of the sequences in a batch, by the rule of :func:`cut_sequences`."""
     for leaf in list_tensors(batch).values():
         if leaf.ndim > 1 and leaf.dtype in _IDS:
@@ -120,12 +122,7 @@ def grow_sequences(
         >>> [batch.shape[1] for batch in grow_sequences(batches, Growth(2, 6, over=3, grid=2))]
         [2, 2, 4, 6]
     """
-    for number, batch in enumerate(batches, start=1):
-        handed_out = cut(batch, growth.size) if growth.is_growing else batch
-        growth.add(handed_out)
-        yield handed_out
-        growth.agree()
-        growth.steps += number % window == 0
+    yield from grow_batches(batches, growth, window, cut)
 
 
 class SequenceLengthWarmup(GrowingBatches):

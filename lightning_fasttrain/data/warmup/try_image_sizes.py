@@ -1,9 +1,10 @@
 """Try on a few images whether a step accepts the sizes that they will have."""
 
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -22,14 +23,14 @@ from lightning_fasttrain.data.split_batch import pick_rows
 _POSITIONS = re.compile(r"position|(^|_)pos(_|$)", re.IGNORECASE)
 
 
-def sample_images(batch: Any) -> Any:
+def sample_images(batch: object) -> Any:
     """Return two samples of a batch, or the batch where it cannot be split; one image is too few for a BatchNorm."""
     if not can_be_cut(batch):
         return batch
     return pick_rows(batch, [0, batch_size(batch) - 1])
 
 
-def try_image_sizes(stage: Stage, sample: Any, sizes: Sequence[int], resize: Callable[[Any, int], Any]) -> None:
+def try_image_sizes(stage: Stage, sample: object, sizes: Sequence[int], resize: Callable[[Any, int], Any]) -> None:
     """Run the step on a few samples in each size, without a trace.
 
     Args:
@@ -60,19 +61,19 @@ def try_image_sizes(stage: Stage, sample: Any, sizes: Sequence[int], resize: Cal
                 raise ValueError(explain(f"images of {size} pixels", why, _way_out(stage.models))) from error
 
 
-def _run(stage: Stage, sample: Any, size: int) -> None:
+def _run(stage: Stage, sample: object, size: int) -> None:
     step = functools.partial(_check_positions, stage, size)
     # No gradients are needed beside those of the position embeddings.
     trying = replace(stage, step=step, gradients=False)
     run_again(trying, Trial(Sample(sample, 1, []), precision="as it is"))
 
 
-def _check_positions(stage: Stage, size: int, sample: Any) -> Any:
+def _check_positions(stage: Stage, size: int, sample: object) -> Any:
     """Run the step, and refuse position embeddings of which only the first are used."""
     output = stage.step(sample)
     if output is None:  # the step skips this batch
         return torch.zeros(())
-    tables = {name: table for model in stage.models for name, table in _find_positions(model)}
+    tables = dict(itertools.chain.from_iterable(map(_find_positions, stage.models)))
     loss = loss_of(output)
     if not tables or not stage.gradients or not loss.requires_grad:
         return output
@@ -105,14 +106,15 @@ def _is_prefix(gradient: Tensor) -> bool:
 def _find_patches(models: Sequence[nn.Module]) -> Iterator[tuple[str, int]]:
     """Yield the first convolution of each model, and the side of its patches, if these do not overlap."""
     for model in models:
-        named = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.Conv2d))
-        name, layer = next(named, ("", None))
-        if layer is not None and layer.stride == layer.kernel_size and layer.stride[0] > 1:
-            yield name, layer.stride[0]
+        for name, layer in model.named_modules():
+            if isinstance(layer, nn.Conv2d):
+                if layer.stride == layer.kernel_size and layer.stride[0] > 1:
+                    yield name, layer.stride[0]
+                break
 
 
 def _way_out(models: Sequence[nn.Module]) -> str:
-    modules = [module for model in models for module in model.modules()]
+    modules = list(itertools.chain.from_iterable(map(nn.Module.modules, models)))
     if any(hasattr(type(module), "interpolate_pos_encoding") for module in modules):
         return "Call the model with interpolate_pos_encoding=True"
     if any(hasattr(module, "dynamic_img_size") for module in modules):
@@ -127,7 +129,6 @@ def _way_out(models: Sequence[nn.Module]) -> str:
 def _note_failure(models: Sequence[nn.Module]) -> Iterator[list[str]]:
     """Yield the names of the modules whose forward is running, the innermost last; a failure leaves them there."""
     running: list[str] = []
-    handles = []
 
     def enter(name: str, module: nn.Module, args: object) -> None:
         running.append(name)
@@ -135,12 +136,9 @@ def _note_failure(models: Sequence[nn.Module]) -> Iterator[list[str]]:
     def leave(module: nn.Module, args: object, output: object) -> None:
         running.pop()
 
-    try:
+    with ExitStack() as hooks:
         for model in models:
             for name, module in model.named_modules():
-                handles.append(module.register_forward_pre_hook(functools.partial(enter, name)))
-                handles.append(module.register_forward_hook(leave))
+                hooks.enter_context(module.register_forward_pre_hook(functools.partial(enter, name)))
+                hooks.enter_context(module.register_forward_hook(leave))
         yield running
-    finally:
-        for handle in handles:
-            handle.remove()

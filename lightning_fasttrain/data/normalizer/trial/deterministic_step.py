@@ -102,7 +102,7 @@ class DeterministicStep(TorchFunctionMode):
         self._rows, self._size, self._drawn = rows, size, 0
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         device = autocast_device()
@@ -159,7 +159,9 @@ class DeterministicStep(TorchFunctionMode):
         if isinstance(self._rows, TrimmedRows):
             rows = self._rows.cut(rows, drawn.shape)
         # In place, since an in-place draw fills a tensor that the step holds.
-        return drawn.copy_(rows) if rows.shape == drawn.shape else drawn
+        if rows.shape == drawn.shape:
+            drawn.copy_(rows)
+        return drawn
 
 
 def _in_float64(
@@ -177,7 +179,9 @@ def _in_float64(
 
 
 def _to_float64(tensor: Tensor) -> Tensor:
-    return tensor.double() if tensor.dtype in _LOWER else tensor
+    if tensor.dtype in _LOWER:
+        return tensor.double()
+    return tensor
 
 
 def autocast_device() -> str | None:
@@ -203,8 +207,10 @@ def _without_dropout(place: int, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 def _rows_of(whole: Tensor, rows: Rows, size: int) -> Tensor:
     """Return the rows of these samples, where each sample has several (a flattened batch of sequences)."""
-    each = whole.shape[0] // size if whole.ndim > 0 else 0
-    return whole if each == 0 else whole[rows.start * each : rows.stop * each]
+    if whole.ndim == 0 or len(whole) < size:
+        return whole
+    each = len(whole) // size
+    return whole[rows.start * each : rows.stop * each]
 
 
 def list_batch_statistics(module: nn.Module) -> Iterator[str]:

@@ -43,10 +43,14 @@ class ReadTerm:
 def as_numbers(term: Term) -> ReadTerm:
     """Return a term without its graph; this waits for the device."""
     slots = tuple(Slot(float(slot.value), slot.divides) for slot in term.slots)
-    summed = count_summed(term.node) if term.kind in ("sum", "quotient") else None
-    summed = None if summed is None else float(summed)
+    summed = None
+    if term.kind in ("sum", "quotient"):
+        summed = count_summed(term.node)
+    if summed is not None:
+        summed = float(summed)
     ignored = getattr(term.node, "_saved_ignore_index", None)
-    ignored = None if ignored is None else signed(ignored)
+    if ignored is not None:
+        ignored = signed(ignored)
     return ReadTerm(term.kind, term.name, slots, summed, is_of_parameters(term.node), ignored)
 
 
@@ -172,7 +176,9 @@ class Trial:
             return FLOAT64
         if self.parameters and all(parameter.dtype is torch.float64 for parameter in self.parameters):
             return _ALL_FLOAT64
-        return LOW_PRECISION if self.rounding else _FLOAT32
+        if self.rounding:
+            return LOW_PRECISION
+        return _FLOAT32
 
     @property
     def _floor(self) -> float:
@@ -213,7 +219,7 @@ class Trial:
 
     def _norms(self, values: Tensor) -> list[float]:
         """Return the norm of each parameter's entries."""
-        sizes = [entries.numel() for entries in self.whole.entries.values()]
+        sizes = list(map(Tensor.numel, self.whole.entries.values()))
         return [float(entries.norm()) for entries in values[1:].split(sizes)]
 
 

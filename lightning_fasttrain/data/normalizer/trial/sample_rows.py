@@ -27,7 +27,7 @@ class Sample:
     cuttings: list[list[tuple[Any, Rows | None]]]
 
 
-def sample_rows(batch: Any, micro_batch_size: int) -> Iterator[Sample]:
+def sample_rows(batch: object, micro_batch_size: int) -> Iterator[Sample]:
     """Yield samples of a batch, each smaller than the previous one, for a step that may not fit in memory.
 
     The rows are those with the most and with the fewest counted entries in some tensor, so that a rule cannot match by
@@ -56,7 +56,7 @@ def sample_rows(batch: Any, micro_batch_size: int) -> Iterator[Sample]:
         yield _cut(whole, number, slices)
 
 
-def sample_pairs(batch: Any, first: Iterable[int], second: Iterable[int]) -> Iterator[Sample]:
+def sample_pairs(batch: object, first: Iterable[int], second: Iterable[int]) -> Iterator[Sample]:
     """Yield pairs of rows of a batch, one from each list, split into single rows.
 
     Example:
@@ -103,7 +103,7 @@ def _may_hold(labels: Tensor, value: int) -> bool:
     return labels.device.type == "cpu" or bool((labels == value).any())
 
 
-def _alter(leaf: Any, path: str) -> Any:
+def _alter(leaf: object, path: str) -> Any:
     if not isinstance(leaf, Tensor) or leaf.ndim == 0 or leaf.is_complex():
         return leaf
     if bool(((leaf == 0) | (leaf == 1)).all()):
@@ -114,14 +114,14 @@ def _alter(leaf: Any, path: str) -> Any:
     return leaf
 
 
-def _cut_as(sample: Sample, whole: Any) -> Sample:
+def _cut_as(sample: Sample, whole: object) -> Sample:
     slices: list[list[Rows]] = []
     for cutting in sample.cuttings:
         slices.append([rows for _, rows in cutting if rows is not None])
     return _cut(whole, sample.size, slices)
 
 
-def _cut(whole: Any, size: int, slices: Sequence[Sequence[Rows]]) -> Sample:
+def _cut(whole: object, size: int, slices: Sequence[Sequence[Rows]]) -> Sample:
     cuttings: list[list[tuple[Any, Rows | None]]] = []
     for cutting in slices:
         cuttings.append([(take_rows(whole, rows.start, rows.stop), rows) for rows in cutting])
@@ -138,7 +138,7 @@ def _pattern(leaf: Tensor) -> Tensor:
     return (places % period != 0).reshape(leaf.shape)
 
 
-def first_micro_batch(batch: Any, n: int, split: Callable[[Any, int], list[Any]]) -> Iterator[Sample]:
+def first_micro_batch(batch: object, n: int, split: Callable[[Any, int], list[Any]]) -> Iterator[Sample]:
     """Yield the first micro-batch of a batch that the user's function splits, split by the same function."""
     whole = split(batch, n)[0]
     cuttings: list[list[tuple[Any, Rows | None]]] = []
@@ -147,7 +147,7 @@ def first_micro_batch(batch: Any, n: int, split: Callable[[Any, int], list[Any]]
     yield Sample(whole, 1, [cutting for cutting in cuttings if len(cutting) > 1])
 
 
-def rank_rows(batch: Any, size: int) -> list[int]:
+def rank_rows(batch: object, size: int) -> list[int]:
     """Return the rows, starting with those that have the most or the fewest counted entries in some tensor."""
     order: dict[int, None] = {}
     for leaf in list_leaves(batch).values():

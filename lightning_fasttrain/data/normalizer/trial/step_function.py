@@ -1,6 +1,7 @@
 """Inspect a step function: its loss, the models that it uses, and whether it is the previous one again."""
 
 import functools
+import itertools
 import types
 import weakref
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from lightning_fasttrain.core.messages import explain
 _LIBRARIES = ("torch.", "lightning.")  # their functions are the same in every run
 
 
-def loss_of(output: Any) -> Tensor:
+def loss_of(output: object) -> Tensor:
     """Return the loss in a step's output: a tensor, or the ``loss`` of a mapping or object.
 
     Raises:
@@ -53,8 +54,7 @@ def key_of(*functions: object) -> tuple[Any, ...]:
     A function defined inside a loop is a new object in each iteration, but its code is the same. The key keeps no
     object alive.
     """
-    things = [thing for function in functions for thing in _reach(function)]
-    return tuple(_reference(thing) for thing in things)
+    return tuple(map(_reference, itertools.chain.from_iterable(map(_reach, functions))))
 
 
 def _reference(thing: object) -> object:

@@ -94,7 +94,9 @@ def distinguish_rounding(stage: Stage, trial: Trial, error_of: Callable[[Trial],
         return trial
     # It must change rounding alone: kernels of quantized layers, for instance, do not support it.
     one, other = trial.whole.values, precise.whole.values
-    return precise if one.shape == other.shape and relative_difference(one, other) <= 0.1 else trial
+    if one.shape == other.shape and relative_difference(one, other) <= 0.1:
+        return precise
+    return trial
 
 
 def try_unsplit(stage: Stage, sample: Sample) -> Trial:
@@ -159,10 +161,10 @@ def _undone(stage: Stage, precision: str) -> Iterator[Callable[[], None]]:
     In float64 the parameters are, too, so that their gradients are not rounded to the parameters' own dtype.
     """
     restore = remember(stage.models)
-    held = {id(parameter): parameter for model in stage.models for parameter in model.parameters()}
     cast: list[nn.Parameter] = []
     if precision == "float64":
-        cast = [parameter for parameter in held.values() if parameter.dtype in (torch.float32, *LOW)]
+        held = dict.fromkeys(itertools.chain.from_iterable(map(nn.Module.parameters, stage.models)))
+        cast = [parameter for parameter in held if parameter.dtype in (torch.float32, *LOW)]
     before = [parameter.data for parameter in cast]
     try:
         for parameter in cast:
@@ -202,7 +204,7 @@ def run_again(stage: Stage, trial: Trial, micro_batch: int | None = None) -> Run
 def watching_calls(modules: Iterable[nn.Module], note: Callable[[nn.Module, Any, Any], None]) -> Iterator[None]:
     """Call ``note`` with each of these modules that returns in the context, its arguments and its output."""
 
-    def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def hook(module: nn.Module, args: object, kwargs: object, output: object) -> None:
         note(module, (args, kwargs), output)
 
     with ExitStack() as stack:
@@ -211,7 +213,7 @@ def watching_calls(modules: Iterable[nn.Module], note: Callable[[nn.Module, Any,
         yield
 
 
-def _run_once(stage: Stage, mode: DeterministicStep, batch: Any, rows: Rows | None, samples: int) -> Run:
+def _run_once(stage: Stage, mode: DeterministicStep, batch: object, rows: Rows | None, samples: int) -> Run:
     """Run the step on a batch, which holds these rows of the samples; all of them if None."""
     mode.begin(rows, samples)
     before = {name: (id(buffer), buffer._version) for name, buffer in _buffers(stage.models)}
@@ -250,7 +252,7 @@ class _NoLossError(Exception):
         self.output, self.reason = output, reason
 
 
-def _loss(output: Any) -> Tensor:
+def _loss(output: object) -> Tensor:
     try:
         return loss_of(output)
     except (TypeError, ValueError) as error:
@@ -266,7 +268,9 @@ def _without_compiling() -> AbstractContextManager[Any]:
 
 def _without_autocast() -> AbstractContextManager[Any]:
     device = autocast_device()
-    return torch.autocast(device, enabled=False) if device else nullcontext()
+    if device is None:
+        return nullcontext()
+    return torch.autocast(device, enabled=False)
 
 
 def _gradients(loss: Tensor, parameters: list[Tensor]) -> Sequence[Tensor | None]:
@@ -287,7 +291,7 @@ def _collecting_logs(models: Sequence[nn.Module]) -> Iterator[dict[str, LoggedVa
     """Collect logged values instead of logging them, for comparison with those of the micro-batches."""
     logged: dict[str, LoggedValue] = {}
 
-    def collect(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+    def collect(name: str, value: object, *args: object, **kwargs: object) -> None:
         note_value(logged, name, value)
 
     with ExitStack() as stack:
@@ -297,7 +301,7 @@ def _collecting_logs(models: Sequence[nn.Module]) -> Iterator[dict[str, LoggedVa
         yield logged
 
 
-def note_value(logged: dict[str, LoggedValue], name: str, value: Any) -> None:
+def note_value(logged: dict[str, LoggedValue], name: str, value: object) -> None:
     """Record a scalar value; a Metric, which accumulates by itself, is skipped."""
     if isinstance(value, Tensor) and value.numel() == 1:
         divisor = own_divisor(value)
@@ -308,8 +312,10 @@ def note_value(logged: dict[str, LoggedValue], name: str, value: Any) -> None:
 
 def _leaves_of(loss: Tensor) -> list[Tensor]:
     """Return the leaf tensors that ``loss`` has a gradient for, in the order of its graph."""
+    if loss.grad_fn is None:
+        return []
     found: dict[int, Tensor] = {}
-    for node in walk_graph(loss.grad_fn) if loss.grad_fn is not None else ():
+    for node in walk_graph(loss.grad_fn):
         # Only nodes that accumulate a leaf's gradient have it.
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, Tensor):
