@@ -165,6 +165,13 @@ def _ranks_of_a_launch(count: int) -> list[dict[str, str]]:
     return [{**launch, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
 
 
+def _forget_scenarios() -> None:
+    """Have scripts that tests have imported be imported anew, since they read the rank and the number of ranks."""
+    for name in [name for name in sys.modules if name.endswith("_scenarios")]:
+        package, _, module = sys.modules.pop(name).__name__.rpartition(".")
+        vars(sys.modules[package]).pop(module, None)
+
+
 def _be_a_script(argv: list[str], environment: dict[str, str], folder: Path, files: tuple[Path, Path]) -> None:
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # a notebook's cell has its own
     for number, file in enumerate(files, start=1):
@@ -174,6 +181,7 @@ def _be_a_script(argv: list[str], environment: dict[str, str], folder: Path, fil
     os.chdir(folder)
     gc.freeze()  # what was imported before stays: nobody need look through it
     warnings.simplefilter("ignore")
+    _forget_scenarios()
     sys.argv = argv
     if argv[0].endswith(".py"):
         sys.path.insert(0, str(Path(argv[0]).parent))
