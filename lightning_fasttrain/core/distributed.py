@@ -1,6 +1,7 @@
 """Ask for ranks, and exchange values among them."""
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -33,7 +34,7 @@ def from_all_ranks(mine: list[Any]) -> list[Any]:
         return mine
     gathered: list[Any] = [None] * rank_count()
     dist.all_gather_object(gathered, mine)
-    return [entry for some in gathered for entry in some]
+    return list(chain.from_iterable(gathered))
 
 
 def from_rank_zero(make: Callable[[], Answer]) -> Answer:
@@ -116,4 +117,4 @@ def sum_over_ranks(counts: list[int], strategy: Strategy | None, world_size: int
     # Exact up to 2^53. float32 ends at 2^24, and a step may hold more tokens than that.
     here = torch.tensor(counts, dtype=torch.float64, device=strategy.root_device)
     total: Tensor = strategy.reduce(here, reduce_op="sum")
-    return [int(count) for count in total.tolist()]
+    return list(map(int, total.tolist()))

@@ -92,7 +92,7 @@ def walk_leaves(value: Any, visit: Callable[[Any, str], Any], path: str) -> Any:
         parts = {key: walk_leaves(item, visit, f"{path}[{key!r}]") for key, item in value.items()}
         return _with_items(value, parts)
     if isinstance(value, list | tuple):
-        if value and all(_is_plain(item) for item in value):
+        if value and all(map(_is_plain, value)):
             return visit(value, path)
         items = [walk_leaves(item, visit, f"{path}[{i}]") for i, item in enumerate(value)]
         if hasattr(value, "_fields"):  # a named tuple takes its items as separate arguments

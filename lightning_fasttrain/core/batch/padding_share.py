@@ -59,7 +59,9 @@ class PaddingShare:
     @property
     def share(self) -> float:
         """The share of padding among the tokens of the batches."""
-        return 1 - self.filled / self.padded if self.padded else 0.0
+        if not self.padded:
+            return 0.0
+        return 1 - self.filled / self.padded
 
     def __str__(self) -> str:
         """Suggest micro-batches without padding; return "" if they would run nearly as many tokens."""
@@ -94,7 +96,9 @@ def _read(batch: Any) -> Extents | None:
         credible = [one for one in axis if _is_credible(one, leaves)]
         if credible:
             likely.append(credible)
-    return likeliest_padding(likely).read(batch) if likely else None
+    if not likely:
+        return None
+    return likeliest_padding(likely).read(batch)
 
 
 def _is_credible(one: Proposal, leaves: dict[str, Any]) -> bool:

@@ -14,8 +14,8 @@ def describe_annotation(annotation: Any) -> str:
         >>> describe_annotation(Iterable[str] | int | None)
         'a list of strings, a whole number or None'
     """
-    words = list(dict.fromkeys(_describe(one) for one in list_members(annotation)))
-    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+    *words, last = dict.fromkeys(map(_describe, list_members(annotation)))
+    return " or ".join(filter(None, [", ".join(words), last]))
 
 
 _WORDS = {int: "a whole number", float: "a number", str: "a string", bool: "True or False", type(None): "None"}
@@ -58,7 +58,9 @@ def _describe_container(kind: Any, inner: tuple[Any, ...]) -> str:
     if " or " in element:
         return "a list"
     article, _, name = element.partition(" ")
-    return f"a list of {_SEVERAL.get(element, f'{name} objects' if article in ('a', 'an') else element)}"
+    if article in ("a", "an"):
+        element = _SEVERAL.get(element, f"{name} objects")
+    return f"a list of {element}"
 
 
 def _name(kind: Any) -> str:
@@ -66,7 +68,9 @@ def _name(kind: Any) -> str:
 
 
 def _with_article(name: str) -> str:
-    return f"an {name}" if name[:1] in "AEIOaeio" else f"a {name}"
+    if name[:1] in "AEIOaeio":
+        return f"an {name}"
+    return f"a {name}"
 
 
 def describe_kind(value: object) -> str:
