@@ -1,7 +1,6 @@
 """Ask for ranks, and exchange values among them."""
 
 from collections.abc import Callable
-from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -34,7 +33,7 @@ def from_all_ranks(mine: list[Any]) -> list[Any]:
         return mine
     gathered: list[Any] = [None] * rank_count()
     dist.all_gather_object(gathered, mine)
-    return list(chain.from_iterable(gathered))
+    return [entry for some in gathered for entry in some]
 
 
 def from_rank_zero(make: Callable[[], Answer]) -> Answer:

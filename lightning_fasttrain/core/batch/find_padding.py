@@ -114,7 +114,7 @@ def _list_axes(leaves: Leaves) -> dict[int, dict[str, tuple[int, ...]]]:
 
 
 def _look_at_axis(
-    batch: Any, leaves: Leaves, size: int, members: dict[str, tuple[int, ...]], lengths: str | Lengths | None
+    batch: object, leaves: Leaves, size: int, members: dict[str, tuple[int, ...]], lengths: str | Lengths | None
 ) -> Iterator[tuple[PaddedAxis, int, Tensor]]:
     """Yield what may show the padding of an axis: the axis, the kind of evidence, and where rows begin and end."""
     shared = tuple(members.items())

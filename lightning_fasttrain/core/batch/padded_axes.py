@@ -54,7 +54,7 @@ class PaddedAxis:
             return None
         return sizes.pop()
 
-    def read(self, batch: Any, leaves: Leaves, size: int) -> Tensor:
+    def read(self, batch: object, leaves: Leaves, size: int) -> Tensor:
         """Return the first entry of each row, and the one after its last, along the axis: shape (rows, 2)."""
         if not isinstance(self.source, str):
             return _from_lengths(torch.as_tensor(self.source(batch)), size)
@@ -105,7 +105,7 @@ class Padding:
     def __str__(self) -> str:
         return " and ".join(map(str, self.axes))
 
-    def read(self, batch: Any) -> "Extents | None":
+    def read(self, batch: object) -> "Extents | None":
         """Return where the rows of a batch begin and end; None where it does not have these axes.
 
         The host waits for the batch, once, if it is on a device.

@@ -41,7 +41,7 @@ class PaddingShare:
         self.left = 0.0
         self._source = ""
 
-    def add(self, batch: Any) -> None:
+    def add(self, batch: object) -> None:
         """Count the padding of a batch. The host waits for it if it is on a device."""
         self.batches += 1
         try:
@@ -88,7 +88,7 @@ def measure_padding(batches: Iterable[Any]) -> PaddingShare:
     return share
 
 
-def _read(batch: Any) -> Extents | None:
+def _read(batch: object) -> Extents | None:
     """Return where the rows of a batch seem to begin and end; None if it does not seem to hold padded sequences."""
     leaves = list_leaves(batch)
     likely: list[list[Proposal]] = []
@@ -109,7 +109,7 @@ def _is_credible(one: Proposal, leaves: dict[str, Any]) -> bool:
     return source.ndim <= 2 and any(_is_sequence(leaves[path]) for path, _ in one.axis.members)
 
 
-def _is_sequence(leaf: Any) -> bool:
+def _is_sequence(leaf: object) -> bool:
     """Whether a tensor looks like token ids (rows, length) or features (rows, length, features)."""
     if not isinstance(leaf, Tensor):
         return False

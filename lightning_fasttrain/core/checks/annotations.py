@@ -69,7 +69,7 @@ class Problem:
         return self.reason()
 
 
-def find_problem(annotation: Any, value: object) -> Problem | None:
+def find_problem(annotation: object, value: object) -> Problem | None:
     """Return what is wrong with a value for an argument annotated so; None if nothing is.
 
     Stricter than ``isinstance`` where mistakes are common: True is not a number, numbers are finite, one string is
@@ -90,7 +90,7 @@ def find_problem(annotation: Any, value: object) -> Problem | None:
     return check(annotation, value)
 
 
-def _expected(annotation: Any, value: object, way_out: str = "") -> Problem:
+def _expected(annotation: object, value: object, way_out: str = "") -> Problem:
     def reason() -> str:
         words = describe_kind(value)
         if isinstance(value, bool):
@@ -100,7 +100,7 @@ def _expected(annotation: Any, value: object, way_out: str = "") -> Problem:
     return Problem(reason, way_out)
 
 
-def _find_in_union(annotation: Any, value: object) -> Problem | None:
+def _find_in_union(annotation: object, value: object) -> Problem | None:
     members = list_members(annotation)
     problems = []
     for member in members:
@@ -125,7 +125,7 @@ _UNKNOWN, _ENTRY = "not a known choice", "entry"
 _NUMBER = re.compile(r"[-+]?\d+(\.\d*)?([eE][-+]?\d+)?")
 
 
-def _find_in_annotated(annotation: Any, value: object) -> Problem | None:
+def _find_in_annotated(annotation: object, value: object) -> Problem | None:
     base, *limits = get_args(annotation)
     problem = find_problem(base, value)
     for limit in limits:
@@ -134,13 +134,13 @@ def _find_in_annotated(annotation: Any, value: object) -> Problem | None:
     return problem
 
 
-def _find_in_int(annotation: Any, value: object) -> Problem | None:
+def _find_in_int(annotation: object, value: object) -> Problem | None:
     if isinstance(value, int) and not isinstance(value, bool):
         return None
     return _expected(annotation, value, _convert(value))
 
 
-def _find_in_float(annotation: Any, value: object) -> Problem | None:
+def _find_in_float(annotation: object, value: object) -> Problem | None:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return _expected(annotation, value, _convert(value))
     if isinstance(value, float) and not math.isfinite(value):
@@ -159,7 +159,7 @@ def _convert(value: object) -> str:
     return f"Use float({value})"
 
 
-def _find_in_str(annotation: Any, value: object) -> Problem | None:
+def _find_in_str(annotation: object, value: object) -> Problem | None:
     if not isinstance(value, str):
         return _expected(annotation, value)
     if not value:
@@ -167,7 +167,7 @@ def _find_in_str(annotation: Any, value: object) -> Problem | None:
     return None
 
 
-def _find_in_literal(annotation: Any, value: object) -> Problem | None:
+def _find_in_literal(annotation: object, value: object) -> Problem | None:
     choices = get_args(annotation)
     if any(type(value) is type(choice) and value == choice for choice in choices):
         return None
@@ -177,7 +177,7 @@ def _find_in_literal(annotation: Any, value: object) -> Problem | None:
     return _expected(annotation, value)
 
 
-def _find_in_class(annotation: Any, value: object) -> Problem | None:
+def _find_in_class(annotation: object, value: object) -> Problem | None:
     (wanted,) = get_args(annotation) or (object,)
     if isinstance(value, type):
         if not isinstance(wanted, type) or issubclass(value, wanted):
@@ -189,7 +189,7 @@ def _find_in_class(annotation: Any, value: object) -> Problem | None:
     return _expected(annotation, value, hint)
 
 
-def _find_in_function(annotation: Any, value: object) -> Problem | None:
+def _find_in_function(annotation: object, value: object) -> Problem | None:
     if callable(value):
         return None
     return _expected(annotation, value)
@@ -212,7 +212,7 @@ def _find_in_container(annotation: Any, value: object) -> Problem | None:
     return None
 
 
-def _find_in_tuple(annotation: Any, value: object) -> Problem | None:
+def _find_in_tuple(annotation: object, value: object) -> Problem | None:
     inner = get_args(annotation)
     if not isinstance(value, list | tuple):
         return _expected(annotation, value)
@@ -227,7 +227,7 @@ def _find_in_tuple(annotation: Any, value: object) -> Problem | None:
     return None
 
 
-def _first_problem(annotation: Any, values: Iterable[object], first: int = 0) -> Problem | None:
+def _first_problem(annotation: object, values: Iterable[object], first: int = 0) -> Problem | None:
     for place, value in enumerate(values, first):
         problem = find_problem(annotation, value)
         is_root = isinstance(value, str) and not value  # the name of the model itself among its modules
@@ -236,18 +236,18 @@ def _first_problem(annotation: Any, values: Iterable[object], first: int = 0) ->
     return None
 
 
-def _find_in_mapping(annotation: Any, value: object) -> Problem | None:
+def _find_in_mapping(annotation: object, value: object) -> Problem | None:
     if not isinstance(value, Mapping):
         return _expected(annotation, value)
     keys, values = get_args(annotation) or (Any, Any)
     return _first_problem(keys, list(value)) or _first_problem(values, list(value.values()))
 
 
-def _accept(annotation: Any, value: object) -> Problem | None:
+def _accept(annotation: object, value: object) -> Problem | None:
     return None
 
 
-def _find_in_object(annotation: Any, value: object) -> Problem | None:
+def _find_in_object(annotation: object, value: object) -> Problem | None:
     kind = get_origin(annotation) or annotation
     if not isinstance(kind, type) or getattr(kind, "_is_protocol", False) or isinstance(value, kind):
         return None

@@ -55,7 +55,7 @@ def _wrap(function: Any, ways_out: Mapping[str, str]) -> Any:
     is_compiling: Callable[[], bool] = getattr(sys.modules.get("torch.compiler"), "is_compiling", bool)
 
     @functools.wraps(function)
-    def checked(*args: Any, **kwargs: Any) -> Any:
+    def checked(*args: object, **kwargs: object) -> Any:
         # A check that is traced would break the graph.
         if not is_compiling() and not _fit(_read(function), args, kwargs):
             name = function.__name__
@@ -107,7 +107,7 @@ def _fit(parameters: _Parameters, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def bind_arguments(
-    function: Callable[..., Any], name: str, ways_out: Mapping[str, str], /, *args: Any, **kwargs: Any
+    function: Callable[..., Any], name: str, ways_out: Mapping[str, str], /, *args: object, **kwargs: object
 ) -> inspect.BoundArguments:
     """Bind the arguments of a call to the parameters of ``function`` and check each against its annotation.
 
@@ -140,7 +140,7 @@ def bind_arguments(
     return bound
 
 
-def _find_any_problem(parameter: inspect.Parameter, annotation: Any, value: Any) -> Problem | None:
+def _find_any_problem(parameter: inspect.Parameter, annotation: object, value: Any) -> Problem | None:
     if parameter.kind is parameter.VAR_POSITIONAL:
         values = value
     elif parameter.kind is parameter.VAR_KEYWORD:

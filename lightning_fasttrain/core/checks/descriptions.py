@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 
-def describe_annotation(annotation: Any) -> str:
+def describe_annotation(annotation: object) -> str:
     """Say in words what an annotation accepts.
 
     Example:
@@ -23,14 +23,14 @@ _SEVERAL = {"a string": "strings", "a whole number": "whole numbers", "a number"
 
 
 @functools.cache
-def list_members(annotation: Any) -> list[Any]:
+def list_members(annotation: object) -> list[Any]:
     """Return the alternatives of a union, and a union of only itself for anything else."""
     if get_origin(annotation) in (Union, types.UnionType):
         return [inner for one in get_args(annotation) for inner in list_members(one)]
     return [annotation]
 
 
-def _describe(annotation: Any) -> str:
+def _describe(annotation: object) -> str:
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _describe(inner[0])
@@ -47,7 +47,7 @@ def _describe(annotation: Any) -> str:
     return words.get(kind) or _with_article(_name(kind))
 
 
-def _describe_container(kind: Any, inner: tuple[Any, ...]) -> str:
+def _describe_container(kind: object, inner: tuple[Any, ...]) -> str:
     if not isinstance(kind, type) or not issubclass(kind, Iterable) or not inner:
         return ""
     if issubclass(kind, Mapping):
@@ -63,7 +63,7 @@ def _describe_container(kind: Any, inner: tuple[Any, ...]) -> str:
     return f"a list of {element}"
 
 
-def _name(kind: Any) -> str:
+def _name(kind: object) -> str:
     return getattr(kind, "__name__", str(kind))
 
 

@@ -38,10 +38,7 @@ def whole_or_older(path: str | os.PathLike[str], *, substitute: bool) -> Path:
         verify_checkpoint(path)
         return path
     except CorruptCheckpoint as error:
-        other = None
-        if substitute:
-            other = _older_of_its_run(path)
-        if other is None:
+        if not substitute or (other := _older_of_its_run(path)) is None:
             raise
         warn(f"{error} Instead {other} is loaded, an older one of the same run.")
         return other

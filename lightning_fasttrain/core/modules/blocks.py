@@ -189,7 +189,7 @@ class _Search:
         around = {above for above in self.names if taken.intersection(above.modules())}
         left: set[nn.Module] = set()
         for module in around - taken:
-            left.update(module.children())
+            left.update(child for child in module.children() if self.weighty[child] > 1)
         left -= around
         # A head may be tied to one of these tables.
         tables: set[nn.Parameter] = set()
@@ -197,11 +197,10 @@ class _Search:
             tables.update(module.parameters())
         total, listed = max(_size(self.model), 1), []
         for module, name in self.names.items():
-            share = 0.0
-            if module in left and self.weighty[module] > 1:
+            if module in left:
                 share = _size(module, tables) / total
-            if share >= _WORTH_A_WORD:
-                listed.append(f"'{name}' ({share:.0%} of the parameters)")
+                if share >= _WORTH_A_WORD:
+                    listed.append(f"'{name}' ({share:.0%} of the parameters)")
         if listed:
             blocks = join_counts(Counter(map(class_name, found.values())).items())
             outside = ", ".join(listed)

@@ -338,7 +338,7 @@ class ExactResume(Technique):
         self._validation = resume.restore(trainer, pl_module)
         self._unlogged = resume.unlogged
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: object) -> None:
         """Hook: the module has logged values whose earlier sums another number of processes saved."""
         waiting = [add_logged(trainer, logged) for logged in self._unlogged]
         self._unlogged = list(filter(None, waiting))

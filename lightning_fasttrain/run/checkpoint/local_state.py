@@ -80,7 +80,7 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _like(part: Any, whole: Any) -> Any:
+def _like(part: object, whole: object) -> Any:
     """Return a part of a tensor as a shard in the layout of ``whole``, if it is one of its shape."""
     if not isinstance(part, Tensor) or not isinstance(whole, DTensor) or part.shape != whole.to_local().shape:
         return part

@@ -140,7 +140,7 @@ class PeerMemory:
                 path.unlink(missing_ok=True)
         return bool(damaged)
 
-    def _gather(self, mine: Any) -> list[Any]:
+    def _gather(self, mine: object) -> list[Any]:
         if self._group is None:
             return [mine]
         everyone: list[Any] = [None] * rank_count()

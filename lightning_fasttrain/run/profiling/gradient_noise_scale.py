@@ -181,7 +181,7 @@ class _WatchedStep:
         self.__wrapped__ = module.training_step
         self._watched = noise.watch(module.training_step)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         return self._watched(*args, **kwargs)
 
     def remove(self) -> None:

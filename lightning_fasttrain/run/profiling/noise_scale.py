@@ -143,7 +143,7 @@ class NoiseScale:
         """Wrap a step, a function of a batch that returns its mean loss, so that the weight of its loss is known."""
 
         @functools.wraps(step)
-        def watched(*args: Any, **kwargs: Any) -> Any:
+        def watched(*args: object, **kwargs: object) -> Any:
             output = step(*args, **kwargs)
             if self._parts is not None and output is not None:
                 loss = loss_in(output, "its gradient is measured")
