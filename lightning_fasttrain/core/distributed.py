@@ -116,4 +116,4 @@ def sum_over_ranks(counts: list[int], strategy: Strategy | None, world_size: int
     # Exact up to 2^53. float32 ends at 2^24, and a step may hold more tokens than that.
     here = torch.tensor(counts, dtype=torch.float64, device=strategy.root_device)
     total: Tensor = strategy.reduce(here, reduce_op="sum")
-    return [int(count) for count in total.tolist()]
+    return list(map(int, total.tolist()))

@@ -27,19 +27,24 @@ def read_imports() -> dict[str, str]:
     """Return the module from which the stub imports each name: the package itself, for its subpackages."""
     stub = pkgutil.get_data(PACKAGE, "__init__.pyi")
     assert stub is not None
-    found = {}
-    for statement in ast.parse(stub).body:
+    return _sources_of_names(ast.parse(stub).body)
+
+
+def _sources_of_names(statements: list[ast.stmt]) -> dict[str, str]:
+    """Return the module from which the statements import each name."""
+    found: dict[str, str] = {}
+    for statement in statements:
         if isinstance(statement, ast.ImportFrom):
-            found |= dict.fromkeys([alias.name for alias in statement.names], statement.module)
+            for alias in statement.names:
+                found[alias.name] = str(statement.module)
     return found
 
 
 _IMPORTS = read_imports()
 SUBPACKAGES = {name: module for name, module in _IMPORTS.items() if module != PACKAGE}
 ROOMS = [name for name, module in _IMPORTS.items() if module == PACKAGE]  # subpackages, with or without names here
-PUBLIC = [
-    name for name in SUBPACKAGES if not name.startswith("_")
-]  # for `import *`, which must not bring a __version__
+# For `import *`, which must not bring a __version__.
+PUBLIC = [name for name in SUBPACKAGES if not name.startswith("_")]
 
 
 def find_public(name: str) -> object:
@@ -64,7 +69,7 @@ def find_public(name: str) -> object:
 @cache  # tools such as pytest ask every module for the same few names
 def _hint(name: str) -> str:
     """Return where a name that the top level lacks can be found, or which one it resembles; "" if neither."""
-    known = {**_read_names_of_subpackages(), **{public: public for public in PUBLIC}}
+    known = _read_names_of_subpackages() | dict(zip(PUBLIC, PUBLIC, strict=True))
     # As it is written comes first, then any case, then one with a typing mistake, then a longer one.
     by_lower = {word.lower(): place for word, place in known.items()}
     wanted = name.lower()
@@ -83,7 +88,8 @@ def _read_names_of_subpackages() -> dict[str, str]:
     for place in sorted(places | {f"{PACKAGE}.{room}" for room in ROOMS}, reverse=True):
         source = resources.files(PACKAGE).joinpath(place.partition(".")[2], "__init__.py")
         if source.is_file():
-            found |= {name: f"{place}.{name}" for name in _read_names(source.read_bytes())}
+            for name in _read_names(source.read_bytes()):
+                found[name] = f"{place}.{name}"
     return found
 
 
@@ -92,9 +98,7 @@ def _read_names(source: bytes) -> dict[str, str]:
     found = {}
     for node in ast.parse(source).body:
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            for statement in node.body:
-                assert isinstance(statement, ast.ImportFrom)
-                found |= dict.fromkeys([alias.name for alias in statement.names], str(statement.module))
+            found |= _sources_of_names(node.body)
     return found
 
 
@@ -135,6 +139,6 @@ def import_names_when_used(subpackage: str) -> None:
 
 def list_names() -> list[str]:
     """Return what ``dir`` shows of the package: public names and subpackages."""
-    modules = {module.partition(".")[2] for module in SUBPACKAGES.values()}
-    shown = [module for module in modules if not module.startswith("core.")]
+    core = f"{PACKAGE}.core."
+    shown = {module.partition(".")[2] for module in SUBPACKAGES.values() if not module.startswith(core)}
     return sorted({*shown, *ROOMS, *SUBPACKAGES})

@@ -257,7 +257,6 @@ def _storages_of_tensor(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
 
 
 def _parts_of(held: object) -> Iterable[Any]:
-
     if isinstance(held, nn.Module):
         gradients = [parameter.grad for parameter in held.parameters()]
         quantized = [tensor for _, tensor in quantized_tensors(held)]

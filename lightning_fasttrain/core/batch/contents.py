@@ -26,7 +26,8 @@ def count_batch(batch: object) -> tuple[int, int]:
     samples, parts = 0, [batch]
     for part in parts:  # grows while it is walked
         if isinstance(part, Tensor):
-            samples = samples or (len(part) if part.ndim else 0)
+            if part.ndim:
+                samples = samples or len(part)
             if part.ndim > 1 and part.dtype in (torch.int64, torch.int32):
                 return samples, part.numel()
         elif isinstance(part, list | tuple):
@@ -75,7 +76,7 @@ def find_labels(batch: object, path: str = "batch") -> tuple[str, Tensor | None]
     else:
         return path, None
     for where, value in reversed(inner):
-        found = (where, None) if isinstance(value, Tensor) else find_labels(value, where)
+        found = find_labels(value, where)
         if found[1] is not None:
             return found
     return path, None

@@ -89,9 +89,8 @@ def propose_padding(batch: Any, lengths: str | Lengths | None = None, *, zeros: 
 
 def _refuse_unknown(name: str, leaves: Leaves) -> None:
     if not any(_is_named(path, name) for path in leaves):
-        way_out = (
-            f"Name one of {', '.join(path.removeprefix('batch') for path in leaves)}, or give a function of a batch"
-        )
+        names = ", ".join(path.removeprefix("batch") for path in leaves)
+        way_out = f"Name one of {names}, or give a function of a batch"
         raise ValueError(explain(f"lengths={name!r}", "the batch has no tensor of this name", way_out))
 
 
@@ -107,14 +106,15 @@ def _list_axes(leaves: Leaves) -> dict[int, dict[str, tuple[int, ...]]]:
         for size in dict.fromkeys(shape[1:]):
             places = [place for place in range(1, len(shape)) if shape[place] == size]
             # A (B, T, T) mask has two such axes; features of (B, T, F) with F = T have one.
-            is_mask = isinstance(leaf, Tensor) and len(places) > 1 and _is_binary(leaf)
+            if len(places) > 1 and not (isinstance(leaf, Tensor) and _is_binary(leaf)):
+                places = places[:1]
             if size > 1:
-                axes.setdefault(size, {})[path] = tuple(places) if is_mask else tuple(places[:1])
+                axes.setdefault(size, {})[path] = tuple(places)
     return axes
 
 
 def _look_at_axis(
-    batch: Any, leaves: Leaves, size: int, members: dict[str, tuple[int, ...]], lengths: str | Lengths | None
+    batch: object, leaves: Leaves, size: int, members: dict[str, tuple[int, ...]], lengths: str | Lengths | None
 ) -> Iterator[tuple[PaddedAxis, int, Tensor]]:
     """Yield what may show the padding of an axis: the axis, the kind of evidence, and where rows begin and end."""
     shared = tuple(members.items())
@@ -160,10 +160,12 @@ def _list_values(leaf: Tensor, axis: int) -> Iterator[tuple[int, float]]:
     elif leaf.is_floating_point():
         yield _ZEROS, 0.0
     elif leaf.ndim == 2 and not leaf.is_complex():
-        first, last = (float(column.mode().values) for column in (leaf[:, 0], leaf[:, -1]))
+        first, last = float(leaf[:, 0].mode().values), float(leaf[:, -1].mode().values)
         for value in dict.fromkeys((last, first)):
-            if value == _IGNORED or _is_no_chance(find_extents(leaf, axis, value), leaf.shape[1]):
-                yield (_LABELS if value == _IGNORED else _IDS), value
+            if value == _IGNORED:
+                yield _LABELS, value
+            elif _is_no_chance(find_extents(leaf, axis, value), leaf.shape[1]):
+                yield _IDS, value
 
 
 def _is_no_chance(ends: Tensor, size: int) -> bool:

@@ -47,7 +47,10 @@ def group_rows_evenly(extents: Extents, n: int, multiple_of: int) -> list[list[i
     Where rows also hold pictures or sequences that keep their length, no group has more rows than with padding either.
     """
     each = -(-len(extents.rows) // n)
-    return group_rows(extents, each * sum(extents.sizes), multiple_of, n, each if extents.has_more else None)
+    most_rows = None
+    if extents.has_more:
+        most_rows = each
+    return group_rows(extents, each * sum(extents.sizes), multiple_of, n, most_rows)
 
 
 def _count_tokens_of_ranges(
@@ -91,7 +94,7 @@ def split_groups(groups: Sequence[Sequence[int]], n: int) -> list[list[int]]:
         >>> split_groups([[0], [1, 2, 3], [4, 5]], 5)
         [[0], [1], [2], [3], [4, 5]]
     """
-    split = [list(group) for group in groups]
+    split = list(map(list, groups))
     while len(split) < n:
         largest = max(range(len(split)), key=lambda place: len(split[place]))
         rows = split[largest]

@@ -56,7 +56,7 @@ def can_be_cut(batch: Any) -> bool:
         return False
 
 
-def list_leaves(value: Any, path: str = "batch") -> dict[str, Any]:
+def list_leaves(value: object, path: str = "batch") -> dict[str, Any]:
     """Return the leaves of a batch, or of any arguments and outputs, by their paths.
 
     Example:
@@ -73,7 +73,7 @@ def list_leaves(value: Any, path: str = "batch") -> dict[str, Any]:
     return found
 
 
-def list_tensors(value: Any, path: str = "batch") -> dict[str, Tensor]:
+def list_tensors(value: object, path: str = "batch") -> dict[str, Tensor]:
     """Return the tensors among the leaves by their paths."""
     return {place: leaf for place, leaf in list_leaves(value, path).items() if isinstance(leaf, Tensor)}
 
@@ -92,7 +92,7 @@ def walk_leaves(value: Any, visit: Callable[[Any, str], Any], path: str) -> Any:
         parts = {key: walk_leaves(item, visit, f"{path}[{key!r}]") for key, item in value.items()}
         return _with_items(value, parts)
     if isinstance(value, list | tuple):
-        if value and all(_is_plain(item) for item in value):
+        if value and all(map(_is_plain, value)):
             return visit(value, path)
         items = [walk_leaves(item, visit, f"{path}[{i}]") for i, item in enumerate(value)]
         if hasattr(value, "_fields"):  # a named tuple takes its items as separate arguments
@@ -119,7 +119,7 @@ def _with_items(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     return result
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     """Whether a collate function leaves this value in a list with one entry per sample."""
     return isinstance(value, str | bytes | int | float | complex) or (
         value is not None

@@ -50,9 +50,11 @@ class PaddedAxis:
                 return None
             sizes.update(shape[axis] for axis in axes)
         is_there = not isinstance(self.source, str) or isinstance(leaves.get(self.source), Tensor)
-        return sizes.pop() if is_there and len(sizes) == 1 else None
+        if not is_there or len(sizes) != 1:
+            return None
+        return sizes.pop()
 
-    def read(self, batch: Any, leaves: Leaves, size: int) -> Tensor:
+    def read(self, batch: object, leaves: Leaves, size: int) -> Tensor:
         """Return the first entry of each row, and the one after its last, along the axis: shape (rows, 2)."""
         if not isinstance(self.source, str):
             return _from_lengths(torch.as_tensor(self.source(batch)), size)
@@ -61,8 +63,10 @@ class PaddedAxis:
         axes = dict(self.members)[self.source]
         ends = find_extents(leaves[self.source], axes[-1], self.value)
         starts, stops = ends.unbind(1)
-        starts = starts if self.left else torch.zeros_like(starts)
-        stops = stops if self.right else torch.full_like(stops, size)
+        if not self.left:
+            starts = torch.zeros_like(starts)
+        if not self.right:
+            stops = torch.full_like(stops, size)
         return torch.stack([starts, stops], 1)
 
 
@@ -80,8 +84,9 @@ def find_extents(leaf: Tensor, axis: int, value: float) -> Tensor:
         >>> find_extents(torch.tensor([[0, 5, 0, 6, 0], [0, 0, 0, 0, 0]]), 1, 0).tolist()
         [[1, 4], [0, 0]]
     """
-    filled = (leaf.detach() != value).movedim(axis, 1).flatten(2) if leaf.ndim > 2 else leaf.detach() != value
-    filled = filled.any(2) if filled.ndim > 2 else filled
+    filled = leaf.detach() != value
+    if filled.ndim > 2:
+        filled = filled.movedim(axis, 1).flatten(2).any(2)
     marks = filled.to(torch.uint8)
     starts, stops = marks.argmax(1), marks.shape[1] - marks.flip(1).argmax(1)
     return torch.stack([starts, stops], 1) * filled.any(1)[:, None]
@@ -100,22 +105,26 @@ class Padding:
     def __str__(self) -> str:
         return " and ".join(map(str, self.axes))
 
-    def read(self, batch: Any) -> "Extents | None":
+    def read(self, batch: object) -> "Extents | None":
         """Return where the rows of a batch begin and end; None where it does not have these axes.
 
         The host waits for the batch, once, if it is on a device.
         """
         leaves = list_leaves(batch)
-        sizes = [axis.size_in(leaves) for axis in self.axes]
-        known = [size for size in sizes if size is not None]
-        if len(known) < len(sizes):
-            return None
-        read = [axis.read(batch, leaves, size) for axis, size in zip(self.axes, known, strict=True)]
-        return Extents(self, known, torch.stack(read, 1).tolist(), self._leaves_more(leaves, sum(known)))
+        sizes: list[int] = []
+        for axis in self.axes:
+            size = axis.size_in(leaves)
+            if size is None:
+                return None
+            sizes.append(size)
+        read = [axis.read(batch, leaves, size) for axis, size in zip(self.axes, sizes, strict=True)]
+        return Extents(self, sizes, torch.stack(read, 1).tolist(), self._leaves_more(leaves, sum(sizes)))
 
     def _leaves_more(self, leaves: Leaves, length: int) -> bool:
         """Whether rows of some length also hold pictures or sequences that keep their length."""
-        cut = {path for axis in self.axes for path, _ in axis.members}
+        cut: set[str] = set()
+        for axis in self.axes:
+            cut.update(dict(axis.members))
         for path, leaf in leaves.items():
             if path in cut or not isinstance(leaf, Tensor | np.ndarray) or leaf.ndim < 2:
                 continue
@@ -137,7 +146,9 @@ def padding_in(state: Sequence[dict[str, Any]]) -> Padding | None:
     for axis in state:
         members = tuple((path, tuple(places)) for path, places in axis["members"])
         axes.append(PaddedAxis(members, axis["source"], axis["value"], axis["left"], axis["right"]))
-    return Padding(tuple(axes)) if axes else None
+    if not axes:
+        return None
+    return Padding(tuple(axes))
 
 
 @dataclass(frozen=True)
@@ -205,7 +216,9 @@ class Extents:
             # An empty row needs no entry, but most models cannot run on an axis of length 0.
             length = min(size, max(1, -(-(stop - start) // multiple_of)) * multiple_of)
             # Rows that end with the axis are padded on the left.
-            begin = size - length if stop == size else min(start, size - length)
+            begin = size - length
+            if stop != size:
+                begin = min(start, begin)
             spans.append([begin, begin + length])
         return spans
 

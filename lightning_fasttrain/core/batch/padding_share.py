@@ -41,7 +41,7 @@ class PaddingShare:
         self.left = 0.0
         self._source = ""
 
-    def add(self, batch: Any) -> None:
+    def add(self, batch: object) -> None:
         """Count the padding of a batch. The host waits for it if it is on a device."""
         self.batches += 1
         try:
@@ -59,7 +59,9 @@ class PaddingShare:
     @property
     def share(self) -> float:
         """The share of padding among the tokens of the batches."""
-        return 1 - self.filled / self.padded if self.padded else 0.0
+        if not self.padded:
+            return 0.0
+        return 1 - self.filled / self.padded
 
     def __str__(self) -> str:
         """Suggest micro-batches without padding; return "" if they would run nearly as many tokens."""
@@ -86,7 +88,7 @@ def measure_padding(batches: Iterable[Any]) -> PaddingShare:
     return share
 
 
-def _read(batch: Any) -> Extents | None:
+def _read(batch: object) -> Extents | None:
     """Return where the rows of a batch seem to begin and end; None if it does not seem to hold padded sequences."""
     leaves = list_leaves(batch)
     likely: list[list[Proposal]] = []
@@ -94,7 +96,9 @@ def _read(batch: Any) -> Extents | None:
         credible = [one for one in axis if _is_credible(one, leaves)]
         if credible:
             likely.append(credible)
-    return likeliest_padding(likely).read(batch) if likely else None
+    if not likely:
+        return None
+    return likeliest_padding(likely).read(batch)
 
 
 def _is_credible(one: Proposal, leaves: dict[str, Any]) -> bool:
@@ -105,7 +109,7 @@ def _is_credible(one: Proposal, leaves: dict[str, Any]) -> bool:
     return source.ndim <= 2 and any(_is_sequence(leaves[path]) for path, _ in one.axis.members)
 
 
-def _is_sequence(leaf: Any) -> bool:
+def _is_sequence(leaf: object) -> bool:
     """Whether a tensor looks like token ids (rows, length) or features (rows, length, features)."""
     if not isinstance(leaf, Tensor):
         return False

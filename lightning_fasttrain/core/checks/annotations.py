@@ -35,7 +35,9 @@ class Bounds:
             return f"above {self.low:g} and at most {self.high:g}"
         if self.high < math.inf:
             return f"between {self.low:g} and {self.high:g}"
-        return f"greater than {self.low:g}" if self.excluded else f"at least {self.low:g}"
+        if self.excluded:
+            return f"greater than {self.low:g}"
+        return f"at least {self.low:g}"
 
 
 PositiveInt = Annotated[int, Bounds(1)]
@@ -62,10 +64,12 @@ class Problem:
 
     @property
     def why(self) -> str:
-        return self.reason if isinstance(self.reason, str) else self.reason()
+        if isinstance(self.reason, str):
+            return self.reason
+        return self.reason()
 
 
-def find_problem(annotation: Any, value: object) -> Problem | None:
+def find_problem(annotation: object, value: object) -> Problem | None:
     """Return what is wrong with a value for an argument annotated so; None if nothing is.
 
     Stricter than ``isinstance`` where mistakes are common: True is not a number, numbers are finite, one string is
@@ -82,19 +86,21 @@ def find_problem(annotation: Any, value: object) -> Problem | None:
     origin = get_origin(annotation)
     if origin is Union or origin is types.UnionType:
         return _find_in_union(annotation, value)
-    check = _CHECKS.get(origin if origin is not None else annotation, _find_in_object)
+    check = _CHECKS.get(origin or annotation, _find_in_object)
     return check(annotation, value)
 
 
-def _expected(annotation: Any, value: object, way_out: str = "") -> Problem:
+def _expected(annotation: object, value: object, way_out: str = "") -> Problem:
     def reason() -> str:
-        words = repr(value) if isinstance(value, bool) else describe_kind(value)
+        words = describe_kind(value)
+        if isinstance(value, bool):
+            words = repr(value)
         return f"expected {describe_annotation(annotation)}, got {words}"
 
     return Problem(reason, way_out)
 
 
-def _find_in_union(annotation: Any, value: object) -> Problem | None:
+def _find_in_union(annotation: object, value: object) -> Problem | None:
     members = list_members(annotation)
     problems = []
     for member in members:
@@ -111,15 +117,15 @@ def _find_in_union(annotation: Any, value: object) -> Problem | None:
             return Problem(f"expected {describe_annotation(annotation)}", "", ValueError)
         if problem.kind is ValueError or problem.why.startswith(_ENTRY):
             return problem
-    hints = [problem.way_out for problem in problems if problem.way_out]
-    return _expected(annotation, value, hints[0] if hints else "")
+    hint = next((problem.way_out for problem in problems if problem.way_out), "")
+    return _expected(annotation, value, hint)
 
 
 _UNKNOWN, _ENTRY = "not a known choice", "entry"
 _NUMBER = re.compile(r"[-+]?\d+(\.\d*)?([eE][-+]?\d+)?")
 
 
-def _find_in_annotated(annotation: Any, value: object) -> Problem | None:
+def _find_in_annotated(annotation: object, value: object) -> Problem | None:
     base, *limits = get_args(annotation)
     problem = find_problem(base, value)
     for limit in limits:
@@ -128,13 +134,13 @@ def _find_in_annotated(annotation: Any, value: object) -> Problem | None:
     return problem
 
 
-def _find_in_int(annotation: Any, value: object) -> Problem | None:
+def _find_in_int(annotation: object, value: object) -> Problem | None:
     if isinstance(value, int) and not isinstance(value, bool):
         return None
     return _expected(annotation, value, _convert(value))
 
 
-def _find_in_float(annotation: Any, value: object) -> Problem | None:
+def _find_in_float(annotation: object, value: object) -> Problem | None:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return _expected(annotation, value, _convert(value))
     if isinstance(value, float) and not math.isfinite(value):
@@ -146,18 +152,22 @@ def _convert(value: object) -> str:
     if isinstance(value, str) and _NUMBER.fullmatch(value):
         return f"Write the number without quotes: {value}"
     # NumPy's numbers are not Python's in a checkpoint, a config or a printed call.
-    if isinstance(value, Real) and not isinstance(value, int | float):
-        return f"Use int({value})" if isinstance(value, Integral) else f"Use float({value})"
-    return ""
+    if not isinstance(value, Real) or isinstance(value, int | float):
+        return ""
+    if isinstance(value, Integral):
+        return f"Use int({value})"
+    return f"Use float({value})"
 
 
-def _find_in_str(annotation: Any, value: object) -> Problem | None:
+def _find_in_str(annotation: object, value: object) -> Problem | None:
     if not isinstance(value, str):
         return _expected(annotation, value)
-    return None if value else Problem("an empty string means nothing here", "", ValueError)
+    if not value:
+        return Problem("an empty string means nothing here", "", ValueError)
+    return None
 
 
-def _find_in_literal(annotation: Any, value: object) -> Problem | None:
+def _find_in_literal(annotation: object, value: object) -> Problem | None:
     choices = get_args(annotation)
     if any(type(value) is type(choice) and value == choice for choice in choices):
         return None
@@ -167,17 +177,22 @@ def _find_in_literal(annotation: Any, value: object) -> Problem | None:
     return _expected(annotation, value)
 
 
-def _find_in_class(annotation: Any, value: object) -> Problem | None:
+def _find_in_class(annotation: object, value: object) -> Problem | None:
     (wanted,) = get_args(annotation) or (object,)
     if isinstance(value, type):
-        right = not isinstance(wanted, type) or issubclass(value, wanted)
-        return None if right else _expected(annotation, value)
-    hint = f"Use its class, {type(value).__name__}" if isinstance(wanted, type) and isinstance(value, wanted) else ""
+        if not isinstance(wanted, type) or issubclass(value, wanted):
+            return None
+        return _expected(annotation, value)
+    hint = ""
+    if isinstance(wanted, type) and isinstance(value, wanted):
+        hint = f"Use its class, {type(value).__name__}"
     return _expected(annotation, value, hint)
 
 
-def _find_in_function(annotation: Any, value: object) -> Problem | None:
-    return None if callable(value) else _expected(annotation, value)
+def _find_in_function(annotation: object, value: object) -> Problem | None:
+    if callable(value):
+        return None
+    return _expected(annotation, value)
 
 
 def _find_in_container(annotation: Any, value: object) -> Problem | None:
@@ -185,17 +200,19 @@ def _find_in_container(annotation: Any, value: object) -> Problem | None:
     anything = not inner or inner[0] is Any
     # A Sequential can be iterated too, but over its modules, which is never meant.
     if callable(getattr(value, "parameters", None)) and not anything:
-        wants_tensors = any(word in str(inner[0]) for word in ("Tensor", "Parameter"))
-        return _expected(annotation, value, "Pass its parameters()" if wants_tensors else "")
+        if "Tensor" in str(inner[0]) or "Parameter" in str(inner[0]):
+            return _expected(annotation, value, "Pass its parameters()")
+        return _expected(annotation, value)
     if isinstance(value, str | bytes) or not isinstance(value, kind):
-        single = not anything and find_problem(inner[0], value) is None
-        return _expected(annotation, value, "Put it into a list: [...]" if single else "")
+        if not anything and find_problem(inner[0], value) is None:
+            return _expected(annotation, value, "Put it into a list: [...]")
+        return _expected(annotation, value)
     if inner and isinstance(value, list | tuple | set | frozenset | dict):
         return _first_problem(inner[0], value)
     return None
 
 
-def _find_in_tuple(annotation: Any, value: object) -> Problem | None:
+def _find_in_tuple(annotation: object, value: object) -> Problem | None:
     inner = get_args(annotation)
     if not isinstance(value, list | tuple):
         return _expected(annotation, value)
@@ -210,7 +227,7 @@ def _find_in_tuple(annotation: Any, value: object) -> Problem | None:
     return None
 
 
-def _first_problem(annotation: Any, values: Iterable[object], first: int = 0) -> Problem | None:
+def _first_problem(annotation: object, values: Iterable[object], first: int = 0) -> Problem | None:
     for place, value in enumerate(values, first):
         problem = find_problem(annotation, value)
         is_root = isinstance(value, str) and not value  # the name of the model itself among its modules
@@ -219,18 +236,18 @@ def _first_problem(annotation: Any, values: Iterable[object], first: int = 0) ->
     return None
 
 
-def _find_in_mapping(annotation: Any, value: object) -> Problem | None:
+def _find_in_mapping(annotation: object, value: object) -> Problem | None:
     if not isinstance(value, Mapping):
         return _expected(annotation, value)
     keys, values = get_args(annotation) or (Any, Any)
     return _first_problem(keys, list(value)) or _first_problem(values, list(value.values()))
 
 
-def _accept(annotation: Any, value: object) -> Problem | None:
+def _accept(annotation: object, value: object) -> Problem | None:
     return None
 
 
-def _find_in_object(annotation: Any, value: object) -> Problem | None:
+def _find_in_object(annotation: object, value: object) -> Problem | None:
     kind = get_origin(annotation) or annotation
     if not isinstance(kind, type) or getattr(kind, "_is_protocol", False) or isinstance(value, kind):
         return None

@@ -52,11 +52,10 @@ def _wrap(function: Any, ways_out: Mapping[str, str]) -> Any:
         return function
 
     # Modules that use torch have imported it by now, and others must not because of a check.
-    compiler = sys.modules.get("torch.compiler")
-    is_compiling: Callable[[], bool] = compiler.is_compiling if compiler is not None else bool
+    is_compiling: Callable[[], bool] = getattr(sys.modules.get("torch.compiler"), "is_compiling", bool)
 
     @functools.wraps(function)
-    def checked(*args: Any, **kwargs: Any) -> Any:
+    def checked(*args: object, **kwargs: object) -> Any:
         # A check that is traced would break the graph.
         if not is_compiling() and not _fit(_read(function), args, kwargs):
             name = function.__name__
@@ -108,7 +107,7 @@ def _fit(parameters: _Parameters, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def bind_arguments(
-    function: Callable[..., Any], name: str, ways_out: Mapping[str, str], /, *args: Any, **kwargs: Any
+    function: Callable[..., Any], name: str, ways_out: Mapping[str, str], /, *args: object, **kwargs: object
 ) -> inspect.BoundArguments:
     """Bind the arguments of a call to the parameters of ``function`` and check each against its annotation.
 
@@ -121,7 +120,9 @@ def bind_arguments(
     Raises:
         TypeError, ValueError: as of :func:`check_arguments`.
     """
-    elsewhere: Mapping[str, str] = getattr(type(args[0]), "names_elsewhere", {}) if args else {}
+    elsewhere: Mapping[str, str] = {}
+    if args:
+        elsewhere = getattr(type(args[0]), "names_elsewhere", {})
     for word in kwargs.keys() & elsewhere.keys():
         raise TypeError(f"{name}({word}=...): that is another library's name for it. Use {elsewhere[word]}.")
     parameters = _read(function)
@@ -139,15 +140,18 @@ def bind_arguments(
     return bound
 
 
-def _find_any_problem(parameter: inspect.Parameter, annotation: Any, value: Any) -> Problem | None:
+def _find_any_problem(parameter: inspect.Parameter, annotation: object, value: Any) -> Problem | None:
     if parameter.kind is parameter.VAR_POSITIONAL:
         values = value
     elif parameter.kind is parameter.VAR_KEYWORD:
         values = value.values()
     else:
         values = (value,)
-    problems = [find_problem(annotation, one) for one in values]
-    return next(filter(None, problems), None)
+    for one in values:
+        problem = find_problem(annotation, one)
+        if problem is not None:
+            return problem
+    return None
 
 
 def _explain(
@@ -177,9 +181,12 @@ def show(value: object) -> str:
     elif type(value) in (list, tuple, set, frozenset, dict):
         text = _show_container(value)
     else:
-        text = getattr(value, "__name__", "") if callable(value) else ""
-        text = text or f"<{type(value).__name__}>"
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+        text = f"<{type(value).__name__}>"
+        if callable(value):
+            text = getattr(value, "__name__", "") or text
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[:_LONGEST]}…"
 
 
 def _show_container(value: Any) -> str:

@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 
-def describe_annotation(annotation: Any) -> str:
+def describe_annotation(annotation: object) -> str:
     """Say in words what an annotation accepts.
 
     Example:
         >>> describe_annotation(Iterable[str] | int | None)
         'a list of strings, a whole number or None'
     """
-    words = list(dict.fromkeys(_describe(one) for one in list_members(annotation)))
-    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+    *words, last = dict.fromkeys(map(_describe, list_members(annotation)))
+    return " or ".join(filter(None, [", ".join(words), last]))
 
 
 _WORDS = {int: "a whole number", float: "a number", str: "a string", bool: "True or False", type(None): "None"}
@@ -23,14 +23,14 @@ _SEVERAL = {"a string": "strings", "a whole number": "whole numbers", "a number"
 
 
 @functools.cache
-def list_members(annotation: Any) -> list[Any]:
+def list_members(annotation: object) -> list[Any]:
     """Return the alternatives of a union, and a union of only itself for anything else."""
     if get_origin(annotation) in (Union, types.UnionType):
         return [inner for one in get_args(annotation) for inner in list_members(one)]
     return [annotation]
 
 
-def _describe(annotation: Any) -> str:
+def _describe(annotation: object) -> str:
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _describe(inner[0])
@@ -47,7 +47,7 @@ def _describe(annotation: Any) -> str:
     return words.get(kind) or _with_article(_name(kind))
 
 
-def _describe_container(kind: Any, inner: tuple[Any, ...]) -> str:
+def _describe_container(kind: object, inner: tuple[Any, ...]) -> str:
     if not isinstance(kind, type) or not issubclass(kind, Iterable) or not inner:
         return ""
     if issubclass(kind, Mapping):
@@ -58,15 +58,19 @@ def _describe_container(kind: Any, inner: tuple[Any, ...]) -> str:
     if " or " in element:
         return "a list"
     article, _, name = element.partition(" ")
-    return f"a list of {_SEVERAL.get(element, f'{name} objects' if article in ('a', 'an') else element)}"
+    if article in ("a", "an"):
+        element = _SEVERAL.get(element, f"{name} objects")
+    return f"a list of {element}"
 
 
-def _name(kind: Any) -> str:
+def _name(kind: object) -> str:
     return getattr(kind, "__name__", str(kind))
 
 
 def _with_article(name: str) -> str:
-    return f"an {name}" if name[:1] in "AEIOaeio" else f"a {name}"
+    if name[:1] in "AEIOaeio":
+        return f"an {name}"
+    return f"a {name}"
 
 
 def describe_kind(value: object) -> str:

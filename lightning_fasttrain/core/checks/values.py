@@ -36,6 +36,6 @@ def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
         ValueError: it is not; the message lists the allowed ones.
     """
     if value not in allowed:
-        words = ", ".join(repr(word) for word in allowed)
+        words = ", ".join(map(repr, allowed))
         raise ValueError(f"{name}={value!r}: not a known choice. Use one of {words}.")
     return value

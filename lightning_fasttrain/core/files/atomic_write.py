@@ -82,7 +82,7 @@ def why_unwritable(folder: Path) -> str:
         >>> why_unwritable(getfixture("tmp_path") / "not" / "made" / "yet")
         ''
     """
-    there = next(one for one in (folder, *folder.absolute().parents) if one.exists())  # a file counts too
+    there = next(filter(Path.exists, (folder, *folder.absolute().parents)))  # a file counts too
     probe = temporary_path(there, "probe")
     # Written to, since permissions do not show quotas, read-only mounts and the rules of network file systems.
     try:
@@ -110,7 +110,7 @@ def refuse_unwritable(folder: str | os.PathLike[str], what: str) -> None:
 
 def find_existing(path: Path) -> Path:
     """Return ``path`` if it is a folder, otherwise the nearest folder above it."""
-    return next(one for one in (path, *path.absolute().parents) if one.is_dir())
+    return next(filter(Path.is_dir, (path, *path.absolute().parents)))
 
 
 def free_disk_bytes(path: Path) -> int:

@@ -59,7 +59,7 @@ class BackgroundSave:
         if self._left_alone is not None:
             self._left_alone.join()
             self._left_alone = self._error = None
-        copies = [to_host(state) for state in states]
+        copies = list(map(to_host, states))
 
         def run() -> None:
             try:
@@ -118,7 +118,8 @@ class BackgroundSave:
             self._at_exit = None
         if self._thread is not None:
             self._thread.join(seconds)
-            self._thread = self._thread if self._thread.is_alive() else None
+            if not self._thread.is_alive():
+                self._thread = None
 
 
 def to_host(state: object, copies: dict[int, Any] | None = None) -> Any:

@@ -160,7 +160,7 @@ def _publish(staging: Path, target: Path, facts: dict[str, Any]) -> None:
         files |= json.loads(part.read_text())
         part.unlink()
     # The manifest is written when all that it lists would outlast a power failure.
-    for folder in (path for path in staging.rglob("*") if path.is_dir()):
+    for folder in filter(Path.is_dir, staging.rglob("*")):
         sync_folder(folder)
     write_atomic(staging / MANIFEST, json.dumps({"version": 1, **facts, "files": files}, indent=1))
     _replace(staging, target)
@@ -176,9 +176,8 @@ def _replace(staging: Path, target: Path) -> None:
         target.rename(old / _WAS)
     staging.rename(target)
     sync_folder(target.parent)
-    (target / _LOCK).unlink(
-        missing_ok=True
-    )  # not before: while it is held, no other process takes the folder for a leftover
+    # Not before: while it is held, no other process takes the folder for a leftover.
+    (target / _LOCK).unlink(missing_ok=True)
     if is_ours(old):
         shutil.rmtree(old)
 
@@ -209,7 +208,7 @@ def is_ours(folder: Path) -> bool:
     if mark.is_file() and not mark.is_symlink():
         with open(mark, "rb") as file:
             return file.read(len(_MARK) + 1) == _MARK
-    return all(is_temporary_file(path) for path in folder.iterdir())  # killed before it could be marked
+    return all(map(is_temporary_file, folder.iterdir()))  # killed before it could be marked
 
 
 def is_at_work(target: Path) -> bool:

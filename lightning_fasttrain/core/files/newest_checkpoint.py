@@ -38,8 +38,7 @@ def whole_or_older(path: str | os.PathLike[str], *, substitute: bool) -> Path:
         verify_checkpoint(path)
         return path
     except CorruptCheckpoint as error:
-        other = _older_of_its_run(path) if substitute else None
-        if other is None:
+        if not substitute or (other := _older_of_its_run(path)) is None:
             raise
         warn(f"{error} Instead {other} is loaded, an older one of the same run.")
         return other
@@ -51,14 +50,13 @@ def _older_of_its_run(path: Path) -> Path | None:
     # Without both, another run's checkpoint in this folder could be taken for this one's.
     if asked.run is None or asked.step is None:
         return None
-    found = {other: facts_of(other) for other in _candidates(path.parent) if other != path}
-    older = {
-        other: facts.step
-        for other, facts in found.items()
-        if facts.run == asked.run and facts.step is not None and facts.step <= asked.step
-    }
+    older: dict[Path, int] = {}
+    for other in _candidates(path.parent):
+        facts = facts_of(other)
+        if other != path and facts.run == asked.run and facts.step is not None and facts.step <= asked.step:
+            older[other] = facts.step
     # One after the other: to find out whether one is whole, all of it is read.
-    return next((other for other in sorted(older, key=lambda one: older[one], reverse=True) if _is_whole(other)), None)
+    return next(filter(_is_whole, sorted(older, key=older.__getitem__, reverse=True)), None)
 
 
 @check_arguments
@@ -118,17 +116,23 @@ def _is_whole(path: Path) -> bool:
 
 
 def _candidates(folder: Path) -> list[Path]:
-    # A leading dot marks temporary files: ours, and those of other programs, such as rsync.
-    named = [path for path in _entries(folder) if not path.name.startswith(".") and path.suffix != ".tmp"]
-    return [path for path in named if path.exists() and (path.suffix == ".ckpt" or (path / MANIFEST).is_file())]
+    found: list[Path] = []
+    for path in _entries(folder):
+        # A leading dot marks temporary files: ours, and those of other programs, such as rsync.
+        if path.name.startswith(".") or path.suffix == ".tmp" or not path.exists():
+            continue
+        if path.suffix == ".ckpt" or (path / MANIFEST).is_file():
+            found.append(path)
+    return found
 
 
 def _newest_first(paths: list[Path]) -> list[Path]:
     told = {path: facts_of(path) for path in paths}
-    at = {path: _saved_at(path, facts) for path, facts in told.items()}
+    at: dict[Path, float] = {}
     # The time of each run's last save; files that name no run count as one.
     last: dict[str | None, float] = {}
     for path, facts in told.items():
+        at[path] = _saved_at(path, facts)
         if facts.step is not None:
             last[facts.run] = max(at[path], last.get(facts.run, 0.0))
     with_step: dict[Path, tuple[float, int, float]] = {}
@@ -145,17 +149,23 @@ def _newest_first(paths: list[Path]) -> list[Path]:
 
 
 def _saved_at(path: Path, facts: Facts) -> float:
-    return _written_at(path) if facts.saved_at is None else facts.saved_at
+    if facts.saved_at is None:
+        return _written_at(path)
+    return facts.saved_at
 
 
 def _written_at(path: Path) -> float:
     manifest = path / MANIFEST
     # The time of a folder is that of the last change to its list of names, which a stray file in it changes too.
-    return (manifest if manifest.is_file() else path).stat().st_mtime
+    if manifest.is_file():
+        return manifest.stat().st_mtime
+    return path.stat().st_mtime
 
 
 def _entries(folder: Path) -> list[Path]:
-    return list(folder.iterdir()) if folder.is_dir() else []
+    if not folder.is_dir():
+        return []
+    return list(folder.iterdir())
 
 
 def sweep(folder: Path) -> None:

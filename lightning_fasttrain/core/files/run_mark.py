@@ -28,12 +28,14 @@ class RunMark:
 
     def facts(self, step: object) -> dict[str, Any]:
         """Return the mark of a checkpoint: plain values, for its manifest or beside its state."""
-        return {"run": self.run, "step": step if type(step) is int else None, "saved_at": time.time()}
+        if type(step) is not int:
+            step = None
+        return {"run": self.run, "step": step, "saved_at": time.time()}
 
     def continue_from(self, facts: object) -> None:
         """Take over the name of the run in ``facts``, if there is one."""
-        run = facts.get("run") if isinstance(facts, dict) else None
-        self.run = run if isinstance(run, str) else self.run
+        if isinstance(facts, dict) and isinstance(facts.get("run"), str):
+            self.run = facts["run"]
 
 
 def mark_of(owner: object) -> RunMark:
@@ -60,8 +62,11 @@ def step_in(checkpoint: object) -> int | None:
     """Return Lightning's ``global_step``, or the ``step`` of a loop; None if there is neither."""
     if not isinstance(checkpoint, dict):
         return None
-    found = [checkpoint.get(key) for key in ("global_step", "step")]
-    return next((step for step in found if type(step) is int), None)
+    for key in ("global_step", "step"):
+        step = checkpoint.get(key)
+        if type(step) is int:
+            return step
+    return None
 
 
 def facts_of(path: Path) -> Facts:
@@ -72,17 +77,23 @@ def facts_of(path: Path) -> Facts:
     """
     try:
         if path.is_dir():
-            about = read_manifest(path).get("about", {}) if (path / MANIFEST).is_file() else {}
+            if not (path / MANIFEST).is_file():
+                return Facts()
+            about = read_manifest(path).get("about", {})
             return _facts(about, step_in(about))
         checkpoint = read_archive(path, mmap=True)  # its tensors stay in the file
     except (CorruptCheckpoint, ForeignObjects, OSError):
         return Facts()
-    about = checkpoint.get(KEY) if isinstance(checkpoint, dict) else None
-    return _facts(about if isinstance(about, dict) else {}, step_in(checkpoint))
+    about = {}
+    if isinstance(checkpoint, dict) and isinstance(checkpoint.get(KEY), dict):
+        about = checkpoint[KEY]
+    return _facts(about, step_in(checkpoint))
 
 
 def _facts(about: dict[str, Any], step: int | None) -> Facts:
     run, saved_at = about.get("run"), about.get("saved_at")
     if not isinstance(saved_at, int | float) or not math.isfinite(saved_at):
         saved_at = None
-    return Facts(run if isinstance(run, str) else None, step, saved_at)
+    if not isinstance(run, str):
+        run = None
+    return Facts(run, step, saved_at)

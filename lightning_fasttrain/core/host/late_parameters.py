@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_fasttrain.core.host.lightning import FabricModule
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.parameters import trained_parameters
 
 _WAY_OUT = "Call it first, then make the optimizer, and then call fabric.setup"
 
@@ -34,8 +35,8 @@ class LateParameters:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         # Weakly, because quantising replaces parameters whose memory must not be kept.
-        self.before = [weakref.ref(parameter) for parameter in model.parameters()]
-        self.trained_before = [weakref.ref(parameter) for parameter in model.parameters() if parameter.requires_grad]
+        self.before = list(map(weakref.ref, model.parameters()))
+        self.trained_before = list(map(weakref.ref, trained_parameters(model)))
         self.new: list[Any] = []
         self.hooks = ExitStack()
 
@@ -60,19 +61,13 @@ class LateParameters:
         """
         # Only the living ones, since the id of one that is gone may be used again.
         known = set(map(id, _find_alive(self.trained_before)))
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        new = [parameter for parameter in trained if id(parameter) not in known]
+        new = [parameter for parameter in trained_parameters(self.model) if id(parameter) not in known]
         if not new:
             return self.hooks
         if isinstance(self.model, FabricModule):
-            raise RuntimeError(
-                explain(
-                    f"{what} after fabric.setup",
-                    f"{len(new)} tensors that train now are in no optimizer, and Fabric's strategy has not seen them",
-                    _WAY_OUT,
-                )
-            )
-        self.what, self.new = what, [weakref.ref(parameter) for parameter in new]
+            why = f"{len(new)} tensors that train now are in no optimizer, and Fabric's strategy has not seen them"
+            raise RuntimeError(explain(f"{what} after fabric.setup", why, _WAY_OUT))
+        self.what, self.new = what, list(map(weakref.ref, new))
         for optimizer in _holders(_find_alive(self.before)):
             self.hooks.callback(optimizer.register_step_pre_hook(self._check).remove)
         return self.hooks

@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator
-from itertools import chain, groupby
+from itertools import groupby
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -13,10 +13,13 @@ from lightning_fasttrain.core.messages import note_once
 from lightning_fasttrain.core.modules.select import (
     Blocks,
     as_list,
+    class_name,
     has_parameters,
     is_wanted,
+    join_counts,
     keep_outermost,
     list_kinds,
+    modules_of,
 )
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -59,9 +62,11 @@ def find_blocks(model: nn.Module, blocks: Blocks | None = None) -> dict[str, nn.
         >>> list(find_blocks(nn.Transformer(4, 2, 1, 2, batch_first=True)))
         ['encoder.layers.0', 'decoder.layers.0', 'decoder.layers.1']
     """
-    found = _match_blocks(model, blocks) if blocks is not None else _find_repeated(model)
+    if blocks is None:
+        found, what = _find_repeated(model), "no repeated blocks"
+    else:
+        found, what = _match_blocks(model, blocks), f"blocks={blocks!r} matches nothing"
     if not found:
-        what = "no repeated blocks" if blocks is None else f"blocks={blocks!r} matches nothing"
         raise ValueError(
             f"{what} in {type(model).__name__}: candidates are {list_kinds(model)}. "
             "Name the blocks yourself, with blocks= a class, a class name or a pattern such as 'model.layers.*'."
@@ -75,7 +80,9 @@ def _find_repeated(model: nn.Module) -> dict[str, nn.Module]:
     # A few small layered things, such as two heads, are not the body of a model that is made of single layers; but
     # embeddings are no body either, though they outweigh the only layer of a small BERT.
     is_body = not layered or not all(map(_is_table, longest.values()))
-    found = longest if is_body and _share(model, longest) > 2 * _share(model, layered) else layered
+    found = layered
+    if is_body and _share(model, longest) > 2 * _share(model, layered):
+        found = longest
     if found:
         search.tell_what_is_left_out(found)
     return found
@@ -92,10 +99,15 @@ class _Search:
 
     def _count_weights(self, module: nn.Module) -> int:
         if module not in self.weighty:
-            inside = sum(self._count_weights(child) for child in module.children())
+            self.weighty[module] = sum(map(self._count_weights, module.children())) + _has_weight(module)
             # An adapter's wrapper is one layer, however many matrices it adds to it.
-            self.weighty[module] = 1 if "base_layer" in module._modules else inside + _has_weight(module)
+            if "base_layer" in module._modules:
+                self.weighty[module] = 1
         return self.weighty[module]
+
+    def _named(self, modules: set[nn.Module]) -> dict[str, nn.Module]:
+        """Some modules by name, in the model's order; those that lie in another of them are left out."""
+        return keep_outermost({name: module for module, name in self.names.items() if module in modules})
 
     def layered_blocks(self) -> dict[str, nn.Module]:
         """Every block that is made of layers, of all the classes that matter."""
@@ -105,16 +117,16 @@ class _Search:
                 # One member that holds blocks is enough: a stage with a single layer is a stage like its siblings.
                 if not any(self._holds_blocks(member, parent) for member in run):
                     members.update(run)
-        found = keep_outermost({name: module for module, name in self.names.items() if module in members})
-        kinds = self._kinds_that_matter(found)
-        # Layers of another class in the same list are blocks as well, even if there is only one of them.
-        beside: set[nn.Module] = set()
-        for parent in self.names:
-            # Of a ModuleList only: a Sequential may hold the model's stem and head beside its blocks.
-            if type(parent) is nn.ModuleList and any(type(child) in kinds for child in parent):
-                beside.update(child for child in parent if self._is_layered(child))
-        every = {name: m for m, name in self.names.items() if m in beside or (type(m) in kinds and self._is_layered(m))}
-        return keep_outermost(every)  # of a class that counts there may be one inside a block
+        kinds = self._kinds_that_matter(self._named(members))
+        every: set[nn.Module] = set()
+        for module in self.names:
+            if type(module) in kinds and self._is_layered(module):
+                every.add(module)
+            # Layers of another class in the same list are blocks as well, even if there is only one of them. Of a
+            # ModuleList only: a Sequential may hold the model's stem and head beside its blocks.
+            if type(module) is nn.ModuleList and not kinds.isdisjoint(map(type, module)):
+                every.update(filter(self._is_layered, module))
+        return self._named(every)  # of a class that counts there may be one inside a block
 
     def _is_layered(self, module: nn.Module) -> bool:
         # `type`: a user's subclass of Sequential may well be a block.
@@ -134,8 +146,7 @@ class _Search:
         """Whether blocks are to be looked for inside of this member of a run."""
         if isinstance(parent, _CONTAINERS):
             return self._is_stack(module)
-        inside = (inner for inner in module.modules() if isinstance(inner, _CONTAINERS))
-        return any(self._runs_of(inner) for inner in inside) or self._is_stack(module)
+        return any(map(self._runs_of, modules_of(module, _CONTAINERS))) or self._is_stack(module)
 
     def _is_stack(self, module: nn.Module) -> bool:
         """Whether all that has several layers in it is lists of blocks: a stage, an encoder, a whole model.
@@ -147,7 +158,7 @@ class _Search:
         if runs and (isinstance(module, _CONTAINERS) or max(map(len, runs)) > 2):
             return True
         parts = [child for child in module.children() if self.weighty[child] > 1]
-        return bool(parts) and all(self._is_stack(part) for part in parts)
+        return bool(parts) and all(map(self._is_stack, parts))
 
     def _kinds_that_matter(self, found: dict[str, nn.Module]) -> set[type[nn.Module]]:
         sizes: Counter[type[nn.Module]] = Counter()
@@ -165,26 +176,35 @@ class _Search:
             return {}
         longest = max(runs, key=lambda run: (_rank(run[0][1]), len(run)))  # the first, outermost, of equals
         kind = type(longest[0][1])
-        same_kind = [run for run in runs if type(run[0][1]) is kind]
+        same_kind: dict[str, nn.Module] = {}
+        for run in runs:
+            if type(run[0][1]) is kind:
+                same_kind.update(run)
         # A run may lie inside a member of another run of its class.
-        return keep_outermost(dict(chain.from_iterable(same_kind)))
+        return keep_outermost(same_kind)
 
     def tell_what_is_left_out(self, found: dict[str, nn.Module]) -> None:
         taken = set(found.values())
         # The blocks themselves, and everything that holds one.
         around = {above for above in self.names if taken.intersection(above.modules())}
-        left = []
+        left: set[nn.Module] = set()
         for module in around - taken:
-            left += [m for m in module.children() if m not in around and self.weighty[m] > 1]
+            left.update(child for child in module.children() if self.weighty[child] > 1)
+        left -= around
         # A head may be tied to one of these tables.
-        tables = {p for m in self.names if _is_table(m) for p in m.parameters()}
-        sizes = {self.names[m]: _size(m, tables) / max(_size(self.model), 1) for m in self.names if m in left}
-        shares = {name: share for name, share in sizes.items() if share >= _WORTH_A_WORD}
-        if shares:
-            kinds = Counter(type(block).__name__ for block in found.values())
-            blocks = ", ".join(f"{kind} ×{count}" for kind, count in kinds.items())
-            listed = ", ".join(f"'{name}' ({share:.0%} of the parameters)" for name, share in shares.items())
-            note_once(f"find_blocks: {type(self.model).__name__} has blocks {blocks}; outside of them are {listed}")
+        tables: set[nn.Parameter] = set()
+        for module in filter(_is_table, self.names):
+            tables.update(module.parameters())
+        total, listed = max(_size(self.model), 1), []
+        for module, name in self.names.items():
+            if module in left:
+                share = _size(module, tables) / total
+                if share >= _WORTH_A_WORD:
+                    listed.append(f"'{name}' ({share:.0%} of the parameters)")
+        if listed:
+            blocks = join_counts(Counter(map(class_name, found.values())).items())
+            outside = ", ".join(listed)
+            note_once(f"find_blocks: {class_name(self.model)} has blocks {blocks}; outside of them are {outside}")
 
 
 def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
@@ -226,7 +246,7 @@ def _size(module: nn.Module, without: Collection[nn.Parameter] = ()) -> int:
 
 
 def _share(model: nn.Module, found: dict[str, nn.Module]) -> float:
-    return sum(_size(block) for block in found.values()) / max(_size(model), 1)
+    return sum(map(_size, found.values())) / max(_size(model), 1)
 
 
 def _runs(model: nn.Module, neighbours: bool, lists: bool) -> Iterator[list[tuple[str, nn.Module]]]:
@@ -253,9 +273,11 @@ def _runs(model: nn.Module, neighbours: bool, lists: bool) -> Iterator[list[tupl
 
 # For the longest run: made of parts, before containers, before single layers, however many of these there are.
 def _rank(module: nn.Module) -> int:
-    if not any(True for _ in module.children()):
+    if next(module.children(), None) is None:
         return 0
-    return 1 if type(module) in _CONTAINERS else 2
+    if type(module) in _CONTAINERS:
+        return 1
+    return 2
 
 
 def _match_blocks(model: nn.Module, blocks: Blocks) -> dict[str, nn.Module]:

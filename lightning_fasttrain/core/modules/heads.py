@@ -8,7 +8,7 @@ from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.messages import explain, list_some, warn
 from lightning_fasttrain.core.modules.blocks import find_blocks
 from lightning_fasttrain.core.modules.layer_kinds import base_of, is_linear, layers_of
-from lightning_fasttrain.core.modules.select import is_inside, is_part_of
+from lightning_fasttrain.core.modules.select import is_inside, is_part_of, modules_of
 from lightning_fasttrain.core.modules.wrapped_forward import told_heads
 
 
@@ -29,12 +29,13 @@ def find_heads(model: nn.Module) -> list[str]:
     linear = [name for name, layer in layers.items() if is_linear(layer)]
     order = list(layers)
     blocks = _blocks_of(model)
-    outside = [name for name in linear if not is_inside(name, blocks)]
+    outside = _outside(linear, blocks)
     # 0 without blocks: all layers come after it then, and the line below leaves the last one.
-    last = max((i for i, name in enumerate(order) if is_inside(name, blocks)), default=0)
+    last = max(map(order.index, set(order).difference(_outside(order, blocks))), default=0)
     after = [name for name in linear if order.index(name) > last]
     # So many layers that come after the blocks are no head but another half of the model, whose last layer is one.
-    after = after if 4 * len(after) <= len(linear) else after[-1:]
+    if 4 * len(after) > len(linear):
+        after = after[-1:]
     heads = {
         *_find_told(model, linear, layers),
         *_tied_names(model, linear, layers),
@@ -42,24 +43,29 @@ def find_heads(model: nn.Module) -> list[str]:
         *after,
     }
     # The only layer that could be adapted or quantised is not left out: nothing would be done.
-    return [] if len(linear) == 1 and not blocks else sorted(heads, key=order.index)
+    if len(linear) == 1 and not blocks:
+        return []
+    return sorted(heads, key=order.index)
 
 
 def outside_blocks(model: nn.Module, names: Iterable[str]) -> list[str]:
     """Keep the names outside of the model's repeated blocks; all of them where it has no blocks of layers."""
-    blocks = _blocks_of(model)
+    return _outside(names, _blocks_of(model))
+
+
+def _outside(names: Iterable[str], blocks: Collection[str]) -> list[str]:
     return [name for name in names if not is_inside(name, blocks)]
 
 
 def heads_beside(model: nn.Module, blocks: Collection[str]) -> list[str]:
     """Names of the heads that are neither one of ``blocks`` nor in one."""
-    return [head for head in find_heads(model) if head not in blocks and not is_inside(head, blocks)]
+    return [head for head in _outside(find_heads(model), blocks) if head not in blocks]
 
 
 def warn_of_blocks_beyond(model: nn.Module, blocks: Collection[str], named: Collection[str], what: str) -> None:
     """Say so where blocks of another kind come after the last of ``blocks``, and would count as head."""
-    names = [name for name, _ in model.named_modules()]
-    last = max((i for i, name in enumerate(names) if name in blocks), default=0)
+    names = list(dict(model.named_modules()))
+    last = max(map(names.index, set(names).intersection(blocks)), default=0)
     taken = {*blocks, *named}
     beyond: list[str] = []
     for name in _blocks_of(model):
@@ -80,18 +86,17 @@ def _blocks_of(model: nn.Module) -> list[str]:
 
 
 def _find_told(model: nn.Module, linear: list[str], layers: dict[str, nn.Module]) -> list[str]:
-    told = [base_of(head) for head in told_heads(model)]
+    told = list(map(base_of, told_heads(model)))
     return [name for name in linear if layers[name] in told]
 
 
 def _tied_names(model: nn.Module, linear: list[str], layers: dict[str, nn.Module]) -> list[str]:
-    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    tables = {id(table.weight) for table in modules_of(model, nn.Embedding)}
     return [name for name in linear if id(layers[name].weight) in tables]
 
 
 def _of_vocabulary(model: nn.Module, outside: list[str], layers: dict[str, nn.Module]) -> list[str]:
-    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    vocabulary = max(tables, key=lambda table: table.num_embeddings, default=None)
+    vocabulary = max(modules_of(model, nn.Embedding), key=lambda table: table.num_embeddings, default=None)
     if vocabulary is None or vocabulary.num_embeddings <= vocabulary.embedding_dim:  # a table of positions, say
         return []
     return [name for name in outside if getattr(layers[name], "out_features", 0) == vocabulary.num_embeddings]

@@ -24,6 +24,11 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of a model that train."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
 def device_of(module: nn.Module) -> torch.device:
     """Return the device of a module's first parameter; the CPU if it has none.
 
@@ -44,7 +49,8 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
     for parameter in model.parameters():
         numbers = count_elements(parameter)
         total += numbers
-        trained += numbers if parameter.requires_grad else 0
+        if parameter.requires_grad:
+            trained += numbers
     return trained, total
 
 
@@ -54,7 +60,9 @@ def count_elements(parameter: nn.Parameter) -> int:
         return 0
     state = getattr(parameter, "quant_state", None)
     # A 4-bit weight holds two numbers in a byte. A parameter that DeepSpeed has split up holds none itself.
-    return state.shape.numel() if state is not None else getattr(parameter, "ds_numel", parameter.numel())
+    if state is not None:
+        return state.shape.numel()
+    return getattr(parameter, "ds_numel", parameter.numel())
 
 
 def quantized_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -73,10 +81,12 @@ def quantized_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             held = _of_4bit(getattr(module.weight, "quant_state", module.quant_state))
         elif is_a(module, "bitsandbytes.nn.Linear8bitLt"):
             # The state takes SCB from the weight in the first forward.
-            held = {"SCB": module.state.SCB if module.state.SCB is not None else module.weight.SCB}
+            held = {"SCB": module.state.SCB}
+            if held["SCB"] is None:
+                held["SCB"] = module.weight.SCB
         for name, tensor in held.items():
             if tensor is not None:
-                yield f"{prefix}.{name}" if prefix else name, tensor
+                yield f"{prefix}.{name}".removeprefix("."), tensor
 
 
 def _of_4bit(state: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.select import modules_of
 from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -36,7 +37,7 @@ class RecomputedForward(WrappedForward):
         self.seen = False
         # torch saves the noise of rrelu before it draws it. A recomputation that stops as soon as all that was saved is
         # there again, as torch's does to save time, may stop in between.
-        self.stops_early = not any(isinstance(inside, nn.RReLU) for inside in module.modules())
+        self.stops_early = next(modules_of(module, nn.RReLU), None) is None
         self.looked = False
 
     def look_at(self, output: object, inputs: object) -> None:
@@ -47,11 +48,11 @@ class RecomputedForward(WrappedForward):
         """
         if self.looked or not (self.stops_early and self.module.training):
             return
-        nodes = [node for node in _nodes_between(output, inputs) if node.name().startswith("Rrelu")]
-        if any(node._saved_training for node in nodes):  # otherwise its noise is not used
-            what = f"F.rrelu in {type(self.module).__name__}, which is recomputed in the backward"
-            why = "torch saves its noise before it is drawn, and the recomputation may stop in between"
-            raise RuntimeError(explain(what, why, "Use torch.nn.RReLU, as a module of its own: then it does not"))
+        for node in _nodes_between(output, inputs):
+            if node.name().startswith("Rrelu") and node._saved_training:  # otherwise its noise is not used
+                what = f"F.rrelu in {type(self.module).__name__}, which is recomputed in the backward"
+                why = "torch saves its noise before it is drawn, and the recomputation may stop in between"
+                raise RuntimeError(explain(what, why, "Use torch.nn.RReLU, as a module of its own: then it does not"))
         self.looked = True
 
     @contextmanager
@@ -59,10 +60,12 @@ class RecomputedForward(WrappedForward):
         """For a forward that does not count: random states and buffers are afterwards as they were."""
         self.seen = False  # which buffers change is not known yet: copy all
         _, again = self.contexts(nullcontext(), nullcontext())
-        device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
+        device = next(self.module.parameters(), torch.empty(0, device="cpu")).device
+        devices, device_type = [device], device.type
         # The host's generator is always among them.
-        devices = [] if device.type == "cpu" else [device]
-        with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), again:
+        if device_type == "cpu":
+            devices, device_type = [], "cuda"
+        with torch.random.fork_rng(devices, device_type=device_type), again:
             yield
         self.seen = False
 
@@ -124,8 +127,7 @@ def _places_of_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]
 
 def _nodes_between(output: object, inputs: object) -> Iterator[Any]:
     """Every node of the graph of ``output`` that comes after those of ``inputs``."""
-    done = {leaf.grad_fn for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)}
-    ahead = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    done, ahead = set(_grad_fns(inputs)), _grad_fns(output)
     while ahead:
         node = ahead.pop()
         if node is None or node in done:
@@ -133,6 +135,10 @@ def _nodes_between(output: object, inputs: object) -> Iterator[Any]:
         done.add(node)
         yield node
         ahead.extend(before for before, _ in node.next_functions)
+
+
+def _grad_fns(values: object) -> list[Any]:
+    return [leaf.grad_fn for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 class Again(AbstractContextManager[None]):

@@ -3,7 +3,7 @@
 import difflib
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
 from torch import nn
@@ -12,6 +12,7 @@ from lightning_fasttrain.core.messages import explain
 
 Named = str | type[nn.Module]
 Blocks = Named | Iterable[Named]
+M = TypeVar("M", bound=nn.Module)
 S = TypeVar("S", bound=str | re.Pattern[str] | type[nn.Module])
 
 
@@ -38,7 +39,9 @@ def matches_pattern(name: str, pattern: str) -> bool:
 
 def as_list(wanted: S | Iterable[S]) -> list[S]:
     """Return one selector, or several of them, as a list."""
-    return [cast(Any, wanted)] if isinstance(wanted, str | type | re.Pattern) else list(wanted)
+    if isinstance(wanted, str | type | re.Pattern):
+        return [cast(Any, wanted)]
+    return list(wanted)
 
 
 def select(
@@ -73,9 +76,9 @@ def select(
         _refuse_other_kinds(one, argument)
         matched = {name for name, module in places.items() if means(name, module, one)}
         if not matched:
-            word = one.__name__ if isinstance(one, type) else one
-            what = f"{argument}={word!r}" if argument else repr(word)
-            kinds = {type(module).__name__ for module in model.modules()}
+            word = getattr(one, "__name__", one)
+            what = f"{argument}={word!r}".removeprefix("=")
+            kinds = set(map(class_name, model.modules()))
             ends = {name.rpartition(".")[2] for name in places}
             near = difflib.get_close_matches(str(word), [*filter(None, {*places, *ends}), *kinds], n=4, cutoff=0.5)
             why = f"candidates are {(list_candidates or list_kinds)(model)}"
@@ -89,7 +92,7 @@ def select(
 def _refuse_other_kinds(wanted: object, argument: str) -> None:
     is_class = isinstance(wanted, type) and issubclass(wanted, nn.Module)
     if not is_class and not isinstance(wanted, str | re.Pattern):
-        what = f"{argument}={wanted!r}" if argument else repr(wanted)
+        what = f"{argument}={wanted!r}".removeprefix("=")
         raise TypeError(explain(what, "expected a name pattern or a class of modules", "Name the module by a string"))
 
 
@@ -98,13 +101,29 @@ def list_kinds(model: nn.Module) -> str:
     kinds: Counter[str] = Counter()
     for name, module in model.named_modules():
         if name and has_parameters(module):  # "" is the model itself, which does not repeat
-            kinds[type(module).__name__] += 1
-    ranked = kinds.most_common(8)
-    return ", ".join(f"{kind} ×{count}" for kind, count in ranked) or "none (no submodule has parameters)"
+            kinds[class_name(module)] += 1
+    return join_counts(kinds.most_common(8)) or "none (no submodule has parameters)"
+
+
+def join_counts(counts: Iterable[tuple[str, int]]) -> str:
+    """Join classes and how often each occurs, for a message: "Linear ×4, ReLU ×2"."""
+    return ", ".join(f"{kind} ×{count}" for kind, count in counts)
+
+
+def class_name(thing: object) -> str:
+    """Return the name of an object's class."""
+    return type(thing).__name__
+
+
+def modules_of(model: nn.Module, kind: type[M] | tuple[type[M], ...]) -> Iterator[M]:
+    """Yield the modules of a class or of one of several, ``model`` itself among them."""
+    for module in model.modules():
+        if isinstance(module, kind):
+            yield module
 
 
 def has_parameters(module: nn.Module, recurse: bool = True) -> bool:
-    return any(True for _ in module.parameters(recurse))
+    return next(module.parameters(recurse), None) is not None
 
 
 def list_names_above(name: str) -> list[str]:
@@ -119,7 +138,7 @@ def list_names_above(name: str) -> list[str]:
 
 def is_inside(name: str, modules: Collection[str]) -> bool:
     """Check whether ``name`` is that of a part of one of the ``modules``."""
-    return any(above in modules for above in list_names_above(name))
+    return any(map(modules.__contains__, list_names_above(name)))
 
 
 def is_part_of(name: str, modules: Collection[str]) -> bool:
@@ -171,7 +190,7 @@ def find_module(model: nn.Module, name: str, argument: str) -> nn.Module:
     modules = dict(model.named_modules())
     if name not in modules:
         near = difflib.get_close_matches(name, modules, n=4, cutoff=0.3)
-        children = ", ".join(child for child, _ in model.named_children()) or "none"
+        children = ", ".join(dict(model.named_children())) or "none"
         way_out = f"Similar names are {', '.join(map(repr, near)) or 'none'}; its children are {children}"
         raise ValueError(explain(f"{argument}={name!r} in {type(model).__name__}", "no such module", way_out))
     return modules[name]

@@ -33,7 +33,7 @@ def has_dropout(model: nn.Module) -> bool:
         >>> has_dropout(nn.Dropout(0.5)), has_dropout(nn.Dropout(0.0))
         (True, False)
     """
-    return any(True for _ in _rates(model))
+    return next(_rates(model), None) is not None
 
 
 def _rates(model: nn.Module) -> Iterator[tuple[object, str]]:

@@ -33,8 +33,7 @@ def told_heads(model: nn.Module) -> list[nn.Module]:
     Classes are asked, because adapters' wrappers pass on every attribute of the model that they hold.
     """
     models: list[Any] = [module for module in model.modules() if hasattr(type(module), "get_output_embeddings")]
-    heads: list[nn.Module | None] = [module.get_output_embeddings() for module in models]
-    return [head for head in heads if head is not None]
+    return [head for module in models if (head := module.get_output_embeddings()) is not None]
 
 
 class Replacement:
@@ -109,7 +108,7 @@ W = TypeVar("W", bound=WrappedForward)
 
 def wrapper_on(module: nn.Module, kind: type[WrappedForward]) -> bool:
     """Whether a wrapper of this ``kind`` already stands on ``module``, at any depth."""
-    return any(True for _ in wrappers_on(module, kind))
+    return next(wrappers_on(module, kind), None) is not None
 
 
 def why_none_ran(model: nn.Module, kind: type[WrappedForward]) -> tuple[str, str] | None:
@@ -151,8 +150,7 @@ def wrappers_in(model: nn.Module, kind: type[W]) -> Iterator[W]:
 @contextmanager
 def without_rounding(models: Iterable[nn.Module]) -> Iterator[None]:
     """Have wrappers that round give the plain forward's numbers, for a comparison that rounding would hide."""
-    modules = {module for model in models for module in model.modules()}
-    paused = [wrapper for module in modules for wrapper in wrappers_on(module, WrappedForward) if wrapper.rounds]
+    paused = [wrapper for model in models for wrapper in wrappers_in(model, WrappedForward) if wrapper.rounds]
     for wrapper in paused:
         wrapper.paused = True
     try:
@@ -166,8 +164,8 @@ def first_line(error: BaseException) -> str:
     """Return the message of a compiler's back end in one line."""
     # The errors of torch.compile keep in inner_exception what its back end raised.
     cause = error.__cause__ or getattr(error, "inner_exception", None) or error
-    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else type(cause).__name__}".rstrip(".")
+    line = next(iter(str(cause).strip().splitlines()), type(cause).__name__)
+    return f"{type(error).__name__}: {line.strip()}".rstrip(".")
 
 
 def patch(target: object, name: str, value: object) -> Undo:

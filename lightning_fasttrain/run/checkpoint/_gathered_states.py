@@ -60,7 +60,7 @@ def gather(mine: Tensor, device: torch.device, *, everywhere: bool = True) -> li
 
 def gather_values(mine: object, device: torch.device) -> list[Any]:
     """All-gather tensors and plain values of all processes, in the order of ranks. All processes must call it."""
-    return [unpack(state) for state in gather(pack(mine), device)]
+    return list(map(unpack, gather(pack(mine), device)))
 
 
 def gather_gradients(named: Iterable[tuple[str, Tensor]], device: torch.device) -> list[dict[str, Tensor]]:
@@ -81,9 +81,11 @@ def gather_gradients(named: Iterable[tuple[str, Tensor]], device: torch.device) 
     for i, (name, parameter) in enumerate(named):
         if not held[:, i].any():
             continue
+        grad = parameter.grad
         # A rank without this gradient sends zeros, which rank 0 drops.
-        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
-        grad = grad.to(device).contiguous()
+        if grad is None:
+            grad = torch.zeros_like(parameter)
+        grad = grad.detach().to(device).contiguous()
         parts = None
         if rank_here() == 0:
             parts = [torch.empty_like(grad) for _ in gathered]
@@ -91,9 +93,13 @@ def gather_gradients(named: Iterable[tuple[str, Tensor]], device: torch.device) 
         for rank, part in enumerate(parts or []):
             if held[rank, i]:
                 gathered[rank][name] = part.cpu().clone()
-    return gathered if rank_here() == 0 else []
+    if rank_here() != 0:
+        return []
+    return gathered
 
 
 def _for_backend(device: torch.device) -> torch.device:
     # gloo gathers CPU tensors; "cpu:gloo,cuda:nccl" includes gloo too.
-    return torch.device("cpu") if "gloo" in dist.get_backend_config() else device
+    if "gloo" in dist.get_backend_config():
+        return torch.device("cpu")
+    return device

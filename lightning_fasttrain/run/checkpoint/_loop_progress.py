@@ -36,11 +36,15 @@ def find_save_point(trainer: L.Trainer) -> SavePoint:
         return SavePoint.EPOCH
     if trainer.validating:
         done = validation.is_last_batch and validation.current.ready == validation.current.completed
-        return SavePoint.VALIDATION if done else SavePoint.BATCH
+        if done:
+            return SavePoint.VALIDATION
+        return SavePoint.BATCH
     # `completed` is counted after on_train_batch_end, in which checkpoints are saved.
     if batches.ready == batches.processed == batches.completed + 1:
         return SavePoint.BATCH
-    return SavePoint.ITERATION if batches.ready == batches.processed == batches.completed else SavePoint.WITHIN
+    if batches.ready == batches.processed == batches.completed:
+        return SavePoint.ITERATION
+    return SavePoint.WITHIN
 
 
 def complete_batch_(checkpoint: dict[str, Any]) -> None:

@@ -59,16 +59,18 @@ def why_unfit(folder: Path, nbytes: int, way_out: str, copies: int = 2) -> str |
 
 def checkpoint_bytes(trainer: L.Trainer, optimizers: Sequence[Optimizer]) -> int:
     """Estimate the size of one checkpoint in bytes, over all ranks: weights and optimizer state."""
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    # Assumes that optimizer state has the dtype of the weights.
-    moments = sum(_moments(group) * _trained_bytes(group) for group in groups)
+    moments = 0
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            # Assumes that optimizer state has the dtype of the weights.
+            moments += _moments(group) * _trained_bytes(group)
     if replicates(trainer.strategy):
         values = trainer.strategy.lightning_module_state_dict().values()
         # Tied weights are stored once.
         storages = {v.untyped_storage()._cdata: v.untyped_storage().nbytes() for v in values if isinstance(v, Tensor)}
         return sum(storages.values()) + moments
     module = trainer.lightning_module
-    return sum(_unsharded_bytes(tensor) for tensor in (*module.parameters(), *module.buffers())) + moments
+    return sum(map(_unsharded_bytes, (*module.parameters(), *module.buffers()))) + moments
 
 
 def _unsharded_bytes(tensor: Tensor) -> int:
@@ -79,7 +81,9 @@ def _unsharded_bytes(tensor: Tensor) -> int:
 
 def _moments(group: dict[str, Any]) -> int:
     """Return the number of state tensors an optimizer keeps per parameter, judged by its settings."""
-    return 2 if "betas" in group else int(bool(group.get("momentum")))
+    if "betas" in group:
+        return 2
+    return int(bool(group.get("momentum")))
 
 
 def _trained_bytes(group: dict[str, Any]) -> int:
@@ -125,7 +129,8 @@ def save_on_all_ranks(strategy: Strategy, save: Callable[[], None], continue_tra
             # Logged now, since the other ranks may never answer.
             log.error("%s", error)
         # Two collectives, so all ranks must come here, also those whose save succeeded.
-        failed, bad = (not strategy.reduce_boolean_decision(not told, all=True) for told in (failed, bad))
+        failed = not strategy.reduce_boolean_decision(not failed, all=True)
+        bad = not strategy.reduce_boolean_decision(not bad, all=True)
     if bad:
         raise error or OSError("a checkpoint could not be saved. See the error of the rank that writes")
     if failed:

@@ -36,6 +36,7 @@ from lightning_fasttrain.run.checkpoint.loaders.loader_rng import generator_stat
 from lightning_fasttrain.run.checkpoint.loaders.resumable_loader import ResumableLoader
 from lightning_fasttrain.run.checkpoint.resume_state import ResumeState, hold_loader, keeps_its_state, set_generators
 from lightning_fasttrain.run.checkpoint.run_fingerprint import (
+    any_sums_batches,
     describe_loader,
     list_disagreements,
     list_doubts,
@@ -45,8 +46,7 @@ from lightning_fasttrain.run.checkpoint.run_fingerprint import (
     with_restored,
 )
 from lightning_fasttrain.run.checkpoint.unsaved_state import add_logged, read_forgotten, read_metrics
-from lightning_fasttrain.technique import Capability, Technique
-from lightning_fasttrain.technique.technique import techniques_of
+from lightning_fasttrain.technique import Technique
 
 KEY = "ExactResume"
 
@@ -214,7 +214,7 @@ class ExactResume(Technique):
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Hook: called on all processes, whichever of them writes the file."""
         loops = checkpoint["loops"]["fit_loop"]["state_dict"]
-        theirs = [state for state in loops.pop("combined_loader", []) if state]
+        theirs = list(filter(None, loops.pop("combined_loader", [])))
         if theirs:
             # Lightning's state, without our own, which is empty here.
             loops["combined_loader"] = theirs
@@ -223,7 +223,7 @@ class ExactResume(Technique):
             return
         point, device = find_save_point(trainer), trainer.strategy.root_device
         random, positions = random_state(), self._positions(trainer, point)
-        validation = [generator_states(loader) for loader in validation_loaders(trainer)]
+        validation = list(map(generator_states, validation_loaders(trainer)))
         metrics = read_metrics(trainer, pl_module, point)
         mine = {"random": random, "loaders": positions, "validation": validation, **metrics}
         checkpoint[KEY] = {
@@ -338,13 +338,13 @@ class ExactResume(Technique):
         self._validation = resume.restore(trainer, pl_module)
         self._unlogged = resume.unlogged
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: object) -> None:
         """Hook: the module has logged values whose earlier sums another number of processes saved."""
         waiting = [add_logged(trainer, logged) for logged in self._unlogged]
-        self._unlogged = [logged for logged in waiting if logged]
+        self._unlogged = list(filter(None, waiting))
 
 
 def _in_window(trainer: L.Trainer, point: SavePoint) -> bool:
     """Whether gradients are carried to the next batch without being saved by anything else."""
-    saved = any(technique.does(Capability.SUMS_BATCHES) for technique in techniques_of(trainer))
+    saved = any_sums_batches(trainer)
     return not saved and point not in (SavePoint.EPOCH, SavePoint.WITHIN) and accumulation_continues(trainer)

@@ -37,8 +37,7 @@ def load_local_state_(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
         target = _unwrap(value)
         if isinstance(target, nn.Module):
             parameters.update(target.named_parameters())
-            now = target.state_dict()
-            target.load_state_dict({name: _like(part, now.get(name)) for name, part in saved[key].items()})
+            target.load_state_dict(_in_shards(saved[key], target.state_dict()))
     for key, value in state.items():
         target = _unwrap(value)
         if isinstance(target, Optimizer):
@@ -58,23 +57,30 @@ def _state_of_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str
 
 def _averages_in_shards(saved: dict[str, Any], parameters: Mapping[str, Tensor]) -> dict[str, Any]:
     for keys, values in find_by_parameter(saved):
-        shards = {name: _like(part, parameters.get(name)) for name, part in values.items()}
-        saved = replace_at(saved, keys, shards)
+        saved = replace_at(saved, keys, _in_shards(values, parameters))
     return saved
+
+
+def _in_shards(values: Mapping[str, Any], wholes: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _like(part, wholes.get(name)) for name, part in values.items()}
 
 
 def _unwrap(value: Any) -> Any:
     if isinstance(value, FabricModule):
         return value.module
-    return value.optimizer if isinstance(value, FabricOptimizer) else value
+    if isinstance(value, FabricOptimizer):
+        return value.optimizer
+    return value
 
 
 def _local(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor
 
 
-def _like(part: Any, whole: Any) -> Any:
+def _like(part: object, whole: object) -> Any:
     """Return a part of a tensor as a shard in the layout of ``whole``, if it is one of its shape."""
     if not isinstance(part, Tensor) or not isinstance(whole, DTensor) or part.shape != whole.to_local().shape:
         return part

@@ -71,7 +71,9 @@ class PeerMemory:
             why = f"of {rank_count()} ranks, each would keep the copy of its own part"
             raise ValueError(explain(f"distance={self.distance}", why, "Leave it out, or use a smaller one"))
         # Separate from the training's, whose back end may not exchange tensors in host memory.
-        self._group: Any = dist.new_group(backend="gloo", timeout=timeout) if rank_count() > 1 else None
+        self._group: Any = None
+        if rank_count() > 1:
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
 
     def save(self, step: NonNegativeInt, state: Mapping[str, Any]) -> None:
         """Take a snapshot; a collective. If a rank is lost meanwhile, the snapshot before it stays.
@@ -138,7 +140,7 @@ class PeerMemory:
                 path.unlink(missing_ok=True)
         return bool(damaged)
 
-    def _gather(self, mine: Any) -> list[Any]:
+    def _gather(self, mine: object) -> list[Any]:
         if self._group is None:
             return [mine]
         everyone: list[Any] = [None] * rank_count()
@@ -208,7 +210,9 @@ class PeerMemory:
 
 def _source(rank: int, holders: list[int]) -> int:
     """Return the rank that a part comes from: the one it belongs to, if that holds it."""
-    return rank if rank in holders else min(holders)
+    if rank in holders:
+        return rank
+    return min(holders)
 
 
 def _read(path: Path) -> Tensor:

@@ -72,13 +72,14 @@ class ResumeState:
     def check_loader(self, loader: object, i: int) -> None:
         """Refuse another training loader than the one that was saved at this place."""
         saved = self.settings["loaders"]
-        self.check(describe_loader(loader), (saved[i] if i < len(saved) else None) or {})
+        self.check(describe_loader(loader), next(iter(saved[i:]), None) or {})
 
     def set_position(self, held: ResumableLoader | None, i: int) -> None:
         """First moment: a training loader is made, and resumes at its position."""
-        states = [] if self.mine is None else self.mine["loaders"]
-        state = states[i] if i < len(states) else None
-        if held is None or not state:
+        if held is None or self.mine is None:
+            return
+        state = next(iter(self.mine["loaders"][i:]), None)
+        if not state:
             return
         _load(held, state)
         if state["start"] is None:
@@ -108,8 +109,9 @@ class ResumeState:
         if mine is None:
             return []
         parameters = dict(module.named_parameters())
-        for name, grad in self.saved["gradients"][trainer.global_rank].items() if "gradients" in self.saved else ():
-            parameters[name].grad = grad.to(parameters[name])
+        if "gradients" in self.saved:
+            for name, grad in self.saved["gradients"][trainer.global_rank].items():
+                parameters[name].grad = grad.to(parameters[name])
         self._restore_metrics(trainer, module, mine)
         if self._plateaus_are_due:
             end_epoch_of_plateau_schedules(trainer)
@@ -120,7 +122,9 @@ class ResumeState:
             set_generators(loader, states)
         # Last, since everything above may draw random numbers.
         set_random_state(mine["random"])
-        return [] if loaders else list(mine["validation"])
+        if loaders:
+            return []
+        return list(mine["validation"])
 
 
 class _HeldLoader(ResumableLoader):

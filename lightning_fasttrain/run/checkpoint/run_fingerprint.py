@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, RandomSampler, SequentialSampler, Subset
 
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.select import class_name
 from lightning_fasttrain.technique import Capability, Exactness, Technique
 from lightning_fasttrain.technique.arguments import settings_of
 from lightning_fasttrain.technique.technique import techniques_of
@@ -29,9 +30,9 @@ def read_settings(trainer: L.Trainer) -> dict[str, Any]:
     """Return the Trainer's settings, under names that an error can show; None where a setting cannot be compared."""
     # These callbacks change accumulate_grad_batches during the run, so its current value is not comparable.
     scheduled = any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks)
-    scheduled = scheduled or any(map(_sums_batches, techniques_of(trainer)))
+    scheduled = scheduled or any_sums_batches(trainer)
     clip = "none" if trainer.gradient_clip_val is None else float(trainer.gradient_clip_val)
-    optimizers = [type(optimizer).__name__ for optimizer in trainer.optimizers]
+    optimizers = list(map(class_name, trainer.optimizers))
     processes = None if keeps_global_batch(trainer) else trainer.world_size
     return {
         _PROCESSES: processes,
@@ -52,7 +53,9 @@ def read_step_settings(trainer: L.Trainer) -> dict[str, Any]:
         if len(trainer.optimizers) > 1:
             named += f" {number}"
         for i, group in enumerate(optimizer.param_groups):
-            where = f" of group {i}" if len(optimizer.param_groups) > 1 else ""
+            where = ""
+            if len(optimizer.param_groups) > 1:
+                where = f" of group {i}"
             for key, value in _plain_settings({**group, "lr": group.get("initial_lr", group.get("lr"))}):
                 restored[f"{named}.{key}{where}"] = value
     schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
@@ -62,7 +65,7 @@ def read_step_settings(trainer: L.Trainer) -> dict[str, Any]:
     counts: list[list[int]] = []
     for optimizer in trainer.optimizers:
         counts.append([len(group["params"]) for group in optimizer.param_groups])
-    return {_RESTORED: restored, _SCHEDULES: [type(schedule).__name__ for schedule in schedules], _GROUPS: counts}
+    return {_RESTORED: restored, _SCHEDULES: list(map(class_name, schedules)), _GROUPS: counts}
 
 
 def with_restored(now: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
@@ -73,17 +76,20 @@ def with_restored(now: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
 
 def _plain_settings(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in settings.items():
-        values = value if isinstance(value, list | tuple) else [value]
+        values = [value]
+        if isinstance(value, list | tuple):
+            value = values = list(value)
         is_plain = all(isinstance(one, bool | int | float | str) for one in values)
         if is_plain and key not in _LEFT_OUT and not key.startswith("_"):
-            yield key, list(values) if values is value else value
+            yield key, value
 
 
 def _read_techniques(trainer: L.Trainer) -> dict[str, dict[str, Any]]:
     """Map each technique that changes the values of a step to its settings, and whether it changes training."""
-    depends = [technique for technique in techniques_of(trainer) if not technique.bitwise]
     found: dict[str, dict[str, Any]] = {}
-    for technique in depends:
+    for technique in techniques_of(trainer):
+        if technique.bitwise:
+            continue
         changes = _trains_differently(technique, trainer.lightning_module)
         found[type(technique).__name__] = {"settings": settings_of(technique), "changes training": changes}
     return found
@@ -96,6 +102,11 @@ def _trains_differently(technique: Technique, module: L.LightningModule) -> bool
 
 def _sums_batches(technique: Technique) -> bool:
     return technique.does(Capability.SUMS_BATCHES)
+
+
+def any_sums_batches(trainer: L.Trainer) -> bool:
+    """Whether a technique sums the gradients of several batches, and saves the sums with a checkpoint."""
+    return any(map(_sums_batches, techniques_of(trainer)))
 
 
 def keeps_global_batch(trainer: L.Trainer) -> bool:
@@ -142,25 +153,33 @@ def _hash_data(dataset: object, where: str) -> dict[str, str]:
     if isinstance(dataset, Subset):
         # The same base with other indices is other data, so both are hashed.
         return {**_hash_values(dataset.indices, f"{where}.indices"), **_hash_data(dataset.dataset, where)}
-    if isinstance(dataset, ConcatDataset):
-        parts = enumerate(dataset.datasets)
-        return {name: value for i, part in parts for name, value in _hash_data(part, f"{where}[{i}]").items()}
     if type(dataset) in (list, tuple):
         return _hash_values(dataset, where)
-    held = vars(dataset) if hasattr(dataset, "__dict__") else {}
-    return {name: value for key, part in held.items() for name, value in _hash_values(part, f"{where}.{key}").items()}
+    found: dict[str, str] = {}
+    if isinstance(dataset, ConcatDataset):
+        for i, part in enumerate(dataset.datasets):
+            found |= _hash_data(part, f"{where}[{i}]")
+        return found
+    for key, part in getattr(dataset, "__dict__", {}).items():
+        found |= _hash_values(part, f"{where}.{key}")
+    return found
 
 
 def _hash_values(values: Any, where: str) -> dict[str, str]:
     # TensorDataset holds its tensors like this.
     if type(values) in (list, tuple) and values and len(values) < 10 and all(map(_is_array, values)):
-        return {name: h for i, part in enumerate(values) for name, h in _hash_values(part, f"{where}[{i}]").items()}
+        found: dict[str, str] = {}
+        for i, part in enumerate(values):
+            found |= _hash_values(part, f"{where}[{i}]")
+        return found
     if not (_is_array(values) or type(values) in (list, tuple, range)) or not len(values):
         return {}
     # Both ends and the middle: another split or order of the same data usually differs in one of them.
     ends = np.linspace(0, len(values) - 1, _SAMPLES).astype(int)
     data = _join([values[int(i)] for i in ends], b"|")
-    return {} if data is None else {where: hashlib.sha256(data).hexdigest()[:12]}
+    if data is None:
+        return {}
+    return {where: hashlib.sha256(data).hexdigest()[:12]}
 
 
 def _is_array(value: object) -> bool:
@@ -188,8 +207,10 @@ def _bytes_of(entry: object) -> bytes | None:
         return np.ascontiguousarray(entry).tobytes()
     if type(entry) is Tensor:
         plain = entry.detach().cpu().contiguous()
+        if plain.ndim == 0:
+            return repr(plain.item()).encode()
         # view(uint8): NumPy does not have bfloat16.
-        return plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.ndim else repr(plain.item()).encode()
+        return plain.view(-1).view(torch.uint8).numpy().tobytes()
     if isinstance(entry, Mapping):
         entry = [part for key in sorted(entry, key=str) for part in (str(key), entry[key])]
     if isinstance(entry, list | tuple):
@@ -202,7 +223,9 @@ def list_disagreements(then: dict[str, Any], now: dict[str, Any]) -> Iterator[st
     # Loaders are compared one by one, when this run makes them.
     for name in sorted((then.keys() & now.keys()) - {"loaders", _TECHNIQUES, _RESTORED}):
         if then[name] is not None and now[name] is not None and then[name] != now[name]:
-            way_out = _AS_IT_WAS if name != _PROCESSES else f"{_AS_IT_WAS}; {_ANY_NUMBER}"
+            way_out = _AS_IT_WAS
+            if name == _PROCESSES:
+                way_out = f"{_AS_IT_WAS}; {_ANY_NUMBER}"
             yield explain(_both(name, then, now), _consequence(name, then, now), way_out)
     before, after = then.get(_RESTORED, {}), now.get(_RESTORED, {})
     for name in before:
@@ -262,14 +285,17 @@ def list_other_techniques(then: dict[str, Any], now: dict[str, Any], changing_tr
         return []
     before, after = then[_TECHNIQUES], now[_TECHNIQUES]
     found: list[str] = []
-    for name in [*before, *(name for name in after if name not in before)]:
+    for name in {**before, **after}:
         sides = [side[name] for side in (before, after) if name in side]
         if any(side["changes training"] for side in sides) is not changing_training:
             continue
         if len(sides) < 2:
-            found.append(f"{name} in the checkpoint only" if name in before else f"{name} in this run only")
+            where = "this run"
+            if name in before:
+                where = "the checkpoint"
+            found.append(f"{name} in {where} only")
             continue
-        was, is_now = (side["settings"] for side in sides)
+        was, is_now = before[name]["settings"], after[name]["settings"]
         # An argument that only one version of a technique has is left out.
         differ = [key for key in was if key in is_now and was[key] != is_now[key]]
         if differ:
@@ -299,9 +325,11 @@ def _other_hyper_parameters(checkpoint: Mapping[str, Any], module: L.LightningMo
     """
     then, now = checkpoint.get("hyper_parameters") or {}, dict(module.hparams)
     plain = (bool, int, float, str, type(None))
-    both = [name for name in then if name in now and isinstance(then[name], plain) and isinstance(now[name], plain)]
-    other = [name for name in both if then[name] != now[name]]
-    differ = [f"{name} = {then[name]!r} in the checkpoint, {now[name]!r} in this run" for name in other]
+    differ: list[str] = []
+    for name in then:
+        are_plain = name in now and isinstance(then[name], plain) and isinstance(now[name], plain)
+        if are_plain and then[name] != now[name]:
+            differ.append(f"{name} = {then[name]!r} in the checkpoint, {now[name]!r} in this run")
     if not differ:
         return None
     what = f"{type(module).__name__} has different hyper-parameters from the checkpoint"

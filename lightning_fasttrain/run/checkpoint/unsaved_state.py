@@ -38,8 +38,8 @@ def read_metrics(trainer: L.Trainer, module: L.LightningModule, point: SavePoint
     resets = {SavePoint.EPOCH: training, SavePoint.VALIDATION: validation}.get(point, {})
     about_to_be_reset = {id(result.value) for result in resets.values() if not result.is_tensor}
     metrics = {}
-    for name, metric in module.named_modules():
-        if isinstance(metric, Metric) and id(metric) not in about_to_be_reset:
+    for name, metric in _metrics_of(module).items():
+        if id(metric) not in about_to_be_reset:
             states, updates = read_metric(metric)
             metrics[name] = {"states": _copy_value(states), "updates": updates}
     return {
@@ -47,6 +47,10 @@ def read_metrics(trainer: L.Trainer, module: L.LightningModule, point: SavePoint
         "logged": {} if point is SavePoint.EPOCH else _logged_values(training),
         "metrics": metrics,
     }
+
+
+def _metrics_of(module: L.LightningModule) -> dict[str, Metric]:
+    return {name: metric for name, metric in module.named_modules() if isinstance(metric, Metric)}
 
 
 def _logged_values(results: Mapping[str, _ResultMetric]) -> dict[str, Any]:
@@ -74,7 +78,7 @@ def restore_metrics(trainer: L.Trainer, module: L.LightningModule, state: dict[s
     """Restore the state that :func:`read_metrics` returned."""
     device = trainer.strategy.root_device
     trainer._logger_connector._callback_metrics.update(_copy_value(state["callback_metrics"], device))
-    metrics = {name: metric for name, metric in module.named_modules() if isinstance(metric, Metric)}
+    metrics = _metrics_of(module)
     for name in metrics.keys() & state["metrics"].keys():
         metric, saved = metrics[name], state["metrics"][name]
         write_metric_(metric, MetricState(_copy_value(saved["states"], metric.device), saved["updates"]))
@@ -97,7 +101,7 @@ def restore_metrics(trainer: L.Trainer, module: L.LightningModule, state: dict[s
 
 def add_metrics(module: L.LightningModule, state: dict[str, Any]) -> None:
     """Add the metrics of another rank of the saved run to those that were restored here."""
-    metrics = {name: metric for name, metric in module.named_modules() if isinstance(metric, Metric)}
+    metrics = _metrics_of(module)
     for name in metrics.keys() & state["metrics"].keys():
         metric, saved = metrics[name], state["metrics"][name]
         add_to_metric_(metric, MetricState(_copy_value(saved["states"], metric.device), saved["updates"]))
@@ -151,7 +155,7 @@ def restore_forgotten(trainer: L.Trainer, state: dict[str, Any]) -> None:
             # `last_model_path` and the like are set before the file is written, the two below after it.
             made = {callback.last_model_path, callback.best_model_path, *callback.best_k_models} - {""}
             # The file was saved during this very save, which succeeded.
-            if path in {os.path.abspath(name) for name in made}:
+            if path in map(os.path.abspath, made):
                 step, last = trainer.global_step, path
             set_last_save(callback, step, last)
 

@@ -14,6 +14,7 @@ from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.core.distributed import is_sharded
 from lightning_fasttrain.core.host.lightning import accumulation_continues, plain_optimizer
 from lightning_fasttrain.core.messages import explain, list_some
+from lightning_fasttrain.core.modules.select import modules_of
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.run.checkpoint._gathered_states import gather_values
 from lightning_fasttrain.run.guards.locate_nan import first_layer_in_forward, is_unfinite, last_bad_gradient
@@ -100,7 +101,7 @@ class FiniteSteps(JudgedSteps):
         self._statistics = [(buffer, buffer.clone()) for buffer in _statistics_of(model)]
 
         def tell(values: list[float]) -> None:
-            bad, bad_loss = (value != 0 for value in values)
+            bad, bad_loss = values
             if not bad:
                 self.in_a_row = 0
                 self.keep_statistics()
@@ -264,8 +265,8 @@ class FiniteGuard(StepGuard):
         """Describe the cause after a bad step. Called on all ranks, which exchange their findings."""
         batch, batch_idx, device = self._batch, self._batch_idx, trainer.strategy.root_device
         # Read on the host: the step was bad, so time does not matter any more.
-        bad = [number for number, flag in self.steps.losses if float(flag) != 0]
-        everyone = gather_values(f"{bad[0]}" if bad else "", device)
+        bad = next((str(number) for number, flag in self.steps.losses if float(flag) != 0), "")
+        everyone = gather_values(bad, device)
         layer = ""
         # The same on all ranks: a forward may contain collectives. Earlier batches of a window are not kept, so only a
         # bad loss of the last one can be located. Under manual optimization a repeated step would toggle optimizers.
@@ -291,5 +292,5 @@ def _forward(trainer: L.Trainer, module: L.LightningModule, batch: object, batch
 
 def _statistics_of(model: nn.Module) -> list[Tensor]:
     """Return buffers that BatchNorm and similar layers update in each forward, even if the step is skipped."""
-    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
+    norms = modules_of(model, nn.modules.batchnorm._NormBase)
     return [buffer for norm in norms for buffer in norm.buffers(recurse=False)]

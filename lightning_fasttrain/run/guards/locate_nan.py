@@ -16,8 +16,10 @@ from lightning_fasttrain.run.guards.step_guard import local_values
 
 def is_unfinite(values: object) -> bool:
     """Whether a tensor among ``values`` contains NaN or infinity. Waits for the device."""
-    tensors = [value for value in tree_iter(values) if isinstance(value, Tensor) and value.is_floating_point()]
-    return any(not bool(local_values(tensor).isfinite().all()) for tensor in tensors)
+    for value in tree_iter(values):
+        if isinstance(value, Tensor) and value.is_floating_point() and not local_values(value).isfinite().all():
+            return True
+    return False
 
 
 def first_layer_in_forward(model: nn.Module, repeat: Callable[[], Any]) -> str:
@@ -50,7 +52,7 @@ def first_layer_in_forward(model: nn.Module, repeat: Callable[[], Any]) -> str:
         except Exception as error:
             # The step itself ran, so only the search for its NaN fails here.
             return f"its layer was not found ({first_line(error)})"
-    return found[0] if found else "the non-finite value could not be reproduced by repeating the forward"
+    return next(iter(found), "the non-finite value could not be reproduced by repeating the forward")
 
 
 def _note(name: str, found: list[str]) -> Callable[..., None]:
@@ -62,8 +64,10 @@ def _note(name: str, found: list[str]) -> Callable[..., None]:
         own = itertools.chain(module.parameters(recurse=False), module.buffers(recurse=False))
         if is_unfinite((args, kwargs)):
             found.append(f"in the input of {where}")
+        elif is_unfinite(list(own)):
+            found.append(f"in a weight of {where}")
         else:
-            found.append(f"in a weight of {where}" if is_unfinite(list(own)) else f"in the output of {where}")
+            found.append(f"in the output of {where}")
 
     return look
 
@@ -74,5 +78,7 @@ def last_bad_gradient(named: Iterable[tuple[str, Tensor]]) -> str:
     The backward passes a NaN on from the loss to the first layers. In models that define their layers in the order of
     the forward, the NaN therefore began in the last-defined of the bad ones.
     """
-    bad = [name for name, parameter in named if parameter.grad is not None and is_unfinite(parameter.grad)]
-    return f"in the gradient of {bad[-1]}" if bad else ""
+    for name, parameter in reversed(list(named)):
+        if parameter.grad is not None and is_unfinite(parameter.grad):
+            return f"in the gradient of {name}"
+    return ""

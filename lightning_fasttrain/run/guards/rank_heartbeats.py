@@ -73,10 +73,13 @@ class RankBoard:
         wanted = range(self.size) if ranks is None else ranks
 
         def read_others() -> dict[int, Position]:
-            keys = {rank: f"{self._prefix}/{rank}" for rank in wanted if rank != self.rank}
-            # get() waits for a missing key; check() does not.
-            found = {rank: self._store.get(key) for rank, key in keys.items() if self._store.check([key])}
-            return {rank: Position(**json.loads(value)) for rank, value in found.items()}
+            found: dict[int, Position] = {}
+            for rank in wanted:
+                key = f"{self._prefix}/{rank}"
+                # get() waits for a missing key; check() does not.
+                if rank != self.rank and self._store.check([key]):
+                    found[rank] = Position(**json.loads(self._store.get(key)))
+            return found
 
         return self._try(read_others)
 
@@ -88,7 +91,9 @@ class RankBoard:
         """Return the silent ranks, if another rank has announced that the run has come to a stop."""
         key = f"{self._prefix}/decided"
         found = self._try(lambda: json.loads(self._store.get(key)) if self._store.check([key]) else None)
-        return None if found is None else set(found)
+        if found is None:
+            return None
+        return set(found)
 
     def end(self) -> None:
         """Announce that everything has been reported."""
@@ -117,7 +122,7 @@ class RankBoard:
         self._asking = threading.Thread(target=run, daemon=True, name="fasttrain-rank-board")
         self._asking.start()
         self._asking.join(_PATIENCE_S)
-        return found[0] if found else None
+        return next(iter(found), None)
 
 
 def find_silent_ranks(
@@ -155,7 +160,7 @@ def describe(mine: Position, others: dict[int, Position] | None, silent: Collect
     everyone = {**others, mine.rank: mine}
     lines = []
     for rank in range(size):
-        lines.append(str(everyone[rank]) if rank in everyone else f"rank {rank}: no position")
+        lines.append(str(everyone.get(rank, f"rank {rank}: no position")))
     return "\n".join([*lines, *_name_blocking_ranks(everyone, silent, size)])
 
 
@@ -181,4 +186,6 @@ def _name_blocking_ranks(everyone: dict[int, Position], silent: Collection[int],
 
 def _ranks(ranks: Collection[int]) -> str:
     names = ", ".join(map(str, sorted(ranks)))
-    return f"rank {names} is" if len(ranks) == 1 else f"ranks {names} are"
+    if len(ranks) == 1:
+        return f"rank {names} is"
+    return f"ranks {names} are"

@@ -117,8 +117,8 @@ class SteadySteps(JudgedSteps):
         return self._limits[place]
 
     def _make_limits(self) -> Limits:
-        loss, norm = (RunningLimit(self.far, self.window, self.after) for _ in range(2))
-        return loss, norm
+        settings = self.far, self.window, self.after
+        return RunningLimit(*settings), RunningLimit(*settings)
 
     def note_loss(self, loss: Tensor) -> None:
         """Include a loss in the decision on the coming step of any optimizer; those of one step are added up."""
@@ -127,10 +127,11 @@ class SteadySteps(JudgedSteps):
 
     def look(self, optimizer: Optimizer) -> None:
         """Check the gradients as they are now: call it before they are clipped. Otherwise ``step`` does it itself."""
-        gradients = [values_of(gradient) for gradient in gradients_of(optimizer)]
-        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = torch.nn.utils.get_total_norm(list(map(values_of, gradients_of(optimizer))))
         # A collective: the ranks hold shards of the gradients.
-        norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).float().to(device_of(optimizer))
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        norm = norm.float().to(device_of(optimizer))
         losses = [loss.to(norm.device) for loss in self.losses]  # a resumed one may be elsewhere
         loss = _mean_over_ranks(sum(losses, torch.zeros_like(norm)))
         self.losses = []

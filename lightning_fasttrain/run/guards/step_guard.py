@@ -146,9 +146,11 @@ def _told_on_device(optimizer: Optimizer, skip: Tensor) -> Iterator[None]:
     scalers = getattr(optimizer, "found_inf", None)
     restore = ExitStack()
     # The attributes that torch's fused optimizers read in step().
-    restore.callback(patch(optimizer, "found_inf", skip if scalers is None else torch.maximum(skip, scalers)))
     if scalers is None:
         restore.callback(patch(optimizer, "grad_scale", None))
+    else:
+        skip = torch.maximum(skip, scalers)
+    restore.callback(patch(optimizer, "found_inf", skip))
     with restore:
         yield
 
@@ -188,12 +190,16 @@ def has_room_for_nan(tensor: Tensor) -> bool:
 def local_values(tensor: Tensor) -> Tensor:
     """Return the local shard of a sharded tensor, the values of a sparse one, and others unchanged."""
     tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else values_of(tensor)
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return values_of(tensor)
 
 
 def values_of(tensor: Tensor) -> Tensor:
     """Return the values of a sparse tensor, as of an embedding's gradient, since torch has no norm for these."""
-    return tensor.coalesce().values() if tensor.is_sparse else tensor
+    if tensor.is_sparse:
+        return tensor.coalesce().values()
+    return tensor
 
 
 def agree(number: Tensor) -> Tensor:

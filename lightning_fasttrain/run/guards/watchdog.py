@@ -215,7 +215,9 @@ class ProgressWatch:
 
     def _stack(self, ident: int) -> str:
         frame = sys._current_frames().get(ident)
-        return "".join(traceback.format_stack(frame)) if frame is not None else ""
+        if frame is None:
+            return ""
+        return "".join(traceback.format_stack(frame))
 
     def _end(self, others: dict[int, Position] | None, silent: set[int], *, reads: bool = True) -> None:
         """Print the stacks and, on the lowest rank that ``reads``, the report; end this process. Does not return."""
@@ -283,4 +285,6 @@ def _name_process(pid: int) -> str:
 
 def check_times(timeout_s: float, first_timeout_s: float | None) -> tuple[float, float]:
     # The first step may include compilation.
-    return timeout_s, 3 * timeout_s if first_timeout_s is None else first_timeout_s
+    if first_timeout_s is None:
+        first_timeout_s = 3 * timeout_s
+    return timeout_s, first_timeout_s

@@ -69,13 +69,17 @@ class GradientNoiseScale(Technique):
     def samples(self) -> float | None:
         """The noise scale in samples; None before anything was measured."""
         state = self.state_dict()
-        return divide_noise(state["signal"], state["noise"]) if state.get("measured") else None
+        if not state.get("measured"):
+            return None
+        return divide_noise(state["signal"], state["noise"])
 
     @property
     def tokens(self) -> float | None:
         """The noise scale in tokens; None where nothing was measured, or batches hold no token ids."""
         per_sample = self.state_dict().get("tokens_per_sample")
-        return self.samples * per_sample if self.samples and per_sample else None
+        if not self.samples or not per_sample:
+            return None
+        return self.samples * per_sample
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
         if trainer.state.fn != "fit":
@@ -126,9 +130,12 @@ class GradientNoiseScale(Technique):
     def _log(self, trainer: L.Trainer) -> None:
         """Log what was read since the last time, and begin to read again."""
         assert self._noise is not None
-        reading, self._logged = self._logged, self._noise.averages() if self._noise.measured else None
+        reading, self._logged = self._logged, None
+        if self._noise.measured:
+            self._logged = self._noise.averages()
         # On the CPU values are there at once.
-        reading = self._logged if self._logged is not None and self._logged.is_done else reading
+        if self._logged is not None and self._logged.is_done:
+            reading = self._logged
         if reading is not None:
             samples = divide_noise(*reading.wait())
             found = {"gradient_noise_scale/samples": samples}
@@ -152,7 +159,9 @@ class GradientNoiseScale(Technique):
         return f"critical batch size about {self.samples:,.0f} samples{tokens} (from {measured})"
 
     def state_dict(self) -> dict[str, Any]:
-        return self._noise.state_dict() if self._noise is not None else dict(self._state or {})
+        if self._noise is None:
+            return dict(self._state or {})
+        return self._noise.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._state = dict(state_dict)
@@ -172,7 +181,7 @@ class _WatchedStep:
         self.__wrapped__ = module.training_step
         self._watched = noise.watch(module.training_step)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         return self._watched(*args, **kwargs)
 
     def remove(self) -> None:

@@ -116,12 +116,12 @@ def name_forwards(model: nn.Module) -> Iterator[Undo]:
     """
     compiled: list[str] = []
     for name, module in model.named_modules():
-        if any(name.startswith(outer) for outer in compiled) or isinstance(module, torch.jit.ScriptModule):
+        if any(map(name.startswith, compiled)) or isinstance(module, torch.jit.ScriptModule):
             continue
         call = module._compiled_call_impl
         by_block = any(wrapper.is_compiled for wrapper in wrappers_on(module, WrappedForward))
         if call is not None or by_block or isinstance(module, torch._dynamo.OptimizedModule):
-            compiled.append(f"{name}." if name else "")
+            compiled.append(f"{name}.".removeprefix("."))  # "" is the model, which holds all others
         if call is not None:
             # A module compiled with `compile()` is called through this attribute.
             yield patch(module, "_compiled_call_impl", _named_call(name, call))

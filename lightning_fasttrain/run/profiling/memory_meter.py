@@ -121,7 +121,9 @@ class MemoryMeter(MemoryWindow):
         self._open: PeakMemory | None = None
 
     def measurements(self) -> dict[str, float]:
-        return {} if self.peak_bytes is None else {"peak_bytes": self.peak_bytes}
+        if self.peak_bytes is None:
+            return {}
+        return {"peak_bytes": self.peak_bytes}
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: nothing of this run has been measured."""

@@ -153,7 +153,8 @@ class MemoryRecord:
 
     def holders(self, category: str | None = None, ms: float | None = None) -> list[Holder]:
         """List who holds memory, in one category or in all, at a time or at the peak; the largest first."""
-        ms = self.peak.ms if ms is None else ms
+        if ms is None:
+            ms = self.peak.ms
         held: Counter[tuple[str, str]] = Counter()
         for a in self.allocations:
             if a.begin_ms <= ms < a.end_ms and category in (None, a.category):
@@ -202,7 +203,8 @@ class MemoryRecord:
             why = f"MemoryRecord.to_json did not write it ({type(error).__name__}: {error})"
             raise ValueError(explain("the memory record cannot be read", why, "Record it again")) from error
         for allocation in allocations:
-            allocation.end_ms = inf if allocation.end_ms is None else allocation.end_ms
+            if allocation.end_ms is None:
+                allocation.end_ms = inf
         return cls(allocations=allocations, **own)
 
     @property

@@ -20,7 +20,7 @@ from torch.profiler import profile
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.host.lightning import FabricModule
 from lightning_fasttrain.core.messages import explain, format_bytes, warn
-from lightning_fasttrain.core.modules.parameters import quantized_tensors
+from lightning_fasttrain.core.modules.parameters import device_of, quantized_tensors
 from lightning_fasttrain.core.peak_memory import find_storages, refuse_second_profiler, start_profile
 from lightning_fasttrain.run.profiling.memory_events import Change, Events, Place, name_forwards, read_events
 from lightning_fasttrain.run.profiling.memory_files import check_kinds, save_memory_record
@@ -89,7 +89,7 @@ class MemoryRecording:
         # Otherwise all names would begin with "module.".
         while isinstance(model, FabricModule | DistributedDataParallel):
             model = model.module
-        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self.device = device_of(model)
         if self.device.type not in ("cpu", "cuda"):
             why = "memory is recorded on the CPU and on CUDA"
             raise ValueError(explain(f"a model on {self.device}", why, "Move the model to one of them"))
@@ -191,13 +191,12 @@ class MemoryRecording:
         def ms(ns: int) -> float:
             return max(0.0, (ns - self._entry_ns) / 1e6)
 
-        failed = events.failed if out_of_memory else None
-        failed_ms = None if failed is None else ms(failed.ns)
+        failed_ms = None
+        if out_of_memory and events.failed is not None:
+            failed_ms = ms(events.failed.ns)
         # Memory of a failed forward waits for a backward that never comes; in a good step all backwards are known.
         allocations = _allocations(events, self._notes, ms, self._before_bytes, inf if failed_ms is None else failed_ms)
-        return MemoryRecord(
-            str(self.device), allocations, [ms(ns) for ns in self._steps_ns], ms(self._end_ns), failed_ms
-        )
+        return MemoryRecord(str(self.device), allocations, list(map(ms, self._steps_ns)), ms(self._end_ns), failed_ms)
 
     def _save(self, record: MemoryRecord) -> str:
         if self._save_to is None:
@@ -314,5 +313,5 @@ def _what_filled_it(record: MemoryRecord, events: Events) -> str:
     holders = record.holders(ms=record.failed_ms)
     held = sum(holder.nbytes for holder in holders)
     where = f" of {place.module}" if place.module else ""
-    largest = ", ".join(str(holder) for holder in holders[:3])
+    largest = ", ".join(map(str, holders[:3]))
     return f"Out of memory in {place.op or 'Python'}{where}, with {format_bytes(held)} in use. Largest: {largest}."

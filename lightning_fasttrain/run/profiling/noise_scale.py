@@ -16,6 +16,7 @@ from lightning_fasttrain.core.checks import Share, check_arguments
 from lightning_fasttrain.core.device import AsyncReading
 from lightning_fasttrain.core.distributed import rank_count
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.parameters import trained_parameters
 from lightning_fasttrain.run.guards.step_guard import values_of
 
 
@@ -123,13 +124,16 @@ class NoiseScale:
     @property
     def samples(self) -> float | None:
         """The noise scale in samples; infinity while noise hides the gradient, None before anything was measured."""
-        averages = self.averages().wait() if self.measured and self._averages is not None else None
-        return None if averages is None else divide_noise(*averages)
+        if not self.measured or self._averages is None:
+            return None
+        return divide_noise(*self.averages().wait())
 
     @property
     def tokens(self) -> float | None:
         """The noise scale in tokens, for the tokens of a sample in the last measured step; None without tokens."""
-        return self.samples * self.tokens_per_sample if self.samples and self.tokens_per_sample else None
+        if not self.samples or not self.tokens_per_sample:
+            return None
+        return self.samples * self.tokens_per_sample
 
     def averages(self) -> AsyncReading:
         """Begin to read the moving averages of |G|² and tr(Σ), without waiting for the device."""
@@ -139,7 +143,7 @@ class NoiseScale:
         """Wrap a step, a function of a batch that returns its mean loss, so that the weight of its loss is known."""
 
         @functools.wraps(step)
-        def watched(*args: Any, **kwargs: Any) -> Any:
+        def watched(*args: object, **kwargs: object) -> Any:
             output = step(*args, **kwargs)
             if self._parts is not None and output is not None:
                 loss = loss_in(output, "its gradient is measured")
@@ -165,7 +169,7 @@ class NoiseScale:
         """Measure the backwards from now on."""
         self.stop()
         self._parts, self._unknown = [], False
-        self._parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self._parameters = trained_parameters(self.model)
         with torch.enable_grad():
             for index, parameter in enumerate(self._parameters):
                 # Not a hook of the tensor, which torch.autograd.grad would call too.
@@ -193,11 +197,10 @@ class NoiseScale:
         if unknown:
             why = "its loss is not that of a watched step, so its weight in the step is unknown"
             raise RuntimeError(explain("a backward in measure()", why, "Use step = noise.watch(step)"))
-        kept = [index for index in range(len(parameters)) if index not in several]
         gradients: list[Tensor] = []
-        for index in kept:
-            gradient = parameters[index].grad
-            gradients += [] if gradient is None else [gradient]
+        for index, parameter in enumerate(parameters):
+            if index not in several and parameter.grad is not None:
+                gradients.append(parameter.grad)
         # The conditions are the same on all ranks, since each takes part in the sum below.
         if not gradients or (rank_count() == 1 and len(parts) < 2):
             return
@@ -263,7 +266,9 @@ class NoiseScale:
 
 def divide_noise(signal: float, noise: float) -> float:
     """Return tr(Σ) / |G|²; infinity while noise hides the gradient."""
-    return noise / signal if signal > 0 else math.inf
+    if signal > 0:
+        return noise / signal
+    return math.inf
 
 
 def _squared_norm(tensor: Tensor) -> Tensor:

@@ -66,7 +66,9 @@ def compare_ranks(
 
 def phases_to_compare(model: nn.Module) -> Sequence[str]:
     """Return the phases in which no rank waits for another, which exclude the forward if parameters are sharded."""
-    return UNTIL_BACKWARD[:2] if is_sharded(model) else UNTIL_BACKWARD
+    if is_sharded(model):
+        return UNTIL_BACKWARD[:2]
+    return UNTIL_BACKWARD
 
 
 def describe_slowest(ranks: Sequence[Mapping[str, float | str]], phases: Sequence[str], at_least: float) -> str:
@@ -296,7 +298,7 @@ class PhaseAction(TimedPhase):
     def __init__(self, profiler: StepProfiler, name: str) -> None:
         super().__init__(profiler.timer, name)
         self.profiler = profiler
-        self.is_fetch, self.is_transfer, self.is_update = (name == n for n in ("data_wait", "transfer", "optimizer"))
+        self.is_fetch, self.is_transfer, self.is_update = name == "data_wait", name == "transfer", name == "optimizer"
 
     def __enter__(self) -> None:
         profiler = self.profiler

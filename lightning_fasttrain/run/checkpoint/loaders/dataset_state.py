@@ -12,7 +12,7 @@ from lightning_fasttrain.core.files.safe_load import refuse_unreadable
 from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.modules.wrapped_forward import patch
 from lightning_fasttrain.core.state.rng import random_state, set_random_state
-from lightning_fasttrain.run.checkpoint.loaders.loader_rng import generator_state, generators_of, set_generator_state
+from lightning_fasttrain.run.checkpoint.loaders.loader_rng import generator_states, generators_of, set_generator_state
 from lightning_fasttrain.run.checkpoint.loaders.seeded_passes import skip_indices
 
 
@@ -57,8 +57,10 @@ class DatasetStates:
         self.loader = loader
         self.in_process = loader.num_workers == 0
         self.by_index = not isinstance(loader.dataset, IterableDataset)
-        self.again: int = 0 if saved is None else saved["again"]
-        self._before: dict[int, Any] = {} if saved is None else dict(saved["states"])
+        self.again = 0
+        self._before: dict[int, Any] = {}
+        if saved is not None:
+            self.again, self._before = saved["again"], dict(saved["states"])
         self._now = dict(self._before)
         self._turn: list[int] = []  # workers that have returned a batch in the current turn
         self._readable = True
@@ -143,7 +145,7 @@ class _TaggingCollate:
         worker = get_worker_info()
         assert worker is not None
         dataset: Any = worker.dataset
-        generators = [generator_state(generator) for generator in generators_of(dataset)]
+        generators = generator_states(dataset)
         own = self.own.read(dataset.state_dict)
         state = {"own": own, "random": random_state(), "generators": generators}
         return _TaggedBatch(batch, worker.id, state, self.own.why)

@@ -46,7 +46,7 @@ def _look(holder: object, found: dict[int, Generator], seen: set[int], depth: in
 
 def generator_states(*holders: object) -> list[Any]:
     """Return the states of the generators of these objects, in the order of :func:`generators_of`."""
-    return [generator_state(generator) for generator in generators_of(*holders)]
+    return list(map(generator_state, generators_of(*holders)))
 
 
 def generator_state(generator: Generator) -> Any:

@@ -335,7 +335,7 @@ class _Pass(Iterator[Any]):
             "ended": False,
             "repeats": self.loader._repeats,
             "random": None,
-            "data": [generator_state(generator) for generator in self.data],
+            "data": list(map(generator_state, self.data)),
             "dataset": self.states and self.states.position(),
         }
         # By reference: `random` and `ended` are filled in when the next batch is requested.
