@@ -1,6 +1,6 @@
 """Base class of optimizers that update after their closure, and the settings that optimizers share."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -38,6 +38,11 @@ class ClosureOptimizer(Optimizer):
 
 
 Groups = list[dict[str, Any]]
+
+
+def with_gradient(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the parameters that have a gradient."""
+    return [parameter for parameter in parameters if parameter.grad is not None]
 
 
 def groups_over(groups: Groups, counterpart: Callable[[Tensor], Tensor]) -> Groups:

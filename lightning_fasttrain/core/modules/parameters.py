@@ -1,10 +1,11 @@
 """Count and list parameters, and find the tensors that quantised layers hold beside them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -22,6 +23,27 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
         2
     """
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the gradients of those parameters that have one, in order."""
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor that may be sharded, in the same memory."""
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor
+
+
+def parameters_of_kinds(model: nn.Module, *kinds: type[nn.Module], recurse: bool = True) -> set[Tensor]:
+    """Return the parameters of all modules of these classes; without ``recurse``, not those of modules inside them."""
+    found: set[Tensor] = set()
+    for module in model.modules():
+        if isinstance(module, kinds):
+            found.update(module.parameters(recurse))
+    return found
 
 
 def device_of(module: nn.Module) -> torch.device:
