@@ -45,8 +45,8 @@ def with_gradient(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [parameter for parameter in parameters if parameter.grad is not None]
 
 
-def groups_over(groups: Groups, counterpart: Callable[[Tensor], Tensor]) -> Groups:
-    """Return groups with the same settings over other tensors, one for each parameter."""
+def groups_over(groups: Groups, counterpart: Callable[[Any], object]) -> Groups:
+    """Return groups with the same settings over the counterparts of their parameters."""
     return [{**group, "params": list(map(counterpart, group["params"]))} for group in groups]
 
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_fasttrain.core.checks import NonNegativeInt, PositiveInt, PositiveShare, check_arguments
 from lightning_fasttrain.core.host.lightning import FabricModule
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.parameters import local_part
+from lightning_fasttrain.core.modules.parameters import local_part, names_of_parameters
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.core.state.by_parameter import BY_PARAMETER
 from lightning_fasttrain.technique import Conflict, Technique
@@ -262,7 +262,7 @@ def averaged_state_dict(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 def _names_of_ties(model: nn.Module) -> dict[str, str]:
     """Map further names of tied parameters to their first."""
     model = _unwrap(model)
-    first = {parameter: name for name, parameter in model.named_parameters()}
+    first = names_of_parameters(model)
     named = model.named_parameters(remove_duplicate=False)
     return {name: first[parameter] for name, parameter in named if first[parameter] != name}
 

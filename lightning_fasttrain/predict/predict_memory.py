@@ -9,13 +9,14 @@ import torch
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import NonNegativeInt, PositiveInt, check_arguments, one_of
 from lightning_fasttrain.core.host.lightning import configured_optimizers
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.parameters import names_of_parameters
 from lightning_fasttrain.optim.named.build_optimizer import make_optimizer
 from lightning_fasttrain.optim.named.state_bytes import tensors_in
 from lightning_fasttrain.predict.allocation_trace import AllocationTrace
@@ -304,7 +305,7 @@ def _make_optimizers(
 
 
 def _mark_state(trace: AllocationTrace, net: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    names: dict[Tensor, str] = {parameter: name for name, parameter in net.named_parameters()}
+    names = names_of_parameters(net)
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
             for tensor in tensors_in(state):

@@ -1,5 +1,6 @@
 """Count and list parameters, and find the tensors that quantised layers hold beside them."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -28,6 +29,24 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Return the gradients of those parameters that have one, in order."""
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def names_of_parameters(model: nn.Module) -> dict[Tensor, str]:
+    """Map each parameter to its name, the first one if it is tied."""
+    return {parameter: name for name, parameter in model.named_parameters()}
+
+
+def count_uses(model: nn.Module) -> Counter[nn.Parameter]:
+    """Count the modules that hold each parameter."""
+    uses: Counter[nn.Parameter] = Counter()
+    for module in model.modules():
+        uses.update(module.parameters(recurse=False))
+    return uses
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes that the elements of all tensors take."""
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def local_part(tensor: Tensor) -> Tensor:
