@@ -64,9 +64,7 @@ class FusedClipping(Technique):
     def why_not(cls, facts: Facts) -> str | None:
         if facts.precision not in (None, "bf16-mixed"):
             return f"Lightning refuses fused clipping only in bf16-mixed; the precision is {facts.precision}"
-        if facts.clips == "no":
-            return "the Trainer does not clip gradients"
-        return None
+        return "the Trainer does not clip gradients" if facts.clips == "no" else None
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
         undo = allow_fused_clipping_(trainer.precision_plugin)

@@ -245,7 +245,7 @@ def _partners(rank: int, ranks: int) -> Iterator[int | None]:
         if rank == rounds:  # the last of an even number stays where it is, and the others pass by
             other = next(one for one in range(rounds) if (number - one - 1) % rounds == one)
         elif other == rank:
-            other = rounds  # of an odd number, no rank
+            other = rounds  # the last rank, or none if their number is odd
         yield other if other < ranks else None
 
 
