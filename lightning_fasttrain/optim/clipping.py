@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from lightning_fasttrain.core.checks import PositiveFloat, check_arguments
 from lightning_fasttrain.core.host.lightning import accumulation_continues
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.select import find_module
+from lightning_fasttrain.core.modules.parameters import parameters_of_kinds
+from lightning_fasttrain.core.modules.select import as_list, find_module
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.technique import Capability, Conflict, Exactness, Technique
 
@@ -91,8 +92,9 @@ def _rows_of(parameter: Tensor, gradient: Tensor) -> Tensor:
 def _unit_norms(tensors: list[Tensor]) -> list[Tensor]:
     """Return the norms of each tensor's units, of shape [units, 1, ...]; a scalar for a vector or a scalar."""
     # At least in float32, since a sum of squares in float16 overflows from a norm of 256 on.
-    in_double = any(tensor.dtype is torch.float64 for tensor in tensors)
-    dtype = torch.float64 if in_double else torch.float32
+    dtype = torch.float32
+    if any(tensor.dtype is torch.float64 for tensor in tensors):
+        dtype = torch.float64
     vectors = [tensor for tensor in tensors if tensor.ndim < 2]
     of_vectors = iter(torch._foreach_norm(vectors, 2, dtype) if vectors else ())
     norms: list[Tensor] = []
@@ -145,7 +147,7 @@ class AdaptiveClipping(Technique):
         self, factor: PositiveFloat = 0.01, eps: PositiveFloat = 1e-3, leave_out: str | Iterable[str] = ()
     ) -> None:
         self.factor, self.eps = factor, eps
-        self.leave_out = [leave_out] if isinstance(leave_out, str) else list(leave_out)
+        self.leave_out = as_list(leave_out)
         self._parameters: list[Tensor] = []
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
@@ -165,9 +167,9 @@ class AdaptiveClipping(Technique):
 
 
 def _parameters_of(model: nn.Module, leave_out: Iterable[str]) -> list[Tensor]:
-    listed = [find_module(model, name, "leave_out") for name in leave_out]
-    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
-    left_out = {parameter for module in (*listed, *embeddings) for parameter in module.parameters()}
+    left_out = parameters_of_kinds(model, nn.Embedding, nn.EmbeddingBag)
+    for name in leave_out:
+        left_out.update(find_module(model, name, "leave_out").parameters())
     return [parameter for parameter in model.parameters() if parameter not in left_out]
 
 

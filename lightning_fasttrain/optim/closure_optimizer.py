@@ -1,6 +1,6 @@
 """Base class of optimizers that update after their closure, and the settings that optimizers share."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -40,8 +40,13 @@ class ClosureOptimizer(Optimizer):
 Groups = list[dict[str, Any]]
 
 
-def groups_over(groups: Groups, counterpart: Callable[[Tensor], Tensor]) -> Groups:
-    """Return groups with the same settings over other tensors, one for each parameter."""
+def with_gradient(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the parameters that have a gradient."""
+    return [parameter for parameter in parameters if parameter.grad is not None]
+
+
+def groups_over(groups: Groups, counterpart: Callable[[Any], object]) -> Groups:
+    """Return groups with the same settings over the counterparts of their parameters."""
     return [{**group, "params": list(map(counterpart, group["params"]))} for group in groups]
 
 

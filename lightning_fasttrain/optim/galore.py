@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_fasttrain.core.checks import check_arguments, one_of, positive_int
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.optim.closure_optimizer import ClosureOptimizer, refuse_out_of_range
+from lightning_fasttrain.core.modules.parameters import gradients_of
+from lightning_fasttrain.optim.closure_optimizer import ClosureOptimizer, refuse_out_of_range, with_gradient
 
 SUBSPACES = ("exact", "sketched")
 
@@ -102,7 +103,7 @@ class GaLoreAdamW(ClosureOptimizer):
 
     def update_parameters(self) -> None:
         for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
+            parameters = with_gradient(group["params"])
             if not parameters:
                 continue
             _refuse_gradients(parameters, group)
@@ -117,23 +118,23 @@ class GaLoreAdamW(ClosureOptimizer):
                     update(part, group)
 
     def _step_plain(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        self._adam(parameters, parameters, gradients, group, group["weight_decay"])
+        self._adam(parameters, parameters, gradients_of(parameters), group, group["weight_decay"])
 
     def _step_projected(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        gradients = [p.grad for p in parameters if p.grad is not None]
         small = []
-        for parameter, gradient in zip(parameters, gradients, strict=True):
+        for parameter, gradient in zip(parameters, gradients_of(parameters), strict=True):
             state = self.state[parameter]
             # The count is on the CPU, so reading it does not synchronize the device.
-            step = int(state["step"]) if state else 0
+            step = int(state.get("step", 0))
             if step % group["update_every"] == 0:
                 state.setdefault("step", _make_zero())
                 found = _leading_subspace(gradient, group["rank"], group["subspace"], step)
-                state["projection"] = _with_signs_of(state["projection"], found) if step else found
+                if step:
+                    found = _with_signs_of(state["projection"], found)
+                state["projection"] = found
             small.append(_project(gradient, state["projection"]))
         # Adam on zero parameters leaves exactly its update in them.
-        updates = [torch.zeros_like(gradient) for gradient in small]
+        updates = list(map(torch.zeros_like, small))
         self._adam(parameters, updates, small, group, weight_decay=0.0)
         for parameter, update in zip(parameters, updates, strict=True):
             if group["weight_decay"] != 0:
@@ -151,15 +152,16 @@ class GaLoreAdamW(ClosureOptimizer):
         weight_decay: float,
     ) -> None:
         """Run PyTorch's AdamW on ``updated``, with the state of ``parameters``."""
-        states = [self.state[parameter] for parameter in parameters]
-        for state, gradient in zip(states, gradients, strict=True):
+        means, squares, steps = [], [], []
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            state = self.state[parameter]
             if "exp_avg" not in state:
                 state.setdefault("step", _make_zero())
                 state["exp_avg"] = torch.zeros_like(gradient, memory_format=torch.preserve_format)
                 state["exp_avg_sq"] = torch.zeros_like(gradient, memory_format=torch.preserve_format)
-        means = [state["exp_avg"] for state in states]
-        squares = [state["exp_avg_sq"] for state in states]
-        steps = [state["step"] for state in states]
+            means.append(state["exp_avg"])
+            squares.append(state["exp_avg_sq"])
+            steps.append(state["step"])
         adamw(
             updated,
             gradients,
@@ -169,7 +171,7 @@ class GaLoreAdamW(ClosureOptimizer):
             steps,
             foreach=_in_lists(parameters, group),
             fused=False,
-            has_complex=any(gradient.is_complex() for gradient in gradients),
+            has_complex=any(map(torch.is_complex, gradients)),
             amsgrad=False,
             beta1=group["betas"][0],
             beta2=group["betas"][1],
@@ -185,7 +187,9 @@ def _make_zero() -> Tensor:
 
 
 def _in_lists(parameters: list[Tensor], group: dict[str, Any]) -> bool:
-    return group["foreach"] if group["foreach"] is not None else parameters[0].is_cuda
+    if group["foreach"] is None:
+        return parameters[0].is_cuda
+    return group["foreach"]
 
 
 def _is_tall(matrix: Tensor) -> bool:
@@ -193,7 +197,9 @@ def _is_tall(matrix: Tensor) -> bool:
 
 
 def _project(gradient: Tensor, projection: Tensor) -> Tensor:
-    return gradient @ projection if _is_tall(gradient) else projection.T @ gradient
+    if _is_tall(gradient):
+        return gradient @ projection
+    return projection.T @ gradient
 
 
 def _leading_subspace(gradient: Tensor, rank: int, how: str, seed: int) -> Tensor:
@@ -223,8 +229,9 @@ def _leading_subspace(gradient: Tensor, rank: int, how: str, seed: int) -> Tenso
         what = f"the gradient of a parameter of shape {tuple(gradient.shape)} has no singular vectors"
         why = "it is not finite, or badly conditioned"
         raise RuntimeError(explain(what, why, "Check the loss for NaN, and clip the gradients")) from error
-    found = vectors if basis is None else basis @ vectors.to(basis.dtype)
-    return found.to(gradient.dtype).contiguous()
+    if basis is not None:
+        vectors = basis @ vectors.to(basis.dtype)
+    return vectors.to(gradient.dtype).contiguous()
 
 
 def _with_signs_of(previous: Tensor, found: Tensor) -> Tensor:
@@ -261,8 +268,9 @@ def _check_group(group: dict[str, Any]) -> None:
             "Use a smaller rank, or galore_groups(model, rank), which excludes such matrices",
         ),
     )
-    for i, parameter in enumerate(group["params"]):
-        what = f"parameter {group['param_names'][i] if 'param_names' in group else i} of a group with a rank"
+    names = group.get("param_names", range(len(group["params"])))
+    for name, parameter in zip(names, group["params"], strict=True):
+        what = f"parameter {name} of a group with a rank"
         for is_unfit, why, way_out in unfit:
             if is_unfit(parameter):
                 described = f"{what}, a {type(parameter).__name__} of shape {tuple(parameter.shape)}"

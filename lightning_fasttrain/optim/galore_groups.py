@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
+from lightning_fasttrain.core.modules.parameters import parameters_of_kinds
 from lightning_fasttrain.optim.galore import check_settings
 
 STEP_BYTES = 4  # one float32 per parameter
@@ -78,7 +79,9 @@ def galore_groups(
     if too_small:
         say("galore_groups: rank=%s saves nothing for %s of the matrices: %s", rank, len(too_small), examples)
     groups: list[dict[str, Any]] = [{"params": projected, "name": "galore", **settings}]
-    return [*groups, {"params": rest, "name": "plain"}] if rest else groups
+    if rest:
+        groups.append({"params": rest, "name": "plain"})
+    return groups
 
 
 def block_matrices(model: nn.Module, blocks: Blocks | None = None) -> dict[str, nn.Parameter]:
@@ -98,8 +101,7 @@ def block_matrices(model: nn.Module, blocks: Blocks | None = None) -> dict[str, 
         ['1.self_attn.in_proj_weight', '1.self_attn.out_proj.weight']
     """
     inside = tuple(f"{name}.".removeprefix(".") for name in find_blocks(model, blocks))
-    tables = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
-    embedded = {parameter for table in tables for parameter in table.parameters()}
+    embedded = parameters_of_kinds(model, nn.Embedding, nn.EmbeddingBag)
     matrices = {}
     for name, parameter in model.named_parameters():
         if parameter.ndim == 2 and parameter not in embedded and name.startswith(inside):

@@ -10,7 +10,8 @@ from lightning_fasttrain.core.checks import NonNegativeFloat, PositiveFloat, che
 from lightning_fasttrain.core.messages import explain, list_some, note_once, number_of
 from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
 from lightning_fasttrain.core.modules.heads import heads_beside, is_inside, warn_of_blocks_beyond
-from lightning_fasttrain.core.modules.select import find_module, matches_pattern
+from lightning_fasttrain.core.modules.parameters import parameters_of_kinds
+from lightning_fasttrain.core.modules.select import as_list, find_module, matches_pattern
 
 # Other norms have one-dimensional parameters anyway.
 _NORMS = (nn.LayerNorm, nn.RMSNorm)
@@ -65,33 +66,37 @@ def decay_groups(
     if not names:
         why = "all its parameters are frozen"
         raise ValueError(explain(f"decay_groups of {type(model).__name__}", why, "Unfreeze some, or use frozen=True"))
-    always, never = (_match_names(names, wanted, how) for wanted, how in ((decayed, "decayed"), (spared, "spared")))
+    always, never = _match_names(names, decayed, "decayed"), _match_names(names, spared, "spared")
     undecayed = never_decayed(model)
-    members: dict[str, list[str]] = {"decay": [], "no_decay": []}
+    members: dict[str, dict[str, Tensor]] = {"decay": {}, "no_decay": {}}
     for name, parameter in names.items():
+        label = "decay"
         # Names given by the user take precedence over the search.
-        is_spared = name in never or (name not in always and parameter in undecayed)
-        members["no_decay" if is_spared else "decay"].append(name)
+        if name in never or (name not in always and parameter in undecayed):
+            label = "no_decay"
+        members[label][name] = parameter
     if weight_decay > 0:
-        matrices = sorted(name for name in members["no_decay"] if names[name].ndim > 1)
+        matrices = sorted(name for name, parameter in members["no_decay"].items() if parameter.ndim > 1)
         _note_decay(weight_decay, members, matrices)
     groups: list[dict[str, Any]] = []
     for label, rate in (("decay", weight_decay), ("no_decay", 0.0)):
         if members[label]:
-            groups.append({"params": [names[name] for name in members[label]], "name": label, "weight_decay": rate})
+            groups.append({"params": list(members[label].values()), "name": label, "weight_decay": rate})
     return groups
 
 
-def _note_decay(weight_decay: float, members: dict[str, list[str]], matrices: list[str]) -> None:
+def _note_decay(weight_decay: float, members: dict[str, dict[str, Tensor]], matrices: list[str]) -> None:
     """Log how many parameters are decayed; matrices that are not are named, since they are rarely spared."""
-    spoken = f", including {list_some(matrices, 6)}" if matrices else ""
+    spoken = ""
+    if matrices:
+        spoken = f", including {list_some(matrices, 6)}"
     count = number_of(len(members["decay"]), "parameter")
     note_once(f"decay_groups: weight decay {weight_decay} on {count}, none on {len(members['no_decay'])}{spoken}")
 
 
 def _match_names(names: Iterable[str], wanted: str | Iterable[str], argument: str) -> set[str]:
     found: set[str] = set()
-    for pattern in [wanted] if isinstance(wanted, str) else wanted:
+    for pattern in as_list(wanted):
         matches = {name for name in names if matches_pattern(name, pattern)}
         if not matches:
             way_out = f"The parameters are {list_some(list(names), 6)}"
@@ -159,7 +164,7 @@ def layer_decay_groups(
     if not 0 < decay <= 1:
         why = "expected the ratio of a layer's learning rate to that of the one above"
         raise ValueError(explain(f"decay={decay}", why, "Use 0.75 to 0.95"))
-    named = [head] if isinstance(head, str) else list(head)
+    named = as_list(head)
     layers = ["stem", *find_blocks(model, blocks), "head"]
     if blocks is not None:
         warn_of_blocks_beyond(model, layers[1:-1], named, f"layer_decay_groups(blocks={blocks!r})")
@@ -229,27 +234,33 @@ def lora_plus_groups(
         raise ValueError(explain(f"{embedding_lr=}", "expected a learning rate of at least 0", "Use 1e-6"))
     rates = {"A": lr, "embedding": embedding_lr, "B": lr * ratio, "B/no_decay": lr * ratio}
     members: dict[str, list[Tensor]] = {name: [] for name in rates}
-    found = [name for name, _ in model.named_parameters() if "lora_B" in name or "lora_embedding_B" in name]
+    found = 0
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        if "lora_embedding_" in name:
-            members["embedding"].append(parameter)
-        elif parameter.ndim == 1:
-            members["B/no_decay"].append(parameter)
-        else:
-            members["B" if "lora_B" in name else "A"].append(parameter)
+        if "lora_B" in name or "lora_embedding_B" in name:
+            found += 1
+        if parameter.requires_grad:
+            members[_group_of_lora(name, parameter)].append(parameter)
     if not members["B"] and not members["embedding"]:
         what, way_out = "no lora_B", "Add LoRA to the model before creating its optimizer"
         if found:
-            what, way_out = f"{len(found)} B matrices, all frozen", "Enable the adapter first"
+            what, way_out = f"{found} B matrices, all frozen", "Enable the adapter first"
         raise ValueError(explain(f"{type(model).__name__} has {what}", "no adapter can be trained", way_out))
     decays = {**dict.fromkeys(rates, weight_decay), "B/no_decay": 0.0}
-    return [
-        {"params": parameters, "name": name, "lr": rates[name], "weight_decay": decays[name]}
-        for name, parameters in members.items()
-        if parameters
-    ]
+    groups = []
+    for name, parameters in members.items():
+        if parameters:
+            groups.append({"params": parameters, "name": name, "lr": rates[name], "weight_decay": decays[name]})
+    return groups
+
+
+def _group_of_lora(name: str, parameter: Tensor) -> str:
+    if "lora_embedding_" in name:
+        return "embedding"
+    if parameter.ndim == 1:
+        return "B/no_decay"
+    if "lora_B" in name:
+        return "B"
+    return "A"
 
 
 def _with_layers(model: nn.Module, layers: list[str], head: list[str]) -> Iterable[tuple[str, Tensor, int]]:
@@ -282,9 +293,12 @@ def _block_of(name: str, blocks: list[str]) -> int | None:
 
 
 def _shared_with_tables(model: nn.Module) -> set[str]:
-    tables = {p for module in model.modules() if isinstance(module, _EMBEDDINGS) for p in module.parameters()}
-    own = {name: module.parameters(recurse=False) for name, module in model.named_modules()}
-    return {name for name, parameters in own.items() if tables.intersection(parameters)}
+    tables = parameters_of_kinds(model, *_EMBEDDINGS)
+    shared = set()
+    for name, module in model.named_modules():
+        if tables.intersection(module.parameters(recurse=False)):
+            shared.add(name)
+    return shared
 
 
 def never_decayed(model: nn.Module) -> set[Tensor]:
@@ -293,14 +307,16 @@ def never_decayed(model: nn.Module) -> set[Tensor]:
     These are parameters of norms and embeddings (also if a head shares them), those whose shape or name shows it, and
     those that the model itself exempts, by ``_no_weight_decay`` on a parameter (Mamba) or ``no_weight_decay()`` (timm).
     """
-    found = {name for name, parameter in model.named_parameters() if _is_no_product(name, parameter)}
+    exempted: set[str] = set()
     for prefix, module in model.named_modules():
         exempt: Callable[[], Iterable[str]] | None = getattr(module, "no_weight_decay", None)
         if callable(exempt):
-            found |= {f"{prefix}.{name}".lstrip(".") for name in exempt()}
-    named: set[Tensor] = {parameter for name, parameter in model.named_parameters() if name in found}
-    modules = [module for module in model.modules() if isinstance(module, _NORMS + _EMBEDDINGS)]
-    return named | {parameter for module in modules for parameter in module.parameters(recurse=False)}
+            exempted |= {f"{prefix}.{name}".lstrip(".") for name in exempt()}
+    found = parameters_of_kinds(model, *_NORMS, *_EMBEDDINGS, recurse=False)
+    for name, parameter in model.named_parameters():
+        if name in exempted or _is_no_product(name, parameter):
+            found.add(parameter)
+    return found
 
 
 def _is_no_product(name: str, parameter: Tensor) -> bool:

@@ -10,12 +10,12 @@ import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_fasttrain.core.checks import NonNegativeInt, PositiveInt, PositiveShare, check_arguments
 from lightning_fasttrain.core.host.lightning import FabricModule
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.parameters import local_part, names_of_parameters
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.core.state.by_parameter import BY_PARAMETER
 from lightning_fasttrain.technique import Conflict, Technique
@@ -112,7 +112,7 @@ class WeightEMA(Technique):
         if since_start < 0 or since_start % self.every_n_steps:
             return
         now = _trained(model)
-        new = {name for name in now if name not in self.average}
+        new = now.keys() - self.average.keys()
         for name in new:
             # In 16 bits, a change of a thousandth would be rounded away.
             dtype = torch.promote_types(now[name].dtype, torch.float32)
@@ -131,7 +131,7 @@ class WeightEMA(Technique):
         parameters = _trained(model, frozen_too=True)
         names = [name for name in self.average if name in parameters]
         averages, weights = self._shards_beside(parameters, names)
-        own = [weight.clone() for weight in weights]
+        own = list(map(torch.clone, weights))
         try:
             _copy_all(averages, weights)
             yield
@@ -160,7 +160,9 @@ class WeightEMA(Technique):
         step.leave_out(self, "the average is another copy of what trains, so this is a lower bound")
 
     def outcome(self, model: nn.Module) -> str:
-        return "" if self.average else f"nothing was averaged in {self._steps} steps, as start_step={self.start_step}"
+        if self.average:
+            return ""
+        return f"nothing was averaged in {self._steps} steps, as start_step={self.start_step}"
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
         if trainer.state.fn == "fit":
@@ -252,14 +254,15 @@ def averaged_state_dict(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in weights.items():
         # Tied weights are averaged under the first of their names.
         average = averages.get(ties.get(name, name))
-        weights[name] = value if average is None else average.to(value.dtype)
+        if average is not None:
+            weights[name] = average.to(value.dtype)
     return weights
 
 
 def _names_of_ties(model: nn.Module) -> dict[str, str]:
     """Map further names of tied parameters to their first."""
     model = _unwrap(model)
-    first = {parameter: name for name, parameter in model.named_parameters()}
+    first = names_of_parameters(model)
     named = model.named_parameters(remove_duplicate=False)
     return {name: first[parameter] for name, parameter in named if first[parameter] != name}
 
@@ -289,8 +292,7 @@ def _reshard(model: nn.Module) -> None:
 
 def _local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor, in the same memory."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local_part(tensor.detach())
 
 
 @torch.no_grad()

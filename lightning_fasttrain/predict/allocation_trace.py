@@ -64,7 +64,9 @@ class Allocation:
         """Activations are what a forward or recomputation keeps for the backward; everything else is temporary."""
         if self.known is not None:
             return self.known
-        return "activations" if self.phase in ("forward", "recomputation") and self.outlived else "temporaries"
+        if self.phase in ("forward", "recomputation") and self.outlived:
+            return "activations"
+        return "temporaries"
 
 
 class AllocationTrace(AssumedNumbers):
@@ -145,15 +147,18 @@ class AllocationTrace(AssumedNumbers):
 
     def _phase(self) -> str:
         # The engine runs nodes without gradients, and checkpointing enables them to recompute a block.
-        recomputing = self.phase == "backward" and torch.is_grad_enabled() and _current_node() is not None
-        return "recomputation" if recomputing else self.phase
+        if self.phase == "backward" and torch.is_grad_enabled() and _current_node() is not None:
+            return "recomputation"
+        return self.phase
 
     def _module(self) -> str:
         if self._inside:
             return self._inside[-1]
         # Hooks do not report modules in a backward, but the node identifies its forward operation.
         node = _current_node()
-        return self._module_of_node.get(node._sequence_nr(), "") if node is not None else ""
+        if node is None:
+            return ""
+        return self._module_of_node.get(node._sequence_nr(), "")
 
     def _note(self, tensor: Tensor, module: str, op: str, phase: str) -> Allocation:
         storage = tensor.untyped_storage()
@@ -204,7 +209,8 @@ class AllocationTrace(AssumedNumbers):
 
     def mark(self, tensor: Tensor, category: str, module: str = "") -> None:
         """Set the category of the storage of ``tensor``, or of this rank's part of it."""
-        tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        if isinstance(tensor, DTensor):
+            tensor = tensor._local_tensor
         if _has_storage(tensor):
             allocation = self._note(tensor, module, "", self.phase)
             allocation.known, allocation.module = category, module or allocation.module

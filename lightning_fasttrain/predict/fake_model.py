@@ -36,7 +36,7 @@ def fake_model(
         dtype: as for :func:`fake_module`.
         mode: the fake mode of its tensors; by default a new one.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True) if mode is None else mode
+    mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
     net = fake_module(module, mode, dtype)
     # Adapters draw their first weights; nothing is on a GPU.
     with mode, torch.random.fork_rng(devices=[]), apply(net, techniques):
@@ -145,7 +145,9 @@ def _make_fake(tensor: Tensor, mode: FakeTensorMode, dtype: torch.dtype) -> Tens
     with mode:
         # With its strides: an expanded tensor takes no extra memory.
         like = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device="cpu")
-    return nn.Parameter(like, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else like
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(like, tensor.requires_grad)
+    return like
 
 
 def _say_nothing(*_: object, **__: object) -> None:

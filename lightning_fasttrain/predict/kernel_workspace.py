@@ -19,15 +19,21 @@ from lightning_fasttrain.predict.allocation_trace import Kept, Workspace
 
 _AVX2 = backends.cpu.get_cpu_capability() == "AVX2"
 _AMX = cpu._is_amx_tile_supported()
-BLOCK = 8 if _AVX2 else 16
-# For larger kernels, as for patches, the float32 gradient is a matrix product with each image's columns.
-_WIDEST = 13 if _AVX2 else 14
+# For kernels wider than the second, as for patches, the float32 gradient is a matrix product with each image's columns.
+BLOCK, _WIDEST = (8, 13) if _AVX2 else (16, 14)
 _TILES = 20_000  # bytes of registers that AMX keeps for each thread
 
 
 def _blocked_bytes(image: Tensor) -> int:
     """Return the bytes of a copy of ``image`` [N, C, ...] in oneDNN's layout."""
     return image.nbytes * _in_blocks(image.shape[1]) // image.shape[1]
+
+
+def _blocked_input_bytes(inputs: Tensor) -> int:
+    """Return the bytes of a convolution's copy of its inputs; with less than a block of channels it makes none."""
+    if inputs.shape[1] < BLOCK:
+        return 0
+    return _blocked_bytes(inputs)
 
 
 def _has_channels_last(image: Tensor) -> bool:
@@ -41,9 +47,7 @@ def _convolution(arguments: Sequence[Any], output: Tensor) -> int:
     inside = _blocked_bytes(output)
     if transposed:
         return 2 * inside
-    return max(
-        inside, weight.nbytes, (_blocked_bytes(inputs) if inputs.shape[1] >= BLOCK else 0) + inside - output.nbytes
-    )
+    return max(inside, weight.nbytes, _blocked_input_bytes(inputs) + inside - output.nbytes)
 
 
 def _convolution_backward(arguments: Sequence[Any], _: object) -> int:
@@ -56,7 +60,7 @@ def _convolution_backward(arguments: Sequence[Any], _: object) -> int:
     if max(weight.shape[2:]) > _WIDEST and weight.dtype is not bfloat16:
         columns = weight[0].nbytes * math.prod(gradient.shape[2:])
         return get_num_threads() * (4 * weight.nbytes + columns)
-    both = _blocked_bytes(gradient) + (_blocked_bytes(inputs) if inputs.shape[1] >= BLOCK else 0)
+    both = _blocked_bytes(gradient) + _blocked_input_bytes(inputs)
     return max(both, 2 * inputs.nbytes) if for_inputs and max(stride) > 1 else both
 
 

@@ -100,9 +100,12 @@ def report(
         reserved_bytes: as in the report; by default the peak.
         about: ``device``, ``precision`` and ``notes`` of the report.
     """
-    counted = [allocation for allocation in allocations if allocation.died > since]
-    births = [(max(a.born, since), a.nbytes, a) for a in counted]
-    deaths = [(a.died, -a.nbytes, a) for a in counted]
+    counted, births, deaths = [], [], []
+    for allocation in allocations:
+        if allocation.died > since:
+            counted.append(allocation)
+            births.append((max(allocation.born, since), allocation.nbytes, allocation))
+            deaths.append((allocation.died, -allocation.nbytes, allocation))
     now: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
     peaks = dict(now)
     total, peak_bytes, peak = 0, -1, (since, counted[0])
@@ -119,10 +122,12 @@ def report(
     at_peak = dict.fromkeys(CATEGORIES, 0)
     for allocation in held:
         at_peak[allocation.category] += allocation.nbytes
+    if reserved_bytes is None:
+        reserved_bytes = peak_bytes
     return MemoryReport(
         peak_bytes=peak_bytes,
         least_bytes=peak_bytes,
-        reserved_bytes=peak_bytes if reserved_bytes is None else reserved_bytes,
+        reserved_bytes=reserved_bytes,
         at_peak=at_peak,
         peaks=peaks,
         phase=last.phase,

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import chain
 from typing import Any
 
 import lightning as L
@@ -10,13 +9,14 @@ import torch
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import NonNegativeInt, PositiveInt, check_arguments, one_of
 from lightning_fasttrain.core.host.lightning import configured_optimizers
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.parameters import names_of_parameters
 from lightning_fasttrain.optim.named.build_optimizer import make_optimizer
 from lightning_fasttrain.optim.named.state_bytes import tensors_in
 from lightning_fasttrain.predict.allocation_trace import AllocationTrace
@@ -159,7 +159,9 @@ def predict_memory(
             raise
         allocations = one.allocations(trace.allocations, since)
         reserved = place_in_blocks(allocations) if on_cuda else None
-        notes = [*planned.notes, *([_ASSUMED] if trace.assumed else [])]
+        notes = list(planned.notes)
+        if trace.assumed:
+            notes.append(_ASSUMED)
         return report(allocations, since, reserved, device=device, precision=precision, notes=tuple(notes))
 
     # An integer that is read from a tensor is taken for the longest axis of the batch.
@@ -197,8 +199,12 @@ def _ask(techniques: Sequence[Technique], planned: PredictedStep) -> list[Techni
         if not technique.predicted:
             name = type(technique).__name__
             planned.notes.append(f"{name} cannot be predicted: memory that its hooks keep or free is not counted.")
-    told = [technique.predict(planned) for technique in techniques]
-    return [technique for technique in told if technique is not None]
+    surgeons = []
+    for technique in techniques:
+        surgeon = technique.predict(planned)
+        if surgeon is not None:
+            surgeons.append(surgeon)
+    return surgeons
 
 
 def _trace_steps(
@@ -273,8 +279,9 @@ def forward_of(net: nn.Module, loss: Loss | None, plugin: Precision) -> Callable
             if loss is not None:
                 return loss(net, batch)
             assert isinstance(net, L.LightningModule)
-            takes_index = is_param_in_hook_signature(net.training_step, "batch_idx", min_args=2)  # as in Lightning
-            return net.training_step(batch, 0) if takes_index else net.training_step(batch)
+            if is_param_in_hook_signature(net.training_step, "batch_idx", min_args=2):  # as in Lightning
+                return net.training_step(batch, 0)
+            return net.training_step(batch)
 
     return step
 
@@ -298,10 +305,11 @@ def _make_optimizers(
 
 
 def _mark_state(trace: AllocationTrace, net: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    names: dict[Tensor, str] = {parameter: name for name, parameter in net.named_parameters()}
-    for parameter, state in chain.from_iterable(optimizer.state.items() for optimizer in optimizers):
-        for tensor in tensors_in(state):
-            trace.mark(tensor, "optimizer state", names.get(parameter, ""))
+    names = names_of_parameters(net)
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            for tensor in tensors_in(state):
+                trace.mark(tensor, "optimizer state", names.get(parameter, ""))
 
 
 @contextmanager

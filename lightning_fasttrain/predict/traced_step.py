@@ -122,7 +122,9 @@ def lend_optimizers(
 
 def _as_lightning_gives(things: Sequence[Any]) -> Any:
     """Return the only one of them alone, several as a list, and None for none."""
-    return things[0] if len(things) == 1 else list(things) or None
+    if len(things) == 1:
+        return things[0]
+    return list(things) or None
 
 
 class _LentOptimizer:

@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 from lightning_fasttrain.core.messages import explain
@@ -43,7 +44,7 @@ class ClusterReport:
 
 def compare_versions(ranks: Mapping[int, dict[str, Any]]) -> Iterator[str]:
     """Yield what differs among the versions and addresses of ranks."""
-    names = {name for about in ranks.values() for name in about["versions"]}
+    names = set[str]().union(*map(itemgetter("versions"), ranks.values()))
     for name in sorted(names):
         by_version: dict[str, list[int]] = {}
         for rank, about in sorted(ranks.items()):
@@ -51,7 +52,7 @@ def compare_versions(ranks: Mapping[int, dict[str, Any]]) -> Iterator[str]:
         if len(by_version) > 1:
             found = [f"{version} on {name_ranks(some)}" for version, some in by_version.items()]
             yield explain(f"{name} differs", "; ".join(found), "Install the same on all nodes")
-    hosts = {about["host"] for about in ranks.values()}
+    hosts = set(map(itemgetter("host"), ranks.values()))
     for rank, about in sorted(ranks.items()):
         if len(hosts) > 1 and about["address"].startswith("127."):
             why = f"{about['host']} resolves its own name to {about['address']}, which others cannot reach"
@@ -62,7 +63,9 @@ def find_skew(ranks: Mapping[int, dict[str, Any]]) -> Iterator[str]:
     """Yield ranks whose clocks differ from that of rank 0."""
     for rank, about in sorted(ranks.items()):
         if abs(about.get("skew_s", 0.0)) > _SKEW_S:
-            ahead = "ahead of" if about["skew_s"] > 0 else "behind"
+            ahead = "behind"
+            if about["skew_s"] > 0:
+                ahead = "ahead of"
             what = f"the clock of rank {rank} ({about['host']}) is {abs(about['skew_s']):.1f} s {ahead} rank 0's"
             yield explain(what, "logs and file times are in the wrong order", "Synchronize the nodes by NTP")
 
@@ -81,7 +84,7 @@ def find_slow_ranks(ranks: Mapping[int, dict[str, Any]]) -> Iterator[str]:
 def find_slow_pairs(pairs: Mapping[str, Mapping[tuple[int, int], float]]) -> Iterator[str]:
     """Yield pairs of ranks with less than half of the median bandwidth."""
     for backend, speeds in pairs.items():
-        usual = statistics.median(speeds.values()) if speeds else 0.0
+        usual = statistics.median(speeds.values() or [0.0])
         for (one, other), mib_s in speeds.items():
             if mib_s < _SLOW * usual:
                 what = f"ranks {one} and {other} exchange {mib_s:,.0f} MiB/s over {backend}"
@@ -101,4 +104,6 @@ def join_pairs(ranks: Mapping[int, dict[str, Any]]) -> dict[str, dict[tuple[int,
 
 def name_ranks(ranks: Sequence[int]) -> str:
     """Return the words for one rank or several."""
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks))}"

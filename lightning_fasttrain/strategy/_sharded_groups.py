@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from lightning_fasttrain.core.modules.parameters import bytes_of
 from lightning_fasttrain.optim.named.state_bytes import Shape, state_bytes
 from lightning_fasttrain.strategy.choose._model_sizes import Held, ceil_div
 from lightning_fasttrain.strategy.choose.model_states import ModelStates
@@ -56,8 +57,10 @@ def _group(held: Held, policy: MixedPrecisionPolicy, parameters: Sequence[nn.Par
         part, size = math.prod(_cut(parameter.shape, held.ranks)), held.itemsize(parameter)
         shard += part * size
         # FSDP2 casts floating-point parameters alone.
-        cast = policy.param_dtype if parameter.is_floating_point() else None
-        gathered += part * held.ranks * (cast.itemsize if cast else size)
+        used = size
+        if policy.param_dtype is not None and parameter.is_floating_point():
+            used = policy.param_dtype.itemsize
+        gathered += part * held.ranks * used
         if parameter.requires_grad:
             trained += part * size
             reduced += part * held.ranks * policy.reduce_dtype.itemsize
@@ -83,12 +86,13 @@ def fsdp2_states(
     widest = max((block.gathered for block in blocks), default=0)
     # In a model without blocks, those of the root.
     gradients = max((block.reduced for block in blocks), default=root.reduced)
-    shards = sum(group.shard for group in groups)
-    trained = sum(group.trained_shard for group in groups)
-    whole = sum(p.nbytes for p in whole_parameters(held.net, precision_policy(precision)))
-    state = waiting = 0
-    if micro_batches > 1:
-        waiting = sum(group.reduced for group in groups)
+    whole = bytes_of(whole_parameters(held.net, precision_policy(precision)))
+    shards = trained = state = waiting = 0
+    for sharded in groups:
+        shards += sharded.shard
+        trained += sharded.trained_shard
+        if micro_batches > 1:
+            waiting += sharded.reduced
     for group in held.groups:
         shapes = [_cut(shape, held.ranks) for shape in group.shapes]
         state += state_bytes(held.optimizer, group, shapes, held.dtype_of(group))

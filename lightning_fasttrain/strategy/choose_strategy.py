@@ -111,7 +111,9 @@ class StrategyChoice(Report):
     def as_table(self) -> Table:
         """Return a ``rich`` table of each candidate's memory on one rank and traffic per step, in GiB."""
         activations = self.activation_bytes or 0
-        where = f"{self.devices} devices" if self.nodes == 1 else f"{self.devices} devices in {self.nodes} nodes"
+        where = f"{self.devices} devices"
+        if self.nodes > 1:
+            where = f"{where} in {self.nodes} nodes"
         usable = f"On each device {gib(self.usable_bytes)} GiB are usable; activations take {gib(activations)} GiB."
         title = f"{where}, {self.precision}: GiB on one rank, and GiB that it moves in a step"
         table = titled_table(title, [self.why, usable, *self.notes])
@@ -124,11 +126,15 @@ class StrategyChoice(Report):
             states, moved = row.states, row.traffic
             figures = (states.parameters, states.gradients, states.optimizer, states.buffers)
             figures = (*figures, states.device + activations, states.host, moved.ranks, moved.host)
-            verdict = "yes" if row.fits else f"no, {gib(row.short or row.short_of_host)} over"
-            verdict += "" if row.short or row.fits else " in host"
-            chosen = row.name == self.name
-            name = f"{row.name} ←" if chosen else row.name
-            table.add_row(name, *map(gib, figures), verdict, style="bold" if chosen else None)
+            verdict = "yes"
+            if row.short:
+                verdict = f"no, {gib(row.short)} over"
+            elif not row.fits:
+                verdict = f"no, {gib(row.short_of_host)} over in host"
+            name, style = row.name, None
+            if row.name == self.name:
+                name, style = f"{row.name} ←", "bold"
+            table.add_row(name, *map(gib, figures), verdict, style=style)
         return table
 
 
@@ -206,11 +212,10 @@ def choose_strategy(
     check_headroom(headroom)
     _check_activations(activation_gib, batch)
     usable = int(_memory_of(memory_gib) * (1 - headroom))
-    activations = None if activation_gib is None else int(activation_gib * GIB)
+    activations = _in_bytes(activation_gib)
     if batch is not None:
         activations = predict_activations(module, batch, precision, loss=loss)
-    host = None if host_gib is None else int(host_gib * GIB)
-    limits = Limits(usable, activations or 0, host, ranks=devices // nodes)
+    limits = Limits(usable, activations or 0, _in_bytes(host_gib), ranks=devices // nodes)
     held = held_by(module, optimizer, devices, precision)
     left_out, note = unfit_family(held.optimizer)
     sizes = usual_sizes(held)
@@ -224,8 +229,11 @@ def choose_strategy(
     if best is None:
         raise ValueError(_nothing_fits(candidates, limits, devices, precision))
     why = _explain_choice(best, candidates, limits)
-    notes = [] if activations is not None else ["Activations are not counted: give batch= or activation_gib=."]
-    notes += [note] if note else []
+    notes = []
+    if activations is None:
+        notes.append("Activations are not counted: give batch= or activation_gib=.")
+    if note:
+        notes.append(note)
     return StrategyChoice(
         best.name, tuple(candidates), why, devices, nodes, precision, activations, usable, sizes, tuple(notes)
     )
@@ -246,10 +254,13 @@ def _predict(held: Held, names: list[str], precision: str, sizes: ZeROSizes) -> 
     """Yield each strategy's memory on a device and traffic per step."""
     own = held.as_torch_does(precision)
     moved = Moved(held, own, precision, micro_batches=1, sizes=sizes)
-    rows = [ddp_states(own), *(fsdp2_states(own, moved.groups, precision, offload=away) for away in (False, True))]
-    by_name = {row.stage: row for row in rows}
+    by_name = {"ddp": ddp_states(own)}
+    for offload in (False, True):
+        states = fsdp2_states(own, moved.groups, precision, offload=offload)
+        by_name[states.stage] = states
     stages = [name.removeprefix("zero-") for name in names if name.startswith("zero")]
-    by_name.update({f"zero-{row.stage}": row for row in states_of(held, stages, sizes)})
+    for states in states_of(held, stages, sizes):
+        by_name[f"zero-{states.stage}"] = states
     for name in names:
         yield by_name[name], moved.predict(name)
 
@@ -271,7 +282,9 @@ def _pick_best(candidates: list[Candidate]) -> Candidate | None:
 
 
 def _explain_choice(best: Candidate, candidates: list[Candidate], limits: Limits) -> str:
-    moves = f"moves {_size(best.traffic.total)} a step" if best.traffic.total else "moves nothing"
+    moves = "moves nothing"
+    if best.traffic.total:
+        moves = f"moves {_size(best.traffic.total)} a step"
     why = f"{best.name} fits with {limits.describe(best.states)} and {moves}"
     less = [c for c in candidates if c.traffic.total * _ABOUT < best.traffic.total]
     large = [c for c in less if not c.fits]
@@ -290,4 +303,12 @@ def _nothing_fits(candidates: list[Candidate], limits: Limits, devices: int, pre
 
 
 def _size(nbytes: int) -> str:
-    return f"{gib(nbytes)} GiB" if nbytes >= GIB else f"{nbytes / 2**20:.1f} MiB"
+    if nbytes < GIB:
+        return f"{nbytes / 2**20:.1f} MiB"
+    return f"{gib(nbytes)} GiB"
+
+
+def _in_bytes(size_gib: float | None) -> int | None:
+    if size_gib is None:
+        return None
+    return int(size_gib * GIB)

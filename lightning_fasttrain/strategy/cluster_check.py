@@ -139,7 +139,8 @@ class _Check:
         if self.rank == 0 and self.store is not None:
             here = _STAGES.index(self.current)
             behind = [f"rank {rank} ({stage})" for rank, stage in self.store.stages() if _STAGES.index(stage) < here]
-            where = f"; behind it: {', '.join(behind)}" if behind else ""
+            if behind:
+                where = f"; behind it: {', '.join(behind)}"
         what = f"rank {self.rank} on {socket.gethostname()}: {self.current} did not end within {self.timeout_s / 2:g} s"
         return explain(f"{what}{where}", "it hangs, or is slow", _ADVICE.get(self.current, "Look at that rank"))
 
@@ -195,11 +196,12 @@ class _Check:
     def measure_pairs(self, backend: str, mib: int) -> dict[str, float]:
         """Return MiB/s to each other rank; in each round every rank exchanges with one other."""
         assert self.store is not None
-        device = torch.device("cuda", int(environment("LOCAL_RANK", "0"))) if backend == "nccl" else torch.device("cpu")
+        device = _device(on_gpu=backend == "nccl")
         store = dist.PrefixStore(backend, self.store.for_groups)
         limit = timedelta(seconds=self.left_s())
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=limit)
-        sent, received = (torch.zeros(mib * MIB, dtype=torch.uint8, device=device) for _ in range(2))
+        sent = torch.zeros(mib * MIB, dtype=torch.uint8, device=device)
+        received = torch.zeros_like(sent)
         speeds: dict[str, float] = {}
         try:
             for other in _partners(self.rank, self.world_size):
@@ -236,20 +238,28 @@ def _partners(rank: int, ranks: int) -> Iterator[int | None]:
         >>> len(set(_partners(7, 1024)))
         32
     """
-    rounds = ranks if ranks % 2 else ranks - 1
+    rounds = ranks - 1 + ranks % 2
     step = -(-rounds // _MOST_ROUNDS)
     for number in range(0, rounds, step):
         other = (number - rank - 1) % rounds
         if rank == rounds:  # the last of an even number stays where it is, and the others pass by
             other = next(one for one in range(rounds) if (number - one - 1) % rounds == one)
         elif other == rank:
-            other = rounds if ranks % 2 == 0 else -1
-        yield other if 0 <= other < ranks else None
+            other = rounds  # the last rank, or none if their number is odd
+        yield other if other < ranks else None
 
 
 def _backends() -> list[str]:
-    has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
-    return ["gloo", "nccl"] if has_nccl else ["gloo"]
+    backends = ["gloo"]
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        backends.append("nccl")
+    return backends
+
+
+def _device(on_gpu: bool) -> torch.device:
+    if on_gpu:
+        return torch.device("cuda", int(environment("LOCAL_RANK", "0")))
+    return torch.device("cpu")
 
 
 def _describe(code: str | os.PathLike[str] | None) -> dict[str, Any]:
@@ -276,7 +286,7 @@ def _hash_code(path: Path) -> str:
 
 def _measure_compute() -> float:
     """Return GFLOP/s of a float32 matrix product, the best of a few."""
-    device = torch.device("cuda", int(environment("LOCAL_RANK", "0"))) if torch.cuda.is_available() else "cpu"
+    device = _device(torch.cuda.is_available())
     size = 4096 if torch.cuda.is_available() else 512
     matrix, best = torch.ones(size, size, device=device), 0.0
     for _ in range(6):

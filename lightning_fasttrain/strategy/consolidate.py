@@ -13,6 +13,7 @@ from lightning_fasttrain.core.files.atomic_write import write_atomic
 from lightning_fasttrain.core.files.checkpoint_folder import MANIFEST, verify_checkpoint
 from lightning_fasttrain.core.files.safe_load import as_corrupt, existing_path
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.parameters import bytes_of
 from lightning_fasttrain.strategy.zero._zero_files import ZeROFiles
 
 _LOW = (torch.float16, torch.bfloat16)
@@ -76,9 +77,8 @@ def consolidate(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> 
     write_atomic(out, lambda file: file.write(save(whole, metadata={"format": "pt"})))
     # Tied names share memory here, so an address counts once.
     once = {tensor.data_ptr(): tensor for tensor in state.values()}
-    numel = sum(tensor.numel() for tensor in once.values())
-    nbytes = sum(tensor.nbytes for tensor in whole.values())
-    return Consolidated(out, len(whole), numel, nbytes, source)
+    numel = sum(map(Tensor.numel, once.values()))
+    return Consolidated(out, len(whole), numel, bytes_of(whole.values()), source)
 
 
 def _state_of(folder: Path) -> tuple[dict[str, Tensor], str]:
@@ -96,7 +96,9 @@ def _state_of(folder: Path) -> tuple[dict[str, Tensor], str]:
         way_out = "Give the folder that the run has saved, such as epoch=0-step=100.ckpt"
         raise ValueError(explain(f"{folder}", why, way_out))
     files = ZeROFiles.read(inner)
-    ranks = f", {len(files.shards)} ranks" if files.shards else ""
+    ranks = ""
+    if files.shards:
+        ranks = f", {len(files.shards)} ranks"
     with as_corrupt(folder):
         return _zero_state(files), f"ZeRO stage {files.stage}{ranks}"
 
@@ -125,9 +127,9 @@ def _zero_state(files: ZeROFiles) -> dict[str, Tensor]:
         found = masters.get(source, frozen.get(source, value))
         if isinstance(found, Tensor):
             state[name] = _as_float32(found)
-    lost = [name for name in (*masters, *frozen) if name not in state]
-    for name in lost:  # a checkpoint's module can lack frozen parameters
-        state[name] = _as_float32(masters.get(name, frozen.get(name)))  # type: ignore[arg-type]
+    for name in (*masters, *frozen):
+        if name not in state:  # a checkpoint's module can lack frozen parameters
+            state[name] = _as_float32(masters.get(name, frozen.get(name)))  # type: ignore[arg-type]
     for name, source in tied.items():
         if source in state:
             state[name] = state[source]
@@ -137,7 +139,9 @@ def _zero_state(files: ZeROFiles) -> dict[str, Tensor]:
 def _as_float32(tensor: Tensor) -> Tensor:
     if tensor.is_meta:
         raise TypeError("a tensor has no values")
-    return tensor.float() if tensor.dtype in _LOW else tensor
+    if tensor.dtype in _LOW:
+        return tensor.float()
+    return tensor
 
 
 def _untie(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -147,7 +151,8 @@ def _untie(state: dict[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in state.items():
         tensor = tensor.contiguous()
         address = tensor.untyped_storage().data_ptr()
-        copies = tensor.numel() and (address in seen or tensor.untyped_storage().nbytes() != tensor.nbytes)
-        whole[name] = tensor.clone() if copies else tensor
+        if tensor.numel() and (address in seen or tensor.untyped_storage().nbytes() != tensor.nbytes):
+            tensor = tensor.clone()
+        whole[name] = tensor
         seen.add(address)
     return whole

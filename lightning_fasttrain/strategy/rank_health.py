@@ -48,8 +48,9 @@ def own_group(timeout: timedelta | None = None, purpose: str | None = "health ch
 
 def _forget(group: object) -> None:
     """Have later runs create a new group: messages of a failed run may still be in this one."""
-    for key in [key for key, (_, known) in _groups.items() if known() is group]:
-        del _groups[key]
+    for key, (_, known) in list(_groups.items()):
+        if known() is group:
+            del _groups[key]
 
 
 class RollCall:
@@ -172,5 +173,7 @@ class RollCall:
 
 
 def _show(error: BaseException | None) -> None:
-    said = "".join(traceback.format_exception(error)) if error is not None else "without an error\n"
+    said = "without an error\n"
+    if error is not None:
+        said = "".join(traceback.format_exception(error))
     write_to_stderr(f"rank {rank_here()} failed:\n{said}")

@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import PositiveInt, check_arguments, one_of
+from lightning_fasttrain.core.modules.parameters import bytes_of
 from lightning_fasttrain.strategy._sharded_groups import ShardedGroup, sharded_groups
 from lightning_fasttrain.strategy.choose._model_sizes import MASTER, Held, ZeROSizes, held_by
 from lightning_fasttrain.strategy.choose._optimizer_state import MakeOptimizer
@@ -119,7 +120,7 @@ def predict_traffic(
         one_of("strategy", strategy, STRATEGIES)
     held = held_by(module, optimizer, world_size, precision)
     moved = Moved(held, held.as_torch_does(precision), precision, micro_batches, sizes or ZeROSizes())
-    return [moved.predict(strategy) for strategy in strategies]
+    return list(map(moved.predict, strategies))
 
 
 @dataclass(frozen=True)
@@ -156,20 +157,20 @@ class Moved:
 
 def _ddp(held: Held) -> Traffic:
     # Buffers are broadcast before each training forward.
-    buffers = sum(buffer.nbytes for buffer in held.net.buffers())
+    buffers = bytes_of(held.net.buffers())
     gradients = all_reduce_bytes(held.trained * held.size, held.ranks)
     return Traffic("ddp", gradients + gather_bytes(buffers, held.ranks))
 
 
 def _fsdp2(groups: Sequence[ShardedGroup], strategy: str, ranks: int, micro_batches: int) -> Traffic:
-    gathers = [group.gathers * micro_batches for group in groups]
-    gathered = sum(n * group.gathered for n, group in zip(gathers, groups, strict=True))
-    # Unsharded gradients accumulate until the last micro-batch, so they are reduced once.
-    reduced = sum(group.reduced for group in groups)
-    host = 0
-    if strategy == "fsdp2+offload":
-        host = sum(n * group.shard for n, group in zip(gathers, groups, strict=True))
-        host += sum(group.trained_shard for group in groups)
+    gathered = reduced = host = 0
+    for group in groups:
+        gathers = group.gathers * micro_batches
+        gathered += gathers * group.gathered
+        # Unsharded gradients accumulate until the last micro-batch, so they are reduced once.
+        reduced += group.reduced
+        if strategy == "fsdp2+offload":
+            host += gathers * group.shard + group.trained_shard
     return Traffic(strategy, gather_bytes(gathered + reduced, ranks), host)
 
 

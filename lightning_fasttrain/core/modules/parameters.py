@@ -1,10 +1,12 @@
 """Count and list parameters, and find the tensors that quantised layers hold beside them."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -27,6 +29,45 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return the parameters of a model that train."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the gradients of those parameters that have one, in order."""
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def names_of_parameters(model: nn.Module) -> dict[Tensor, str]:
+    """Map each parameter to its name, the first one if it is tied."""
+    return {parameter: name for name, parameter in model.named_parameters()}
+
+
+def count_uses(model: nn.Module) -> Counter[nn.Parameter]:
+    """Count the modules that hold each parameter."""
+    uses: Counter[nn.Parameter] = Counter()
+    for module in model.modules():
+        uses.update(module.parameters(recurse=False))
+    return uses
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes that the elements of all tensors take."""
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor that may be sharded, in the same memory."""
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor
+
+
+def parameters_of_kinds(model: nn.Module, *kinds: type[nn.Module], recurse: bool = True) -> set[Tensor]:
+    """Return the parameters of all modules of these classes; without ``recurse``, not those of modules inside them."""
+    found: set[Tensor] = set()
+    for module in model.modules():
+        if isinstance(module, kinds):
+            found.update(module.parameters(recurse))
+    return found
 
 
 def device_of(module: nn.Module) -> torch.device:

@@ -126,6 +126,14 @@ def has_parameters(module: nn.Module, recurse: bool = True) -> bool:
     return next(module.parameters(recurse), None) is not None
 
 
+def modules_of(roots: Iterable[nn.Module]) -> set[nn.Module]:
+    """Return all modules in any of ``roots``, which are included."""
+    found: set[nn.Module] = set()
+    for root in roots:
+        found.update(root.modules())
+    return found
+
+
 def list_names_above(name: str) -> list[str]:
     """Return the names of the modules that hold ``name``, from the outermost to the innermost.
 

@@ -3,6 +3,8 @@
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -282,7 +284,9 @@ class NamedOptimizer:
 
 def make_optimizer(make: Callable[[Any], Optimizer], model: nn.Module) -> Optimizer:
     """Call ``make`` with the model if it is a recipe, which needs names, and otherwise with its parameters."""
-    return make(model) if isinstance(make, NamedOptimizer) else make(model.parameters())
+    if isinstance(make, NamedOptimizer):
+        return make(model)
+    return make(model.parameters())
 
 
 def _refuse_company(name: str, known: Known, groups: Groups | None, **asked: object) -> None:
@@ -323,5 +327,5 @@ def _mark(groups: Groups, chosen: set[Tensor], marks: Mapping[str, Any], label: 
 
 
 def _is_on_cuda(groups: Groups) -> bool:
-    parameters = [parameter for group in groups for parameter in group["params"]]
+    parameters = chain.from_iterable(map(itemgetter("params"), groups))
     return all(p.is_cuda and p.is_floating_point() for p in parameters)  # otherwise ``fused`` fails

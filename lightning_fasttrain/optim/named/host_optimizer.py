@@ -1,5 +1,6 @@
 """An optimizer whose state and step are in host memory, while the weights stay on the device."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -12,7 +13,7 @@ from torch.optim.optimizer import ParamsT
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import parameters_of
-from lightning_fasttrain.optim.closure_optimizer import ClosureOptimizer, groups_over, take_settings
+from lightning_fasttrain.optim.closure_optimizer import ClosureOptimizer, groups_over, take_settings, with_gradient
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a value
 
@@ -61,14 +62,14 @@ class HostOptimizer(ClosureOptimizer):
 
     def update_parameters(self) -> None:
         groups = self._host_groups()
-        moved = [p for p in parameters_of(self) if p.grad is not None]
+        moved = with_gradient(parameters_of(self))
         # All copies are started before any is waited for, so that they follow each other without gaps.
         has_changed: list[Tensor] = []
         for parameter in moved:
             has_changed.append(_host_copy(_sum_bits(parameter) != self._sums[parameter]))
             self._hosted[parameter].grad = _host_copy(parameter.grad)
         _wait_for_copies(moved)
-        changed = [parameter for parameter, flag in zip(moved, has_changed, strict=True) if flag]
+        changed = list(itertools.compress(moved, has_changed))
         for parameter in changed:
             self._hosted[parameter].copy_(parameter, non_blocking=True)
         _wait_for_copies(changed)

@@ -8,7 +8,8 @@ from torch.optim.optimizer import ParamsT
 
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.optim.closure_optimizer import ClosureOptimizer, refuse_out_of_range
+from lightning_fasttrain.core.modules.parameters import gradients_of
+from lightning_fasttrain.optim.closure_optimizer import ClosureOptimizer, refuse_out_of_range, with_gradient
 
 
 @check_arguments
@@ -56,12 +57,12 @@ class Lion(ClosureOptimizer):
 
     def update_parameters(self) -> None:
         for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
+            parameters = with_gradient(group["params"])
             if parameters:
                 self._update(parameters, group)
 
     def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        gradients = [p.grad for p in parameters if p.grad is not None]
+        gradients = gradients_of(parameters)
         if any(gradient.is_sparse for gradient in gradients):
             why = "Lion's momentum is dense"
             raise RuntimeError(explain("a sparse gradient", why, "Use nn.Embedding(sparse=False)"))

@@ -91,7 +91,8 @@ class LowPrecisionUpdates(ClosureOptimizer):
         whole = parameter
         if is_low:
             whole = nn.Parameter(_join(parameter, low))
-            whole.grad = None if parameter.grad is None else parameter.grad.float()
+            if parameter.grad is not None:
+                whole.grad = parameter.grad.float()
         # A copy, so that changes by the step are detected below.
         lent = {**group, "params": [whole]}
         self.inner.param_groups, self.inner.state = [lent], defaultdict(dict, {whole: state})
@@ -123,7 +124,8 @@ class LowPrecisionUpdates(ClosureOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         # Loaded state gets the dtype of its parameter, so empty float32 parameters stand in meanwhile.
-        stand_ins: dict[Tensor, nn.Parameter] = {parameter: _stand_in(parameter) for parameter in parameters_of(self)}
+        held: list[Tensor] = [*parameters_of(self)]
+        stand_ins = dict(zip(held, map(_stand_in, held), strict=True))
         groups = groups_over(self.param_groups, stand_ins.__getitem__)
         self.inner.param_groups, self.inner.state = groups, defaultdict(dict)
         self.inner.load_state_dict(state_dict)
@@ -145,7 +147,9 @@ def _join(parameter: Tensor, low: Tensor | None) -> Tensor:
 
 
 def _stand_in(parameter: Tensor) -> nn.Parameter:
-    dtype = torch.float32 if parameter.dtype is torch.bfloat16 else parameter.dtype
+    dtype = parameter.dtype
+    if dtype is torch.bfloat16:
+        dtype = torch.float32
     return nn.Parameter(torch.empty(0, dtype=dtype, device=parameter.device), dtype.is_floating_point)
 
 

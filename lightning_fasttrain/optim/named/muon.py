@@ -6,13 +6,13 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Muon
 from torch.optim.optimizer import ParamsT
 
 from lightning_fasttrain.core.checks import NonNegativeFloat, PositiveInt, check_arguments
 from lightning_fasttrain.core.distributed import rank_count
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.parameters import local_part
 from lightning_fasttrain.optim.closure_optimizer import ClosureOptimizer
 from lightning_fasttrain.optim.named.orthogonalize import (
     Layout,
@@ -135,29 +135,26 @@ class MuonAdamW(ClosureOptimizer):
 
     def _update_together(self, layout: Layout, matrices: list[tuple[Tensor, dict[str, Any]]]) -> None:
         """Update matrices of one layout over the ranks by Muon, as ``torch.optim.Muon`` does."""
-        directions, settings = [], []
+        directions, shapes, settings = [], [], []
         for parameter, group in matrices:
             assert parameter.grad is not None
             _refuse_unless_matrix(parameter)  # an engine may have flattened it
             state = self.state[parameter]
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(parameter.grad, memory_format=torch.preserve_format)
-            gradient, buffer = _local(parameter.grad), _local(state["momentum_buffer"])
+            gradient, buffer = local_part(parameter.grad), local_part(state["momentum_buffer"])
             buffer.lerp_(gradient, 1 - group["momentum"])
-            direction = gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+            direction = buffer
+            if group["nesterov"]:
+                direction = gradient.lerp(buffer, group["momentum"])
             directions.append(direction.bfloat16())
+            shapes.append(parameter.shape)
             settings.append(NewtonSchulz(tuple(group["ns_coefficients"]), group["ns_steps"], group["eps"]))
-        shapes = [parameter.shape for parameter, _ in matrices]
         updates = orthogonalize_together(directions, shapes, settings, layout)
         for (parameter, group), update in zip(matrices, updates, strict=True):
             rate = float(group["lr"])
             adjusted = adjust_learning_rate(rate, group["adjust_lr_fn"], parameter.shape)
-            _local(parameter).mul_(1 - rate * group["weight_decay"]).add_(update, alpha=-adjusted)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, in the same memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local_part(parameter).mul_(1 - rate * group["weight_decay"]).add_(update, alpha=-adjusted)
 
 
 def _refuse_others_than_matrices(group: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """Orthogonalize matrices for Muon: equal shapes in one batch, and each matrix on one of the ranks that share it."""
 
+import functools
 import itertools
 import math
 from collections import defaultdict
@@ -27,12 +28,16 @@ class NewtonSchulz(NamedTuple):
         """Orthogonalize matrices [count, rows, columns] in bfloat16, each as ``torch.optim.Muon`` does."""
         a, b, c = self.coefficients
         tall = matrices.size(1) > matrices.size(2)
-        x = matrices.bfloat16().mT if tall else matrices.bfloat16()
+        x = matrices.bfloat16()
+        if tall:
+            x = x.mT
         x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=self.eps)
         for _ in range(self.steps):
             gram = x @ x.mT
             x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-        return x.mT if tall else x
+        if tall:
+            return x.mT
+        return x
 
 
 def orthogonalize(matrices: Sequence[Tensor], settings: Sequence[NewtonSchulz]) -> list[Tensor]:
@@ -52,7 +57,7 @@ def orthogonalize(matrices: Sequence[Tensor], settings: Sequence[NewtonSchulz]) 
         count = max(1, _LARGEST_BATCH // max(1, shape.numel()))
         for first in range(0, len(numbers), count):
             batch = numbers[first : first + count]
-            done = how(torch.stack([matrices[number] for number in batch]))
+            done = how(torch.stack(_at(batch, matrices)))
             for number, result in zip(batch, done.unbind(), strict=True):
                 results[number] = result
     return results
@@ -101,11 +106,14 @@ class Layout:
         groups: dict[str, dist.ProcessGroup] = {}
         axis = 0
         for dimension, placement in enumerate(matrix.placements):
-            role = "replicas" if isinstance(placement, Replicate) else "shards"
+            role = "shards"
+            if isinstance(placement, Replicate):
+                role = "replicas"
             if role in groups or type(placement) not in (Shard, Replicate):
                 return None
             groups[role] = matrix.device_mesh.get_group(dimension)
-            axis = placement.dim if isinstance(placement, Shard) else axis
+            if isinstance(placement, Shard):
+                axis = placement.dim
         return cls(groups.get("shards"), groups.get("replicas"), axis)
 
     def part_of(self, shape: torch.Size, rank: int) -> torch.Size:
@@ -137,8 +145,8 @@ def orthogonalize_together(
     shards, here, device = _size(layout.shards), _rank(layout.shards), parts[0].device
     owners = assign_owners(shapes, shards * _size(layout.replicas))
     # A replica has all parts of the matrices that its ranks own.
-    of_replica: list[list[int]] = [[] for _ in range(_size(layout.replicas))]
-    of_rank: list[list[int]] = [[] for _ in range(shards)]
+    of_replica: list[list[int]] = _empty_lists(_size(layout.replicas))
+    of_rank: list[list[int]] = _empty_lists(shards)
     for number, owner in enumerate(owners):
         of_replica[owner // shards].append(number)
         if owner // shards == _rank(layout.replicas):
@@ -147,28 +155,33 @@ def orthogonalize_together(
     def parts_on(rank: int, numbers: list[int]) -> list[torch.Size]:
         return [layout.part_of(shapes[number], rank) for number in numbers]
 
-    rounded = [part.bfloat16() for part in parts]
+    parts_here = functools.partial(parts_on, here)
+    rounded = list(map(Tensor.bfloat16, parts))
     outgoing = [_at(numbers, rounded) for numbers in of_rank]
     expected = [parts_on(rank, of_rank[here]) for rank in range(shards)]
     gathered = _exchange(outgoing, expected, layout.shards, device)
     matrices = [torch.cat(pieces, layout.axis) for pieces in zip(*gathered, strict=True)]
     done = orthogonalize(matrices, _at(of_rank[here], settings))
     # Back the same way: to each rank its parts of these matrices.
-    pieces: list[list[Tensor]] = [[] for _ in range(shards)]
+    pieces: list[list[Tensor]] = _empty_lists(shards)
     for matrix, places in zip(done, zip(*expected, strict=True), strict=True):
         lengths = [place[layout.axis] for place in places]
         for rank, piece in enumerate(matrix.split(lengths, layout.axis)):
             pieces[rank].append(piece)
-    returned = _exchange(pieces, [parts_on(here, numbers) for numbers in of_rank], layout.shards, device)
+    returned = _exchange(pieces, list(map(parts_here, of_rank)), layout.shards, device)
     mine = dict(zip(itertools.chain(*of_rank), itertools.chain(*returned), strict=True))
     sent = of_replica[_rank(layout.replicas)]
-    everyone = _share(_at(sent, mine), [parts_on(here, numbers) for numbers in of_replica], layout.replicas, device)
+    everyone = _share(_at(sent, mine), list(map(parts_here, of_replica)), layout.replicas, device)
     mine = dict(zip(itertools.chain(*of_replica), itertools.chain(*everyone), strict=True))
     return _at(range(len(parts)), mine)
 
 
 def _at(numbers: Iterable[int], values: Any) -> list[Any]:
     return [values[number] for number in numbers]
+
+
+def _empty_lists(count: int) -> list[list[Any]]:
+    return [[] for _ in range(count)]
 
 
 def _exchange(
@@ -185,7 +198,7 @@ def _exchange(
     sizes = [2 * count for count in counts]
     sent_sizes = [tensor.nbytes for tensor in outgoing]
     dist.all_to_all_single(received.view(torch.uint8), buffer.view(torch.uint8), sizes, sent_sizes, group=group)
-    return [_unflatten(flat, some) for flat, some in zip(received.split(counts), shapes, strict=True)]
+    return list(map(_unflatten, received.split(counts), shapes))
 
 
 def _share(
@@ -204,25 +217,28 @@ def _share(
 
 
 def _count(shapes: Iterable[torch.Size]) -> int:
-    return sum(shape.numel() for shape in shapes)
+    return sum(map(torch.Size.numel, shapes))
 
 
 def _flatten(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    flat = [tensor.reshape(-1) for tensor in tensors]
-    return torch.cat([torch.empty(0, dtype=torch.bfloat16, device=device), *flat])
+    return torch.cat([torch.empty(0, dtype=torch.bfloat16, device=device), *map(torch.flatten, tensors)])
 
 
 def _unflatten(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
-    pieces = flat.split([shape.numel() for shape in shapes])
-    return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+    pieces = flat.split(list(map(torch.Size.numel, shapes)))
+    return list(map(Tensor.view, pieces, shapes))
 
 
 def _size(group: dist.ProcessGroup | None) -> int:
-    return 1 if group is None else dist.get_world_size(group)
+    if group is None:
+        return 1
+    return dist.get_world_size(group)
 
 
 def _rank(group: dist.ProcessGroup | None) -> int:
-    return 0 if group is None else dist.get_rank(group)
+    if group is None:
+        return 0
+    return dist.get_rank(group)
 
 
 def adjust_learning_rate(rate: float, how: str | None, shape: torch.Size) -> float:

@@ -51,7 +51,7 @@ def _quantized_states() -> dict[str, Any]:
     from torchao.optim.subclass_4bit import OptimState4bit
     from torchao.optim.subclass_8bit import OptimState8bit
 
-    return {kind.__name__: kind for kind in (OptimState4bit, OptimState8bit)}
+    return {"OptimState4bit": OptimState4bit, "OptimState8bit": OptimState8bit}
 
 
 def _map_values(state_dict: dict[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
@@ -71,9 +71,9 @@ def _parts(value: object) -> Any:
 
 
 def _rebuild(value: Any) -> Any:
-    kind = _quantized_states().get(value.get("class", "")) if isinstance(value, dict) else None
-    if kind is None:
+    if not isinstance(value, dict) or value.get("class") not in _quantized_states():
         return value
+    kind = _quantized_states()[value["class"]]
     attributes = [value["signed"], tuple(value["shape"]), getattr(torch, value["dtype"].removeprefix("torch."))]
     return kind(*(value[part] for part in kind.tensor_attrs), *attributes)
 
@@ -124,13 +124,16 @@ def hand_over_state_(source: Optimizer, target: Optimizer) -> int:
         This function is our own; the quantized formats, and the code that rounds, are bitsandbytes' and torchao's.
     """
     held, places = _places_of(source), _places_of(target)
-    with_state = [p for p in held if held[p][0].state.get(held[p][1])]
-    unknown = [p for p in with_state if p not in places]
-    if not with_state or unknown:
+    states: dict[Tensor, dict[str, Any]] = {}
+    for parameter, (optimizer, tensor) in held.items():
+        if optimizer.state.get(tensor):
+            states[parameter] = optimizer.state[tensor]
+    unknown = states.keys() - places.keys()
+    if not states or unknown:
         what = f"{type(source).__name__} → {type(target).__name__}: {len(unknown)} parameters of the first are unknown"
         why = "state belongs to parameters" if unknown else "the first has taken no step"
         raise ValueError(explain(what, why, "Create both for the same model, and load the first's checkpoint"))
-    moments = {p: _read(held[p][0].state[held[p][1]], type(source).__name__) for p in with_state}
+    moments = {parameter: _read(state, type(source).__name__) for parameter, state in states.items()}
     with torch.no_grad():
         for parameter, values in moments.items():
             _write(places[parameter][0], places[parameter][1], values)
@@ -139,16 +142,18 @@ def hand_over_state_(source: Optimizer, target: Optimizer) -> int:
 
 def _places_of(optimizer: Optimizer) -> dict[Tensor, tuple[Optimizer, Tensor]]:
     """Map each parameter to the optimizer and the tensor that hold its state."""
-    parameters = parameters_of(optimizer)
+    parameters = holders = parameters_of(optimizer)
     if isinstance(optimizer, HostOptimizer):
-        hosted = parameters_of(optimizer.on_host())
-        return {p: (optimizer.inner, host) for p, host in zip(parameters, hosted, strict=True)}
-    return {p: (optimizer, p) for p in parameters}
+        optimizer = optimizer.on_host()
+        holders = parameters_of(optimizer)
+    return {parameter: (optimizer, holder) for parameter, holder in zip(parameters, holders, strict=True)}
 
 
 def _read(state: dict[str, Any], source: str) -> dict[str, Any]:
     """Return step and moments, in float32."""
-    values: dict[str, Any] = {"step": int(state["step"])} if "step" in state else {}  # Lion has none
+    values: dict[str, Any] = {}
+    if "step" in state:  # Lion has none
+        values["step"] = int(state["step"])
     for name, digit in _OF_BITSANDBYTES.items():
         value = state.get(name, state.get(f"state{digit}"))
         if value is None:

@@ -5,6 +5,7 @@ import math
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ class Group:
 
     @property
     def numel(self) -> int:
-        return sum(math.prod(shape) for shape in self.shapes)
+        return sum(map(math.prod, self.shapes))
 
 
 def groups_of(optimizer: Optimizer) -> list[Group]:
@@ -92,9 +93,9 @@ def groups_of(optimizer: Optimizer) -> list[Group]:
     """
     groups = []
     for group in optimizer.param_groups:
-        trained = [parameter for parameter in group["params"] if parameter.requires_grad]
+        settings = dict(group)
+        trained = [parameter for parameter in settings.pop("params") if parameter.requires_grad]
         if trained:
-            settings = {key: value for key, value in group.items() if key != "params"}
             groups.append(Group(settings, tuple(tuple(p.shape) for p in trained), trained[0].dtype))
     if not groups:
         why, way_out = "none of its parameters requires a gradient", "Pass it trainable parameters"
@@ -116,7 +117,7 @@ def state_bytes(optimizer: Optimizer, group: Group, shapes: Sequence[Shape], dty
     """
     kind, times = type(optimizer), Counter(shapes)
     if kind.__module__.startswith("deepspeed") and kind.__name__ in _COMPILED:
-        return 4 * _COMPILED[kind.__name__] * sum(math.prod(shape) for shape in shapes)
+        return 4 * _COMPILED[kind.__name__] * sum(map(math.prod, shapes))
     with FakeTensorMode(allow_non_fake_inputs=True), _Ones():
         # Two of each shape distinguish per-parameter state from common state, such as a table.
         two = [shape for shape, n in times.items() for _ in range(min(n, 2))]
@@ -125,11 +126,15 @@ def state_bytes(optimizer: Optimizer, group: Group, shapes: Sequence[Shape], dty
     kept = []
     for parameter in parameters:
         kept.append({id(tensor): tensor.nbytes for tensor in tensors_in(state[parameter])})
-    uses = Counter(key for tensors in kept for key in tensors)  # used by more than one parameter: a common table
+    uses = Counter(chain.from_iterable(kept))  # used by more than one parameter: a common table
     common, own = dict[int, int](), dict[Shape, int]()
     for shape, tensors in zip(two, kept, strict=True):
-        own[shape] = sum(nbytes for key, nbytes in tensors.items() if uses[key] == 1)
-        common |= {key: nbytes for key, nbytes in tensors.items() if uses[key] > 1}
+        own[shape] = 0
+        for key, nbytes in tensors.items():
+            if uses[key] > 1:
+                common[key] = nbytes
+            else:
+                own[shape] += nbytes
     return sum(own[shape] * n for shape, n in times.items()) + sum(common.values())
 
 
@@ -137,7 +142,7 @@ def _state_after_a_step(optimizer: Optimizer, group: Group, parameters: list[nn.
     """Return the state that a copy of the optimizer holds for these parameters."""
     kind, twin = type(optimizer), make_twin(optimizer)
     # These need a device, but keep the same state.
-    switches = {name: False for name in ("fused", "foreach", "capturable") if name in group.settings}
+    switches = dict.fromkeys({"fused", "foreach", "capturable"} & group.settings.keys(), False)
     twin.state = _early_state(kind, parameters)
     twin.param_groups = [{**group.settings, **switches, "params": parameters}]
     for parameter in parameters:
@@ -178,7 +183,9 @@ def tensors_in(state: object) -> Iterator[Tensor]:
 
 def _early_state(kind: type[Optimizer], parameters: list[nn.Parameter]) -> defaultdict[Any, Any]:
     """Return the optimizer state that exists before its first step, as in torch 2.11's Adagrad."""
-    return defaultdict(dict, kind(parameters).state if kind is torch.optim.Adagrad else {})
+    if kind is not torch.optim.Adagrad:
+        return defaultdict(dict)
+    return defaultdict(dict, kind(parameters).state)
 
 
 class _Ones(TorchDispatchMode):

@@ -130,7 +130,7 @@ class Schedule(LRScheduler):
         # Before each step, too: a loaded state or an added group has other learning rates.
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
-        trainer = trainer_of(module) if module is not None else None
+        trainer = self._find_trainer()
         if trainer is not None and request.clock != "steps":
             see_training_batches(trainer, functools.partial(self._see, trainer))
         if not request.needs_run or (trainer is not None and is_length_known(trainer)):
@@ -174,9 +174,14 @@ class Schedule(LRScheduler):
         self._say_what_differs()
         self._set_rates()
 
+    def _find_trainer(self) -> L.Trainer | None:
+        if self.module is None:
+            return None
+        return trainer_of(self.module)
+
     def _is_in_charge(self) -> bool:
         """Whether the Trainer uses this schedule, rather than one of a learning rate finder."""
-        trainer = None if self.module is None else trainer_of(self.module)
+        trainer = self._find_trainer()
         if trainer is None:
             return True
         if isinstance(trainer.strategy, DeepSpeedStrategy) and not self.is_told:
@@ -200,7 +205,7 @@ class Schedule(LRScheduler):
 
     def _settle(self) -> None:
         """Fix the plan, now that the length of the run is known."""
-        trainer = None if self.module is None else trainer_of(self.module)
+        trainer = self._find_trainer()
         if trainer is None or not self.request.needs_run:
             self.plan = self.request.plan()
         else:
@@ -262,15 +267,19 @@ def count_by_engine(optimizer: Optimizer) -> list[Schedule]:
     The engine reports each update by :meth:`Schedule.end_update`.
     """
     # Hooks are bound methods of their schedules.
-    owners = [getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_post_hooks.values()]
-    schedules = [owner for owner in owners if isinstance(owner, Schedule)]
-    for schedule in schedules:
-        schedule.is_told = True
+    schedules = []
+    for hook in optimizer._optimizer_step_post_hooks.values():
+        owner = getattr(hook, "__self__", None)
+        if isinstance(owner, Schedule):
+            owner.is_told = True
+            schedules.append(owner)
     return schedules
 
 
 def _copy(rate: float | Tensor) -> float | Tensor:
-    return rate.clone() if isinstance(rate, Tensor) else rate
+    if isinstance(rate, Tensor):
+        return rate.clone()
+    return rate
 
 
 def _is_predicted(optimizer: Optimizer) -> bool:

@@ -59,7 +59,9 @@ Shape = Callable[[RatePlan, float, float], float]
 def _share(now: float, start: float, end: float) -> float:
     """Return the completed share of an interval, from 0 to 1."""
     # A warmup as long as the run leaves an empty interval, which is over.
-    return min(1.0, max(0.0, now - start) / (end - start)) if end > start else 1.0
+    if end <= start:
+        return 1.0
+    return min(1.0, max(0.0, now - start) / (end - start))
 
 
 def _fall(share: float, to: float) -> float:
@@ -148,14 +150,15 @@ class RateRequest:
         used = [self.warmup, *self.at]
         if self.shape == "wsd":
             used.append(self.decay)
-        return used if self.total is None else [self.total, *used]
+        if self.total is None:
+            return used
+        return [self.total, *used]
 
     @property
     def needs_run(self) -> bool:
         """Whether the plan needs a Trainer, to determine the length of the run or of an epoch."""
-        shares = any(length.unit == "share" for length in self.lengths)
-        epochs = any(length.unit == "epochs" for length in self.lengths)
-        return epochs or (self.total is None and (shares or self.shape not in ENDLESS))
+        units = {length.unit for length in self.lengths}
+        return "epochs" in units or (self.total is None and ("share" in units or self.shape not in ENDLESS))
 
     def plan(self, total: float = math.inf, steps_of_epochs: Callable[[float], float] | None = None) -> RatePlan:
         """Return the plan.
@@ -239,7 +242,7 @@ def read_request(
 
 def _refuse_two_clocks(request: RateRequest) -> None:
     if len(request.clocks) > 1:
-        both = " and ".join(str(length) for length in request.clocks.values())
+        both = " and ".join(map(str, request.clocks.values()))
         why = "samples and tokens cannot be converted into each other: sequence lengths vary"
         raise ValueError(explain(both, why, "Give all lengths in one of them, or as shares: warmup='5%'"))
     if request.clock != "steps" and request.total is None and request.shape not in ENDLESS:

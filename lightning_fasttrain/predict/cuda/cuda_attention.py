@@ -95,7 +95,8 @@ def _written_out(
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, dropout: float, is_causal: bool, scale: float | None) -> Tensor:
     width = query.shape[-1]
-    scale = 1 / math.sqrt(width) if scale is None else scale
+    if scale is None:
+        scale = 1 / math.sqrt(width)
     lacking = -width % FLASH_ALIGNMENT
     if lacking:
         query, key, value = (F.pad(tensor, (0, lacking)) for tensor in (query, key, value))
@@ -126,7 +127,9 @@ def _efficient(
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros_like(mask, dtype=dtype) if mask.dtype is torch.bool else mask
+    if mask.dtype is torch.bool:
+        return torch.zeros_like(mask, dtype=dtype)
+    return mask
 
 
 def flash_backward(arguments: Sequence[Any], _: object) -> int:

@@ -85,7 +85,9 @@ def _answer_no(*_: object) -> bool:
 
 
 def _drop(input: Tensor, p: float, train: bool) -> Tensor:
-    return torch.native_dropout(input, p, True)[0] if train and p > 0 else input
+    if train and p > 0:
+        return torch.native_dropout(input, p, True)[0]
+    return input
 
 
 def _cross_entropy(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -121,7 +123,7 @@ def _lstm(input: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
             final.append(last)
         rows = torch.cat(outputs, -1) if bidirectional else outputs[0]
         rows = _drop(rows, dropout, train and layer < layers - 1)
-    hidden, cells = (torch.stack(kind) for kind in zip(*final, strict=True))
+    hidden, cells = map(torch.stack, zip(*final, strict=True))
     return rows.transpose(0, 1) if batch_first else rows, hidden, cells
 
 
@@ -138,7 +140,7 @@ def _run_cells(
     outputs = []
     for row in rows.unbind(0):
         gates = torch.matmul(row, for_input.t()), torch.matmul(hidden, for_hidden.t())
-        rest = [_in_autocast(tensor) for tensor in (cell, input_bias, hidden_bias)]
+        rest = map(_in_autocast, (cell, input_bias, hidden_bias))
         hidden, cell, _ = torch.ops.aten._thnn_fused_lstm_cell.default(*gates, *rest)
         outputs.append(hidden)
     return torch.stack(outputs), (hidden, cell)

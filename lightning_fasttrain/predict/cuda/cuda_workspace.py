@@ -30,7 +30,7 @@ def _sum(arguments: Sequence[Any], _: object) -> int:
     """
     table, axes = arguments[0], arguments[1]
     rows = _rows(table, axes)
-    columns = table.numel() // rows if rows else 0
+    columns = table.numel() // max(rows, 1)
     if columns < VECTOR or rows < 2:
         return 0
     width, height = _block(columns // VECTOR, rows)

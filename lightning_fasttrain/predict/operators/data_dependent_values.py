@@ -36,13 +36,15 @@ class AssumedNumbers(TorchDispatchMode):
         self.assumed = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return NotImplemented if is_sharded(types) else self.answer(func, args, kwargs or {})
+        if is_sharded(types):
+            return NotImplemented
+        return self.answer(func, args, kwargs or {})
 
     def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the operation's result with assumed values."""
         if func is ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
             return _grouped_product(*args, **kwargs)
-        if func in _INDEXED and any(_is_mask(index) for index in args[1]):
+        if func in _INDEXED and any(map(_is_mask, args[1])):
             return self._index(func, args, kwargs)
         if func in _SELECTIONS:
             self.assumed += 1
@@ -63,11 +65,15 @@ class AssumedNumbers(TorchDispatchMode):
         """Return the value that is assumed for an element of this dtype."""
         if dtype is torch.bool:
             return self.truth
-        return 1.0 if dtype.is_floating_point else self.number
+        if dtype.is_floating_point:
+            return 1.0
+        return self.number
 
     def count(self, candidates: int) -> int:
         """Return how many of so many elements are selected."""
-        return candidates if self.selected is None else min(candidates, self.selected)
+        if self.selected is None:
+            return candidates
+        return min(candidates, self.selected)
 
     def _index(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Index with masks: an assignment allocates as with any index, a selection has as many rows as are assumed."""
@@ -122,7 +128,9 @@ def _ctc_loss(
     losses = _CTCLoss.apply(log_probs, longest)
     if reduction in ("mean", 1):
         return losses.mean()
-    return losses.sum() if reduction in ("sum", 2) else losses
+    if reduction in ("sum", 2):
+        return losses.sum()
+    return losses
 
 
 class _CTCLoss(torch.autograd.Function):
@@ -167,8 +175,9 @@ def _find_unique(count: Callable[[int], int], source: Tensor, *_: Any, **__: Any
 
 
 def _repeat(count: Callable[[int], int], repeats: Tensor, output_size: int | None = None) -> Tensor:
-    rows = repeats.numel() if output_size is None else output_size
-    return repeats.new_empty(rows)
+    if output_size is None:
+        output_size = repeats.numel()
+    return repeats.new_empty(output_size)
 
 
 _INDEXED = {

@@ -115,12 +115,12 @@ def _find_kind(func: Any) -> tuple[bool, bool]:
 def _run_and_cache(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], key: tuple[Any, ...], tensors: list[FakeTensor]
 ) -> Any:
-    before = [_describe(tensor) for tensor in tensors]
+    before = list(map(_describe, tensors))
     result = func(*args, **kwargs)
     if len(_cache) >= MOST_ENTRIES:
         _cache.clear()
     with torch._C.DisableTorchFunction():
-        unchanged = before == [_describe(tensor) for tensor in tensors]
+        unchanged = before == list(map(_describe, tensors))
         _cache[key] = _find_builder(result, tensors) if unchanged else None
     return result
 
@@ -131,8 +131,8 @@ def _find_builder(result: Any, tensors: Sequence[FakeTensor]) -> _Builder | None
     if kind not in (list, tuple):
         return _find_part_builder(result, tensors)
     parts = [_find_part_builder(part, tensors) for part in result]
-    storages = [part.untyped_storage()._cdata for part in result if isinstance(part, Tensor)]
-    shared = {tensor.untyped_storage()._cdata for tensor in tensors}
+    shared = set(map(_storage_of, tensors))
+    storages = map(_storage_of, filter(torch.is_tensor, result))
     own = [storage for storage in storages if storage not in shared]
     if None in parts or len(own) > len(set(own)):
         return None
@@ -147,13 +147,17 @@ def _find_part_builder(part: Any, tensors: Sequence[FakeTensor]) -> _Builder | N
             return itemgetter(place)
     if type(part) is not FakeTensor or not _describe_all((part,), False, [], []) or part.requires_grad:
         return None
-    storage = part.untyped_storage()._cdata
-    places = [place for place, tensor in enumerate(tensors) if tensor.untyped_storage()._cdata == storage]
+    storage = _storage_of(part)
+    places = [place for place, tensor in enumerate(tensors) if _storage_of(tensor) == storage]
     if len(places) > 1:
         return None
     build = partial(_build_tensor, tuple(part.shape), part.stride(), part.storage_offset(), part.dtype, *places)
     copy = build(tensors)
     return build if _is_same(part, copy) else None
+
+
+def _storage_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def _is_same(tensor: Tensor, copy: Tensor) -> bool:

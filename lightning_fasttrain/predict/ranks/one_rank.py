@@ -49,7 +49,8 @@ class OneRank:
         planned = PredictedStep(precision, on_cuda)
         if isinstance(self.strategy, KnowsRankStates):
             # DeepSpeed casts the model under "bf16-mixed" too, and frees gradients in its step.
-            planned.precision = precision if precision == "32-true" else "bf16-true"
+            if precision != "32-true":
+                planned.precision = "bf16-true"
             planned.releases = True
             planned.notes.append(NOTE)
         elif self.strategy is not None and on_cuda:
@@ -74,4 +75,6 @@ class OneRank:
 
     def allocations(self, traced: Sequence[Allocation], since: int) -> Sequence[Allocation]:
         """Return the traced allocations as they are on this rank."""
-        return traced if self._states is None else with_states_of_rank(traced, self._states, since)
+        if self._states is None:
+            return traced
+        return with_states_of_rank(traced, self._states, since)

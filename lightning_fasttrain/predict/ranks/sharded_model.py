@@ -58,7 +58,7 @@ def sharded(
     Raises:
         ValueError: a parameter is quantised, or this process has joined a process group.
     """
-    if any(True for _ in quantized_tensors(model)):
+    if next(quantized_tensors(model), None) is not None:
         why = "a packed weight of a fake tensor cannot be cut"
         way_out = "Leave out strategy=, or predict the unquantised model"
         raise ValueError(explain("a prediction of quantised weights on several ranks", why, way_out))

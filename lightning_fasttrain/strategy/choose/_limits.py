@@ -37,7 +37,9 @@ class Fit:
     @property
     def over(self) -> str:
         """Missing memory in words; the device's first."""
-        return f"{gib(self.short)} GiB over" if self.short else f"{gib(self.short_of_host)} GiB over in host memory"
+        if self.short:
+            return f"{gib(self.short)} GiB over"
+        return f"{gib(self.short_of_host)} GiB over in host memory"
 
 
 AnyFit = TypeVar("AnyFit", bound=Fit)
@@ -66,7 +68,9 @@ class Limits:
 
     def check(self, states: ModelStates) -> Fit:
         """Compare model states with the limits."""
-        beyond_host = 0 if self.host is None else states.host * self.ranks - self.host
+        beyond_host = 0
+        if self.host is not None:
+            beyond_host = states.host * self.ranks - self.host
         return Fit(states, max(0, states.device + self.activations - self.usable), max(0, beyond_host))
 
     def describe(self, states: ModelStates) -> str:
@@ -82,8 +86,11 @@ class Limits:
             host: whether host memory is per rank or per node, in words.
             way_out: advice for when activations are not the largest part.
         """
-        lacks = [f"{gib(nearest.short)} GiB on each device"] if nearest.short else []
-        lacks += [f"{gib(nearest.short_of_host)} GiB of host memory {host}"] if nearest.short_of_host else []
+        lacks = []
+        if nearest.short:
+            lacks.append(f"{gib(nearest.short)} GiB on each device")
+        if nearest.short_of_host:
+            lacks.append(f"{gib(nearest.short_of_host)} GiB of host memory {host}")
         takes = f"states {gib(nearest.states.device)} GiB and activations {gib(self.activations)} GiB"
         if self.activations > self.usable // 2:
             way_out = "Recompute activations (ActivationCheckpointing) or split the batch (MicroBatching)"
@@ -92,8 +99,10 @@ class Limits:
 
 def name_leaner_ways(leaner: list[str], precision: str, devices: int) -> str:
     """Return advice on saving memory: ``leaner`` options, lower precision, more devices, or adapters only."""
-    lower = ["precision='bf16-mixed'"] if precision == "32-true" else []
-    return f"Use {', '.join([*leaner, *lower, f'more than {devices} devices'])}, or train adapters only (QLoRA)"
+    ways = list(leaner)
+    if precision == "32-true":
+        ways.append("precision='bf16-mixed'")
+    return f"Use {', '.join([*ways, f'more than {devices} devices'])}, or train adapters only (QLoRA)"
 
 
 def gib(nbytes: int) -> str:

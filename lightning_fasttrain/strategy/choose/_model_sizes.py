@@ -1,7 +1,6 @@
 """Sizes of a model, its activations and its optimizer, in bytes and elements, and how ranks shard them."""
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,8 @@ from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import ParamsT
 
 from lightning_fasttrain.core.checks import NonNegativeInt, check_arguments, one_of
+from lightning_fasttrain.core.modules.parameters import bytes_of, count_uses
+from lightning_fasttrain.core.state.select_entries import without
 from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized, quantization_of
 from lightning_fasttrain.optim.named.state_bytes import Group, groups_of, state_bytes
 from lightning_fasttrain.predict.fake_model import fake_module
@@ -102,7 +103,7 @@ def predict_activations(
         # The peak is in the optimizer step, after backward, where no activations are left.
         return report.peaks["activations"] + report.peaks["inputs"]
     states = ("parameters", "gradients", "optimizer state")
-    return report.peak_bytes - sum(report.at_peak[category] for category in states)
+    return report.peak_bytes - sum(map(report.at_peak.__getitem__, states))
 
 
 class Held:
@@ -112,7 +113,7 @@ class Held:
         self.net, self.ranks, self.low = net, ranks, low_precision
         self.optimizer, self.groups = optimizer, groups_of(optimizer)
         self.parameters = list(net.parameters())
-        self._uses = Counter(p for module in net.modules() for p in module.parameters(recurse=False))
+        self._uses = count_uses(net)
         self.trained = sum(group.numel for group in self.groups)
         self.size = 2 if low_precision else self.groups[0].dtype.itemsize
         self.whole = sum(map(self._bytes, self.parameters))
@@ -127,11 +128,16 @@ class Held:
         return tensor.numel() * self.itemsize(tensor)
 
     def itemsize(self, tensor: Tensor) -> int:
-        return 2 if self.low and tensor.is_floating_point() else tensor.dtype.itemsize
+        return self._cast(tensor.dtype).itemsize
 
     def dtype_of(self, group: Group) -> torch.dtype:
         """Return the dtype that a parameter group computes in."""
-        return torch.bfloat16 if self.low and group.dtype.is_floating_point else group.dtype
+        return self._cast(group.dtype)
+
+    def _cast(self, dtype: torch.dtype) -> torch.dtype:
+        if self.low and dtype.is_floating_point:
+            return torch.bfloat16
+        return dtype
 
     def flat_shards(self) -> list[int]:
         """Return the elements of a rank's shard of each flat, padded group (stages 1 and 2)."""
@@ -192,24 +198,30 @@ class Held:
         if self.ranks == 1 and not offloaded:
             return 0, 0  # the shard is the complete parameter
         others = self._passing_parameters(sizes)
+        numels = list(map(Tensor.numel, others))
         # The largest parameter in use, and those prefetched.
-        at_once = max((p.numel() for p in others), default=0) + sizes.prefetch
-        live = min(sum(p.numel() for p in others), max(sizes.reuse // 2, at_once))
+        at_once = max(numels, default=0) + sizes.prefetch
+        live = min(sum(numels), max(sizes.reuse // 2, at_once))
         widest = max(map(self.itemsize, others), default=0)
         return sum(map(self._bytes, self._staying_parameters(sizes))), live * widest
 
     def fetched_bytes(self, sizes: ZeROSizes) -> tuple[int, int]:
         """Return the bytes gathered after a step, and in each forward with its backward (stage 3)."""
-        passing, staying = self._passing_parameters(sizes), self._staying_parameters(sizes)
-        padded = {p: ceil_div(p.numel(), self.ranks) * self.ranks for p in self.parameters}
-        numel = sum(padded[p] for p in passing)
+        staying = once = again = numel = 0
+        for parameter in self.parameters:
+            padded = ceil_div(parameter.numel(), self.ranks) * self.ranks
+            nbytes = padded * self.itemsize(parameter)
+            if parameter.numel() <= sizes.persistence:
+                staying += nbytes
+                continue
+            numel += padded
+            once += nbytes
+            # For each layer that uses it, once in forward and once in backward, unless it is kept in between.
+            again += nbytes * (2 * self._uses[parameter] - 1)
         # A parameter is kept from forward to backward if fewer than `reuse` elements are used in between,
         # which holds for the last `reuse // 2` of them.
         kept = min(1.0, sizes.reuse // 2 / max(numel, 1))
-        # Otherwise it is gathered for each layer that uses it, once in forward and once in backward.
-        again = sum(padded[p] * self.itemsize(p) * (2 * self._uses[p] - 1) for p in passing)
-        once = sum(padded[p] * self.itemsize(p) for p in passing)
-        return sum(padded[p] * self.itemsize(p) for p in staying), once + int((1 - kept) * again)
+        return staying, once + int((1 - kept) * again)
 
     def _staying_parameters(self, sizes: ZeROSizes) -> list[nn.Parameter]:
         return [p for p in self.parameters if p.numel() <= sizes.persistence]
@@ -224,9 +236,9 @@ def ceil_div(number: int, parts: int) -> int:
 
 def _constants(net: nn.Module) -> int:
     """Return the bytes of quantization constants, which every rank holds."""
-    found: dict[int, Tensor] = {}
+    found: set[Tensor] = set()  # tensors hash by identity
     for layer in net.modules():
         weight: Any = layer._parameters.get("weight")
         if is_quantized(layer) and not weight.is_floating_point():
-            found |= {id(t): t for name, t in quantization_of(layer).items() if name != "weight"}
-    return sum(tensor.nbytes for tensor in found.values())
+            found.update(without(quantization_of(layer), ["weight"]).values())
+    return bytes_of(found)

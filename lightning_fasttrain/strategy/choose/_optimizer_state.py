@@ -39,7 +39,7 @@ def make_optimizer(module: nn.Module, optimizer: Optimizer | MakeOptimizer | Non
     way_out = "Give an optimizer, or a function: lambda parameters: torch.optim.AdamW(parameters)"
     if optimizer is not None:
         # On "meta" instead of fake tensors: some optimizers build lookup tables when constructed, which need values.
-        made = optimizer([_make_meta(parameter) for parameter in module.parameters()])
+        made = optimizer(list(map(_make_meta, module.parameters())))
         if not isinstance(made, Optimizer):
             what = f"optimizer={optimizer!r}, which gives {type(made).__name__}"
             raise TypeError(explain(what, "an optimizer is needed", way_out))
@@ -96,7 +96,8 @@ def _unshardable_because(optimizer: Optimizer) -> str | None:
     for group in groups_of(optimizer):
         try:
             # An elementwise optimizer keeps as much state for a matrix as for the same matrix flattened.
-            in_shape, flat = (state_bytes(optimizer, group, [s], torch.float32) for s in (_PROBE, (math.prod(_PROBE),)))
+            in_shape = state_bytes(optimizer, group, [_PROBE], torch.float32)
+            flat = state_bytes(optimizer, group, [(math.prod(_PROBE),)], torch.float32)
         except ValueError as error:
             return f"it makes no step on a shard of a layer ({error.__cause__})"
         if in_shape != flat:
@@ -124,9 +125,13 @@ def optimizer_named(name: str) -> MakeOptimizer:
     """
     if is_known(name):
         return NamedOptimizer(name)
-    momentum = {"momentum": 0.9} if name.lower() in ("sgd-momentum", "sgd8bit") else {}
+    momentum = {}
+    if name.lower() in ("sgd-momentum", "sgd8bit"):
+        momentum["momentum"] = 0.9
     wanted = name.lower().removesuffix("-momentum")
-    places = [torch.optim, require("bitsandbytes", extra="finetune").optim] if wanted.endswith("bit") else [torch.optim]
+    places = [torch.optim]
+    if wanted.endswith("bit"):
+        places.append(require("bitsandbytes", extra="finetune").optim)
     for place in places:
         for key, kind in vars(place).items():
             if key.lower() == wanted and isinstance(kind, type) and issubclass(kind, Optimizer):

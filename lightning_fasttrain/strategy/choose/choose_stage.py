@@ -58,9 +58,10 @@ class StageChoice:
         for row in self.rows:
             on_device = (row.parameters, row.gradients, row.optimizer, row.buffers, row.device + self.activation_bytes)
             figures = (*on_device, row.host, row.nvme)[: len(headings)]
-            chosen = row.stage == self.stage
-            name = f"{row.stage} ←" if chosen else row.stage
-            table.add_row(name, *map(gib, figures), style="bold" if chosen else None)
+            name, style = row.stage, None
+            if row.stage == self.stage:
+                name, style = f"{row.stage} ←", "bold"
+            table.add_row(name, *map(gib, figures), style=style)
         return table
 
 
@@ -115,17 +116,21 @@ def choose_stage(
         Ours.
     """
     _check(free_bytes, host_bytes, nvme_path, activation_bytes, headroom)
-    stages = [stage for stage in STAGES if stage != "3+nvme" or nvme_path is not None]
+    stages = list(STAGES)
+    if nvme_path is None:
+        stages.remove("3+nvme")
     held = held_by(module, optimizer, world_size, precision)
     sizes = sizes or usual_sizes(held)
     usable_host = None if host_bytes is None else int(host_bytes * (1 - headroom))
     limits = Limits(int(free_bytes * (1 - headroom)), activation_bytes, usable_host)
     rows = states_of(held, stages, sizes)
-    fits = [limits.check(row) for row in rows]
-    for i, fit in enumerate(fits):
+    fits = list(map(limits.check, rows))
+    cheaper = None
+    for fit in fits:
         if fit.fits:
-            why = _explain_choice(fit.states, fits[i - 1] if i else None, limits)
+            why = _explain_choice(fit.states, cheaper, limits)
             return StageChoice(fit.states.stage, tuple(rows), why, activation_bytes, limits.usable, sizes)
+        cheaper = fit
     raise ValueError(_nothing_fits(fits, limits, world_size, precision))
 
 
@@ -158,6 +163,8 @@ def _nothing_fits(fits: list[Fit], limits: Limits, world_size: PositiveInt, prec
     elif states.buffers > states.device - states.buffers:
         way_out = "Use smaller buckets: sizes=ZeROSizes(...), or reduce_bucket_size= in ZeROStrategy"
     else:
-        leaner = ["AdamW8bit"] if states.optimizer > states.parameters else []
+        leaner = []
+        if states.optimizer > states.parameters:
+            leaner.append("AdamW8bit")
         way_out = name_leaner_ways(leaner, precision, world_size)
     return limits.explain_shortage(f"No stage fits, the nearest is {states.stage}", nearest, "for each rank", way_out)

@@ -121,7 +121,7 @@ def predict_model_states(
 
 def states_of(held: Held, stages: Sequence[str], sizes: ZeROSizes) -> list[ModelStates]:
     """Predict the model states for each stage from sizes that are measured already."""
-    if any(stage != "0" for stage in stages):
+    if set(stages) - {"0"}:
         refuse_unshardable(held.optimizer)
     return [_PREDICT[stage](held, sizes) for stage in stages]
 

@@ -3,18 +3,21 @@
 import itertools
 import os
 from collections.abc import Mapping
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, empty
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.optim import Optimizer
 
 from lightning_fasttrain.core.files.safe_load import as_corrupt
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.parameters import parameters_of
+from lightning_fasttrain.core.modules.parameters import names_of_parameters, parameters_of
 from lightning_fasttrain.core.state.by_parameter import find_by_parameter, replace_at
+from lightning_fasttrain.core.state.select_entries import split_tensors
+from lightning_fasttrain.optim.closure_optimizer import Groups, groups_over
 
 # Layouts of a tensor; otherwise the dimension that it is sharded along.
 _PLAIN, _REPLICATED = "plain", "replicated"
@@ -34,22 +37,22 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         >>> named_state(net, torch.optim.SGD(net.parameters(), lr=0.1))["param_groups"][0]["params"]
         ['weight', 'bias']
     """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = names_of_parameters(model)
     held = parameters_of(optimizer)
-    unknown = sum(id(parameter) not in names for parameter in held)
+    unknown = len(set(held) - names.keys())
     if unknown:
         what = f"{type(optimizer).__name__} holds {unknown} parameters that the model no longer has"
         why = "their state would belong to no parameter"
         raise ValueError(explain(what, why, "Make the optimizer from the model's parameters, after sharding"))
     # torch numbers parameters in the order of the groups, so a number is an index into `held`.
-    numbered, by_number = optimizer.state_dict(), [names[id(parameter)] for parameter in held]
+    numbered, by_number = optimizer.state_dict(), list(map(names.__getitem__, held))
+    state = {}
     for number, values in numbered["state"].items():
+        name = by_number[number]
         for key, value in values.items():
-            _refuse_local(type(optimizer).__name__, f"{by_number[number]}/{key}", value, held[number])
-    state = {by_number[number]: dict(values) for number, values in numbered["state"].items()}
-    groups = []
-    for group in numbered["param_groups"]:
-        groups.append({**group, "params": [by_number[number] for number in group["params"]]})
+            _refuse_local(type(optimizer).__name__, f"{name}/{key}", value, held[number])
+        state[name] = dict(values)
+    groups = groups_over(numbered["param_groups"], by_number.__getitem__)
     return {"class": type(optimizer).__name__, "state": state, "param_groups": groups}
 
 
@@ -98,15 +101,20 @@ def is_taken_apart(state: object) -> bool:
     groups = state["param_groups"]
     if not all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
         return False
-    names = [*state["layout"], *state["values"], *itertools.chain.from_iterable(group["params"] for group in groups)]
-    return all(isinstance(name, str) for name in names)
+    return all(isinstance(name, str) for name in (*state["layout"], *state["values"], *_names_in(groups)))
+
+
+def _names_in(groups: Groups) -> list[str]:
+    return list(itertools.chain.from_iterable(map(itemgetter("params"), groups)))
 
 
 def _layout(tensor: Tensor) -> str | int:
     if not isinstance(tensor, DTensor):
         return _PLAIN
-    axes = [placement.dim for placement in tensor.placements if isinstance(placement, Shard)]
-    return axes[0] if axes else _REPLICATED
+    for placement in tensor.placements:
+        if isinstance(placement, Shard):
+            return placement.dim
+    return _REPLICATED
 
 
 def template(size: torch.Size, dtype: torch.dtype, layout: str | int, parameter: Tensor | None) -> Tensor:
@@ -116,7 +124,9 @@ def template(size: torch.Size, dtype: torch.dtype, layout: str | int, parameter:
         return torch.empty_like(parameter.detach(), dtype=dtype)
     if not isinstance(parameter, DTensor) or layout == _PLAIN:
         return torch.empty(size, dtype=dtype)
-    cut = Shard(layout) if isinstance(layout, int) else Replicate()
+    cut: Placement = Replicate()
+    if isinstance(layout, int):
+        cut = Shard(layout)
     # With replicas, the last dimension of the mesh is that of the shards.
     placements = [*[Replicate()] * (parameter.device_mesh.ndim - 1), cut]
     return empty(size, dtype=dtype, device_mesh=parameter.device_mesh, placements=placements)
@@ -134,23 +144,21 @@ def join(
     Raises:
         ValueError: the optimizer is of another class, or holds other parameters; names them.
     """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    held = [names.get(id(parameter), "?") for parameter in parameters_of(optimizer)]
-    saved = [name for group in plain["param_groups"] for name in group["params"]]
+    names = names_of_parameters(model)
+    held = [names.get(parameter, "?") for parameter in parameters_of(optimizer)]
+    saved = _names_in(plain["param_groups"])
     if type(optimizer).__name__ != plain["class"] or set(held) != set(saved):
         differ = sorted(set(held) ^ set(saved))
         what = f"{plain['class']} in {path} does not match this {type(optimizer).__name__}"
-        why = f"they differ in the parameters {', '.join(differ[:4])}" if differ else "their states are different"
+        why = "their states are different"
+        if differ:
+            why = f"they differ in the parameters {', '.join(differ[:4])}"
         way_out = "Use the same optimizer, or load only the weights, with full_state_dict(folder)"
         raise ValueError(explain(what, why, way_out))
-    numbers = {name: number for number, name in enumerate(held)}
+    numbers = dict(zip(held, itertools.count(), strict=False))
     now = optimizer.state_dict()["param_groups"]
-    names_now = []
-    for group in now:
-        names_now.append(sorted(held[number] for number in group["params"]))
-    names_then = [sorted(group["params"]) for group in plain["param_groups"]]
     # A parameter's group decides its settings; the order within a group does not matter.
-    if names_now != names_then:
+    if _sorted_names(groups_over(now, held.__getitem__)) != _sorted_names(plain["param_groups"]):
         what = f"{plain['class']} in {path} has {len(plain['param_groups'])} parameter groups"
         why = f"this one has {len(now)}, or groups the parameters differently"
         raise ValueError(explain(what, why, "Use the same parameter groups"))
@@ -159,13 +167,14 @@ def join(
         optimizer.load_state_dict({"state": _by_number(plain, tensors, numbers), "param_groups": groups})
 
 
+def _sorted_names(groups: Groups) -> list[list[str]]:
+    return [sorted(group["params"]) for group in groups]
+
+
 def with_numbers(state: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Return the state of an optimizer as torch saves it, with numbers in place of the parameters' names."""
-    names = [name for group in state["param_groups"] for name in group["params"]]
-    numbers = {name: number for number, name in enumerate(names)}
-    groups = []
-    for group in state["param_groups"]:
-        groups.append({**group, "params": [numbers[name] for name in group["params"]]})
+    numbers = dict(zip(_names_in(state["param_groups"]), itertools.count(), strict=False))
+    groups = groups_over(state["param_groups"], numbers.__getitem__)
     return {"state": _by_number(state, tensors, numbers), "param_groups": groups}
 
 
@@ -195,9 +204,10 @@ def separate_averages(rest: dict[str, Any]) -> tuple[dict[str, Any], dict[str, T
     tensors: dict[str, Tensor] = {}
     found = find_by_parameter(rest)
     for number, (keys, values) in enumerate(found):
-        held = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-        tensors.update({f"{name}/{number}": value for name, value in held.items()})
-        rest = replace_at(rest, keys, {name: value for name, value in values.items() if name not in held})
+        held, others = split_tensors(values)
+        for name, value in held.items():
+            tensors[f"{name}/{number}"] = value
+        rest = replace_at(rest, keys, others)
     layout = {path: _layout(value) for path, value in tensors.items()}
     return rest, tensors, {"keys": [list(keys) for keys, _ in found], "layout": layout}
 

@@ -1,6 +1,6 @@
 """Broadcast of rank zero's weights and buffers to all ranks, whatever they have built, also on the meta device."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_fasttrain.core.distributed import agree_on_all_ranks, from_rank_zero, rank_count, rank_here
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.state.select_entries import without
 from lightning_fasttrain.strategy.fsdp2._packed_weights import is_opaque
 from lightning_fasttrain.strategy.tensor_parallel.layouts import is_striped, take_shard
 
@@ -59,13 +60,15 @@ def send_from_rank_zero_(
         device: device on which the ranks communicate.
         home: device of the shards; by default ``device``.
     """
-    if any(tensor.is_meta for tensor in _tensors(model).values()):
+    if any_meta(_tensors(model).values()):
         _allocate_(model, device, home or device)
     with torch.no_grad():
         for name, target in _tensors(model).items():
             # Popped, so that each whole tensor is freed when it has been sent.
             full = whole.pop(name, None)
-            full = torch.empty(target.shape, dtype=target.dtype, device=device) if full is None else full.detach()
+            if full is None:
+                full = torch.empty(target.shape, dtype=target.dtype, device=device)
+            full = full.detach()
             if isinstance(target, DTensor):
                 # 4-bit weights are of bitsandbytes' own class.
                 full = full.as_subclass(Tensor)
@@ -106,6 +109,11 @@ def _allocate_(model: nn.Module, device: torch.device, home: torch.device) -> No
             module._buffers[name] = torch.empty_like(buffer, device=device)
 
 
+def any_meta(tensors: Iterable[Tensor]) -> bool:
+    """Return whether a tensor is on the meta device, so that it has no values."""
+    return any(tensor.is_meta for tensor in tensors)
+
+
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
@@ -119,13 +127,15 @@ def _build_and_describe(model: nn.Module) -> Description:
                 places.setdefault(parameter, []).append((module, key))
     for name, module in model.named_modules():
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        if not any(tensor.is_meta for tensor in own):
+        if not any_meta(own):
             continue
         lost = [key for key in module._non_persistent_buffers_set if getattr(module, key).is_meta]
         reset: Any = getattr(module, "reset_parameters", None)
         if lost or not callable(reset):
             what = f"layer '{name}' ({type(module).__name__}) is on the meta device"
-            why = f"the values of its buffer '{lost[0]}' are lost" if lost else "it has no reset_parameters method"
+            why = "it has no reset_parameters method"
+            if lost:
+                why = f"the values of its buffer '{lost[0]}' are lost"
             way_out = "Build it on rank zero outside of init_module, or add a reset_parameters method"
             raise ValueError(explain(what, why, way_out))
         module.to_empty(device="cpu", recurse=False)
@@ -141,7 +151,7 @@ def _describe(model: nn.Module) -> Description:
     """Describe what must be identical on all ranks: names, shapes and dtypes, and the values of quantised layers."""
     digests = {}
     for name, layer in model.named_modules():
-        if any(is_opaque(p) for p in layer.parameters(recurse=False)):
+        if any(map(is_opaque, layer.parameters(recurse=False))):
             digests[name] = _digest(layer)
     tensors = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in _tensors(model).items()]
     return tensors, digests
@@ -149,8 +159,12 @@ def _describe(model: nn.Module) -> Description:
 
 def _digest(layer: nn.Module) -> list[float]:
     # Two sums per tensor instead of all its values, since the digest is sent to every rank.
-    tensors = [t.double() for t in layer.state_dict().values() if isinstance(t, Tensor) and not t.is_meta]
-    return [float(total) for t in tensors for total in (t.sum(), t.square().sum())]
+    digest = []
+    for value in layer.state_dict().values():
+        if isinstance(value, Tensor) and not value.is_meta:
+            precise = value.double()
+            digest += [float(precise.sum()), float(precise.square().sum())]
+    return digest
 
 
 def _difference(mine: Description, first: Description) -> str | None:
@@ -186,11 +200,11 @@ def list_shared_buffers(model: nn.Module) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for prefix, module in model.named_modules():
         own = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
-        tables = [buffer for buffer in own.values() if buffer.ndim > 1 and not buffer.is_floating_point()]
+        tables = {buffer for buffer in own.values() if buffer.ndim > 1 and not buffer.is_floating_point()}
         if any(table.dtype is not torch.bool for table in tables):
             continue
         for name, buffer in own.items():
-            if name not in module._non_persistent_buffers_set and not any(buffer is table for table in tables):
+            if name not in module._non_persistent_buffers_set and buffer not in tables:
                 found[f"{prefix}.{name}" if prefix else name] = buffer
     return found
 
@@ -212,11 +226,11 @@ def share_buffers_(model: nn.Module) -> None:
     for buffer in dict.fromkeys(list_shared_buffers(model).values()):
         by_kind.setdefault((buffer.dtype, buffer.device), []).append(buffer)
     for buffers in by_kind.values():
-        flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+        flat = torch.cat(list(map(torch.flatten, buffers)))
         dist.broadcast(flat, src=0)
         if rank_here() > 0:
-            received = flat.split([buffer.numel() for buffer in buffers])
-            torch._foreach_copy_(buffers, [new.view_as(b) for new, b in zip(received, buffers, strict=True)])
+            received = flat.split(list(map(Tensor.numel, buffers)))
+            torch._foreach_copy_(buffers, list(map(Tensor.view_as, received, buffers)))
 
 
 def leave_to_rank_zero(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
@@ -226,5 +240,4 @@ def leave_to_rank_zero(state: Mapping[str, Any], model: nn.Module) -> dict[str, 
     """
     if rank_here() == 0:
         return dict(state)
-    shared = list_shared_buffers(model)
-    return {name: value for name, value in state.items() if name not in shared}
+    return without(state, list_shared_buffers(model))

@@ -21,6 +21,7 @@ from lightning_fasttrain.core.host.lightning import BackwardSyncControl, Statefu
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.blocks import Blocks
 from lightning_fasttrain.core.modules.parameters import parameters_of
+from lightning_fasttrain.core.state.select_entries import without
 from lightning_fasttrain.strategy.fsdp2._sharded_optimizer import named_state
 from lightning_fasttrain.strategy.fsdp2.broadcast_weights import share_buffers_
 from lightning_fasttrain.strategy.fsdp2.shard_blocks import (
@@ -111,21 +112,24 @@ class FabricFSDP2Strategy(FSDP2Host, ModelParallelStrategy):
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: LRScheduler | None = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
         module = self.setup_module(module)
-        return module, [self.setup_optimizer(optimizer) for optimizer in optimizers], scheduler
+        return module, list(map(self.setup_optimizer, optimizers)), scheduler
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Replace an optimizer's parameters by the sharded ones."""
         refuse_unfit_optimizer(optimizer)
         now = {id(old()): new for old, new in self._moved}
-        stale = [p for p in parameters_of(optimizer) if id(p) in now]
-        if any(p in optimizer.state for p in stale):
+        if any(id(p) in now and p in optimizer.state for p in parameters_of(optimizer)):
             what = f"{type(optimizer).__name__} has taken steps before the model was sharded"
             why = "its state belongs to unsharded parameters"
             raise ValueError(explain(what, why, "Set up the model before the first step"))
         for group in optimizer.param_groups:
             group["params"] = [now.get(id(p), p) for p in group["params"]]
-        live = {id(p) for ref in self._modules if (module := ref()) is not None for p in module.parameters()}
-        foreign = sum(id(p) not in live for p in parameters_of(optimizer))
+        live: set[nn.Parameter] = set()
+        for reference in self._modules:
+            module = reference()
+            if module is not None:
+                live.update(module.parameters())
+        foreign = len(set(parameters_of(optimizer)) - live)
         if foreign:
             what = f"{type(optimizer).__name__} holds {foreign} parameters that are in no model that was set up"
             way_out = "Call fabric.setup_module(model) first, or fabric.setup(model, optimizer)"
@@ -143,11 +147,14 @@ class FabricFSDP2Strategy(FSDP2Host, ModelParallelStrategy):
             why = "a sharded checkpoint is a folder with the complete state"
             raise TypeError(explain("storage_options and filter", why, "Leave them out"))
         key, model = _model_in(state)
-        optimizers = {k: named_state(model, v) for k, v in state.items() if isinstance(v, Optimizer)}
-        rest = {}
-        for k, v in state.items():
-            if k != key and k not in optimizers:
-                rest[k] = v.state_dict() if isinstance(v, Stateful) else v
+        optimizers, rest = {}, {}
+        for k, v in without(state, [key]).items():
+            if isinstance(v, Optimizer):
+                optimizers[k] = named_state(model, v)
+            elif isinstance(v, Stateful):
+                rest[k] = v.state_dict()
+            else:
+                rest[k] = v
         self._save(path, model, model.state_dict(), optimizers, rest)
 
     def load_checkpoint(

@@ -26,6 +26,7 @@ from lightning_fasttrain.core.host.lightning import accumulation_continues, move
 from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.modules.blocks import Blocks
 from lightning_fasttrain.core.modules.parameters import parameters_of
+from lightning_fasttrain.core.modules.select import has_parameters
 from lightning_fasttrain.run.checkpoint.atomic_checkpoints import probe_folders
 from lightning_fasttrain.strategy.fsdp2._sharded_optimizer import named_state
 from lightning_fasttrain.strategy.fsdp2.broadcast_weights import share_buffers_
@@ -177,7 +178,7 @@ class FSDP2Strategy(FSDP2Host, ModelParallelStrategy):
             model.to(self.root_device)
             return
         for module in model.modules():
-            if not any(True for _ in module.parameters()):
+            if not has_parameters(module):
                 module.to(self.root_device)
         note_device(model, device=self.root_device)
 

@@ -226,8 +226,11 @@ class _Gather:
 
 
 def _states(model: nn.Module) -> list[Any]:
-    modules: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    return [module._get_fsdp_state() for module in modules]
+    states: list[Any] = []
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            states.append(module._get_fsdp_state())
+    return states
 
 
 def _has_run(model: nn.Module) -> bool:
@@ -246,7 +249,7 @@ def _save_sums(model: nn.Module) -> Callable[[], None]:
     sums = []
     for parameter in _sharded_parameters(model):
         whole = getattr(parameter, "_unsharded_param", None)
-        gradient = None if whole is None else whole.grad
+        gradient = getattr(whole, "grad", None)
         sums.append((parameter, _copy(gradient), _copy(parameter.unsharded_accumulated_grad)))
 
     def restore() -> None:

@@ -11,6 +11,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.parameters import count_uses
+from lightning_fasttrain.core.modules.select import has_parameters, modules_of
 
 
 def shard_norms_(block: nn.Module, options: dict[str, Any]) -> None:
@@ -43,7 +45,7 @@ def shard_other_dtypes_(
         own = replace(policy, param_dtype=None, reduce_dtype=reduced)
         entirely = {block for block in blocks if _dtypes(block.parameters()) == {dtype}}
         of_blocks.update(dict.fromkeys(entirely, own))
-        left = {inner for block in entirely for inner in block.modules()}
+        left = modules_of(entirely)
         # Those inside of blocks first, which are gathered when the block starts.
         for part in (*blocks, model):
             is_meant = partial(_trains_in, dtype, left)
@@ -63,7 +65,7 @@ def _shard_each_(part: nn.Module, is_meant: Callable[[nn.Module], bool], options
     chosen: list[FSDPModule] = []
     # From the inside out: a module's group has the parameters that no inner group has.
     for module in reversed(list(part.modules())):
-        has_own = any(True for _ in module.parameters(recurse=False))
+        has_own = has_parameters(module, recurse=False)
         # One inside of another is sharded already.
         sharded = any(isinstance(inner, FSDPModule) for inner in module.modules())
         if has_own and not sharded and module is not part and is_meant(module):
@@ -85,7 +87,7 @@ def refuse_mixed(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
             one that is not of the usual dtype. Names the parameter.
     """
     usual, groups = _usual_dtype(model), [model, *blocks]
-    uses = Counter(p for module in model.modules() for p in module.parameters(recurse=False))
+    uses = count_uses(model)
     for name, parameter in model.named_parameters():
         if parameter.dtype not in _dtypes([parameter]) - {usual}:
             continue

@@ -1,6 +1,5 @@
 """Sharding of a model's blocks, and of the remaining parameters, over a device mesh with ``fully_shard`` (FSDP2)."""
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +17,7 @@ from lightning_fasttrain.core.checks import check_arguments, one_of
 from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.messages import explain, list_some, note_once
 from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
-from lightning_fasttrain.core.modules.parameters import parameters_of
+from lightning_fasttrain.core.modules.parameters import bytes_of, count_uses, parameters_of
 from lightning_fasttrain.predict.predict_memory import PRECISIONS
 from lightning_fasttrain.strategy.choose._optimizer_state import has_own_kernels
 from lightning_fasttrain.strategy.fsdp2._packed_weights import (
@@ -157,7 +156,7 @@ def shard_blocks_(
     policy = policy or MixedPrecisionPolicy(cast_forward_inputs=False)
     whole = whole_parameters(model, policy)
     if whole:
-        gib = sum(parameter.nbytes for parameter in whole) / GIB
+        gib = bytes_of(whole) / GIB
         note_once(
             f"FSDP2: {gib:.2f} GiB of quantised weights are replicated on every rank, since they are not in 4 bits or "
             "would be cast; the rest is sharded"
@@ -199,19 +198,15 @@ def own_groups(model: nn.Module, blocks: Blocks | None = None) -> dict[str, nn.M
             raise
         note_once(f"FSDP2: {type(model).__name__} has no repeated blocks, so all of it is gathered at once")
         return {}
-    uses = _uses(model)
+    uses = count_uses(model)
     shared = []
     for name, block in found.items():
         # One of its parameters is used outside of the block too.
-        if any(uses[p] != n for p, n in _uses(block).items()):
+        if not count_uses(block).items() <= uses.items():
             shared.append(name)
     if shared:
         note_once(f"FSDP2: {', '.join(shared)} share parameters with other layers and are gathered with the root")
     return {name: block for name, block in found.items() if name not in shared and block is not model}
-
-
-def _uses(module: nn.Module) -> Counter[nn.Parameter]:
-    return Counter(p for inner in module.modules() for p in inner.parameters(recurse=False))
 
 
 def _check_reshard(reshard: bool | int, mesh: DeviceMesh) -> None:
@@ -258,18 +253,19 @@ def check_sharded(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer] 
     # Gathered parameters are plain tensors, and would pass for unsharded ones.
     reshard_(model)
     named = dict(model.named_parameters())
-    trained = {name: p for name, p in named.items() if p.requires_grad and not is_replicated(p)}
-    whole = [name for name, p in trained.items() if not isinstance(p, DTensor)]
+    whole = []
+    for name, parameter in named.items():
+        if parameter.requires_grad and not isinstance(parameter, DTensor) and not is_replicated(parameter):
+            whole.append(repr(name))
     if whole:
         why = "each rank would train a copy of its own, since nothing reduces their gradients"
         way_out = "Change layers before sharding: in configure_model, or with the suite's techniques"
-        what = f"{list_some(list(map(repr, whole)), 4)} of {type(model).__name__} train without being sharded"
+        what = f"{list_some(whole, 4)} of {type(model).__name__} train without being sharded"
         raise ValueError(explain(what, why, way_out))
-    live = {id(parameter) for parameter in named.values()}
     for optimizer in [optimizers] if isinstance(optimizers, Optimizer) else optimizers:
         refuse_unfit_optimizer(optimizer)
         held = parameters_of(optimizer)
-        stale = sum(id(parameter) not in live for parameter in held)
+        stale = len(set(held).difference(named.values()))
         if stale:
             what = f"{type(optimizer).__name__} holds {stale} of {len(held)} parameters that the model no longer has"
             why = "sharding has replaced them, so the weights would never be updated"

@@ -29,6 +29,7 @@ from lightning_fasttrain.core.files.safe_load import (
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.core.state.by_parameter import find_by_parameter, replace_at
+from lightning_fasttrain.core.state.select_entries import only, split_tensors
 from lightning_fasttrain.strategy.fsdp2._shard_index import ShardReader, fill_, silence_warning, write_index
 from lightning_fasttrain.strategy.fsdp2._sharded_optimizer import (
     is_taken_apart,
@@ -85,14 +86,13 @@ def save_sharded(
         ``torch.distributed.checkpoint``.
     """
     alone = not dist.is_initialized()
-    tensors = {f"{_MODEL}{name}": value for name, value in model.items() if isinstance(value, Tensor)}
     plain: dict[str, Any] = {"version": 1, "optimizers": {}}
+    weights, plain["values"] = split_tensors(model)
     plain["rest"], averages, plain[_AVERAGES] = separate_averages(dict(rest or {}))
-    tensors.update({f"{_AVERAGES}.{name}": value for name, value in averages.items()})
-    plain["values"] = {name: value for name, value in model.items() if not isinstance(value, Tensor)}
+    tensors = {**_with_prefix(_MODEL, weights), **_with_prefix(f"{_AVERAGES}.", averages)}
     for key, state in (optimizers or {}).items():
         parts, plain["optimizers"][key] = take_apart(state)
-        tensors.update({f"{key}.{name}": value for name, value in parts.items()})
+        tensors.update(_with_prefix(f"{key}.", parts))
     rank, world_size = (0, 1) if alone else (dist.get_rank(group), dist.get_world_size(group))
     # A background save must not call collectives of the default group.
     agree = agree_on_all_ranks if group is None else RollCall(group)
@@ -146,14 +146,13 @@ def load_sharded_(
         >>> load_sharded_(folder, net), torch.equal(net.weight, before + 1)
         ({'step': 1}, True)
     """
-    plain = _read_rest(folder)
-    reader = ShardReader(folder)
+    plain, reader = _read_rest(folder), ShardReader(folder)
     stored, state = reader.list_tensors(), model.state_dict()
     saved = {name.removeprefix(_MODEL) for name in stored if name.startswith(_MODEL)}
     expected = set(state) if names is None else names(plain["rest"], saved | set(plain["values"]), strict)
-    wanted = {name: value for name, value in state.items() if name in expected and isinstance(value, Tensor)}
+    wanted, _ = split_tensors(only(state, expected))
     refuse_other_names(set(wanted), saved, folder, strict)
-    wanted = {name: value for name, value in wanted.items() if name in saved}
+    wanted = only(wanted, saved)
     for name, value in wanted.items():
         size = stored[f"{_MODEL}{name}"].size
         if size != value.shape:
@@ -182,7 +181,7 @@ def _read_like_parameters(
             raise CorruptCheckpoint(explain(f"{reader.path}", f"it lacks {name[:200]} of {key}", "Use an older one"))
         parameter = parameters.get(name.rpartition("/")[0])
         tensors[name] = template(stored.size, stored.properties.dtype, layout, parameter)
-    fill_(reader, {f"{key}.{name}": tensor for name, tensor in tensors.items()}, alone=model is None)
+    fill_(reader, _with_prefix(f"{key}.", tensors), alone=model is None)
     return tensors
 
 
@@ -236,9 +235,9 @@ def load_full_(
         for number, values in saved["state"].items():
             like = held[number]
             # Sharded like the parameter; state of another shape, such as a step counter, is replicated.
-            values.update(
-                {k: shard_like(v, like) for k, v in values.items() if getattr(v, "shape", None) == like.shape}
-            )
+            for key, value in values.items():
+                if getattr(value, "shape", None) == like.shape:
+                    values[key] = shard_like(value, like)
         optimizer.load_state_dict(saved)
     for keys, values in find_by_parameter(checkpoint):
         named = dict(model.named_parameters(remove_duplicate=False))
@@ -292,11 +291,15 @@ def full_checkpoint(folder: str | os.PathLike[str]) -> dict[str, Any]:
     for key, state in plain["optimizers"].items():
         with as_corrupt(folder):
             states.append(with_numbers(state, _read_whole(folder, f"{key}.")))
-    return {
-        **_rest_with_averages(plain, ShardReader(folder), None),
-        "state_dict": {**_read_whole(folder, _MODEL), **plain["values"]},
-        **({"optimizer_states": states} if states else {}),
-    }
+    checkpoint = _rest_with_averages(plain, ShardReader(folder), None)
+    checkpoint["state_dict"] = {**_read_whole(folder, _MODEL), **plain["values"]}
+    if states:
+        checkpoint["optimizer_states"] = states
+    return checkpoint
+
+
+def _with_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
 
 
 def _read_whole(folder: str | os.PathLike[str], prefix: str) -> dict[str, Tensor]:

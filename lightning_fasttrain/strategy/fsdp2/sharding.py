@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import one_of, positive_int
@@ -24,8 +23,10 @@ from lightning_fasttrain.core.files.run_mark import KEY, mark_of, step_in
 from lightning_fasttrain.core.files.safe_load import is_object_storage, local_path
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.blocks import Blocks
+from lightning_fasttrain.core.modules.parameters import local_part
 from lightning_fasttrain.strategy.fsdp2._packed_weights import is_opaque
 from lightning_fasttrain.strategy.fsdp2.broadcast_weights import (
+    any_meta,
     leave_to_rank_zero,
     send_from_rank_zero_,
     whole_on_rank_zero,
@@ -94,7 +95,7 @@ class Sharding:
                 way_out = f"{way_out} and tensor_parallel, whose product divides {world_size}"
             why = "each replica of the model is sharded over the same number of processes"
             raise ValueError(explain(f"{what} over {world_size} processes", why, way_out))
-        return tuple(size for name, size in self._axes(world_size).items())
+        return tuple(self._axes(world_size).values())
 
     def _axes(self, world_size: int) -> dict[str, int]:
         """Return the dimensions of the mesh; the ranks of a tensor group are neighbours, as within a node."""
@@ -121,7 +122,9 @@ class Sharding:
 
     def backend(self, device: torch.device) -> str | None:
         """Return the process-group backend; under offload, norms of shards are reduced in host memory too."""
-        return "cpu:gloo,cuda:nccl" if self.offload == "cpu" and device.type == "cuda" else None
+        if self.offload == "cpu" and device.type == "cuda":
+            return "cpu:gloo,cuda:nccl"
+        return None
 
     def shard_(self, model: nn.Module, mesh: DeviceMesh, precision: object, device: torch.device) -> list[str]:
         """Shard ``model``, and give all ranks the weights of rank zero; a sharded model is not changed."""
@@ -139,9 +142,9 @@ class Sharding:
         policy = precision_policy(str(precision), self.reduce_dtype)
         # FSDP2 does not move quantised layers and their constants.
         for module in model.modules():
-            quantised = [p for p in module.parameters(recurse=False) if is_opaque(p)]
+            quantised = list(filter(is_opaque, module.parameters(recurse=False)))
             # Meta tensors have no values to move.
-            if quantised and not any(p.is_meta for p in quantised):
+            if quantised and not any_meta(quantised):
                 module.to(device)
         data, layouts = mesh, None
         if self.tensor_parallel > 1:
@@ -301,7 +304,7 @@ def scale_gradients_(parameters: Iterable[Tensor], factor: Tensor) -> None:
     for parameter in parameters:
         if parameter.grad is not None:
             # This rank's part of each, since shards on different meshes cannot be multiplied in one call.
-            mine = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            mine = local_part(parameter.grad)
             by_device[mine.device].append(mine)
     for device, gradients in by_device.items():
         torch._foreach_mul_(gradients, factor.to(device))

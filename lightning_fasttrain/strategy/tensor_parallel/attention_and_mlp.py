@@ -6,6 +6,8 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.select import has_parameters, is_inside
+from lightning_fasttrain.core.state.select_entries import without
 from lightning_fasttrain.strategy.tensor_parallel.divisors import heads_of, refuse_indivisible_heads
 from lightning_fasttrain.strategy.tensor_parallel.styles import (
     ColumnParallel,
@@ -46,17 +48,16 @@ def plan_block(prefix: str, block: nn.Module, ranks: int) -> dict[str, ParallelS
         {'blocks.0.attention.qkv': 'colwise', 'blocks.0.attention.out': 'rowwise', 'blocks.0.up': 'colwise', \
 'blocks.0.down': 'rowwise'}
     """
-    start = f"{prefix}." if prefix else ""
+    start = f"{prefix}.".removeprefix(".")
     layers = dict(_linear_layers(block))
     plan: dict[str, ParallelStyle] = {}
     for name, module in block.named_modules():
-        inner = f"{name}." if name else ""
+        inner = f"{name}.".removeprefix(".")
         projections = _projections(module)
         if projections:
             plan.update(_plan_attention(inner, module, projections, layers, f"'{start}{name}'", ranks))
-    rest = {name: layer for name, layer in layers.items() if name not in plan}
-    plan.update(_plan_mlps(block, rest))
-    order = [name for name, _ in block.named_modules()]
+    plan.update(_plan_mlps(block, without(layers, plan)))
+    order = list(dict(block.named_modules()))
     return {f"{start}{name}": plan[name] for name in sorted(plan, key=order.index)}
 
 
@@ -105,9 +106,11 @@ def _projections(module: nn.Module) -> dict[str, int]:
             return {name: parts} if outputs == 3 * inputs else {}
     found = {}
     for names in (_QUERIES, _KEYS, _VALUES):
-        present = [name for name in names if name in own]
-        found.update(dict.fromkeys(present[:1], 1))
-    return found if len(found) == 3 else {}
+        name = next(filter(own.__contains__, names), None)
+        if name is None:
+            return {}
+        found[name] = 1
+    return found
 
 
 def _plan_attention(
@@ -121,7 +124,9 @@ def _plan_attention(
     order = list(layers)
     names = [f"{inner}{name}" for name in projections]
     inputs, outputs = _widths(layers[names[0]])
-    width = outputs if len(names) == 3 else inputs
+    width = inputs
+    if len(names) == 3:
+        width = outputs
     positions = [f"{inner}{name}" for name in _POSITIONS if f"{inner}{name}" in layers]
     after = order[max(map(order.index, (*names, *positions))) + 1 :]
     fitting = [name for name in after if _widths(layers[name])[0] == width]
@@ -131,7 +136,8 @@ def _plan_attention(
     plan: dict[str, ParallelStyle] = {}
     for name, parts in zip(names, projections.values(), strict=True):
         plan[name] = ColumnParallel(parts)
-    plan.update({name: ColumnParallel() for name in positions})
+    for name in positions:
+        plan[name] = ColumnParallel()
     plan[fitting[0]] = RowParallel()
     plan.update(_plan_norms(inner, module, layers, width // next(iter(heads.values())), what))
     return plan
@@ -159,13 +165,14 @@ def _plan_mlps(block: nn.Module, layers: Layers) -> dict[str, ParallelStyle]:
     for name, module in block.named_modules():
         if name not in layers:
             # A norm of hidden units needs all of them.
-            if not _is_inside(name, layers) and any(True for _ in module.parameters(recurse=False)):
+            if not _is_inside(name, layers) and has_parameters(module, recurse=False):
                 ups = []
             continue
         inputs, outputs = _widths(module)
         before = _widths(layers[ups[-1]]) if ups else (inputs, outputs)
         if ups and (outputs, inputs) == before:
-            plan.update({up: ColumnParallel() for up in ups})
+            for up in ups:
+                plan[up] = ColumnParallel()
             plan[name] = RowParallel()
             ups = []
         elif outputs > inputs:
@@ -181,4 +188,4 @@ def _widths(layer: nn.Module) -> tuple[int, int]:
 
 
 def _is_inside(name: str, layers: Layers) -> bool:
-    return any(name == layer or name.startswith(f"{layer}.") for layer in layers)
+    return name in layers or is_inside(name, layers)

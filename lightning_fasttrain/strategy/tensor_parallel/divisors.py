@@ -70,8 +70,9 @@ def refuse_indivisible(model: nn.Module, plan: Mapping[str, ParallelStyle], rank
             continue
         base, _, _ = layers_of(model.get_submodule(name))
         inputs, outputs = widths_of(base)
-        parts = style.parts if isinstance(style, ColumnParallel) else 1
-        width = outputs if isinstance(style, ColumnParallel) else inputs
+        parts, width = 1, inputs
+        if isinstance(style, ColumnParallel):
+            parts, width = style.parts, outputs
         if width % parts or (width // parts) % ranks:
             what = f"tensor_parallel={ranks} with '{name}'"
             why = f"it does not divide {parts} x {width // parts} features"

@@ -52,8 +52,7 @@ class Layout:
             values = parameter.to_local(grad_placements=[gradient])
             rank, size = mesh.get_local_rank(), mesh.size()
             if self.parts:
-                placement = _StridedShard(0, split_factor=self.parts) if self.parts > 1 else Shard(0)
-                values = _take(values, split_intervals(values.shape, placement, rank, size))
+                values = _take(values, split_intervals(values.shape, shard_of(0, self.parts), rank, size))
             if self.first_only:
                 values = values * float(rank == 0)
         return values
@@ -78,7 +77,7 @@ def split_intervals(shape: torch.Size, placement: Placement, rank: int, size: in
     ranges: list[list[Interval]] = [[(0, length)] for length in shape]
     if not isinstance(placement, Shard | _StridedShard):
         return ranges
-    parts = placement.split_factor if isinstance(placement, _StridedShard) else 1
+    parts = getattr(placement, "split_factor", 1)
     length = shape[placement.dim] // parts
     share = -(-length // size)  # as torch chunks
     held = []

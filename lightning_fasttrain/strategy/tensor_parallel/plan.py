@@ -10,6 +10,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.core.messages import explain, list_some
 from lightning_fasttrain.core.modules.blocks import find_blocks
+from lightning_fasttrain.core.modules.select import is_inside
 from lightning_fasttrain.strategy.tensor_parallel.attention_and_mlp import (
     is_attention,
     plan_block,
@@ -102,7 +103,7 @@ def plan_tensor_parallel(model: nn.Module, tensor_parallel: PositiveInt, plan: T
     for prefix, base in bases.items():
         found.update(_from_configuration(prefix, base, tensor_parallel))
     for name, block in blocks_or_model(model).items():
-        if not any(prefix == "" or name.startswith(f"{prefix}.") for prefix in bases):
+        if "" not in bases and not is_inside(name, bases):
             found.update(plan_block(name, block, tensor_parallel))
     if not found:
         what = f"tensor_parallel={tensor_parallel} finds nothing to split in {type(model).__name__}"
@@ -146,7 +147,7 @@ def blocks_or_model(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _from_patterns(model: nn.Module, plan: TensorPlan, source: str) -> Plan:
-    names = [name for name, _ in model.named_modules()]
+    names = list(dict(model.named_modules()))
     found: Plan = {}
     for pattern, style in plan.items():
         matches = fnmatch.filter(names, pattern)
@@ -177,10 +178,10 @@ def _with_own_plan(model: nn.Module) -> dict[str, Any]:
 
 
 def _from_configuration(prefix: str, base: Any, tensor_parallel: int) -> Plan:
-    start = f"{prefix}." if prefix else ""
+    start = f"{prefix}.".removeprefix(".")
     source = f"base_model_tp_plan of {type(base.config).__name__}"
     # An optional layer may be missing in this model.
-    present = [name for name, _ in base.named_modules()]
+    present = list(dict(base.named_modules()))
     own = {
         pattern: style for pattern, style in base.config.base_model_tp_plan.items() if fnmatch.filter(present, pattern)
     }

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.select import has_parameters, is_inside
 from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, wrappers_on
 from lightning_fasttrain.strategy.tensor_parallel.attention_and_mlp import is_attention
 from lightning_fasttrain.strategy.tensor_parallel.styles import (
@@ -58,7 +59,9 @@ class SequenceParallel:
             _refuse_mixing(name, block, plan)
         self.attentions: dict[str, nn.Module] = {}
         for prefix, block in blocks.items():
-            self.attentions.update({name: m for name, m in block.named_modules(prefix=prefix) if is_attention(m)})
+            for name, module in block.named_modules(prefix=prefix):
+                if is_attention(module):
+                    self.attentions[name] = module
         self._inside = tuple(f"{name}." for name in blocks)
         self.plan = {name: self._on_shares(name, style) for name, style in plan.items()}
 
@@ -68,9 +71,10 @@ class SequenceParallel:
         if not name.startswith(self._inside):
             return style
         if isinstance(style, ColumnParallel):
+            style.enter = Gather
             # Attention, which reads the number of tokens from its inputs, gathers them before.
-            of_attention = any(name.startswith(f"{owner}.") for owner in self.attentions)
-            style.enter = None if of_attention else Gather
+            if is_inside(name, self.attentions):
+                style.enter = None
         elif isinstance(style, RowParallel):
             style.leave = ScatterSum
         return style
@@ -105,8 +109,8 @@ def _refuse_mixing(prefix: str, block: nn.Module, plan: Plan) -> None:
             raise ValueError(explain(what, "attention reads embeddings of positions besides its tokens", _WAY_OUT))
         if any(word in name.rpartition(".")[2] for word in _OTHER_SEQUENCE):
             raise ValueError(explain(what, "it attends to another sequence, of which ranks have all tokens", _WAY_OUT))
-        inside = any(name == planned or name.startswith(f"{planned}.") for planned in plan)
-        if not inside and not _is_norm(module) and any(True for _ in module.parameters(recurse=False)):
+        inside = name in plan or is_inside(name, plan)
+        if not inside and not _is_norm(module) and has_parameters(module, recurse=False):
             why = "it is neither split nor a norm over features, and may need the tokens of other ranks"
             raise ValueError(explain(what, why, _WAY_OUT))
 
@@ -148,7 +152,9 @@ class _Hidden:
                 self._passed = first.detach()
                 return output
             whole = _Join.apply(first, self.group)
-            return type(output)((whole, *output[1:])) if isinstance(output, tuple | list) else whole
+            if isinstance(output, tuple | list):
+                return type(output)((whole, *output[1:]))
+            return whole
 
         return gather
 

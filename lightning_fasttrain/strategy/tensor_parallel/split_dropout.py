@@ -75,6 +75,8 @@ class SplitRandomness:
 
 def _generator_of(device: torch.device) -> torch.Generator:
     if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
+        index = device.index
+        if index is None:
+            index = torch.cuda.current_device()
         return torch.cuda.default_generators[index]
     return torch.default_generator

@@ -14,6 +14,7 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.layer_kinds import CONV1D, is_a
+from lightning_fasttrain.core.modules.select import has_parameters
 from lightning_fasttrain.strategy.tensor_parallel.layouts import SUMMED, Layout, shard_of
 
 _LINEAR = ("torch.nn.Linear", CONV1D)
@@ -66,7 +67,8 @@ class ColumnParallel(LocalStyle):
         bias = Layout(Replicate(), summed=True, parts=self.parts)
         found: Layouts = {(base, "weight"): Layout(shard_of(output_axis(base), self.parts))}
         for layer in down:
-            found.update({(layer, name): SUMMED for name, _ in layer.named_parameters()})
+            for name, _ in layer.named_parameters():
+                found[layer, name] = SUMMED
         for layer in up:
             found[layer, "weight"] = rows
         for layer in (base, *up):
@@ -100,7 +102,9 @@ class RowParallel(LocalStyle):
 
     def layouts(self, module: nn.Module) -> Layouts:
         base, down, up = layers_of(module)
-        found: Layouts = {(layer, "weight"): Layout(shard_of(1 - output_axis(layer))) for layer in (base, *down)}
+        found: Layouts = {}
+        for layer in (base, *down):
+            found[layer, "weight"] = Layout(shard_of(1 - output_axis(layer)))
         for layer in up:
             found[layer, "weight"] = SUMMED
         for layer in (base, *up):
@@ -123,7 +127,8 @@ class SummedGradients(LocalStyle):
     def layouts(self, module: nn.Module) -> Layouts:
         found: Layouts = {}
         for owner in module.modules():
-            found.update({(owner, name): SUMMED for name, _ in owner.named_parameters(recurse=False)})
+            for name, _ in owner.named_parameters(recurse=False):
+                found[owner, name] = SUMMED
         return found
 
 
@@ -156,7 +161,7 @@ def layers_of(module: nn.Module) -> tuple[Any, list[nn.Module], list[nn.Module]]
         raise ValueError(explain(f"a {type(module).__name__} in a tensor-parallel plan", why, way_out))
     others = []
     for name, child in module._modules.items():
-        held = child is not base and child is not None and any(True for _ in child.parameters())
+        held = child is not base and child is not None and has_parameters(child)
         if held and name not in ("lora_A", "lora_B"):
             others.append(name)
     if others or type(base.weight) is not nn.Parameter or not base.weight.is_floating_point():
@@ -164,11 +169,16 @@ def layers_of(module: nn.Module) -> tuple[Any, list[nn.Module], list[nn.Module]]
         why = "it needs the complete matrix, of which a rank of a tensor group has a part"
         way_out = "Use LoRA() on an unquantised base, or tensor_parallel=1"
         raise ValueError(explain(f"tensor parallelism with {kind}", why, way_out))
-    adapters: list[list[nn.Module]] = []
-    for name in ("lora_A", "lora_B"):
-        held_by: Any = module._modules.get(name) if module is not base else None
-        adapters.append(list(held_by.children()) if held_by is not None else [])
-    return base, adapters[0], adapters[1]
+    if module is base:
+        return base, [], []
+    return base, _adapters_in(module, "lora_A"), _adapters_in(module, "lora_B")
+
+
+def _adapters_in(layer: nn.Module, name: str) -> list[nn.Module]:
+    held_by = layer._modules.get(name)
+    if held_by is None:
+        return []
+    return list(held_by.children())
 
 
 # Inputs of column-parallel layers → their copies, for layers that share an input, as queries, keys and values do: its

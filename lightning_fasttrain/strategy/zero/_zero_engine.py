@@ -13,9 +13,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_fasttrain.core.checks import require
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.parameters import gradients_of
 from lightning_fasttrain.core.modules.wrapped_forward import patch, patched
+from lightning_fasttrain.core.state.select_entries import only
 from lightning_fasttrain.finetune.selection._float32_adapters import let_round_
-from lightning_fasttrain.optim.schedule.build_schedule import count_by_engine
+from lightning_fasttrain.optim.schedule.build_schedule import Schedule, count_by_engine
 from lightning_fasttrain.strategy.zero.optimizer_fixes import leave_out_idle_groups, without_phantom_step
 
 _HOOKS = (
@@ -75,9 +77,10 @@ class Engine:
             let_round_(model)
         deepspeed = import_deepspeed()
         trained: list[nn.Parameter] = []
-        self._schedules = [] if optimizer is None else count_by_engine(optimizer)
+        self._schedules: list[Schedule] = []
         self._skipped = 0
         if optimizer is not None:
+            self._schedules = count_by_engine(optimizer)
             leave_out_idle_groups(optimizer, scheduler)
             trained = [p for p in model.parameters() if p.requires_grad]
         with without_phantom_step():
@@ -110,7 +113,7 @@ class Engine:
         state_dict = self.module.state_dict
 
         def state_of_part(*args: object, **kwargs: object) -> dict[str, Any]:
-            return {name: value for name, value in state_dict(*args, **kwargs).items() if name in names}
+            return only(state_dict(*args, **kwargs), names)
 
         if names >= set(state_dict()):
             yield False
@@ -195,7 +198,7 @@ class Engine:
         """
         sharded = self._sharded_optimizer()
         if sharded is None:
-            grads = [p.grad for p in self.module.parameters() if p.grad is not None]
+            grads = gradients_of(self.module.parameters())
             if grads:
                 torch._foreach_mul_(grads, torch.as_tensor(factor, device=grads[0].device))
             return
@@ -222,8 +225,7 @@ class Engine:
         """Return the 2-norm of the coming step's gradient over all ranks."""
         sharded = self._sharded_optimizer()
         if sharded is None:
-            grads = [p.grad for p in self.module.parameters() if p.grad is not None]
-            return torch.nn.utils.get_total_norm(grads)
+            return torch.nn.utils.get_total_norm(gradients_of(self.module.parameters()))
         if hasattr(sharded, "scaled_global_norm"):
             norm = sharded.scaled_global_norm()
         else:
@@ -235,8 +237,7 @@ class Engine:
 
     def _sharded_optimizer(self) -> Any:
         """Return ZeRO's optimizer of stage 1 to 3; None at stage 0, where parameters hold their own gradients."""
-        stage = self.deepspeed.zero_optimization_stage() if self.optimizer is not None else 0
-        if stage == 0:
+        if self.optimizer is None or self.deepspeed.zero_optimization_stage() == 0:
             return None
         optimizer = self.deepspeed.optimizer
         if not hasattr(optimizer, "external_loss_scale"):

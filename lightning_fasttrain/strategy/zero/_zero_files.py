@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint, as_corrupt, local_path, refuse_unfit
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.state.select_entries import without
 
 
 class Inert(dict):
@@ -74,7 +76,7 @@ class ZeROFiles:
             raise CorruptCheckpoint(explain(f"{folder}", "it contains no *_model_states.pt", "Check the path"))
         of_models = [whole] if whole.exists() else by_rank
         with as_corrupt(folder):
-            models = [read_inert(path) for path in of_models]
+            models = list(map(read_inert, of_models))
             paths = sorted(folder.glob("*zero_pp_rank_*_mp_rank_00_optim_states.pt"), key=_rank)
             shards = [read_inert(path)["optimizer_state_dict"] for path in paths]
             stage = _stage(shards)
@@ -145,8 +147,8 @@ def _masters_of_stage_0(model: dict[str, Any], tied: Mapping[str, str]) -> Itera
     """Yield the master weights of stage 0, stored without names and identified by their rounded values."""
     optimizer = model.get("optimizer") or {}
     groups = optimizer.get("fp32_groups") or []
-    names = {name: value for name, value in model["module"].items() if name not in tied}
-    for master in (tensor for group in groups for tensor in group):
+    names = without(model["module"], tied)
+    for master in chain.from_iterable(groups):
         for name, value in names.items():
             # Cast to the module's dtype, as the optimizer does.
             if value.shape == master.shape and torch.equal(master.to(value.dtype), value):
@@ -166,7 +168,9 @@ def _stage(shards: list[dict[str, Any]]) -> int:
     if not shards:
         return 0
     stage = shards[0]["zero_stage"]
-    return int(stage.args[0]) if isinstance(stage, Inert) else int(stage)
+    if isinstance(stage, Inert):
+        stage = stage.args[0]
+    return int(stage)
 
 
 def _largest_count(count: int | list[int]) -> int:

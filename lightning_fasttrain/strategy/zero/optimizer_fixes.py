@@ -9,6 +9,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_fasttrain.core.messages import explain, note_once
 from lightning_fasttrain.core.modules.wrapped_forward import patched
+from lightning_fasttrain.core.state.select_entries import without
 
 Group = dict[str, Any]
 
@@ -87,7 +88,7 @@ def refuse_replaced(optimizer: Optimizer) -> None:
         return
     settings = []
     for group in optimizer.param_groups:
-        settings.append({key: value for key, value in group.items() if key != "params"})
+        settings.append(without(group, ["params"]))
     if settings != [optimizer.defaults]:
         what = f"{type(optimizer).__name__} with several groups, settings of a group or a schedule under ZeRO"
         why = "DeepSpeed replaces it by another one, which ignores groups and schedule"

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_fasttrain.core.host.lightning import training_loader
 from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.state.rng import random_state, set_random_state
+from lightning_fasttrain.core.state.select_entries import without
 from lightning_fasttrain.strategy.choose._limits import check_headroom
 from lightning_fasttrain.strategy.choose._model_sizes import predict_activations
 from lightning_fasttrain.strategy.choose.model_states import STAGES
@@ -51,7 +52,7 @@ def check_stage(stage: int | str, config: str | Path | dict[str, Any] | None, se
             words.append(word if word.isdigit() else repr(word))
         way_out = f"Use stage='auto', or one of {', '.join(words)}"
         raise ValueError(explain(f"stage={stage!r}", "ZeRO has no such stage", way_out))
-    unknown = [key for key in settings if key not in _KNOWN]
+    unknown = list(without(settings, _KNOWN))
     if unknown:
         why = "neither it nor Lightning's DeepSpeedStrategy has such a setting"
         if unknown[0] in Sharding.__dataclass_fields__:
@@ -96,7 +97,9 @@ class StageQuestion:
         check_headroom(self.headroom)
         named = self.config is not None or self.stage != "auto"
         if named and self.memory_gib is not None:
-            other = "a config" if self.config is not None else f"stage={self.stage!r}"
+            other = f"stage={self.stage!r}"
+            if self.config is not None:
+                other = "a config"
             what = f"memory_gib={self.memory_gib} with {other}"
             why = "memory_gib is used by stage='auto' only"
             raise ValueError(explain(what, why, "Leave one of the two out"))

@@ -24,6 +24,7 @@ from lightning_fasttrain.core.files.newest_checkpoint import whole_or_older
 from lightning_fasttrain.core.files.run_mark import mark_of
 from lightning_fasttrain.core.files.safe_load import local_path, refuse_unreadable
 from lightning_fasttrain.core.messages import explain, warn
+from lightning_fasttrain.core.state.select_entries import without
 from lightning_fasttrain.strategy.zero._zero_engine import Engine
 from lightning_fasttrain.strategy.zero._zero_files import read_inert
 from lightning_fasttrain.strategy.zero.zero_host import ZeROHost
@@ -68,7 +69,7 @@ def save_whole(
     about = {"format": "deepspeed", "stage": host.stage, **mark_of(host).facts(step)}
     ranks = {"rank": host.global_rank, "world_size": host.world_size, "agree": host.roll_call}
     # DeepSpeed saves these two itself.
-    others = {key: value for key, value in plain.items() if key not in ("state_dict", "optimizer_states")}
+    others = without(plain, ["state_dict", "optimizer_states"])
     try:
         with checkpoint_folder(path, **ranks, about=about) as folder, host.engine.save_alone():
             # Checked in this context, so that an error reaches all ranks.
@@ -158,7 +159,7 @@ def _restore_groups(engine: Engine, made: Path) -> None:
     """Restore each parameter group's settings: at stage 3 DeepSpeed gives the first group's settings to all groups."""
     saved = read_inert(made / TAG / "zero" / "optimizer_state.pt")["optimizer_state_dict"]["param_groups"]
     for group, settings in zip(engine.deepspeed.basic_optimizer.param_groups, saved, strict=True):
-        group.update({key: value for key, value in settings.items() if key != "params"})
+        group.update(without(settings, ["params"]))
 
 
 def _separate_steps(engine: Engine) -> None:
@@ -175,7 +176,8 @@ def _look(path: Path, host: ZeROHost, optimizer_too: bool) -> tuple[Path, bool]:
     if not (host.trusted and path.exists() and not (path / MANIFEST).exists()):
         # A run that loads only weights does not resume.
         path = whole_or_older(path, substitute=optimizer_too)
-        manifest = read_manifest(path) if path.is_dir() else {}
+        if path.is_dir():
+            manifest = read_manifest(path)
     if not (path / TAG).is_dir():
         why = "not a DeepSpeed checkpoint"
         raise ValueError(explain(f"{path}", why, "Load it with the strategy that saved it"))

@@ -20,6 +20,7 @@ from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.distributed import rank_count, rank_here, smallest_over_ranks
 from lightning_fasttrain.core.messages import explain, wide_enough
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
+from lightning_fasttrain.core.state.select_entries import only
 from lightning_fasttrain.predict.ranks.rank_states import RankStates
 from lightning_fasttrain.strategy.choose._model_sizes import Held, held_by
 from lightning_fasttrain.strategy.choose._optimizer_state import refuse_unshardable
@@ -103,8 +104,10 @@ class ZeROHost:
             gradients = min(held.trained * held.size, gradients + waiting)
         elif stage == "3":
             in_backward += waiting
-        share = 1.0 if stage == "0" else 1 / world
-        if "+" in stage:
+        share = 1 / world
+        if stage == "0":
+            share = 1.0
+        elif "+" in stage:
             share = 0.0  # the step runs in host memory
         return RankStates(
             states.parameters,
@@ -172,7 +175,9 @@ class ZeROHost:
         # Negated, so that the minimum yields the maximum.
         free, host, activations = smallest_over_ranks([free, host, -activation_bytes])
         bucket = question.settings.get("reduce_bucket_size")
-        sizes = ZeROSizes(reduce_bucket=bucket) if bucket is not None else None
+        sizes = None
+        if bucket is not None:
+            sizes = ZeROSizes(reduce_bucket=bucket)
         precision = self._precision_name
         choice = choose_stage(
             module,
@@ -193,10 +198,7 @@ class ZeROHost:
         # Lightning builds the config, which has its own defaults.
         made = DeepSpeedStrategy(**question.arguments(), **question.settings).config
         assert made is not None
-        given = {}
-        for key in ("reduce_bucket_size", "sub_group_size"):
-            if key in question.settings:
-                given[key] = question.settings[key]
+        given = only(question.settings, ["reduce_bucket_size", "sub_group_size"])
         # The sizes assumed in the prediction, and the user's before them.
         self._given_config["zero_optimization"] = {**made["zero_optimization"], **choice.sizes.as_config(), **given}
 
@@ -210,8 +212,10 @@ class ZeROHost:
         make_broadcastable_(model)
         # A CPU has no index, but DeepSpeed requires one.
         index = self.root_device.index
+        if index is None:
+            index = self.local_rank
         with self.roll_call.watching("deepspeed.initialize"):
-            self.engine = Engine(config, model, optimizer, scheduler, self.local_rank if index is None else index)
+            self.engine = Engine(config, model, optimizer, scheduler, index)
         return self.engine
 
     @contextmanager

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.messages import explain, note_once, warn
 from lightning_fasttrain.core.modules.wrapped_forward import patch
+from lightning_fasttrain.core.state.select_entries import only
 from lightning_fasttrain.run.checkpoint.atomic_checkpoints import probe_folders
 from lightning_fasttrain.strategy.zero.stage_question import predicted_activations
 from lightning_fasttrain.strategy.zero.zero_checkpoint import folder_to_load, save_whole
@@ -141,7 +142,9 @@ class ZeROStrategy(ZeROHost, DeepSpeedStrategy):
 
     def _init_optimizers(self) -> Any:
         made, self._made = self._made, None
-        return made if made is not None else super()._init_optimizers()
+        if made is not None:
+            return made
+        return super()._init_optimizers()
 
     def _setup_model_and_optimizer(
         self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: LRScheduler | None = None
@@ -150,12 +153,10 @@ class ZeROStrategy(ZeROHost, DeepSpeedStrategy):
         return engine.deepspeed, engine.optimizer
 
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
-        config = {key: self._given_config[key] for key in ("fp16", "bf16") if key in self._given_config}
+        config = only(self._given_config, ["fp16", "bf16"])
         config["train_micro_batch_size_per_gpu"] = 1  # DeepSpeed requires it
         if self.zero_stage_3:
-            for key in ("zero_allow_untested_optimizer", "zero_optimization"):
-                if key in self._given_config:
-                    config[key] = self._given_config[key]
+            config |= only(self._given_config, ["zero_allow_untested_optimizer", "zero_optimization"])
         self.model = self._make_engine(config, model).deepspeed
 
     @contextmanager
@@ -177,8 +178,10 @@ class ZeROStrategy(ZeROHost, DeepSpeedStrategy):
     def _technique_that_adds(self) -> Technique | None:
         assert self.lightning_module is not None
         callbacks: list[Any] = self.lightning_module.trainer.callbacks
-        adding = [c for c in callbacks if isinstance(c, Technique) and c.surgery in (Surgery.QUANTIZE, Surgery.ADAPT)]
-        return adding[0] if adding else None
+        for callback in callbacks:
+            if isinstance(callback, Technique) and callback.surgery in (Surgery.QUANTIZE, Surgery.ADAPT):
+                return callback
+        return None
 
     # Accumulation: Lightning's loop decides on windows and steps.
 
