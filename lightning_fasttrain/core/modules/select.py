@@ -126,7 +126,7 @@ def has_parameters(module: nn.Module, recurse: bool = True) -> bool:
     return next(module.parameters(recurse), None) is not None
 
 
-def modules_of(roots: Iterable[nn.Module]) -> set[nn.Module]:
+def modules_inside(roots: Iterable[nn.Module]) -> set[nn.Module]:
     """Return all modules in any of ``roots``, which are included."""
     found: set[nn.Module] = set()
     for root in roots:

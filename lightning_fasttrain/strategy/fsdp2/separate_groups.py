@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import count_uses
-from lightning_fasttrain.core.modules.select import has_parameters, modules_of
+from lightning_fasttrain.core.modules.select import has_parameters, modules_inside
 
 
 def shard_norms_(block: nn.Module, options: dict[str, Any]) -> None:
@@ -45,7 +45,7 @@ def shard_other_dtypes_(
         own = replace(policy, param_dtype=None, reduce_dtype=reduced)
         entirely = {block for block in blocks if _dtypes(block.parameters()) == {dtype}}
         of_blocks.update(dict.fromkeys(entirely, own))
-        left = modules_of(entirely)
+        left = modules_inside(entirely)
         # Those inside of blocks first, which are gathered when the block starts.
         for part in (*blocks, model):
             is_meant = partial(_trains_in, dtype, left)

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.select import modules_of
+from lightning_fasttrain.core.modules.select import modules_inside
 from lightning_fasttrain.core.modules.without_dropout import has_dropout
 from lightning_fasttrain.strategy.tensor_parallel.attention_and_mlp import is_attention
 from lightning_fasttrain.strategy.tensor_parallel.divisors import HEADS, KEY_VALUE_HEADS, common_divisors
@@ -81,7 +81,7 @@ def _replicate_others_(places: Places, mesh: DeviceMesh, on_shares: list[nn.Modu
         mesh: the tensor group.
         on_shares: modules that compute on a share of the tokens, so that the gradients of ranks are parts.
     """
-    inside = modules_of(on_shares)
+    inside = modules_inside(on_shares)
     layouts: Layouts = {}
     for original, owners in places.items():
         if original.ndim == 0:
@@ -114,7 +114,7 @@ def _drop_differently_(
 def _compute_on_a_part_(model: nn.Module, planned: list[nn.Module], ranks: int) -> None:
     """Tell modules around the layers of a plan about it: attention its number of heads, and torch's encoders."""
     for module in model.modules():
-        if is_attention(module) and not modules_of([module]).isdisjoint(planned):
+        if is_attention(module) and not modules_inside([module]).isdisjoint(planned):
             divide_heads_(module, ranks)
         # Their fused path would use a part of the weights as if it were all.
         if isinstance(module, nn.TransformerEncoderLayer):
@@ -133,7 +133,7 @@ def _places(model: nn.Module) -> Places:
 
 def _refuse_tied(name: str, layer: nn.Module, places: Places, split: list[nn.Module]) -> None:
     """Refuse a layer that shares a parameter with another one than those that split it in the same way."""
-    inside = modules_of(split)
+    inside = modules_inside(split)
     for parameter in layer.parameters():
         if any(owner not in inside for owner, _ in places[parameter]):
             why = "it shares a parameter with another layer, which needs the complete one"
