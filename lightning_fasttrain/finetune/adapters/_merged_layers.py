@@ -51,7 +51,9 @@ class Originals(Replacement):
         self.owner = layer.get_base_layer()
         self.held = held_tensors(self.owner)
         self.weights: list[tuple[nn.Module, str, Tensor]] = []
-        for base in dict.fromkeys(_bases(layer)) if self.base is None else ():
+        if self.base is not None:
+            return
+        for base in dict.fromkeys(_bases(layer)):
             for name, parameter in base.named_parameters(recurse=False):
                 # A real copy: on the CPU, ``to`` alone returns the same memory.
                 self.weights.append((base, name, parameter.detach().to("cpu", copy=True)))

@@ -13,6 +13,7 @@ from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.select import is_part_of
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch_all
 from lightning_fasttrain.finetune.adapters.add_adapter import adapter_parameters
+from lightning_fasttrain.finetune.selection._search import names_not_in
 from lightning_fasttrain.finetune.selection.base_fingerprint import base_fingerprint, is_fingerprint, refuse_other_base
 
 FINGERPRINT = "lightning_fasttrain.base"
@@ -32,8 +33,7 @@ def trained_state(model: nn.Module) -> dict[str, Tensor]:
         >>> list(ft.finetune.trained_state(net))
         ['0.lora_A.default.weight', '0.lora_B.default.weight']
     """
-    state = model.state_dict()
-    return {name: state[name] for name in trained_names(model) if name in state}
+    return _trained_part(model.state_dict(), model)
 
 
 @check_arguments
@@ -101,10 +101,14 @@ def checkpoint_what_trains_(strategy: Strategy, module: L.LightningModule) -> Un
 def keep_what_trains_(checkpoint: dict[str, Any], module: L.LightningModule) -> None:
     """Remove the frozen base from a checkpoint, and add its fingerprint; nothing if it holds no more."""
     state = checkpoint["state_dict"]
-    names = [name for name in trained_names(module) if name in state]
-    if len(names) < len(state):
-        checkpoint["state_dict"] = {name: state[name] for name in names}
+    trained = _trained_part(state, module)
+    if len(trained) < len(state):
+        checkpoint["state_dict"] = trained
         checkpoint[FINGERPRINT] = base_fingerprint(module)
+
+
+def _trained_part(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    return {name: state[name] for name in trained_names(model) if name in state}
 
 
 def _names_in_part(
@@ -118,7 +122,7 @@ def _names_in_part(
         raise CorruptCheckpoint(explain("the checkpoint", "its fingerprint is damaged", "Use an older checkpoint"))
     refuse_other_base(checkpoint[FINGERPRINT], module, "the checkpoint")
     known = set(module.state_dict())
-    missing = [name for name in trained_names(module) if name not in saved]
+    missing = names_not_in(trained_names(module), saved)
     # Modules that are unfrozen later need not train yet.
     more = sorted(saved - known)
     if strict and (missing or more):

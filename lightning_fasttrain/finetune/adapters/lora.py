@@ -15,6 +15,7 @@ from lightning_fasttrain.core.files.guarded_loading import guard_loading
 from lightning_fasttrain.core.host.lightning import replicates
 from lightning_fasttrain.core.messages import explain, list_some, note_once, number_of, warn
 from lightning_fasttrain.core.modules.layer_kinds import find_tuners
+from lightning_fasttrain.core.modules.select import as_list
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, undo_all
 from lightning_fasttrain.core.state.rng import random_state, set_random_state
 from lightning_fasttrain.finetune.adapters.adapter_checkpoints import checkpoint_what_trains_, keep_what_trains_
@@ -96,7 +97,7 @@ class Adapter(Technique):
         self.config = config
         self.batches = batches
         self.targets = targets
-        self.train = [train] if isinstance(train, str) else list(train)
+        self.train = as_list(train)
         self.name = name
         self.checkpoint = one_of("checkpoint", checkpoint, ("adapter", "full"))
 
@@ -105,9 +106,13 @@ class Adapter(Technique):
 
     def took_hold(self, model: nn.Module) -> str:
         layers = len(find_tuners(model))
-        rank = getattr(self.config, "r", None)  # (IA)³ and others have no rank
-        what = f"rank {rank} beside" if isinstance(rank, int) else "beside"
-        return f"{what} {number_of(layers, 'layer')}" if layers else ""
+        if not layers:
+            return ""
+        beside = f"beside {number_of(layers, 'layer')}"
+        rank = getattr(self.config, "r", None)
+        if isinstance(rank, int):
+            return f"rank {rank} {beside}"
+        return beside  # (IA)³ and others have no rank
 
     def _add(self, model: nn.Module, config: "PeftConfig", targets: Targets | None) -> None:
         add_adapter_(model, config, targets, train=self.train, name=self.name, batches=self.batches)
@@ -286,7 +291,7 @@ class IA3(Adapter):
         checkpoint: str = "adapter",
     ) -> None:
         config = require_peft().IA3Config()
-        config.feedforward_modules = [feedforward] if isinstance(feedforward, str) else list(feedforward)
+        config.feedforward_modules = as_list(feedforward)
         super().__init__(config, targets, train=train, name=name, checkpoint=checkpoint)
 
     def apply(self, model: nn.Module) -> None:
@@ -299,8 +304,10 @@ class IA3(Adapter):
 def _warn_of_what_got_no_gradient(model: nn.Module) -> None:
     """Warn about adapter parameters without a gradient, whose layers are unused or bypassed by a fused kernel."""
     brought = adapter_parameters(model)
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad and name in brought}
-    missing = [name for name, parameter in trained.items() if parameter.grad is None]
+    missing: list[str] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.grad is None and name in brought:
+            missing.append(name)
     # Without any gradient, they were freed as they were computed.
     freed = all(parameter.grad is None for parameter in model.parameters())
     if missing and not freed:

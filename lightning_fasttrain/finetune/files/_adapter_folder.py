@@ -59,13 +59,16 @@ def write_adapter(folder: Path, tensors: Mapping[str, Tensor], settings: str, ro
 
 def adapter_folder(folder: Folder) -> Path:
     source = local_path(folder)
-    pickles = [source] if source.suffix in _PICKLES and source.is_file() else []
-    if source.is_dir() and not (source / WEIGHTS).exists():
-        pickles = sorted(path for path in source.iterdir() if path.suffix in _PICKLES)
-    if pickles:
-        why = "loading a pickle can execute code, so it was not opened"
-        way_out = "Ask its author to save it as safetensors, which PEFT does by default"
-        raise ValueError(explain(f"{pickles[0]} is a pickle", why, way_out))
+    found: list[Path] = []
+    if source.is_file():
+        found = [source]
+    elif source.is_dir() and not (source / WEIGHTS).exists():
+        found = sorted(source.iterdir())
+    for path in found:
+        if path.suffix in _PICKLES:
+            why = "loading a pickle can execute code, so it was not opened"
+            way_out = "Ask its author to save it as safetensors, which PEFT does by default"
+            raise ValueError(explain(f"{path} is a pickle", why, way_out))
     if source.is_file():
         raise ValueError(explain(f"{source}", "an adapter is a folder with two files", f"Use '{source.parent}'"))
     if not source.is_dir():

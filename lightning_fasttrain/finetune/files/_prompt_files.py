@@ -98,9 +98,11 @@ def _shapes_here(config: "PeftConfig", base: Any) -> dict[str, list[int]]:
     if method_of(filled) == "PREFIX_TUNING":
         virtual = [filled.num_virtual_tokens, 2 * filled.num_layers * filled.token_dim]
     shapes = {"prompt_embeddings": virtual}
-    heads = ["classifier", "score"] if filled.task_type == "SEQ_CLS" else []  # PEFT trains these
+    whole = list(filled.modules_to_save or [])
+    if filled.task_type == "SEQ_CLS":
+        whole += ["classifier", "score"]  # PEFT trains these
     for name, plain in base_names(base).items():
-        if _trains_whole(plain, [*heads, *(filled.modules_to_save or [])]):
+        if _trains_whole(plain, whole):
             shapes[f"base_model.{plain}"] = list(base.get_parameter(name).shape)
     return shapes
 

@@ -139,7 +139,7 @@ class FrozenCache(Technique):
         step.notes.append("Outputs that FrozenCache keeps in host memory are not counted.")
 
     def took_hold(self, model: nn.Module) -> str:
-        if not any(True for _ in wrappers_in(model, CachedForward)):
+        if not any(wrappers_in(model, CachedForward)):
             return ""
         where = "host memory" if self.folder is None else f"'{os.fspath(self.folder)}'"
         return f"outputs of '{self.part}' are kept in {where}"

@@ -104,7 +104,8 @@ def quantize_layer_(
     packed, state = pack(weight.detach(), kind, double_quant)
     layer.__class__ = type(like)
     # Only missing attributes: hooks, replaced forwards and the bias stay.
-    vars(layer).update({name: value for name, value in vars(like).items() if name not in vars(layer)})
+    for name, value in vars(like).items():
+        vars(layer).setdefault(name, value)
     if kind == "int8":
         layer._parameters["weight"] = _int8_parameter(packed)
         # As the first forward of bitsandbytes would do.
@@ -201,8 +202,10 @@ def _int8_parameter(packed: Tensor) -> nn.Parameter:
 
 def settle_(layer: nn.Module) -> None:
     """Make the weight and the quantisation state of a layer consistent."""
-    settle = settle_8bit_ if in_8_bits(layer) else settle_4bit_
-    settle(layer)
+    if in_8_bits(layer):
+        settle_8bit_(layer)
+    else:
+        settle_4bit_(layer)
 
 
 def settle_4bit_(layer: Any, *_: object) -> None:

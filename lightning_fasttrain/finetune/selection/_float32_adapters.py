@@ -129,8 +129,10 @@ def _keep(stays: StaysInFloat32) -> None:
 
 def kept_in_float32(model: nn.Module) -> set[Tensor]:
     """Return the tensors of ``model`` that are kept in float32."""
-    kept = [vars(module)["_apply"] for module in model.modules() if stays_in_float32(module)]
-    return {tensor for stays in kept for tensor in stays.tensors()}
+    kept: set[Tensor] = set()
+    for module in filter(stays_in_float32, model.modules()):
+        kept.update(vars(module)["_apply"].tensors())
+    return kept
 
 
 def stays_in_float32(module: nn.Module) -> bool:
