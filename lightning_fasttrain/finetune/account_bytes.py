@@ -112,7 +112,9 @@ def _tensors(model: nn.Module, heads: set[nn.Module]) -> Iterator[tuple[str, Ten
         parts: dict[str, Tensor] = {}
         if is_quantized(module):
             parts = quantization_of(module)
-            kind = "8 bits" if in_8_bits(module) else "4 bits"
+            kind = "4 bits"
+            if in_8_bits(module):
+                kind = "8 bits"
             for key, tensor in parts.items():
                 yield f"{inside}{key}", tensor, kind
         for key, parameter in module.named_parameters(recurse=False):
@@ -132,7 +134,9 @@ def _kind_of(module: nn.Module, parameter: nn.Parameter, is_head: bool) -> str:
         return "embeddings"
     if is_head:
         return "heads"
-    return "matrices" if parameter.ndim > 1 else "vectors"
+    if parameter.ndim > 1:
+        return "matrices"
+    return "vectors"
 
 
 def _find_left(model: nn.Module) -> dict[str, str]:

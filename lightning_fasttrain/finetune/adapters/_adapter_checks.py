@@ -97,12 +97,11 @@ def check_layers(found: dict[str, nn.Module], config: "PeftConfig") -> None:
 
 def check_parameters(found: Iterable[str], config: "PeftConfig") -> None:
     """Refuse adapters on stacked tensors other than LoRA, and initializations that decompose a layer's weight."""
+    start = getattr(config, "init_lora_weights", True)
     for name in found:
         if method_of(config) != "LORA":
             why = "PEFT adapts tensors that a module itself multiplies with by LoRA alone"
             raise TypeError(explain(f"{method_of(config)} on the tensor '{name}'", why, "Use peft.LoraConfig"))
-    start = getattr(config, "init_lora_weights", True)
-    for name in found:
         if isinstance(start, str) and start not in ("gaussian", "eva"):
             why = "this initialization decomposes one layer's weight, and this tensor is a stack of weights"
             raise TypeError(explain(f"'{start}' on the tensor '{name}'", why, "Use init_lora_weights=True"))

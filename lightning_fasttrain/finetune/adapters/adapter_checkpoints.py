@@ -49,16 +49,15 @@ def trained_names(model: nn.Module) -> list[str]:
         ['1.weight', '1.bias', '1.running_mean', '1.running_var', '1.num_batches_tracked']
     """
     adapters = adapter_parameters(model)
-    frozen: set[str] = set()
-    for prefix, module in model.named_modules():
-        own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-        if own and not any(parameter.requires_grad for parameter in own.values()):
-            frozen.add(prefix)
-    trains = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
-    names = []
     parameters = dict(model.named_parameters(remove_duplicate=False))
+    trains = {name for name, parameter in parameters.items() if parameter.requires_grad}
     # Quantised weights have nested keys, such as "weight.absmax", also beside a bias that trains.
-    frozen |= parameters.keys() - trains
+    frozen = parameters.keys() - trains
+    for prefix, module in model.named_modules():
+        own = dict(module.named_parameters(prefix=prefix, recurse=False, remove_duplicate=False))
+        if own and not own.keys() & trains:
+            frozen.add(prefix)
+    names = []
     for name in model.state_dict():
         changes = name in trains or (name not in parameters and not is_part_of(name, frozen))
         if name in adapters or changes:
@@ -126,7 +125,9 @@ def _names_in_part(
     # Modules that are unfrozen later need not train yet.
     more = sorted(saved - known)
     if strict and (missing or more):
-        why = f"it lacks {missing[:3]}" if missing else f"this run has no {more[:3]}"
+        why = f"this run has no {more[:3]}"
+        if missing:
+            why = f"it lacks {missing[:3]}"
         way_out = "Resume with the same adapter (targets, rank, train=)"
         raise ValueError(explain("the checkpoint has other trained parameters than this run", why, way_out))
     return saved & known

@@ -141,8 +141,7 @@ def add_adapter_(
     refuse_namesake(name, dict(root.named_modules()))
     check_start(config, found, batches)
     heads = names_not_in(find_heads(model), {**found, **whole})
-    replaced = (*found, *dict.fromkeys(tensors.values()), *whole)
-    _put_in(model, root, config, name, replaced, batches)
+    _put_in(model, root, config, name, [*found, *dict.fromkeys(tensors.values()), *whole], batches)
     train_mode(root)
     besides = f", {len(tensors)} tensors ({', '.join(config.target_parameters)})" if tensors else ""
     besides += f", and {', '.join(whole)} in full" if whole else ""

@@ -12,10 +12,7 @@ from lightning_fasttrain.core.modules.layer_kinds import TUNER, WRAPPER, is_a, i
 from lightning_fasttrain.core.modules.select import is_part_of
 from lightning_fasttrain.finetune.adapters._adapter_checks import refuse_merged
 from lightning_fasttrain.finetune.adapters._merged_layers import tuner_layers
-from lightning_fasttrain.finetune.adapters.add_adapter import (
-    adapted_modules,
-    adapter_parameters,
-)
+from lightning_fasttrain.finetune.adapters.add_adapter import adapted_modules, adapter_parameters
 from lightning_fasttrain.finetune.adapters.fast_path_weights import forget_adapters_
 from lightning_fasttrain.finetune.adapters.merge import merge_layers_, unmerge_adapters_
 from lightning_fasttrain.finetune.adapters.merge_quantized import forget_quantization_
@@ -156,7 +153,9 @@ def _merge_or_unmerge_(
     done = any(layer.merged for layer in layers.values())
     are_default = names is None and into is None and original is None
     if not are_default and (done or not merge):
-        why = "the adapters are merged already" if merge else "nothing is merged with merge=False"
+        why = "nothing is merged with merge=False"
+        if merge:
+            why = "the adapters are merged already"
         why += ", so names=, into= and original= have no effect"
         raise ValueError(explain("unload_adapters_", why, "Omit them"))
     if not merge:

@@ -11,12 +11,7 @@ from lightning_fasttrain.core.checks import PositiveInt, check_arguments, one_of
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.layer_kinds import find_tuners
 from lightning_fasttrain.finetune.adapters._adapter_checks import refuse_merged, refuse_unknown
-from lightning_fasttrain.finetune.adapters.add_adapter import (
-    adapted_modules,
-    adapter_names,
-    add_adapter_,
-    use_adapter_,
-)
+from lightning_fasttrain.finetune.adapters.add_adapter import adapted_modules, adapter_names, add_adapter_, use_adapter_
 from lightning_fasttrain.finetune.selection._adapter_switches import switches
 from lightning_fasttrain.finetune.selection._search import names_in, names_not_in
 from lightning_fasttrain.finetune.selection.targets import match_exactly, method_of, require_peft

@@ -22,6 +22,7 @@ from lightning_fasttrain.finetune.adapters.adapter_checkpoints import checkpoint
 from lightning_fasttrain.finetune.adapters.add_adapter import adapter_parameters, add_adapter_
 from lightning_fasttrain.finetune.adapters.initializations import Batches
 from lightning_fasttrain.finetune.selection._float32_adapters import let_round_
+from lightning_fasttrain.finetune.selection._search import list_trainable, names_in
 from lightning_fasttrain.finetune.selection.targets import ALL_LINEAR, Targets, require_peft
 from lightning_fasttrain.technique import Capability, Conflict, Exactness, Setting, Surgery, Technique
 from lightning_fasttrain.technique.weight_averages import conflict_with_early_averages, refuse_average_before
@@ -166,7 +167,9 @@ class Adapter(Technique):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the random state that the adapter's dropout uses; empty in distributed runs: ranks differ in it."""
-        return {"random": random_state()} if self._alone else {}
+        if not self._alone:
+            return {}
+        return {"random": random_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the random state; Lightning calls this before it iterates over the data."""
@@ -303,11 +306,9 @@ class IA3(Adapter):
 
 def _warn_of_what_got_no_gradient(model: nn.Module) -> None:
     """Warn about adapter parameters without a gradient, whose layers are unused or bypassed by a fused kernel."""
-    brought = adapter_parameters(model)
-    missing: list[str] = []
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.grad is None and name in brought:
-            missing.append(name)
+
+    trained = names_in(list_trainable(model), adapter_parameters(model))
+    missing = [name for name in trained if model.get_parameter(name).grad is None]
     # Without any gradient, they were freed as they were computed.
     freed = all(parameter.grad is None for parameter in model.parameters())
     if missing and not freed:

@@ -20,16 +20,8 @@ from lightning_fasttrain.finetune.adapters._merged_layers import (
     tuner_layers,
     wrappers_in,
 )
-from lightning_fasttrain.finetune.adapters.add_adapter import (
-    adapter_names,
-    adapter_parameters,
-    use_adapter_,
-)
-from lightning_fasttrain.finetune.adapters.merge_quantized import (
-    QuantizedMerge,
-    check_way,
-    list_adapters,
-)
+from lightning_fasttrain.finetune.adapters.add_adapter import adapter_names, adapter_parameters, use_adapter_
+from lightning_fasttrain.finetune.adapters.merge_quantized import QuantizedMerge, check_way, list_adapters
 from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized
 from lightning_fasttrain.finetune.quantized._quantized_tensor import holder_under
 from lightning_fasttrain.finetune.quantized._tensor_files import Original
@@ -61,7 +53,9 @@ class MergeReport:
         parts = [f"{', '.join(self.names)} merged into {len(self.layers)} layers"]
         if self.against_trained:
             parts.append(f"{len(self.against_trained)} of them {self.into}")
-            why = ", which is the quantization error" if self.into == "original" else ""
+            why = ""
+            if self.into == "original":
+                why = ", which is the quantization error"
             parts.append(f"outputs differ from the trained model by {_spread(self.against_trained)}{why}")
         if self.against_original:
             parts.append(f"from the unmerged adapter on the original weights by {_spread(self.against_original)}")
@@ -177,18 +171,14 @@ def merge_layers_(
     if stay:
         _refuse_unmergeable(quantized)
     _refuse_torchaos(layers)
-    if quantized:
-        way = QuantizedMerge(model, quantized, into, original, batch)
-        merged = _merge(model, layers, chosen, way)
-        report = MergeReport(tuple(chosen), tuple(merged), into, way.against_trained, way.against_original)
-    else:
-        merged = _merge(model, layers, chosen, None)
-        report = MergeReport(tuple(chosen), tuple(merged), into)
+    way = QuantizedMerge(model, quantized, into, original, batch)
+    merged = _merge(model, layers, chosen, way)
+    report = MergeReport(tuple(chosen), tuple(merged), into, way.against_trained, way.against_original)
     say("merge_adapters_: %s", report)
     return report
 
 
-def _merge(model: nn.Module, layers: dict[str, Any], names: list[str], way: QuantizedMerge | None) -> list[str]:
+def _merge(model: nn.Module, layers: dict[str, Any], names: list[str], way: QuantizedMerge) -> list[str]:
     """Merge the named adapters, or leave the model as it is if that fails; return the names of the merged layers."""
     brought = adapter_parameters(model)
     parameters = [p for name, p in model.named_parameters() if name in brought]
@@ -230,15 +220,15 @@ def _merge(model: nn.Module, layers: dict[str, Any], names: list[str], way: Quan
     return merged
 
 
-def _merge_one(name: str, layer: Any, names: list[str], way: QuantizedMerge | None) -> None:
+def _merge_one(name: str, layer: Any, names: list[str], way: QuantizedMerge) -> None:
     here = names_in(names, list_adapters(layer))
-    if way is not None and is_quantized(layer.get_base_layer()):
+    if is_quantized(layer.get_base_layer()):
         # PEFT's layer still wraps the new base layer, and regards its adapters as merged.
         layer.base_layer = way.merge_layer(name, layer, names)
         layer.merged_adapters[:] = here
         return
     for wrapper in wrappers_in(layer):
-        if way is not None and holder_under(wrapper) is not None:
+        if holder_under(wrapper) is not None:
             way.merge_tensor(name, wrapper, here)
             wrapper.merged_adapters[:] = here
         else:
@@ -253,7 +243,7 @@ def _choose_names(model: nn.Module, layers: dict[str, Any], names: str | Iterabl
     if not chosen:
         raise ValueError(explain("merging", "no adapter is active or named", f"Existing adapters: {', '.join(there)}"))
     refuse_unknown(chosen, there)
-    if any(layer.disable_adapters for layer in layers.values()):
+    if any(map(attrgetter("disable_adapters"), layers.values())):
         raise ValueError(explain("merging", "the adapters are disabled", "Call enable_adapters_(model) first"))
     for name, wrapper in find_trained_copies(model).items():
         whole = names_in(chosen, wrapper.modules_to_save)

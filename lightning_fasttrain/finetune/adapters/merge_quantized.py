@@ -97,7 +97,7 @@ class QuantizedMerge:
                 keep_quantized_(base)
                 linear[name] = layer
         self.inputs: dict[str, Tensor] = {}
-        if batch is not None:
+        if layers and batch is not None:
             self.inputs = _inputs(model, linear, batch)
         self.against_trained: dict[str, float] = {}
         self.against_original: dict[str, float] = {}

@@ -75,7 +75,7 @@ def adapter_folder(folder: Folder) -> Path:
         why = "the folder does not exist locally, and nothing is downloaded"
         raise FileNotFoundError(explain(f"{source}", why, "Download it first: huggingface_hub.snapshot_download"))
     if not (source / WEIGHTS).is_file():
-        there = first_few(sorted(path.name for path in source.iterdir())) or "no files"
+        there = first_few(sorted(os.listdir(source))) or "no files"
         raise FileNotFoundError(explain(f"{source} has no {WEIGHTS}", f"it holds {there}", "Pass an adapter's folder"))
     return source
 

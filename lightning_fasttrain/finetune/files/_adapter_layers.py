@@ -148,9 +148,10 @@ def _tokens_in_file(keys: Iterable[str], config: "PeftConfig") -> dict[str, list
     for key in keys:
         name = key.removesuffix(TOKENS)
         if name != key:
-            found[name] = rows
             if isinstance(rows, dict):
                 found[name] = next((own for end, own in rows.items() if has_ending(name, [end])), [])
+            else:
+                found[name] = rows
     return found
 
 

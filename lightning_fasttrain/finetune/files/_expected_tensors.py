@@ -12,13 +12,7 @@ from torch import Tensor, nn
 
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.finetune.adapters.initializations import copy_config_for
-from lightning_fasttrain.finetune.files._adapter_layers import (
-    PREFIX,
-    TOKENS,
-    Place,
-    plain_modules,
-    refuse_other_model,
-)
+from lightning_fasttrain.finetune.files._adapter_layers import PREFIX, TOKENS, Place, plain_modules, refuse_other_model
 from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized
 from lightning_fasttrain.finetune.quantized._quantized_tensor import shown_as_parameters
 from lightning_fasttrain.finetune.quantized._tensor_files import DTYPES

@@ -38,11 +38,7 @@ from lightning_fasttrain.finetune.files._expected_tensors import (
 from lightning_fasttrain.finetune.files._prompt_files import load_prompts_
 from lightning_fasttrain.finetune.prompts.add_prompt import plain_model
 from lightning_fasttrain.finetune.selection._search import list_trainable, names_not_in, prefix_of, strip_prefix
-from lightning_fasttrain.finetune.selection.base_fingerprint import (
-    adapters_on,
-    base_names,
-    first_few,
-)
+from lightning_fasttrain.finetune.selection.base_fingerprint import adapters_on, base_names, first_few
 from lightning_fasttrain.finetune.selection.targets import has_ending, match_exactly
 
 if TYPE_CHECKING:

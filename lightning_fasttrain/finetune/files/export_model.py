@@ -31,12 +31,7 @@ from lightning_fasttrain.finetune.quantized._quantized_layer import (
 from lightning_fasttrain.finetune.selection._adapter_switches import switches
 from lightning_fasttrain.finetune.selection._float32_adapters import rounded_as
 from lightning_fasttrain.finetune.selection._search import find_modules, names_in, names_not_in
-from lightning_fasttrain.finetune.selection.base_fingerprint import (
-    adapter_holders,
-    first_few,
-    is_torchaos,
-    plain_name,
-)
+from lightning_fasttrain.finetune.selection.base_fingerprint import adapter_holders, first_few, is_torchaos, plain_name
 from lightning_fasttrain.finetune.selection.targets import find_hugging_face_model
 
 

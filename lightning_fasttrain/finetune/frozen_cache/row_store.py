@@ -67,7 +67,7 @@ class RowStore:
             return
         safetensors: Any = require("safetensors.torch", extra="finetune")
         for keys in self._keys_by_shape():
-            rows = [self._rows[key] for key in keys]
+            rows = map(self._rows.__getitem__, keys)
             tensors = {str(number): torch.stack(parts) for number, parts in enumerate(zip(*rows, strict=True))}
             tensors["keys"] = torch.frombuffer(bytearray(b"".join(keys)), dtype=torch.uint8).view(-1, KEY_BYTES)
             name = f"rows-{os.getpid()}-{secrets.token_hex(4)}.safetensors"

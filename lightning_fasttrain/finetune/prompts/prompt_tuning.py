@@ -67,7 +67,9 @@ class PromptTuning(Adapter):
                 raise ValueError(
                     explain(f"start={start!r}", "expected token ids of at least 0", "Use a tokenizer's input_ids")
                 )
-        kind = "SAMPLE_VOCAB" if start == "vocabulary" else "RANDOM"
+        kind = "RANDOM"
+        if start == "vocabulary":
+            kind = "SAMPLE_VOCAB"
         config = require_peft().PromptTuningConfig(num_virtual_tokens=tokens, prompt_tuning_init=kind)
         super().__init__(config, train=train, name=name, checkpoint=checkpoint)
 

@@ -38,9 +38,7 @@ class Quantizable:
 
     def weights(self) -> dict[str, Tensor]:
         """Return the tensors to quantise."""
-        weights: dict[str, Any] = {}
-        for name, layer in self.layers.items():
-            weights[name] = layer.weight
+        weights: dict[str, Any] = {name: layer.weight for name, layer in self.layers.items()}
         for name, (owner, key) in self.stacks.items():
             weights[name] = owner._parameters[key]
         return weights

@@ -55,8 +55,10 @@ def quantized_bytes(
     if kind == "int8":
         return elements + 4 * out_features
     blocks = -(-elements // BLOCK)
-    nested = blocks + 4 * -(-blocks // NESTED_BLOCK) + 4 * _NESTED_CODE + 4
-    return -(-elements // 2) + 4 * _CODE + (nested if double_quant else 4 * blocks)
+    constants = 4 * blocks
+    if double_quant:
+        constants = blocks + 4 * -(-blocks // NESTED_BLOCK) + 4 * _NESTED_CODE + 4
+    return -(-elements // 2) + 4 * _CODE + constants
 
 
 def require_bitsandbytes() -> Any:

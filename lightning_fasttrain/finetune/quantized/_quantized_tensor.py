@@ -144,9 +144,7 @@ def _dtype_of_inputs(inputs: Iterable[Any]) -> torch.dtype | None:
     """Return the dtype of the first floating-point input, which may be the Trainer's; None under autocast."""
     for one in inputs:
         if isinstance(one, Tensor) and one.is_floating_point():
-            if torch.is_autocast_enabled(one.device.type):
-                return None
-            return one.dtype
+            return None if torch.is_autocast_enabled(one.device.type) else one.dtype
     return None
 
 

@@ -20,7 +20,7 @@ from lightning_fasttrain.finetune.quantized._quantized_tensor import quantize_te
 from lightning_fasttrain.finetune.quantized._tensor_files import StoredTensor, Where, find_tensors, read_tensors
 from lightning_fasttrain.finetune.quantized.quantized_base import check_settings, choose_compute_dtype, report
 from lightning_fasttrain.finetune.quantized.quantized_state import keep_quantized_
-from lightning_fasttrain.finetune.selection._search import names_in, names_not_in, total_bytes
+from lightning_fasttrain.finetune.selection._search import names_in, names_not_in
 
 _LONG = 2**30  # bytes; longer loads show a progress bar
 
@@ -96,7 +96,8 @@ def load_quantized(
     stacks = {id(owner._parameters[key]): (owner, key) for owner, key in found.stacks.values()}
     made: dict[tuple[nn.Module, str], nn.Module] = {}
     before = 0
-    with _progress(total_bytes(wanted.values())) as advance:
+    total = sum(tensor.nbytes for tensor in wanted.values())
+    with _progress(total) as advance:
         for name, tensor in read_tensors(wanted):
             advance(tensor.nbytes)
             tensor = tensor.to(device, dtype if tensor.is_floating_point() else None)

@@ -60,7 +60,9 @@ class QuantizedReport:
 
     def __str__(self) -> str:
         size = f"{self.bytes_before / 2**20:.1f} → {self.bytes_after / 2**20:.1f} MiB"
-        stacks = f" and {len(self.stacks)} stacks of matrices" if self.stacks else ""
+        stacks = ""
+        if self.stacks:
+            stacks = f" and {len(self.stacks)} stacks of matrices"
         parts = [f"{len(self.quantized)} linear layers{stacks} in {self.kind}, {size}"]
         if self.already:
             parts.append(f"{len(self.already)} were quantised before")

@@ -27,7 +27,9 @@ class StaysInFloat32(Replacement):
         def move(tensor: Tensor) -> Tensor:
             moved = function(tensor)
             is_rounded = tensor.dtype is torch.float32 and moved.dtype in _LOW and tensor not in rounded
-            return tensor.to(moved.device) if is_rounded else moved
+            if is_rounded:
+                return tensor.to(moved.device)
+            return moved
 
         return type(self.module)._apply(self.module, move, recurse)
 

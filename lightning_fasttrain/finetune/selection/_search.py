@@ -1,17 +1,12 @@
 """Find modules, parameters and tensors by a property, and compare lists of qualified names."""
 
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_fasttrain.core.modules.select import is_inside
-
-
-class _Stored(Protocol):
-    @property
-    def nbytes(self) -> int: ...
 
 
 def find_modules(model: nn.Module, is_meant: Callable[[nn.Module], object]) -> dict[str, Any]:
@@ -35,12 +30,7 @@ def names_in(names: Iterable[str], others: Collection[str]) -> list[str]:
 
 
 def names_not_in(names: Iterable[str], others: Collection[str]) -> list[str]:
-    """Return those ``names`` that are not among ``others``, in their order.
-
-    Example:
-        >>> names_not_in(["stem", "blocks.0", "head"], {"head"})
-        ['stem', 'blocks.0']
-    """
+    """Return those ``names`` that are not among ``others``, in their order."""
     return [name for name in names if name not in others]
 
 
@@ -55,12 +45,7 @@ def strip_prefix(names: Iterable[str], prefix: str) -> list[str]:
 
 
 def prefix_of(name: str) -> str:
-    """Return the beginning of the names of a module's parts; it is empty for the model itself, whose name is "".
-
-    Example:
-        >>> prefix_of("blocks.0"), prefix_of("")
-        ('blocks.0.', '')
-    """
+    """Return the name of a module with a dot, which begins the names of its parts; "" for the model, named ""."""
     return f"{name}.".removeprefix(".")
 
 
@@ -69,6 +54,6 @@ def first_tensor(leaves: Iterable[object]) -> Tensor:
     return next(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 
-def total_bytes(tensors: Iterable[_Stored]) -> int:
+def total_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the sum of the sizes of ``tensors`` in bytes."""
     return sum(tensor.nbytes for tensor in tensors)

@@ -105,8 +105,7 @@ class Unfreezing:
         for group in self._groups[before : self.unfrozen]:
             self._unfreeze(group)
         show_unfrozen_(self._modules)
-        changed = self._groups[min(before, self.unfrozen) : max(before, self.unfrozen)]
-        return [name for group in changed for name in group.parameters]
+        return list(chain(*self.groups[min(before, self.unfrozen) : max(before, self.unfrozen)]))
 
     def _freeze(self, group: Chosen) -> None:
         for parameter in group.parameters.values():

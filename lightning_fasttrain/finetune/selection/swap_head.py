@@ -12,7 +12,7 @@ from lightning_fasttrain.core.modules.heads import find_heads
 from lightning_fasttrain.core.modules.layer_kinds import HUGGING_FACE_MODEL, base_of, is_a
 from lightning_fasttrain.core.modules.select import has_parameters
 from lightning_fasttrain.core.modules.wrapped_forward import told_heads
-from lightning_fasttrain.finetune.selection._search import prefix_of
+from lightning_fasttrain.finetune.selection._search import find_modules, prefix_of
 
 
 @check_arguments
@@ -73,8 +73,7 @@ def swap_head_(model: nn.Module, new_head: PositiveInt | nn.Module, head: str | 
 def _find(model: nn.Module, head: str | None) -> tuple[str, bool]:
     """Return the name of the head, and whether the model itself declares it as its output embedding."""
     modules: dict[str, Any] = dict(model.named_modules())
-    ours = told_heads(model)
-    told = [name for name, module in modules.items() if module in ours]
+    told = list(find_modules(model, told_heads(model).__contains__))
     if head is not None:
         meant = dict(model.named_modules(remove_duplicate=False)).get(head)
         found = [name for name, module in modules.items() if module is meant]

@@ -191,6 +191,4 @@ def require_peft() -> Any:
 
 def method_of(config: "PeftConfig") -> str:
     """Return PEFT's name of the method that a configuration is for, such as "LORA"; "" for the base class."""
-    if config.peft_type is None:
-        return ""
-    return config.peft_type.value
+    return getattr(config.peft_type, "value", "")

@@ -74,7 +74,7 @@ def shares_of(model: nn.Module, names: Collection[str]) -> dict[str, float]:
 def warn_of_what_is_out_of_reach(model: nn.Module, left: Collection[str], shares: dict[str, float]) -> None:
     """Warn if at least 10% of the bytes are in matrices that are not quantised since they are in no linear layer."""
     names = names_in(out_of_reach(model), left)
-    if (share := sum(shares[name] for name in names)) >= _MUCH:
+    if (share := sum(map(shares.__getitem__, names))) >= _MUCH:
         what = f"{share:.0%} of the bytes of {type(model).__name__} stay in full precision"
         why = f"only nn.Linear is quantised, and these are in other modules: {list_some(names)}"
         warn(explain(what, why, "Plan for their size; model.bfloat16() halves that of float32 weights"))
