@@ -16,11 +16,7 @@ if TYPE_CHECKING:
     from lightning_fasttrain.core.modules.parameters import count_parameters
     from lightning_fasttrain.finetune.account_bytes import ByteAccount, account_bytes
     from lightning_fasttrain.finetune.adapters.adapter_checkpoints import trained_names, trained_state
-    from lightning_fasttrain.finetune.adapters.add_adapter import (
-        adapter_names,
-        add_adapter_,
-        use_adapter_,
-    )
+    from lightning_fasttrain.finetune.adapters.add_adapter import adapter_names, add_adapter_, use_adapter_
     from lightning_fasttrain.finetune.adapters.base_model import base_model, enable_adapters_, unload_adapters_
     from lightning_fasttrain.finetune.adapters.combine_adapters import combine_adapters_, remove_adapter_
     from lightning_fasttrain.finetune.adapters.lora import IA3, Adapter, LoRA

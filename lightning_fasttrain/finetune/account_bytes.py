@@ -14,6 +14,7 @@ from lightning_fasttrain.core.modules.select import group_by_reason
 from lightning_fasttrain.finetune.adapters.add_adapter import adapter_parameters
 from lightning_fasttrain.finetune.quantized._quantizable import sort_out
 from lightning_fasttrain.finetune.quantized._quantized_layer import in_8_bits, is_quantized, quantization_of
+from lightning_fasttrain.finetune.selection._search import prefix_of
 from lightning_fasttrain.finetune.selection.base_fingerprint import is_torchaos
 
 _KINDS: tuple[str, ...] = ("4 bits", "8 bits", "matrices", "embeddings", "heads", "adapters", "vectors", "buffers")
@@ -53,7 +54,8 @@ class ByteAccount:
     def __str__(self) -> str:
         whole = max(self.total, 1)
         rows = [("kind", "MiB", "share")]
-        rows += [(kind, f"{n / 2**20:,.2f}", f"{n / whole:.1%}") for kind, n in self.by_kind().items()]
+        for kind, nbytes in self.by_kind().items():
+            rows.append((kind, f"{nbytes / 2**20:,.2f}", f"{nbytes / whole:.1%}"))
         rows += [("all", f"{self.total / 2**20:,.2f}", ""), ("trains", f"{self.trained / 2**20:,.2f}", "")]
         lines = [f"{kind:<12}{mib:>12}{share:>8}".rstrip() for kind, mib, share in rows]
         for reason, names in group_by_reason(self.left).items():
@@ -88,7 +90,7 @@ def account_bytes(model: nn.Module) -> ByteAccount:
     Source:
         Ours.
     """
-    brought, heads = adapter_parameters(model), {id(model.get_submodule(name)) for name in find_heads(model)}
+    brought, heads = adapter_parameters(model), set(map(model.get_submodule, find_heads(model)))
     kinds: dict[str, str] = {}
     nbytes: dict[str, int] = {}
     trained, seen = 0, set[int]()
@@ -99,26 +101,30 @@ def account_bytes(model: nn.Module) -> ByteAccount:
             seen.add(storage._cdata)
             kinds[name] = "adapters" if name in brought else kind
             nbytes[name] = storage.nbytes()
-            trained += storage.nbytes() if tensor.requires_grad else 0
+            if tensor.requires_grad:
+                trained += storage.nbytes()
     return ByteAccount(kinds, nbytes, trained, _find_left(model))
 
 
-def _tensors(model: nn.Module, heads: set[int]) -> Iterator[tuple[str, Tensor, str]]:
+def _tensors(model: nn.Module, heads: set[nn.Module]) -> Iterator[tuple[str, Tensor, str]]:
     for prefix, module in model.named_modules():
-        inside = f"{prefix}." if prefix else ""
+        inside = prefix_of(prefix)
         parts: dict[str, Tensor] = {}
         if is_quantized(module):
             parts = quantization_of(module)
-            kind = "8 bits" if in_8_bits(module) else "4 bits"
-            yield from ((f"{inside}{key}", tensor, kind) for key, tensor in parts.items())
+            kind = "4 bits"
+            if in_8_bits(module):
+                kind = "8 bits"
+            for key, tensor in parts.items():
+                yield f"{inside}{key}", tensor, kind
         for key, parameter in module.named_parameters(recurse=False):
             # torchao's tensor is a wrapper, and only its inner tensors take memory.
             if is_torchaos(parameter):
                 inner: Any = parameter
-                held: dict[str, Any] = {part: getattr(inner, part) for part in inner.__tensor_flatten__()[0]}
-                yield from ((f"{inside}{key}.{part}", tensor, "8 bits") for part, tensor in held.items())
+                for part in inner.__tensor_flatten__()[0]:
+                    yield f"{inside}{key}.{part}", getattr(inner, part), "8 bits"
             elif key not in parts:
-                yield f"{inside}{key}", parameter, _kind_of(module, parameter, id(base_of(module)) in heads)
+                yield f"{inside}{key}", parameter, _kind_of(module, parameter, base_of(module) in heads)
         for key, buffer in module.named_buffers(recurse=False):
             yield f"{inside}{key}", buffer, "buffers"
 
@@ -128,11 +134,13 @@ def _kind_of(module: nn.Module, parameter: nn.Parameter, is_head: bool) -> str:
         return "embeddings"
     if is_head:
         return "heads"
-    return "matrices" if parameter.ndim > 1 else "vectors"
+    if parameter.ndim > 1:
+        return "matrices"
+    return "vectors"
 
 
 def _find_left(model: nn.Module) -> dict[str, str]:
-    if not any(is_quantized(module) for module in model.modules()):
+    if not any(map(is_quantized, model.modules())):
         return {}
     found = sort_out(model, "nf4", ())
     could = dict.fromkeys((*found.layers, *found.stacks), "it was skipped, or added later")

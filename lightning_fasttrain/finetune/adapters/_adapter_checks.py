@@ -1,6 +1,7 @@
 """Check an adapter's configuration and existing adapters before anything is changed."""
 
 import importlib.util
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from torch import nn
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.finetune.quantized._quantized_layer import in_8_bits, is_quantized
 from lightning_fasttrain.finetune.selection._adapter_switches import switches
+from lightning_fasttrain.finetune.selection._search import names_not_in
 from lightning_fasttrain.finetune.selection.base_fingerprint import is_torchaos
 from lightning_fasttrain.finetune.selection.targets import method_of, require_peft
 
@@ -35,7 +37,7 @@ def check_config(config: "PeftConfig") -> None:
 
 
 def check_name(name: object) -> None:
-    if not isinstance(name, str) or not name or not all(c.isalnum() or c in "_-" for c in name):
+    if not isinstance(name, str) or not re.fullmatch(r"[\w-]+", name):
         why = "adapter names are used in state_dict keys and folder names"
         raise ValueError(explain(f"name={name!r}", why, "Use letters, digits, _ and -"))
 
@@ -60,9 +62,10 @@ def refuse_merged(model: nn.Module, what: str) -> None:
     Raises:
         ValueError: an adapter is merged.
     """
-    # Virtual tokens are not modules and cannot be merged.
-    layers: list[Any] = [layer for layer in switches(model) if isinstance(layer, nn.Module)]
-    merged = dict.fromkeys(name for layer in layers for name in layer.merged_adapters)
+    merged: dict[str, None] = {}
+    for layer in switches(model):
+        # Virtual tokens cannot be merged, and their switches have no such attribute.
+        merged.update(dict.fromkeys(getattr(layer, "merged_adapters", ())))
     if merged:
         why = f"adapter {', '.join(merged)} is already merged into the weights"
         raise ValueError(explain(what, why, "Call unmerge_adapters_(model) first"))
@@ -94,12 +97,11 @@ def check_layers(found: dict[str, nn.Module], config: "PeftConfig") -> None:
 
 def check_parameters(found: Iterable[str], config: "PeftConfig") -> None:
     """Refuse adapters on stacked tensors other than LoRA, and initializations that decompose a layer's weight."""
+    start = getattr(config, "init_lora_weights", True)
     for name in found:
         if method_of(config) != "LORA":
             why = "PEFT adapts tensors that a module itself multiplies with by LoRA alone"
             raise TypeError(explain(f"{method_of(config)} on the tensor '{name}'", why, "Use peft.LoraConfig"))
-    start = getattr(config, "init_lora_weights", True)
-    for name in found:
         if isinstance(start, str) and start not in ("gaussian", "eva"):
             why = "this initialization decomposes one layer's weight, and this tensor is a stack of weights"
             raise TypeError(explain(f"'{start}' on the tensor '{name}'", why, "Use init_lora_weights=True"))
@@ -138,11 +140,10 @@ def _check_quantized(name: str, layer: Any, config: "PeftConfig") -> None:
 def without_namesakes(names: list[str], root: nn.Module) -> list[str]:
     """Refuse names that PEFT's suffix matching would also find in other modules, and return ``names``."""
     for name in names:
-        others = [other for other, _ in root.named_modules() if other.endswith(name) and other not in names]
-        others = [other for other in others if not other.startswith(f"{name}.")]
-        if others:
-            why = f"PEFT would also train '{others[0]}', whose name has the same ending"
-            raise ValueError(explain(f"train=['{name}']", why, "Give the module a unique name in the model"))
+        for other in names_not_in(dict(root.named_modules()), names):
+            if other.endswith(name) and not other.startswith(f"{name}."):
+                why = f"PEFT would also train '{other}', whose name has the same ending"
+                raise ValueError(explain(f"train=['{name}']", why, "Give the module a unique name in the model"))
     return names
 
 

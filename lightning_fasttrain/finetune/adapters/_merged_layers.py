@@ -5,11 +5,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.layer_kinds import WRAPPER, find_tuners, is_a, is_tuner, walk_around
+from lightning_fasttrain.core.modules.layer_kinds import find_tuners, is_tuner, walk_around
 from lightning_fasttrain.core.modules.wrapped_forward import Replacement
 from lightning_fasttrain.finetune.adapters.add_adapter import adapted_modules
 from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized
 from lightning_fasttrain.finetune.quantized._quantized_tensor import held_tensors, hold_
+from lightning_fasttrain.finetune.selection._adapter_switches import trained_copies
+from lightning_fasttrain.finetune.selection._search import find_modules
 
 
 def tuner_layers(model: nn.Module) -> dict[str, Any]:
@@ -29,11 +31,7 @@ def tuner_layers(model: nn.Module) -> dict[str, Any]:
 
 def find_trained_copies(model: nn.Module) -> dict[str, Any]:
     """Map qualified names to PEFT's wrappers that hold a fully trained copy of a module for each adapter."""
-    wrappers: dict[str, Any] = {}
-    for name, module in model.named_modules():
-        if is_a(module, WRAPPER) and "modules_to_save" in module._modules:
-            wrappers[name] = module
-    return wrappers
+    return find_modules(model, trained_copies)
 
 
 class Originals(Replacement):
@@ -51,7 +49,10 @@ class Originals(Replacement):
         self.owner = layer.get_base_layer()
         self.held = held_tensors(self.owner)
         self.weights: list[tuple[nn.Module, str, Tensor]] = []
-        for base in dict.fromkeys(_bases(layer)) if self.base is None else ():
+        if self.base is not None:
+            return
+        bases = dict.fromkeys(module.get_base_layer() for module in find_tuners(layer).values())
+        for base in bases:
             for name, parameter in base.named_parameters(recurse=False):
                 # A real copy: on the CPU, ``to`` alone returns the same memory.
                 self.weights.append((base, name, parameter.detach().to("cpu", copy=True)))
@@ -94,7 +95,3 @@ def find_quantized_under(layer: Any) -> dict[str, Any]:
         return {"weight": base}
     adapted = [vars(wrapper).get("parameter_name") for wrapper in wrappers_in(layer)]
     return {name: holder for name, holder in held_tensors(base).items() if name in adapted}
-
-
-def _bases(layer: Any) -> list[nn.Module]:
-    return [module.get_base_layer() for module in find_tuners(layer).values()]

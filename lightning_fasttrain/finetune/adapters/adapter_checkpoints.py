@@ -13,6 +13,7 @@ from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.select import is_part_of
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch_all
 from lightning_fasttrain.finetune.adapters.add_adapter import adapter_parameters
+from lightning_fasttrain.finetune.selection._search import names_not_in
 from lightning_fasttrain.finetune.selection.base_fingerprint import base_fingerprint, is_fingerprint, refuse_other_base
 
 FINGERPRINT = "lightning_fasttrain.base"
@@ -32,8 +33,7 @@ def trained_state(model: nn.Module) -> dict[str, Tensor]:
         >>> list(ft.finetune.trained_state(net))
         ['0.lora_A.default.weight', '0.lora_B.default.weight']
     """
-    state = model.state_dict()
-    return {name: state[name] for name in trained_names(model) if name in state}
+    return _trained_part(model.state_dict(), model)
 
 
 @check_arguments
@@ -49,16 +49,15 @@ def trained_names(model: nn.Module) -> list[str]:
         ['1.weight', '1.bias', '1.running_mean', '1.running_var', '1.num_batches_tracked']
     """
     adapters = adapter_parameters(model)
-    frozen: set[str] = set()
-    for prefix, module in model.named_modules():
-        own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-        if own and not any(parameter.requires_grad for parameter in own.values()):
-            frozen.add(prefix)
-    trains = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
-    names = []
     parameters = dict(model.named_parameters(remove_duplicate=False))
+    trains = {name for name, parameter in parameters.items() if parameter.requires_grad}
     # Quantised weights have nested keys, such as "weight.absmax", also beside a bias that trains.
-    frozen |= parameters.keys() - trains
+    frozen = parameters.keys() - trains
+    for prefix, module in model.named_modules():
+        own = dict(module.named_parameters(prefix=prefix, recurse=False, remove_duplicate=False))
+        if own and not own.keys() & trains:
+            frozen.add(prefix)
+    names = []
     for name in model.state_dict():
         changes = name in trains or (name not in parameters and not is_part_of(name, frozen))
         if name in adapters or changes:
@@ -101,10 +100,14 @@ def checkpoint_what_trains_(strategy: Strategy, module: L.LightningModule) -> Un
 def keep_what_trains_(checkpoint: dict[str, Any], module: L.LightningModule) -> None:
     """Remove the frozen base from a checkpoint, and add its fingerprint; nothing if it holds no more."""
     state = checkpoint["state_dict"]
-    names = [name for name in trained_names(module) if name in state]
-    if len(names) < len(state):
-        checkpoint["state_dict"] = {name: state[name] for name in names}
+    trained = _trained_part(state, module)
+    if len(trained) < len(state):
+        checkpoint["state_dict"] = trained
         checkpoint[FINGERPRINT] = base_fingerprint(module)
+
+
+def _trained_part(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    return {name: state[name] for name in trained_names(model) if name in state}
 
 
 def _names_in_part(
@@ -118,11 +121,13 @@ def _names_in_part(
         raise CorruptCheckpoint(explain("the checkpoint", "its fingerprint is damaged", "Use an older checkpoint"))
     refuse_other_base(checkpoint[FINGERPRINT], module, "the checkpoint")
     known = set(module.state_dict())
-    missing = [name for name in trained_names(module) if name not in saved]
+    missing = names_not_in(trained_names(module), saved)
     # Modules that are unfrozen later need not train yet.
     more = sorted(saved - known)
     if strict and (missing or more):
-        why = f"it lacks {missing[:3]}" if missing else f"this run has no {more[:3]}"
+        why = f"this run has no {more[:3]}"
+        if missing:
+            why = f"it lacks {missing[:3]}"
         way_out = "Resume with the same adapter (targets, rank, train=)"
         raise ValueError(explain("the checkpoint has other trained parameters than this run", why, way_out))
     return saved & known

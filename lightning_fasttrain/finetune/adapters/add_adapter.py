@@ -5,11 +5,12 @@ import re
 import warnings
 from collections.abc import Collection, Iterable
 from contextlib import ExitStack
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.files.safe_load import first_line
@@ -18,7 +19,7 @@ from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.modules.heads import find_heads
 from lightning_fasttrain.core.modules.layer_kinds import TUNER, WRAPPER, find_tuners, is_a
 from lightning_fasttrain.core.modules.parameters import count_parameters
-from lightning_fasttrain.core.modules.select import is_part_of
+from lightning_fasttrain.core.modules.select import as_list, is_part_of
 from lightning_fasttrain.core.modules.wrapped_forward import patch
 from lightning_fasttrain.finetune.adapters._adapter_checks import (
     check_config,
@@ -36,6 +37,7 @@ from lightning_fasttrain.finetune.adapters.initializations import Batches, check
 from lightning_fasttrain.finetune.quantized._quantized_tensor import shown_as_parameters, use_held_tensors_
 from lightning_fasttrain.finetune.selection._adapter_switches import has_prompt, switches
 from lightning_fasttrain.finetune.selection._float32_adapters import keep_adapter_in_float32_
+from lightning_fasttrain.finetune.selection._search import has_fake_parameters, names_in, names_not_in, strip_prefix
 from lightning_fasttrain.finetune.selection._trained_copies import finish_copies_
 from lightning_fasttrain.finetune.selection.base_fingerprint import adapters_on, base_names, held_child
 from lightning_fasttrain.finetune.selection.freezing import freeze_
@@ -136,11 +138,10 @@ def add_adapter_(
     if is_there(adapters_on(root), name, config):
         train_mode(root)
         return [*found, *tensors]
-    refuse_namesake(name, (one for one, _ in root.named_modules()))
+    refuse_namesake(name, dict(root.named_modules()))
     check_start(config, found, batches)
-    heads = [head for head in find_heads(model) if head not in found and head not in whole]
-    replaced = (*found, *dict.fromkeys(tensors.values()), *whole)
-    _put_in(model, root, config, name, replaced, batches)
+    heads = names_not_in(find_heads(model), {**found, **whole})
+    _put_in(model, root, config, name, [*found, *dict.fromkeys(tensors.values()), *whole], batches)
     train_mode(root)
     besides = f", {len(tensors)} tensors ({', '.join(config.target_parameters)})" if tensors else ""
     besides += f", and {', '.join(whole)} in full" if whole else ""
@@ -196,18 +197,17 @@ def _fill_in_(
 ) -> nn.Module:
     """Fill the targets into ``config``, relative to the module that gets the adapter, and return that module."""
     prefix, root = _root(model, [*found, *tensors, *whole])
-    inside = [target.removeprefix(prefix) for target in found]
+    inside = strip_prefix(found, prefix)
     # Not None if only tensors are adapted: PEFT would add the layers that it lists for this kind of model.
     config.target_modules = _as_peft_keeps(shortest_names(inside, root)) if inside else set()
     if tensors:
-        within = [tensor.removeprefix(prefix) for tensor in tensors]
-        config.target_parameters = shortest_ends(within, list(base_names(root).values()))
+        config.target_parameters = shortest_ends(strip_prefix(tensors, prefix), list(base_names(root).values()))
     # (IA)³ scales the inputs of these layers, and the outputs of the others.
     if getattr(config, "feedforward_modules", None):
-        feedforward = [one.removeprefix(prefix) for one in find_targets(model, config.feedforward_modules)]
-        config.feedforward_modules = _as_peft_keeps(shortest_names([one for one in feedforward if one in inside], root))
+        feedforward = names_in(strip_prefix(find_targets(model, config.feedforward_modules), prefix), inside)
+        config.feedforward_modules = _as_peft_keeps(shortest_names(feedforward, root))
     if whole:
-        config.modules_to_save = without_namesakes([one.removeprefix(prefix) for one in whole], root)
+        config.modules_to_save = without_namesakes(strip_prefix(whole, prefix), root)
     return root
 
 
@@ -230,7 +230,7 @@ def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:
 @check_arguments
 def adapter_names(model: nn.Module) -> list[str]:
     """Return the names of all adapters in ``model``, in the order in which they were added."""
-    return list(dict.fromkeys(name for root in adapted_modules(model).values() for name in adapters_on(root)))
+    return list(dict.fromkeys(chain(*map(adapters_on, adapted_modules(model).values()))))
 
 
 @check_arguments
@@ -253,12 +253,12 @@ def use_adapter_(model: nn.Module, name: str | list[str]) -> None:
     """
     from peft.tuners.tuners_utils import set_adapter
 
-    names = [name] if isinstance(name, str) else list(name)
+    names = as_list(name)
     there = adapter_names(model)
     refuse_merged(model, f"using {', '.join(names)}")
     refuse_unknown(names, there)
     roots = adapted_modules(model).values()
-    if len(names) > 1 and any(has_prompt(root) for root in roots):
+    if len(names) > 1 and any(map(has_prompt, roots)):
         why = "only one set of virtual tokens can be active at a time"
         raise ValueError(explain(f"adapters {names}", why, "Pass one name"))
     for root in roots:
@@ -286,7 +286,7 @@ def adapter_parameters(model: nn.Module) -> set[str]:
         # Not all but the base model: a PeftModel also lists the embeddings of its base model under a second name.
         if has_prompt(module):
             start = f"{name}.prompt_encoder.".removeprefix(".")
-            brought |= {f"{start}{key}" for key in module.get_submodule("prompt_encoder").state_dict()}
+            brought.update(module.get_submodule("prompt_encoder").state_dict(prefix=start))
     return brought
 
 
@@ -302,7 +302,7 @@ def _inject(config: "PeftConfig", root: nn.Module, name: str) -> None:
         for flag in ("is_loaded_in_4bit", "is_loaded_in_8bit"):
             if not getattr(root, flag, False):
                 stack.callback(patch(root, flag, True))
-        if any(isinstance(parameter, FakeTensor) for parameter in root.parameters()):
+        if has_fake_parameters(root):
             # PEFT moves its new modules, which fake tensors cannot.
             stack.enter_context(unset_fake_temporarily())
         try:

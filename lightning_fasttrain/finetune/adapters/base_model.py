@@ -12,16 +12,14 @@ from lightning_fasttrain.core.modules.layer_kinds import TUNER, WRAPPER, is_a, i
 from lightning_fasttrain.core.modules.select import is_part_of
 from lightning_fasttrain.finetune.adapters._adapter_checks import refuse_merged
 from lightning_fasttrain.finetune.adapters._merged_layers import tuner_layers
-from lightning_fasttrain.finetune.adapters.add_adapter import (
-    adapted_modules,
-    adapter_parameters,
-)
+from lightning_fasttrain.finetune.adapters.add_adapter import adapted_modules, adapter_parameters
 from lightning_fasttrain.finetune.adapters.fast_path_weights import forget_adapters_
 from lightning_fasttrain.finetune.adapters.merge import merge_layers_, unmerge_adapters_
 from lightning_fasttrain.finetune.adapters.merge_quantized import forget_quantization_
 from lightning_fasttrain.finetune.quantized._tensor_files import Original
 from lightning_fasttrain.finetune.selection._adapter_switches import has_prompt, switches, without_adapters
 from lightning_fasttrain.finetune.selection._float32_adapters import round_again_
+from lightning_fasttrain.finetune.selection._search import list_trainable, names_not_in
 from lightning_fasttrain.finetune.selection.base_fingerprint import PEFT_MODEL, adapters_on, changes_base, first_few
 from lightning_fasttrain.finetune.selection.freezing import unfreeze_
 
@@ -131,7 +129,7 @@ def unload_adapters_(
         PEFT's ``merge_and_unload``, for any module.
     """
     roots = list(adapted_modules(model).values())
-    if merge or not any(has_prompt(root) for root in roots):
+    if merge or not any(map(has_prompt, roots)):
         _merge_or_unmerge_(model, merge, names, into, original, batch)
     for root in roots:
         _unload_layers_(root, merge)
@@ -153,9 +151,11 @@ def _merge_or_unmerge_(
 ) -> None:
     layers = tuner_layers(model)
     done = any(layer.merged for layer in layers.values())
-    asked = [what for what in (names, into, original) if what is not None]
-    if asked and (done or not merge):
-        why = "the adapters are merged already" if merge else "nothing is merged with merge=False"
+    are_default = names is None and into is None and original is None
+    if not are_default and (done or not merge):
+        why = "nothing is merged with merge=False"
+        if merge:
+            why = "the adapters are merged already"
         why += ", so names=, into= and original= have no effect"
         raise ValueError(explain("unload_adapters_", why, "Omit them"))
     if not merge:
@@ -194,7 +194,7 @@ def _plain_module(module: Any, merge: bool) -> nn.Module:
 
 
 def _put_first_(module: nn.Module, name: str) -> None:
-    for other in [one for one in module._parameters if one != name]:
+    for other in names_not_in(module._parameters, [name]):
         module._parameters[other] = module._parameters.pop(other)
 
 
@@ -231,8 +231,8 @@ def refuse_changed_base(model: nn.Module, what: str) -> None:
 
 
 def _warn_of_trained_base(model: nn.Module) -> None:
-    brought, roots = adapter_parameters(model), adapted_modules(model)
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    unfrozen = [name for name in trained if is_part_of(name, roots) and name not in brought]
+    roots = adapted_modules(model)
+    trained = names_not_in(list_trainable(model), adapter_parameters(model))
+    unfrozen = [name for name in trained if is_part_of(name, roots)]
     if unfrozen:
         warn(f"base_model: {first_few(unfrozen)} train too, so this is not the pretrained model. Freeze them.")

@@ -11,13 +11,9 @@ from lightning_fasttrain.core.checks import PositiveInt, check_arguments, one_of
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.layer_kinds import find_tuners
 from lightning_fasttrain.finetune.adapters._adapter_checks import refuse_merged, refuse_unknown
-from lightning_fasttrain.finetune.adapters.add_adapter import (
-    adapted_modules,
-    adapter_names,
-    add_adapter_,
-    use_adapter_,
-)
+from lightning_fasttrain.finetune.adapters.add_adapter import adapted_modules, adapter_names, add_adapter_, use_adapter_
 from lightning_fasttrain.finetune.selection._adapter_switches import switches
+from lightning_fasttrain.finetune.selection._search import names_in, names_not_in
 from lightning_fasttrain.finetune.selection.targets import match_exactly, method_of, require_peft
 
 if TYPE_CHECKING:
@@ -76,19 +72,19 @@ def combine_adapters_(
     there = adapter_names(model)
     refuse_unknown(weights, there)
     if not weights or name in there:
-        what = f"name='{name}'" if weights else "weights={}"
-        why = "an adapter of this name exists" if weights else "no adapters to combine"
+        what, why = "weights={}", "no adapters to combine"
+        if weights:
+            what, why = f"name='{name}'", "an adapter of this name exists"
         raise ValueError(explain(what, why, f"Combine some of {', '.join(there)} under another name"))
     root, *others = adapted_modules(model).values()
     if others:
         why = "several of its modules have adapters"
         raise ValueError(explain(f"combining in {type(model).__name__}", why, "Combine them in one module at a time"))
-    configs: list[Any] = [vars(root)["peft_config"][one] for one in weights]
-    for one, config in zip(weights, configs, strict=True):
-        _refuse_unfit(one, config)
+    for one in weights:
+        _refuse_unfit(one, vars(root)["peft_config"][one])
     layers = _layers(model, weights)
-    ranks = [_sum_of_ranks(layer, weights) for layer in layers.values()]
-    rank = max(ranks) if rank is None else rank
+    if rank is None:
+        rank = max(_sum_of_ranks(layer, weights) for layer in layers.values())
     factors = {place: _factors(layer, weights, how, density, rank) for place, layer in layers.items()}
     exactly = re.compile(match_exactly(layers))
     # With alpha = rank the scale is 1: the factors already include the weights.
@@ -130,7 +126,7 @@ def remove_adapter_(model: nn.Module, name: str) -> None:
         raise ValueError(explain(f"remove_adapter_(model, '{name}')", why, "Use unload_adapters_(model, merge=False)"))
     # Before the deletion: PEFT would choose for each layer separately, in alphabetical order.
     if any(name in layer.active_adapters for layer in switches(model)):
-        use_adapter_(model, next(one for one in there if one != name))
+        use_adapter_(model, names_not_in(there, [name])[0])
     for layer in switches(model):
         layer.delete_adapter(name)
     for module in model.modules():
@@ -139,18 +135,19 @@ def remove_adapter_(model: nn.Module, name: str) -> None:
 
 def _layers(model: nn.Module, weights: Mapping[str, float]) -> dict[str, Any]:
     found = {place: layer for place, layer in find_tuners(model).items() if set(weights) & set(layer.r)}
-    # PEFT keeps the factors of embeddings in ``lora_embedding_A``.
-    embeddings = [place for place, layer in found.items() if not set(weights) & set(layer.lora_A)]
-    if embeddings:
-        why = "adapters on embeddings cannot be combined here"
-        raise ValueError(explain(f"combining in '{embeddings[0]}'", why, "Use PEFT's add_weighted_adapter"))
+    for place, layer in found.items():
+        # PEFT keeps the factors of embeddings in ``lora_embedding_A``.
+        if not set(weights) & set(layer.lora_A):
+            why = "adapters on embeddings cannot be combined here"
+            raise ValueError(explain(f"combining in '{place}'", why, "Use PEFT's add_weighted_adapter"))
     return found
 
 
 def _refuse_unfit(name: str, config: "PeftConfig") -> None:
-    beside = {key: getattr(config, key, None) for key in ("modules_to_save", "trainable_token_indices", "use_dora")}
-    beside["target_parameters"] = getattr(config, "target_parameters", None)
-    unfit = [f"{key}={value}" for key, value in beside.items() if value]
+    unfit: list[str] = []
+    for key in ("modules_to_save", "trainable_token_indices", "use_dora", "target_parameters"):
+        if value := getattr(config, key, None):
+            unfit.append(f"{key}={value}")
     if method_of(config) != "LORA":
         unfit = [method_of(config)]
     if getattr(config, "bias", "none") != "none":
@@ -162,13 +159,11 @@ def _refuse_unfit(name: str, config: "PeftConfig") -> None:
 
 def _factors(layer: Any, weights: Mapping[str, float], how: str, density: float, rank: int) -> tuple[Tensor, Tensor]:
     """Return A [r, in] and B [out, r] with r ≤ ``rank``, whose product is the combined change of the layer."""
-    here = [one for one in weights if one in layer.lora_A]
+    here = names_in(weights, layer.lora_A)
     with torch.no_grad():
         if how == "sum" and _sum_of_ranks(layer, weights) <= rank:
             # Σ sᵢ·Bᵢ·Aᵢ is [B₁ B₂ …] · [s₁A₁; s₂A₂; …]. The scale goes into A alone: a negative one has no square root.
-            scales = [weights[one] * layer.scaling[one] for one in here]
-            pairs = zip(here, scales, strict=True)
-            a = torch.cat([layer.lora_A[one].weight * scale for one, scale in pairs])
+            a = torch.cat([layer.lora_A[one].weight * (weights[one] * layer.scaling[one]) for one in here])
             return a, torch.cat([layer.lora_B[one].weight for one in here], dim=1)
         changes = [_change(layer, one) for one in here]
         shares = torch.tensor([float(weights[one]) for one in here], device=changes[0].device)

@@ -65,9 +65,11 @@ def forget_adapters_(model: nn.Module) -> None:
 
 
 def _kind_for(module: nn.Module) -> type[WrappedForward] | None:
-    if isinstance(module, tuple(_SWITCHES)):
-        return SlowPath if find_tuners(module) else None
-    return KeepsBaseWeights if is_a(module, _ATTENTION) else None
+    if isinstance(module, tuple(_SWITCHES)) and find_tuners(module):
+        return SlowPath
+    if is_a(module, _ATTENTION):
+        return KeepsBaseWeights
+    return None
 
 
 def _is_adapted_inside(module: nn.Module) -> bool:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_fasttrain.core.messages import explain, list_some
 from lightning_fasttrain.finetune.selection._adapter_switches import without_adapters
+from lightning_fasttrain.finetune.selection._search import first_tensor, has_fake_parameters
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -56,7 +56,7 @@ def check_start(config: "PeftConfig", layers: Mapping[str, nn.Module], batches: 
 
 def prepare_start(model: nn.Module, root: nn.Module, config: Any, batches: Batches | None) -> None:
     """Run CorDA's pass over the data, which comes before the adapter is added."""
-    if batches and any(isinstance(parameter, FakeTensor) for parameter in root.parameters()):
+    if batches and has_fake_parameters(root):
         config.init_lora_weights = True  # a prediction needs only the sizes
     if not batches or config.init_lora_weights != "corda":
         return
@@ -79,9 +79,10 @@ def finish_start_(model: nn.Module, root: nn.Module, config: "PeftConfig", name:
         return
     from peft.tuners.lora.eva import initialize_lora_eva_weights
 
-    of_tokens = all(isinstance(batch, Mapping) and _TOKENS & batch.keys() for batch in batches)
-    # By default PEFT ignores padding, which only batches of tokens have.
-    plain: dict[str, Any] = {} if of_tokens else {"prepare_model_inputs_fn": None, "prepare_layer_inputs_fn": None}
+    plain: dict[str, Any] = {}
+    if not all(isinstance(batch, Mapping) and _TOKENS & batch.keys() for batch in batches):
+        # By default PEFT ignores padding, which only batches of tokens have.
+        plain = {"prepare_model_inputs_fn": None, "prepare_layer_inputs_fn": None}
     with in_eval(model), warnings.catch_warnings(action="ignore"):  # for example about several processes
         initialize_lora_eva_weights(
             _AsPeftModel(root, name),  # pyright: ignore[reportArgumentType]
@@ -118,13 +119,14 @@ def call(model: nn.Module, batch: object) -> Any:
     """Call ``model`` with ``batch``: a dict is passed by keywords, a tuple by position."""
     if isinstance(batch, Mapping):
         return model(**batch)
-    return model(*(batch if isinstance(batch, tuple | list) else (batch,)))
+    if isinstance(batch, tuple | list):
+        return model(*batch)
+    return model(batch)
 
 
 def _rows(batch: object) -> Iterator[Any]:
     """Yield the samples of a batch one at a time, as PEFT's CorDA requires."""
-    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-    for i in range(len(tensors[0])):
+    for i in range(len(first_tensor(tree_leaves(batch)))):
         yield tree_map_only(Tensor, lambda tensor, i=i: tensor[i : i + 1], batch)
 
 

@@ -15,12 +15,14 @@ from lightning_fasttrain.core.files.guarded_loading import guard_loading
 from lightning_fasttrain.core.host.lightning import replicates
 from lightning_fasttrain.core.messages import explain, list_some, note_once, number_of, warn
 from lightning_fasttrain.core.modules.layer_kinds import find_tuners
+from lightning_fasttrain.core.modules.select import as_list
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, undo_all
 from lightning_fasttrain.core.state.rng import random_state, set_random_state
 from lightning_fasttrain.finetune.adapters.adapter_checkpoints import checkpoint_what_trains_, keep_what_trains_
 from lightning_fasttrain.finetune.adapters.add_adapter import adapter_parameters, add_adapter_
 from lightning_fasttrain.finetune.adapters.initializations import Batches
 from lightning_fasttrain.finetune.selection._float32_adapters import let_round_
+from lightning_fasttrain.finetune.selection._search import list_trainable, names_in
 from lightning_fasttrain.finetune.selection.targets import ALL_LINEAR, Targets, require_peft
 from lightning_fasttrain.technique import Capability, Conflict, Exactness, Setting, Surgery, Technique
 from lightning_fasttrain.technique.weight_averages import conflict_with_early_averages, refuse_average_before
@@ -96,7 +98,7 @@ class Adapter(Technique):
         self.config = config
         self.batches = batches
         self.targets = targets
-        self.train = [train] if isinstance(train, str) else list(train)
+        self.train = as_list(train)
         self.name = name
         self.checkpoint = one_of("checkpoint", checkpoint, ("adapter", "full"))
 
@@ -105,9 +107,13 @@ class Adapter(Technique):
 
     def took_hold(self, model: nn.Module) -> str:
         layers = len(find_tuners(model))
-        rank = getattr(self.config, "r", None)  # (IA)³ and others have no rank
-        what = f"rank {rank} beside" if isinstance(rank, int) else "beside"
-        return f"{what} {number_of(layers, 'layer')}" if layers else ""
+        if not layers:
+            return ""
+        beside = f"beside {number_of(layers, 'layer')}"
+        rank = getattr(self.config, "r", None)
+        if isinstance(rank, int):
+            return f"rank {rank} {beside}"
+        return beside  # (IA)³ and others have no rank
 
     def _add(self, model: nn.Module, config: "PeftConfig", targets: Targets | None) -> None:
         add_adapter_(model, config, targets, train=self.train, name=self.name, batches=self.batches)
@@ -161,7 +167,9 @@ class Adapter(Technique):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the random state that the adapter's dropout uses; empty in distributed runs: ranks differ in it."""
-        return {"random": random_state()} if self._alone else {}
+        if not self._alone:
+            return {}
+        return {"random": random_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the random state; Lightning calls this before it iterates over the data."""
@@ -286,7 +294,7 @@ class IA3(Adapter):
         checkpoint: str = "adapter",
     ) -> None:
         config = require_peft().IA3Config()
-        config.feedforward_modules = [feedforward] if isinstance(feedforward, str) else list(feedforward)
+        config.feedforward_modules = as_list(feedforward)
         super().__init__(config, targets, train=train, name=name, checkpoint=checkpoint)
 
     def apply(self, model: nn.Module) -> None:
@@ -298,9 +306,9 @@ class IA3(Adapter):
 
 def _warn_of_what_got_no_gradient(model: nn.Module) -> None:
     """Warn about adapter parameters without a gradient, whose layers are unused or bypassed by a fused kernel."""
-    brought = adapter_parameters(model)
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad and name in brought}
-    missing = [name for name, parameter in trained.items() if parameter.grad is None]
+
+    trained = names_in(list_trainable(model), adapter_parameters(model))
+    missing = [name for name in trained if model.get_parameter(name).grad is None]
     # Without any gradient, they were freed as they were computed.
     freed = all(parameter.grad is None for parameter in model.parameters())
     if missing and not freed:

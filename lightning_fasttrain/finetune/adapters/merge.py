@@ -3,12 +3,15 @@
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 from torch import nn
 
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.messages import explain, say
+from lightning_fasttrain.core.modules.select import as_list
 from lightning_fasttrain.finetune.adapters._adapter_checks import refuse_merged, refuse_unknown
 from lightning_fasttrain.finetune.adapters._merged_layers import (
     Originals,
@@ -17,19 +20,12 @@ from lightning_fasttrain.finetune.adapters._merged_layers import (
     tuner_layers,
     wrappers_in,
 )
-from lightning_fasttrain.finetune.adapters.add_adapter import (
-    adapter_names,
-    adapter_parameters,
-    use_adapter_,
-)
-from lightning_fasttrain.finetune.adapters.merge_quantized import (
-    QuantizedMerge,
-    check_way,
-    list_adapters,
-)
+from lightning_fasttrain.finetune.adapters.add_adapter import adapter_names, adapter_parameters, use_adapter_
+from lightning_fasttrain.finetune.adapters.merge_quantized import QuantizedMerge, check_way, list_adapters
 from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized
 from lightning_fasttrain.finetune.quantized._quantized_tensor import holder_under
 from lightning_fasttrain.finetune.quantized._tensor_files import Original
+from lightning_fasttrain.finetune.selection._search import names_in
 from lightning_fasttrain.finetune.selection.base_fingerprint import is_torchaos
 
 
@@ -57,7 +53,9 @@ class MergeReport:
         parts = [f"{', '.join(self.names)} merged into {len(self.layers)} layers"]
         if self.against_trained:
             parts.append(f"{len(self.against_trained)} of them {self.into}")
-            why = ", which is the quantization error" if self.into == "original" else ""
+            why = ""
+            if self.into == "original":
+                why = ", which is the quantization error"
             parts.append(f"outputs differ from the trained model by {_spread(self.against_trained)}{why}")
         if self.against_original:
             parts.append(f"from the unmerged adapter on the original weights by {_spread(self.against_original)}")
@@ -173,19 +171,18 @@ def merge_layers_(
     if stay:
         _refuse_unmergeable(quantized)
     _refuse_torchaos(layers)
-    way = QuantizedMerge(model, quantized, into, original, batch) if quantized else None
+    way = QuantizedMerge(model, quantized, into, original, batch)
     merged = _merge(model, layers, chosen, way)
-    errors = () if way is None else (way.against_trained, way.against_original)
-    report = MergeReport(tuple(chosen), tuple(merged), into, *errors)
+    report = MergeReport(tuple(chosen), tuple(merged), into, way.against_trained, way.against_original)
     say("merge_adapters_: %s", report)
     return report
 
 
-def _merge(model: nn.Module, layers: dict[str, Any], names: list[str], way: QuantizedMerge | None) -> list[str]:
+def _merge(model: nn.Module, layers: dict[str, Any], names: list[str], way: QuantizedMerge) -> list[str]:
     """Merge the named adapters, or leave the model as it is if that fails; return the names of the merged layers."""
     brought = adapter_parameters(model)
     parameters = [p for name, p in model.named_parameters() if name in brought]
-    trained = [p for p in parameters if p.requires_grad]
+    trained = list(filter(attrgetter("requires_grad"), parameters))
     active = _list_active(layers)
     with ExitStack() as on_error:
         if names != active:
@@ -193,7 +190,7 @@ def _merge(model: nn.Module, layers: dict[str, Any], names: list[str], way: Quan
             on_error.callback(_train_only, parameters, trained)
             on_error.callback(use_adapter_, model, active)
             use_adapter_(model, names)
-            trained = [p for p in parameters if p.requires_grad]
+            trained = list(filter(attrgetter("requires_grad"), parameters))
         merged: list[str] = []
         for name, layer in layers.items():
             if not list_adapters(layer) & set(names):
@@ -223,15 +220,15 @@ def _merge(model: nn.Module, layers: dict[str, Any], names: list[str], way: Quan
     return merged
 
 
-def _merge_one(name: str, layer: Any, names: list[str], way: QuantizedMerge | None) -> None:
-    here = [one for one in names if one in list_adapters(layer)]
-    if way is not None and is_quantized(layer.get_base_layer()):
+def _merge_one(name: str, layer: Any, names: list[str], way: QuantizedMerge) -> None:
+    here = names_in(names, list_adapters(layer))
+    if is_quantized(layer.get_base_layer()):
         # PEFT's layer still wraps the new base layer, and regards its adapters as merged.
         layer.base_layer = way.merge_layer(name, layer, names)
         layer.merged_adapters[:] = here
         return
     for wrapper in wrappers_in(layer):
-        if way is not None and holder_under(wrapper) is not None:
+        if holder_under(wrapper) is not None:
             way.merge_tensor(name, wrapper, here)
             wrapper.merged_adapters[:] = here
         else:
@@ -242,14 +239,14 @@ def _choose_names(model: nn.Module, layers: dict[str, Any], names: str | Iterabl
     there, active = adapter_names(model), _list_active(layers)
     chosen = active
     if names is not None:
-        chosen = [names] if isinstance(names, str) else list(dict.fromkeys(names))
+        chosen = list(dict.fromkeys(as_list(names)))
     if not chosen:
         raise ValueError(explain("merging", "no adapter is active or named", f"Existing adapters: {', '.join(there)}"))
     refuse_unknown(chosen, there)
-    if any(layer.disable_adapters for layer in layers.values()):
+    if any(map(attrgetter("disable_adapters"), layers.values())):
         raise ValueError(explain("merging", "the adapters are disabled", "Call enable_adapters_(model) first"))
     for name, wrapper in find_trained_copies(model).items():
-        whole = [one for one in chosen if one in wrapper.modules_to_save]
+        whole = names_in(chosen, wrapper.modules_to_save)
         if len(whole) > 1:
             why = "only one of the copies can be kept"
             raise ValueError(explain(f"'{name}' is fully trained in {' and '.join(whole)}", why, "Name one"))
@@ -276,7 +273,7 @@ def _refuse_torchaos(layers: dict[str, Any]) -> None:
 
 
 def _list_active(layers: dict[str, Any]) -> list[str]:
-    return list(dict.fromkeys(name for layer in layers.values() for name in layer.active_adapters))
+    return list(dict.fromkeys(chain(*map(attrgetter("active_adapters"), layers.values()))))
 
 
 def _train_only(parameters: list[nn.Parameter], trained: list[nn.Parameter]) -> None:

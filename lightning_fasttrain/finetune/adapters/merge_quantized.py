@@ -2,7 +2,6 @@
 
 import warnings
 from collections import Counter
-from itertools import chain
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 
 from lightning_fasttrain.core.checks import one_of
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.select import is_inside
 from lightning_fasttrain.finetune.adapters._merged_layers import find_quantized_under
 from lightning_fasttrain.finetune.adapters.add_adapter import adapted_modules, adapter_parameters
 from lightning_fasttrain.finetune.adapters.initializations import call, copy_config_for, in_eval
@@ -31,6 +31,7 @@ from lightning_fasttrain.finetune.quantized._quantized_tensor import (
 from lightning_fasttrain.finetune.quantized._tensor_files import Original, OriginalWeights, relative_error
 from lightning_fasttrain.finetune.quantized.quantized_state import keep_quantized_
 from lightning_fasttrain.finetune.quantized.unaligned_matmul import dequantize_flat
+from lightning_fasttrain.finetune.selection._search import names_in, prefix_of
 from lightning_fasttrain.finetune.selection.freezing import can_train
 
 WAYS = ("requantized", "dequantized", "original")
@@ -63,7 +64,7 @@ def check_way(model: nn.Module, quantized: dict[str, Any], into: str | None, ori
 def forget_quantization_(root: nn.Module) -> None:
     """Remove a Hugging Face model's quantization config if no layer is quantised, so that it can be moved and saved."""
     quantizer: Any = vars(root).get("hf_quantizer")
-    if quantizer is None or any(is_quantized(module) for module in root.modules()):
+    if quantizer is None or any(map(is_quantized, root.modules())):
         return
     quantizer.remove_quantization_config(root)
     for flag in ("is_loaded_in_4bit", "is_loaded_in_8bit", "is_quantized"):
@@ -88,11 +89,16 @@ class QuantizedMerge:
         if into == "original" and original is not None:
             tensors = [f"{name}.{tensor}" for name, layer in layers.items() for tensor in find_quantized_under(layer)]
             self.originals = OriginalWeights(original, tensors)
-        linear = {name: layer for name, layer in layers.items() if is_quantized(layer.get_base_layer())}
-        for layer in linear.values():
-            # Otherwise the outputs below are wrong on some CPUs.
-            keep_quantized_(layer.get_base_layer())
-        self.inputs = _inputs(model, linear, batch) if batch is not None else {}
+        linear: dict[str, Any] = {}
+        for name, layer in layers.items():
+            base = layer.get_base_layer()
+            if is_quantized(base):
+                # Otherwise the outputs below are wrong on some CPUs.
+                keep_quantized_(base)
+                linear[name] = layer
+        self.inputs: dict[str, Tensor] = {}
+        if layers and batch is not None:
+            self.inputs = _inputs(model, linear, batch)
         self.against_trained: dict[str, float] = {}
         self.against_original: dict[str, float] = {}
 
@@ -111,7 +117,9 @@ class QuantizedMerge:
         if self.originals is not None:
             weight, bias = self.originals.read_weight(name, base, weight)
         twin = _plain_twin(layer, _linear(weight, bias), self.configs[name], names)
-        beside = _output(twin, x.to(weight.dtype)) if self.originals is not None else None
+        beside = None
+        if self.originals is not None:
+            beside = _output(twin, x.to(weight.dtype))
         # ``safe_merge`` raises if the sum is not finite.
         twin.merge(safe_merge=True, adapter_names=names)
         merged = twin.get_base_layer()
@@ -160,7 +168,7 @@ def _plain_twin(layer: Any, plain: nn.Linear, configs: dict[str, Any], names: li
 
     holder = nn.Module()
     holder.base = plain
-    there = [name for name in names if name in list_adapters(layer)]
+    there = names_in(names, list_adapters(layer))
     scaled = {"base"} if getattr(layer, "is_feedforward", False) else set[str]()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
@@ -176,18 +184,20 @@ def _plain_twin(layer: Any, plain: nn.Linear, configs: dict[str, Any], names: li
 
 
 def _quantized_like(base: Any, merged: nn.Linear) -> nn.Module:
-    kind = "int8" if in_8_bits(base) else base.weight.quant_state.quant_type
-    nested = not in_8_bits(base) and base.weight.quant_state.nested
+    layer: Any
     weight = merged.weight.detach()
-    if kind != "int8":
-        weight = weight.to(base.weight.quant_state.dtype)  # the dtype after dequantising
-    layer = _linear(weight, merged.bias)
-    quantize_layer_(layer, weight, kind, nested, None if kind == "int8" else base.compute_dtype)
-    if kind == "int8":
+    if in_8_bits(base):
+        layer = _linear(weight, merged.bias)
+        quantize_layer_(layer, weight, "int8", False, None)
         # Columns of inputs above the threshold are multiplied in 16 bits.
         layer.state.threshold = base.state.threshold
-    elif base.compute_dtype is not None:
-        round_bias_(layer)
+    else:
+        state = base.weight.quant_state
+        weight = weight.to(state.dtype)  # the dtype after dequantising
+        layer = _linear(weight, merged.bias)
+        quantize_layer_(layer, weight, state.quant_type, state.nested, base.compute_dtype)
+        if base.compute_dtype is not None:
+            round_bias_(layer)
     keep_quantized_(layer)
     return layer
 
@@ -224,18 +234,21 @@ def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 def _dtype_of(model: nn.Module, layers: dict[str, Any]) -> torch.dtype:
     """Return the activations' dtype: the most common one of parameters that are not quantised nor an adapter's."""
     brought, counts = adapter_parameters(model), Counter[torch.dtype]()
-    inside = tuple(f"{name}." for name in layers)
+
     for name, parameter in model.named_parameters():
-        if name not in brought and not name.startswith(inside) and can_train(parameter):
+        if name not in brought and not is_inside(name, layers) and can_train(parameter):
             counts[parameter.dtype] += parameter.numel()
     if counts:
         return counts.most_common(1)[0][0]
-    computed = [getattr(layer.get_base_layer(), "compute_dtype", None) for layer in layers.values()]
-    return next((dtype for dtype in computed if dtype is not None), torch.float32)
+    for layer in layers.values():
+        dtype = getattr(layer.get_base_layer(), "compute_dtype", None)
+        if dtype is not None:
+            return dtype
+    return torch.float32
 
 
 def _configs_of(model: nn.Module, name: str) -> dict[str, Any]:
-    inner = [root for prefix, root in adapted_modules(model).items() if not prefix or name.startswith(f"{prefix}.")]
+    inner = [root for prefix, root in adapted_modules(model).items() if name.startswith(prefix_of(prefix))]
     # The last is the innermost, as ``named_modules`` lists outer modules first.
     return vars(inner[-1])["peft_config"]
 
@@ -272,10 +285,11 @@ def _output(module: nn.Module, x: Tensor) -> Tensor:
 
 def _which_way(model: nn.Module, quantized: dict[str, Any]) -> str:
     dtype, packed, plain = _dtype_of(model, quantized), 0, 0
-    for base in chain.from_iterable(find_quantized_under(layer).values() for layer in quantized.values()):
-        kind = "int8" if in_8_bits(base) else "nf4"
-        packed += quantized_bytes(base.out_features, base.in_features, kind)
-        plain += base.out_features * base.in_features * dtype.itemsize
+    for layer in quantized.values():
+        for base in find_quantized_under(layer).values():
+            kind = "int8" if in_8_bits(base) else "nf4"
+            packed += quantized_bytes(base.out_features, base.in_features, kind)
+            plain += base.out_features * base.in_features * dtype.itemsize
     sizes = f"{plain / 2**20:.1f} MiB in {str(dtype).removeprefix('torch.')} instead of {packed / 2**20:.1f}"
     return explain(
         f"merging into {len(quantized)} quantised layers, the first '{next(iter(quantized))}'",

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.select import Blocks
+from lightning_fasttrain.core.modules.select import Blocks, as_list
 from lightning_fasttrain.finetune.adapters.lora import LoRA
 from lightning_fasttrain.finetune.quantized.quantized_base import ALL_OR_SKIP, NONE_LEFT, QuantizedBase
 from lightning_fasttrain.finetune.selection.targets import ALL_LINEAR, Targets, find_targets
@@ -93,12 +93,13 @@ class QLoRA(LoRA):
         # A copy, so that a second model gets the configured skip.
         base, skip = copy.copy(self.base), self.base.skip
         if self.train:  # fully trained modules cannot be packed
-            chosen = [skip] if isinstance(skip, str | type) else list(skip)
-            base.skip = [*chosen, *find_targets(model, self.train)]
+            base.skip = [*as_list(skip), *find_targets(model, self.train)]
         base.apply(model)
         self.base.report = base.report
         super().apply(model)
 
     def took_hold(self, model: nn.Module) -> str:
-        beside, base = super().took_hold(model), self.base.took_hold(model)
-        return f"{beside}; {base}" if beside else ""
+        beside = super().took_hold(model)
+        if not beside:
+            return ""
+        return f"{beside}; {self.base.took_hold(model)}"

@@ -15,6 +15,7 @@ from torch import nn
 
 from lightning_fasttrain.core.files.safe_load import parse_json
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.select import as_list
 from lightning_fasttrain.finetune.selection.base_fingerprint import first_few
 from lightning_fasttrain.finetune.selection.targets import require_peft
 
@@ -158,7 +159,7 @@ def _check_settings(settings: dict[str, Any], kind: Any, path: str, version: str
             why = f"{_NEEDS_PEFT[key]}, which is not supported here"
             raise ValueError(explain(where, why, "Load it with peft.PeftModel.from_pretrained, if you trust it"))
         if key in _NAMES:
-            for name in [value] if isinstance(value, str) else value:
+            for name in as_list(value):
                 # Characters that repeat or branch are not accepted.
                 if not re.fullmatch(r"[\w.^$\\-]{1,256}", name):
                     why = "only layer names are accepted from files, since matching a pattern can take forever"
@@ -205,9 +206,9 @@ def _is_one_of(value: object, words: tuple[Any, ...]) -> bool:
 def _holds(value: object, kind: object, arguments: tuple[Any, ...]) -> bool:
     """Check the elements of a container, where JSON stores sets, tuples and dataclasses as lists and mappings."""
     if kind in (list, set, tuple):
-        inner = arguments[0] if arguments else typing.Any
+        inner = next(iter(arguments), typing.Any)
         return isinstance(value, list) and all(_fits(one, inner) for one in value)
-    inner = arguments[1] if len(arguments) == 2 else typing.Any
+    inner = next(iter(arguments[1:]), typing.Any)
     return isinstance(value, dict) and all(_fits(one, inner) for one in value.values())
 
 
@@ -224,9 +225,13 @@ def _is_plain(value: object, hint: object) -> bool:
 
 
 def _name_of_type(hint: object) -> str:
-    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+    if isinstance(hint, type):
+        return hint.__name__
+    return str(hint).replace("typing.", "")
 
 
 def _shorten(value: object) -> str:
     text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}…"
+    if len(text) > 80:
+        return f"{text[:80]}…"
+    return text

@@ -59,20 +59,23 @@ def write_adapter(folder: Path, tensors: Mapping[str, Tensor], settings: str, ro
 
 def adapter_folder(folder: Folder) -> Path:
     source = local_path(folder)
-    pickles = [source] if source.suffix in _PICKLES and source.is_file() else []
-    if source.is_dir() and not (source / WEIGHTS).exists():
-        pickles = sorted(path for path in source.iterdir() if path.suffix in _PICKLES)
-    if pickles:
-        why = "loading a pickle can execute code, so it was not opened"
-        way_out = "Ask its author to save it as safetensors, which PEFT does by default"
-        raise ValueError(explain(f"{pickles[0]} is a pickle", why, way_out))
+    found: list[Path] = []
+    if source.is_file():
+        found = [source]
+    elif source.is_dir() and not (source / WEIGHTS).exists():
+        found = sorted(source.iterdir())
+    for path in found:
+        if path.suffix in _PICKLES:
+            why = "loading a pickle can execute code, so it was not opened"
+            way_out = "Ask its author to save it as safetensors, which PEFT does by default"
+            raise ValueError(explain(f"{path} is a pickle", why, way_out))
     if source.is_file():
         raise ValueError(explain(f"{source}", "an adapter is a folder with two files", f"Use '{source.parent}'"))
     if not source.is_dir():
         why = "the folder does not exist locally, and nothing is downloaded"
         raise FileNotFoundError(explain(f"{source}", why, "Download it first: huggingface_hub.snapshot_download"))
     if not (source / WEIGHTS).is_file():
-        there = first_few(sorted(path.name for path in source.iterdir())) or "no files"
+        there = first_few(sorted(os.listdir(source))) or "no files"
         raise FileNotFoundError(explain(f"{source} has no {WEIGHTS}", f"it holds {there}", "Pass an adapter's folder"))
     return source
 

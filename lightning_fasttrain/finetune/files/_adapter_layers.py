@@ -11,6 +11,7 @@ from torch import nn
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.select import is_inside, list_names_above
 from lightning_fasttrain.finetune.files._adapter_folder import WEIGHTS
+from lightning_fasttrain.finetune.selection._search import names_not_in, names_outside, prefix_of
 from lightning_fasttrain.finetune.selection.base_fingerprint import (
     Fingerprint,
     adapter_holders,
@@ -81,8 +82,7 @@ def find_place(
         refuse_other_base(fingerprint, root, what, WRONG_BASE)
     layers = plain_modules(root)
     if place is None:
-        absent = [target for target in targets if target not in layers]
-        absent = absent or [key for key in keys if not is_inside(key, set(targets))]
+        absent = names_not_in(targets, layers) or names_outside(keys, set(targets))
         refuse_other_model(what, f"{type(model).__name__} has no {first_few(absent)}")
     meant = {*_layers_meant(layers, config), *_tensors_meant(place.root, config).values()}
     more = sorted(meant - {*targets, *place.whole})
@@ -94,22 +94,22 @@ def find_place(
 def _find_only_place(model: nn.Module, keys: list[str], config: "PeftConfig", name: str) -> Place | None:
     targets, tokens = _layers_in_file(keys, config), _tokens_in_file(keys, config)
     inside = {*targets, *tokens}
-    rest = [key for key in keys if not is_inside(key, inside)]
+    rest = names_outside(keys, inside)
     found = []
     for prefix, root in _candidates(model, name).items():
         layers, owned = plain_modules(root), set(base_names(root).values())
         whole = _find_whole(layers, config, rest)
-        ours = [key for key in rest if key in owned or is_inside(key, set(whole))]
-        if all(name in layers for name in inside) and len(ours) == len(rest):
+        foreign = names_outside(names_not_in(rest, owned), set(whole))
+        if inside <= layers.keys() and not foreign:
             tensors = {tensor: name for tensor, name in _tensors_meant(root, config).items() if name in targets}
-            alone = [name for name in targets if name not in tensors.values()]
+            alone = names_not_in(targets, tensors.values())
             found.append(Place(prefix, root, alone, whole, tokens=tokens, tensors=tensors))
     if len(found) > 1:
         names = [place.prefix.removesuffix(".") or "the model itself" for place in found]
         why = f"{first_few(names)} have its layers"
         way_out = f"Name one: load_adapter_(model.{names[0]}, …)"
         raise ValueError(explain(f"{type(model).__name__} has several places for the adapter", why, way_out))
-    return found[0] if found else None
+    return next(iter(found), None)
 
 
 def _layers_in_file(keys: Iterable[str], config: "PeftConfig") -> list[str]:
@@ -148,8 +148,10 @@ def _tokens_in_file(keys: Iterable[str], config: "PeftConfig") -> dict[str, list
     for key in keys:
         name = key.removesuffix(TOKENS)
         if name != key:
-            named = rows if isinstance(rows, dict) else {name: rows}
-            found[name] = next((rows for end, rows in named.items() if has_ending(name, [end])), [])
+            if isinstance(rows, dict):
+                found[name] = next((own for end, own in rows.items() if has_ending(name, [end])), [])
+            else:
+                found[name] = rows
     return found
 
 
@@ -157,13 +159,18 @@ def _candidates(model: nn.Module, name: str) -> dict[str, nn.Module]:
     """Map prefixes to the modules whose layers an adapter's file may name: adapted modules, or else candidates."""
     from transformers import PreTrainedModel
 
-    named = {f"{prefix}.".removeprefix("."): module for prefix, module in model.named_modules()}
-    there = {prefix: module for prefix, module in named.items() if name in adapters_on(module)}
+    there: dict[str, nn.Module] = {}
+    found: dict[str, nn.Module] = {}
+    for place, module in model.named_modules():
+        if name in adapters_on(module):
+            there[prefix_of(place)] = module
+        if isinstance(module, PreTrainedModel):
+            found[prefix_of(place)] = module
     if there:
         return there
-    found = {prefix: module for prefix, module in named.items() if isinstance(module, PreTrainedModel)}
     if isinstance(model, L.LightningModule):
-        found |= {f"{child}.": module for child, module in model.named_children()}
+        for child, module in model.named_children():
+            found[f"{child}."] = module
     return {**found, "": model}
 
 
@@ -196,9 +203,9 @@ def _layers_meant(layers: Mapping[str, nn.Module], config: "PeftConfig") -> set[
 
 def _find_whole(layers: Mapping[str, nn.Module], config: "PeftConfig", rest: list[str]) -> list[str]:
     found: list[str] = []
+    ends = tuple(getattr(config, "modules_to_save", None) or ())
     for name in layers:
-        meant = any(name.endswith(one) for one in getattr(config, "modules_to_save", None) or [])
-        if meant and not is_inside(name, found) and any(key.startswith(f"{name}.") for key in rest):
+        if name.endswith(ends) and not is_inside(name, found) and any(key.startswith(f"{name}.") for key in rest):
             found.append(name)
     return found
 

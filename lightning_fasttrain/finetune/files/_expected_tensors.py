@@ -12,16 +12,11 @@ from torch import Tensor, nn
 
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.finetune.adapters.initializations import copy_config_for
-from lightning_fasttrain.finetune.files._adapter_layers import (
-    PREFIX,
-    TOKENS,
-    Place,
-    plain_modules,
-    refuse_other_model,
-)
+from lightning_fasttrain.finetune.files._adapter_layers import PREFIX, TOKENS, Place, plain_modules, refuse_other_model
 from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized
 from lightning_fasttrain.finetune.quantized._quantized_tensor import shown_as_parameters
 from lightning_fasttrain.finetune.quantized._tensor_files import DTYPES
+from lightning_fasttrain.finetune.selection._search import names_not_in
 from lightning_fasttrain.finetune.selection.base_fingerprint import base_names, first_few
 from lightning_fasttrain.finetune.selection.targets import match_exactly, method_of, require_peft
 
@@ -126,8 +121,7 @@ def refuse_other_tensors(
         ValueError: the tensors differ.
     """
     own = {plain: name for name, plain in base_names(root).items()}
-    there = set(keys)
-    missing = [key for key in expected if key not in there]
+    missing = names_not_in(expected, set(keys))
     more = [key for key in keys if key not in expected and key.replace("base_layer.", "") not in own]
     for names, how in ((missing, "it lacks"), (more, "this model does not have")):
         if names:
@@ -172,7 +166,9 @@ def refuse_other_ties(place: Place, file: Any, what: str) -> None:
     for name in place.whole:
         for key, parameter in layers[name].named_parameters():
             mine, other = f"{name}.{key}", first.setdefault(parameter, f"{name}.{key}")
-            if mine != other and not torch.equal(*(file.get_tensor(f"{PREFIX}{one}") for one in (mine, other))):
+            if mine == other:
+                continue
+            if not torch.equal(file.get_tensor(f"{PREFIX}{mine}"), file.get_tensor(f"{PREFIX}{other}")):
                 why = f"'{mine}' and '{other}' share their weight in this model, and differ in the file"
                 raise ValueError(explain(what, why, "Untie the two in the model first"))
 
@@ -203,20 +199,22 @@ def _largest_size(place: Place) -> int:
     layers, sizes = plain_modules(place.root), [1]
     for name in place.targets:
         # A quantised weight is packed, so the layer's attributes are read too.
-        sizes += [getattr(layers[name], f"{end}_features", 1) for end in ("in", "out")]
-        sizes += [size for parameter in layers[name].parameters(recurse=False) for size in parameter.shape]
+        sizes += [getattr(layers[name], "in_features", 1), getattr(layers[name], "out_features", 1)]
+        for parameter in layers[name].parameters(recurse=False):
+            sizes += parameter.shape
     for name in set(place.tensors.values()):
-        tensors = _meta_tensors(layers[name])
-        sizes += [size for parameter in tensors.parameters() for size in parameter.shape]
+        for parameter in _meta_tensors(layers[name]).parameters():
+            sizes += parameter.shape
     return max(sizes)
 
 
-def _integers(value: object) -> list[int]:
+def _integers(value: Any) -> list[int]:
     if isinstance(value, dict):
         value = list(value.values())
-    values = value if isinstance(value, list | set | tuple) else [value]
+    if not isinstance(value, list | set | tuple):
+        value = [value]
     # ``isinstance`` would include bool, which is a subclass of int.
-    return [number for number in values if type(number) is int]
+    return [number for number in value if type(number) is int]
 
 
 def _is_same(parameter: Tensor, stored: Tensor) -> bool:
@@ -237,7 +235,7 @@ def refuse_other_tokens(place: Place, file: Any, what: str) -> None:
         known = table.num_embeddings if isinstance(table, nn.Embedding) else 0
         wrong = [row for row in rows if not 0 <= row < known]
         if wrong or len(set(rows)) != stored:
-            why = f"it trained rows {first_few([str(row) for row in wrong or rows])} of '{name}', "
+            why = f"it trained rows {first_few(list(map(str, wrong or rows)))} of '{name}', "
             why += f"which has {known} rows, and holds {stored} rows"
             way_out = "Add the same tokens to the base first with resize_token_embeddings"
             raise ValueError(explain(f"the adapter in {what} is for another vocabulary", why, way_out))

@@ -98,13 +98,11 @@ def _shapes_here(config: "PeftConfig", base: Any) -> dict[str, list[int]]:
     if method_of(filled) == "PREFIX_TUNING":
         virtual = [filled.num_virtual_tokens, 2 * filled.num_layers * filled.token_dim]
     shapes = {"prompt_embeddings": virtual}
-    heads = ["classifier", "score"] if filled.task_type == "SEQ_CLS" else []  # PEFT trains these
+    whole = tuple(filled.modules_to_save or ())
+    if filled.task_type == "SEQ_CLS":
+        whole += ("classifier", "score")  # PEFT trains these
     for name, plain in base_names(base).items():
-        if _trains_whole(plain, [*heads, *(filled.modules_to_save or [])]):
+        # PEFT trains a module in full if its name has one of these suffixes.
+        if any(module.endswith(whole) for module in list_names_above(plain)):
             shapes[f"base_model.{plain}"] = list(base.get_parameter(name).shape)
     return shapes
-
-
-def _trains_whole(parameter: str, names: list[str]) -> bool:
-    """Check whether a parameter is in a module that PEFT trains in full, selected by the suffix of its name."""
-    return any(module.endswith(tuple(names)) for module in list_names_above(parameter))

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from itertools import starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,11 +37,8 @@ from lightning_fasttrain.finetune.files._expected_tensors import (
 )
 from lightning_fasttrain.finetune.files._prompt_files import load_prompts_
 from lightning_fasttrain.finetune.prompts.add_prompt import plain_model
-from lightning_fasttrain.finetune.selection.base_fingerprint import (
-    adapters_on,
-    base_names,
-    first_few,
-)
+from lightning_fasttrain.finetune.selection._search import list_trainable, names_not_in, prefix_of, strip_prefix
+from lightning_fasttrain.finetune.selection.base_fingerprint import adapters_on, base_names, first_few
 from lightning_fasttrain.finetune.selection.targets import has_ending, match_exactly
 
 if TYPE_CHECKING:
@@ -181,11 +179,11 @@ def _find_adapter(model: nn.Module, name: str | None) -> tuple[str, nn.Module, s
     meant = [(prefix, one) for prefix, one in there if name in (None, one)]
     if len(meant) == 1:
         prefix, one = meant[0]
-        return f"{prefix}." if prefix else "", roots[prefix], one
-    shown = [f"'{one}'" for _, one in there]
+        return prefix_of(prefix), roots[prefix], one
+    form = "'{1}'"
     if len(roots) > 1:
-        shown = [f"'{one}' in {prefix}" for prefix, one in there]
-    listed = ", ".join(shown)
+        form = "'{1}' in {0}"
+    listed = ", ".join(starmap(form.format, there))
     if not meant:
         raise ValueError(explain(f"name={name!r}", "there is no such adapter", f"Existing adapters: {listed}"))
     one = meant[0][1]
@@ -198,9 +196,7 @@ def _find_adapter(model: nn.Module, name: str | None) -> tuple[str, nn.Module, s
 
 def _warn_of_what_is_left_out(model: nn.Module, saved: set[str]) -> None:
     """Warn about trainable parameters that belong to no adapter, since they are not saved."""
-    adapters = adapter_parameters(model)
-    trains = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    lost = [name for name in trains if name not in adapters and name not in saved]
+    lost = names_not_in(list_trainable(model), adapter_parameters(model) | saved)
     if lost:
         warn(f"save_adapter: {first_few(lost)} train too, but belong to no adapter. Name their modules in train=.")
 
@@ -215,10 +211,12 @@ def refuse_shards(state: Mapping[str, Tensor]) -> None:
 def _layer_keys(keys: list[str], source: Path) -> list[str]:
     odd = [key for key in keys if not key.startswith(PREFIX)]
     if odd or not keys:
-        why = f"it has {first_few(odd)}, but names must begin with '{PREFIX}'" if odd else "it is empty"
+        why = "it is empty"
+        if odd:
+            why = f"it has {first_few(odd)}, but names must begin with '{PREFIX}'"
         what = f"{source / WEIGHTS} is not an adapter file"
         raise ValueError(explain(what, why, "Save it with save_adapter or PEFT"))
-    return [key.removeprefix(PREFIX) for key in keys]
+    return strip_prefix(keys, PREFIX)
 
 
 def _add(model: nn.Module, place: Place, config: "PeftConfig", name: str) -> tuple[list[str], str, nn.Module]:
@@ -235,15 +233,17 @@ def _add(model: nn.Module, place: Place, config: "PeftConfig", name: str) -> tup
     # ``()`` is not None: a data-dependent initialization is accepted, and the file's values replace it.
     names = add_adapter_(model, config, targets, train=train, name=name, batches=())
     for prefix, root in adapted_modules(model).items():
-        before = f"{prefix}." if prefix else ""
+        before = prefix_of(prefix)
         if name in adapters_on(root) and names[0].startswith(before):
             return names, before, root
     raise AssertionError("the added adapter was not found")
 
 
 def _match_exactly(place: Place, names: list[str]) -> list[re.Pattern[str]]:
+    if not names:
+        return []
     in_model = [f"{place.prefix}{name}" for name in names]
-    return [re.compile(match_exactly(in_model))] if names else []
+    return [re.compile(match_exactly(in_model))]
 
 
 def _scaled_at_input(place: Place, config: "PeftConfig", keys: list[str], file: Any) -> list[str]:
@@ -252,9 +252,11 @@ def _scaled_at_input(place: Place, config: "PeftConfig", keys: list[str], file: 
     found = []
     for target in place.targets:
         key = f"{target}.ia3_l"
-        shape = file.get_slice(f"{PREFIX}{key}").get_shape() if key in keys else [0]
+        if key not in keys:
+            continue
+        shape = file.get_slice(f"{PREFIX}{key}").get_shape()
         # Shapes [1, 1] and those of convolutions, [1, channels, 1, 1], can be either, so the settings decide.
-        either = len(shape) != 2 or all(size == 1 for size in shape)
+        either = len(shape) != 2 or set(shape) == {1}
         if shape[:1] == [1] and (not either or has_ending(target, ends)):
             found.append(target)
     return found

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_fasttrain.core.checks import check_arguments, require
 from lightning_fasttrain.core.files.atomic_write import sync_folder, temporary_path
 from lightning_fasttrain.core.messages import explain, say
+from lightning_fasttrain.core.modules.parameters import count_parameters
 from lightning_fasttrain.core.modules.select import is_part_of
 from lightning_fasttrain.finetune.adapters._merged_layers import find_trained_copies
 from lightning_fasttrain.finetune.adapters.merge import merge_adapters_, unmerge_adapters_
@@ -29,12 +30,8 @@ from lightning_fasttrain.finetune.quantized._quantized_layer import (
 )
 from lightning_fasttrain.finetune.selection._adapter_switches import switches
 from lightning_fasttrain.finetune.selection._float32_adapters import rounded_as
-from lightning_fasttrain.finetune.selection.base_fingerprint import (
-    adapter_holders,
-    first_few,
-    is_torchaos,
-    plain_name,
-)
+from lightning_fasttrain.finetune.selection._search import find_modules, names_in, names_not_in
+from lightning_fasttrain.finetune.selection.base_fingerprint import adapter_holders, first_few, is_torchaos, plain_name
 from lightning_fasttrain.finetune.selection.targets import find_hugging_face_model
 
 
@@ -84,8 +81,7 @@ def export_model(model: nn.Module, folder: Folder, *, dtype: torch.dtype | None 
         raise ValueError(explain(f"{target}", why, "Choose a new folder, or move the existing one"))
     if dtype is not None and dtype not in FLOATS:
         raise ValueError(explain(f"dtype={dtype}", "weights are saved in floats", f"Use one of {FLOATS}"))
-    packed = [is_torchaos(parameter) for parameter in root.parameters()]
-    if dtype is None and (any(packed) or any(is_quantized(module) for module in root.modules())):
+    if dtype is None and (any(map(is_torchaos, root.parameters())) or any(map(is_quantized, root.modules()))):
         why = "quantised weights are exported as floats, and the dtype must be chosen"
         raise ValueError(explain(f"{type(root).__name__} without dtype=", why, "Use for example dtype=torch.bfloat16"))
     refuse_shards(dict(root.named_parameters()))
@@ -113,7 +109,7 @@ def _merge_for_now(root: nn.Module) -> Iterator[None]:
 def _plain_state(root: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Return the unquantised weights on the host, under the names that they have without adapters."""
     holders, state = adapter_holders(root), dict[str, Tensor]()
-    quantized = {name: module for name, module in root.named_modules() if is_quantized(module)}
+    quantized = find_modules(root, is_quantized)
     for key, tensor in root.state_dict().items():
         is_packed = is_part_of(key, quantized) and key.removesuffix(".bias") not in quantized
         plain = plain_name(key, holders)  # None: the key belongs to an adapter
@@ -135,10 +131,10 @@ def _trained_whole(root: nn.Module, holders: dict[str, str]) -> dict[str, Tensor
     found: dict[str, Tensor] = {}
     for name, wrapper in find_trained_copies(root).items():
         copies, place = wrapper.modules_to_save, plain_name(f"{name}.original_module", holders)
-        for active in wrapper.active_adapters:
-            if active in copies:
-                state = {**copies[active].state_dict(), **rounded_as(wrapper.original_module, copies[active])}
-                found.update({f"{place}.{key}": value for key, value in state.items()})
+        for active in names_in(wrapper.active_adapters, copies):
+            state = {**copies[active].state_dict(), **rounded_as(wrapper.original_module, copies[active])}
+            for key, value in state.items():
+                found[f"{place}.{key}"] = value
     return found
 
 
@@ -157,8 +153,8 @@ def _plain_twin(root: Any, state: dict[str, Tensor]) -> Any:
         twin.load_state_dict(state, assign=True)
     except RuntimeError as error:
         expected = twin.state_dict()
-        names = [name for name in {**expected, **state} if name not in expected or name not in state]
-        names += [name for name in expected if name in state and expected[name].shape != state[name].shape]
+        names = [*names_not_in(expected, state), *names_not_in(state, expected)]
+        names += [name for name in names_in(expected, state) if expected[name].shape != state[name].shape]
         why = f"{first_few(names)} differ from the weights in its configuration, so from_pretrained could not load it"
         raise ValueError(explain(f"export_model of a {type(root).__name__}", why, "Correct model.config")) from error
     twin.tie_weights()  # assigning separated the tied weights
@@ -185,5 +181,5 @@ def _write(target: Path, model: Any) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
     sync_folder(target.parent)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    _, parameters = count_parameters(model)
     say("export_model: %s with %s parameters in %s", type(model).__name__, f"{parameters:,}", target)

@@ -18,6 +18,7 @@ from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward
 from lightning_fasttrain.finetune.frozen_cache.content_keys import count_rows, hash_module, is_cut, row_keys
 from lightning_fasttrain.finetune.frozen_cache.examination import are_close, why_not_frozen, why_not_repeatable
 from lightning_fasttrain.finetune.frozen_cache.row_store import Row, RowStore
+from lightning_fasttrain.finetune.selection._search import first_tensor
 
 
 @dataclass
@@ -83,7 +84,7 @@ class CachedForward(WrappedForward):
             return self.inner(*args, **kwargs)
         self._refuse_gradients(leaves)
         self.ran = True
-        fingerprint = self._fingerprint(next(leaf for leaf in leaves if isinstance(leaf, Tensor)).device)
+        fingerprint = self._fingerprint(first_tensor(leaves).device)
         try:
             keys = row_keys(args, kwargs, fingerprint)
         except TypeError as error:
@@ -138,7 +139,7 @@ class CachedForward(WrappedForward):
         tensors = _tensors_in(output)
         orders = [sorted(range(leaf.dim()), key=lambda axis: -leaf.stride(axis)) for leaf in tensors]
         constants, structure = tree_flatten(tree_map_only(Tensor, lambda _: Ellipsis, output))
-        folder = self.folder / fingerprint.hex() if self.folder is not None else None
+        folder = self.folder and self.folder / fingerprint.hex()
         form = _Form(structure, constants, orders, RowStore(folder))
         self._compare_with_kept(form, keys, tensors)
         self._forms[fingerprint] = form
@@ -158,20 +159,20 @@ class CachedForward(WrappedForward):
                 return
 
     def _look_up(self, form: _Form, keys: Sequence[bytes], args: Any, kwargs: Any) -> Any:
-        rows = [form.store.get(key) for key in keys]
+        rows: list[Any] = list(map(form.store.get, keys))
         missing = [number for number, row in enumerate(rows) if row is None]
         self.hits += len(keys) - len(missing)
         if len(missing) == len(keys):
             output = self._run(args, kwargs, None)
             self._keep(form, keys, _tensors_in(output))
             return output
-        device = next(leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        device = first_tensor(tree_leaves((args, kwargs))).device
         if missing:
             output = self._run(args, kwargs, missing)
             computed = self._keep(form, [keys[number] for number in missing], _tensors_in(output))
             for number, row in zip(missing, computed, strict=True):
                 rows[number] = row
-        return form.join([row for row in rows if row is not None], device)
+        return form.join(rows, device)
 
     def _keep(self, form: _Form, keys: Sequence[bytes], tensors: Sequence[Tensor]) -> list[Row]:
         self.misses += len(keys)

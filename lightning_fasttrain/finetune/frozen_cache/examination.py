@@ -11,11 +11,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_fasttrain.core.messages import list_some
 from lightning_fasttrain.core.state.rng import keep_random_state
 from lightning_fasttrain.finetune.frozen_cache.content_keys import is_cut
-
-
-def list_trainable(module: nn.Module) -> list[str]:
-    """Names of the parameters that require a gradient."""
-    return [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+from lightning_fasttrain.finetune.selection._search import first_tensor, list_trainable
 
 
 def why_not_frozen(module: nn.Module) -> tuple[str, str] | None:
@@ -52,7 +48,7 @@ def why_not_repeatable(
     with keep_random_state():  # the generators are no longer where they were before the first run, if it draws
         before = _generators(leaves)
         again = tree_leaves(run(None))
-        drew = any(not torch.equal(*states) for states in zip(before, _generators(leaves), strict=True))
+        drew = not all(map(torch.equal, before, _generators(leaves)))
     if drew or not _are_equal(leaves, again):
         return "it draws random numbers: dropout in training mode, or noise", to_eval
     if rows > 1 and not are_close(leaves, tree_leaves(run(range(rows - 1)))):
@@ -61,14 +57,17 @@ def why_not_repeatable(
 
 
 def _generators(leaves: Sequence[Any]) -> list[Tensor]:
-    device = next(leaf.device for leaf in leaves if isinstance(leaf, Tensor))
-    own = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-    return [torch.get_rng_state(), *own]
+    states, device = [torch.get_rng_state()], first_tensor(leaves).device
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return states
 
 
 def _are_equal(leaves: Sequence[Any], others: Sequence[Any]) -> bool:
-    pairs = [pair for pair in zip(leaves, others, strict=True) if isinstance(pair[0], Tensor)]
-    return all(torch.allclose(one, other, rtol=0, atol=0, equal_nan=True) for one, other in pairs)
+    for one, other in zip(leaves, others, strict=True):
+        if isinstance(one, Tensor) and not torch.allclose(one, other, rtol=0, atol=0, equal_nan=True):
+            return False
+    return True
 
 
 def are_close(leaves: Sequence[Any], others: Sequence[Any]) -> bool:

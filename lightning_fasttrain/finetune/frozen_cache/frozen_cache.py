@@ -127,7 +127,9 @@ class FrozenCache(Technique):
 
     @classmethod
     def why_not(cls, facts: Facts) -> str | None:
-        return "no parameter is frozen" if facts.trains == 1 else None
+        if facts.trains == 1:
+            return "no parameter is frozen"
+        return None
 
     def apply(self, model: nn.Module) -> Undo:
         already = set(wrappers_in(model, CachedForward))
@@ -139,9 +141,11 @@ class FrozenCache(Technique):
         step.notes.append("Outputs that FrozenCache keeps in host memory are not counted.")
 
     def took_hold(self, model: nn.Module) -> str:
-        if not any(True for _ in wrappers_in(model, CachedForward)):
+        if not any(wrappers_in(model, CachedForward)):
             return ""
-        where = "host memory" if self.folder is None else f"'{os.fspath(self.folder)}'"
+        where = "host memory"
+        if self.folder is not None:
+            where = f"'{os.fspath(self.folder)}'"
         return f"outputs of '{self.part}' are kept in {where}"
 
     def outcome(self, model: nn.Module) -> str:

@@ -14,6 +14,7 @@ from lightning_fasttrain.core.files.atomic_write import write_atomic
 from lightning_fasttrain.core.files.safe_load import open_safetensors
 from lightning_fasttrain.core.messages import warn_on_any_rank
 from lightning_fasttrain.finetune.frozen_cache.content_keys import KEY_BYTES
+from lightning_fasttrain.finetune.selection._search import total_bytes
 
 _FLUSH_BYTES = 2**28
 Row = list[Tensor]
@@ -56,7 +57,7 @@ class RowStore:
         if key in self._rows or key in self._filed:
             return
         self._rows[key] = row
-        self._pending_bytes += sum(tensor.nbytes for tensor in row)
+        self._pending_bytes += total_bytes(row)
         if self._pending_bytes >= _FLUSH_BYTES:
             self.flush()
 
@@ -66,14 +67,15 @@ class RowStore:
             return
         safetensors: Any = require("safetensors.torch", extra="finetune")
         for keys in self._keys_by_shape():
-            rows = [self._rows[key] for key in keys]
+            rows = map(self._rows.__getitem__, keys)
             tensors = {str(number): torch.stack(parts) for number, parts in enumerate(zip(*rows, strict=True))}
             tensors["keys"] = torch.frombuffer(bytearray(b"".join(keys)), dtype=torch.uint8).view(-1, KEY_BYTES)
             name = f"rows-{os.getpid()}-{secrets.token_hex(4)}.safetensors"
             write_atomic(self.folder / name, safetensors.save(tensors))
         self._pending_bytes = 0
         self.refresh()
-        self._rows = {key: row for key, row in self._rows.items() if key not in self._filed}
+        for key in self._rows.keys() & self._filed.keys():
+            del self._rows[key]
 
     def _keys_by_shape(self) -> Iterator[list[bytes]]:
         """Yield keys of rows that have the same shapes and dtypes, as those of one file must."""

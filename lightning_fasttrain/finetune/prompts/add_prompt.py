@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from lightning_fasttrain.core.checks import check_arguments, positive_int
 from lightning_fasttrain.core.host.late_parameters import notices_late_parameters
@@ -18,6 +18,7 @@ from lightning_fasttrain.finetune.adapters.add_adapter import report_added, trai
 from lightning_fasttrain.finetune.prompts._prompt_hooks import GenerateWithCache, StillPrompt, cut_virtual_tokens
 from lightning_fasttrain.finetune.selection._adapter_switches import has_prompt
 from lightning_fasttrain.finetune.selection._float32_adapters import keep_adapter_in_float32_, keep_in_float32_
+from lightning_fasttrain.finetune.selection._search import has_fake_parameters
 from lightning_fasttrain.finetune.selection.base_fingerprint import PEFT_MODEL, adapters_on
 from lightning_fasttrain.finetune.selection.freezing import freeze_
 from lightning_fasttrain.finetune.selection.targets import (
@@ -85,7 +86,9 @@ def add_prompt_(model: nn.Module, config: "PeftConfig", *, train: Iterable[str] 
     check_name(name)
     place, root = find_language_model(model)
     base, config = plain_model(root), copy.deepcopy(config)
-    there = {one: settings for module in model.modules() for one, settings in adapters_on(module).items()}
+    there: dict[str, Any] = {}
+    for module in model.modules():
+        there.update(adapters_on(module))
     trained_whole, whole = list(train), config.modules_to_save or []
     if trained_whole:
         trained_whole = without_namesakes(list(find_targets(base, trained_whole)), base)
@@ -139,7 +142,9 @@ def find_language_model(model: nn.Module) -> tuple[str, Any]:
 
 def plain_model(root: Any) -> Any:
     """Return the Hugging Face model inside a ``PeftModel`` with virtual tokens; else ``root`` itself."""
-    return root.base_model if has_prompt(root) else root
+    if has_prompt(root):
+        return root.base_model
+    return root
 
 
 def fill_(config: "PeftConfig", base: Any) -> None:
@@ -189,7 +194,7 @@ def _put_before(base: nn.Module, root: Any, config: "PeftConfig", name: str) -> 
     peft = require_peft()
     with ExitStack() as stack, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")  # PEFT reads it
-        if any(isinstance(parameter, FakeTensor) for parameter in base.parameters()):
+        if has_fake_parameters(base):
             # Rows of fake embeddings cannot initialize the tokens; new tensors become fake later.
             stack.enter_context(unset_fake_temporarily())
             stack.callback(setattr, config, "prompt_tuning_init", getattr(config, "prompt_tuning_init", None))

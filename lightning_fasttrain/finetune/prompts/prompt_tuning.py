@@ -62,18 +62,21 @@ class PromptTuning(Adapter):
         if isinstance(start, str):
             one_of("start", start, ("vocabulary", "random"))
         else:
-            self.start += [int(one) for one in start]
+            self.start += map(int, start)
             if not self.start or min(self.start) < 0:
                 raise ValueError(
                     explain(f"start={start!r}", "expected token ids of at least 0", "Use a tokenizer's input_ids")
                 )
-        kind = "SAMPLE_VOCAB" if start == "vocabulary" else "RANDOM"
+        kind = "RANDOM"
+        if start == "vocabulary":
+            kind = "SAMPLE_VOCAB"
         config = require_peft().PromptTuningConfig(num_virtual_tokens=tokens, prompt_tuning_init=kind)
         super().__init__(config, train=train, name=name, checkpoint=checkpoint)
 
     def took_hold(self, model: nn.Module) -> str:
-        there = any(has_prompt(module) for module in model.modules())
-        return f"{self.config.num_virtual_tokens} virtual tokens before the input" if there else ""
+        if not any(map(has_prompt, model.modules())):
+            return ""
+        return f"{self.config.num_virtual_tokens} virtual tokens before the input"
 
     def apply(self, model: nn.Module) -> None:
         root = find_language_model(model)[1]
@@ -129,8 +132,9 @@ class PrefixTuning(Adapter):
         super().__init__(config, train=train, name=name, checkpoint=checkpoint)
 
     def took_hold(self, model: nn.Module) -> str:
-        there = any(has_prompt(module) for module in model.modules())
-        return f"{self.config.num_virtual_tokens} virtual tokens before every layer's keys and values" if there else ""
+        if not any(map(has_prompt, model.modules())):
+            return ""
+        return f"{self.config.num_virtual_tokens} virtual tokens before every layer's keys and values"
 
     def apply(self, model: nn.Module) -> None:
         add_prompt_(model, self.config, train=self.train, name=self.name)

@@ -38,8 +38,10 @@ class Quantizable:
 
     def weights(self) -> dict[str, Tensor]:
         """Return the tensors to quantise."""
-        stacks: dict[str, Any] = {name: owner._parameters[key] for name, (owner, key) in self.stacks.items()}
-        return {**{name: layer.weight for name, layer in self.layers.items()}, **stacks}
+        weights: dict[str, Any] = {name: layer.weight for name, layer in self.layers.items()}
+        for name, (owner, key) in self.stacks.items():
+            weights[name] = owner._parameters[key]
+        return weights
 
 
 def sort_out(model: nn.Module, kind: str, skip: Blocks) -> Quantizable:

@@ -55,8 +55,10 @@ def quantized_bytes(
     if kind == "int8":
         return elements + 4 * out_features
     blocks = -(-elements // BLOCK)
-    nested = blocks + 4 * -(-blocks // NESTED_BLOCK) + 4 * _NESTED_CODE + 4
-    return -(-elements // 2) + 4 * _CODE + (nested if double_quant else 4 * blocks)
+    constants = 4 * blocks
+    if double_quant:
+        constants = blocks + 4 * -(-blocks // NESTED_BLOCK) + 4 * _NESTED_CODE + 4
+    return -(-elements // 2) + 4 * _CODE + constants
 
 
 def require_bitsandbytes() -> Any:
@@ -104,7 +106,8 @@ def quantize_layer_(
     packed, state = pack(weight.detach(), kind, double_quant)
     layer.__class__ = type(like)
     # Only missing attributes: hooks, replaced forwards and the bias stay.
-    vars(layer).update({name: value for name, value in vars(like).items() if name not in vars(layer)})
+    for name, value in vars(like).items():
+        vars(layer).setdefault(name, value)
     if kind == "int8":
         layer._parameters["weight"] = _int8_parameter(packed)
         # As the first forward of bitsandbytes would do.
@@ -201,8 +204,10 @@ def _int8_parameter(packed: Tensor) -> nn.Parameter:
 
 def settle_(layer: nn.Module) -> None:
     """Make the weight and the quantisation state of a layer consistent."""
-    settle = settle_8bit_ if in_8_bits(layer) else settle_4bit_
-    settle(layer)
+    if in_8_bits(layer):
+        settle_8bit_(layer)
+    else:
+        settle_4bit_(layer)
 
 
 def settle_4bit_(layer: Any, *_: object) -> None:

@@ -12,6 +12,7 @@ from lightning_fasttrain.core.modules.layer_kinds import is_a, stands_for
 from lightning_fasttrain.core.modules.wrapped_forward import Replacement, WrappedForward, wrappers_on
 from lightning_fasttrain.finetune.quantized._quantized_layer import dequantized_weight, quantize_layer_
 from lightning_fasttrain.finetune.quantized.quantized_state import keep_quantized_
+from lightning_fasttrain.finetune.selection._search import names_in
 
 StateDict = MutableMapping[str, Any]
 _PARAMETER_WRAPPER = "peft.tuners.lora.layer.ParamWrapper"
@@ -141,8 +142,10 @@ def dequantize_tensor(holder: Any, dtype: torch.dtype | None = None) -> Tensor:
 
 def _dtype_of_inputs(inputs: Iterable[Any]) -> torch.dtype | None:
     """Return the dtype of the first floating-point input, which may be the Trainer's; None under autocast."""
-    floats = [one for one in inputs if isinstance(one, Tensor) and one.is_floating_point()]
-    return floats[0].dtype if floats and not torch.is_autocast_enabled(floats[0].device.type) else None
+    for one in inputs:
+        if isinstance(one, Tensor) and one.is_floating_point():
+            return None if torch.is_autocast_enabled(one.device.type) else one.dtype
+    return None
 
 
 class _WayBack:
@@ -153,7 +156,9 @@ class _WayBack:
 
     def __call__(self, dtype: torch.dtype | None) -> Tensor:
         weight = dequantize_tensor(self.holder, dtype)
-        return weight if self.added is None else self.added(weight)
+        if self.added is None:
+            return weight
+        return self.added(weight)
 
 
 class _Packer:
@@ -227,14 +232,16 @@ class GivesStandIn(Replacement):
 
     def __call__(self) -> Tensor:
         holder = holder_under(self.module)
-        return type(self.module).get_param(self.module) if holder is None else stand_in(holder)
+        if holder is None:
+            return type(self.module).get_param(self.module)
+        return stand_in(holder)
 
 
 class AddsToHeld(Replacement):
     """Replacement of ``_activate_lora`` of PEFT's wrapper, a context in which the adapter is applied."""
 
     def __call__(self, active: list[str]) -> AbstractContextManager[None]:
-        holder, names = holder_under(self.module), [name for name in active if name in self.module.lora_A]
+        holder, names = holder_under(self.module), names_in(active, self.module.lora_A)
         if holder is None or not names:
             return type(self.module)._activate_lora(self.module, active)
         return self._while_it_lasts(holder, names)
@@ -253,7 +260,7 @@ class AddsToHeld(Replacement):
         wrapper = self.module
         # As in PEFT: several adapters are summed first; a single one over several experts is one ``baddbmm``.
         if len(names) > 1 or wrapper.num_experts == 1:
-            return weight + sum(wrapper.get_delta_weight(name) for name in names).to(weight.dtype)
+            return weight + sum(map(wrapper.get_delta_weight, names)).to(weight.dtype)
         lhs, rhs, scaling = wrapper.get_delta_factors(names[0])
         # Autocast would run ``baddbmm`` in half precision and round the complete stack.
         with torch.autocast(weight.device.type, enabled=False):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_fasttrain.core.files.safe_load import local_path, open_safetensors, read_json
 from lightning_fasttrain.core.messages import explain, list_some
+from lightning_fasttrain.finetune.selection._search import names_not_in
 
 Where = str | os.PathLike[str]
 Original = nn.Module | Mapping[str, Tensor] | Where
@@ -109,10 +110,12 @@ def _read_index(path: Path) -> dict[str, StoredTensor]:
         why = "not an index of shards: it has no weight_map from names to files"
         raise ValueError(explain(f"{path} cannot be read", why, "Fetch it again"))
     shards = {file: _in_file(_locate_inside(path, file)) for file in sorted(set(names.values()))}
-    absent = [f"{name} in {file}" for name, file in names.items() if name not in shards[file]]
-    if absent:
-        raise ValueError(explain(f"{path} names {absent[0]}", "it is not there", "Fetch them again"))
-    return {name: shards[file][name] for name, file in names.items()}
+    found: dict[str, StoredTensor] = {}
+    for name, file in names.items():
+        if name not in shards[file]:
+            raise ValueError(explain(f"{path} names {name} in {file}", "it is not there", "Fetch them again"))
+        found[name] = shards[file][name]
+    return found
 
 
 def _locate_inside(index: Path, file: str) -> Path:
@@ -124,7 +127,7 @@ def _locate_inside(index: Path, file: str) -> Path:
     path = index.parent / file
     # A backslash separates folders on Windows.
     plain = file == Path(file).name and "\\" not in file and file.endswith(".safetensors")
-    if not plain or not any(path.resolve().is_relative_to(root) for root in roots):
+    if not plain or not any(map(path.resolve().is_relative_to, roots)):
         why = "not a .safetensors file in its folder"
         raise ValueError(explain(f"{index} names {file!r}", why, "Do not use this model"))
     return path
@@ -147,7 +150,7 @@ class OriginalWeights:
             self.tensors = original.state_dict() if isinstance(original, nn.Module) else original
             keys = {_strip_wrappers(name): name for name in self.tensors}
         self.keys = keys
-        self.renamed = _find_prefix([_strip_wrappers(name) for name in names], keys)
+        self.renamed = _find_prefix(list(map(_strip_wrappers, names)), keys)
 
     def read_weight(self, name: str, base: Any, dequantized: Tensor, whole: str = "") -> tuple[Tensor, Tensor | None]:
         """Return weight and bias of a layer, on its device; or the tensor named ``whole`` that the layer stands for.
@@ -195,14 +198,15 @@ def _find_prefix(names: list[str], keys: Mapping[str, str]) -> tuple[int, str]:
                 added = key[: -len(tail)]
                 if all(name[:cut] == first[:cut] and f"{added}{name[cut:]}" in keys for name in names):
                     return cut, added
-    missing = [name for name in names if name not in keys]
-    why = f"it has {', '.join(list(keys)[:3])}" if keys else "it is empty"
+    missing, why = names_not_in(names, keys), "it is empty"
+    if keys:
+        why = f"it has {', '.join(list(keys)[:3])}"
     way_out = "Pass the full-precision weights of this model"
     raise ValueError(explain(f"original= lacks {list_some(missing)}", why, way_out))
 
 
 def _strip_wrappers(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in ("base_layer", "original_module"))
+    return ".".join(names_not_in(name.split("."), ("base_layer", "original_module")))
 
 
 def relative_error(result: Tensor, expected: Tensor) -> float:

@@ -20,6 +20,7 @@ from lightning_fasttrain.finetune.quantized._quantized_tensor import quantize_te
 from lightning_fasttrain.finetune.quantized._tensor_files import StoredTensor, Where, find_tensors, read_tensors
 from lightning_fasttrain.finetune.quantized.quantized_base import check_settings, choose_compute_dtype, report
 from lightning_fasttrain.finetune.quantized.quantized_state import keep_quantized_
+from lightning_fasttrain.finetune.selection._search import names_in, names_not_in
 
 _LONG = 2**30  # bytes; longer loads show a progress bar
 
@@ -131,9 +132,9 @@ class _Slot:
         self.places: list[tuple[dict[str, Any], str]] = []
 
     def fill(self, tensor: Tensor) -> None:
-        tensor = tensor.clone()  # the tensor may be memory-mapped
-        is_parameter = isinstance(self.tensor, nn.Parameter)
-        filled = nn.Parameter(tensor, self.tensor.requires_grad) if is_parameter else tensor
+        filled = tensor.clone()  # the tensor may be memory-mapped
+        if isinstance(self.tensor, nn.Parameter):
+            filled = nn.Parameter(filled, self.tensor.requires_grad)
         for table, name in self.places:
             table[name] = filled
 
@@ -149,7 +150,7 @@ def _slots(model: nn.Module) -> dict[str, _Slot]:
                 if tensor is not None:
                     slot = by_id.setdefault(id(tensor), _Slot(tensor))
                     slot.places.append((table, name))
-                    slots[f"{prefix}.{name}" if prefix else name] = slot
+                    slots[f"{prefix}.{name}".removeprefix(".")] = slot
     return slots
 
 
@@ -184,27 +185,28 @@ def _select_tensors(
     model: nn.Module, slots: dict[str, _Slot], stored: dict[str, StoredTensor], files: object
 ) -> dict[str, StoredTensor]:
     """Select the stored tensors that the model needs; tied ones only once."""
-    # A state dict has no non-persistent buffers.
-    needed = {name: slots[name] for name in model.state_dict() if name in slots}
     # By slot: safetensors files contain only one of several tied names.
-    there = {id(slots[name]) for name in stored if name in slots}
-    missing = [name for name, slot in needed.items() if id(slot) not in there]
-    unexpected = [name for name in stored if name not in slots]
-    shapes = [
-        f"{name} is {list(stored[name].shape)} in the file and {list(slot.tensor.shape)} in the model"
-        for name, slot in needed.items()
-        if name in stored and tuple(stored[name].shape) != tuple(slot.tensor.shape)
-    ]
+    there = {id(slots[name]) for name in names_in(stored, slots)}
+    missing: list[str] = []
+    shapes: list[str] = []
+    read: dict[int, tuple[str, StoredTensor]] = {}
+    # A state dict has no non-persistent buffers.
+    for name in names_in(model.state_dict(), slots):
+        slot = slots[name]
+        if id(slot) not in there:
+            missing.append(name)
+        if name in stored:
+            read.setdefault(id(slot), (name, stored[name]))
+            in_file, in_model = list(stored[name].shape), list(slot.tensor.shape)
+            if in_file != in_model:
+                shapes.append(f"{name} is {in_file} in the file and {in_model} in the model")
+    unexpected = names_not_in(stored, slots)
     listed = (("missing in the files", missing), ("unknown to the model", unexpected), ("of another shape", shapes))
     wrong = [f"{what}: {list_some(names, most=5)}" for what, names in listed if names]
     if wrong:
         way_out = "Build the class and configuration that the files were saved from"
         raise ValueError(explain(f"{files} does not fit {type(model).__name__}", "; ".join(wrong), way_out))
-    read: dict[int, str] = {}
-    for name in needed:
-        if name in stored:
-            read.setdefault(id(slots[name]), name)
-    return {name: stored[name] for name in read.values()}
+    return dict(read.values())
 
 
 def _refuse_unfit(

@@ -23,6 +23,7 @@ from lightning_fasttrain.finetune.quantized._quantized_layer import (
 )
 from lightning_fasttrain.finetune.quantized._quantized_tensor import quantize_tensor_
 from lightning_fasttrain.finetune.quantized.quantized_state import keep_quantized_
+from lightning_fasttrain.finetune.selection._search import total_bytes
 from lightning_fasttrain.finetune.selection.uncovered_weights import shares_of, warn_of_what_is_out_of_reach
 from lightning_fasttrain.technique import Capability, Conflict, Exactness, Surgery, Technique
 from lightning_fasttrain.technique.facts import Facts
@@ -59,7 +60,9 @@ class QuantizedReport:
 
     def __str__(self) -> str:
         size = f"{self.bytes_before / 2**20:.1f} → {self.bytes_after / 2**20:.1f} MiB"
-        stacks = f" and {len(self.stacks)} stacks of matrices" if self.stacks else ""
+        stacks = ""
+        if self.stacks:
+            stacks = f" and {len(self.stacks)} stacks of matrices"
         parts = [f"{len(self.quantized)} linear layers{stacks} in {self.kind}, {size}"]
         if self.already:
             parts.append(f"{len(self.already)} were quantised before")
@@ -145,7 +148,7 @@ def quantize_base_(
         if weight.is_meta:
             why = "it has no values yet"
             raise ValueError(explain(f"{name!r} is on the meta device", why, "Use load_quantized(...)"))
-    before = sum(weight.nbytes for weight in weights.values())
+    before = total_bytes(weights.values())
     del weights  # otherwise the old weights would not be freed
     for layer in found.layers.values():
         dtype = choose_compute_dtype(compute_dtype, model, layer.weight)
@@ -176,7 +179,7 @@ def report(
 ) -> QuantizedReport:
     """Create the report of a quantisation, and warn if a large part of ``model`` could not be quantised."""
     made = (*found.layers.values(), *holders.values())
-    after = sum(tensor.nbytes for layer in made for tensor in quantization_of(layer).values())
+    after = sum(total_bytes(quantization_of(layer).values()) for layer in made)
     shares = shares_of(model, found.left)
     warn_of_what_is_out_of_reach(model, found.left, shares)
     names = tuple(found.layers)
@@ -186,10 +189,11 @@ def report(
 def choose_compute_dtype(wanted: torch.dtype | str, model: nn.Module, weight: torch.Tensor) -> torch.dtype:
     if isinstance(wanted, torch.dtype):
         return wanted
+    precision, device = "", weight.device
     trainer = trainer_of(model)
-    # The Trainer may convert the weights to its precision later.
-    precision = "" if trainer is None else str(trainer.precision)
-    device = weight.device if trainer is None else trainer.strategy.root_device
+    if trainer is not None:
+        # The Trainer may convert the weights to its precision later.
+        precision, device = str(trainer.precision), trainer.strategy.root_device
     if precision.startswith("bf16"):
         return torch.bfloat16
     if precision.startswith("16"):
@@ -262,12 +266,15 @@ class QuantizedBase(Technique):
             return self
         # In the run itself, the Trainer determines it.
         predicted = copy.deepcopy(self)
-        predicted.compute_dtype = torch.bfloat16 if step.on_cuda or step.precision.startswith("bf16") else "auto"
+        if step.on_cuda or step.precision.startswith("bf16"):
+            predicted.compute_dtype = torch.bfloat16
         return predicted
 
     def took_hold(self, model: nn.Module) -> str:
-        layers = sum(is_quantized(module) for module in model.modules())
-        return f"{number_of(layers, 'linear layer')} in {self.kind}" if layers else ""
+        layers = sum(map(is_quantized, model.modules()))
+        if not layers:
+            return ""
+        return f"{number_of(layers, 'linear layer')} in {self.kind}"
 
     def apply(self, model: nn.Module) -> None:
         settings = {"double_quant": self.double_quant, "compute_dtype": self.compute_dtype, "skip": self.skip}

@@ -91,14 +91,16 @@ def load_4bit(layer: Any, state_dict: StateDict, prefix: str, *rest: Any) -> Non
     """Load the quantisation state, or quantise a plain weight: a hook of ``load_state_dict``."""
     *_, errors = rest
     name = f"{prefix}weight"
-    parts = {key.removeprefix(f"{name}."): key for key in state_dict if key.startswith(f"{name}.")}
     weight = state_dict.get(name)
     if weight is None:  # a checkpoint without this weight, such as one of adapters
         return
     settle_4bit_(layer)
     old = layer.weight.quant_state
     # Removed from the dict, or they would be unexpected.
-    taken = {part: state_dict.pop(key) for part, key in parts.items()}
+    taken: dict[str, Any] = {}
+    for key in list(state_dict):
+        if key.startswith(f"{name}."):
+            taken[key.removeprefix(f"{name}.")] = state_dict.pop(key)
     if not all(isinstance(value, Tensor) for value in (weight, *taken.values())):
         return _refuse(state_dict, name, layer, _NO_TENSOR, errors)
     if taken:
@@ -128,8 +130,9 @@ def _find_mismatch(weight: Tensor, found: dict[str, Any], old: Any, layer: Any) 
         return "has settings that cannot be read"
     blocks = -(-layer.out_features * layer.in_features // old.blocksize)
     nested = "nested_absmax" in found
-    expected = {"absmax": (torch.uint8 if nested else torch.float32, blocks), "quant_map": (torch.float32, 16)}
+    expected = {"absmax": (torch.float32, blocks), "quant_map": (torch.float32, 16)}
     if nested:
+        expected["absmax"] = torch.uint8, blocks
         expected["nested_absmax"] = torch.float32, -(-blocks // NESTED_BLOCK)
         expected["nested_quant_map"] = torch.float32, 256
     if set(found) - set(expected) != {f"quant_state.bitsandbytes__{old.quant_type}"}:
@@ -153,11 +156,13 @@ def _settings_that_differ(packed: Tensor, layer: Any, nested: bool) -> str:
             # Converted to fail here rather than when the kernel is called.
             float(settings["nested_offset"])
         differ = [f"{key}={settings[key]}" for key, value in wanted.items() if settings[key] != value]
-        if settings["dtype"] not in [str(dtype).removeprefix("torch.") for dtype in FLOATS]:
+        if f"torch.{settings['dtype']}" not in map(str, FLOATS):
             differ.append(f"dtype={settings['dtype']}")
     except (ValueError, KeyError, TypeError, UnicodeDecodeError):
         return "has settings that cannot be read"
-    return f"has {', '.join(differ)}" if differ else ""
+    if not differ:
+        return ""
+    return f"has {', '.join(differ)}"
 
 
 def load_8bit(layer: Any, state_dict: StateDict, prefix: str, metadata: StateDict, *rest: Any) -> None:
@@ -171,7 +176,7 @@ def load_8bit(layer: Any, state_dict: StateDict, prefix: str, metadata: StateDic
     if weight is None:
         return
     settle_8bit_(layer)
-    if not all(isinstance(value, Tensor) for value in (weight, constants) if value is not None):
+    if not isinstance(weight, Tensor) or not isinstance(constants, Tensor | None):
         return _refuse(state_dict, name, layer, _NO_TENSOR, errors)
     if (plain := _plain_weight(weight, layer)) is not None:
         state_dict[name], constants = pack(plain.to(layer.weight.device), "int8", False)

@@ -27,7 +27,9 @@ class StaysInFloat32(Replacement):
         def move(tensor: Tensor) -> Tensor:
             moved = function(tensor)
             is_rounded = tensor.dtype is torch.float32 and moved.dtype in _LOW and tensor not in rounded
-            return tensor.to(moved.device) if is_rounded else moved
+            if is_rounded:
+                return tensor.to(moved.device)
+            return moved
 
         return type(self.module)._apply(self.module, move, recurse)
 
@@ -129,8 +131,10 @@ def _keep(stays: StaysInFloat32) -> None:
 
 def kept_in_float32(model: nn.Module) -> set[Tensor]:
     """Return the tensors of ``model`` that are kept in float32."""
-    kept = [vars(module)["_apply"] for module in model.modules() if stays_in_float32(module)]
-    return {tensor for stays in kept for tensor in stays.tensors()}
+    kept: set[Tensor] = set()
+    for module in filter(stays_in_float32, model.modules()):
+        kept.update(vars(module)["_apply"].tensors())
+    return kept
 
 
 def stays_in_float32(module: nn.Module) -> bool:

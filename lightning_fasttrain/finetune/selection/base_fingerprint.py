@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.messages import explain, list_some
 from lightning_fasttrain.core.modules.layer_kinds import TUNER, WRAPPER, is_a, stands_for
+from lightning_fasttrain.finetune.selection._search import list_trainable, names_not_in
 
 Fingerprint = dict[str, str]
 # Values of each weight; another number would invalidate all stored fingerprints.
@@ -132,8 +133,7 @@ def refuse_other_base(
         ValueError: they differ; the message names the first three that do.
     """
     found = base_fingerprint(model)
-    missing = [name for name in expected if name not in found]
-    more = [name for name in found if name not in expected]
+    missing, more = names_not_in(expected, found), names_not_in(found, expected)
     other = [name for name in expected if name in found and _differ(expected[name], found[name])]
     for names, how in ((missing, "this model lacks"), (more, "the base model lacked"), (other, "the values differ in")):
         if names:
@@ -148,20 +148,20 @@ def first_few(names: list[str]) -> str:
 
 def _changed_names(model: nn.Module) -> set[str]:
     """Return the names of base parameters whose values may have changed since adapters were added."""
-    layers: dict[str, Any] = {
-        name: module for name, module in model.named_modules() if held_child(module) == "base_layer"
-    }
-    configs = [config for module in model.modules() for config in adapters_on(module).values()]
+    modules: dict[str, Any] = dict(model.named_modules())
+    configs: list[Any] = []
+    for module in modules.values():
+        configs += adapters_on(module).values()
     if not configs:
         return set()
-    changed = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    changed = set(list_trainable(model))
     if any(getattr(config, "bias", "none") != "none" for config in configs):
         # Biases that PEFT trains in place keep their trained values when they are frozen.
         changed |= {name for name, _ in model.named_parameters() if name.rpartition(".")[2] == "bias"}
-    begun = any(changes_base(config) for config in configs)
-    for name, layer in layers.items():
-        if begun or layer.merged:
-            changed |= {f"{name}.base_layer.{key}" for key, _ in layer.base_layer.named_parameters()}
+    begun = any(map(changes_base, configs))
+    for name, module in modules.items():
+        if held_child(module) == "base_layer" and (begun or module.merged):
+            changed.update(dict(module.base_layer.named_parameters(prefix=f"{name}.base_layer")))
     return changed
 
 
@@ -216,4 +216,6 @@ def _sample(values: Tensor, quantized: bool) -> Tensor:
     # From the first value to the last; a smaller tensor has some of them twice.
     at = torch.arange(_SAMPLES, device=flat.device) * max(flat.numel() - 1, 0) // (_SAMPLES - 1)
     taken = flat[at] if flat.numel() else flat.new_zeros(_SAMPLES)
-    return taken.to(torch.int32) if quantized else taken.to(torch.bfloat16).view(torch.int16).to(torch.int32)
+    if not quantized:
+        taken = taken.to(torch.bfloat16).view(torch.int16)
+    return taken.to(torch.int32)

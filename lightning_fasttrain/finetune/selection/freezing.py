@@ -11,6 +11,7 @@ from lightning_fasttrain.core.messages import explain, note_once
 from lightning_fasttrain.core.modules.layer_kinds import is_a
 from lightning_fasttrain.core.modules.select import Named, is_part_of, select
 from lightning_fasttrain.core.modules.wrapped_forward import Replacement, Undo
+from lightning_fasttrain.finetune.selection._search import list_trainable
 
 
 @check_arguments
@@ -39,7 +40,7 @@ def freeze_(module: nn.Module) -> Undo:
     Source:
         Ioffe & Szegedy 2015, https://arxiv.org/abs/1502.03167: the inference mode of a network with fixed weights.
     """
-    trained = [parameter for parameter in module.parameters() if freeze_parameter_(parameter)]
+    trained = list(filter(freeze_parameter_, module.parameters()))
     in_eval = [stays for norm in module.modules() if keeps_statistics(norm) and (stays := keep_in_eval_(norm))]
 
     def undo() -> None:
@@ -147,12 +148,17 @@ def unfreeze_(module: nn.Module) -> list[str]:
         parameter.requires_grad_(True)
     show_unfrozen_(module.modules())
     # The current mode is that of the module around a norm, as the norm itself was kept in eval mode.
-    holder = {child: parent for parent in module.modules() for child in parent.children()}
+    holder = map_to_parents(module)
     for norm in module.modules():
         stays = norm.__dict__.get("train")
         if isinstance(stays, StaysInEval):
             stays.remove(holder.get(norm))
     return list(trained)
+
+
+def map_to_parents(model: nn.Module) -> dict[nn.Module, nn.Module]:
+    """Map each module inside ``model`` to the module that holds it."""
+    return {child: parent for parent in model.modules() for child in parent.children()}
 
 
 def can_train(parameter: nn.Parameter) -> bool:
@@ -204,7 +210,7 @@ def freeze_except_(model: nn.Module, *keep: Named) -> list[str]:
     for norm in model.modules():
         if keeps_statistics(norm) and norm not in chosen.norms:
             keep_in_eval_(norm)
-    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return list_trainable(model)
 
 
 @dataclass

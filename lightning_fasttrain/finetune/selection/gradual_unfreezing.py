@@ -14,7 +14,7 @@ from lightning_fasttrain.core.messages import explain, note_once, say, warn
 from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
 from lightning_fasttrain.core.modules.heads import heads_beside, warn_of_blocks_beyond
 from lightning_fasttrain.core.modules.parameters import parameters_of
-from lightning_fasttrain.core.modules.select import Named, is_part_of
+from lightning_fasttrain.core.modules.select import Named, as_list, is_part_of
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.finetune.selection.freezing import (
     Chosen,
@@ -23,6 +23,7 @@ from lightning_fasttrain.finetune.selection.freezing import (
     freeze_parameter_,
     keep_in_eval_,
     keeps_statistics,
+    map_to_parents,
     show_unfrozen_,
 )
 from lightning_fasttrain.technique import Exactness, Technique
@@ -71,13 +72,15 @@ class Unfreezing:
 
     def __init__(self, model: nn.Module, groups: Groups | None = None, blocks: Blocks | None = None) -> None:
         check_groups(groups, blocks)
-        chosen = _by_block(model, blocks) if groups is None else _by_name(model, groups)
-        self._groups = _each_once(chosen, named=0 if groups is None else len(groups))
+        if groups is None:
+            self._groups = _each_once(_by_block(model, blocks), named=0)
+        else:
+            self._groups = _each_once(_by_name(model, groups), named=len(groups))
         if not self._groups:
             why = "no parameter requires a gradient, so no group can be unfrozen"
             raise ValueError(explain(f"Unfreezing({type(model).__name__})", why, "Call unfreeze_(model) first"))
         self._modules = list(model.modules())
-        self._holder = {child: parent for parent in model.modules() for child in parent.children()}
+        self._holder = map_to_parents(model)
         self._in_eval: dict[nn.Module, StaysInEval] = {}
         self.unfrozen = len(self._groups)
 
@@ -102,8 +105,7 @@ class Unfreezing:
         for group in self._groups[before : self.unfrozen]:
             self._unfreeze(group)
         show_unfrozen_(self._modules)
-        changed = self._groups[min(before, self.unfrozen) : max(before, self.unfrozen)]
-        return [name for group in changed for name in group.parameters]
+        return list(chain(*self.groups[min(before, self.unfrozen) : max(before, self.unfrozen)]))
 
     def _freeze(self, group: Chosen) -> None:
         for parameter in group.parameters.values():
@@ -158,8 +160,7 @@ def check_groups(groups: Groups | None, blocks: Blocks | None) -> None:
 def _by_name(model: nn.Module, groups: Groups) -> list[Chosen]:
     chosen: list[Chosen] = []
     for group in groups:
-        named = [group] if isinstance(group, str | type) else group
-        chosen.append(choose(model, *named))
+        chosen.append(choose(model, *as_list(group)))
     # The class selects the complete model; parameters of earlier groups are left out later.
     return [*chosen, choose(model, type(model))]
 
@@ -178,8 +179,7 @@ def _by_block(model: nn.Module, blocks: Blocks | None) -> list[Chosen]:
         floor = floors[inside or (reached if reached < len(names) else reached + 1)]
         if is_part_of(name, heads):
             floor = floors[-1]
-        prefix = f"{name}." if name else ""
-        floor.parameters.update({prefix + own: p for own, p in module.named_parameters(recurse=False)})
+        floor.parameters.update(module.named_parameters(prefix=name, recurse=False))
         if keeps_statistics(module):
             floor.norms.append(module)
     return floors[::-1]  # from the top down
@@ -283,7 +283,9 @@ class GradualUnfreezing(Technique):
 
     def took_hold(self, model: nn.Module) -> str:
         held = self._unfreezing
-        return f"{held.unfrozen} of {len(held.groups)} groups train" if held is not None else ""
+        if held is None:
+            return ""
+        return f"{held.unfrozen} of {len(held.groups)} groups train"
 
     def _undo_unfreezing(self) -> None:
         unfreezing, self._unfreezing = self._unfreezing, None
@@ -296,7 +298,7 @@ class GradualUnfreezing(Technique):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Create the groups: the first hook at which all parameters and the optimizers exist. Nothing is frozen yet."""
         unfreezing = self._unfreezing = Unfreezing(pl_module, self.groups, self.blocks)
-        held = {p for optimizer in trainer.optimizers for p in parameters_of(optimizer)}
+        held = set(chain(*map(parameters_of, trainer.optimizers)))
         missing = [name for name in chain(*unfreezing.groups) if pl_module.get_parameter(name) not in held]
         if missing:
             what = f"GradualUnfreezing: {len(missing)} parameters such as {missing[0]} are in no optimizer"

@@ -12,6 +12,7 @@ from lightning_fasttrain.core.modules.heads import find_heads
 from lightning_fasttrain.core.modules.layer_kinds import HUGGING_FACE_MODEL, base_of, is_a
 from lightning_fasttrain.core.modules.select import has_parameters
 from lightning_fasttrain.core.modules.wrapped_forward import told_heads
+from lightning_fasttrain.finetune.selection._search import find_modules, prefix_of
 
 
 @check_arguments
@@ -72,8 +73,7 @@ def swap_head_(model: nn.Module, new_head: PositiveInt | nn.Module, head: str | 
 def _find(model: nn.Module, head: str | None) -> tuple[str, bool]:
     """Return the name of the head, and whether the model itself declares it as its output embedding."""
     modules: dict[str, Any] = dict(model.named_modules())
-    ours = told_heads(model)
-    told = [name for name, module in modules.items() if module in ours]
+    told = list(find_modules(model, told_heads(model).__contains__))
     if head is not None:
         meant = dict(model.named_modules(remove_duplicate=False)).get(head)
         found = [name for name, module in modules.items() if module is meant]
@@ -81,7 +81,7 @@ def _find(model: nn.Module, head: str | None) -> tuple[str, bool]:
         holders = [name for name, module in modules.items() if has_parameters(module, recurse=False)]
         # In a network with a single linear layer, that is the head if no other layer follows.
         found = told or find_heads(model) or [name for name in holders[-1:] if isinstance(modules[name], nn.Linear)]
-    found = [name for name in found if name]
+    found = list(filter(None, found))
     if not found:
         linear = [name for name, module in modules.items() if isinstance(module, nn.Linear) and name][-4:]
         why = "there is no such layer" if head is not None else "no linear layer follows the model's blocks"
@@ -95,7 +95,8 @@ def _linear_like(old: nn.Module, outputs: int, name: str) -> nn.Linear:
     if not isinstance(old, nn.Linear):
         inside = [f"{name}.{inner}" for inner, module in old.named_modules() if isinstance(module, nn.Linear)]
         why, way_out = "its number of input features is unknown", f"Pass a module instead of {outputs}"
-        way_out += f", or name the layer inside it: head={inside[-1]!r}" if inside else ""
+        if inside:
+            way_out += f", or name the layer inside it: head={inside[-1]!r}"
         raise ValueError(explain(f"head '{name}' ({type(old).__name__})", why, way_out))
     weight = old.weight  # a quantised weight is packed into integers
     dtype = weight.dtype if weight.is_floating_point() else torch.get_default_dtype()
@@ -111,8 +112,9 @@ def _tied_with(model: nn.Module, old: nn.Module) -> str:
     tied: list[str] = []
     for name, module in model.named_modules():
         if module not in inside:
-            found = module.named_parameters(recurse=False)
-            tied += [f"{name}.{key}".removeprefix(".") for key, parameter in found if parameter in own]
+            for key, parameter in module.named_parameters(prefix=name, recurse=False):
+                if parameter in own:
+                    tied.append(key)
     return ", ".join(tied)
 
 
@@ -120,9 +122,10 @@ def _tell_transformers(model: nn.Module, name: str, told: bool, before: int, out
     """Update the configuration of Hugging Face models, which their losses read, and remove the ties of the head."""
     modules: dict[str, Any] = dict(model.named_modules())
     for place, owner in modules.items():
-        if not is_a(owner, HUGGING_FACE_MODEL) or (place and not name.startswith(f"{place}.")):
+        prefix = prefix_of(place)
+        if not is_a(owner, HUGGING_FACE_MODEL) or not name.startswith(prefix):
             continue
-        config, relative = owner.config, name[len(place) + 1 :] if place else name
+        config, relative = owner.config, name.removeprefix(prefix)
         if told:
             _set_vocabulary(owner, config.get_text_config(), outputs)
         elif vars(owner).get("num_labels") == before:

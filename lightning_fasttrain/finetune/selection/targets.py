@@ -12,6 +12,7 @@ from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.heads import find_heads
 from lightning_fasttrain.core.modules.layer_kinds import HUGGING_FACE_MODEL, is_a, is_linear, layers_of, stands_for
 from lightning_fasttrain.core.modules.select import as_list, has_parameters, is_wanted, keep_outermost, select
+from lightning_fasttrain.finetune.selection._search import names_in, names_not_in
 from lightning_fasttrain.finetune.selection.uncovered_weights import read_past
 
 if TYPE_CHECKING:
@@ -87,8 +88,8 @@ def find_target_parameters(model: nn.Module, ends: Iterable[str]) -> dict[str, s
     owners: dict[str, nn.Module] = {}
     for name, module in {"": model, **layers_of(model)}.items():
         held = [child for child, layer in module.named_children() if stands_for(layer)]
-        own = [key for key, _ in module.named_parameters(recurse=False)]
-        owners.update({f"{name}.{key}".removeprefix("."): module for key in (*own, *held)})
+        for key in (*dict(module.named_parameters(recurse=False)), *held):
+            owners[f"{name}.{key}".removeprefix(".")] = module
     found = select(model, ends, owners, "target_parameters", lambda name, _, end: has_ending(name, [end]))
     for tensor in found:
         if "." not in tensor:
@@ -107,10 +108,10 @@ def refuse_tied(model: nn.Module, names: Collection[str], together: str = "") ->
         ValueError: a layer is tied; the message names both.
     """
     for tied in find_tied_modules(layers_of(model)):
-        mine = [name for name in tied if name in names]
+        mine = names_in(tied, names)
         if mine and not (together and len(mine) == len(tied)):
-            other = next((name for name in tied if name not in mine), tied[-1])
-            why = f"it shares its weight with '{other}', and an adapter would make the two differ"
+            others = names_not_in(tied, mine) or tied[-1:]
+            why = f"it shares its weight with '{others[0]}', and an adapter would make the two differ"
             way_out = "Leave it out of the targets, " + (together or "or untie the two first")
             raise ValueError(explain(f"target '{mine[0]}'", why, way_out))
 
@@ -131,7 +132,7 @@ def shortest_names(names: Collection[str], model: nn.Module) -> list[str] | str:
     PEFT selects a layer if its name is an entry of the list, or ends with a dot and an entry. If no list of endings
     selects exactly these layers, a regular expression is returned.
     """
-    return shortest_ends(names, [name for name, _ in model.named_modules() if name]) or match_exactly(names)
+    return shortest_ends(names, dict(model.named_modules())) or match_exactly(names)
 
 
 def match_exactly(names: Iterable[str]) -> str:
@@ -190,4 +191,4 @@ def require_peft() -> Any:
 
 def method_of(config: "PeftConfig") -> str:
     """Return PEFT's name of the method that a configuration is for, such as "LORA"; "" for the base class."""
-    return "" if config.peft_type is None else config.peft_type.value
+    return getattr(config.peft_type, "value", "")

@@ -7,6 +7,13 @@ from torch import nn
 from lightning_fasttrain.core.messages import explain, list_some, warn
 from lightning_fasttrain.core.modules.layer_kinds import find_tuners, is_linear, stands_for
 from lightning_fasttrain.core.modules.select import is_inside
+from lightning_fasttrain.finetune.selection._search import (
+    find_modules,
+    names_in,
+    names_not_in,
+    names_outside,
+    total_bytes,
+)
 from lightning_fasttrain.finetune.selection.freezing import can_train
 
 _MUCH = 0.1  # of all bytes: then it is worth a warning
@@ -18,11 +25,12 @@ def read_past(model: nn.Module) -> list[str]:
     On a CPU some of these layers are called, on CUDA only ``in_proj`` is, so an adapter on the others may have no
     effect.
     """
-    mixers = [name for name, module in model.named_modules() if "A_log" in module._parameters]
     found: list[str] = []
-    for mixer in mixers:
-        children = model.get_submodule(mixer).named_children()
-        found += [f"{mixer}.{name}" for name, child in children if is_linear(child) and name != "in_proj"]
+    for mixer, module in model.named_modules():
+        if "A_log" in module._parameters:
+            for name, child in module.named_children():
+                if is_linear(child) and name != "in_proj":
+                    found.append(f"{mixer}.{name}")
     return found
 
 
@@ -40,8 +48,9 @@ def out_of_reach(model: nn.Module, skipped: Collection[str] = ()) -> dict[str, s
         for key, parameter in module.named_parameters(recurse=False):
             if is_matrix(parameter):
                 kind = type(module).__name__
-                whole = f"{name}.{key}".lstrip(".")
-                named, why = (name, f"it is a {kind}") if key == "weight" else (whole, f"it is a tensor of {kind}")
+                named, why = f"{name}.{key}".lstrip("."), f"it is a tensor of {kind}"
+                if key == "weight":
+                    named, why = name, f"it is a {kind}"
                 found[named] = f"{why}, not an nn.Linear"
     return found
 
@@ -53,19 +62,19 @@ def is_matrix(parameter: nn.Parameter) -> bool:
 
 def shares_of(model: nn.Module, names: Collection[str]) -> dict[str, float]:
     """Return the share of each layer or tensor in the bytes of all parameters."""
-    total = sum(parameter.nbytes for parameter in model.parameters())
+    total = total_bytes(model.parameters())
     parts = dict(model.named_modules())
     sizes = {}
     for name in names:
         own = parts[name].parameters() if name in parts else [model.get_parameter(name)]
-        sizes[name] = sum(parameter.nbytes for parameter in own) / max(total, 1)
+        sizes[name] = total_bytes(own) / max(total, 1)
     return sizes
 
 
 def warn_of_what_is_out_of_reach(model: nn.Module, left: Collection[str], shares: dict[str, float]) -> None:
     """Warn if at least 10% of the bytes are in matrices that are not quantised since they are in no linear layer."""
-    names = [name for name in out_of_reach(model) if name in left]
-    if (share := sum(shares[name] for name in names)) >= _MUCH:
+    names = names_in(out_of_reach(model), left)
+    if (share := sum(map(shares.__getitem__, names))) >= _MUCH:
         what = f"{share:.0%} of the bytes of {type(model).__name__} stay in full precision"
         why = f"only nn.Linear is quantised, and these are in other modules: {list_some(names)}"
         warn(explain(what, why, "Plan for their size; model.bfloat16() halves that of float32 weights"))
@@ -73,12 +82,10 @@ def warn_of_what_is_out_of_reach(model: nn.Module, left: Collection[str], shares
 
 def describe_uncovered(model: nn.Module, adapted: Collection[str]) -> str:
     """Report the parts of the model, if large, that have no adapter since they are in no linear layer."""
-    adapters = list(find_tuners(model))
-    held = [name for name, module in model.named_modules() if stands_for(module)]  # quantised stacks of matrices
-    held = [name for name in held if not is_inside(name, adapters)]
-    names = [name for name in (*out_of_reach(model), *held) if name not in adapted]
+    stacks = names_outside(find_modules(model, stands_for), list(find_tuners(model)))  # quantised, of matrices
+    names = names_not_in([*out_of_reach(model), *stacks], adapted)
     share = sum(shares_of(model, names).values())
-    passed = [name for name in read_past(model) if name not in adapted]
+    passed = names_not_in(read_past(model), adapted)
     said = ""
     if share >= _MUCH:
         said += f"; without adapter, since not in a linear layer: {list_some(names)} ({share:.0%} of all bytes)"
