@@ -35,6 +35,7 @@ NAMES = {
     "_ddp_kwargs": (f"{PYTORCH}.strategies.ddp", ["core/host/lightning"]),
     "_make_closure": (f"{LOOPS}.optimization.automatic", ["core/host/lightning"]),
     "_make_zero_grad_fn": (f"{LOOPS}.optimization.automatic", ["core/host/lightning"]),
+    "_model_averaging_period": (f"{PYTORCH}.strategies.ddp", ["core/host/same_gradients"]),
     "_num_iter_calls": (f"{FABRIC}.wrappers", ["core/host/lightning"]),
     "_num_ready_batches_reached": (f"{LOOPS}.training_epoch_loop", ["core/host/lightning"]),
     "_pl_static_graph_delay_done": (f"{PYTORCH}.strategies.ddp", ["core/host/lightning"]),

@@ -229,7 +229,7 @@ def test_the_command_with_each_rung_alone(tmp_path, capsys, monkeypatch):
     arguments = ["--size", "micro", "--text", str(tmp_path / "private.txt"), "--out", str(tmp_path / "out")]
     code = main(["ladder", *arguments, "--each", "--steps", "1", "--turns", "3", "--rungs", "micro-batches,release"])
     printed = capsys.readouterr().out
-    assert code == 0
+    assert code == 0, printed
     assert "each rung alone" in printed
     result = Climbed.read(tmp_path / "out" / "ladder.json")
     assert [row.name for row in result.rungs] == ["naive", "micro-batches", "release"]

@@ -27,12 +27,12 @@ def find_heads(model: nn.Module) -> list[str]:
     """
     layers = layers_of(model)
     linear = [name for name, layer in layers.items() if is_linear(layer)]
-    order = list(layers)
+    places = dict(zip(layers, range(len(layers)), strict=True))
     blocks = _blocks_of(model)
     outside = _outside(linear, blocks)
     # 0 without blocks: all layers come after it then, and the line below leaves the last one.
-    last = max(map(order.index, set(order).difference(_outside(order, blocks))), default=0)
-    after = [name for name in linear if order.index(name) > last]
+    last = max(map(places.__getitem__, set(layers).difference(_outside(layers, blocks))), default=0)
+    after = [name for name in linear if places[name] > last]
     # So many layers that come after the blocks are no head but another half of the model, whose last layer is one.
     if 4 * len(after) > len(linear):
         after = after[-1:]
@@ -45,7 +45,7 @@ def find_heads(model: nn.Module) -> list[str]:
     # The only layer that could be adapted or quantised is not left out: nothing would be done.
     if len(linear) == 1 and not blocks:
         return []
-    return sorted(heads, key=order.index)
+    return sorted(heads, key=places.__getitem__)
 
 
 def outside_blocks(model: nn.Module, names: Iterable[str]) -> list[str]:
