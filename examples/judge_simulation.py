@@ -2,8 +2,8 @@
 
     python examples/judge_simulation.py [--ladders 2000] [--out RESULTS.json]
 
-A ladder has eight rungs. Each changes memory by a known factor, and time by one that makes time · memory fall or rise
-by 5% to 30% (or, in three of ten rungs, by less, which is not counted). The steps of a simulated machine vary by 1.5%,
+A ladder has eight rungs. Each changes memory by a known factor, and takes 5% to 30% less or more time than it may for
+that (or, in three of ten rungs, less than 5%, which is not counted). The steps of a simulated machine vary by 1.5%,
 and in addition by what its name says:
 
 - drift: all steps become up to 0.4% slower or faster from one to the next;
@@ -27,7 +27,7 @@ from pathlib import Path
 
 from lightning_fasttrain.bench.ladder.results import Row
 from lightning_fasttrain.bench.ladder.turns import TimeLeft, Turns
-from lightning_fasttrain.bench.ladder.verdict import judge_row
+from lightning_fasttrain.bench.ladder.verdict import TIME_WORTH, judge_row
 from lightning_fasttrain.core.files.atomic_write import write_atomic
 
 MACHINES = ("quiet", "drift", "bursts", "frequency", "tails", "all")
@@ -81,11 +81,17 @@ def draw_rung(draw):
     """Factors of time and memory of a rung."""
     memory = 1.0 if draw.random() < 0.5 else draw.uniform(0.5, 0.95)
     size = draw.uniform(COUNTED, 0.3) if draw.random() < 0.7 else draw.uniform(0, COUNTED)
-    return math.exp(draw.choice((-1, 1)) * size) / memory, memory
+    return math.exp(draw.choice((-1, 1)) * size) * break_even(memory), memory
+
+
+def break_even(memory):
+    """The factor of time up to which the ladder carries a rung with this factor of memory."""
+    saved = 1 / memory
+    return saved if saved <= 1 + TIME_WORTH else math.sqrt(saved)
 
 
 def climb_in_turn(machine, draw):
-    """Yield (true product of time and memory, carried or None, steps) of each rung, by the ladder's rule."""
+    """Yield (true time as a factor of what it may be, carried or None, steps) of each rung, by the ladder's rule."""
     turns = Turns({}, MOST_TURNS, TimeLeft(RUNGS, math.inf), lambda title, message: None)
     naive = Row(step_ms=math.inf)  # the limit of its time is not what is tried here
     below = Program(Row(step_ms=100.0, peak_mib=100.0), machine, 100.0)
@@ -97,13 +103,13 @@ def climb_in_turn(machine, draw):
             rising.turn()
         turns.compare(rising, below, lambda row=row, below=below: judge_row(row, below.row, naive)[0] is not None)
         carried = judge_row(row, below.row, naive)[0]
-        yield time * memory, carried, 2 + 2 * len(row.turns_ms)
+        yield time / break_even(memory), carried, 2 + 2 * len(row.turns_ms)
         if carried:
             below = rising
 
 
 def climb_one_after_another(machine, draw):
-    """Yield the same by the rule before: runs of whole processes, each of two timed steps."""
+    """Yield the same by the rule before: runs of whole processes, each of two timed steps; time · memory falls."""
 
     def run(true_ms):
         times = [machine.step(true_ms) for _ in range(4)]  # a warm-up, two on the clock, one for the memory
@@ -143,13 +149,13 @@ def simulate(rule, kind, ladders, seed=0):
     wrong = undecided = counted = steps = 0
     draw = random.Random(f"{kind} {seed}")
     for _ in range(ladders):
-        for product, carried, taken in RULES[rule](Machine(kind, draw), draw):
+        for share, carried, taken in RULES[rule](Machine(kind, draw), draw):
             steps += taken
-            if abs(math.log(product)) < COUNTED:
+            if abs(math.log(share)) < COUNTED:
                 continue
             counted += 1
             undecided += carried is None
-            wrong += carried is not None and carried != (product < 1)
+            wrong += carried is not None and carried != (share < 1)
     rungs = RUNGS * ladders
     shares = {"wrong": wrong / counted, "not decided": undecided / counted}
     return {"rule": rule, "machine": kind, "ladders": ladders, **shares, "steps": steps / rungs}

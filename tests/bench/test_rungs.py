@@ -145,7 +145,9 @@ def test_a_rung_is_carried_if_it_gains_more_in_one_than_it_costs_in_the_other(no
         (Ratio(0.98, 0.975, 0.99), 1.0, False),  # certain, and not worth a line of code
         (Ratio(1.00, 0.98, 1.02), 1.0, False),  # a gain of 3% is excluded
         (Ratio(1.00, 0.95, 1.05), 1.0, None),
-        (Ratio(1.03, 0.98, 1.08), 0.9, True),  # wherever it lies, it costs less than it saves
+        (Ratio(1.03, 0.98, 1.08), 0.85, True),  # wherever it lies, it costs less than it saves
+        (Ratio(1.03, 0.98, 1.08), 0.9, None),
+        (Ratio(1.47, 1.44, 1.50), 0.62, False),  # that much time can save more
         (Ratio(1.03, 0.90, 1.18), 0.9, None),
         (Ratio(1.40, 1.20, 1.60), 0.9, False),
         (Ratio(1.00, 0.99, 1.005), 0.99, True),  # a small saving, and no more than a small cost

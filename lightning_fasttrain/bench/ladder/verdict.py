@@ -23,7 +23,8 @@ def judge(time: Ratio, memory: float) -> bool | None:
     """Decide whether a rung is carried into the next: what it gains in one of time and memory is more than it costs.
 
     time · memory, as factors of the state below, must be under 1 wherever in the interval the time really lies; without
-    a gain in memory, by :data:`TIME_WORTH`.
+    a gain in memory, by :data:`TIME_WORTH`. A slower rung must save twice that, time² · memory < 1: what it takes of
+    :data:`MOST_TIME` is lost for later rungs, which may save more for it.
 
     Args:
         time: its time as a factor of that of the state below.
@@ -36,12 +37,22 @@ def judge(time: Ratio, memory: float) -> bool | None:
         >>> judge(Ratio(1.30, 1.25, 1.35), 0.5), judge(Ratio(1.22, 1.19, 1.25), 0.984), judge(Ratio(0.9, 0.8, 1.1), 1.0)
         (True, False, None)
     """
-    gains = time.high * memory < 1
-    loses = time.low * memory > 1 - TIME_WORTH
+    gains = cost(time.high) * memory < 1
+    loses = cost(time.low) * memory > 1 - TIME_WORTH
     # Both, if the gain is certain and small: enough if it is memory, which can be trusted to be there in each run.
     if gains and loses:
         return memory < 1
     return gains if gains or loses else None
+
+
+def cost(time: float) -> float:
+    """Return the factor by which a program that takes so many times as long must need less memory.
+
+    Example:
+        >>> cost(0.8), cost(1.02), cost(1.5)
+        (0.8, 1.02, 2.25)
+    """
+    return time if time <= 1 + TIME_WORTH else time**2
 
 
 def judge_row(row: Row, below: Row, naive: Row) -> tuple[bool | None, str]:
