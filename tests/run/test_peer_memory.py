@@ -1,6 +1,7 @@
 """Snapshots in the memory of peers: two real processes, one of which is killed and loses its host's memory."""
 
 import json
+import resource
 import shutil
 import signal
 
@@ -67,3 +68,17 @@ def test_clear_removes_snapshots_and_nothing_else(tmp_path):
     peers.save(1, {"model": nn.Linear(1, 1), "rows": torch.arange(3)})
     peers.clear()
     assert [path.name for path in tmp_path.iterdir()] == ["mine.pt"]
+
+
+def test_a_full_file_system_is_the_systems_own_error_and_the_older_snapshot_stays(tmp_path):
+    peers = PeerMemory(tmp_path)
+    peers.save(1, {"model": nn.Linear(2, 1)})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100 * 1024, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            peers.save(2, {"model": nn.Linear(300, 300)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert len(list(tmp_path.iterdir())) == 1
+    assert peers.load({"model": nn.Linear(2, 1)}) == 1

@@ -1,6 +1,7 @@
 """Atomic writing of files, and locks that show whether a process is still writing."""
 
 import fcntl
+import io
 import os
 import re
 import secrets
@@ -8,7 +9,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from lightning_fasttrain.core.messages import explain
 
@@ -43,11 +44,11 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | str | Callable[[Bin
     # The user's umask is subtracted from this mode.
     descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with _Target(io.FileIO(descriptor, "wb")) as file:
             with suppress(OSError):  # not every file system has locks
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if callable(data):
-                data(file)
+                file.fill(data)
             else:
                 file.write(data.encode() if isinstance(data, str) else data)
             file.flush()
@@ -62,6 +63,25 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | str | Callable[[Bin
         raise
     sync_folder(target.parent)
     return target
+
+
+class _Target(io.BufferedWriter):
+    """A file that keeps the error of a failed write, which ``torch.save`` replaces by one of its archive writer's."""
+
+    error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def fill(self, write_to: Callable[[BinaryIO], object]) -> None:
+        try:
+            write_to(self)
+        except RuntimeError as error:
+            raise self.error or error from error
 
 
 def temporary_path(folder: Path, name: str) -> Path:

@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, ClassVar
 
 import lightning as L
 import torch
@@ -82,10 +82,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         marked = {**checkpoint, KEY: self.run.facts(step_in(checkpoint))}
         if is_object_storage(path):
             with tempfile.TemporaryDirectory(prefix="fasttrain-upload-") as folder:
-                upload_file(write_atomic(Path(folder) / "checkpoint", lambda file: _save(marked, file)), str(path))
+                upload_file(write_atomic(Path(folder) / "checkpoint", lambda file: torch.save(marked, file)), str(path))
             return
         try:
-            write_atomic(path, lambda file: _save(marked, file))
+            write_atomic(path, lambda file: torch.save(marked, file))
         except OSError as error:
             free = f"{free_disk_bytes(Path(path)) / GIB:.2f} GiB are free"
             why = f"{error}; {free}, and an older file of this name is unchanged"
@@ -119,33 +119,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             # Removed, so that the returned dictionary equals the saved one.
             self.run.continue_from(checkpoint.pop(KEY, None))
         return checkpoint
-
-
-def _save(checkpoint: dict[str, Any], file: BinaryIO) -> None:
-    """Call ``torch.save`` and raise the operating system's own error, rather than that of torch's archive writer."""
-    told: Any = _ErrorRecordingFile(file)
-    try:
-        torch.save(checkpoint, told)
-    except RuntimeError as error:
-        raise (told.error or error) from error
-
-
-class _ErrorRecordingFile:
-    """A file that records the error of a failed write."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.file = file
-        self.error: OSError | None = None
-
-    def write(self, data: bytes | memoryview) -> int:
-        try:
-            return self.file.write(data)
-        except OSError as error:
-            self.error = error
-            raise
-
-    def flush(self) -> None:
-        self.file.flush()
 
 
 @check_arguments
