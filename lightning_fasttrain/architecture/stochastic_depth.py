@@ -18,6 +18,7 @@ from lightning_fasttrain.architecture.search.chosen_blocks import choose_blocks
 from lightning_fasttrain.core.checks import PositiveShare, check_arguments
 from lightning_fasttrain.core.modules.blocks import Blocks
 from lightning_fasttrain.core.modules.key_value_cache import disable_cache_
+from lightning_fasttrain.core.modules.parameters import trained_parameters
 from lightning_fasttrain.core.modules.select import as_list
 from lightning_fasttrain.core.modules.wrapped_forward import (
     Undo,
@@ -75,7 +76,7 @@ class StochasticForward(WrappedForward):
         if torch.empty((), device="cpu").bernoulli_(survival):
             return self._scaled(self.inner(*args, **kwargs), x, 1 / survival)
         assert self.form is not None
-        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        trained = trained_parameters(self.module)
         return self.form.skip(SkippedBlock.apply(x, *trained))
 
     def _scaled(self, output: object, x: Tensor, factor: Tensor | float) -> Any:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_fasttrain.core.checks import one_of, positive_int
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.parameters import trained_parameters
 from lightning_fasttrain.optim.named.build_optimizer import build_optimizer
 
 # GPT-2's 50,257 tokens, rounded up to a multiple of 64 so that the head's matrix product fits the hardware.
@@ -185,7 +186,7 @@ def matrices_and_others(module: nn.Module, weight_decay: float) -> list[dict[str
         >>> [len(group["params"]) for group in matrices_and_others(nn.Linear(2, 2), 0.1)]
         [1, 1]
     """
-    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    trainable = trained_parameters(module)
     matrices = [parameter for parameter in trainable if parameter.dim() > 1]
     others = [parameter for parameter in trainable if parameter.dim() <= 1]
     return [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]

@@ -1,11 +1,9 @@
 """Run by two processes (see test_peer_memory.py): a run that loses a rank, and continues from its peer's memory."""
 
-import json
 import os
 import shutil
 import signal
 import sys
-import time
 from pathlib import Path
 
 import lightning as L
@@ -16,6 +14,7 @@ from torch.distributed.tensor import DTensor
 import lightning_fasttrain as ft
 from lightning_fasttrain.run.checkpoint.peer_memory import PeerMemory
 from lightning_fasttrain.strategy.fsdp2.fsdp2_fabric import FabricFSDP2Strategy
+from tests.support.end_of_rank import write_findings
 from tests.support.nets import ShallowLM, lm_batches
 
 RANK = int(os.environ.get("RANK", 0))
@@ -83,12 +82,7 @@ def main(path, folder, lost=""):
     kept = sorted(file.name for file in (Path(folder) / f"host{RANK}").iterdir())
     found = {"began": began, "gap": (resumed - whole).abs().max().item(), "kept": kept}
     found["then"] = damaged_and_incomplete(fabric, Path(folder))
-    gathered = [None, None]
-    dist.all_gather_object(gathered, found)
-    if RANK == 0:
-        Path(path).write_text(json.dumps(gathered))
-    time.sleep(0.5)  # the other rank may still be reading the gathered tensors; see ddp_scenarios.py
-    os._exit(0)
+    write_findings(path, found)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Two processes, one of which has NaN, spikes, bad samples, or fewer batches; see ``test_steady_ranks.py``."""
 
-import json
 import os
 import sys
 import time
@@ -8,7 +7,6 @@ import warnings
 
 import lightning as L
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, IterableDataset
@@ -16,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import lightning_fasttrain as ft
 from lightning_fasttrain.data import EvenEpochs, SampleGuard, even_epochs
 from tests.data.test_sample_guard import Rows
+from tests.support.end_of_rank import write_findings
 from tests.support.nets import TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -174,13 +173,7 @@ def main(path):
     even_and_resumed(found, folder)
     bad_samples(found, folder)
     slow_ranks(found)
-    gathered = [None, None]
-    dist.all_gather_object(gathered, found)
-    if RANK == 0:
-        with open(path, "w") as file:
-            json.dump(gathered, file)
-    time.sleep(1)  # the other rank may still be reading the gathered values
-    os._exit(0)  # without destructors, as in ddp_scenarios.py
+    write_findings(path, found)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import faulthandler
 import gc
-import json
 import os
 import sys
 import time
@@ -30,6 +29,7 @@ from lightning_fasttrain.strategy.fsdp2.shard_blocks import check_sharded
 from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import full_state_dict
 from tests.finetune.test_expert_adapters import CONFIG
 from tests.finetune.test_quantized_stacks import Net as Experts
+from tests.support.end_of_rank import run_rank, write_findings
 from tests.support.nets import (
     LazyLM,
     ShallowLM,
@@ -708,20 +708,8 @@ def main(path, folder):
         began = time.time()
         scenario(found, folder)
         found["seconds"][scenario.__name__] = time.time() - began
-    gathered = [None, None]
-    dist.all_gather_object(gathered, found)
-    if RANK == 0:
-        Path(path).write_text(json.dumps(gathered))
-    time.sleep(1)  # the other rank may still be reading the gathered tensors; see ddp_scenarios.py
-    os._exit(0)
+    write_findings(path, found)
 
 
 if __name__ == "__main__":
-    try:
-        main(*sys.argv[1:])
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)  # the other rank must not wait for this one
+    run_rank(main, *sys.argv[1:])

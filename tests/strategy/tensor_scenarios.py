@@ -2,7 +2,6 @@
 
 import faulthandler
 import gc
-import json
 import os
 import sys
 import time
@@ -35,6 +34,7 @@ import lightning_fasttrain as ft
 from lightning_fasttrain.bench.gpt import GPT, GPTConfig
 from lightning_fasttrain.strategy.fsdp2.fsdp2_fabric import FabricFSDP2Strategy
 from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
+from tests.support.end_of_rank import run_rank, write_findings
 from tests.support.nets import as_loader, largest_difference, trainer, weights
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -415,20 +415,8 @@ def main(path, folder, *only):
             began = time.time()
             scenario()
             found.setdefault("seconds", {})[name] = time.time() - began
-    gathered = [None] * WORLD
-    dist.all_gather_object(gathered, found)
-    if RANK == 0:
-        Path(path).write_text(json.dumps(gathered))
-    time.sleep(1)  # the other rank may still be reading the gathered tensors; see ddp_scenarios.py
-    os._exit(0)
+    write_findings(path, found)
 
 
 if __name__ == "__main__":
-    try:
-        main(*sys.argv[1:])
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)  # the other rank must not wait for this one
+    run_rank(main, *sys.argv[1:])

@@ -27,6 +27,7 @@ from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy
 from tests.strategy import zero_steps
 from tests.strategy.zero_launches import DEPTH
 from tests.strategy.zero_steps import whole
+from tests.support.end_of_rank import write_findings
 from tests.support.nets import (
     LazyLM,
     TinyLM,
@@ -745,13 +746,7 @@ def main(path, only=()):
                 print(found[scenario.__name__], flush=True)
                 os._exit(1)
         found[f"seconds {scenario.__name__}"] = time.perf_counter() - started
-    gathered = [None] * RANKS
-    if dist.is_initialized():
-        dist.all_gather_object(gathered, found)
-    if RANK == 0:
-        (folder / f"found-{RANKS}.json").write_text(json.dumps(gathered))
-    time.sleep(1)  # the other rank may still be reading the gathered tensors; gloo's destructor can hang
-    os._exit(0)
+    write_findings(folder / f"found-{RANKS}.json", found)
 
 
 if __name__ == "__main__":

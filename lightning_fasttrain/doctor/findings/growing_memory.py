@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_fasttrain.core.messages import format_bytes, number_of
+from lightning_fasttrain.core.modules.parameters import bytes_of
 from lightning_fasttrain.doctor.finding import Cost, Finding
 from lightning_fasttrain.doctor.observation.measured import Measured
 from lightning_fasttrain.doctor.observation.source_lines import SourceLine, find_growth, is_user_file
@@ -28,7 +29,7 @@ def find_growing_memory(watch: Watch, measured: Measured) -> Iterator[Finding]:
     with_graph = [line for line in lasting if _has_graph(looks[-1][line])]
     for line in sorted(with_graph) or sorted(lasting):
         kept = looks[-1][line]
-        nbytes = sum(tensor.nbytes for tensor in kept)
+        nbytes = bytes_of(kept)
         # A list of detached losses grows by a few bytes, which is no fault.
         if not with_graph and nbytes < _LEAST_BYTES:
             continue

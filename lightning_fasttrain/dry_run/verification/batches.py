@@ -15,6 +15,7 @@ from lightning_fasttrain.core.batch import count_bytes
 from lightning_fasttrain.core.batch.leaves import batch_size
 from lightning_fasttrain.core.device import free_bytes
 from lightning_fasttrain.core.messages import explain, format_bytes
+from lightning_fasttrain.core.modules.parameters import bytes_of
 from lightning_fasttrain.data.normalizer.trial.sample_rows import rank_rows
 from lightning_fasttrain.data.split_batch import pick_rows
 from lightning_fasttrain.dry_run.verification.short_run import quietly
@@ -68,7 +69,7 @@ def fit_rows(module: L.LightningModule, batches: Sequence[Any], device: torch.de
         ValueError: not even one row fits.
     """
     free, size = free_bytes(device), max(map(count_rows, batches))
-    weights = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+    weights = bytes_of((*module.parameters(), *module.buffers()))
     largest = max(batches, key=count_rows)
     if free is None or size < 2 or _PER_WEIGHT * weights + _PER_BATCH * count_bytes(largest) < free:
         return None

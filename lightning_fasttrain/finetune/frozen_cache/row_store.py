@@ -13,8 +13,8 @@ from lightning_fasttrain.core.checks import require
 from lightning_fasttrain.core.files.atomic_write import write_atomic
 from lightning_fasttrain.core.files.safe_load import open_safetensors
 from lightning_fasttrain.core.messages import warn_on_any_rank
+from lightning_fasttrain.core.modules.parameters import bytes_of
 from lightning_fasttrain.finetune.frozen_cache.content_keys import KEY_BYTES
-from lightning_fasttrain.finetune.selection._search import total_bytes
 
 _FLUSH_BYTES = 2**28
 Row = list[Tensor]
@@ -57,7 +57,7 @@ class RowStore:
         if key in self._rows or key in self._filed:
             return
         self._rows[key] = row
-        self._pending_bytes += total_bytes(row)
+        self._pending_bytes += bytes_of(row)
         if self._pending_bytes >= _FLUSH_BYTES:
             self.flush()
 

@@ -10,6 +10,7 @@ from torch import nn
 from lightning_fasttrain.core.checks import check_arguments, one_of
 from lightning_fasttrain.core.host.lightning import trainer_of
 from lightning_fasttrain.core.messages import explain, list_some, note_once, number_of, say, warn
+from lightning_fasttrain.core.modules.parameters import bytes_of
 from lightning_fasttrain.core.modules.select import Blocks, group_by_reason
 from lightning_fasttrain.finetune.quantized._quantizable import IN_ADAPTER, Quantizable, sort_out
 from lightning_fasttrain.finetune.quantized._quantized_layer import (
@@ -23,7 +24,6 @@ from lightning_fasttrain.finetune.quantized._quantized_layer import (
 )
 from lightning_fasttrain.finetune.quantized._quantized_tensor import quantize_tensor_
 from lightning_fasttrain.finetune.quantized.quantized_state import keep_quantized_
-from lightning_fasttrain.finetune.selection._search import total_bytes
 from lightning_fasttrain.finetune.selection.uncovered_weights import shares_of, warn_of_what_is_out_of_reach
 from lightning_fasttrain.technique import Capability, Conflict, Exactness, Surgery, Technique
 from lightning_fasttrain.technique.facts import Facts
@@ -148,7 +148,7 @@ def quantize_base_(
         if weight.is_meta:
             why = "it has no values yet"
             raise ValueError(explain(f"{name!r} is on the meta device", why, "Use load_quantized(...)"))
-    before = total_bytes(weights.values())
+    before = bytes_of(weights.values())
     del weights  # otherwise the old weights would not be freed
     for layer in found.layers.values():
         dtype = choose_compute_dtype(compute_dtype, model, layer.weight)
@@ -179,7 +179,7 @@ def report(
 ) -> QuantizedReport:
     """Create the report of a quantisation, and warn if a large part of ``model`` could not be quantised."""
     made = (*found.layers.values(), *holders.values())
-    after = sum(total_bytes(quantization_of(layer).values()) for layer in made)
+    after = sum(bytes_of(quantization_of(layer).values()) for layer in made)
     shares = shares_of(model, found.left)
     warn_of_what_is_out_of_reach(model, found.left, shares)
     names = tuple(found.layers)

@@ -52,8 +52,3 @@ def prefix_of(name: str) -> str:
 def first_tensor(leaves: Iterable[object]) -> Tensor:
     """Return the first tensor among the leaves of a structure, which must hold one."""
     return next(leaf for leaf in leaves if isinstance(leaf, Tensor))
-
-
-def total_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the sum of the sizes of ``tensors`` in bytes."""
-    return sum(tensor.nbytes for tensor in tensors)

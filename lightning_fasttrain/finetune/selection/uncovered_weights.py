@@ -6,13 +6,13 @@ from torch import nn
 
 from lightning_fasttrain.core.messages import explain, list_some, warn
 from lightning_fasttrain.core.modules.layer_kinds import find_tuners, is_linear, stands_for
+from lightning_fasttrain.core.modules.parameters import bytes_of
 from lightning_fasttrain.core.modules.select import is_inside
 from lightning_fasttrain.finetune.selection._search import (
     find_modules,
     names_in,
     names_not_in,
     names_outside,
-    total_bytes,
 )
 from lightning_fasttrain.finetune.selection.freezing import can_train
 
@@ -62,12 +62,12 @@ def is_matrix(parameter: nn.Parameter) -> bool:
 
 def shares_of(model: nn.Module, names: Collection[str]) -> dict[str, float]:
     """Return the share of each layer or tensor in the bytes of all parameters."""
-    total = total_bytes(model.parameters())
+    total = bytes_of(model.parameters())
     parts = dict(model.named_modules())
     sizes = {}
     for name in names:
         own = parts[name].parameters() if name in parts else [model.get_parameter(name)]
-        sizes[name] = total_bytes(own) / max(total, 1)
+        sizes[name] = bytes_of(own) / max(total, 1)
     return sizes
 
 

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from lightning_fasttrain.core.host.lightning import FabricModule, FabricOptimizer, Stateful
-from lightning_fasttrain.core.modules.parameters import parameters_of
+from lightning_fasttrain.core.modules.parameters import local_part, parameters_of
 from lightning_fasttrain.core.state.by_parameter import find_by_parameter, replace_at
 
 
@@ -74,10 +74,7 @@ def _unwrap(value: Any) -> Any:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    if isinstance(tensor, DTensor):
-        return tensor.to_local()
-    return tensor
+    return local_part(tensor.detach())
 
 
 def _like(part: object, whole: object) -> Any:

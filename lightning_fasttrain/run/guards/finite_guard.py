@@ -14,6 +14,7 @@ from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.core.distributed import is_sharded
 from lightning_fasttrain.core.host.lightning import accumulation_continues, plain_optimizer
 from lightning_fasttrain.core.messages import explain, list_some
+from lightning_fasttrain.core.modules.parameters import gradients_of, parameters_of
 from lightning_fasttrain.core.modules.select import modules_of
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.run.checkpoint._gathered_states import gather_values
@@ -23,7 +24,6 @@ from lightning_fasttrain.run.guards.step_guard import (
     StepGuard,
     agree,
     device_of,
-    gradients_of,
     has_room_for_nan,
     has_unfinite,
     hold_steps_,
@@ -129,7 +129,7 @@ class FiniteSteps(JudgedSteps):
 
     def judge(self, optimizer: Optimizer) -> Tensor:
         """Return [2]: whether the step is bad, and whether a loss is."""
-        bad = has_unfinite(gradients_of(optimizer)).to(device_of(optimizer))
+        bad = has_unfinite(gradients_of(parameters_of(optimizer))).to(device_of(optimizer))
         losses = [flag.to(bad.device) for _, flag in self.losses]
         bad_loss = torch.stack([*losses, torch.zeros_like(bad)]).amax()  # a step may have no noted losses
         return agree(torch.stack([torch.maximum(bad, bad_loss), bad_loss]))  # one all-reduce for both

@@ -21,6 +21,7 @@ from lightning_fasttrain.core.checks import (
 from lightning_fasttrain.core.distributed import rank_count
 from lightning_fasttrain.core.host.lightning import plain_optimizer, replicates
 from lightning_fasttrain.core.messages import explain, number_of, warn
+from lightning_fasttrain.core.modules.parameters import gradients_of, parameters_of
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, undo_all
 from lightning_fasttrain.run.guards._last_checkpoint import LastCheckpoint
 from lightning_fasttrain.run.guards.running_limit import Limits, RunningLimit
@@ -28,7 +29,6 @@ from lightning_fasttrain.run.guards.step_guard import (
     JudgedSteps,
     StepGuard,
     device_of,
-    gradients_of,
     hold_steps_,
     values_of,
 )
@@ -127,7 +127,7 @@ class SteadySteps(JudgedSteps):
 
     def look(self, optimizer: Optimizer) -> None:
         """Check the gradients as they are now: call it before they are clipped. Otherwise ``step`` does it itself."""
-        norm = torch.nn.utils.get_total_norm(list(map(values_of, gradients_of(optimizer))))
+        norm = torch.nn.utils.get_total_norm(list(map(values_of, gradients_of(parameters_of(optimizer)))))
         # A collective: the ranks hold shards of the gradients.
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()

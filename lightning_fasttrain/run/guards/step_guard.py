@@ -160,11 +160,6 @@ def parameters_with_gradient(optimizer: Optimizer) -> list[Tensor]:
     return [p for p in parameters_of(optimizer) if p.grad is not None]
 
 
-def gradients_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return the gradients of the coming step."""
-    return [p.grad for p in parameters_of(optimizer) if p.grad is not None]
-
-
 def device_of(optimizer: Optimizer) -> torch.device:
     """Return the device of its parameters, also on a rank without gradients, which still takes part in collectives."""
     return parameters_of(optimizer)[0].device

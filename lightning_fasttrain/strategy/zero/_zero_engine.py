@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_fasttrain.core.checks import require
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.parameters import gradients_of
+from lightning_fasttrain.core.modules.parameters import gradients_of, trained_parameters
 from lightning_fasttrain.core.modules.wrapped_forward import patch, patched
 from lightning_fasttrain.core.state.select_entries import only
 from lightning_fasttrain.finetune.selection._float32_adapters import let_round_
@@ -82,7 +82,7 @@ class Engine:
         if optimizer is not None:
             self._schedules = count_by_engine(optimizer)
             leave_out_idle_groups(optimizer, scheduler)
-            trained = [p for p in model.parameters() if p.requires_grad]
+            trained = trained_parameters(model)
         with without_phantom_step():
             self.deepspeed, self.optimizer, _, self.scheduler = deepspeed.initialize(
                 args=argparse.Namespace(device_rank=device_rank),
