@@ -49,7 +49,7 @@ class FiniteSteps(JudgedSteps):
     Attributes:
         skipped: number of skipped steps so far.
         in_a_row: number of skipped steps since the last good one.
-        losses: of the coming step: index of the batch → 1 if its loss is not finite, on the device.
+        losses: of the coming step: pairs of the index of a batch and its loss, on the device.
 
     Raises:
         TypeError, ValueError: ``stop_after`` is not an integer of at least 1.
@@ -101,12 +101,11 @@ class FiniteSteps(JudgedSteps):
         self._statistics = [(buffer, buffer.clone()) for buffer in _statistics_of(model)]
 
         def tell(values: list[float]) -> None:
-            bad, bad_loss = values
-            if not bad:
+            if values == [0]:
                 self.in_a_row = 0
                 self.keep_statistics()
             # Below a scale of 1 the loss is not scaled up, so the scaler does not cause an overflow.
-            elif bad_loss or scaler is None or scaler.get_scale() < 1:
+            elif scaler is None or self._has_bad_loss(optimizer) or scaler.get_scale() < 1:
                 # Before the statistics are restored, since this repeats the forward.
                 cause = self.where()
                 self._restore_statistics()
@@ -120,7 +119,7 @@ class FiniteSteps(JudgedSteps):
 
     def note_loss(self, loss: Tensor, batch: int = 0) -> None:
         """Include a loss in the check of the coming step; call it once per backward, with the index of the batch."""
-        self.losses.append((batch, has_unfinite([loss])))
+        self.losses.append((batch, loss.detach()))
 
     def keep_statistics(self) -> None:
         """Save the current BatchNorm statistics as good ones; call it again after a checkpoint was loaded."""
@@ -128,11 +127,17 @@ class FiniteSteps(JudgedSteps):
             kept.copy_(buffer)
 
     def judge(self, optimizer: Optimizer) -> Tensor:
-        """Return [2]: whether the step is bad, and whether a loss is."""
-        bad = has_unfinite(gradients_of(parameters_of(optimizer))).to(device_of(optimizer))
-        losses = [flag.to(bad.device) for _, flag in self.losses]
-        bad_loss = torch.stack([*losses, torch.zeros_like(bad)]).amax()  # a step may have no noted losses
-        return agree(torch.stack([torch.maximum(bad, bad_loss), bad_loss]))  # one all-reduce for both
+        """Return [1]: 1 if the step is bad."""
+        # One norm for gradients and losses together: small kernels are what this check costs.
+        values = [*gradients_of(parameters_of(optimizer)), *self._losses_on(device_of(optimizer))]
+        return agree(has_unfinite(values).to(device_of(optimizer))[None])
+
+    def _has_bad_loss(self, optimizer: Optimizer) -> bool:
+        device = device_of(optimizer)
+        return float(agree(has_unfinite(self._losses_on(device)).to(device))) != 0
+
+    def _losses_on(self, device: torch.device) -> list[Tensor]:
+        return [loss.to(device) for _, loss in self.losses]  # resumed ones may be elsewhere
 
     def _restore_statistics(self) -> None:
         for buffer, kept in self._statistics:
@@ -265,7 +270,7 @@ class FiniteGuard(StepGuard):
         """Describe the cause after a bad step. Called on all ranks, which exchange their findings."""
         batch, batch_idx, device = self._batch, self._batch_idx, trainer.strategy.root_device
         # Read on the host: the step was bad, so time does not matter any more.
-        bad = next((str(number) for number, flag in self.steps.losses if float(flag) != 0), "")
+        bad = next((str(number) for number, loss in self.steps.losses if is_unfinite(loss)), "")
         everyone = gather_values(bad, device)
         layer = ""
         # The same on all ranks: a forward may contain collectives. Earlier batches of a window are not kept, so only a

@@ -1,5 +1,6 @@
 """A limit above the recent values of a number, by its running quantiles."""
 
+import bisect
 import math
 from collections import deque
 
@@ -30,18 +31,22 @@ class RunningLimit:
     def __init__(self, far: PositiveFloat, window: PositiveInt, after: PositiveInt) -> None:
         self.far, self.after = far, after
         self.values: deque[float] = deque(maxlen=window)
+        self._ordered: list[float] = []
 
     def add(self, value: float) -> None:
         # Otherwise infinity would be the limit from then on.
-        if math.isfinite(value):
-            self.values.append(value)
+        if not math.isfinite(value):
+            return
+        if len(self.values) == self.values.maxlen:
+            del self._ordered[bisect.bisect_left(self._ordered, self.values[0])]
+        self.values.append(value)
+        bisect.insort(self._ordered, value)
 
     @property
     def value(self) -> float:
         if len(self.values) < self.after:
             return math.inf
-        ordered = sorted(self.values)
-        low, middle, high = (_quantile(ordered, share) for share in (0.1, 0.5, 0.9))
+        low, middle, high = (_quantile(self._ordered, share) for share in (0.1, 0.5, 0.9))
         return middle + self.far * max(high - low, 0.01 * abs(middle))
 
 

@@ -133,15 +133,15 @@ class SteadySteps(JudgedSteps):
             norm = norm.full_tensor()
         norm = norm.float().to(device_of(optimizer))
         losses = [loss.to(norm.device) for loss in self.losses]  # a resumed one may be elsewhere
-        loss = _mean_over_ranks(sum(losses, torch.zeros_like(norm)))
+        loss = _mean_over_ranks(torch.stack(losses or [torch.zeros_like(norm)]).sum())
         self.losses = []
-        numbers = torch.stack([loss, norm])
         of_loss, of_norm = self.limits(optimizer)
         # Limits are arguments of the kernels: a copy from the host would wait for the device.
-        above = (loss > of_loss.value) | (norm > of_norm.value)
-        # Non-finite values are FiniteGuard's task: they must neither be skipped here nor enter the quantiles.
-        spike = above & numbers.isfinite().all()
-        self._seen = torch.cat([spike.float()[None], numbers])
+        excess = torch.maximum(loss - of_loss.value, norm - of_norm.value)
+        # Non-finite values are FiniteGuard's task: they must neither be skipped here nor enter the quantiles. A NaN is
+        # neither above 0 nor below infinity.
+        spike = (excess > 0) & (excess < torch.inf)
+        self._seen = torch.stack([spike.float(), loss, norm])
 
     def state_dict(self) -> dict[str, Any]:
         values = [(list(of_loss.values), list(of_norm.values)) for of_loss, of_norm in self._limits]
@@ -153,7 +153,8 @@ class SteadySteps(JudgedSteps):
         for both in state["values"]:
             self._limits.append(self._make_limits())
             for limit, values in zip(self._limits[-1], both, strict=True):
-                limit.values.extend(values)  # the deque keeps its maximum length
+                for value in values:  # the limit keeps as many as its window
+                    limit.add(value)
 
     def judge(self, optimizer: Optimizer) -> Tensor:
         if self._seen is None:

@@ -143,16 +143,19 @@ def skips_on_device(optimizer: Optimizer) -> bool:
 @contextmanager
 def _told_on_device(optimizer: Optimizer, skip: Tensor) -> Iterator[None]:
     """Pass ``skip`` to a fused optimizer as a loss scaler does; with a scaler, both are respected."""
-    scalers = getattr(optimizer, "found_inf", None)
-    restore = ExitStack()
     # The attributes that torch's fused optimizers read in step().
-    if scalers is None:
-        restore.callback(patch(optimizer, "grad_scale", None))
-    else:
+    scalers = getattr(optimizer, "found_inf", None)
+    if scalers is not None:
         skip = torch.maximum(skip, scalers)
-    restore.callback(patch(optimizer, "found_inf", skip))
-    with restore:
+    given = {"found_inf": skip, "grad_scale": getattr(optimizer, "grad_scale", None)}
+    before = {name: vars(optimizer)[name] for name in given if name in vars(optimizer)}
+    vars(optimizer).update(given)
+    try:
         yield
+    finally:
+        for name in given:
+            del vars(optimizer)[name]
+        vars(optimizer).update(before)
 
 
 def parameters_with_gradient(optimizer: Optimizer) -> list[Tensor]:
@@ -174,7 +177,7 @@ def has_unfinite(tensors: Iterable[Tensor]) -> Tensor:
     """
     shards = [shard for shard in map(local_values, tensors) if shard.numel() > 0]  # an empty shard has no maximum
     largest = torch.nn.utils.get_total_norm(shards, norm_type=float("inf"))
-    return (~largest.isfinite()).float()
+    return (largest < torch.inf).logical_not().float()  # a norm is never negative, and NaN is not below infinity
 
 
 def has_room_for_nan(tensor: Tensor) -> bool:
