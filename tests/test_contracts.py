@@ -48,10 +48,16 @@ def train(case: Case, techniques=None, *, net=TinyLM, batches=None, dropout=0.0,
     return module, t
 
 
+def of_both(*cases):
+    """Settings of the optimizer that the plain run has too; a fused one needs the technique to clip."""
+    given = [name_and_value for case in cases for name_and_value in case.optimizer.items()]
+    return {name: value for name, value in given if name == "eps"}
+
+
 def plain(case: Case, epochs=1, callbacks=()):
-    """The run without the technique; a fused optimizer needs it to clip, so the plain run is unfused."""
-    batches = case.regroup(batches_for(case))
-    return train(replace(case, optimizer={}), [*by_hand_of([case]), *callbacks], batches=batches, epochs=epochs)[0]
+    """The run without the technique."""
+    row, batches = replace(case, optimizer=of_both(case)), case.regroup(batches_for(case))
+    return train(row, [*by_hand_of([case]), *callbacks], batches=batches, epochs=epochs)[0]
 
 
 TRAINED = {}  # weights, by row: the rows live as long as the tests
@@ -280,7 +286,7 @@ def test_everything_is_put_back_after_the_run(case):
     module, t = train(case)
     key = case.batches, str(case.settings), *map(type, by_hand_of([case]))
     if key not in PLAIN_PLACES:
-        bare, u = train(replace(case, optimizer={}), by_hand_of([case]))
+        bare, u = train(replace(case, optimizer=of_both(case)), by_hand_of([case]))
         PLAIN_PLACES[key] = patched(u, bare)
     assert patched(t, module) == PLAIN_PLACES[key]
     assert switches == global_switches()
@@ -322,9 +328,10 @@ def reference_for(cases, net=TinyLM):
     count = len(batches)
     for case in cases:
         batches, settings = case.regroup(batches), {**settings, **case.settings}
-    key = net, count, tuple(case.regroup for case in cases), str(settings), *map(type, by_hand)
+    row = replace(CASES[0], settings=settings, optimizer=of_both(*cases))
+    key = net, count, tuple(case.regroup for case in cases), str(row.settings), str(row.optimizer), *map(type, by_hand)
     if key not in PLAIN_RUNS:
-        PLAIN_RUNS[key] = weights(train(replace(CASES[0], settings=settings), by_hand, net=net, batches=batches)[0])
+        PLAIN_RUNS[key] = weights(train(row, by_hand, net=net, batches=batches)[0])
     return PLAIN_RUNS[key]
 
 
@@ -459,7 +466,8 @@ def test_negative_control_a_group_that_fails_names_its_pairs():
 @pytest.mark.filterwarnings("ignore:.*[78] recompilations")
 @pytest.mark.filterwarnings("ignore:.*recompilations")  # trimmed to rows and lengths of 1, which are special shapes
 def test_all_at_once_in_half_precision_and_turned_round_in_float32():
-    fused = replace(CASES[0], optimizer={"fused": True}, settings=BY_NAME["FusedClipping"].settings, batches=5)
+    optimizer = {"fused": True, **of_both(*TOGETHER)}
+    fused = replace(CASES[0], optimizer=optimizer, settings=BY_NAME["FusedClipping"].settings, batches=5)
     module, t = train(fused, [case.make() for case in TOGETHER], net=TwoBlocks)
     assert t.global_step == 3
     assert largest_difference(reference_for(TOGETHER, net=TwoBlocks), weights(module)) <= 2e-2
@@ -474,7 +482,7 @@ def test_all_at_once_in_half_precision_and_turned_round_in_float32():
 def test_all_at_once_in_a_loop():
     joined = [case for case in TOGETHER if case.name not in ("FusedClipping", "CompileBlocks")]  # compiled above
     torch.manual_seed(11)
-    bare = in_a_loop(TwoBlocks(), BATCHES, [case.make() for case in joined])
+    bare = in_a_loop(TwoBlocks(**of_both(*joined)), BATCHES, [case.make() for case in joined])
     assert largest_difference(reference_for(joined, net=TwoBlocks), weights(bare)) <= 1e-5
 
 

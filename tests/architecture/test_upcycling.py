@@ -249,8 +249,10 @@ def test_compiled_blocks_with_experts_have_the_same_gradients():
 
 def test_micro_batches_have_the_gradient_of_the_batch():
     made = lambda: ft.architecture.Upcycling(3, every=1, balance=0.0)  # noqa: E731
-    expected = fit(TinyLM(), BATCHES, [made()])
-    assert largest_difference(weights(expected), weights(fit(TinyLM(), BATCHES, [made(), ft.MicroBatching(3)]))) < 1e-5
+    # Equal experts give the router a gradient of zero up to rounding, which AdamW would divide by itself.
+    expected = fit(TinyLM(eps=1e-3), BATCHES, [made()])
+    split = fit(TinyLM(eps=1e-3), BATCHES, [made(), ft.MicroBatching(3)])
+    assert largest_difference(weights(expected), weights(split)) < 1e-5
     with pytest.raises(ValueError, match="mean over all tokens of a batch"):
         ft.technique.check_together([ft.architecture.Upcycling(), ft.MicroBatching(3)])
 

@@ -102,7 +102,7 @@ def as_line(row: Row, naive: Row) -> str:
     Example:
         >>> half = Row(title="bf16 mixed", step_ms=50, peak_mib=800, plus_minus=0.02, verdict="Needs less.")
         >>> as_line(half, Row(step_ms=100, peak_mib=800))
-        'bf16 mixed                        50.0 ms ×2.00 ±0.04        800.0 MiB ÷1.00   Needs less.'
+        'bf16 mixed                       50.00 ms ×2.00 ±0.04        800.0 MiB ÷1.00   Needs less.'
     """
     if row.error is not None:
         return f"{row.title:<28} failed: {row.error}"
@@ -190,7 +190,9 @@ def _speed_and_error(base: Row, row: Row) -> str:
 
 
 def _four_digits(number: float) -> str:
-    return f"{number:,.1f}" if number < 1000 else f"{number:,.0f}"
+    """Format so that quotients of printed numbers are those of the measured ones, also of very short steps."""
+    decimals = sum(number < limit for limit in (10, 100, 1000))
+    return f"{number:,.{decimals}f}"
 
 
 def _escape(text: str) -> str:

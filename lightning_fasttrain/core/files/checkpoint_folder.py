@@ -18,6 +18,7 @@ from lightning_fasttrain.core.files.atomic_write import (
     is_temporary_file,
     lock,
     sync_folder,
+    temporary_path,
     write_atomic,
 )
 from lightning_fasttrain.core.files.safe_load import (
@@ -198,6 +199,20 @@ def mark_folder(folder: Path) -> Iterator[None]:
     write_atomic(folder / _LOCK, _MARK)
     with lock(folder / _LOCK):
         yield
+
+
+@contextmanager
+def scratch_folder(parent: Path, purpose: str) -> Iterator[Path]:
+    """Yield a new, marked folder in ``parent``, and remove it afterwards; ``purpose`` becomes a part of its name."""
+    folder = temporary_path(parent, purpose)
+    with ExitStack() as held:
+        # Others sweep under the same lock, and would take an unmarked folder for what a killed process left.
+        with lock(parent):
+            folder.mkdir()
+            held.callback(shutil.rmtree, folder, ignore_errors=True)
+            # Entered last, so that its lock is released before the folder is removed.
+            held.enter_context(mark_folder(folder))
+        yield folder
 
 
 def is_ours(folder: Path) -> bool:

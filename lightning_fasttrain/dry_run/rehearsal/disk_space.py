@@ -2,8 +2,6 @@
 
 import math
 import os
-import secrets
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,8 +13,8 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_fasttrain.core.device import GIB
-from lightning_fasttrain.core.files.atomic_write import TEMPORARY, find_existing, free_disk_bytes
-from lightning_fasttrain.core.files.checkpoint_folder import mark_folder
+from lightning_fasttrain.core.files.atomic_write import find_existing, free_disk_bytes
+from lightning_fasttrain.core.files.checkpoint_folder import scratch_folder
 from lightning_fasttrain.core.files.safe_load import is_remote
 from lightning_fasttrain.core.host.lightning import saves_every
 from lightning_fasttrain.core.messages import explain
@@ -177,12 +175,7 @@ def temporary_folder(trainer: L.Trainer, places: list[Place]) -> Iterator[Path]:
 def _make_folder(places: list[Place], stack: ExitStack) -> Path:
     folders = filter(None, map(attrgetter("folder"), places))
     beside = find_existing(next(folders, Path(tempfile.gettempdir())))
-    folder = beside / f"{TEMPORARY}rehearsal-{os.getpid()}-{secrets.token_hex(4)}"
-    folder.mkdir()
-    stack.callback(shutil.rmtree, folder, ignore_errors=True)
-    # Entered last, so that its lock is released before the folder is removed.
-    stack.enter_context(mark_folder(folder))
-    return folder
+    return stack.enter_context(scratch_folder(beside, "rehearsal"))
 
 
 def bytes_on_disk(path: Path) -> int:

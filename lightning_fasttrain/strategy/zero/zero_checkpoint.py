@@ -3,8 +3,6 @@
 import argparse
 import contextlib
 import io
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,12 +11,11 @@ from typing import Any
 import torch
 
 from lightning_fasttrain.core.distributed import from_rank_zero
-from lightning_fasttrain.core.files.atomic_write import TEMPORARY
 from lightning_fasttrain.core.files.checkpoint_folder import (
     MANIFEST,
     checkpoint_folder,
-    mark_folder,
     read_manifest,
+    scratch_folder,
 )
 from lightning_fasttrain.core.files.newest_checkpoint import whole_or_older
 from lightning_fasttrain.core.files.run_mark import mark_of
@@ -120,10 +117,7 @@ def folder_to_load(host: ZeROHost, path: str | Path, *, optimizer_too: bool) -> 
 
 def _convert(folder: Path, undo: ExitStack) -> Path:
     """Convert a checkpoint to DeepSpeed's universal format, in a folder next to it that ``undo`` removes."""
-    made = Path(tempfile.mkdtemp(prefix=f"{TEMPORARY}universal-", dir=folder.parent))
-    undo.callback(shutil.rmtree, made, ignore_errors=True)
-    # Marked, so that it does not pass for the remains of a killed save.
-    undo.enter_context(mark_folder(made))
+    made = undo.enter_context(scratch_folder(folder.parent, "universal"))
     settings = argparse.Namespace(
         input_folder=str(folder / TAG),
         output_folder=str(made / TAG),
