@@ -63,7 +63,7 @@ class FastTrainMixin:
             raise ValueError(explain(what, "nothing would be trained", way_out))
         return following.configure_optimizers()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         # A hook on the module would stand in the way of torch.jit.script.
         # Techniques are for training: a forward in evaluation, or without gradients, is no sign that they are missed.
         if not self._looked and self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -71,7 +71,7 @@ class FastTrainMixin:
             _warn_if_unused(self)
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         _refuse_hidden(cls)
         own = cls.__dict__.get("configure_callbacks")

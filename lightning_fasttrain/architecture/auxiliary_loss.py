@@ -57,12 +57,12 @@ class _KeepAlive(torch.autograd.Function):
     """The identity, whose node in the graph holds further tensors."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, held: list[Tensor]) -> Tensor:  # type: ignore[override]
+    def forward(ctx: object, output: Tensor, held: list[Tensor]) -> Tensor:  # type: ignore[override]
         ctx.held = held
         return output.view_as(output)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         return gradient, None
 
 
@@ -148,12 +148,12 @@ def add_auxiliary_gradient(loss: Tensor, model: nn.Module) -> Tensor:
 
 class _WithGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, auxiliary: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: object, loss: Tensor, auxiliary: Tensor) -> Tensor:  # type: ignore[override]
         ctx.kind = auxiliary.dtype
         return loss.view_as(loss)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         return gradient, gradient.to(ctx.kind)
 
 
@@ -163,7 +163,7 @@ class StepWithLosses:
     An object rather than a closure, so that a copy of a model with this step trains the copy and not the original.
     """
 
-    def __init__(self, model: nn.Module, step: Callable[..., Any]) -> None:
+    def __init__(self, model: nn.Module, step: Callable[..., object]) -> None:
         # inspect reads the signature from this name.
         self.model, self.__wrapped__ = model, step
 
@@ -186,7 +186,7 @@ def conflicts_of_losses(way_out: str, has_losses: Callable[[Any], bool]) -> tupl
     why = "its own loss is a mean over all tokens of a batch, which is not the sum of those of its micro-batches"
     accepted = "or accept that with check=False"
 
-    def splits(technique: Any, other: Any) -> bool:
+    def splits(technique: object, other: object) -> bool:
         return has_losses(technique) and getattr(other, "check", True)
 
     return (

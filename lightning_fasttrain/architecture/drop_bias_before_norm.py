@@ -130,14 +130,14 @@ def _after_load(name: str, norm: str, module: nn.Module, incompatible: object) -
 
 
 @torch.no_grad()
-def _move_bias_(layer: Any, norm: Any) -> None:
+def _move_bias_(layer: object, norm: object) -> None:
     """Subtract the bias from the running mean, and set it to zero."""
     if norm.running_mean is not None:
         norm.running_mean -= layer.bias.to(norm.running_mean.dtype)
     layer.bias.zero_()
 
 
-def _changes_output(layer: Any, norm: Any) -> bool:
+def _changes_output(layer: object, norm: object) -> bool:
     """Whether a layer and its norm have another output without the bias, in training or in evaluation.
 
     On copies in float64, in which rounding is far below what a bias changes, and with a random bias, which may still be
@@ -161,14 +161,14 @@ def _changes_output(layer: Any, norm: Any) -> bool:
     return not all(map(is_close, *stages))
 
 
-def _normalize(norm: Any, x: Tensor, training: bool) -> Tensor:
+def _normalize(norm: object, x: Tensor, training: bool) -> Tensor:
     """Return what a norm computes, for SyncBatchNorm on a CPU too; its running mean follows in training."""
     by_batch = training or norm.running_mean is None
     running = norm.running_mean, norm.running_var
     return F.batch_norm(x, *running, norm.weight, norm.bias, by_batch, norm.momentum or 0.1, norm.eps)
 
 
-def _size_of_input(layer: Any) -> tuple[int, ...]:
+def _size_of_input(layer: object) -> tuple[int, ...]:
     if isinstance(layer, nn.Linear):
         return 8, layer.in_features
     sides = [dilation * (kernel - 1) + 4 for kernel, dilation in zip(layer.kernel_size, layer.dilation, strict=True)]

@@ -180,7 +180,7 @@ class ExpertLinear(nn.Module):
         return product if bias is None else product + bias[routing.experts].to(product.dtype)
 
 
-def _does_nothing(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+def _does_nothing(layer: nn.Module, inputs: tuple[object, ...]) -> None:
     pass
 
 
@@ -230,9 +230,9 @@ class _DenseGradient(torch.autograd.Function):
     """The identity, which makes an expanded gradient, such as that of a sum, contiguous for a grouped product."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: object, x: Tensor) -> Tensor:  # type: ignore[override]
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: object, gradient: Tensor) -> Tensor:  # type: ignore[override]
         return gradient.contiguous()

@@ -170,7 +170,7 @@ def _draw_thirds_(weight: torch.Tensor) -> None:
         nn.init.xavier_uniform_(third)
 
 
-def _refuse_none(name: str, block: nn.Module, inside: Any, recipe: Recipe) -> None:
+def _refuse_none(name: str, block: nn.Module, inside: object, recipe: Recipe) -> None:
     if inside:
         return
     wanted = {

@@ -47,7 +47,7 @@ class RoutedForward(ForwardWithLoss):
         self.name, self.capacity, self.sampling = name, capacity, sampling
         self.form: ResidualForm | None = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         self.ran = True
         _, x = find_hidden(args, kwargs)
         weight = self.module.get_submodule(ROUTER).get_parameter("weight")

@@ -1,5 +1,6 @@
 """Find out by a trial whether a block adds its input to what it computes."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +47,7 @@ class ResidualForm:
         return mixed
 
 
-def find_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, Tensor]:
+def find_hidden(args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[int | str, Tensor]:
     """Return where the hidden states are among the arguments of a block, and the hidden states.
 
     Raises:
@@ -159,14 +160,14 @@ def _plain_forward(module: nn.Module) -> Any:
     return holder.inner if isinstance(holder, WrappedForward) else module.forward
 
 
-def _uncached(argument: Any) -> Any:
+def _uncached(argument: object) -> Any:
     """Leave out a key-value cache, which the trial would fill."""
     if hasattr(argument, "get_seq_length"):
         return None
     return argument
 
 
-def _adds(node: Any, probe: Tensor) -> bool:
+def _adds(node: object, probe: Tensor) -> bool:
     """Whether a node of the graph is a sum with ``probe`` as one of its terms."""
     ahead = [node]
     while ahead:

@@ -50,7 +50,7 @@ class StochasticForward(WrappedForward):
         self.name, self.drop_rate, self.mode = name, drop_rate, mode
         self.form: ResidualForm | None = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         if not self.module.training or self.drop_rate == 0:
             return self.inner(*args, **kwargs)
         self.ran = True
@@ -70,7 +70,7 @@ class StochasticForward(WrappedForward):
             factor = factor / survival
         return self._scaled(self.inner(*args, **kwargs), x, factor)
 
-    def _skip_or_run(self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _skip_or_run(self, x: Tensor, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Any:
         survival = 1.0 - self.drop_rate
         # Drawn on the CPU, so that the decision does not wait for a GPU.
         if torch.empty((), device="cpu").bernoulli_(survival):
@@ -91,12 +91,12 @@ class SkippedBlock(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: object, x: Tensor, *parameters: Tensor) -> Tensor:  # type: ignore[override]
         ctx.parameters = parameters
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         return gradient, *map(torch.zeros_like, ctx.parameters)
 
 

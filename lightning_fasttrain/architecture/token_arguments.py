@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ def gather_tokens(tensor: Tensor, index: Tensor, axis: int = 1) -> Tensor:
 
 
 def take_tokens(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], index: Tensor, length: int
+    module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object], index: Tensor, length: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a block for the tokens at ``index`` (B, k) of a sequence of ``length`` tokens.
 
@@ -49,7 +50,7 @@ def take_tokens(
     return tuple(taken), {name: _take(name, value, index, length) for name, value in kwargs.items()}
 
 
-def _take(name: str, value: Any, index: Tensor, length: int) -> Any:
+def _take(name: str, value: object, index: Tensor, length: int) -> Any:
     if _OTHER_SEQUENCE.search(name):
         return value
     if hasattr(value, "get_seq_length") or type(value).__name__ == "BlockMask":
@@ -58,7 +59,7 @@ def _take(name: str, value: Any, index: Tensor, length: int) -> Any:
     return tree_map(lambda leaf: _take_from(name, leaf, index, length), value)
 
 
-def _take_from(name: str, leaf: Any, index: Tensor, length: int) -> Any:
+def _take_from(name: str, leaf: object, index: Tensor, length: int) -> Any:
     if not isinstance(leaf, Tensor) or leaf.ndim == 0:
         return leaf
     batch = index.shape[0]

@@ -42,7 +42,7 @@ class Command:
     description: str = ""
 
 
-def option(*names: str, **settings: Any) -> Option:
+def option(*names: str, **settings: object) -> Option:
     """Keep the arguments of ``add_argument`` until there is a parser."""
     return names, settings
 

@@ -66,7 +66,7 @@ class PeakMemory:
         Ours. Checked on the CPU against sums by hand; on CUDA it is the caching allocator's own count.
     """
 
-    def __init__(self, device: torch.device | str, *held: Any) -> None:
+    def __init__(self, device: torch.device | str, *held: object) -> None:
         self.device = torch.device(device)
         if self.device.type not in ("cpu", "cuda"):
             why = "memory is counted on the CPU and on CUDA"

@@ -36,7 +36,7 @@ NoSync = Callable[[], AbstractContextManager[Any]]
 @check_arguments
 def accumulate_gradients(
     step: Step,
-    batch: Any,
+    batch: object,
     n: PositiveInt | None = None,
     *,
     count: Count = "auto",
@@ -126,7 +126,7 @@ def _run_through(trunk: Trunk, step: Step, batch: object, n: int, backward: Back
 @check_arguments
 def accumulate_window(
     step: Step,
-    batches: Iterable[Any],
+    batches: Iterable[object],
     n: PositiveInt | None = None,
     *,
     count: Count = "auto",
@@ -265,7 +265,7 @@ class _Call:
         in_lockstep = rank_count() > 1 and not self.stage.may_scale
         return trimming.cut(batch, n, in_lockstep=in_lockstep).parts
 
-    def accumulate(self, parts: Sequence[Any], split: LossSplit, gradients: StepGradients) -> Tensor:
+    def accumulate(self, parts: Sequence[object], split: LossSplit, gradients: StepGradients) -> Tensor:
         """Add the gradients of the micro-batches, and return their loss: in a window, this rank's share of it."""
         ranks = rank_count() if self.is_window else 1
         over_ranks = functools.partial(_sum_over_ranks, parts[0]) if ranks > 1 else None

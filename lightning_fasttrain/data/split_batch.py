@@ -11,7 +11,7 @@ from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 
 
 @check_arguments
-def split_batch(batch: Any, n: PositiveInt) -> list[Any]:
+def split_batch(batch: object, n: PositiveInt) -> list[Any]:
     """Split ``batch`` into ``n`` micro-batches of neighbouring samples, whose sizes differ by one at most.
 
     The rule: the first axis of every tensor (or NumPy array) with an axis is the batch axis, and all of them have the
@@ -53,7 +53,7 @@ def split_sizes(size: int, n: PositiveInt) -> list[int]:
     return [share + 1] * rest + [share] * (n - rest)
 
 
-def take_rows(batch: Any, start: int, stop: int) -> Any:
+def take_rows(batch: object, start: int, stop: int) -> Any:
     """Return samples ``start`` to ``stop`` of ``batch``, by the rule of :func:`split_batch`.
 
     Example:
@@ -64,7 +64,7 @@ def take_rows(batch: Any, start: int, stop: int) -> Any:
     return _select(batch, slice(start, stop), batch_size(batch))
 
 
-def pick_rows(batch: Any, rows: list[int]) -> Any:
+def pick_rows(batch: object, rows: list[int]) -> Any:
     """Return the samples with these indices, in their order, by the rule of :func:`split_batch`; indices may repeat.
 
     Example:
@@ -75,7 +75,7 @@ def pick_rows(batch: Any, rows: list[int]) -> Any:
     return _select(batch, rows, batch_size(batch))
 
 
-def reverse_rows(batch: Any) -> Any:
+def reverse_rows(batch: object) -> Any:
     """Return the samples of ``batch`` in reverse order, by the rule of :func:`split_batch`.
 
     Example:

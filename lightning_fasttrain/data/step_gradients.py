@@ -249,14 +249,14 @@ def _set_gradient_dtype(parameter: Tensor, dtype: torch.dtype) -> None:
 
 
 def add_gradients(
-    parts: Sequence[Any],
+    parts: Sequence[object],
     weights: StepWeights,
     run: Callable[[Any, int], Tensor | None],
     backward: Callable[[Tensor], object],
     *,
     gradients: StepGradients | None,
     sums: Float32GradientSums,
-    no_sync: Callable[[], AbstractContextManager[Any]],
+    no_sync: Callable[[], AbstractContextManager[object]],
     is_shared: bool,
 ) -> None:
     """Run forward and backward of each micro-batch, so that their gradients add up to that of the unsplit step.

@@ -144,7 +144,7 @@ def _memory_as_dict(record: MemoryRecord | None) -> dict[str, Any] | None:
     return {"peak_bytes": record.peak_bytes, "at_peak": record.at_peak, "where": record.where, "largest": largest}
 
 
-def _line_as_dict(line: Any) -> dict[str, Any]:
+def _line_as_dict(line: object) -> dict[str, Any]:
     return {"file": line.file, "number": line.number, "text": line.text}
 
 

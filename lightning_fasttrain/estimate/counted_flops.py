@@ -115,7 +115,7 @@ class StepFlops(Report):
 
 @check_arguments
 def count_step_flops(
-    module: nn.Module | Factory, batch: Any, *, loss: Loss | None = None, techniques: Sequence[Technique] = ()
+    module: nn.Module | Factory, batch: object, *, loss: Loss | None = None, techniques: Sequence[Technique] = ()
 ) -> StepFlops:
     """Count the FLOPs of a training step without computing anything, and split up how they differ from 6 N a token.
 
@@ -158,7 +158,7 @@ def without_recomputation(techniques: Sequence[Technique]) -> list[Technique]:
     return [technique for technique in techniques if technique.surgery not in kinds]
 
 
-def _trace(module: nn.Module | Factory, batch: Any, loss: Loss | None, techniques: Sequence[Technique]) -> "_Trace":
+def _trace(module: nn.Module | Factory, batch: object, loss: Loss | None, techniques: Sequence[Technique]) -> "_Trace":
     mode, counter = FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False)
     # Nothing is drawn on CUDA, and asking for its state would initialize it.
     with isolate_rng(include_cuda=False), explaining_errors(), fake_model(module, techniques, None, mode) as net:
@@ -198,7 +198,7 @@ class _Trace(TorchDispatchMode):
         finally:
             self._forward = True
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         packet = getattr(func, "_overloadpacket", func)

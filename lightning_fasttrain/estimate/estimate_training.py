@@ -41,7 +41,7 @@ _PUBLISHED = "published: 21% to 46% in table 3 of PaLM, 42% to 56% in table 5 of
 @check_arguments
 def estimate_training(
     module: nn.Module | Factory,
-    batch: Any,
+    batch: object,
     length: PositiveFloat,
     *,
     gpu: str | Accelerator | None = None,

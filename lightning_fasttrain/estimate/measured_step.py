@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import lightning as L
 import torch
@@ -38,7 +37,7 @@ class MeasuredStep:
 
 
 def measure_step(
-    module: L.LightningModule, batch: Any, precision: str, techniques: Sequence[Technique] = ()
+    module: L.LightningModule, batch: object, precision: str, techniques: Sequence[Technique] = ()
 ) -> MeasuredStep:
     """Run a few steps on a copy of a module on this machine's device.
 
@@ -78,7 +77,7 @@ class _Watch(L.Callback):
         self._since = device_clock(pl_module.device)
 
     def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
     ) -> None:
         enough = len(self.timed) >= _LEAST and sum(self.timed) >= 1e3 * _SECONDS
         # Only when all times are there: recording slows a step down.
@@ -86,7 +85,7 @@ class _Watch(L.Callback):
             self._recording = MemoryRecording(pl_module, trainer.optimizers, batch).__enter__()
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         now = device_clock(pl_module.device)
         recording, self._recording = self._recording, None

@@ -26,7 +26,7 @@ Memory = dict[str, tuple[float, str]]  # what → (bytes, how they are known)
 
 def predicted_bytes(
     module: nn.Module | Factory,
-    batch: Any,
+    batch: object,
     precision: str,
     techniques: Sequence[Technique],
     loss: Loss | None,
@@ -49,7 +49,7 @@ def predicted_bytes(
     }
 
 
-def formula_bytes(flops: StepFlops, batch: Any) -> Memory:
+def formula_bytes(flops: StepFlops, batch: object) -> Memory:
     """Return the activations of a transformer by the formulas of Korthikanti et al.; nothing for other models."""
     shape, width, samples = flops.shape, flops.hidden_width, count_batch(batch)[0]
     if shape is None or not shape.heads or not width or flops.tokens != samples * shape.context:

@@ -88,10 +88,12 @@ class Distiller:
     def __getstate__(self) -> dict[str, Any]:  # undoing a copy must not change the original
         return {**self.__dict__, "undo_all": ExitStack(), "calls": [], "listening": False, "parts": {}}
 
-    def __call__(self, step: Callable[..., Any]) -> "DistilledStep":
+    def __call__(self, step: Callable[..., object]) -> "DistilledStep":
         return DistilledStep(self, step)
 
-    def run_student(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_student(
+        self, forward: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> Any:
         """Run the student's forward inside a step, after the teacher's, while no activations are in memory."""
         device = next((p.device for p in self.student.parameters()), torch.device("cpu"))
         call = _Call({**dict(zip(self.names, args, strict=False)), **kwargs}, autocast_dtype(device))
@@ -187,7 +189,7 @@ class _Call:
     logits: LogitsOf | None
     features: dict[str, Tensor | None]
 
-    def __init__(self, arguments: dict[str, Any], autocast: torch.dtype | None) -> None:
+    def __init__(self, arguments: Mapping[str, object], autocast: torch.dtype | None) -> None:
         self.arguments, self.autocast = arguments, autocast
 
 
@@ -210,7 +212,7 @@ class DistilledStep:
     An object rather than a closure, so that a copy of a model with this step trains the copy and not the original.
     """
 
-    def __init__(self, distiller: Distiller, step: Callable[..., Any]) -> None:
+    def __init__(self, distiller: Distiller, step: Callable[..., object]) -> None:
         # inspect reads the signature from this name.
         self.distiller, self.__wrapped__ = distiller, step
 

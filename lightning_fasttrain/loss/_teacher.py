@@ -142,13 +142,13 @@ class Teacher:
             self.module.to(device)
 
     def run(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device
+        self, args: tuple[object, ...], kwargs: Mapping[str, object], device: torch.device
     ) -> tuple[LogitsOf | None, dict[str, Tensor | None]]:
         """Return logits and features for these arguments of the student."""
         self._move_to(device)
 
         # The student may run in another precision, and without autocast layers accept only their own dtype.
-        def fit(value: Any) -> Any:
+        def fit(value: object) -> Any:
             if self.dtype is not None and isinstance(value, Tensor) and value.is_floating_point():
                 return value.to(self.dtype)
             return value
@@ -163,7 +163,7 @@ class Teacher:
         self.seen.clear()
         return None if logits is None else logits.detach(), features
 
-    def _output(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _output(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Any:
         try:
             return self.module(*args, **kwargs)
         # Deferred logits raise the first two; code that expects a Tensor and gets something else raises the third.

@@ -1,6 +1,6 @@
 """Logits with values that record whether deferred logits could replace them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodWrapperType
 from typing import Any, Protocol
@@ -162,7 +162,7 @@ def _mark(result: object, deferred: object, evidence: HeadEvidence) -> Any:
     return result
 
 
-def _do_likewise(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _do_likewise(func: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
     """Call ``func`` on deferred logits, whose methods have the names of torch's."""
     if isinstance(args[0], DeferredLogits):
         if isinstance(func, MethodWrapperType):  # the getter of a property's descriptor

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -185,7 +184,7 @@ class ChunkedLoss:
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: object,
         hidden: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
@@ -229,7 +228,7 @@ class _Chunked(torch.autograd.Function):
         return losses.sum() * number.reciprocal()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: object, grad: Tensor) -> tuple[Tensor | None, ...]:
         loss: ChunkedLoss = ctx.loss
         refuse_second_derivative(loss.name, loss.way_out)
         factor, *saved = ctx.saved_tensors

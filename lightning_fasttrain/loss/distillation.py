@@ -213,7 +213,7 @@ class Distillation(Technique):
             teacher = student_of(teacher, same)
         return Distiller(model, student, teacher, self)
 
-    def distil(self, step: Callable[..., Any]) -> DistilledStep:
+    def distil(self, step: Callable[..., object]) -> DistilledStep:
         """Wrap a step so that its loss is mixed, after ``apply`` has connected model and teacher."""
         if self._distiller is None:
             why = "no model has been given yet"

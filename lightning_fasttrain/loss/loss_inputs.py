@@ -99,7 +99,7 @@ class Seen:
             yield
             return
 
-        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+        def note(module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object], output: object) -> None:
             # A call with `then` is that of a fused head that computes its loss.
             if "then" not in kwargs:
                 self.at[name] = (next(iter(args), None), output)
@@ -183,7 +183,7 @@ def _as_parts(output: object) -> Sequence[Any]:
 
 
 def logits_of(
-    output: object, head: nn.Module | None, tapped: tuple[Any, Any] | None, autocast: torch.dtype | None
+    output: object, head: nn.Module | None, tapped: tuple[object, object] | None, autocast: torch.dtype | None
 ) -> LogitsOf | None:
     """Return the logits of a model's output, expressed by the inputs of its head where that is known to be equal.
 

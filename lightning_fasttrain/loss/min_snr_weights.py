@@ -1,6 +1,6 @@
 """Weights of the losses of a diffusion model's timesteps, by their signal-to-noise ratio."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ Prediction = Literal["epsilon", "sample", "v_prediction"]
 
 @check_arguments
 def min_snr_weights(
-    schedule: Any, timesteps: Tensor, gamma: PositiveFloat = 5.0, prediction: Prediction | None = None
+    schedule: object, timesteps: Tensor, gamma: PositiveFloat = 5.0, prediction: Prediction | None = None
 ) -> Tensor:
     r"""Return the Min-SNR-γ weight of each sample's squared error in the training of a diffusion model.
 
@@ -67,7 +67,7 @@ def min_snr_weights(
     return torch.minimum(signal, gamma * noise)
 
 
-def _read_alphas(schedule: Any) -> Tensor:
+def _read_alphas(schedule: object) -> Tensor:
     alphas = getattr(schedule, "alphas_cumprod", schedule)
     if not isinstance(alphas, Tensor):
         why = "expected a tensor, or an object with a tensor alphas_cumprod"
@@ -79,7 +79,7 @@ def _read_alphas(schedule: Any) -> Tensor:
     return alphas.to(torch.promote_types(alphas.dtype, torch.float32))
 
 
-def _read_prediction(schedule: Any) -> str:
+def _read_prediction(schedule: object) -> str:
     found = getattr(getattr(schedule, "config", None), "prediction_type", "epsilon")
     if found not in ("epsilon", "sample", "v_prediction"):
         why = "Min-SNR is defined for epsilon, sample and v_prediction"

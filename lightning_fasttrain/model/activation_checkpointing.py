@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from functools import cache
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import lightning as L
 import torch
@@ -156,7 +156,7 @@ def _dear_ops() -> frozenset[OpOverload]:
     return frozenset(getattr(torch.ops.aten, name).default for name in _EXPENSIVE if hasattr(torch.ops.aten, name))
 
 
-def _drops_out(op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def _drops_out(op: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]) -> bool:
     for position, argument in enumerate(op._schema.arguments):
         if argument.name == "dropout_p":
             # By position or by name, depending on the caller.

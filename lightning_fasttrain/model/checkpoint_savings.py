@@ -43,7 +43,7 @@ class CheckpointSavings:
         return CheckpointSavings, (self.policy,)
 
     @contextmanager
-    def of_call(self, block: nn.Module, inputs: Iterable[Any], keeps: Callable[..., Keep] | None) -> Iterator[None]:
+    def of_call(self, block: nn.Module, inputs: Iterable[object], keeps: Callable[..., Keep] | None) -> Iterator[None]:
         """Count one forward, inside of the hooks with which the checkpoint drops saved tensors."""
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)  # those of the checkpoint
         if outer is None:

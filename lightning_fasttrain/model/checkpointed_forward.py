@@ -61,7 +61,7 @@ class CheckpointedForward(RecomputedForward):
         self.look_at(output, leaves)
         return output
 
-    def _counted_contexts(self, savings: CheckpointSavings, inputs: Iterable[Any]) -> Contexts:
+    def _counted_contexts(self, savings: CheckpointSavings, inputs: Iterable[object]) -> Contexts:
         forward, again = self._contexts()
 
         @contextmanager

@@ -23,7 +23,7 @@ class ClosureOptimizer(Optimizer):
         return {**super().__getstate__(), **{name: getattr(self, name) for name in self.copied}}
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], object] | None = None) -> Any:  # type: ignore[override]
         loss = None
         # It runs forward and backward, which record a graph even where step() is called under no_grad.
         if closure is not None:

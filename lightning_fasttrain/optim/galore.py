@@ -1,5 +1,6 @@
 """GaLore: AdamW that keeps the state of matrices in a low-rank subspace of their gradients."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -277,7 +278,7 @@ def _check_group(group: dict[str, Any]) -> None:
                 raise ValueError(explain(described, why, way_out))
 
 
-def _refuse_gradients(parameters: list[Tensor], group: dict[str, Any]) -> None:
+def _refuse_gradients(parameters: list[Tensor], group: Mapping[str, object]) -> None:
     for parameter in parameters:
         if parameter.grad is not None and parameter.grad.is_sparse:
             why = "AdamW's moments are dense"

@@ -2,8 +2,9 @@
 
 import inspect
 import threading
+from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import lightning as L
 from lightning.pytorch.plugins.precision import Precision
@@ -135,7 +136,7 @@ class _InBackward:
         refuse_changed_group(optimizer, before, group)
 
 
-def refuse_changed_group(optimizer: Optimizer, before: dict[str, Any], after: dict[str, Any]) -> None:
+def refuse_changed_group(optimizer: Optimizer, before: Mapping[str, object], after: Mapping[str, object]) -> None:
     """Refuse an optimizer that has changed settings of a group in a step over one of its parameters.
 
     Raises:

@@ -98,7 +98,7 @@ class Auto(AddsTechniques):
         memory_gib: PositiveFloat | Literal["fit"] = "fit",
         keep: str = "exact",
         seconds: PositiveFloat | None = None,
-        batch: Any = None,
+        batch: object = None,
     ) -> None:
         self.memory_gib: float | Literal["fit"] = memory_gib
         self.seconds, self.batch = seconds, batch
@@ -172,7 +172,7 @@ class Auto(AddsTechniques):
             say("Auto: %s", reason)
         return asdict(chosen)
 
-    def _key_of(self, trainer: L.Trainer, module: L.LightningModule, batch: Any) -> str:
+    def _key_of(self, trainer: L.Trainer, module: L.LightningModule, batch: object) -> str:
         """Return a key that changes with everything that would change the plan."""
         shapes = [(name, str(p.dtype), tuple(p.shape), p.requires_grad) for name, p in module.named_parameters()]
         sizes: list[Any] = []
@@ -198,7 +198,7 @@ def count_batches(trainer: L.Trainer, loader: Any) -> int:
     return max(1, min(limits))
 
 
-def first_batch(loader: Any) -> Any:
+def first_batch(loader: object) -> Any:
     """Return the first batch of a loader, which the run then receives as its first batch."""
     try:
         if loader is None or isinstance(loader, Iterator):

@@ -1,6 +1,6 @@
 """Find the largest micro-batch that fits before the first step, at the same global batch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import lightning as L
@@ -183,7 +183,7 @@ class AutoBatchSize(AddsTechniques):
     def state_dict(self) -> dict[str, Any]:
         return {"parts": self._found.parts}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         self._found.parts = state_dict["parts"]
 
     def _search(self, trainer: L.Trainer, run: RunCopy) -> None:

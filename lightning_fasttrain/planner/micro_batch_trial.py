@@ -107,14 +107,14 @@ class _Watch(PeakObserver, Checkpoint):
         self.parts = 0
 
     def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
     ) -> None:
         # On the CPU the meter is torch's profiler, of which a process can run one at a time.
         if batch_idx == (self.steps - 1) * self.window and not torch.autograd._profiler_enabled():
             self.begin_measuring(pl_module.device, pl_module, trainer.optimizers, batch)
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         if accumulation_continues(trainer) or batch_idx + 1 < self.steps * self.window:
             return

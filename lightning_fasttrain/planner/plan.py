@@ -92,7 +92,7 @@ class Plan(Report):
         """Further arguments of the Trainer: precision, and for several devices the strategy and their number."""
         return self._settings_with(None if self.strategy is None else self.strategy.strategy())
 
-    def _settings_with(self, strategy: Any) -> dict[str, Any]:
+    def _settings_with(self, strategy: object) -> dict[str, Any]:
         settings: dict[str, Any] = {"precision": self.chosen.choice.precision}
         if self.strategy is not None:
             nodes = self.strategy.nodes

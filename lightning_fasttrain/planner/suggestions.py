@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Sized
 from contextlib import suppress
-from typing import Any
 
 import lightning as L
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -58,7 +57,7 @@ def suggest_workers(loader: object, step_ms: float) -> str:
     return ""
 
 
-def suggest_trimming(batch: Any, loader: Any = None) -> str:
+def suggest_trimming(batch: object, loader: object = None) -> str:
     """Suggest micro-batches without padding if much of a few batches seems to be padding.
 
     Args:
@@ -107,7 +106,7 @@ def suggest_leaner_optimizer(module: L.LightningModule) -> str:
     return f"{name}'s state takes {format_bytes(now)}; {made} keeps it in {format_bytes(leaner)}, and rounds it."
 
 
-def _measure(loader: DataLoader[Any]) -> float | None:
+def _measure(loader: DataLoader[object]) -> float | None:
     """Return the milliseconds to load a batch in one process; None if it cannot be measured."""
     size = getattr(loader.batch_sampler, "batch_size", None)
     if size is None or not isinstance(loader.dataset, Sized):

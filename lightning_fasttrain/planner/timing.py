@@ -2,9 +2,8 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import lightning as L
 import torch
@@ -113,7 +112,7 @@ class Stopwatch:
         settings: Trainer settings, such as ``accelerator``.
     """
 
-    def __init__(self, module: L.LightningModule, batch: Any, settings: dict[str, Any]) -> None:
+    def __init__(self, module: L.LightningModule, batch: object, settings: Mapping[str, object]) -> None:
         self.module, self.batch, self.settings = module, batch, settings
 
     def time(self, choice: Choice, *, peak: bool = False) -> Timed:
@@ -151,14 +150,14 @@ class _Watch(PeakObserver):
         self.since = device_clock(pl_module.device)
 
     def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
     ) -> None:
         if self._has_enough():
             # Only when all times are there: measuring memory slows a step down.
             self.begin_measuring(pl_module.device, pl_module, trainer.optimizers, batch)
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         now = device_clock(pl_module.device)
         if self._meter is not None:
@@ -225,7 +224,7 @@ class Costs:
         return factor
 
 
-def assume_costs(module: L.LightningModule, batch: Any, device: str, precision: str | None) -> Costs:
+def assume_costs(module: L.LightningModule, batch: object, device: str, precision: str | None) -> Costs:
     """Assume that a step takes as long as its matrix products at the speed of a large one, which is the least.
 
     Args:

@@ -257,7 +257,7 @@ class AllocationTrace(AssumedNumbers):
             self.mark(parameter.grad, "gradients", name)
 
 
-def _sums_in_place(total: Any, part: Any, *_: object) -> bool:
+def _sums_in_place(total: object, part: object, *_: object) -> bool:
     """Whether autograd would add ``part`` to ``total`` in place, if these were no fake tensors.
 
     It does so for the gradients of one tensor, if nothing else refers to their sum.
@@ -274,7 +274,7 @@ def _sums_in_place(total: Any, part: Any, *_: object) -> bool:
 
 
 @cache
-def _name_operator(func: Any) -> str:
+def _name_operator(func: object) -> str:
     return str(func.overloadpacket).removeprefix("aten.")
 
 

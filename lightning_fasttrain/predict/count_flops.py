@@ -1,7 +1,5 @@
 """Count the floating-point operations of a training step."""
 
-from typing import Any
-
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
@@ -17,7 +15,7 @@ from lightning_fasttrain.predict.predict_memory import Loss, explaining_errors, 
 
 
 @check_arguments
-def count_flops(module: nn.Module | Factory, batch: Any, *, loss: Loss | None = None) -> int:
+def count_flops(module: nn.Module | Factory, batch: object, *, loss: Loss | None = None) -> int:
     """Count the floating-point operations of a plain forward and backward, without computing anything.
 
     Matrix products, convolutions and attention (causal attention counts as full) are counted, with two FLOPs per

@@ -77,12 +77,12 @@ def fake_module(module: nn.Module | Factory, mode: FakeTensorMode, dtype: torch.
     return module
 
 
-def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
+def fake_batch(batch: object, mode: FakeTensorMode) -> Any:
     """Replace every tensor in ``batch`` by a fake one of the same shape and strides, on the CPU."""
     return apply_to_collection(batch, Tensor, lambda tensor: _make_fake(tensor, mode, tensor.dtype))
 
 
-def find_longest_axis(batch: Any) -> int:
+def find_longest_axis(batch: object) -> int:
     """Return the size of the longest axis of the tensors in ``batch``, at least 1."""
     longest = 1
 

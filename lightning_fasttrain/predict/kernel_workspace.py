@@ -96,25 +96,25 @@ def _in_blocks(channels: int) -> int:
     return -(-channels // BLOCK) * BLOCK
 
 
-def softmax_copies(arguments: Sequence[Any], _: object) -> int:
+def softmax_copies(arguments: Sequence[object], _: object) -> int:
     """Return the bytes of contiguous copies that the backward of (log-)softmax makes, on every device."""
     return sum(tensor.nbytes for tensor in arguments[:2] if not tensor.is_contiguous())
 
 
-def _batch_norm_backward(arguments: Sequence[Any], _: object) -> int:
+def _batch_norm_backward(arguments: Sequence[object], _: object) -> int:
     return arguments[1].nbytes
 
 
-def _lstm(arguments: Sequence[Any], result: Sequence[Tensor]) -> int:
+def _lstm(arguments: Sequence[object], result: Sequence[Tensor]) -> int:
     gates = 0 if result[0].dtype is bfloat16 else 4 * result[0].nbytes
     return gates + arguments[1].nbytes + arguments[2].nbytes
 
 
-def _lstm_backward(arguments: Sequence[Any], _: object) -> int:
+def _lstm_backward(arguments: Sequence[object], _: object) -> int:
     return 5 * arguments[7].nbytes + 2 * (arguments[1].nbytes + arguments[2].nbytes)
 
 
-def _kept_by_lstm(arguments: Sequence[Any], result: Sequence[Tensor]) -> tuple[Tensor, int]:
+def _kept_by_lstm(arguments: Sequence[object], result: Sequence[Tensor]) -> tuple[Tensor, int]:
     """Return LSTM's gates and states of all time steps, kept in a tensor that has no size in a fake run."""
     inputs, outputs, kept = arguments[0], result[0], result[3]
     numbers = 9.6 * outputs.numel() + 6 * max(inputs.numel(), outputs.numel())

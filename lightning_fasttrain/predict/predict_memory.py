@@ -49,7 +49,7 @@ Loss = Callable[[Any, Any], Any]
 @check_arguments
 def predict_memory(
     module: nn.Module | Factory,
-    batch: Any,
+    batch: object,
     *,
     loss: Loss | None = None,
     optimizer: Callable[[Any], Optimizer] | None = None,
@@ -210,7 +210,7 @@ def _ask(techniques: Sequence[Technique], planned: PredictedStep) -> list[Techni
 def _trace_steps(
     trace: AllocationTrace,
     module: nn.Module | Factory,
-    batch: Any,
+    batch: object,
     loss: Loss | None,
     optimizer: Callable[[Any], Optimizer] | None,
     surgeons: Sequence[Technique],
@@ -274,7 +274,7 @@ def forward_of(net: nn.Module, loss: Loss | None, plugin: Precision) -> Callable
         way_out = "Pass loss=, a function of (module, batch)"
         raise TypeError(explain(f"{type(net).__name__} without loss=", why, way_out))
 
-    def step(batch: Any) -> Any:
+    def step(batch: object) -> Any:
         with plugin.forward_context():
             if loss is not None:
                 return loss(net, batch)

@@ -26,7 +26,7 @@ Forward = Callable[[Any], Any]
 
 
 def step_as_trainer(
-    trace: AllocationTrace, forward: Forward, batch: Any, optimizer: Optimizer, planned: PredictedStep
+    trace: AllocationTrace, forward: Forward, batch: object, optimizer: Optimizer, planned: PredictedStep
 ) -> None:
     """Run one optimizer step, in the order of the Trainer or, with several micro-batches, of our accumulation."""
     parts = list(planned.split(batch))
@@ -60,7 +60,7 @@ def step_as_trainer(
 
 
 def step_by_itself(
-    trace: AllocationTrace, forward: Forward, batch: Any, optimizers: Sequence[Optimizer], planned: PredictedStep
+    trace: AllocationTrace, forward: Forward, batch: object, optimizers: Sequence[Optimizer], planned: PredictedStep
 ) -> None:
     """Run the ``training_step`` of a module with manual optimization, which :func:`lend_optimizers` prepares."""
     if len(list(planned.split(batch))) > 1 or planned.window > 1:
@@ -79,7 +79,7 @@ def lend_optimizers(
     net: L.LightningModule,
     trace: AllocationTrace,
     optimizers: Sequence[Optimizer],
-    schedulers: Sequence[Any],
+    schedulers: Sequence[object],
     planned: PredictedStep,
 ) -> Iterator[None]:
     """Give a module without a Trainer what it calls in manual optimization."""
@@ -120,7 +120,7 @@ def lend_optimizers(
         restore()
 
 
-def _as_lightning_gives(things: Sequence[Any]) -> Any:
+def _as_lightning_gives(things: Sequence[object]) -> Any:
     """Return the only one of them alone, several as a list, and None for none."""
     if len(things) == 1:
         return things[0]
@@ -137,7 +137,7 @@ class _LentOptimizer:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.optimizer, name)
 
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: object) -> None:
+    def step(self, closure: Callable[[], object] | None = None, **kwargs: object) -> None:
         if closure is not None:
             closure()
         with _phase(self._trace, self._trace.phase):

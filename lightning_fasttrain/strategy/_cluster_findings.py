@@ -42,7 +42,7 @@ class ClusterReport:
         return "\n".join([*lines, *self.slow, *(self.findings or ["No fault was found."])])
 
 
-def compare_versions(ranks: Mapping[int, dict[str, Any]]) -> Iterator[str]:
+def compare_versions(ranks: Mapping[int, Mapping[str, object]]) -> Iterator[str]:
     """Yield what differs among the versions and addresses of ranks."""
     names = set[str]().union(*map(itemgetter("versions"), ranks.values()))
     for name in sorted(names):
@@ -91,7 +91,7 @@ def find_slow_pairs(pairs: Mapping[str, Mapping[tuple[int, int], float]]) -> Ite
                 yield explain(what, f"the median of the pairs is {usual:,.0f}", "Look at the link between their nodes")
 
 
-def join_pairs(ranks: Mapping[int, dict[str, Any]]) -> dict[str, dict[tuple[int, int], float]]:
+def join_pairs(ranks: Mapping[int, Mapping[str, object]]) -> dict[str, dict[tuple[int, int], float]]:
     """Return MiB/s by backend and pair, as the lower rank measured it."""
     pairs: dict[str, dict[tuple[int, int], float]] = {}
     for rank, about in sorted(ranks.items()):

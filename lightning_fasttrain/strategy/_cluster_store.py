@@ -56,7 +56,7 @@ class ClusterStore:
             if self.store.check([f"stage/{rank}"]):
                 yield rank, self.store.get(f"stage/{rank}").decode()
 
-    def collect(self, name: str, mine: Mapping[str, Any], until: float) -> dict[int, dict[str, Any]]:
+    def collect(self, name: str, mine: Mapping[str, object], until: float) -> dict[int, dict[str, Any]]:
         """Write an entry; on rank 0 return those that are there by ``until``, on the others wait for rank 0."""
         self.store.set(f"{name}/{self.rank}", json.dumps(mine))
         if self.rank > 0:

@@ -157,7 +157,7 @@ def choose_strategy(
     *,
     memory_gib: PositiveFloat | None = None,
     batch: object = None,
-    loss: Callable[[Any, Any], Any] | None = None,
+    loss: Callable[[Any, Any], object] | None = None,
     nodes: PositiveInt = 1,
     precision: str = "32-true",
     activation_gib: NonNegativeFloat | None = None,

@@ -148,7 +148,7 @@ class _Check:
         """Return a limit for what waits for other ranks, after which the thread has ended this process."""
         return max(0.0, self.deadline - time.monotonic()) + _AFTER_DEADLINE_S
 
-    def meet(self, mine: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    def meet(self, mine: Mapping[str, object]) -> dict[int, dict[str, Any]]:
         """Return what the ranks say about themselves, once all came.
 
         Raises:
@@ -176,14 +176,14 @@ class _Check:
             raise TimeoutError(explain(what, f"those that came are {came}", way_out))
         return there
 
-    def stage(self, name: str, run: Callable[[], Any]) -> Any:
+    def stage(self, name: str, run: Callable[[], object]) -> Any:
         """Run a stage; a rank that is behind is named by rank 0 if the time is over."""
         self.current = name
         assert self.store is not None
         self.store.announce(name)
         return run()
 
-    def collect(self, name: str, mine: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    def collect(self, name: str, mine: Mapping[str, object]) -> dict[int, dict[str, Any]]:
         """Return what all ranks give on rank 0, and nothing on the others, once rank 0 has all."""
         assert self.store is not None
         return self.store.collect(name, mine, time.monotonic() + self.left_s())

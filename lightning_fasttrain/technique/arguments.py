@@ -81,7 +81,7 @@ def needs_an_object(hook: _Hook) -> _Hook:
     """Make a hook refuse to be called on the class, as Lightning does if a list of callbacks holds a class."""
 
     @functools.wraps(hook)
-    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def called(self: object, *args: object, **kwargs: object) -> Any:
         if isinstance(self, L.Trainer):
             names = [callback.__name__ for callback in self.callbacks if isinstance(callback, type)]
             way_out = f"Use {', '.join(f'{name}(...)' for name in names)}"

@@ -176,7 +176,7 @@ class PredictsPeak(Protocol):
     def predicted_bytes(self) -> int | None: ...
 
 
-def explain_run(trainer: L.Trainer, module: nn.Module, techniques: Sequence[Reporting], batch: Any) -> Explanation:
+def explain_run(trainer: L.Trainer, module: nn.Module, techniques: Sequence[Reporting], batch: object) -> Explanation:
     """Explain a run in progress from its model, without waiting for the device.
 
     A peak is stated where a callback has predicted it. Nothing is predicted here, since that would run the user's own
@@ -199,7 +199,7 @@ def explain_run(trainer: L.Trainer, module: nn.Module, techniques: Sequence[Repo
 
 
 def explain_model(
-    model: nn.Module, techniques: Sequence[Reporting], batch: Any, device: torch.device, **settings: Any
+    model: nn.Module, techniques: Sequence[Reporting], batch: object, device: torch.device, **settings: Any
 ) -> Explanation:
     """Explain what techniques act on in a model.
 

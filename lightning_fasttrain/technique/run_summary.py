@@ -69,7 +69,7 @@ class RunSummary:
             else:
                 logger.log_hyperparams(ours)
 
-    def _report_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+    def _report_start(self, trainer: L.Trainer, module: L.LightningModule, batch: object, batch_idx: int) -> None:
         self.holder.on_train_batch_start = self._own_start  # type: ignore[method-assign]  # None is never called
         self._late_hyperparameters.close()
         self._begun = _progress(trainer)
@@ -81,7 +81,7 @@ class RunSummary:
         if self._own_start is not None:
             self._own_start(trainer, module, batch, batch_idx)
 
-    def _count_padding(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+    def _count_padding(self, trainer: L.Trainer, module: L.LightningModule, batch: object, batch_idx: int) -> None:
         """Count the padding of the first few batches, and then suggest cutting it off where there is much."""
         assert self._padding is not None
         self.holder.on_train_batch_start = self._count_padding
@@ -94,7 +94,7 @@ class RunSummary:
             self._own_start(trainer, module, batch, batch_idx)
 
     def _check_batch(
-        self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, module: L.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         if self._own_end is not None:
             self._own_end(trainer, module, outputs, batch, batch_idx)
@@ -179,7 +179,7 @@ def _progress(trainer: L.Trainer) -> tuple[float, int, int]:
     return perf_counter(), trainer.fit_loop.epoch_loop.batch_progress.total.ready, trainer.global_step
 
 
-def _in_turn(own: Callable[..., Any], then: Callable[[Any, Any], None]) -> Callable[..., None]:
+def _in_turn(own: Callable[..., object], then: Callable[[Any, Any], None]) -> Callable[..., None]:
     def call_both(trainer: L.Trainer, module: L.LightningModule) -> None:
         own(trainer, module)
         then(trainer, module)

@@ -71,12 +71,12 @@ class Technique(L.Callback):
     acting: bool = False
     _undo: ExitStack | None = None
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         if "__init__" in vars(cls):
             remember_arguments(cls)  # once for each __init__: one that is inherited is wrapped already
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
         # Not when the class is made: one that others inherit from may leave its place to them.
         calls_apply = cls.surgery is not None or cls.attach is not Technique.attach
         if cls.apply is not Technique.apply and not calls_apply:

@@ -1,7 +1,6 @@
 """Find layers with a bias whose output only a BatchNorm reads, by tracing a model."""
 
 import warnings
-from typing import Any
 
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -83,7 +82,7 @@ def _norm_after(node: fx.Node, module: nn.Module) -> str | None:
     return None
 
 
-def _why_unfit(model: nn.Module, layer: Any, norm: Any) -> str:
+def _why_unfit(model: nn.Module, layer: object, norm: object) -> str:
     """Return why the bias of a layer before a norm cannot be left out; "" if it can."""
     if type(layer).forward not in _FORWARDS or "forward" in vars(layer):
         return "its class has a forward of its own"

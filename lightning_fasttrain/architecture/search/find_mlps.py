@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -26,7 +25,7 @@ class Mlp:
     width: int
 
 
-def sizes_of(layer: Any) -> tuple[int, int]:
+def sizes_of(layer: object) -> tuple[int, int]:
     """Return the numbers of inputs and outputs of a linear layer, or of GPT-2's transposed one.
 
     Example:

@@ -3,9 +3,9 @@
 import io
 import math
 import textwrap
+from collections.abc import Mapping
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich import box
@@ -133,7 +133,7 @@ class Live:
     def __exit__(self, *exception: object) -> None:
         self._bar.stop()
 
-    def progress(self, title: str, message: dict[str, Any]) -> None:
+    def progress(self, title: str, message: Mapping[str, object]) -> None:
         """Show a message of a worker, or of the ladder, whose phases are ``"start"`` and ``"turn"``."""
         if message["phase"] != "timed":  # a turn of which is named already
             self._bar.update(self._task, description=f"{title}: {message['phase']} {message.get('step', '')}")
@@ -319,7 +319,7 @@ def _beside_bar(row: Row, key: str) -> str:
     return text
 
 
-def _bars(axes: Any, rows: list[Row], key: str, label: str, colour: str, strong: Row | None) -> None:
+def _bars(axes: object, rows: list[Row], key: str, label: str, colour: str, strong: Row | None) -> None:
     measured = map(attrgetter(key), rows)
     values = np.nan_to_num(list(measured))  # no bar for a rung that failed
     largest = max(values) or 1.0

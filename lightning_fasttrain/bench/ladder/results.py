@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
 from operator import attrgetter
@@ -81,7 +82,7 @@ class Row(Measured):
         self.plus_minus = math.hypot(base.plus_minus, ratio.plus_minus)
 
     @classmethod
-    def read(cls, values: dict[str, Any]) -> Self:
+    def read(cls, values: Mapping[str, object]) -> Self:
         """Read a row from its JSON, also from that of an earlier version."""
         # null: nothing was measured
         known = {key: value for key, value in _known_of(cls, values).items() if value is not None}
@@ -184,19 +185,19 @@ class Climbed:
         return cls(**{**_known_of(cls, values), **read})
 
 
-def _known_of(kind: type, values: dict[str, Any]) -> dict[str, Any]:
+def _known_of(kind: type, values: Mapping[str, object]) -> dict[str, Any]:
     """Return the values of the dataclass ``kind``; files of earlier versions have others too."""
     names = set(map(attrgetter("name"), fields(kind)))
     return {name: value for name, value in values.items() if name in names}
 
 
-def _read_top(values: dict[str, Any] | None) -> Top | None:
+def _read_top(values: Mapping[str, object] | None) -> Top | None:
     if values is None:
         return None
     return Top(**{**values, "exactness": Exactness(values["exactness"])})
 
 
-def _to_json(value: Any) -> Any:
+def _to_json(value: object) -> Any:
     """Convert ``value`` to JSON's own types, with null for NaN and infinity."""
     if isinstance(value, dict):
         return {key: _to_json(inner) for key, inner in value.items()}

@@ -1,9 +1,8 @@
 """The rungs of the ladder, as data. Adding one is a single entry in :func:`rungs`."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from lightning_fasttrain.bench.ladder.results import Row, State
 from lightning_fasttrain.bench.ladder.verdict import MEMORY_WORTH
@@ -114,7 +113,7 @@ def rungs(micro_batches: int = 4) -> tuple[Rung, ...]:
     )
 
 
-def _checkpoint_by(policy: dict[str, Any]) -> State:
+def _checkpoint_by(policy: Mapping[str, object]) -> State:
     return {"callbacks": {"ActivationCheckpointing": {"policy": policy}}}
 
 

@@ -4,7 +4,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -101,7 +101,7 @@ class Turns:
 
     def __init__(
         self,
-        spec: dict[str, Any],
+        spec: Mapping[str, Any],
         most: int,
         time_left: TimeLeft,
         on_progress: Callable[[str, dict[str, Any]], None],
@@ -110,7 +110,7 @@ class Turns:
         self._order = random.Random(0)
         self._running: list[Running] = []
 
-    def start(self, row: Row, **spec: Any) -> Running:
+    def start(self, row: Row, **spec: object) -> Running:
         """Start a process for the state of a row, and measure its memory."""
         self.on_progress(row.title, {"phase": "start"})
         spec = {**self.spec, "state": row.state, "host": row.host, "warmup": row.warmup, **spec}

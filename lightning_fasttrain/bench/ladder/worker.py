@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -40,7 +40,7 @@ def callbacks_of(state: State) -> list[L.Callback]:
     return [_make(name, arguments) for name, arguments in state["callbacks"].items()]
 
 
-def _make(name: str, arguments: dict[str, Any]) -> Any:
+def _make(name: str, arguments: Mapping[str, object]) -> Any:
     values = {}
     for key, value in arguments.items():
         if isinstance(value, dict):
@@ -49,7 +49,7 @@ def _make(name: str, arguments: dict[str, Any]) -> Any:
     return class_named(name)(**values)
 
 
-def run_in_trainer(module: GPTModule, loader: Iterable[Any], state: State, recorder: Recorder, folder: str) -> None:
+def run_in_trainer(module: GPTModule, loader: Iterable[object], state: State, recorder: Recorder, folder: str) -> None:
     """Train with ``L.Trainer`` for ``recorder.steps`` steps, or until the recorder stops it."""
     trainer = L.Trainer(
         accelerator="gpu" if recorder.device.type == "cuda" else "cpu",
@@ -66,7 +66,7 @@ def run_in_trainer(module: GPTModule, loader: Iterable[Any], state: State, recor
     trainer.fit(module, loader)
 
 
-def run_in_a_bare_loop(module: GPTModule, loader: Iterable[Any], state: State, recorder: Recorder) -> None:
+def run_in_a_bare_loop(module: GPTModule, loader: Iterable[object], state: State, recorder: Recorder) -> None:
     """Train with the same techniques as plain functions, to measure the overhead of the Trainer.
 
     Raises:
@@ -187,7 +187,7 @@ def _pause(
     recorder: Recorder,
     tell: Callable[[dict[str, Any]], None],
     wait: Callable[[], bool],
-    result: Callable[[], dict[str, Any]],
+    result: Callable[[], Mapping[str, object]],
 ) -> bool:
     """Send the result so far, with the time of the last turn, and wait for the next turn."""
     tell({**result(), **recorder.turn(), "phase": "turn"})

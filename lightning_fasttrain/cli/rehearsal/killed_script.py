@@ -5,9 +5,9 @@ import json
 import os
 import signal
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 from torch.optim import Optimizer
@@ -63,7 +63,7 @@ class KilledOnTrial(L.Callback):
             self._end_well(trainer, pl_module)
 
     def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
     ) -> None:
         self._die_at(trainer, BATCH)
         if self.orders.place and trainer.global_step >= self.orders.until:
@@ -72,13 +72,15 @@ class KilledOnTrial(L.Callback):
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         self._die_at(trainer, UPDATE)
 
-    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: Mapping[str, object]
+    ) -> None:
         if self.orders.place == SAVE and trainer.global_step >= self.orders.step and trainer.is_global_zero:
             # Lightning calls this hook before it writes the file, so the time runs out while it writes.
             threading.Timer(self.orders.delay_s, self._die, (trainer, SAVE)).start()
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         if trainer.global_step >= self.orders.steps and not accumulation_continues(trainer):
             self._end_well(trainer, pl_module)
@@ -104,7 +106,7 @@ class KilledOnTrial(L.Callback):
         trainer.strategy.barrier()
         end_process(0)
 
-    def _tell(self, trainer: L.Trainer, what: dict[str, Any]) -> None:
+    def _tell(self, trainer: L.Trainer, what: Mapping[str, object]) -> None:
         if trainer.is_global_zero:
             with Path(self.orders.record).open("a") as file:
                 file.write(f"{json.dumps(what)}\n")

@@ -5,7 +5,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -152,7 +152,7 @@ class _Runs:
             raise _ScriptError(f"it ended before it was killed, at step {orders['step']}")
         return f"{killed['killed']}, after step {killed['step']}"
 
-    def _run(self, name: str, orders: dict[str, Any]) -> list[dict[str, Any]]:
+    def _run(self, name: str, orders: Mapping[str, object]) -> list[dict[str, Any]]:
         # The record is beside the folder, since the script may list its files.
         folder, record = self.folder / name, self.folder / "record.jsonl"
         folder.mkdir(exist_ok=True)
@@ -179,6 +179,6 @@ def _read_lines(record: Path) -> list[dict[str, Any]]:
     return list(map(json.loads, record.read_text().splitlines()))
 
 
-def _tell_progress(name: str, orders: dict[str, Any]) -> None:
+def _tell_progress(name: str, orders: Mapping[str, object]) -> None:
     what = f"to be killed {orders['place']}, from step {orders['step']} on" if orders else "to its end"
     print(f"fasttrain rehearse: the {name} run, {what}", file=sys.stderr, flush=True)

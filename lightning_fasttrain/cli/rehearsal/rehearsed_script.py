@@ -2,8 +2,8 @@
 
 import json
 import os
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping
+from typing import NoReturn
 
 import lightning as L
 
@@ -48,7 +48,7 @@ class RehearseAndEnd(Rehearsal):
         trainer.strategy.barrier()
         _end(trainer.is_global_zero, {"ok": True, "report": self.report.as_dict()})
 
-    def _or_end(self, trainer: L.Trainer, act: Callable[[], Any]) -> None:
+    def _or_end(self, trainer: L.Trainer, act: Callable[[], object]) -> None:
         try:
             act()
         except RehearsalError as error:
@@ -84,7 +84,7 @@ class VerifyAndEnd(RehearseAndEnd):
         _end(trainer.is_global_zero, found)
 
 
-def _end(tells: bool, result: dict[str, Any]) -> NoReturn:
+def _end(tells: bool, result: Mapping[str, object]) -> NoReturn:
     if tells:
         write_atomic(os.environ[RESULT], json.dumps(result))
     end_process(0 if result["ok"] else 1)

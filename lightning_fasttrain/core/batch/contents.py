@@ -116,7 +116,7 @@ def loss_in(output: object, why: str) -> Tensor:
     return loss
 
 
-def with_loss(output: Any, loss: Tensor) -> Any:
+def with_loss(output: object, loss: Tensor) -> Any:
     """Return a step's output with another loss in the place of :func:`loss_in`'s.
 
     Example:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,7 +46,9 @@ class Proposal:
         return self.kind, -self.support, starts_late, -self.share
 
 
-def propose_padding(batch: Any, lengths: str | Lengths | None = None, *, zeros: bool = False) -> list[list[Proposal]]:
+def propose_padding(
+    batch: object, lengths: str | Lengths | None = None, *, zeros: bool = False
+) -> list[list[Proposal]]:
     """Return, for each length of a sequence axis in a batch, what may show its padding, the likeliest first.
 
     Masks are tensors of zeros and ones whose rows each have one block of entries to keep, of either value; lengths are

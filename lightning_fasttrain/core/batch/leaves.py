@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 from lightning_fasttrain.core.messages import explain
 
 
-def batch_size(batch: Any) -> int:
+def batch_size(batch: object) -> int:
     """Return the number of samples in ``batch``, by the rule of :func:`~lightning_fasttrain.data.split_batch`.
 
     Raises:
@@ -48,7 +48,7 @@ def batch_size(batch: Any) -> int:
     return size
 
 
-def can_be_cut(batch: Any) -> bool:
+def can_be_cut(batch: object) -> bool:
     """Whether a batch can be split into samples, by the rule of :func:`~lightning_fasttrain.data.split_batch`."""
     try:
         return batch_size(batch) > 0
@@ -65,7 +65,7 @@ def list_leaves(value: object, path: str = "batch") -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
 
-    def note(leaf: Any, path: str) -> Any:
+    def note(leaf: object, path: str) -> Any:
         found[path] = leaf
         return leaf
 
@@ -78,7 +78,7 @@ def list_tensors(value: object, path: str = "batch") -> dict[str, Tensor]:
     return {place: leaf for place, leaf in list_leaves(value, path).items() if isinstance(leaf, Tensor)}
 
 
-def walk_leaves(value: Any, visit: Callable[[Any, str], Any], path: str) -> Any:
+def walk_leaves(value: object, visit: Callable[[Any, str], object], path: str) -> Any:
     """Rebuild ``value`` with every leaf replaced by ``visit(leaf, path)``; containers keep their type."""
     if isinstance(value, Tensor):
         if value.is_nested or value.is_sparse:
@@ -107,7 +107,7 @@ def walk_leaves(value: Any, visit: Callable[[Any, str], Any], path: str) -> Any:
     return visit(value, path)
 
 
-def _with_items(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+def _with_items(mapping: Mapping[object, object], items: dict[object, object]) -> Any:
     if type(mapping) is dict:
         return items
     result: Any = copy.copy(mapping)  # keeps the type and other attributes

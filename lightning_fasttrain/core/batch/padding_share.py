@@ -1,7 +1,6 @@
 """Measure how much of some batches seems to be padding, and how much of it micro-batches would still run."""
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
@@ -74,7 +73,7 @@ class PaddingShare:
         )
 
 
-def measure_padding(batches: Iterable[Any]) -> PaddingShare:
+def measure_padding(batches: Iterable[object]) -> PaddingShare:
     """Return the share of padding in some batches.
 
     Example:
@@ -101,7 +100,7 @@ def _read(batch: object) -> Extents | None:
     return likeliest_padding(likely).read(batch)
 
 
-def _is_credible(one: Proposal, leaves: dict[str, Any]) -> bool:
+def _is_credible(one: Proposal, leaves: Mapping[str, object]) -> bool:
     """Whether the axis looks like that of a sequence, since class labels and pictures may look like masks."""
     if one.axis.value == _IGNORED:  # labels alone may leave out prompts, which are no padding
         return False

@@ -18,7 +18,7 @@ _LONGEST = 60  # characters of a value in a message
 def check_arguments(function: _Function, /) -> _Function: ...
 @overload
 def check_arguments(**ways_out: str) -> Callable[[_Function], _Function]: ...
-def check_arguments(function: Callable[..., Any] | None = None, /, **ways_out: str) -> Any:
+def check_arguments(function: Callable[..., object] | None = None, /, **ways_out: str) -> Any:
     """Refuse arguments that do not fit their annotations, before the function runs; for whatever users call.
 
     Decorates a function, or a class, whose ``__init__`` is then checked. Limits of numbers are part of the annotations:
@@ -78,7 +78,7 @@ class _Parameters:
 
 
 @functools.cache
-def _read(function: Callable[..., Any]) -> _Parameters:
+def _read(function: Callable[..., object]) -> _Parameters:
     try:
         annotations = get_type_hints(function, include_extras=True)
     except NameError:  # of a name that only type checkers know, such as PEFT's
@@ -107,7 +107,7 @@ def _fit(parameters: _Parameters, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def bind_arguments(
-    function: Callable[..., Any], name: str, ways_out: Mapping[str, str], /, *args: object, **kwargs: object
+    function: Callable[..., object], name: str, ways_out: Mapping[str, str], /, *args: object, **kwargs: object
 ) -> inspect.BoundArguments:
     """Bind the arguments of a call to the parameters of ``function`` and check each against its annotation.
 

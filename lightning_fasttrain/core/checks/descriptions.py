@@ -47,7 +47,7 @@ def _describe(annotation: object) -> str:
     return words.get(kind) or _with_article(_name(kind))
 
 
-def _describe_container(kind: object, inner: tuple[Any, ...]) -> str:
+def _describe_container(kind: object, inner: tuple[object, ...]) -> str:
     if not isinstance(kind, type) or not issubclass(kind, Iterable) or not inner:
         return ""
     if issubclass(kind, Mapping):

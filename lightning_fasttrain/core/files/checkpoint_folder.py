@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ def checkpoint_folder(
     rank: int = 0,
     world_size: int = 1,
     agree: Callable[[bool], bool] = bool,
-    about: dict[str, Any] | None = None,
+    about: Mapping[str, object] | None = None,
 ) -> Iterator[Path]:
     """Yield a folder to write a checkpoint into, which takes the name ``target`` once it is complete.
 
@@ -155,7 +155,7 @@ def _files(folder: Path) -> list[str]:
     return sorted(names)
 
 
-def _publish(staging: Path, target: Path, facts: dict[str, Any]) -> None:
+def _publish(staging: Path, target: Path, facts: Mapping[str, object]) -> None:
     files: dict[str, Any] = {}
     for part in sorted(staging.glob(".sums-*")):
         files |= json.loads(part.read_text())

@@ -9,7 +9,7 @@ import re
 import secrets
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ def upload_file(local: Path, url: str) -> None:
 
 @contextmanager
 def remote_folder(
-    url: str, *, rank: int, world_size: int, agree: Callable[[bool], bool], about: dict[str, Any] | None
+    url: str, *, rank: int, world_size: int, agree: Callable[[bool], bool], about: Mapping[str, object] | None
 ) -> Iterator[Path]:
     """Yield a local folder for this rank's files, which are uploaded on leaving; rank zero writes the manifest last.
 

@@ -3,6 +3,7 @@
 import math
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,7 @@ def facts_of(path: Path) -> Facts:
     return _facts(about, step_in(checkpoint))
 
 
-def _facts(about: dict[str, Any], step: int | None) -> Facts:
+def _facts(about: Mapping[str, object], step: int | None) -> Facts:
     run, saved_at = about.get("run"), about.get("saved_at")
     if not isinstance(saved_at, int | float) or not math.isfinite(saved_at):
         saved_at = None

@@ -197,7 +197,7 @@ def _refuse_constant(word: str) -> None:
     raise ValueError(f"{word} is not a number")
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:

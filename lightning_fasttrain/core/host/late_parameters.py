@@ -117,7 +117,7 @@ def _holders(parameters: Iterable[nn.Parameter]) -> list[Optimizer]:
     return [optimizer for optimizer in optimizers if wanted.intersection(map(id, _parameters_of(optimizer)))]
 
 
-def _subclasses_of(kind: type[Any]) -> set[type[Any]]:
+def _subclasses_of(kind: type[object]) -> set[type[Any]]:
     """The class itself, and all that inherit from it."""
     return {kind}.union(*map(_subclasses_of, kind.__subclasses__()))
 

@@ -328,7 +328,7 @@ def set_passes_of(loader: object, passes: int) -> None:
         loader._num_iter_calls = passes
 
 
-def after_configure_model(pl_module: L.LightningModule, undo: ExitStack, then: Callable[[], Any]) -> None:
+def after_configure_model(pl_module: L.LightningModule, undo: ExitStack, then: Callable[[], object]) -> None:
     """Run ``then`` once, right after ``pl_module.configure_model``: the last moment before restore and optimizers.
 
     Lightning asks whether the hook is overridden by comparing code objects, so a plain function is needed here.

@@ -34,7 +34,7 @@ class WrappedLoader:
         object.__setattr__(self if own else self.inner, name, value)
 
 
-def find_innermost(loader: Any) -> Any:
+def find_innermost(loader: object) -> Any:
     """Return the user's own loader, below all wrappers."""
     loader = without_fabric(loader)
     while "inner" in getattr(loader, "__dict__", {}):
@@ -42,7 +42,7 @@ def find_innermost(loader: Any) -> Any:
     return loader
 
 
-def wrap_training_loaders(trainer: L.Trainer, wrap: Callable[[Any], Any]) -> Undo:
+def wrap_training_loaders(trainer: L.Trainer, wrap: Callable[[Any], object]) -> Undo:
     """Wrap a run's training loaders, but not its validation loaders, with ``wrap``; return how to undo it."""
     fit_loop, strategy = trainer.fit_loop, trainer.strategy
     setup_data, process = fit_loop.setup_data, strategy.process_dataloader
@@ -63,7 +63,7 @@ def wrap_training_loaders(trainer: L.Trainer, wrap: Callable[[Any], Any]) -> Und
     return undo_all([restore_setup, patch(strategy, "process_dataloader", process_dataloader)])
 
 
-def replace_training_loaders(trainer: L.Trainer, replace: Callable[[Any], Any]) -> Undo:
+def replace_training_loaders(trainer: L.Trainer, replace: Callable[[Any], object]) -> Undo:
     """Replace a run's training loaders before Lightning gives them a ``DistributedSampler``; return how to undo it."""
     connector = trainer._data_connector
     prepare = connector._prepare_dataloader

@@ -130,7 +130,7 @@ def quantized_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}".removeprefix("."), tensor
 
 
-def _of_4bit(state: Any) -> dict[str, Any]:
+def _of_4bit(state: object) -> dict[str, Any]:
     if state is None:  # quantised when it is first moved
         return {}
     held = {"weight.absmax": state.absmax, "weight.quant_map": state.code}

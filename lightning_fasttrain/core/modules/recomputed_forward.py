@@ -69,7 +69,7 @@ class RecomputedForward(WrappedForward):
             yield
         self.seen = False
 
-    def contexts(self, keeping: AbstractContextManager[Any], reusing: AbstractContextManager[Any]) -> Contexts:
+    def contexts(self, keeping: AbstractContextManager[object], reusing: AbstractContextManager[object]) -> Contexts:
         """Return the contexts of forward and recomputation, each with a further context entered inside."""
         buffers: dict[str, tuple[nn.Module, str, Tensor]] = {}
         for name, owner, key in _places_of_buffers(self.module):
@@ -144,7 +144,7 @@ def _grad_fns(values: object) -> list[Any]:
 class Again(AbstractContextManager[None]):
     """A context that can be entered again, as by a second backward through the same graph: ``make`` makes a new one."""
 
-    def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
+    def __init__(self, make: Callable[[], AbstractContextManager[object]]) -> None:
         self.make = make
 
     def __enter__(self) -> None:

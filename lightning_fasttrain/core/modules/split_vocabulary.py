@@ -88,7 +88,7 @@ class SplitHead(WrappedForward):
 
     module: nn.Linear
 
-    def __call__(self, input: Tensor, *args: Any) -> Tensor:
+    def __call__(self, input: Tensor, *args: object) -> Tensor:
         weight: Any = self.module.weight
         logits: Any = F.linear(on_all_ranks(input, weight.device_mesh), weight, self.module.bias)
         return logits.redistribute(placements=[Replicate()]).to_local()

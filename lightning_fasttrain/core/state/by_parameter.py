@@ -6,7 +6,7 @@ from typing import Any
 BY_PARAMETER = "by_parameter"
 
 
-def find_by_parameter(state: object, path: tuple[Any, ...] = ()) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+def find_by_parameter(state: object, path: tuple[object, ...] = ()) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Return the dicts under the key ``"by_parameter"`` in nested dicts, each with the keys that lead to it.
 
     Example:
@@ -24,7 +24,7 @@ def find_by_parameter(state: object, path: tuple[Any, ...] = ()) -> list[tuple[t
     return found
 
 
-def replace_at(state: dict[Any, Any], path: tuple[Any, ...], value: object) -> dict[Any, Any]:
+def replace_at(state: dict[Any, Any], path: tuple[object, ...], value: object) -> dict[Any, Any]:
     """Return ``state`` with another value at a path of keys; the dicts on the way are copied, and made where missing.
 
     Example:

@@ -82,7 +82,7 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, tuple[Any, Any]]]:
             yield name, (value, _copy_of(value))
 
 
-def _restore_attributes(module: nn.Module, before: dict[str, tuple[Any, Any]]) -> None:
+def _restore_attributes(module: nn.Module, before: dict[str, tuple[object, object]]) -> None:
     now = vars(module)
     for name in [name for name, value in now.items() if isinstance(value, Tensor) and name not in before]:
         del now[name]  # made by the step, and perhaps it holds a graph

@@ -29,7 +29,7 @@ def without(values: Mapping[K, V], keys: Container[object]) -> dict[K, V]:
     return {key: value for key, value in values.items() if key not in keys}
 
 
-def split_tensors(values: Mapping[K, Any]) -> tuple[dict[K, Tensor], dict[K, Any]]:
+def split_tensors(values: Mapping[K, object]) -> tuple[dict[K, Tensor], dict[K, Any]]:
     """Return the entries that are tensors, and all others."""
     tensors: dict[K, Tensor] = {}
     others: dict[K, Any] = {}

@@ -156,7 +156,9 @@ class GlobalBatch(TokenWeightedAccumulation):
             trained = trainer.fit_loop.epoch_loop.batch_progress.current.processed
             checkpoint["GlobalBatch"] = self._loader.position(trained)
 
-    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: Mapping[str, object]
+    ) -> None:
         """Hook: the position is restored in ``on_train_start``, when the loader is made with all strategies."""
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
         if trainer.state.fn == "fit":

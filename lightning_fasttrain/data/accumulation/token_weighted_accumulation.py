@@ -203,7 +203,7 @@ class TokenWeightedAccumulation(Technique):
         return not self._window_continues() and self._factor == self._world_size == 1
 
     def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
     ) -> None:
         """Hook: called before the batch is run; a window begins without gradients."""
         # Lightning zeroes at multiples of the factor, counted from the start of the epoch; windows may begin elsewhere.
@@ -262,7 +262,9 @@ class TokenWeightedAccumulation(Technique):
             state["grads"] = {name: mean(p.grad) for name, p in pl_module.named_parameters() if p.grad is not None}
         checkpoint["TokenWeightedAccumulation"] = state
 
-    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: Mapping[str, object]
+    ) -> None:
         """Hook: gradients are restored in ``on_train_start``, when the model is on its device."""
         self._restored = checkpoint.get("TokenWeightedAccumulation")
         self.found_before = rule_in(self._restored or {})

@@ -157,7 +157,7 @@ class _BatchRun:
         optimizer: the optimizer of this step.
     """
 
-    def __init__(self, closures: BatchClosures, batch: Any, rest: list[Any], optimizer: Optimizer) -> None:
+    def __init__(self, closures: BatchClosures, batch: object, rest: list[Any], optimizer: Optimizer) -> None:
         self.trainer, self.search = closures.trainer, closures.search
         self.window, self.sums, self.metrics = closures.search.window, closures.sums, closures.metrics
         self.batch, self.rest, self.optimizer = batch, rest, optimizer

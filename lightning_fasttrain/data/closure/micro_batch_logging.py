@@ -67,7 +67,7 @@ class BatchLogs:
     """
 
     def __init__(
-        self, pl_module: L.LightningModule, parts: Sequence[Any], rules: LogRules, metrics: dict[int, Metric]
+        self, pl_module: L.LightningModule, parts: Sequence[object], rules: LogRules, metrics: dict[int, Metric]
     ) -> None:
         self.module, self.parts, self.rules = pl_module, parts, rules
         self.part = 0

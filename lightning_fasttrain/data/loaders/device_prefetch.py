@@ -1,7 +1,7 @@
 """Copy the next batch to the device while the current one is computed."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import lightning as L
@@ -22,7 +22,7 @@ from lightning_fasttrain.technique.predicted_step import PredictedStep
 
 
 @check_arguments
-def prefetch_to_device(iterable: Iterable[Any], device: torch.device | str) -> "DevicePrefetcher":
+def prefetch_to_device(iterable: Iterable[object], device: torch.device | str) -> "DevicePrefetcher":
     """Iterate over ``iterable`` with each batch on ``device``, copying the next batch during the current step.
 
     On CUDA the copy runs on a side stream and the current stream waits for it by an event, so the host never waits; the
@@ -135,7 +135,11 @@ class _Copies(TorchDispatchMode):
         self.made: list[Tensor] = []
 
     def __torch_dispatch__(
-        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         made = _list_tensors_on(self.device.type, result)

@@ -22,7 +22,7 @@ _END = object()
 
 
 @check_arguments
-def even_epochs(loader: Iterable[Any]) -> "EvenLoader":
+def even_epochs(loader: Iterable[object]) -> "EvenLoader":
     """Wrap a loader so that every pass ends on all ranks after as many batches as the shortest rank has.
 
     Where all ranks know the length of their loaders they compare it once, here. Otherwise each rank fetches a batch

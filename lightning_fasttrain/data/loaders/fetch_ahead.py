@@ -17,7 +17,7 @@ class AheadLoader(WrappedLoader):
         """Return the state after the batch fetched last."""
         return None
 
-    def _hand_out(self, state: Any) -> None:
+    def _hand_out(self, state: object) -> None:
         """Note the state of the batch that is yielded next."""
 
 
@@ -32,12 +32,12 @@ class StatefulAheadLoader(AheadLoader):
     def _state_now(self) -> Any:
         return self.inner.state_dict()
 
-    def _hand_out(self, state: Any) -> None:
+    def _hand_out(self, state: object) -> None:
         self._state = state
 
     def state_dict(self) -> Any:
         return self._state_now() if self._state is None else self._state
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state: object) -> None:
         self._state = None
         self.inner.load_state_dict(state)

@@ -76,7 +76,7 @@ class BatchShares:
 
 @check_arguments
 def global_batches(
-    loader: DataLoader[Any], samples: PositiveInt, seed: int = 0, seed_samples: bool = True
+    loader: DataLoader[object], samples: PositiveInt, seed: int = 0, seed_samples: bool = True
 ) -> "GlobalBatchLoader":
     """Return a loader of this rank's share of global batches, which are the same on any number of ranks.
 

@@ -97,7 +97,7 @@ class Sieve:
         collate: the loader's own ``collate_fn``.
     """
 
-    def __init__(self, collate: Callable[[Any], Any]) -> None:
+    def __init__(self, collate: Callable[[Any], object]) -> None:
         self.collate = collate
 
     def __call__(self, samples: object) -> Envelope:
@@ -113,7 +113,7 @@ class Sieve:
 
 
 @check_arguments
-def guard_samples(loader: Any, skip_bad_samples: NonNegativeInt = 0) -> "GuardedLoader":
+def guard_samples(loader: object, skip_bad_samples: NonNegativeInt = 0) -> "GuardedLoader":
     """Wrap a ``DataLoader`` so that it reports samples that it cannot read, and skips some of them.
 
     A sample whose ``__getitem__`` raises is left out of its batch, which is then one row shorter. An error is raised
@@ -227,7 +227,7 @@ class GuardedLoader(WrappedLoader):
 class _Unpacked(Iterator[Any]):
     """One pass over the data."""
 
-    def __init__(self, loader: GuardedLoader, envelopes: Iterator[Any]) -> None:
+    def __init__(self, loader: GuardedLoader, envelopes: Iterator[object]) -> None:
         self.loader, self.envelopes = loader, envelopes
 
     def __next__(self) -> Any:
@@ -248,7 +248,7 @@ class _Unpacked(Iterator[Any]):
         return self.loader._open(envelope)
 
 
-def _let_bad_samples_through_(loader: DataLoader[Any], note: Callable[[Any], None]) -> Undo:
+def _let_bad_samples_through_(loader: DataLoader[object], note: Callable[[Any], None]) -> Undo:
     """Make the passes over ``loader`` yield envelopes; ``dataset`` and ``collate_fn`` are restored in between."""
     own = loader._get_iterator
 

@@ -77,7 +77,7 @@ def rule_in(state: dict[str, Any]) -> CountRule | None:
 
 
 @check_arguments
-def count_targets(batch: Any, ignore_index: int = -100) -> Tensor | int:
+def count_targets(batch: object, ignore_index: int = -100) -> Tensor | int:
     """Count the targets that a mean loss averages over, in a batch that holds its labels.
 
     1. A mapping or dataclass with integer ``labels`` or ``targets``: the entries other than ``ignore_index``.
@@ -112,7 +112,7 @@ def count_targets(batch: Any, ignore_index: int = -100) -> Tensor | int:
 
 
 @check_arguments
-def count_next_tokens(batch: Any, ignore_index: int = -100) -> Tensor | int:
+def count_next_tokens(batch: object, ignore_index: int = -100) -> Tensor | int:
     """Count targets for models that shift the labels inside: the first label of each row has no prediction.
 
     Args:

@@ -22,13 +22,13 @@ from lightning_fasttrain.data.normalizer.trial.try_split import Stage
 
 @check_arguments
 def find_count(
-    step: Callable[[Any], Any],
-    batch: Any,
+    step: Callable[[Any], object],
+    batch: object,
     n: PositiveInt = 2,
     *,
     count: Count = "auto",
     check: bool = True,
-    no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    no_sync: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> CountTargets:
     """Find a function that counts what a loss is divided by, without running the model.
 
@@ -73,7 +73,9 @@ def find_count(
     return split.count
 
 
-def stage_of(step: Callable[[Any], Any], no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Stage:
+def stage_of(
+    step: Callable[[Any], object], no_sync: Callable[[], AbstractContextManager[object]] = nullcontext
+) -> Stage:
     """Return the stage on which a step function of a bare loop is tried."""
     models = models_of(step)
     replicas = [m for model in models for m in model.modules() if isinstance(m, DistributedDataParallel)]

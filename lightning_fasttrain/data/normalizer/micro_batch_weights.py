@@ -76,13 +76,13 @@ class _ScaleLoss(torch.autograd.Function):
     """``where(counted, loss · weight, 0)``, whose gradient is the weight: composed, it would take five launches."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, weight: Tensor, counted: Tensor) -> Tensor:
+    def forward(ctx: object, loss: Tensor, weight: Tensor, counted: Tensor) -> Tensor:
         ctx.save_for_backward(weight)
         ctx.dtype = loss.dtype
         return torch.where(counted, loss * weight, 0.0)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (weight,) = ctx.saved_tensors
         # The weight is 0 where the count is 0.
         return (gradient * weight).to(ctx.dtype), None, None

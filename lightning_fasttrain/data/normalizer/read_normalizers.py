@@ -138,7 +138,7 @@ class _Walk:
         self.terms: list[Term] = []
         self.structure: list[str] = []
 
-    def visit(self, node: Any, output: int, slots: tuple[Slot, ...]) -> None:
+    def visit(self, node: object, output: int, slots: tuple[Slot, ...]) -> None:
         """Add the terms below ``node``, whose output is a scalar."""
         if len(self.terms) >= _MOST_TERMS:
             return self._end("opaque", slots, node)
@@ -160,7 +160,7 @@ class _Walk:
             self._end_at(name, node, output, slots)
         return None
 
-    def _visit_sum(self, name: str, node: Any, slots: tuple[Slot, ...]) -> None:
+    def _visit_sum(self, name: str, node: object, slots: tuple[Slot, ...]) -> None:
         self.structure.append(name)
         signs = {"Sub": (1.0, -1.0), "Rsub": (-1.0, 1.0), "Neg": (-1.0,)}.get(name, (1.0, 1.0))
         scaled = {"Add": 1, "Sub": 1, "Rsub": 0}.get(name)  # the operand that `alpha` multiplies
@@ -172,7 +172,7 @@ class _Walk:
                 factor *= float(getattr(node, "_saved_alpha", 1))
             self.visit(following, output, slots if factor == 1 else (*slots, Slot(factor, divides=False)))
 
-    def _visit_scaled(self, name: str, node: Any, slots: tuple[Slot, ...]) -> None:
+    def _visit_scaled(self, name: str, node: object, slots: tuple[Slot, ...]) -> None:
         """Visit a scalar that is multiplied or divided by a constant, or by a learned factor."""
         edges = (*node.next_functions, (None, 0))[:2]  # a division by a Python number has only one edge
         held = [place for place, (following, _) in enumerate(edges) if following is not None]
@@ -189,7 +189,7 @@ class _Walk:
         following, output = edges[held[0]]
         return self.visit(following, output, (*slots, Slot(_as_scalar(_without_graph(factor)), name == "Div")))
 
-    def _visit_reduction(self, name: str, node: Any, slots: tuple[Slot, ...]) -> None:
+    def _visit_reduction(self, name: str, node: object, slots: tuple[Slot, ...]) -> None:
         following, output = node.next_functions[0]
         if name == "Mean":
             slots = (*slots, Slot(_number_of_means(node), divides=True))
@@ -204,7 +204,7 @@ class _Walk:
         else:
             self._end("mean" if name == "Mean" else "sum", slots, node)
 
-    def _end_at(self, name: str, node: Any, output: int, slots: tuple[Slot, ...]) -> None:
+    def _end_at(self, name: str, node: object, output: int, slots: tuple[Slot, ...]) -> None:
         """End at a reduction of another kind, or at an operation that cannot be split."""
         if name in _BY_REDUCTION and _REDUCED[node._saved_reduction] == "mean":
             divisor = node._saved_total_weight if name.startswith("Nll") else node._saved_self.numel()
@@ -224,14 +224,14 @@ class _Walk:
         is_known = type(node).__module__ == "torch.autograd" or not hasattr(node, "saved_tensors")
         return self._end("nonlinear" if is_known and "Compiled" not in name else "opaque", slots, node)
 
-    def _end(self, kind: Kind, slots: tuple[Slot, ...], node: Any) -> None:
+    def _end(self, kind: Kind, slots: tuple[Slot, ...], node: object) -> None:
         if kind == "sum" and any(slot.divides for slot in slots):
             kind = "quotient"
         self.structure.append(f"{kind} {name_operation(node.name())}")
         self.terms.append(Term(kind, slots, node))
 
 
-def _is_scalar(node: Any, output: int) -> bool:
+def _is_scalar(node: object, output: int) -> bool:
     """Whether this is a scalar for any number of samples: not the vector (B,) of a batch of one sample."""
     shape = shape_of(node, output)
     if len(shape) == 0 or shape.numel() != 1:
@@ -240,11 +240,11 @@ def _is_scalar(node: Any, output: int) -> bool:
     return only_moved and _joins_scalars(node)
 
 
-def _joins_scalars(node: Any) -> bool:
+def _joins_scalars(node: object) -> bool:
     return all(following is None or _is_scalar(following, output) for following, output in node.next_functions)
 
 
-def _number_of_means(node: Any) -> int:
+def _number_of_means(node: object) -> int:
     if not hasattr(node, "_saved_dim"):
         return int(node._saved_self_sym_numel)
     sizes = node._saved_self_sym_sizes

@@ -32,7 +32,7 @@ class StepWeights:
     def __init__(
         self,
         split: LossSplit,
-        parts: Sequence[Any],
+        parts: Sequence[object],
         reference: Number | None = None,
         over_ranks: Callable[[Number], Number] | None = None,
     ) -> None:

@@ -35,7 +35,7 @@ def name_operation(name: str) -> str:
     return re.sub(r"Backward\d*$", "", name.rpartition("::")[2])
 
 
-def shape_of(node: Any, output: int) -> torch.Size:
+def shape_of(node: object, output: int) -> torch.Size:
     """Return the shape of an output of a node's operation; outputs are the inputs of its backward."""
     metadata = node._input_metadata
     if output >= len(metadata):
@@ -43,7 +43,7 @@ def shape_of(node: Any, output: int) -> torch.Size:
     return torch.Size(metadata[output].shape)
 
 
-def walk_graph(node: Any) -> Iterator[Any]:
+def walk_graph(node: object) -> Iterator[Any]:
     """Yield the nodes of an autograd graph that lead to ``node``, itself first, each once."""
     waiting, seen = [node], {node}
     while waiting:
@@ -65,7 +65,7 @@ def signed(value: int) -> int:
 _LOOKED_THROUGH = frozenset("Neg Sum View UnsafeView ReshapeAlias ToCopy Unsqueeze Squeeze Expand".split())  # noqa: SIM905
 
 
-def count_summed(node: Any) -> Number | None:
+def count_summed(node: object) -> Number | None:
     """Return the number of elements that a sum is over, or the sum of their weights, if its graph shows a mask.
 
     Args:
@@ -101,7 +101,7 @@ def count_summed(node: Any) -> Number | None:
     return None
 
 
-def is_of_one_parameter(node: Any) -> bool:
+def is_of_one_parameter(node: object) -> bool:
     """Whether a scalar is computed from parameters alone, element by element, independently of the samples."""
     for seen, one in enumerate(walk_graph(node)):
         is_parameter = getattr(one, "variable", None) is not None
@@ -115,7 +115,7 @@ _BY_INDEX = frozenset("Embedding EmbeddingBag Index IndexSelect Gather Take Take
 _WITH_CONSTANTS = frozenset("Add Sub Rsub Div Pow Clamp".split())  # noqa: SIM905
 
 
-def is_of_parameters(node: Any) -> bool:
+def is_of_parameters(node: object) -> bool:
     """Whether a term is computed from parameters and constants alone, such as a penalty on weights.
 
     Args:
@@ -138,7 +138,7 @@ def is_of_parameters(node: Any) -> bool:
     return True
 
 
-def _is_with_constants(name: str, node: Any) -> bool:
+def _is_with_constants(name: str, node: object) -> bool:
     if name != "Mul":
         return name in _WITH_CONSTANTS
     (first, place), (second, other_place) = node.next_functions

@@ -41,7 +41,7 @@ class Together:
         """Enter a context in which no rank waits for another in a forward or backward."""
         yield
 
-    def rehearse(self, run_one: Callable[[], object], then: Callable[[], Any]) -> None:
+    def rehearse(self, run_one: Callable[[], object], then: Callable[[], object]) -> None:
         """Prepare the first attempt, with a function that runs one sample, and fallbacks if it does not fit."""
 
     def wrap(self, attempt: Callable[[int], Result]) -> Callable[[int], Result]:
@@ -130,7 +130,7 @@ class CollectivesWatch:
     def __init__(self) -> None:
         self.seen = False
 
-    def wrap(self, step: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(self, step: Callable[..., object]) -> Callable[..., Any]:
         """Return ``step``, watched for collectives."""
 
         def watch_step(*args: object) -> Any:
@@ -158,7 +158,7 @@ def _collectives_so_far() -> int:
     return 0
 
 
-def _call_inside(replica: DistributedDataParallel, function: Callable[[], Any]) -> Any:
+def _call_inside(replica: DistributedDataParallel, function: Callable[[], object]) -> Any:
     """Call ``function()`` as DDP's forward, with all that DDP does before and after one."""
     restore: Undo = patch(replica.module, "forward", lambda _: function())
     try:
@@ -185,10 +185,10 @@ class _AddNothing(torch.autograd.Function):
     """A loss whose gradient is zero for each parameter, without allocating tensors of zeros."""
 
     @staticmethod
-    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
+    def forward(ctx: object, *parameters: Tensor) -> Tensor:
         ctx.save_for_backward(*parameters)
         return torch.zeros((), device=parameters[0].device if parameters else None)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: object, *gradients: Tensor) -> tuple[Tensor, ...]:
         return tuple(parameter.new_zeros(()).expand_as(parameter) for parameter in ctx.saved_tensors)

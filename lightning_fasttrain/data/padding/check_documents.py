@@ -21,7 +21,7 @@ _ROUNDING = 1e-4
 
 
 @check_arguments
-def check_documents(step: Callable[[Any], Any], batch: dict[str, Tensor]) -> float:
+def check_documents(step: Callable[[Any], object], batch: dict[str, Tensor]) -> float:
     """Raise if a document of a packed row sees another one.
 
     The tokens of the first document of a row are replaced, and neither the loss of the second one nor its gradient may

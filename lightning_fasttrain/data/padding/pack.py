@@ -59,7 +59,7 @@ class PackedDocuments(Dataset[dict[str, Tensor]]):
 
 @check_arguments
 def pack(
-    dataset: Any, tokens: PositiveInt, *, lengths: Iterable[int] | None = None, pad_id: int = 0
+    dataset: object, tokens: PositiveInt, *, lengths: Iterable[int] | None = None, pad_id: int = 0
 ) -> PackedDocuments:
     """Pack the documents of a dataset into rows of ``tokens`` tokens, by the best-fit decreasing rule.
 

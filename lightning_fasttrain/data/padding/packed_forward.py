@@ -1,6 +1,7 @@
 """Run the forward of a block on the tokens of a padded batch alone."""
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ class PackedForward(WrappedForward):
         self.acts = True
         self.names = list(inspect.signature(type(module).forward).parameters)[1:]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         mask = self._find_mask(args, kwargs) if self.acts and self.module.training else None
         documents = None if mask is None else self.seen.read(mask)
         if documents is None or not _has_rows((args, kwargs), documents.size):
@@ -80,7 +81,7 @@ class PackedForward(WrappedForward):
         args, kwargs = walk_leaves((args, kwargs), pack, "input")
         return walk_leaves(self.inner(*args, **kwargs), pad, "output")
 
-    def _find_mask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    def _find_mask(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Tensor | None:
         """Return the mask of the block's attention; None where it has none, or attends to another sequence, too."""
         masks: list[tuple[str, Tensor]] = []
         for name, value in [*zip(self.names, args, strict=False), *kwargs.items()]:

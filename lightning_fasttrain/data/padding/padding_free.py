@@ -39,7 +39,7 @@ _WAY_OUT = "Leave PaddingFree out: MicroBatching(n) cuts padding off where that 
 
 
 @check_arguments
-def check_padding_free(step: Callable[[Any], Any], batch: Any) -> float:
+def check_padding_free(step: Callable[[Any], object], batch: object) -> float:
     """Raise if the gradient differs from that of the padded batch where blocks run without padding.
 
     The step runs twice on a few rows of the batch, without dropout, and is undone.
@@ -202,7 +202,7 @@ class PaddingFree(Technique):
         return ""
 
     def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
     ) -> None:
         """Hook: the batch is on its device, and nothing has been computed from it."""
         if self._has_ended or not self._looks.is_due(lambda: can_be_cut(batch)):

@@ -31,7 +31,7 @@ class Float32Uses:
     def __bool__(self) -> bool:
         return bool(self._sums)
 
-    def run(self, module: nn.Module, function: Callable[[], Any], uses: dict[str, Tensor]) -> Any:
+    def run(self, module: nn.Module, function: Callable[[], object], uses: dict[str, Tensor]) -> Any:
         """Call a function of the module with these tensors in place of its parameters."""
         return torch.func.functional_call(
             _Calls(module, function), {f"module.{name}": use for name, use in uses.items()}
@@ -75,19 +75,19 @@ def _current_backward() -> int:
 
 class _Use(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, sum_: _Sum) -> Tensor:
+    def forward(ctx: object, parameter: Tensor, sum_: _Sum) -> Tensor:
         ctx.sum_ = sum_
         return parameter.view_as(parameter)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: object, gradient: Tensor) -> tuple[Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return ctx.sum_.add(gradient), None
 
 
 class _Calls(nn.Module):
     """Calls a function as a module, so that other parameters can be passed."""
 
-    def __init__(self, module: nn.Module, function: Callable[[], Any]) -> None:
+    def __init__(self, module: nn.Module, function: Callable[[], object]) -> None:
         super().__init__()
         self.module, self.function = module, function
 

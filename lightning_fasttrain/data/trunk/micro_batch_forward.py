@@ -104,7 +104,7 @@ class MicroBatchedForward(RecomputedForward):
             del self._find_fixed
 
     @torch.no_grad()
-    def _compare_rows(self, args: Any, kwargs: Any, size: int) -> frozenset[str]:
+    def _compare_rows(self, args: object, kwargs: object, size: int) -> frozenset[str]:
         """Return the outputs whose first axis does not follow the number of rows, such as a table of positions."""
         shapes: list[dict[str, torch.Size]] = []
         for rows in (1, 2):
@@ -120,7 +120,7 @@ class MicroBatchedForward(RecomputedForward):
             shapes.append({path: output.shape for path, output in outputs.items()})
         return frozenset(path for path, shape in shapes[0].items() if shapes[1].get(path) == shape)
 
-    def _run_rows(self, args: Any, kwargs: Any, start: int, rows: int, size: int, uses: Float32Uses) -> Any:
+    def _run_rows(self, args: object, kwargs: object, start: int, rows: int, size: int, uses: Float32Uses) -> Any:
         tensors: list[Tensor] = []
 
         def take(leaf: Any, path: str) -> Any:

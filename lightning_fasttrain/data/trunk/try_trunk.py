@@ -57,7 +57,7 @@ class TrunkTrial:
         return cls(stage, trial, unsplit, micro_batch, (trial.sample.size, fewer), 2)
 
     @classmethod
-    def on_batch(cls, stage: Stage, batch: Any, n: int) -> "TrunkTrial":
+    def on_batch(cls, stage: Stage, batch: object, n: int) -> "TrunkTrial":
         """Try submodules on a whole batch, for a step that does not run on a few of its samples.
 
         The activations of the unsplit batch may not fit in memory, so it runs without gradients.

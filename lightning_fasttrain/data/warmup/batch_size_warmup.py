@@ -75,7 +75,7 @@ def scale_rates_(optimizer: Optimizer, factor: Callable[[], float]) -> Undo:
 
 
 @check_arguments
-def grow_windows(batches: Iterable[Any], growth: Growth) -> Iterator[list[Any]]:
+def grow_windows(batches: Iterable[object], growth: Growth) -> Iterator[list[Any]]:
     """Yield the batches of each optimizer step, in growing numbers, for :func:`~lightning_fasttrain.accumulate_window`.
 
     Args:
@@ -235,7 +235,7 @@ class BatchSizeWarmup(KeepsGrowth, TokenWeightedAccumulation):
             self._hooks.callback(scale_rates_(inner, lambda: self._rate_at(self._factor)))
 
     def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
     ) -> None:
         """Hook: called before this batch is counted; the window is set first."""
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)

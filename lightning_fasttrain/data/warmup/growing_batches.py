@@ -13,7 +13,7 @@ from lightning_fasttrain.technique.run_length import steps_of_epochs, total_step
 
 
 def grow_batches(
-    batches: Iterable[Any], growth: Growth, window: int, change: Callable[[Any, int], Any]
+    batches: Iterable[object], growth: Growth, window: int, change: Callable[[Any, int], object]
 ) -> Iterator[Any]:
     """Yield the batches, changed to ``growth.size`` while it grows; ``window`` of them are an optimizer step."""
     for number, batch in enumerate(batches, start=1):
@@ -34,7 +34,7 @@ class GrowingBatches(KeepsGrowth, Technique):
 
     _trainer: L.Trainer | None = None
 
-    def change(self, batch: Any, size: int) -> Any:
+    def change(self, batch: object, size: int) -> Any:
         """Return the batch in a size below the full one."""
         raise NotImplementedError
 

@@ -24,7 +24,7 @@ Resize = Callable[[Any, float], Any]
 
 
 @check_arguments
-def resize_images(batch: Any, scale: PositiveFloat, grid: PositiveInt = 1, *, targets: bool = False) -> Any:
+def resize_images(batch: object, scale: PositiveFloat, grid: PositiveInt = 1, *, targets: bool = False) -> Any:
     """Return the batch with its images made smaller by area interpolation.
 
     Images are the tensors (B, C, H, W) of floating-point numbers or bytes. Their sides become the multiples of ``grid``
@@ -88,7 +88,7 @@ def _pick_nearest(labels: Tensor, height: int, width: int) -> Tensor:
 
 @check_arguments
 def grow_images(
-    batches: Iterable[Any], growth: Growth, window: PositiveInt = 1, resize: Resize | None = None
+    batches: Iterable[object], growth: Growth, window: PositiveInt = 1, resize: Resize | None = None
 ) -> Iterator[Any]:
     """Yield the batches with their images resized by ``growth.size / growth.full``, which grows.
 
@@ -110,7 +110,7 @@ def grow_images(
 
 @check_arguments
 def check_image_sizes(
-    step: Callable[[Any], Any], batch: Any, growth: Growth, resize: Resize | None = None
+    step: Callable[[Any], object], batch: object, growth: Growth, resize: Resize | None = None
 ) -> list[int]:
     """Raise unless a step accepts images in all sizes of a growth; returns the sizes that were tried.
 
@@ -217,7 +217,7 @@ class ProgressiveResizing(GrowingBatches):
         growth = self.growth
         return f"images grow from {growth.start} to {growth.full} pixels over {growth.over}"
 
-    def change(self, batch: Any, size: int) -> Any:
+    def change(self, batch: object, size: int) -> Any:
         if self._sample is None:
             self._sample = sample_images(batch)
         return self.resize(batch, size / self.growth.full)
@@ -227,7 +227,7 @@ class ProgressiveResizing(GrowingBatches):
         return super().attach(trainer, pl_module)
 
     def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
     ) -> None:
         """Hook: the first batch is on its device, and nothing has been computed from it."""
         if self._is_tried:

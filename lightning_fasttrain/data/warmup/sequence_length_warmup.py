@@ -20,7 +20,7 @@ Cut = Callable[[Any, int], Any]
 
 
 @check_arguments
-def cut_sequences(batch: Any, length: PositiveInt) -> Any:
+def cut_sequences(batch: object, length: PositiveInt) -> Any:
     """Return the first ``length`` tokens of each sequence of ``batch``; shorter sequences stay unchanged.
 
     The rule: the length T is the second axis of the first tensor that looks like token ids (integers of 32 or 64 bits,
@@ -107,7 +107,7 @@ def find_length(batch: object) -> int:
 
 @check_arguments
 def grow_sequences(
-    batches: Iterable[Any], growth: Growth, window: PositiveInt = 1, cut: Cut = cut_sequences
+    batches: Iterable[object], growth: Growth, window: PositiveInt = 1, cut: Cut = cut_sequences
 ) -> Iterator[Any]:
     """Yield the batches with their sequences cut to ``growth.size``, which grows.
 
@@ -174,5 +174,5 @@ class SequenceLengthWarmup(GrowingBatches):
         growth = self.growth
         return f"sequences grow from {growth.start} to {growth.full} tokens over {growth.over}"
 
-    def change(self, batch: Any, size: int) -> Any:
+    def change(self, batch: object, size: int) -> Any:
         return self.cut(batch, size)

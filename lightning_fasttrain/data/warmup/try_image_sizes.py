@@ -30,7 +30,7 @@ def sample_images(batch: object) -> Any:
     return pick_rows(batch, [0, batch_size(batch) - 1])
 
 
-def try_image_sizes(stage: Stage, sample: object, sizes: Sequence[int], resize: Callable[[Any, int], Any]) -> None:
+def try_image_sizes(stage: Stage, sample: object, sizes: Sequence[int], resize: Callable[[Any, int], object]) -> None:
     """Run the step on a few samples in each size, without a trace.
 
     Args:

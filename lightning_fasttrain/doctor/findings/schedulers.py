@@ -1,7 +1,6 @@
 """Schedulers that are stepped before the optimizer, or once per step where they count epochs, or the reverse."""
 
 from collections.abc import Iterator
-from typing import Any
 
 from lightning_fasttrain.doctor.finding import Finding
 from lightning_fasttrain.doctor.observation.measured import Measured
@@ -32,7 +31,7 @@ def find_scheduler_faults(watch: Watch, measured: Measured) -> Iterator[Finding]
         yield from _find_cycles_in_a_loop(watch)
 
 
-def _wrong_unit(scheduler: Any, interval: str, host: HostFacts) -> tuple[str, str] | None:
+def _wrong_unit(scheduler: object, interval: str, host: HostFacts) -> tuple[str, str] | None:
     """Return what is wrong with the interval of a Trainer's scheduler, and the cure; None if nothing is."""
     length, name = _length_of(scheduler), type(scheduler).__name__
     if length is None or not 0 < host.max_epochs < host.updates:
@@ -57,7 +56,7 @@ def _find_cycles_in_a_loop(watch: Watch) -> Iterator[Finding]:
         yield Finding("scheduler_unit", what, cure, _INTENDED, line)
 
 
-def _length_of(scheduler: Any) -> int | None:
+def _length_of(scheduler: object) -> int | None:
     for name in _LENGTHS:
         value = getattr(scheduler, name, None)
         if isinstance(value, int) and value > 0:

@@ -57,11 +57,11 @@ class BlockTimes:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def _begin(self, name: str, module: nn.Module, inputs: Any) -> None:
+    def _begin(self, name: str, module: nn.Module, inputs: object) -> None:
         if self.active:
             self._began[name] = self._now()
 
-    def _end(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+    def _end(self, name: str, module: nn.Module, inputs: object, output: object) -> None:
         began = self._began.pop(name, None)
         if began is not None:
             self._spans[name].append((began, self._now()))

@@ -115,7 +115,7 @@ class LineTracer:
             sys.settrace(None)
             self.total_s += perf_counter() - self._began
 
-    def _call(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
+    def _call(self, frame: FrameType, event: str, arg: object) -> Callable[..., Any] | None:
         code = frame.f_code
         if code.co_name.startswith("<") or not is_user_file(code.co_filename):
             return None
@@ -123,7 +123,7 @@ class LineTracer:
         self._lines.append(SourceLine(code.co_filename, frame.f_lineno, code.co_name))
         return self._trace
 
-    def _trace(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any]:
+    def _trace(self, frame: FrameType, event: str, arg: object) -> Callable[..., Any]:
         self._add_time()
         if event == "line":
             line = SourceLine(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)

@@ -66,7 +66,7 @@ class ModuleWatch:
             handle.remove()
         self._dropouts.clear()
 
-    def _note(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def _note(self, module: nn.Module, inputs: tuple[object, ...]) -> None:
         # While the compiler traces a forward, its hooks are traced too.
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or id(module) in self.called:
             return
@@ -76,7 +76,7 @@ class ModuleWatch:
         line = find_call(sys._getframe(1)).line
         self.called[id(module)] = ModuleCall(module, line, module.training, samples)
 
-    def _note_dropout(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def _note_dropout(self, module: nn.Module, inputs: tuple[object, ...]) -> None:
         if (
             torch.compiler.is_compiling()
             or torch.is_grad_enabled()

@@ -49,7 +49,7 @@ class OperatorTrials:
     left_out: Counter[str] = field(default_factory=Counter)
     failed: set[tuple[object, ...]] = field(default_factory=set)
 
-    def __call__(self, func: Any, args: Any, kwargs: Any) -> None:
+    def __call__(self, func: object, args: object, kwargs: object) -> None:
         """Time the operator as it is and changed, for each change that applies to it."""
         for change in find_changes(func, args):
             key = (change.cure, func, *_signature(args))
@@ -60,7 +60,7 @@ class OperatorTrials:
             elif key not in self.failed:
                 self._try(key, change, func, args, kwargs)
 
-    def _try(self, key: tuple[object, ...], change: Change, func: Any, args: Any, kwargs: Any) -> None:
+    def _try(self, key: tuple[object, ...], change: Change, func: object, args: object, kwargs: object) -> None:
         began = perf_counter()
         try:
             self.trials[key] = _time_both(change, func, args, kwargs)
@@ -69,7 +69,7 @@ class OperatorTrials:
         self.budget_s -= perf_counter() - began
 
 
-def _time_both(change: Change, func: Any, args: Any, kwargs: Any) -> Trial:
+def _time_both(change: Change, func: Any, args: object, kwargs: Any) -> Trial:
     changed = tree_map(lambda leaf: change.of_tensor(leaf) if isinstance(leaf, Tensor) else leaf, args)
     with change.within():
         if change.searches:

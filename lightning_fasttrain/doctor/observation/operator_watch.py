@@ -67,7 +67,7 @@ class OperatorWatch(TorchDispatchMode):
         self.made: list[Alive] = []
         self._phase, self._trial = phase, trial
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self._trial(func, args, kwargs)
         began = perf_counter()

@@ -61,9 +61,9 @@ class TorchSeams:
     def _concerns(self) -> bool:
         return threading.get_ident() == self._thread and self.is_training()
 
-    def _request(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _request(self, original: Callable[..., object]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def request(loader: Any) -> Any:
+        def request(loader: object) -> Any:
             if not self._concerns():
                 return original(loader)
             self.on_request()
@@ -75,7 +75,7 @@ class TorchSeams:
 
         return request
 
-    def _next(self, original: Callable[..., Any], loader: Any) -> Any:
+    def _next(self, original: Callable[..., object], loader: object) -> Any:
         try:
             return original(loader)
         except StopIteration:
@@ -83,18 +83,18 @@ class TorchSeams:
             self.watch.leave_look()
             raise
 
-    def _iterate(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _iterate(self, original: Callable[..., object]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def iterate(loader: Any) -> Any:
+        def iterate(loader: object) -> Any:
             if self._concerns():
                 self.watch.loader.persistent = bool(loader.persistent_workers)
             return original(loader)
 
         return iterate
 
-    def _go_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _go_backward(self, original: Callable[..., object]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def backward(*args: Any, **kwargs: Any) -> Any:
+        def backward(*args: object, **kwargs: object) -> Any:
             if not self._concerns():
                 return original(*args, **kwargs)
             self.watch.before_backward()
@@ -103,9 +103,9 @@ class TorchSeams:
 
         return backward
 
-    def _schedule(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _schedule(self, original: Callable[..., object]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        def step(scheduler: object, *args: object, **kwargs: object) -> Any:
             caller = sys._getframe(1)
             # A scheduler steps once when it is made.
             if caller.f_code.co_name != "_initial_step":
@@ -114,7 +114,7 @@ class TorchSeams:
 
         return step
 
-    def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_update(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if not self._concerns():
             return
         self.watch.before_update(optimizer, find_call(sys._getframe(1)).line)
@@ -122,7 +122,7 @@ class TorchSeams:
         phase.__enter__()
         self._updating.append(phase)
 
-    def _after_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _after_update(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if not self._updating:
             return
         self._updating.pop().__exit__()
@@ -190,7 +190,7 @@ class LoopSeams(TorchSeams):
             self._forward = None
 
 
-def _note_loader(facts: LoaderFacts, loader: Any) -> None:
+def _note_loader(facts: LoaderFacts, loader: object) -> None:
     facts.workers, facts.pins_memory = loader._num_workers, loader._pin_memory
     facts.dataset = type(loader._dataset).__name__
 

@@ -262,7 +262,7 @@ class Watch:
         if self._look is None:
             record.compare_gradients()
 
-    def note_scheduler(self, scheduler: Any, line: SourceLine | None) -> None:
+    def note_scheduler(self, scheduler: object, line: SourceLine | None) -> None:
         """Count a call of a scheduler's ``step``."""
         found = self.schedulers.get(id(scheduler))
         if found is None:
@@ -300,5 +300,5 @@ class Watch:
             self._look = None
 
 
-def _try_nothing(func: Any, args: Any, kwargs: Any) -> None:
+def _try_nothing(func: object, args: object, kwargs: object) -> None:
     """Stand in for trials in a step without any."""

@@ -41,7 +41,7 @@ class Sample:
     seen: int = 0
 
 
-def combine(loader: Any) -> CombinedLoader:
+def combine(loader: object) -> CombinedLoader:
     """Return a loader, or a collection of loaders, as Lightning combines them for training."""
     return loader if isinstance(loader, CombinedLoader) else CombinedLoader(loader, "max_size_cycle")
 
@@ -120,14 +120,14 @@ def _have_one_size(sizes: list[int]) -> bool:
     return len(sizes) >= _SAME_SIZE and len(set(sizes)) == 1
 
 
-def _without_ours(loader: Any) -> Any:
+def _without_ours(loader: object) -> Any:
     """Return the user's loader, without the wrappers of this run's techniques."""
     while isinstance(loader, ResumableLoader | DevicePrefetcher):
         loader = loader.inner
     return loader
 
 
-def _copy_loader(loader: Any) -> Any:
+def _copy_loader(loader: object) -> Any:
     if not isinstance(loader, DataLoader):
         return loader
     fresh = copy.copy(loader)

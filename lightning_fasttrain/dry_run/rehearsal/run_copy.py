@@ -1,7 +1,7 @@
 """Copy a run's module, callbacks and settings before they act, and start other runs from the copies."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,7 +99,7 @@ class RunCopy:
                     undo.callback(patch(self.module, hook, getattr(self.datamodule, hook)))
             yield self.module
 
-    def predict_peak(self, trainer: L.Trainer, batch: Any, *others: Technique) -> int:
+    def predict_peak(self, trainer: L.Trainer, batch: object, *others: Technique) -> int:
         """Return the peak memory of a step on this rank in bytes, with ``others`` beside its own techniques.
 
         Raises:
@@ -122,10 +122,10 @@ class RunCopy:
 
     def fit(
         self,
-        train: Sequence[Any],
-        validation: Sequence[Sequence[Any]],
+        train: Sequence[object],
+        validation: Sequence[Sequence[object]],
         follower: L.Callback,
-        where: dict[str, Any],
+        where: Mapping[str, object],
         ckpt_path: Path | None = None,
     ) -> None:
         """Run copies of all objects in a separate Trainer, until ``follower`` raises ``EnoughError``.
@@ -217,7 +217,7 @@ def _without_last_words(callback: L.Callback) -> L.Callback:
     return callback
 
 
-def _with_loaders(datamodule: L.LightningDataModule, **loaders: Any) -> L.LightningDataModule:
+def _with_loaders(datamodule: L.LightningDataModule, **loaders: object) -> L.LightningDataModule:
     """Copy a datamodule so that a module can still query it, with a few batches as loaders."""
     fresh: Any = copy.copy(datamodule)
     fresh.trainer = None

@@ -87,7 +87,7 @@ class Follower(Checkpoint):
             self.began = device_clock(trainer.strategy.root_device)
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: object, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         if outputs:
             self.course.losses.append(float(loss_of(outputs)))
@@ -103,7 +103,7 @@ class Follower(Checkpoint):
                 trainer.save_checkpoint(self.saving.later, weights_only=self.saving.weights_only)
             raise EnoughError
 
-    def on_validation_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
+    def on_validation_batch_start(self, trainer: L.Trainer, *args: object) -> None:
         self.course.reached = "validation"
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -26,7 +26,7 @@ _SHARE = 0.9  # of the free memory: margin for errors of the prediction
 _PER_WEIGHT, _PER_BATCH = 64, 2**16
 
 
-def take_batches(batch: Any, steps: int) -> tuple[list[Any], list[str]]:
+def take_batches(batch: object, steps: int) -> tuple[list[Any], list[str]]:
     """Return a batch for each step, distinct from one step to the next where possible, and notes about them.
 
     Raises:
@@ -50,14 +50,14 @@ def take_batches(batch: Any, steps: int) -> tuple[list[Any], list[str]]:
     return batches * steps, ["All steps see the same batch: it has no rows from which to make another one."]
 
 
-def take_validation(batch: Any, training: Any) -> Any:
+def take_validation(batch: object, training: object) -> Any:
     """Return the batch for validation: the first of a loader, by default the first training batch."""
     if batch is None:
         return training
     return next(iter(batch)) if isinstance(batch, DataLoader) else batch
 
 
-def fit_rows(module: L.LightningModule, batches: Sequence[Any], device: torch.device) -> int | None:
+def fit_rows(module: L.LightningModule, batches: Sequence[object], device: torch.device) -> int | None:
     """Return how many rows of the largest batch a plain step can process; None for all, or if unknown.
 
     Args:
@@ -87,7 +87,7 @@ def fit_rows(module: L.LightningModule, batches: Sequence[Any], device: torch.de
     return None
 
 
-def keep_rows(batches: Sequence[Any], rows: int) -> list[Any]:
+def keep_rows(batches: Sequence[object], rows: int) -> list[Any]:
     """Keep ``rows`` rows of each batch, those that differ most from one another first."""
     kept = []
     for batch in batches:
@@ -98,7 +98,7 @@ def keep_rows(batches: Sequence[Any], rows: int) -> list[Any]:
     return kept
 
 
-def count_rows(batch: Any) -> int:
+def count_rows(batch: object) -> int:
     """Return the number of rows of a batch; 1 if it cannot be split."""
     try:
         return batch_size(batch)
@@ -106,7 +106,7 @@ def count_rows(batch: Any) -> int:
         return 1
 
 
-def _predict(module: L.LightningModule, batch: Any, device: torch.device, times: float) -> int | None:
+def _predict(module: L.LightningModule, batch: object, device: torch.device, times: float) -> int | None:
     try:
         with quietly():
             return int(times * predict_memory(module, batch, device=device.type).peak_bytes)

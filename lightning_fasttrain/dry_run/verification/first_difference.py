@@ -87,7 +87,7 @@ _Side = tuple[Steps, Sequence[Technique]]
 
 
 def find_first_difference(
-    usual: _Side, other: _Side, window: int, nudge: Callable[[nn.Module], Any], operators: bool = False
+    usual: _Side, other: _Side, window: int, nudge: Callable[[nn.Module], object], operators: bool = False
 ) -> FirstDifference | None:
     """Run both sides with hooks on each module, and the reference with rounding noise too, and compare call by call.
 
@@ -146,7 +146,7 @@ def _run(of: Steps, techniques: Sequence[Technique], watcher: "_Watcher") -> _Va
 class _Watcher(L.Callback):
     """Hooks on the output and the gradient of each module; and on those of each operator, if requested."""
 
-    def __init__(self, window: int, change: Callable[[nn.Module], Any] | None, operators: bool) -> None:
+    def __init__(self, window: int, change: Callable[[nn.Module], object] | None, operators: bool) -> None:
         self.window, self.change, self.step = window, change, 1
         self.operators = _Operators(self._note) if operators else None
         self.values = _Values()
@@ -161,7 +161,7 @@ class _Watcher(L.Callback):
             patch(pl_module, "training_step", self.operators.watch_step(pl_module.training_step))
 
     def _watch(self, module: nn.Module, name: str) -> None:
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
+        def leave(module: nn.Module, args: object, output: object) -> None:
             if self.operators is not None:
                 self.operators.callers.pop()
             self._note(name, output)
@@ -171,7 +171,7 @@ class _Watcher(L.Callback):
             module.register_forward_pre_hook(lambda *_: callers.append(name))
         module.register_forward_hook(leave)
 
-    def _note(self, name: str, output: Any) -> None:
+    def _note(self, name: str, output: object) -> None:
         if not _is_part_of_the_step():
             return
         # Operations that only read a value are not part of the step.
@@ -234,9 +234,9 @@ class _Operators(TorchFunctionMode):
         self.note = note
         self.callers: list[str] = []
 
-    def watch_step(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
+    def watch_step(self, training_step: Callable[..., object]) -> Callable[..., Any]:
         @wraps(training_step)
-        def watched(*args: Any, **kwargs: Any) -> Any:
+        def watched(*args: object, **kwargs: object) -> Any:
             # A step that an error has ended leaves its callers behind.
             self.callers[:] = ["training_step"]
             with self:
@@ -244,7 +244,7 @@ class _Operators(TorchFunctionMode):
 
         return watched
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         name = resolve_name(func) or str(func)
         # Functions named __get__ read an attribute, such as a gradient or a shape.
@@ -260,7 +260,7 @@ def _is_part_of_the_step(in_backward: bool = False) -> bool:
     return not any(isinstance(mode, DeterministicStep) for mode in _get_current_function_mode_stack())
 
 
-def _floats(output: Any) -> Iterator[Tensor]:
+def _floats(output: object) -> Iterator[Tensor]:
     if hasattr(output, "to_tuple"):
         output = output.to_tuple()
     for leaf in tree_leaves(output):

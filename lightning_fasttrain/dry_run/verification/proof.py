@@ -3,7 +3,7 @@
 import copy
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -325,7 +325,7 @@ def _cut_into_windows(steps: Steps, techniques: list[Technique]) -> tuple[Steps,
     return replace(steps, batches=batches), window
 
 
-def _device_of(settings: dict[str, Any]) -> torch.device:
+def _device_of(settings: Mapping[str, object]) -> torch.device:
     """Return the one device on which a Trainer with these settings runs."""
     accelerator, devices = settings.get("accelerator", "auto"), settings.get("devices", 1)
     on_cuda = accelerator in ("auto", "gpu", "cuda") or isinstance(accelerator, CUDAAccelerator)

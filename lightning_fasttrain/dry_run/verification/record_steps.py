@@ -38,7 +38,7 @@ def record_steps(
     techniques: Sequence[Technique] = (),
     *,
     window: int = 1,
-    change: Callable[[nn.Module], Any] | None = None,
+    change: Callable[[nn.Module], object] | None = None,
     evaluates: bool = True,
     from_start: bool = False,
     store: Path | None = None,
@@ -70,7 +70,7 @@ class _Recorder(L.Callback):
         self,
         of: Steps,
         window: int,
-        change: Callable[[nn.Module], Any] | None,
+        change: Callable[[nn.Module], object] | None,
         evaluates: bool,
         from_start: bool,
         store: Path | None,
@@ -150,7 +150,7 @@ class _Recorder(L.Callback):
         return name if self.step == 0 else f"{name}, step {self.step + 1}"
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: object, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         record = self.record
         if outputs and self.window == 1:
@@ -243,7 +243,7 @@ class _Recorder(L.Callback):
         return _run_aside(module, lambda: float(loss_of(trainer.strategy.training_step(*arguments))), training)
 
 
-def _run_aside(module: L.LightningModule, run: Callable[[], Any], training: bool = False) -> Any:
+def _run_aside(module: L.LightningModule, run: Callable[[], object], training: bool = False) -> Any:
     """Return the result of ``run`` in evaluation or training, without dropout and side effects; None on error."""
     restore_all = remember([module])
     restore_log = patch(module, "log", say_nothing)
@@ -300,7 +300,7 @@ def _left_in_floats(module: L.LightningModule) -> list[str]:
     return [f"Not quantized: {list_some(names)}: {reason}." for reason, names in reasons.items()]
 
 
-def _fingerprint(state: Any) -> str:
+def _fingerprint(state: object) -> str:
     """Return a short fingerprint of a random state."""
     words = blake2b(digest_size=8)
     words.update(repr(apply_to_collection(state, Tensor, lambda tensor: tensor.cpu().numpy().tobytes())).encode())

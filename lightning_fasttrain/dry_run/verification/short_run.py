@@ -97,7 +97,7 @@ def fit_quietly(
     module: L.LightningModule,
     callbacks: Sequence[L.Callback],
     observers: Sequence[L.Callback],
-    settings: Mapping[str, Any],
+    settings: Mapping[str, object],
     *data: Any,
     **more: Any,
 ) -> list[str]:
@@ -213,7 +213,7 @@ class StopAfter(Checkpoint):
 class _Listed(Dataset[Any]):
     """Dataset of batches, returned as new copies; its data are invisible to ExactResume's comparison of datasets."""
 
-    def __init__(self, batches: Sequence[Any]) -> None:
+    def __init__(self, batches: Sequence[object]) -> None:
         self.batches = dict(enumerate(batches))
 
     def __len__(self) -> int:
@@ -223,7 +223,7 @@ class _Listed(Dataset[Any]):
         return copy_batch(self.batches[index])
 
 
-def as_loader(batches: Sequence[Any]) -> DataLoader[Any]:
+def as_loader(batches: Sequence[object]) -> DataLoader[Any]:
     """Return a loader of these batches, without collation."""
     return DataLoader(_Listed(batches), batch_size=None, collate_fn=as_it_is)
 
@@ -232,11 +232,11 @@ def say_nothing(*_: object, **__: object) -> None:
     """Stand in for a method that logs or sends messages."""
 
 
-def as_it_is(batch: Any) -> Any:
+def as_it_is(batch: object) -> Any:
     return batch
 
 
-def copy_batch(batch: Any) -> Any:
+def copy_batch(batch: object) -> Any:
     return apply_to_collection(batch, Tensor, torch.clone)
 
 

@@ -26,17 +26,17 @@ from lightning_fasttrain.technique import Technique, check_together
 @check_arguments
 def verify(
     module: nn.Module | Callable[[], nn.Module],
-    batch: Any,
+    batch: object,
     techniques: Sequence[Technique] | None = None,
     *,
     loss: Loss | None = None,
     optimizer: Callable[[Any], Optimizer] | None = None,
     precision: str = FULL,
     steps: PositiveInt = 2,
-    validation: Any = None,
+    validation: object = None,
     full: bool = False,
     operators: bool = False,
-    **settings: Any,
+    **settings: object,
 ) -> Verification:
     """Run the same steps with and without techniques, on copies of a model, and check that training is the same.
 
@@ -125,7 +125,7 @@ class _Supervised(L.LightningModule):
         super().__init__()
         self.net, self.loss, self.make_optimizer = net, loss, optimizer
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch: object, batch_idx: int) -> Any:
         return self.loss(self.net, batch)
 
     def configure_optimizers(self) -> Optimizer:

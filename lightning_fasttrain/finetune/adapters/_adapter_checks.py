@@ -122,7 +122,7 @@ def _check_quantized_start(name: str, config: "PeftConfig") -> None:
         raise TypeError(explain(f"'{start}' on '{name}', which is quantised", why, way_out))
 
 
-def _check_quantized(name: str, layer: Any, config: "PeftConfig") -> None:
+def _check_quantized(name: str, layer: object, config: "PeftConfig") -> None:
     """Refuse adapters on bitsandbytes layers that PEFT does not support, before PEFT fails late or misreads weights."""
     kind = method_of(config)
     unaligned = not in_8_bits(layer) and layer.in_features % 64 and not layer.weight.is_cuda

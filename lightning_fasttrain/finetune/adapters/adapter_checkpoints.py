@@ -81,7 +81,7 @@ def checkpoint_what_trains_(strategy: Strategy, module: L.LightningModule) -> Un
         part = _names_in_part(checkpoint, set(checkpoint["state_dict"]), module, strict)
         load(checkpoint, strict=strict and part is None)
 
-    def names_to_load(checkpoint: Mapping[str, Any], saved: set[str], strict: bool) -> set[str]:
+    def names_to_load(checkpoint: Mapping[str, object], saved: set[str], strict: bool) -> set[str]:
         part = _names_in_part(checkpoint, saved, module, strict)
         return set(module.state_dict()) if part is None else part
 

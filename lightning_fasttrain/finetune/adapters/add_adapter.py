@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Collection, Iterable
 from contextlib import ExitStack
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import lightning as L
 from torch import nn
@@ -268,7 +268,7 @@ def use_adapter_(model: nn.Module, name: str | list[str]) -> None:
             set_adapter(root, names)
 
 
-def use_prompt_(root: Any, name: str, trainable: bool = True) -> None:
+def use_prompt_(root: object, name: str, trainable: bool = True) -> None:
     """Activate the virtual tokens ``name`` in the forward pass; only they train, or none if not ``trainable``."""
     root.set_adapter(name, inference_mode=not trainable)
     for other, encoder in root.prompt_encoder.items():

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import nn
 
@@ -174,7 +173,7 @@ def _unload_layers_(root: nn.Module, merge: bool) -> None:
             root.set_submodule(name, _plain_module(module, merge))
 
 
-def _plain_module(module: Any, merge: bool) -> nn.Module:
+def _plain_module(module: object, merge: bool) -> nn.Module:
     """Return the module of the model that one of PEFT's layers or wrappers holds."""
     if not is_tuner(module) and "modules_to_save" in module._modules:
         copies, active = module.modules_to_save, module.active_adapters

@@ -157,7 +157,7 @@ def _refuse_unfit(name: str, config: "PeftConfig") -> None:
         raise ValueError(explain(f"combining adapter '{name}'", why, "Leave it out"))
 
 
-def _factors(layer: Any, weights: Mapping[str, float], how: str, density: float, rank: int) -> tuple[Tensor, Tensor]:
+def _factors(layer: object, weights: Mapping[str, float], how: str, density: float, rank: int) -> tuple[Tensor, Tensor]:
     """Return A [r, in] and B [out, r] with r ≤ ``rank``, whose product is the combined change of the layer."""
     here = names_in(weights, layer.lora_A)
     with torch.no_grad():
@@ -178,11 +178,11 @@ def _factors(layer: Any, weights: Mapping[str, float], how: str, density: float,
         return v[:rank], u[:, :rank] * values[:rank]
 
 
-def _sum_of_ranks(layer: Any, names: Iterable[str]) -> int:
+def _sum_of_ranks(layer: object, names: Iterable[str]) -> int:
     return sum(layer.r.get(one, 0) for one in names)
 
 
-def _change(layer: Any, name: str) -> Tensor:
+def _change(layer: object, name: str) -> Tensor:
     """Return ΔW [out, in] of one adapter, in float32."""
     a, b = layer.lora_A[name].weight.float(), layer.lora_B[name].weight.float()
     return layer.scaling[name] * (b @ a)

@@ -1,11 +1,10 @@
 """Merge adapters into the weights, or unmerge them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
-from typing import Any
 
 from torch import nn
 
@@ -156,7 +155,7 @@ def unmerge_adapters_(model: nn.Module) -> None:
 
 def merge_layers_(
     model: nn.Module,
-    layers: dict[str, Any],
+    layers: Mapping[str, object],
     names: str | Iterable[str] | None,
     into: str | None,
     original: Original | None,
@@ -178,7 +177,7 @@ def merge_layers_(
     return report
 
 
-def _merge(model: nn.Module, layers: dict[str, Any], names: list[str], way: QuantizedMerge) -> list[str]:
+def _merge(model: nn.Module, layers: Mapping[str, object], names: list[str], way: QuantizedMerge) -> list[str]:
     """Merge the named adapters, or leave the model as it is if that fails; return the names of the merged layers."""
     brought = adapter_parameters(model)
     parameters = [p for name, p in model.named_parameters() if name in brought]
@@ -220,7 +219,7 @@ def _merge(model: nn.Module, layers: dict[str, Any], names: list[str], way: Quan
     return merged
 
 
-def _merge_one(name: str, layer: Any, names: list[str], way: QuantizedMerge) -> None:
+def _merge_one(name: str, layer: object, names: list[str], way: QuantizedMerge) -> None:
     here = names_in(names, list_adapters(layer))
     if is_quantized(layer.get_base_layer()):
         # PEFT's layer still wraps the new base layer, and regards its adapters as merged.
@@ -235,7 +234,7 @@ def _merge_one(name: str, layer: Any, names: list[str], way: QuantizedMerge) -> 
             wrapper.merge(safe_merge=True, adapter_names=names)
 
 
-def _choose_names(model: nn.Module, layers: dict[str, Any], names: str | Iterable[str] | None) -> list[str]:
+def _choose_names(model: nn.Module, layers: Mapping[str, object], names: str | Iterable[str] | None) -> list[str]:
     there, active = adapter_names(model), _list_active(layers)
     chosen = active
     if names is not None:
@@ -253,7 +252,7 @@ def _choose_names(model: nn.Module, layers: dict[str, Any], names: str | Iterabl
     return chosen
 
 
-def _refuse_unmergeable(quantized: dict[str, Any]) -> None:
+def _refuse_unmergeable(quantized: Mapping[str, object]) -> None:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for name, layer in quantized.items():
@@ -263,7 +262,7 @@ def _refuse_unmergeable(quantized: dict[str, Any]) -> None:
             raise TypeError(explain(what, why, "Use unload_adapters_(model, into=...)"))
 
 
-def _refuse_torchaos(layers: dict[str, Any]) -> None:
+def _refuse_torchaos(layers: Mapping[str, object]) -> None:
     for name, layer in layers.items():
         weight = layer.get_base_layer()._parameters.get("weight")
         if weight is not None and is_torchaos(weight):
@@ -272,7 +271,7 @@ def _refuse_torchaos(layers: dict[str, Any]) -> None:
             raise TypeError(explain(f"merging into '{name}'", why, way_out))
 
 
-def _list_active(layers: dict[str, Any]) -> list[str]:
+def _list_active(layers: Mapping[str, object]) -> list[str]:
     return list(dict.fromkeys(chain(*map(attrgetter("active_adapters"), layers.values()))))
 
 

@@ -2,6 +2,7 @@
 
 import warnings
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ _PROBES = 64  # random inputs per layer for measuring the error, if no batch is 
 _MOST_PROBES = 1024  # inputs per layer taken from a given batch
 
 
-def check_way(model: nn.Module, quantized: dict[str, Any], into: str | None, original: Original | None) -> None:
+def check_way(model: nn.Module, quantized: Mapping[str, object], into: str | None, original: Original | None) -> None:
     """Check that ``into`` and ``original`` are given exactly if there are quantised layers to merge into.
 
     Raises:
@@ -81,7 +82,7 @@ class QuantizedMerge:
     """
 
     def __init__(
-        self, model: nn.Module, layers: dict[str, Any], into: str | None, original: Original | None, batch: object
+        self, model: nn.Module, layers: Mapping[str, object], into: str | None, original: Original | None, batch: object
     ) -> None:
         self.into, self.dtype = into, _dtype_of(model, layers)
         self.configs = {name: _configs_of(model, name) for name in layers}
@@ -134,7 +135,7 @@ class QuantizedMerge:
         return merged
 
     @torch.no_grad()
-    def merge_tensor(self, name: str, wrapper: Any, names: list[str]) -> None:
+    def merge_tensor(self, name: str, wrapper: object, names: list[str]) -> None:
         """Merge into a tensor that is held in 4 bits, such as a layer's experts, in place.
 
         The error is measured on the weights, which is the mean error of the outputs for normally distributed inputs.
@@ -162,7 +163,7 @@ class QuantizedMerge:
         self.against_trained[whole] = relative_error(merged.float(), trained)
 
 
-def _plain_twin(layer: Any, plain: nn.Linear, configs: dict[str, Any], names: list[str]) -> Any:
+def _plain_twin(layer: object, plain: nn.Linear, configs: dict[str, Any], names: list[str]) -> Any:
     """Return PEFT's layer for ``plain``, which shares the adapters of the quantised ``layer``."""
     import peft
 
@@ -183,7 +184,7 @@ def _plain_twin(layer: Any, plain: nn.Linear, configs: dict[str, Any], names: li
     return twin
 
 
-def _quantized_like(base: Any, merged: nn.Linear) -> nn.Module:
+def _quantized_like(base: object, merged: nn.Linear) -> nn.Module:
     layer: Any
     weight = merged.weight.detach()
     if in_8_bits(base):
@@ -215,7 +216,7 @@ def _transposed_again(layer: Any) -> nn.Module:
     return plain
 
 
-def _full_weight(base: Any) -> Tensor:
+def _full_weight(base: object) -> Tensor:
     """Return the dequantised weight of a layer in float32, regardless of the dtype before quantising."""
     weight = dequantized_weight(base)
     if weight.dtype is not torch.float32:
@@ -231,7 +232,7 @@ def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     return layer
 
 
-def _dtype_of(model: nn.Module, layers: dict[str, Any]) -> torch.dtype:
+def _dtype_of(model: nn.Module, layers: Mapping[str, object]) -> torch.dtype:
     """Return the activations' dtype: the most common one of parameters that are not quantised nor an adapter's."""
     brought, counts = adapter_parameters(model), Counter[torch.dtype]()
 
@@ -253,12 +254,12 @@ def _configs_of(model: nn.Module, name: str) -> dict[str, Any]:
     return vars(inner[-1])["peft_config"]
 
 
-def list_adapters(layer: Any) -> set[str]:
+def list_adapters(layer: object) -> set[str]:
     """Return the names of the adapters in one of PEFT's layers; other layers may have other adapters."""
     return {name for attribute in layer.adapter_layer_names for name in getattr(layer, attribute)}
 
 
-def _inputs(model: nn.Module, layers: dict[str, Any], batch: object) -> dict[str, Tensor]:
+def _inputs(model: nn.Module, layers: Mapping[str, object], batch: object) -> dict[str, Tensor]:
     """Return the inputs of each layer when the model is called with ``batch``."""
     seen: dict[str, Tensor] = {}
     handles = []
@@ -283,7 +284,7 @@ def _output(module: nn.Module, x: Tensor) -> Tensor:
         return module(x).float()
 
 
-def _which_way(model: nn.Module, quantized: dict[str, Any]) -> str:
+def _which_way(model: nn.Module, quantized: Mapping[str, object]) -> str:
     dtype, packed, plain = _dtype_of(model, quantized), 0, 0
     for layer in quantized.values():
         for base in find_quantized_under(layer).values():

@@ -8,6 +8,7 @@ import re
 import types
 import typing
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -114,7 +115,7 @@ def _parse(data: bytes, what: str) -> dict[str, Any]:
     return settings
 
 
-def _refuse_mixed(settings: dict[str, Any], copy: dict[str, Any], path: Path) -> None:
+def _refuse_mixed(settings: Mapping[str, object], copy: Mapping[str, object], path: Path) -> None:
     differ = [key for key in {**settings, **copy} if key not in IGNORED and settings.get(key) != copy.get(key)]
     if differ:
         why = f"it differs in {first_few(differ)}"
@@ -122,7 +123,7 @@ def _refuse_mixed(settings: dict[str, Any], copy: dict[str, Any], path: Path) ->
         raise ValueError(explain(f"{path} was not saved with the tensors", why, way_out))
 
 
-def _make_config(settings: dict[str, Any], path: str) -> Any:
+def _make_config(settings: Mapping[str, object], path: str) -> Any:
     peft: Any = require_peft()
     kinds = {kind.value: config for kind, config in peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING.items()}
     kind = settings.get("peft_type")
@@ -178,7 +179,7 @@ def _hints(kind: object) -> dict[str, Any]:
 _CONTAINERS = (list, set, tuple, dict)
 
 
-def _fits(value: object, hint: Any, field: Any = None) -> bool:
+def _fits(value: object, hint: object, field: object = None) -> bool:
     """Check whether a value read from JSON has the type that a config declares."""
     if isinstance(value, float) and not math.isfinite(value):
         return False
@@ -197,13 +198,13 @@ def _fits(value: object, hint: Any, field: Any = None) -> bool:
     return _is_plain(value, hint)
 
 
-def _is_one_of(value: object, words: tuple[Any, ...]) -> bool:
+def _is_one_of(value: object, words: tuple[object, ...]) -> bool:
     if isinstance(value, str) and any("[" in str(word) for word in words):  # such as pissa_niter_[number]
         return True
     return isinstance(value, str | int) and value in words
 
 
-def _holds(value: object, kind: object, arguments: tuple[Any, ...]) -> bool:
+def _holds(value: object, kind: object, arguments: tuple[object, ...]) -> bool:
     """Check the elements of a container, where JSON stores sets, tuples and dataclasses as lists and mappings."""
     if kind in (list, set, tuple):
         inner = next(iter(arguments), typing.Any)

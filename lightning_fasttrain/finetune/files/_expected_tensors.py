@@ -111,7 +111,7 @@ def _meta_tensors(owner: Any) -> nn.Module:
 
 
 def refuse_other_tensors(
-    root: nn.Module, file: Any, keys: list[str], expected: Mapping[str, Tensor], what: str
+    root: nn.Module, file: object, keys: list[str], expected: Mapping[str, Tensor], what: str
 ) -> None:
     """Refuse a file whose tensor names, shapes or dtypes differ from the expected adapter's.
 
@@ -142,7 +142,7 @@ def refuse_other_tensors(
             raise ValueError(explain(f"{what} holds tensors of another dtype", why, "Save it again"))
 
 
-def refuse_not_finite(file: Any, what: str) -> None:
+def refuse_not_finite(file: object, what: str) -> None:
     """Refuse an adapter with NaN or infinite values.
 
     Raises:
@@ -156,7 +156,7 @@ def refuse_not_finite(file: Any, what: str) -> None:
             raise ValueError(explain(f"the adapter in {what}", why, way_out))
 
 
-def refuse_other_ties(place: Place, file: Any, what: str) -> None:
+def refuse_other_ties(place: Place, file: object, what: str) -> None:
     """Refuse different values for modules that trained in full and are tied in this model; PEFT trains them apart.
 
     Raises:
@@ -173,7 +173,7 @@ def refuse_other_ties(place: Place, file: Any, what: str) -> None:
                 raise ValueError(explain(what, why, "Untie the two in the model first"))
 
 
-def refuse_sizes_beyond_the_layers(place: Place, config: "PeftConfig", file: Any, what: str) -> None:
+def refuse_sizes_beyond_the_layers(place: Place, config: "PeftConfig", file: object, what: str) -> None:
     """Refuse sizes in the settings that exceed the layers' sizes, before memory of that size is allocated.
 
     Raises:
@@ -208,7 +208,7 @@ def _largest_size(place: Place) -> int:
     return max(sizes)
 
 
-def _integers(value: Any) -> list[int]:
+def _integers(value: object) -> list[int]:
     if isinstance(value, dict):
         value = list(value.values())
     if not isinstance(value, list | set | tuple):
@@ -222,7 +222,7 @@ def _is_same(parameter: Tensor, stored: Tensor) -> bool:
     return bool((parameter.detach().cpu().to(torch.bfloat16) == stored.to(torch.bfloat16)).all())
 
 
-def refuse_other_tokens(place: Place, file: Any, what: str) -> None:
+def refuse_other_tokens(place: Place, file: object, what: str) -> None:
     """Refuse rows that the embedding in this model lacks, or whose count differs from the settings.
 
     Raises:

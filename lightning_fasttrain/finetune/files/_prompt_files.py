@@ -43,7 +43,7 @@ _FROM_HERE: dict[str, Any] = {
 def load_prompts_(
     model: nn.Module,
     source: Path,
-    file: Any,
+    file: object,
     config: "PeftConfig",
     name: str,
     trainable: bool,

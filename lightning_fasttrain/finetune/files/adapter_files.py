@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from itertools import starmap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -246,7 +246,7 @@ def _match_exactly(place: Place, names: list[str]) -> list[re.Pattern[str]]:
     return [re.compile(match_exactly(in_model))]
 
 
-def _scaled_at_input(place: Place, config: "PeftConfig", keys: list[str], file: Any) -> list[str]:
+def _scaled_at_input(place: Place, config: "PeftConfig", keys: list[str], file: object) -> list[str]:
     """Return the targets that (IA)³ scales at the input, [1, in], rather than at the output, [out, 1]."""
     ends = config.feedforward_modules or []
     found = []
@@ -262,7 +262,7 @@ def _scaled_at_input(place: Place, config: "PeftConfig", keys: list[str], file: 
     return found
 
 
-def _fill_(root: nn.Module, root_prefix: str, place: Place, name: str, file: Any) -> None:
+def _fill_(root: nn.Module, root_prefix: str, place: Place, name: str, file: object) -> None:
     """Copy the values in the file into the adapter."""
     from peft.utils.save_and_load import get_peft_model_state_dict
 

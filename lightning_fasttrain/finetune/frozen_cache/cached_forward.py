@@ -50,7 +50,7 @@ class _Form:
         return tree_unflatten(leaves, self.structure)
 
 
-def _tensors_in(output: Any) -> list[Tensor]:
+def _tensors_in(output: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
@@ -77,7 +77,7 @@ class CachedForward(WrappedForward):
         self._forms: dict[bytes, _Form] = {}  # by fingerprint
         self._weights: tuple[tuple[Any, ...], bytes] = ((), b"")
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         leaves = tree_leaves((args, kwargs))
         rows = count_rows(leaves)
         if rows == 0 or torch.compiler.is_compiling() or detect_fake_mode(leaves) is not None:
@@ -99,7 +99,7 @@ class CachedForward(WrappedForward):
     def _refusal(self, why: str, way_out: str) -> ValueError:
         return ValueError(explain(f"FrozenCache of '{self.name}' ({type(self.module).__name__})", why, way_out))
 
-    def _refuse_gradients(self, leaves: Sequence[Any]) -> None:
+    def _refuse_gradients(self, leaves: Sequence[object]) -> None:
         if reason := why_not_frozen(self.module):
             raise self._refusal(*reason)
         if torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
@@ -130,7 +130,7 @@ class CachedForward(WrappedForward):
         some_args, some_kwargs = tree_map(lambda leaf: leaf[index] if is_cut(leaf, rows) else leaf, (args, kwargs))
         return self.inner(*some_args, **some_kwargs)
 
-    def _first_call(self, fingerprint: bytes, keys: Sequence[bytes], args: Any, kwargs: Any) -> Any:
+    def _first_call(self, fingerprint: bytes, keys: Sequence[bytes], args: object, kwargs: object) -> Any:
         """Compute a batch whatever is known, examine the module on it, and compare it with what was kept before."""
         output = self._run(args, kwargs, None)
         reason = why_not_repeatable(self.module, lambda chosen: self._run(args, kwargs, chosen), output, len(keys))
@@ -158,7 +158,7 @@ class CachedForward(WrappedForward):
                 form.store = RowStore(None)
                 return
 
-    def _look_up(self, form: _Form, keys: Sequence[bytes], args: Any, kwargs: Any) -> Any:
+    def _look_up(self, form: _Form, keys: Sequence[bytes], args: object, kwargs: object) -> Any:
         rows: list[Any] = list(map(form.store.get, keys))
         missing = [number for number, row in enumerate(rows) if row is None]
         self.hits += len(keys) - len(missing)

@@ -2,8 +2,7 @@
 
 import functools
 import hashlib
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +16,7 @@ _WORDS = 2**14  # 32-bit words of a chunk
 _LANES = 3  # independent sums of a chunk, of 64 bits each
 
 
-def row_keys(args: Sequence[Any], kwargs: dict[str, Any], context: bytes) -> list[bytes]:
+def row_keys(args: Sequence[object], kwargs: Mapping[str, object], context: bytes) -> list[bytes]:
     """Return a key for each row of a batch: a hash of the row in each tensor, and of everything that rows share.
 
     The host waits once for the device.
@@ -54,7 +53,7 @@ def row_keys(args: Sequence[Any], kwargs: dict[str, Any], context: bytes) -> lis
     return [hashlib.blake2b(shared.digest() + row.tobytes(), digest_size=KEY_BYTES).digest() for row in sums]
 
 
-def count_rows(leaves: Iterable[Any]) -> int:
+def count_rows(leaves: Iterable[object]) -> int:
     """Return the length of the first tensor that has an axis; 0 if there is none."""
     return next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0), 0)
 

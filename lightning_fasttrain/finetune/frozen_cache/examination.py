@@ -24,7 +24,7 @@ def why_not_frozen(module: nn.Module) -> tuple[str, str] | None:
 
 
 def why_not_repeatable(
-    module: nn.Module, run: Callable[[Sequence[int] | None], Any], output: Any, rows: int
+    module: nn.Module, run: Callable[[Sequence[int] | None], object], output: object, rows: int
 ) -> tuple[str, str] | None:
     """Return why the output of a row is not the same at each call, and what to do; None if it is.
 
@@ -56,7 +56,7 @@ def why_not_repeatable(
     return None
 
 
-def _generators(leaves: Sequence[Any]) -> list[Tensor]:
+def _generators(leaves: Sequence[object]) -> list[Tensor]:
     states, device = [torch.get_rng_state()], first_tensor(leaves).device
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))

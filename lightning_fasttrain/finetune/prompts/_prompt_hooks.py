@@ -18,7 +18,7 @@ _LONGER = {
 _LONGER_ELSEWHERE = ("logits", "last_hidden_state", "hidden_states")
 
 
-def cut_virtual_tokens(prompted: Any, args: tuple[Any, ...], given: dict[str, Any], output: Any) -> None:
+def cut_virtual_tokens(prompted: object, args: tuple[Any, ...], given: dict[str, Any], output: Any) -> None:
     """Cut the virtual tokens from the outputs of the forward, so that they are as long as its inputs.
 
     Raises:
@@ -87,7 +87,7 @@ class GenerateWithCache(Replacement):
         return type(self.module).generate(self.module, *args, **kwargs)
 
 
-def _put_behind_prefix(layer: Any, keys: Tensor, values: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+def _put_behind_prefix(layer: object, keys: Tensor, values: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
     return torch.cat([layer.keys, keys], dim=-2), torch.cat([layer.values, values], dim=-2)
 
 

@@ -71,7 +71,7 @@ def is_quantized(module: nn.Module) -> bool:
     return is_a(module, "bitsandbytes.nn.Linear4bit") or in_8_bits(module)
 
 
-def in_8_bits(module: Any) -> bool:
+def in_8_bits(module: object) -> bool:
     return is_a(module, "bitsandbytes.nn.Linear8bitLt") and not module.state.has_fp16_weights
 
 
@@ -119,7 +119,7 @@ def quantize_layer_(
         layer.bias.requires_grad_(False)
 
 
-def round_bias_(layer: Any) -> None:
+def round_bias_(layer: object) -> None:
     """Round the bias to the compute dtype now, as bitsandbytes would in the first forward."""
     if layer.bias is not None and not in_8_bits(layer):
         layer.bias.data = layer.bias.data.to(layer.compute_dtype)
@@ -139,7 +139,7 @@ def pack(weight: Tensor, kind: str, double_quant: bool) -> tuple[Tensor, Any]:
     )
 
 
-def _pack_fake(functional: Any, weight: Tensor, kind: str, double_quant: bool) -> tuple[Tensor, Any]:
+def _pack_fake(functional: object, weight: Tensor, kind: str, double_quant: bool) -> tuple[Tensor, Any]:
     """Create the result of :func:`pack` as fake tensors, so that bitsandbytes does not cache a fake table."""
     if kind == "int8":
         return torch.empty(weight.shape, dtype=torch.int8), torch.empty(weight.shape[0])
@@ -183,7 +183,7 @@ def fake_parts(layer: Any) -> dict[int, Any]:
     return {id(layer.weight): _4bit_parameter(packed, state), id(old): state}
 
 
-def _4bit_parameter(packed: Tensor, state: Any) -> nn.Parameter:
+def _4bit_parameter(packed: Tensor, state: object) -> nn.Parameter:
     settings = {"quant_state": state, "quant_type": state.quant_type, "blocksize": state.blocksize}
     settings |= {"compress_statistics": state.nested, "quant_storage": packed.dtype}
     # A fake tensor cannot be converted to another tensor class.
@@ -210,7 +210,7 @@ def settle_(layer: nn.Module) -> None:
         settle_4bit_(layer)
 
 
-def settle_4bit_(layer: Any, *_: object) -> None:
+def settle_4bit_(layer: object, *_: object) -> None:
     """Make weight and quantisation state of a 4-bit layer consistent; also used as a forward pre-hook.
 
     It never synchronizes with the device. It repairs what bitsandbytes leaves inconsistent: pickling, and loading with
@@ -233,7 +233,7 @@ def settle_4bit_(layer: Any, *_: object) -> None:
         state.to(weight.device)
 
 
-def settle_8bit_(layer: Any, *_: object) -> None:
+def settle_8bit_(layer: object, *_: object) -> None:
     """Make weight and ``layer.state`` of an int8 layer consistent, like :func:`settle_4bit_`."""
     weight: Any = layer.weight
     if type(weight) is nn.Parameter:

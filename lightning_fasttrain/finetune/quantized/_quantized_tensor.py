@@ -64,7 +64,7 @@ def let_go_(owner: nn.Module, name: str, tensor: Tensor) -> None:
     _put_in_order_(owner)
 
 
-def stand_in(holder: Any) -> Tensor:
+def stand_in(holder: object) -> Tensor:
     """Return a tensor with shape, dtype and device of the one that a layer holds, expanded from a single element."""
     one = torch.zeros((), dtype=holder.quant_state.dtype, device=holder.weight.device)
     return one.expand(holder.stands_for)
@@ -102,7 +102,7 @@ def held_tensors(owner: nn.Module) -> dict[str, nn.Module]:
     return {name: child for name, child in owner.named_children() if stands_for(child)}
 
 
-def holder_under(wrapper: Any) -> Any:
+def holder_under(wrapper: object) -> Any:
     """Return the 4-bit layer with the tensor that a PEFT layer adapts; None if that is a plain parameter."""
     return held_tensors(wrapper.get_base_layer()).get(vars(wrapper).get("parameter_name", ""))
 
@@ -135,12 +135,12 @@ class DequantizedTensors(WrappedForward):
                 del vars(owner)[name]
 
 
-def dequantize_tensor(holder: Any, dtype: torch.dtype | None = None) -> Tensor:
+def dequantize_tensor(holder: object, dtype: torch.dtype | None = None) -> Tensor:
     """Dequantise the tensor that a layer holds for another module, to its original dtype or to ``dtype``."""
     return dequantized_weight(holder).view(holder.stands_for).to(dtype)
 
 
-def _dtype_of_inputs(inputs: Iterable[Any]) -> torch.dtype | None:
+def _dtype_of_inputs(inputs: Iterable[object]) -> torch.dtype | None:
     """Return the dtype of the first floating-point input, which may be the Trainer's; None under autocast."""
     for one in inputs:
         if isinstance(one, Tensor) and one.is_floating_point():

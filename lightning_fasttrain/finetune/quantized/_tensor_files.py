@@ -5,7 +5,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -152,7 +151,9 @@ class OriginalWeights:
         self.keys = keys
         self.renamed = _find_prefix(list(map(_strip_wrappers, names)), keys)
 
-    def read_weight(self, name: str, base: Any, dequantized: Tensor, whole: str = "") -> tuple[Tensor, Tensor | None]:
+    def read_weight(
+        self, name: str, base: object, dequantized: Tensor, whole: str = ""
+    ) -> tuple[Tensor, Tensor | None]:
         """Return weight and bias of a layer, on its device; or the tensor named ``whole`` that the layer stands for.
 
         Raises:

@@ -67,7 +67,7 @@ def keep_quantized_(layer: Any) -> None:
             FlatForward(layer).install()
 
 
-def _hook_(layer: Any, load: Callable[..., None], settle: Callable[..., None]) -> None:
+def _hook_(layer: object, load: Callable[..., None], settle: Callable[..., None]) -> None:
     if layer.weight.dtype in FLOATS and layer.weight.dim() == 2 and layer.weight.shape[1] == layer.in_features:
         # bitsandbytes quantises a layer when it is first moved, even to the device where it is.
         layer.to(layer.weight.device)
@@ -78,7 +78,7 @@ def _hook_(layer: Any, load: Callable[..., None], settle: Callable[..., None]) -
         layer.register_forward_pre_hook(settle)
 
 
-def _disable_repacking_(layer: Any) -> None:
+def _disable_repacking_(layer: object) -> None:
     if getattr(layer.quant_state, "packing_format_for_cpu", False):
         # As a side effect, saving unpacks the weight.
         layer._save_to_state_dict({}, "", keep_vars=True)
@@ -146,7 +146,7 @@ def _find_mismatch(weight: Tensor, found: dict[str, Any], old: Any, layer: Any) 
     return _settings_that_differ(settings, layer, nested)
 
 
-def _settings_that_differ(packed: Tensor, layer: Any, nested: bool) -> str:
+def _settings_that_differ(packed: Tensor, layer: object, nested: bool) -> str:
     unpack: Any = require_bitsandbytes().utils.unpack_tensor_to_dict
     try:
         settings = unpack(packed)
@@ -213,7 +213,7 @@ def _cut_like(weight: Tensor, packed: Tensor) -> Tensor:
     return distribute_tensor(packed, weight.device_mesh, weight.placements, src_data_rank=None).to(weight.device)
 
 
-def _refuse(state_dict: StateDict, name: str, layer: Any, wrong: str, errors: list[str]) -> None:
+def _refuse(state_dict: StateDict, name: str, layer: object, wrong: str, errors: list[str]) -> None:
     way_out = "Quantise with the same kind as the checkpoint, or load a checkpoint of the plain model"
     errors.append(explain(f"{name!r} in the checkpoint {wrong}", f"the layer is a {type(layer).__name__}", way_out))
     # The weight stays as it is, so that no other error is reported for it.

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward
 
 
-def dequantize_flat(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
+def dequantize_flat(packed: Tensor, state: object, dtype: torch.dtype) -> Tensor:
     """Dequantise a weight as if it were one long row.
 
     Blocks of 64 values extend over the end of a row. The AVX-512 kernel of bitsandbytes assumes that each row begins
@@ -45,7 +45,7 @@ class _Product(torch.autograd.Function):
     """Compute x·Wᵀ + b, saving neither ``x`` nor the dequantised weight for the backward."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, packed: Tensor, state: Any, bias: Tensor | None) -> Tensor:
+    def forward(ctx: FunctionCtx, x: Tensor, packed: Tensor, state: object, bias: Tensor | None) -> Tensor:
         # Not by ``save_for_backward``: hooks that offload saved tensors would move the frozen weight as well.
         ctx.packed, ctx.state = packed, state
         with torch.autocast("cpu", enabled=False):

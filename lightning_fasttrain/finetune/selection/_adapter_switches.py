@@ -1,7 +1,7 @@
 """Adapters of a model that can be enabled and disabled."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,7 +25,7 @@ def switches(model: nn.Module) -> Iterator[Any]:
             yield _PromptSwitch(module)
 
 
-def trained_copies(wrapper: Any) -> dict[str, nn.Module]:
+def trained_copies(wrapper: object) -> dict[str, nn.Module]:
     """Map adapters to the copies of a module that train in full, if ``wrapper`` is PEFT's wrapper around one."""
     if is_a(wrapper, WRAPPER) and "modules_to_save" in wrapper._modules:
         return dict(wrapper.modules_to_save.items())
@@ -48,7 +48,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 class _BaseCall:
     """A method of the base model that replaces the prompted model's; ``replaced`` holds the instance's own."""
 
-    def __init__(self, call: Callable[..., Any], replaced: dict[str, Any]) -> None:
+    def __init__(self, call: Callable[..., object], replaced: Mapping[str, object]) -> None:
         self.call, self.replaced = call, replaced
         # Callers that inspect the signature see that of the base model.
         functools.update_wrapper(self, call)
@@ -60,7 +60,7 @@ class _BaseCall:
 class _PromptSwitch:
     """Enable and disable virtual tokens, with the interface of PEFT's layers."""
 
-    def __init__(self, prompted: Any) -> None:
+    def __init__(self, prompted: object) -> None:
         self.prompted = prompted
 
     @property

@@ -142,7 +142,7 @@ def _tell_transformers(model: nn.Module, name: str, told: bool, before: int, out
             config.tie_word_embeddings = False
 
 
-def _set_vocabulary(owner: Any, config: Any, outputs: int) -> None:
+def _set_vocabulary(owner: object, config: object, outputs: int) -> None:
     config.vocab_size = outputs
     if "vocab_size" in vars(owner):
         owner.vocab_size = outputs

@@ -1,7 +1,7 @@
 """Run the model's blocks as compiled code, with one compilation per kind of block."""
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
@@ -57,7 +57,7 @@ def compile_blocks_(
     mode: str = "default",
     *,
     blocks: Blocks | None = None,
-    backend: str | Callable[..., Any] = "inductor",
+    backend: str | Callable[..., object] = "inductor",
     dynamic: bool | None = None,
     fullgraph: bool = False,
     fallback: bool = True,
@@ -217,7 +217,7 @@ class CompileBlocks(Technique):
         mode: str = "default",
         *,
         blocks: Blocks | None = None,
-        backend: str | Callable[..., Any] = "inductor",
+        backend: str | Callable[..., object] = "inductor",
         dynamic: bool | None = None,
         fullgraph: bool = False,
         fallback: bool = True,
@@ -336,7 +336,7 @@ class CompileBlocks(Technique):
             say("CompileBlocks: %s", self.report)
             self._save_cache(verdicts)
 
-    def _save_cache(self, verdicts: dict[str, Any]) -> None:
+    def _save_cache(self, verdicts: Mapping[str, object]) -> None:
         if self.cache is None:
             return
         try:

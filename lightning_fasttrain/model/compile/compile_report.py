@@ -28,7 +28,7 @@ _LIBRARY = re.compile(r"[a-z0-9]{2}/[a-z0-9]+(\.main)?\.so")
 
 
 @check_arguments
-def save_compile_cache(path: str | os.PathLike[str], verdicts: Mapping[str, Any] | None = None) -> int:
+def save_compile_cache(path: str | os.PathLike[str], verdicts: Mapping[str, object] | None = None) -> int:
     """Save this process's compiled code to one file, completely or not at all; return its bytes (0: nothing to save).
 
     Args:

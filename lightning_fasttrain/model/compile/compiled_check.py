@@ -59,8 +59,8 @@ def check_compiled(
     plain: Forward,
     compiled: Forward,
     compile_again: Callable[[], Forward],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
 ) -> Verdict:
     """Run a block's forward and backward eagerly and compiled on the same inputs, without side effects.
 
@@ -92,7 +92,7 @@ def check_compiled(
         return Verdict(unchecked=first_line(error))
 
 
-def _why_not(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+def _why_not(module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> str:
     leaves = tree_leaves((args, kwargs))
     if detect_fake_mode(leaves) is not None:
         return "its inputs have no values"
@@ -164,7 +164,7 @@ def _distances(one: Numbers, other: Numbers) -> dict[str, tuple[float, float]]:
 class _Probe:
     """Calls a block on copies of the same inputs, each time with the same random state."""
 
-    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         self.module = module
         self.leaves, self.structure = tree_flatten((args, dict(kwargs)))
         self.state = random_state()
@@ -290,7 +290,7 @@ def _leaving_no_trace(module: nn.Module) -> Iterator[None]:
         restore()
 
 
-def key_of(module: nn.Module, options: Mapping[str, Any]) -> str:
+def key_of(module: nn.Module, options: Mapping[str, object]) -> str:
     """Return the key of a verdict: code of the block and its submodules, shapes, options, versions, kind of device."""
     code = hashlib.sha256()
     for kind in sorted(set(map(type, module.modules())), key=lambda kind: kind.__qualname__):

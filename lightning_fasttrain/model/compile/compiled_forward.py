@@ -162,7 +162,7 @@ class CompiledEntry:
             return self._with_graphs(*args, **kwargs)
         return self._without_graphs(*args, **kwargs)
 
-    def judge(self, block: "CompiledForward", args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Verdict:
+    def judge(self, block: "CompiledForward", args: tuple[object, ...], kwargs: Mapping[str, object]) -> Verdict:
         """Compare once, or use the verdict of an earlier process on the same code."""
         self.key = key_of(block.module, self.options)
         known = self.known.get(self.key)
@@ -173,7 +173,7 @@ class CompiledEntry:
             note_once(f"CompileBlocks: '{block.name}' was not compared with the eager block: {why}")
         return self.verdict
 
-    def _compare(self, block: "CompiledForward", args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Verdict:
+    def _compare(self, block: "CompiledForward", args: tuple[object, ...], kwargs: Mapping[str, object]) -> Verdict:
         def compile_again() -> Callable[..., Any]:
             return functools.partial(torch.compile(self._code, **self.options), block.target)
 
@@ -241,7 +241,7 @@ class CompiledForward(WrappedForward):
             warn_on_any_rank(explain(what, self.failure, way_out))
         return self.inner(*args, **kwargs)
 
-    def _judge(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _judge(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         self.is_compared = True
         verdict = self.entry.judge(self, args, kwargs)
         if not verdict.failure:

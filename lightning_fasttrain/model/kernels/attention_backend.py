@@ -121,7 +121,7 @@ class _Explained(AttentionCalls):
         super().__init__()
         self.backend = backend
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: object, types: object, args: object = (), kwargs: object = None) -> Any:
         try:
             return super().__torch_function__(func, types, args, kwargs)
         except RuntimeError as error:

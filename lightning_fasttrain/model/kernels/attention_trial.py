@@ -64,14 +64,20 @@ class AttentionCall:
 
     @classmethod
     def of(
-        cls, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **settings: Any
+        cls,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        *args: object,
+        **settings: object,
     ) -> "AttentionCall":
         named = dict(zip(("dropout_p", "is_causal"), args, strict=False)) | settings
         mask = None if attn_mask is None else Layout.of(attn_mask)
         return cls(tuple(map(Layout.of, (query, key, value))), mask, tuple(sorted(named.items())))
 
     @classmethod
-    def in_multi_head(cls, *args: Any, **kwargs: Any) -> "AttentionCall | None":
+    def in_multi_head(cls, *args: object, **kwargs: object) -> "AttentionCall | None":
         """Return the call that ``F.multi_head_attention_forward`` makes; None if it computes the weights itself."""
         given = _MHA.bind(*args, **kwargs)
         given.apply_defaults()
@@ -126,7 +132,7 @@ class AttentionCalls(TorchFunctionMode):
         super().__init__()
         self.found: Counter[AttentionCall] = Counter()
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         call = None
         if func is F.scaled_dot_product_attention:

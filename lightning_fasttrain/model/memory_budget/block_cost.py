@@ -60,8 +60,8 @@ def measure_block(
     forward: CheckpointedForward,
     keeps: Callable[..., Keep],
     fixed: Iterable[Tensor],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
 ) -> BlockCost:
     """Run a block's forward a few times beside the training, without side effects.
 

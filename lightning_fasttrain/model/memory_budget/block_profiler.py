@@ -131,7 +131,7 @@ class StepWatch:
 
     # Called by the blocks.
 
-    def enter(self, forward: PlannedForward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def enter(self, forward: PlannedForward, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         """Begin and measure a block's forward."""
         if not self._costs:  # the first block: from now on a hook reports when it begins
             self._begin_pass(forward.module, args, kwargs)
@@ -149,7 +149,7 @@ class StepWatch:
         self._mark()
 
     @contextmanager
-    def watch_recomputation(self, name: str, again: AbstractContextManager[Any]) -> Iterator[None]:
+    def watch_recomputation(self, name: str, again: AbstractContextManager[object]) -> Iterator[None]:
         """Track a recomputation of a block's forward."""
         if self.measuring and name in self._pending:
             # The last call of a block is recomputed first.
@@ -167,7 +167,7 @@ class StepWatch:
     # Passes and steps.
 
     @torch._dynamo.disable
-    def _begin_pass(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _begin_pass(self, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         if self._closed or not torch.is_grad_enabled() or self._pending:  # last: one block is called several times
             return
         if self._cautious:  # the larger batch was in the previous pass

@@ -44,7 +44,7 @@ class TiledForward(RecomputedForward):
         self.others = 0  # number of further tensors that it was tried with
         self.most = 0
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         leading = ""  # the name of the first argument, if it has one
         if not args:
             leading = next(iter(kwargs), "")
@@ -74,7 +74,7 @@ class TiledForward(RecomputedForward):
         assert call.structure is not None
         return tree_unflatten(list(outputs), call.structure)
 
-    def _check(self, x: Tensor, others: Sequence[Tensor], run: Callable[[Tensor], Any]) -> None:
+    def _check(self, x: Tensor, others: Sequence[Tensor], run: Callable[[Tensor], object]) -> None:
         if any(tensor.requires_grad for tensor in others) and torch.is_grad_enabled():
             why = "an argument beside the first one requires a gradient, which tiles do not compute"
             raise ValueError(explain_mixing(self.name, self.module, why))
@@ -93,7 +93,7 @@ class TiledForward(RecomputedForward):
             raise ValueError(explain_mixing(self.name, self.module, reason))
         self.is_checked, self.others = True, len(others)
 
-    def _traced(self, x: Tensor, size: int, run: Callable[[Tensor], Any]) -> Any:
+    def _traced(self, x: Tensor, size: int, run: Callable[[Tensor], object]) -> Any:
         """Return the same as a graph that the compiler can trace; it sums gradients in the parameters' dtype."""
         tiles = list(_cut(x, size))
         if torch.is_grad_enabled():
@@ -121,7 +121,7 @@ class _Call:
         structure: of the module's output; None until it has run.
     """
 
-    def __init__(self, wrapper: TiledForward, size: int, function: Callable[[Tensor], Any], places: Places) -> None:
+    def __init__(self, wrapper: TiledForward, size: int, function: Callable[[Tensor], object], places: Places) -> None:
         self.wrapper, self.size, self.function, self.places = wrapper, size, function, places
         self.structure: TreeSpec | None = None
         self._autocast = [(device, _autocast_settings(device)) for device in ("cpu", "cuda")]
@@ -174,7 +174,7 @@ class _Tiled(torch.autograd.Function):
     """All tiles of one call. Parameters are inputs, so that each gets one gradient, as from a single product."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, call: _Call, *parameters: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: object, x: Tensor, call: _Call, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.call, ctx.device = call, x.device
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, *parameters)
@@ -194,7 +194,7 @@ class _Tiled(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: object, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("a module in tiles", "Undo tile_mlps_ for this")
         call: _Call = ctx.call
         x, *parameters = ctx.saved_tensors

@@ -28,7 +28,7 @@ def can_run(module: nn.Module) -> bool:
 
 def why_tokens_mix(
     module: nn.Module,
-    run: Callable[[Tensor], Any] | None = None,
+    run: Callable[[Tensor], object] | None = None,
     *,
     like: Tensor | None = None,
     same_width: bool = False,
@@ -75,7 +75,7 @@ def _widths(module: nn.Module) -> list[int]:
     return list(widths)
 
 
-def _try_width(module: nn.Module, run: Callable[[Tensor], Any], like: Tensor, same_width: bool) -> str | None:
+def _try_width(module: nn.Module, run: Callable[[Tensor], object], like: Tensor, same_width: bool) -> str | None:
     generator = torch.Generator().manual_seed(0)
     width, lead = like.shape[-1], like.shape[:-1]
     first, second = (torch.randn(_TOKENS, width, generator=generator).to(like) for _ in range(2))

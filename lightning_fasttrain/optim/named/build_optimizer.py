@@ -114,7 +114,7 @@ def _normalize(name: str) -> str:
 _NORMALIZED = {_normalize(name): known for name, known in KNOWN.items()}
 
 
-def refuse_settings(name: str, kind: type[Optimizer], settings: Mapping[str, Any]) -> None:
+def refuse_settings(name: str, kind: type[Optimizer], settings: Mapping[str, object]) -> None:
     """Refuse settings that the class does not have.
 
     Raises:
@@ -311,7 +311,7 @@ def _make_groups(
     return decay_groups(model, weight_decay)
 
 
-def _mark(groups: Groups, chosen: set[Tensor], marks: Mapping[str, Any], label: str) -> Groups:
+def _mark(groups: Groups, chosen: set[Tensor], marks: Mapping[str, object], label: str) -> Groups:
     """Split each group into the chosen parameters, with their marks, and the others."""
     parted: Groups = []
     for group in groups:

@@ -1,7 +1,7 @@
 """Train in pure bfloat16 without losing small updates, by compensated (Kahan) or stochastic rounding."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -82,7 +82,7 @@ class LowPrecisionUpdates(ClosureOptimizer):
                 if parameter.grad is not None:
                     self._update(parameter, group)
 
-    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: Tensor, group: Mapping[str, object]) -> None:
         state = dict(self.state[parameter])
         # A parameter's first seed: numbered by the order in which states are created, equal in all processes.
         draw = state.pop(_DRAW, len(self.state) * _APART)

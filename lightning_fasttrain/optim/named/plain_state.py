@@ -2,7 +2,7 @@
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ def _quantized_states() -> dict[str, Any]:
     return {"OptimState4bit": OptimState4bit, "OptimState8bit": OptimState8bit}
 
 
-def _map_values(state_dict: dict[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
+def _map_values(state_dict: Mapping[str, object], convert: Callable[[Any], object]) -> dict[str, Any]:
     converted = {}
     for number, state in state_dict["state"].items():
         converted[number] = {key: convert(value) for key, value in state.items()}
@@ -70,7 +70,7 @@ def _parts(value: object) -> Any:
     return {**parts, **made_of}
 
 
-def _rebuild(value: Any) -> Any:
+def _rebuild(value: object) -> Any:
     if not isinstance(value, dict) or value.get("class") not in _quantized_states():
         return value
     kind = _quantized_states()[value["class"]]

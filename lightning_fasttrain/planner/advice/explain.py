@@ -22,7 +22,7 @@ from lightning_fasttrain.technique.technique import find_surgeons
 @check_arguments
 def explain(
     module: nn.Module | Factory | L.Trainer,
-    batch: Any = None,
+    batch: object = None,
     techniques: Sequence[Technique] | None = None,
     *,
     trainer: L.Trainer | None = None,
@@ -94,7 +94,7 @@ def explain(
     return replace(found, predicted_bytes=predicted.peak_bytes)
 
 
-def _explain_ahead(setup: TrainingSetup, batch: Any) -> Explanation:
+def _explain_ahead(setup: TrainingSetup, batch: object) -> Explanation:
     planned = PredictedStep(setup.precision, setup.predicted_device == "cuda")
     surgeons = find_surgeons(setup.techniques, planned)
     strategy, ranks, accumulation = setup.as_trained

@@ -61,7 +61,7 @@ class TrainingSetup:
 
     def predict(
         self,
-        batch: Any,
+        batch: object,
         loss: Loss | None,
         optimizer: Callable[[Any], Optimizer] | None,
         techniques: Sequence[Technique] | None = None,

@@ -94,7 +94,7 @@ _REFUSED = (TypeError, ValueError, ModuleNotFoundError)
 @check_arguments
 def why_not(
     module: nn.Module | Factory | L.Trainer,
-    batch: Any = None,
+    batch: object = None,
     techniques: Sequence[Technique] | None = None,
     *,
     trainer: L.Trainer | None = None,
@@ -156,7 +156,7 @@ class _Asker:
     """
 
     def __init__(
-        self, setup: TrainingSetup, batch: Any, loss: Loss | None, optimizer: Callable[[Any], Optimizer] | None
+        self, setup: TrainingSetup, batch: object, loss: Loss | None, optimizer: Callable[[Any], Optimizer] | None
     ) -> None:
         self.setup, self.step = setup, (batch, loss, optimizer)
         self.notes: list[str] = []

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import lightning as L
 
@@ -26,7 +25,7 @@ class PredictedMemory:
     """
 
     def __init__(
-        self, module: L.LightningModule, batch: Any, device: str, parts: list[int], budget_bytes: float = 0.0
+        self, module: L.LightningModule, batch: object, device: str, parts: list[int], budget_bytes: float = 0.0
     ) -> None:
         self.budget_bytes = budget_bytes
         self.module, self.batch, self.device = module, batch, device

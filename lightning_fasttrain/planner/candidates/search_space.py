@@ -47,7 +47,7 @@ class Axes:
             if all(map(self._go_together, itertools.combinations(switched, 2))):
                 yield replace(Choice(), **words)
 
-    def _go_together(self, pair: tuple[tuple[str, Any], tuple[str, Any]]) -> bool:
+    def _go_together(self, pair: tuple[tuple[str, object], tuple[str, object]]) -> bool:
         """Whether two techniques can be used together, which is asked for thousands of choices."""
         if pair not in self._known_pairs:
             self._known_pairs[pair] = True
@@ -68,7 +68,7 @@ class Axes:
 
 def find_axes(
     module: L.LightningModule,
-    batch: Any,
+    batch: object,
     facts: Facts,
     keep: Exactness,
     precision: str | None,
@@ -131,7 +131,7 @@ def _add_precision(axes: Axes, keep: Exactness, fast_bf16: bool) -> None:
         axes.words["precision"].append("bf16-mixed")
 
 
-def _find_parts(module: nn.Module, batch: Any, keep: Exactness) -> tuple[list[int], str]:
+def _find_parts(module: nn.Module, batch: object, keep: Exactness) -> tuple[list[int], str]:
     """Return the powers of two up to one sample per micro-batch; or 1 alone, and why."""
     norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     if norms and keep is not Exactness.CHANGES_TRAINING:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -132,7 +131,7 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return mask
 
 
-def flash_backward(arguments: Sequence[Any], _: object) -> int:
+def flash_backward(arguments: Sequence[object], _: object) -> int:
     """Workspace of flash attention's backward: gradients of the queries in float32, and of shared keys for each head.
 
     Source:
@@ -146,7 +145,7 @@ def flash_backward(arguments: Sequence[Any], _: object) -> int:
     return FLOAT32 * rows * (_round_up(width, 32) + 1) + expanded
 
 
-def efficient_backward(arguments: Sequence[Any], _: object) -> int:
+def efficient_backward(arguments: Sequence[object], _: object) -> int:
     """Workspace of memory-efficient attention's backward: gradients of the queries, in blocks of float32.
 
     Source:

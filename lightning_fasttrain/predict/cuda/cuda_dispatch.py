@@ -70,7 +70,7 @@ class AsOnCuda(TorchFunctionMode):
 
 
 @functools.cache
-def _find_body(func: Any) -> Callable[..., Any] | None:
+def _find_body(func: object) -> Callable[..., Any] | None:
     """Return a function of torch that is written in Python, without its check for modes like this one."""
     if not isinstance(func, types.FunctionType) or func.__module__ not in _COMPOSITES or func.__closure__:
         return None
@@ -90,7 +90,7 @@ def _drop(input: Tensor, p: float, train: bool) -> Tensor:
     return input
 
 
-def _cross_entropy(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _cross_entropy(input: Tensor, target: Tensor, *args: object, **kwargs: object) -> Tensor:
     """Log-softmax in the dtype of the logits, whatever autocast says of it, and the loss of that in float32."""
     whole = torch.is_autocast_enabled("cpu") and input.dtype is torch.bfloat16 and not target.is_floating_point()
     if not whole:

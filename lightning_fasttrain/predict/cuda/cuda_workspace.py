@@ -62,7 +62,7 @@ def _block(columns: int, rows: int) -> tuple[int, int]:
     return min(wide, most // height), height
 
 
-def _softmax_backward(arguments: Sequence[Any], result: object) -> int:
+def _softmax_backward(arguments: Sequence[object], result: object) -> int:
     return arguments[0].nbytes + softmax_copies(arguments, result)
 
 

@@ -35,7 +35,7 @@ class AssumedNumbers(TorchDispatchMode):
         self.truth, self.number, self.selected = truth, number, selected
         self.assumed = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: object, types: Any, args: object = (), kwargs: object = None) -> Any:
         if is_sharded(types):
             return NotImplemented
         return self.answer(func, args, kwargs or {})
@@ -101,7 +101,7 @@ class AssumedArrays(TorchFunctionMode):
         super().__init__()
         self.numbers = numbers
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in (Tensor.numpy, Tensor.__array__):
             self.numbers.assumed += 1
@@ -116,8 +116,8 @@ class AssumedArrays(TorchFunctionMode):
 def _ctc_loss(
     log_probs: Tensor,
     targets: Tensor,
-    input_lengths: Any,
-    target_lengths: Any,
+    input_lengths: object,
+    target_lengths: object,
     blank: int = 0,
     reduction: str | int = "mean",
     zero_infinity: bool = False,
@@ -137,14 +137,14 @@ class _CTCLoss(torch.autograd.Function):
     """Keeps the forward variables [B, T, 2·S + 1] of targets of length S, and needs as much for the backward ones."""
 
     @staticmethod
-    def forward(context: Any, log_probs: Tensor, longest: int) -> Tensor:
+    def forward(context: object, log_probs: Tensor, longest: int) -> Tensor:
         steps, batch = log_probs.shape[0], log_probs.shape[1]
         alpha = log_probs.new_empty(batch, steps, 2 * longest + 1)
         context.save_for_backward(log_probs, alpha)
         return log_probs.new_empty(batch)
 
     @staticmethod
-    def backward(context: Any, *_: Tensor) -> tuple[Tensor, None]:
+    def backward(context: object, *_: Tensor) -> tuple[Tensor, None]:
         log_probs, alpha = context.saved_tensors
         gradient = torch.empty_like(log_probs, memory_format=torch.contiguous_format)
         torch.empty_like(alpha)
@@ -168,7 +168,9 @@ def _find(count: Callable[[int], int], source: Tensor) -> Tensor:
     return source.new_empty((count(source.numel()), source.ndim), dtype=torch.long)
 
 
-def _find_unique(count: Callable[[int], int], source: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _find_unique(
+    count: Callable[[int], int], source: Tensor, *_: object, **__: object
+) -> tuple[Tensor, Tensor, Tensor]:
     found = count(source.numel())
     inverse, counts = source.new_empty(source.shape, dtype=torch.long), source.new_empty(found, dtype=torch.long)
     return source.new_empty(found), inverse, counts
@@ -197,7 +199,7 @@ _SELECTIONS: dict[Any, Callable[..., Any]] = {
 }
 
 
-def _grouped_product(first: Tensor, second: Tensor, ends: Tensor | None = None, *_: Any, **settings: Any) -> Tensor:
+def _grouped_product(first: Tensor, second: Tensor, ends: Tensor | None = None, *_: object, **settings: Any) -> Tensor:
     """Multiply groups of rows, as for mixtures of experts. Fake tensors support it only in bfloat16."""
     ends = settings.get("offs", ends)
     groups: tuple[int, ...] = ()

@@ -46,7 +46,7 @@ def run_cached(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
 
 
 def _describe_call(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: list[FakeTensor]
+    func: object, args: Sequence[object], kwargs: Mapping[str, object], tensors: list[FakeTensor]
 ) -> tuple[Any, ...] | None:
     """Return what the result depends on and append the tensors to ``tensors``; None if it depends on more."""
     if not _is_cacheable(func) or torch.is_inference_mode_enabled():
@@ -93,17 +93,17 @@ def _describe(tensor: Tensor) -> tuple[Any, ...]:
 _kinds: dict[Any, tuple[bool, bool]] = {}
 
 
-def _is_cacheable(func: Any) -> bool:
+def _is_cacheable(func: object) -> bool:
     """Whether ``func`` is an operator of PyTorch that does not change the shapes of its arguments."""
     return _find_kind(func)[0]
 
 
-def _depends_on_types(func: Any) -> bool:
+def _depends_on_types(func: object) -> bool:
     """Whether only the types of floats matter, not their values, as for products with a learning rate."""
     return _find_kind(func)[1]
 
 
-def _find_kind(func: Any) -> tuple[bool, bool]:
+def _find_kind(func: object) -> tuple[bool, bool]:
     if func not in _kinds:
         is_operator = isinstance(func, torch._ops.OpOverload) and func.namespace == "aten"
         cacheable = is_operator and torch.Tag.inplace_view not in func.tags
@@ -113,7 +113,7 @@ def _find_kind(func: Any) -> tuple[bool, bool]:
 
 
 def _run_and_cache(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], key: tuple[Any, ...], tensors: list[FakeTensor]
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], key: tuple[object, ...], tensors: list[FakeTensor]
 ) -> Any:
     before = list(map(_describe, tensors))
     result = func(*args, **kwargs)
@@ -139,7 +139,7 @@ def _find_builder(result: Any, tensors: Sequence[FakeTensor]) -> _Builder | None
     return lambda arguments: kind([part(arguments) for part in parts])  # type: ignore[misc]
 
 
-def _find_part_builder(part: Any, tensors: Sequence[FakeTensor]) -> _Builder | None:
+def _find_part_builder(part: object, tensors: Sequence[FakeTensor]) -> _Builder | None:
     if part is None:
         return _build_none
     for place, tensor in enumerate(tensors):

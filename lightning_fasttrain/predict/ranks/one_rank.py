@@ -59,7 +59,7 @@ class OneRank:
 
     @contextmanager
     def shard(
-        self, model: nn.Module, forward: Callable[[Any], Any], planned: PredictedStep, mode: FakeTensorMode
+        self, model: nn.Module, forward: Callable[[Any], object], planned: PredictedStep, mode: FakeTensorMode
     ) -> Iterator[Callable[[Any], Any]]:
         """Shard ``model`` in place, if the strategy does so; yield ``forward`` as the strategy runs it."""
         if not isinstance(self.strategy, ShardsFakeModel):

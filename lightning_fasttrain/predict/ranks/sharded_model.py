@@ -38,7 +38,7 @@ def sharded(
     strategy: ShardsFakeModel,
     world: int,
     rank: int,
-    forward: Callable[[Any], Any],
+    forward: Callable[[Any], object],
     planned: PredictedStep,
     mode: FakeTensorMode,
 ) -> Iterator[Callable[[Any], Any]]:

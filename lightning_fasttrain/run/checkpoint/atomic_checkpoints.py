@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
@@ -69,7 +69,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         self.substitute = substitute
         self.run = RunMark()
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: object = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: Mapping[str, object], path: str | Path, storage_options: object = None
+    ) -> None:
         """Write ``checkpoint`` to ``path``, completely or not at all.
 
         Raises:
@@ -157,7 +159,9 @@ class BackgroundCheckpointIO(CheckpointIO):
     def verifies(self) -> bool:
         return getattr(self.inner, "verifies", False)
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: object = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: Mapping[str, object], path: str | Path, storage_options: object = None
+    ) -> None:
         """Copy ``checkpoint`` and begin to write it, after the checkpoint before is written.
 
         Raises:

@@ -1,6 +1,6 @@
 """Check before a run whether a folder can hold its checkpoints, and handle saves that fail."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,7 @@ def _unsharded_bytes(tensor: Tensor) -> int:
     return getattr(tensor, "ds_numel", tensor.numel()) * tensor.element_size()
 
 
-def _moments(group: dict[str, Any]) -> int:
+def _moments(group: Mapping[str, object]) -> int:
     """Return the number of state tensors an optimizer keeps per parameter, judged by its settings."""
     if "betas" in group:
         return 2

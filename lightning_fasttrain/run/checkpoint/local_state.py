@@ -14,7 +14,7 @@ from lightning_fasttrain.core.modules.parameters import local_part, parameters_o
 from lightning_fasttrain.core.state.by_parameter import find_by_parameter, replace_at
 
 
-def local_state(state: Mapping[str, Any]) -> dict[str, Any]:
+def local_state(state: Mapping[str, object]) -> dict[str, Any]:
     """Return the states of models, optimizers and other objects, with this rank's part of each sharded tensor.
 
     Example:
@@ -48,7 +48,7 @@ def load_local_state_(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
             target.load_state_dict(_averages_in_shards(saved[key], parameters))
 
 
-def _state_of_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+def _state_of_optimizer(optimizer: Optimizer, saved: Mapping[str, object]) -> dict[str, Any]:
     held, states = parameters_of(optimizer), {}
     for number, values in saved["state"].items():
         states[number] = {name: _like(part, held[number]) for name, part in values.items()}
@@ -61,11 +61,11 @@ def _averages_in_shards(saved: dict[str, Any], parameters: Mapping[str, Tensor])
     return saved
 
 
-def _in_shards(values: Mapping[str, Any], wholes: Mapping[str, Any]) -> dict[str, Any]:
+def _in_shards(values: Mapping[str, object], wholes: Mapping[str, object]) -> dict[str, Any]:
     return {name: _like(part, wholes.get(name)) for name, part in values.items()}
 
 
-def _unwrap(value: Any) -> Any:
+def _unwrap(value: object) -> Any:
     if isinstance(value, FabricModule):
         return value.module
     if isinstance(value, FabricOptimizer):

@@ -75,7 +75,7 @@ class PeerMemory:
         if rank_count() > 1:
             self._group = dist.new_group(backend="gloo", timeout=timeout)
 
-    def save(self, step: NonNegativeInt, state: Mapping[str, Any]) -> None:
+    def save(self, step: NonNegativeInt, state: Mapping[str, object]) -> None:
         """Take a snapshot; a collective. If a rank is lost meanwhile, the snapshot before it stays.
 
         Args:

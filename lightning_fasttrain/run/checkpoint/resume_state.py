@@ -1,6 +1,6 @@
 """State of a checkpoint that a run resumes from, restored at two moments: loaders are made, and training continues."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import lightning as L
@@ -134,7 +134,7 @@ class _HeldLoader(ResumableLoader):
     def state_dict(self) -> dict[str, Any]:
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         assert not state
 
 
@@ -147,7 +147,7 @@ def keeps_its_state(loader: object) -> bool:
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
-def hold_loader(loader: Iterable[Any], seed_samples: bool) -> ResumableLoader | None:
+def hold_loader(loader: Iterable[object], seed_samples: bool) -> ResumableLoader | None:
     """Wrap a training loader so that its position is known; return None if it is not ours to save."""
     if keeps_its_state(loader):
         return None

@@ -68,13 +68,13 @@ def read_step_settings(trainer: L.Trainer) -> dict[str, Any]:
     return {_RESTORED: restored, _SCHEDULES: list(map(class_name, schedules)), _GROUPS: counts}
 
 
-def with_restored(now: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
+def with_restored(now: dict[str, Any], then: Mapping[str, object]) -> dict[str, Any]:
     """Return the settings ``now`` of :func:`read_step_settings` once the saved ones have replaced them."""
     kept = {name: value for name, value in then.get(_RESTORED, {}).items() if name in now[_RESTORED]}
     return {**now, _RESTORED: {**now[_RESTORED], **kept}}
 
 
-def _plain_settings(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _plain_settings(settings: Mapping[str, object]) -> Iterator[tuple[str, Any]]:
     for key, value in settings.items():
         values = [value]
         if isinstance(value, list | tuple):
@@ -186,7 +186,7 @@ def _is_array(value: object) -> bool:
     return type(value) in (Tensor, np.ndarray) and value.ndim > 0
 
 
-def _join(entries: Sequence[Any], by: bytes) -> bytes | None:
+def _join(entries: Sequence[object], by: bytes) -> bytes | None:
     parts: list[bytes] = []
     for entry in entries:
         data = _bytes_of(entry)
@@ -238,7 +238,7 @@ def list_disagreements(then: dict[str, Any], now: dict[str, Any]) -> Iterator[st
         yield explain(what, "so the resumed run would differ from the uninterrupted one", _AS_IT_WAS)
 
 
-def _both(name: str, then: dict[str, Any], now: dict[str, Any]) -> str:
+def _both(name: str, then: Mapping[str, object], now: Mapping[str, object]) -> str:
     return f"the checkpoint was saved with {name} = {then[name]}, this run has {name} = {now[name]}"
 
 
@@ -258,7 +258,7 @@ _AS_IT_WAS = "Use the saved settings, or accept a different run with ExactResume
 
 
 def list_doubts(
-    checkpoint: Mapping[str, Any], module: L.LightningModule, then: dict[str, Any], now: dict[str, Any]
+    checkpoint: Mapping[str, object], module: L.LightningModule, then: dict[str, Any], now: dict[str, Any]
 ) -> Iterator[str]:
     """Yield warnings about differences that are no reason to stop: hyper-parameters, and rounding."""
     hyper_parameters = _other_hyper_parameters(checkpoint, module)
@@ -304,7 +304,7 @@ def list_other_techniques(then: dict[str, Any], now: dict[str, Any], changing_tr
     return found
 
 
-def refuse_other_optimizers(then: dict[str, Any], now: dict[str, Any]) -> None:
+def refuse_other_optimizers(then: Mapping[str, object], now: Mapping[str, object]) -> None:
     """Refuse a checkpoint of other optimizers or parameter groups, even where other differences are accepted.
 
     Raises:

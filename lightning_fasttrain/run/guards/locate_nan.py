@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ def is_unfinite(values: object) -> bool:
     return False
 
 
-def first_layer_in_forward(model: nn.Module, repeat: Callable[[], Any]) -> str:
+def first_layer_in_forward(model: nn.Module, repeat: Callable[[], object]) -> str:
     """Repeat the forward and return the first module whose output is not finite although its inputs are.
 
     Gradients are not computed, changes that ``repeat`` makes to the model and the random states are undone, and its

@@ -88,7 +88,7 @@ class _Gate:
 
     def install(self, scaler: GradScaler | None) -> Undo:
         @functools.wraps(self.own_step)  # schedules look for their marker on it
-        def step(_: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: object) -> Any:
+        def step(_: Optimizer, closure: Callable[[], object] | None = None, **kwargs: object) -> Any:
             return self.step(closure, **kwargs)
 
         # a method, since schedules that are created later use its __func__
@@ -108,7 +108,7 @@ class _Gate:
         return undo_all([restore_step, patch(scaler, "step", scaled_step)])
 
     # The closure runs forward and backward, so the gradients exist only after it; the optimizer is called without it.
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: object) -> Any:
+    def step(self, closure: Callable[[], object] | None = None, **kwargs: object) -> Any:
         self.passed = True
         loss = None
         if closure is not None:

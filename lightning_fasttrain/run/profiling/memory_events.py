@@ -77,7 +77,7 @@ def read_events(finished: profile, device: torch.device) -> Events:
     return events
 
 
-def _find_place(event: Any, place: Place, module_of: dict[int, str]) -> Place:
+def _find_place(event: object, place: Place, module_of: dict[int, str]) -> Place:
     name, (_, details) = event.name, event.typed
     if name.startswith(_NODE):
         return Place("backward", module_of.get(details.sequence_number, ""), name.removeprefix(_NODE))
@@ -153,7 +153,7 @@ def _may_be_above(wrapper: object) -> TypeGuard[WrappedForward]:
     return isinstance(wrapper, WrappedForward) and not wrapper.is_compiled
 
 
-def _named_call(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+def _named_call(name: str, call: Callable[..., object]) -> Callable[..., Any]:
     def call_named(*args: object, **kwargs: object) -> Any:
         with record_function(_MODULE + name):
             return call(*args, **kwargs)

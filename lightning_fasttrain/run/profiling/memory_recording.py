@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from functools import partial
 from math import inf
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -81,7 +81,7 @@ class MemoryRecording:
         self,
         model: nn.Module,
         optimizers: Optimizer | Sequence[Optimizer] = (),
-        batch: Any = None,
+        batch: object = None,
         save_to: str | os.PathLike[str] | None = None,
         kinds: Sequence[str] = ("html", "json"),
     ) -> None:

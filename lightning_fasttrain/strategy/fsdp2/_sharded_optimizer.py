@@ -77,7 +77,7 @@ def _refuse_local(optimizer: str, name: str, value: object, parameter: Tensor) -
         )
 
 
-def take_apart(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def take_apart(state: Mapping[str, object]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Split a named state into its tensors, and plain values with each tensor's layout."""
     tensors: dict[str, Tensor] = {}
     plain: dict[str, Any] = {"class": state["class"], "param_groups": state["param_groups"], "layout": {}, "values": {}}

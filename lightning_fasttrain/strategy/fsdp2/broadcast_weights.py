@@ -233,7 +233,7 @@ def share_buffers_(model: nn.Module) -> None:
             torch._foreach_copy_(buffers, list(map(Tensor.view_as, received, buffers)))
 
 
-def leave_to_rank_zero(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+def leave_to_rank_zero(state: Mapping[str, object], model: nn.Module) -> dict[str, Any]:
     """Return the entries of a ``state_dict`` that this rank saves; buffers are saved by rank zero only.
 
     If several ranks offered an unsharded tensor, the writer would save any one of them.

@@ -1,7 +1,7 @@
 """Fabric strategy that shards parameters, gradients and optimizer state over all processes with FSDP2."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -139,7 +139,7 @@ class FabricFSDP2Strategy(FSDP2Host, ModelParallelStrategy):
     def save_checkpoint(
         self,
         path: str | Path,
-        state: dict[str, Any],
+        state: Mapping[str, object],
         storage_options: object = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
@@ -194,7 +194,7 @@ class _SyncControl(BackwardSyncControl):
         return without_gradient_reduction(module) if enabled else nullcontext()
 
 
-def _model_in(state: dict[str, Any]) -> tuple[str, nn.Module]:
+def _model_in(state: Mapping[str, object]) -> tuple[str, nn.Module]:
     models = {key: value for key, value in state.items() if isinstance(value, nn.Module)}
     if len(models) != 1:
         why = "a sharded checkpoint holds one model, with its optimizers"

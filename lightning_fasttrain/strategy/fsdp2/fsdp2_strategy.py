@@ -312,7 +312,7 @@ class FSDP2Strategy(FSDP2Host, ModelParallelStrategy):
             names=self.names_to_load,
         )
 
-    def names_to_load(self, checkpoint: Mapping[str, Any], saved: set[str], strict: bool) -> set[str]:
+    def names_to_load(self, checkpoint: Mapping[str, object], saved: set[str], strict: bool) -> set[str]:
         """Return the keys of the model's ``state_dict`` that a checkpoint should contain; a technique may save fewer.
 
         Args:
@@ -323,7 +323,7 @@ class FSDP2Strategy(FSDP2Host, ModelParallelStrategy):
         assert self.model is not None
         return set(self.model.state_dict())
 
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+    def load_model_state_dict(self, checkpoint: Mapping[str, object], strict: bool = True) -> None:
         """Do nothing: :meth:`load_checkpoint` has loaded the state already."""
 
     def on_exception(self, exception: BaseException) -> None:

@@ -153,7 +153,7 @@ class _Script:
             group._all_gather_comm = group._all_gather_comm.inner
 
     @contextmanager
-    def handle(self, how: Callable[[_Line, Tensor, Tensor, bool], Any]) -> Iterator[None]:
+    def handle(self, how: Callable[[_Line, Tensor, Tensor, bool], object]) -> Iterator[None]:
         """Have ``how`` answer the gathers in this context: :meth:`learn` or :meth:`count`."""
         self.how = how
         try:
@@ -200,7 +200,7 @@ class _Script:
 
 
 @torch.no_grad()
-def _share_of(group: Any, dtype: torch.dtype) -> Tensor:
+def _share_of(group: object, dtype: torch.dtype) -> Tensor:
     """Return this rank's input to a gather."""
     shares = [share for parameter in group.fsdp_params for share in parameter.all_gather_inputs]
     return torch.cat([share.flatten().view(dtype) for share in shares])
@@ -209,7 +209,7 @@ def _share_of(group: Any, dtype: torch.dtype) -> Tensor:
 class _Gather:
     """Replacement for the object that FSDP2 calls to gather a block's parameters."""
 
-    def __init__(self, parameters: Any, script: _Script) -> None:
+    def __init__(self, parameters: object, script: _Script) -> None:
         self.inner, self._parameters, self._script = parameters._all_gather_comm, parameters, script
 
     def allocate(self, *args: object, **kwargs: object) -> Tensor:

@@ -52,9 +52,9 @@ NamesToLoad = Callable[[Mapping[str, Any], set[str], bool], set[str]]
 @check_arguments
 def save_sharded(
     target: str | os.PathLike[str],
-    model: Mapping[str, Any],
-    optimizers: Mapping[str, Mapping[str, Any]] | None = None,
-    rest: Mapping[str, Any] | None = None,
+    model: Mapping[str, object],
+    optimizers: Mapping[str, Mapping[str, object]] | None = None,
+    rest: Mapping[str, object] | None = None,
     *,
     group: dist.ProcessGroup | None = None,
 ) -> None:
@@ -169,7 +169,7 @@ def load_sharded_(
 
 
 def _read_like_parameters(
-    reader: ShardReader, key: str, taken: dict[str, Any], model: nn.Module | None
+    reader: ShardReader, key: str, taken: Mapping[str, object], model: nn.Module | None
 ) -> dict[str, Tensor]:
     """Read tensors whose names begin with a parameter's, in its current layout; without a model, unsharded."""
     # The state of tied weights may be stored under any of their names.

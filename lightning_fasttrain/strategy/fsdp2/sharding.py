@@ -246,8 +246,8 @@ class FSDP2Host:
         self,
         path: str | Path,
         model: nn.Module,
-        state: Mapping[str, Any],
-        optimizers: Mapping[str, Mapping[str, Any]],
+        state: Mapping[str, object],
+        optimizers: Mapping[str, Mapping[str, object]],
         rest: dict[str, Any],
     ) -> None:
         # Rank zero's path for all: one with a time in it may differ.

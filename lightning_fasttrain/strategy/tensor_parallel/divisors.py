@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -20,7 +19,7 @@ HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads", "nhea
 KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
 
 
-def heads_of(owner: Any) -> dict[str, int]:
+def heads_of(owner: object) -> dict[str, int]:
     """Return the numbers of heads that a configuration or an attention module states, by attribute.
 
     Example:

@@ -210,7 +210,7 @@ class _Gathered:
     Where it is tied to a layer that computes with DTensors, as a head is, that one keeps the DTensor.
     """
 
-    def __init__(self, parameter: Any, layouts: Layouts, mesh: DeviceMesh) -> None:
+    def __init__(self, parameter: object, layouts: Layouts, mesh: DeviceMesh) -> None:
         info = parameter._module_info
         self._parameter, self._mesh = parameter, mesh
         owners, names = (info.module, *info.shared_modules), (info.param_name, *info.shared_param_names)

@@ -146,7 +146,7 @@ class _Hidden:
         return divide
 
     def after(self, is_last: bool) -> Any:
-        def gather(_: nn.Module, args: object, output: Any) -> Any:
+        def gather(_: nn.Module, args: object, output: object) -> Any:
             first = output[0] if isinstance(output, tuple | list) else output
             if not is_last:
                 self._passed = first.detach()
@@ -195,12 +195,12 @@ class _Take(torch.autograd.Function):
     """Take this rank's tokens of what all ranks have; gather their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: object, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         return _own_tokens(x, group)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: object, *grads: Tensor) -> tuple[Tensor, None]:
         return gather_tokens(grads[0], ctx.group), None
 
 
@@ -208,12 +208,12 @@ class _Join(torch.autograd.Function):
     """Gather the tokens of all ranks, each of which has the gradient of all; take that of its own."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: object, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         return gather_tokens(x, group)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: object, *grads: Tensor) -> tuple[Tensor, None]:
         return _own_tokens(grads[0], ctx.group), None
 
 

@@ -1,6 +1,6 @@
 """Random numbers inside split layers, which differ between the ranks of a tensor group."""
 
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -55,20 +55,20 @@ class SplitRandomness:
             block.register_forward_pre_hook(self._enter_before, with_kwargs=True)
             block.register_forward_hook(self._leave_after)
 
-    def _leave_before(self, module: nn.Module, args: Any) -> None:
+    def _leave_before(self, module: nn.Module, args: object) -> None:
         if not torch.compiler.is_compiling():
             self.leave()
 
-    def _enter_after(self, module: nn.Module, args: Any, output: Tensor) -> None:
+    def _enter_after(self, module: nn.Module, args: object, output: Tensor) -> None:
         if module.training and not torch.compiler.is_compiling():
             self.enter(output.device)
 
-    def _enter_before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter_before(self, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         if module.training and given and not torch.compiler.is_compiling():
             self.enter(given[0].device)
 
-    def _leave_after(self, module: nn.Module, args: Any, output: object) -> None:
+    def _leave_after(self, module: nn.Module, args: object, output: object) -> None:
         if not torch.compiler.is_compiling():
             self.leave()
 

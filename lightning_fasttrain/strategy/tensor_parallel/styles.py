@@ -186,7 +186,7 @@ def _adapters_in(layer: nn.Module, name: str) -> list[nn.Module]:
 _copies: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def _copy_once(x: Tensor, group: dist.ProcessGroup, enter: Any) -> Any:
+def _copy_once(x: Tensor, group: dist.ProcessGroup, enter: object) -> Any:
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return enter.apply(x, group)
     known = _copies.get(x)
@@ -201,12 +201,12 @@ class _Copy(torch.autograd.Function):
     """Pass the inputs of a column-parallel layer on; sum their gradients over the group."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: object, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: object, *grads: Tensor) -> tuple[Tensor, None]:
         return _all_reduce(grads[0], ctx.group), None
 
 
@@ -214,11 +214,11 @@ class _Sum(torch.autograd.Function):
     """Sum the outputs of a row-parallel layer over the group; pass their gradients on."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: object, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         return _all_reduce(x, group)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: object, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None
 
 
@@ -226,12 +226,12 @@ class Gather(torch.autograd.Function):
     """Gather the tokens of all ranks, (B, T / ranks, D) → (B, T, D); sum their gradients, and take this rank's."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: object, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         return gather_tokens(x, group)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: object, *grads: Tensor) -> tuple[Tensor, None]:
         return _sum_and_scatter(grads[0], ctx.group), None
 
 
@@ -239,12 +239,12 @@ class ScatterSum(torch.autograd.Function):
     """Sum the outputs of a row-parallel layer, and take this rank's tokens; gather their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: object, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         return _sum_and_scatter(x, group)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: object, *grads: Tensor) -> tuple[Tensor, None]:
         return gather_tokens(grads[0], ctx.group), None
 
 

@@ -2,7 +2,7 @@
 
 import argparse
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -63,7 +63,7 @@ class Engine:
 
     def __init__(
         self,
-        config: dict[str, Any],
+        config: Mapping[str, object],
         model: nn.Module,
         optimizer: Optimizer | None,
         scheduler: LRScheduler | None,

@@ -33,12 +33,14 @@ _PART_OF_STAGE = (
 )
 
 
-def without_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
+def without_defaults(settings: Mapping[str, object]) -> dict[str, Any]:
     """Return the settings that differ from Lightning's defaults, since LightningCLI passes all settings explicitly."""
     return {key: value for key, value in settings.items() if key not in _KNOWN or value != _KNOWN[key].default}
 
 
-def check_stage(stage: int | str, config: str | Path | dict[str, Any] | None, settings: Mapping[str, Any]) -> str:
+def check_stage(
+    stage: int | str, config: str | Path | Mapping[str, object] | None, settings: Mapping[str, object]
+) -> str:
     """Return ``stage`` as one of :data:`STAGES` or ``"auto"``, or refuse it.
 
     Raises:

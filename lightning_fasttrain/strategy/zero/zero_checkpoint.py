@@ -40,7 +40,7 @@ KNOWN_CLASSES = frozenset(
 
 
 def save_whole(
-    host: ZeROHost, path: str | Path, step: int | None, save: Callable[[Path], None], plain: Mapping[str, Any]
+    host: ZeROHost, path: str | Path, step: int | None, save: Callable[[Path], None], plain: Mapping[str, object]
 ) -> None:
     """Save a checkpoint from all ranks into a temporary folder, which is renamed to ``path`` when complete.
 

@@ -204,7 +204,7 @@ class ZeROHost:
 
     def _make_engine(
         self,
-        config: dict[str, Any],
+        config: Mapping[str, object],
         model: nn.Module,
         optimizer: Optimizer | None = None,
         scheduler: LRScheduler | None = None,

@@ -223,7 +223,7 @@ class ZeROStrategy(ZeROHost, DeepSpeedStrategy):
             undo.callback(patch(self, "exclude_frozen_parameters", part or self.exclude_frozen_parameters))
             save_whole(self, filepath, step, lambda path: save(checkpoint, path), checkpoint)
 
-    def names_to_load(self, checkpoint: Mapping[str, Any], saved: set[str], strict: bool) -> set[str]:
+    def names_to_load(self, checkpoint: Mapping[str, object], saved: set[str], strict: bool) -> set[str]:
         """Return the keys that a checkpoint should contain; see :meth:`FSDP2Strategy.names_to_load`."""
         assert self.lightning_module is not None
         return set(self.lightning_module.state_dict())

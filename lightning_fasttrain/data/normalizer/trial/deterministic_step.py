@@ -5,7 +5,7 @@ differs.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,7 +143,7 @@ class DeterministicStep(TorchFunctionMode):
         zeros, ones = x.new_zeros(x.shape[1]), x.new_ones(x.shape[1])
         return F.batch_norm(x, zeros, ones, given.get("weight"), given.get("bias"), training=False)
 
-    def _draw(self, func: Callable[..., Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    def _draw(self, func: Callable[..., Tensor], args: Sequence[object], kwargs: Mapping[str, object]) -> Tensor:
         drawn = func(*args, **kwargs)
         if torch._C._current_graph_task_id() != -1:  # in the backward, so this is a recomputed forward
             self.redrawn = True
@@ -165,7 +165,7 @@ class DeterministicStep(TorchFunctionMode):
 
 
 def _in_float64(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    func: Callable[..., object], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[Sequence[Any], dict[str, Any]]:
     """Return the arguments with floating-point tensors in float64, except those changed in place or queried."""
     name = getattr(func, "__name__", "")
@@ -189,7 +189,7 @@ def autocast_device() -> str | None:
     return next((kind for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)), None)
 
 
-def _without_floats(args: Sequence[Any]) -> list[Any]:
+def _without_floats(args: Sequence[object]) -> list[Any]:
     """Return a recurrent layer's arguments with dropout 0; it is the only float among them."""
     changed = list(args)
     for place, value in enumerate(args):

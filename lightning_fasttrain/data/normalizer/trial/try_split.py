@@ -248,7 +248,7 @@ def _read_randomness() -> tuple[Any, ...]:
 class _NoLossError(Exception):
     """A step's output without a valid loss: an error of the step, not of the few samples."""
 
-    def __init__(self, output: Any, reason: Exception) -> None:
+    def __init__(self, output: object, reason: Exception) -> None:
         self.output, self.reason = output, reason
 
 

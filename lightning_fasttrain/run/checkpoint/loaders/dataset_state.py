@@ -27,7 +27,7 @@ def keeps_position(dataset: object) -> bool:
     return all(callable(method) and _accepts(method, count) for method, count in methods)
 
 
-def _accepts(method: Callable[..., Any], count: int) -> bool:
+def _accepts(method: Callable[..., object], count: int) -> bool:
     try:
         inspect.signature(method).bind(*[None] * count)
     except (TypeError, ValueError):
@@ -113,7 +113,7 @@ class _OwnState:
     def __init__(self) -> None:
         self.checked, self.why = False, None
 
-    def read(self, state_of: Callable[[], Any]) -> Any:
+    def read(self, state_of: Callable[[], object]) -> Any:
         if self.why is not None:
             return None
         try:
@@ -137,10 +137,10 @@ class _TaggedBatch(NamedTuple):
 class _TaggingCollate:
     """A ``collate_fn`` that adds the state of the worker to each batch."""
 
-    def __init__(self, inner: Callable[[Any], Any]) -> None:
+    def __init__(self, inner: Callable[[Any], object]) -> None:
         self.inner, self.own = inner, _OwnState()
 
-    def __call__(self, samples: Any) -> _TaggedBatch:
+    def __call__(self, samples: object) -> _TaggedBatch:
         batch = self.inner(samples)
         worker = get_worker_info()
         assert worker is not None

@@ -28,7 +28,7 @@ _REMEMBERED = 6  # positions: more than anything between the loader and the trai
 
 
 @check_arguments
-def resumable(loader: Iterable[Any], seed_samples: bool = False) -> Any:
+def resumable(loader: Iterable[object], seed_samples: bool = False) -> Any:
     """Wrap a loader so that it has ``state_dict`` and ``load_state_dict``, and resumes at its position.
 
     The contents of a batch follow from the generator states at the beginning of the pass over the data. These states

@@ -38,7 +38,7 @@ def seed_of_pass(start: Mapping[str, Any]) -> str:
 
 
 @contextmanager
-def seeded_rest(loader: DataLoader[Any], seed: str, skipped: int) -> Iterator[None]:
+def seeded_rest(loader: DataLoader[object], seed: str, skipped: int) -> Iterator[None]:
     """Let a pass that is begun inside the context read seeded samples, without the first ``skipped`` batches."""
     # An iterator reads it when it is created. torch forbids setting it, hence vars().
     place, dataset = vars(loader), loader.dataset
@@ -51,7 +51,7 @@ def seeded_rest(loader: DataLoader[Any], seed: str, skipped: int) -> Iterator[No
 
 
 @contextmanager
-def skip_indices(loader: DataLoader[Any], skipped: int) -> Iterator[None]:
+def skip_indices(loader: DataLoader[object], skipped: int) -> Iterator[None]:
     """Let a pass that is begun inside the context start after the indices of the first ``skipped`` batches."""
     place, indices = vars(loader), "batch_sampler" if loader.batch_sampler is not None else "sampler"
     sampler = place[indices]
