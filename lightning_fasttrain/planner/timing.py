@@ -4,6 +4,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import lightning as L
 import torch
@@ -112,7 +113,7 @@ class Stopwatch:
         settings: Trainer settings, such as ``accelerator``.
     """
 
-    def __init__(self, module: L.LightningModule, batch: object, settings: Mapping[str, object]) -> None:
+    def __init__(self, module: L.LightningModule, batch: object, settings: Mapping[str, Any]) -> None:
         self.module, self.batch, self.settings = module, batch, settings
 
     def time(self, choice: Choice, *, peak: bool = False) -> Timed:
