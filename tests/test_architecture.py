@@ -210,6 +210,17 @@ def test_no_drawers_and_nothing_is_unpickled():
     assert broken_in_any(drawers_and_unpickling) == []
 
 
+def takes_anything(parameter):
+    return any(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(parameter.annotation))
+
+
+def test_few_parameters_are_annotated_with_any():
+    """It is for objects of others whose attributes are read; ``object`` is for what may be anything."""
+    arguments = [node for file in FILES for node in nodes_of(file) if isinstance(node, ast.arg)]
+    parameters = [argument for argument in arguments if argument.annotation is not None]
+    assert sum(map(takes_anything, parameters)) < 0.08 * len(parameters)
+
+
 DENSE = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.IfExp)
 
 
