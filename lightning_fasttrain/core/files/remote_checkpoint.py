@@ -33,6 +33,10 @@ class _StorageError(OSError):
     """Error of a file system with an explanation."""
 
 
+class _NoSuchCheckpoint(_StorageError, FileNotFoundError):
+    pass
+
+
 def upload_file(local: Path, url: str) -> None:
     """Upload one file; an object store shows the old one or the complete new one.
 
@@ -40,10 +44,10 @@ def upload_file(local: Path, url: str) -> None:
         OSError: it could not be uploaded.
     """
     fs, path = _open(url)
+    if _is_atomic(fs):
+        _upload(fs, local, path, url)
+        return
     with _explained(url, "written"):
-        if _is_atomic(fs):
-            fs.put_file(str(local), path)
-            return
         fs.makedirs(path.rpartition("/")[0], exist_ok=True)
         part = f"{path}.part-{secrets.token_hex(4)}"
         try:
@@ -52,6 +56,24 @@ def upload_file(local: Path, url: str) -> None:
         except BaseException:
             _remove(fs, part)
             raise
+
+
+def why_unwritable_storage(url: str) -> str | None:
+    """Return why checkpoints cannot be written to an address; None if they can. An empty file is written and removed.
+
+    Example:
+        >>> why_unwritable_storage("memory://checkpoints") is None
+        True
+    """
+    try:
+        fs, path = _open(url)
+        probe = f"{path}/.fasttrain-probe-{secrets.token_hex(4)}"
+        with tempfile.NamedTemporaryFile() as empty:
+            _upload(fs, Path(empty.name), probe, f"in {url}")
+    except OSError as error:
+        return str(error)
+    _remove(fs, probe)
+    return None
 
 
 @contextmanager
@@ -132,7 +154,7 @@ def fetched(url: str) -> Iterator[Path]:
 def _download(fs: AbstractFileSystem, path: str, local: Path, url: str) -> None:
     if not fs.isdir(path):
         if not fs.exists(path):
-            raise FileNotFoundError(explain(url, "there is no such checkpoint", "Check its address"))
+            raise _NoSuchCheckpoint(explain(url, "there is no such checkpoint", "Check its address"))
         fs.get_file(path, str(local))
         return
     local.mkdir()
@@ -186,8 +208,8 @@ def fetched_on_each_node(url: str) -> Iterator[Path]:
 def newest_remote_checkpoint(url: str) -> str | None:
     """Return the newest complete checkpoint under an address of object storage, for ``trainer.fit(ckpt_path=...)``.
 
-    The newest is the one whose manifest, or whose file, was written last, by the clock of the storage. Each candidate
-    is downloaded and compared with its checksums, until one is complete; the others are passed over with a warning. So
+    The newest is the one whose manifest, or whose file, was written last, by the clock of the storage; within
+    one second it is the one with the larger numbers in its name. Each candidate is downloaded and compared with its checksums, until one is complete; the others are passed over with a warning. So
     one checkpoint must fit into the system's temporary folder.
 
     Args:
@@ -212,7 +234,8 @@ def newest_remote_checkpoint(url: str) -> str | None:
     with _explained(url, "read"):
         found = {name: _written_at(fs, f"{path}/{name}") for name in _list(fs, path)}
     candidates = [name for name, at in found.items() if at is not None]
-    for name in sorted(candidates, key=lambda one: str(found[one]), reverse=True):
+    # S3 counts whole seconds, in which a short run saves several.
+    for name in sorted(candidates, key=lambda one: (str(found[one]), _numbers_in(one)), reverse=True):
         address = f"{url.rstrip('/')}/{name}"
         try:
             with fetched(address):
@@ -225,6 +248,10 @@ def newest_remote_checkpoint(url: str) -> str | None:
         raise CorruptCheckpoint(explain(what, why, "Remove them to begin again"))
     say("no checkpoint in %s: the run starts from the beginning", url)
     return None
+
+
+def _numbers_in(name: str) -> list[int]:
+    return list(map(int, re.findall(r"\d+", name)))
 
 
 def _written_at(fs: AbstractFileSystem, path: str) -> object:
@@ -256,7 +283,9 @@ def _is_atomic(fs: AbstractFileSystem) -> bool:
 
 def _upload(fs: AbstractFileSystem, local: Path, path: str, url: str) -> None:
     with _explained(url, "written"):
-        fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+        # An object store has no folders, and takes a request for one as a request for a new bucket.
+        if not _is_atomic(fs):
+            fs.makedirs(path.rpartition("/")[0], exist_ok=True)
         fs.put_file(str(local), path)
 
 
@@ -280,10 +309,10 @@ def _explained(url: str, what: str) -> Iterator[None]:
     """Turn errors of a file system, each of which has its own, into an ``OSError`` with a way out."""
     try:
         yield
-    except (CorruptCheckpoint, FileNotFoundError, _StorageError):
+    except (CorruptCheckpoint, _StorageError):
         raise
     except Exception as error:
-        why = f"{type(error).__name__}: {first_line(error)}"
+        why = f"{type(error).__name__}: {first_line(error).rstrip('.')}"
         way_out = "Check the credentials of this process, the address and the network"
         raise _StorageError(explain(f"checkpoint {url} could not be {what}", why, way_out)) from error
 

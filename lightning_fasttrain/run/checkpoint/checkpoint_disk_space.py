@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.files.atomic_write import free_disk_bytes, why_unwritable
 from lightning_fasttrain.core.files.newest_checkpoint import sweep
-from lightning_fasttrain.core.files.safe_load import is_remote
+from lightning_fasttrain.core.files.remote_checkpoint import why_unwritable_storage
+from lightning_fasttrain.core.files.safe_load import is_object_storage, is_remote
 from lightning_fasttrain.core.host.lightning import replicates
 from lightning_fasttrain.core.messages import explain, log, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch_all
@@ -29,10 +30,13 @@ def check_folders(trainer: L.Trainer, optimizers: Sequence[Optimizer]) -> str | 
     if trainer.is_global_zero:
         writers = [c for c in trainer.callbacks if isinstance(c, ModelCheckpoint) and c.dirpath is not None]
         for writer in writers:
-            if reason is None and not is_remote(writer.dirpath):
-                sweep(Path(str(writer.dirpath)))
+            folder = str(writer.dirpath)
+            if reason is None and is_object_storage(folder):
+                reason = why_unwritable_storage(folder)
+            elif reason is None and not is_remote(folder):
+                sweep(Path(folder))
                 nbytes = checkpoint_bytes(trainer, [] if writer.save_weights_only else optimizers)
-                reason = why_unfit(Path(str(writer.dirpath)), nbytes, "give ModelCheckpoint another dirpath")
+                reason = why_unfit(Path(folder), nbytes, "give ModelCheckpoint another dirpath")
     return trainer.strategy.broadcast(reason)
 
 
