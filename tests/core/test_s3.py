@@ -12,10 +12,7 @@ from lightning_fasttrain.core.files.remote_checkpoint import newest_remote_check
 from lightning_fasttrain.run import AtomicCheckpointIO
 from tests.core.test_remote_checkpoint import fit, names, read, save
 from tests.support.ranks import Ranks
-
-pytest.importorskip("moto")
-pytest.importorskip("s3fs")
-from tests.support.s3_server import BUCKET, S3Server, forget_connections, s3_server
+from tests.support.s3_server import BUCKET, forget_connections, s3_server
 
 KILLED = """
 import os, signal, sys
@@ -123,9 +120,7 @@ def test_a_missing_bucket_is_refused_and_not_made(url):
 
 
 def test_a_run_that_could_not_save_is_refused_before_its_first_step(url):
-    with pytest.raises(
-        OSError, match="in s3://missing/run could not be written: FileNotFoundError: The specified bucket"
-    ):
+    with pytest.raises(OSError, match="in s3://missing/run could not be written: FileNotFoundError: The spec"):
         fit("s3://missing/run", 4)
 
 

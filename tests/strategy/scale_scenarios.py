@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import fsspec
 import lightning as L
 import torch
 import torch.distributed as dist
@@ -16,13 +17,13 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 import lightning_fasttrain as ft
 from lightning_fasttrain.bench import GPTConfig, GPTModule
 from lightning_fasttrain.run import PeakMemory, newest_remote_checkpoint
-from tests.support.local_bucket import LocalBucket, use_local_bucket
 from tests.support.nets import as_loader
+from tests.support.s3_server import BUCKET, forget_connections
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from scale_memory import InPlaceCollectives
 
-URL = "s3://bucket/run"
+URL = f"s3://{BUCKET}/run"
 WAYS = {  # label → (precision, settings of the strategy, micro-batches)
     "FSDP2": ("32-true", {}, 1),
     "bf16-mixed": ("bf16-mixed", {}, 1),
@@ -110,31 +111,28 @@ def fit(ckpt_path=None):
     return [parameter.full_tensor().detach() for parameter in net.parameters()]
 
 
-def object_storage(folder):
+def object_storage():
     """Return what a run that resumes from object storage found, and a save whose upload fails on one rank."""
-    use_local_bucket(folder)
     whole = fit()
     found = {"newest": newest_remote_checkpoint(URL)}
     resumed = fit(f"{URL}/step=2.ckpt")
     found["equal"] = all(map(torch.equal, resumed, whole))
     if dist.get_rank() == 1:
-
-        def put_file(self, *args, **kwargs):
-            raise PermissionError("the token has expired")
-
-        LocalBucket.put_file = put_file
+        os.environ["AWS_SECRET_ACCESS_KEY"] = "expired"
+    forget_connections()
     try:
-        ft.strategy.save_sharded("s3://bucket/failed", gpt().state_dict())
+        ft.strategy.save_sharded(f"s3://{BUCKET}/failed", gpt().state_dict())
     except OSError as error:
         found["error"] = str(error)
-    found["after a failure"] = os.listdir(folder / "bucket" / "failed")
+    if dist.get_rank() == 0:
+        found["after a failure"] = fsspec.filesystem("s3").find(f"{BUCKET}/failed")
     return found
 
 
 def main(folder):
     folder = Path(folder)
     found = {label: peak(*way) for label, way in WAYS.items()}
-    found["storage"] = object_storage(folder)
+    found["storage"] = object_storage()
     (folder / f"found-{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()
     time.sleep(0.5)

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import boto3
-import fsspec
 import pytest
+from s3fs import S3FileSystem
 
 BUCKET = "runs"
 _KEYS = {"aws_access_key_id": "nobody", "aws_secret_access_key": "nobody", "region_name": "us-east-1"}
@@ -66,8 +66,6 @@ class S3Server:
 @contextmanager
 def s3_server(folder: Path) -> Iterator[S3Server]:
     """Start a server that this process, and those that it starts, use for ``s3://…``."""
-    from s3fs import S3FileSystem
-
     server = S3Server(folder / "s3.log")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in server.environment.items():
@@ -83,7 +81,7 @@ def s3_server(folder: Path) -> Iterator[S3Server]:
 
 def forget_connections() -> None:
     """Have s3fs read the environment again."""
-    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    S3FileSystem.clear_instance_cache()
 
 
 def _make_user(url: str) -> dict[str, str]:

@@ -208,9 +208,10 @@ def fetched_on_each_node(url: str) -> Iterator[Path]:
 def newest_remote_checkpoint(url: str) -> str | None:
     """Return the newest complete checkpoint under an address of object storage, for ``trainer.fit(ckpt_path=...)``.
 
-    The newest is the one whose manifest, or whose file, was written last, by the clock of the storage; within
-    one second it is the one with the larger numbers in its name. Each candidate is downloaded and compared with its checksums, until one is complete; the others are passed over with a warning. So
-    one checkpoint must fit into the system's temporary folder.
+    The newest is the one whose manifest, or whose file, was written last, by the clock of the storage; of two in the
+    same second, the one with larger numbers in its name. Each candidate is downloaded and compared with its checksums,
+    until one is complete; the others are passed over with a warning. So one checkpoint must fit into the system's
+    temporary folder.
 
     Args:
         url: the folder of the checkpoints, in any file system of fsspec, such as ``"s3://bucket/run"``.
