@@ -1,5 +1,6 @@
 """Ask for ranks, and exchange values among them."""
 
+import socket
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -56,6 +57,32 @@ def from_rank_zero(make: Callable[[], Answer]) -> Answer:
     if answer[1] is not None:
         raise answer[1]
     return answer[0]
+
+
+def from_first_of_node(make: Callable[[], Answer]) -> Answer:
+    """Run ``make`` on the first rank of each node, and return its result on the other ranks of that node.
+
+    An error on any node is raised on every rank.
+
+    Example:
+        >>> from_first_of_node(lambda: "downloaded")
+        'downloaded'
+    """
+    if rank_count() == 1:
+        return make()
+    hosts = from_all_ranks([socket.gethostname()])
+    first, answer = hosts.index(hosts[rank_here()]), None
+    if rank_here() == first:
+        try:
+            answer = make()
+        except Exception as error:
+            # Sent instead of raised, since the other ranks wait for it.
+            answer = error
+    answers = from_all_ranks([answer])
+    for one in answers:
+        if isinstance(one, Exception):
+            raise one
+    return answers[first]
 
 
 def smallest_over_ranks(numbers: list[int]) -> list[int]:

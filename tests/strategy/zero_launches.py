@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.ranks import Ranks, launch_once
+from tests.support.s3_server import s3_server
 
 Found = dict[int, list[dict[str, Any]]]
 COUNTS = (1, 2)
@@ -18,12 +19,13 @@ def launched(factory: Any) -> tuple[Found, Path]:
 
 
 def _launch(folder: Path) -> None:
-    launches = [
-        Ranks("tests.strategy.zero_scenarios", folder, log=folder / f"log-{count}", count=count) for count in COUNTS
-    ]
-    try:
-        for ranks in launches:
-            ranks.wait(timeout_s=420)
-    finally:
-        for ranks in launches:
-            ranks.stop()
+    with s3_server(folder):
+        launches = [
+            Ranks("tests.strategy.zero_scenarios", folder, log=folder / f"log-{count}", count=count) for count in COUNTS
+        ]
+        try:
+            for ranks in launches:
+                ranks.wait(timeout_s=420)
+        finally:
+            for ranks in launches:
+                ranks.stop()

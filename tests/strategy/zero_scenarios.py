@@ -40,6 +40,7 @@ from tests.support.nets import (
     trainer,
     weights,
 )
+from tests.support.s3_server import BUCKET
 
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 ALL = [lm_batches(5, size=6, seed=3), lm_batches(5, size=4, seed=4)]  # different rows and numbers of targets per rank
@@ -147,17 +148,23 @@ class Scheduled(TinyLM):
 
 
 class SavesOnTheWay(L.Callback):
-    """Saves a checkpoint and the weights at the end of the first epoch."""
+    """Saves a checkpoint at several places, and the weights, at the end of the first epoch."""
 
-    def __init__(self, path, beside):
-        self.path, self.beside = path, beside
+    def __init__(self, places, beside):
+        self.places, self.beside = places, beside
 
     def on_train_epoch_end(self, trainer, pl_module):
         if trainer.current_epoch == 0:
-            trainer.save_checkpoint(self.path)
+            for place in self.places:
+                trainer.save_checkpoint(place)
             end = whole(pl_module)
             if RANK == 0:
                 torch.save(end, self.beside)
+
+
+def place_of(path, stage):
+    """Return where a run resumes from: for some stages a copy in object storage."""
+    return f"s3://{BUCKET}/{path.name}" if stage in (1, 3) else path
 
 
 def resumes(found, folder):
@@ -166,9 +173,9 @@ def resumes(found, folder):
     for stage in (0, 1, 2, 3, "3+offload"):
         path, settings = folder / f"by-{RANKS}-stage-{stage}", {"accumulate_grad_batches": 2, "max_epochs": 2}
         resumed, through = net("adamw", Scheduled), net("adamw", Scheduled)
-        saves = SavesOnTheWay(path, folder / f"weights-{RANKS}-{stage}")
+        saves = SavesOnTheWay({path, place_of(path, stage)}, folder / f"weights-{RANKS}-{stage}")
         fit(through, ZeROStrategy(stage=stage), [saves], **settings)
-        t = fit(resumed, ZeROStrategy(stage=stage), path=path, **settings)
+        t = fit(resumed, ZeROStrategy(stage=stage), path=place_of(path, stage), **settings)
         end = whole(through)
         found[f"through {stage}"] = largest_difference(weights(expected), end)
         found[f"resumed {stage}"] = largest_difference(end, whole(resumed))
@@ -223,7 +230,8 @@ def reshards(found, folder):
     for stage in (1, 2, 3, "3+offload"):
         path = folder / f"by-{others}-stage-{stage}"
         state, module = State(), net("adamw", Scheduled)
-        t = fit(module, ZeROStrategy(stage=stage, universal=True), [state], MINE[:2], path=path, max_epochs=2)
+        place = place_of(path, stage)
+        t = fit(module, ZeROStrategy(stage=stage, universal=True), [state], MINE[:2], path=place, max_epochs=2)
         saved = read_shards(path, stage)
         found[f"resharded {stage}"] = {
             "steps": t.global_step,

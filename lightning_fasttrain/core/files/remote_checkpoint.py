@@ -7,7 +7,6 @@ older checkpoint of the same name stays complete until the new manifest replaces
 import json
 import re
 import secrets
-import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -18,7 +17,7 @@ import fsspec
 from fsspec import AbstractFileSystem
 
 from lightning_fasttrain.core.checks import check_arguments
-from lightning_fasttrain.core.distributed import from_all_ranks, rank_count, rank_here
+from lightning_fasttrain.core.distributed import from_all_ranks, from_first_of_node
 from lightning_fasttrain.core.files.checkpoint_folder import MANIFEST, read_manifest, sums_of, verify_checkpoint
 from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint, first_line, is_object_storage
 from lightning_fasttrain.core.messages import explain, say, warn
@@ -180,26 +179,10 @@ def _download(fs: AbstractFileSystem, path: str, local: Path, url: str) -> None:
 @contextmanager
 def fetched_on_each_node(url: str) -> Iterator[Path]:
     """Yield a local copy as :func:`fetched` does, one for all ranks of a node; a collective."""
-    if rank_count() == 1:
-        with fetched(url) as local:
-            yield local
-        return
-    hosts = from_all_ranks([socket.gethostname()])
-    first = hosts.index(hosts[rank_here()])
     with ExitStack() as stack:
-        answer: Any = None
-        if rank_here() == first:
-            try:
-                answer = str(stack.enter_context(fetched(url)))
-            except Exception as error:
-                # Sent, since the other ranks wait for it.
-                answer = error
-        answers = from_all_ranks([answer])
-        failed = [one for one in answers if isinstance(one, Exception)]
-        if failed:
-            raise failed[0]
+        folder = from_first_of_node(lambda: stack.enter_context(fetched(url)))
         try:
-            yield Path(answers[first])
+            yield folder
         finally:
             from_all_ranks([True])  # before the copy is removed
 

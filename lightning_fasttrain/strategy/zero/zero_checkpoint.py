@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lightning_fasttrain.core.distributed import from_rank_zero
+from lightning_fasttrain.core.distributed import from_first_of_node, from_rank_zero
 from lightning_fasttrain.core.files.checkpoint_folder import (
     MANIFEST,
     checkpoint_folder,
@@ -18,9 +18,11 @@ from lightning_fasttrain.core.files.checkpoint_folder import (
     scratch_folder,
 )
 from lightning_fasttrain.core.files.newest_checkpoint import whole_or_older
+from lightning_fasttrain.core.files.remote_checkpoint import fetched_on_each_node, remote_folder
 from lightning_fasttrain.core.files.run_mark import mark_of
-from lightning_fasttrain.core.files.safe_load import local_path, refuse_unreadable
+from lightning_fasttrain.core.files.safe_load import is_object_storage, local_path, refuse_unreadable
 from lightning_fasttrain.core.messages import explain, warn
+from lightning_fasttrain.core.modules.wrapped_forward import patched
 from lightning_fasttrain.core.state.select_entries import without
 from lightning_fasttrain.strategy.zero._zero_engine import Engine
 from lightning_fasttrain.strategy.zero._zero_files import read_inert
@@ -44,11 +46,12 @@ def save_whole(
 ) -> None:
     """Save a checkpoint from all ranks into a temporary folder, which is renamed to ``path`` when complete.
 
+    For object storage each rank has a temporary folder of its own, and uploads its files; the manifest is written last.
     It warns that the accumulated gradient is not saved, if an accumulation window is open.
 
     Args:
         host: the strategy, whose engine is saved.
-        path: path of the checkpoint; an existing one is replaced.
+        path: path of the checkpoint, or its address in object storage; an existing one is replaced.
         step: optimizer step, recorded in the manifest.
         save: function that is called on every rank with the folder.
         plain: the values that are saved in addition to model and optimizer.
@@ -62,16 +65,20 @@ def save_whole(
     if host.inside_window:
         why = "the accumulated gradient is sharded over all ranks, and is not saved"
         warn(explain("a ZeRO checkpoint inside an accumulation window", why, "Save after an optimizer step"))
-    path = local_path(host.broadcast(path))
+    path = host.broadcast(path)
+    # Annotated for both, since they differ in the kind of path.
+    open_folder: Any = remote_folder if is_object_storage(path) else checkpoint_folder
     about = {"format": "deepspeed", "stage": host.stage, **mark_of(host).facts(step)}
     ranks = {"rank": host.global_rank, "world_size": host.world_size, "agree": host.roll_call}
     # DeepSpeed saves these two itself.
     others = without(plain, ["state_dict", "optimizer_states"])
     try:
-        with checkpoint_folder(path, **ranks, about=about) as folder, host.engine.save_alone():
+        with open_folder(path, **ranks, about=about) as folder, host.engine.save_alone():
             # Checked in this context, so that an error reaches all ranks.
             refuse_unreadable(others)
-            save(folder)
+            # Lightning would have all ranks write into the folder of rank zero, which other nodes do not see.
+            with patched(host, "broadcast", lambda own, src=0: own):
+                save(folder)
     finally:
         if not host.roll_call.broken:
             # A collective, so it is called only while all ranks are alive.
@@ -82,7 +89,7 @@ def save_whole(
 def folder_to_load(host: ZeROHost, path: str | Path, *, optimizer_too: bool) -> Iterator[Path]:
     """Yield a folder that DeepSpeed may load: ``path``, an older one of its run, or one converted to this world size.
 
-    Rank zero inspects the files and broadcasts the result.
+    Rank zero inspects the files and broadcasts the result; of a checkpoint in object storage, each node has a copy.
 
     Args:
         host: the strategy, whose engine loads.
@@ -93,16 +100,19 @@ def folder_to_load(host: ZeROHost, path: str | Path, *, optimizer_too: bool) -> 
         CorruptCheckpoint: the checkpoint is truncated or changed, and there is no intact older one.
         ValueError: the checkpoint has another world size or stage, or objects of unknown classes; raised on all ranks.
     """
-    assert host.engine is not None
-    folder, convert = from_rank_zero(lambda: _look(local_path(path), host, optimizer_too))
-    if not convert:
-        yield folder
-        return
     engine = host.engine
-    _refuse_not_adam(engine)
+    assert engine is not None
     with ExitStack() as undo:
-        made = from_rank_zero(lambda: _convert(folder, undo))
-        undo.callback(host.barrier)  # before rank zero removes it
+        from_one: Callable[[Callable[[], Any]], Any] = from_rank_zero
+        if is_object_storage(path):
+            path, from_one = undo.enter_context(fetched_on_each_node(str(path))), from_first_of_node
+        folder, convert = from_one(lambda: _look(local_path(path), host, optimizer_too))
+        if not convert:
+            yield folder
+            return
+        _refuse_not_adam(engine)
+        made = from_one(lambda: _convert(folder, undo))
+        undo.callback(host.barrier)  # before it is removed
         config = engine.deepspeed._config
         # DeepSpeed reads its config while it loads.
         config.load_universal_checkpoint = True

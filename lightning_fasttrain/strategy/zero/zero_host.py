@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.fabric.utilities.seed import reset_seed
@@ -45,6 +45,7 @@ class ZeROHost:
     For its arguments, see :class:`~lightning_fasttrain.ZeROStrategy`.
     """
 
+    reads_remote: ClassVar[bool] = True  # addresses, for which it copies a checkpoint once to each node
     _precision_name: str  # which the Trainer's and Fabric's strategies keep in different places
 
     def __init__(
