@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     )
     from lightning_fasttrain.run.checkpoint.exact_resume import ExactResume
     from lightning_fasttrain.run.checkpoint.loaders.resumable_loader import ResumableLoader, resumable
-    from lightning_fasttrain.run.checkpoint.peer_memory import PeerMemory
+    from lightning_fasttrain.run.checkpoint.peers.peer_memory import PeerMemory
+    from lightning_fasttrain.run.checkpoint.peers.peer_snapshots import PeerSnapshots
     from lightning_fasttrain.run.guards.finite_guard import FiniteGuard, FiniteSteps, refuse_unfinite
     from lightning_fasttrain.run.guards.hang_watch import HangWatch
     from lightning_fasttrain.run.guards.preemption import Preemption
@@ -56,6 +57,7 @@ __all__ = [
     "NoiseScale",
     "PeakMemory",
     "PeerMemory",
+    "PeerSnapshots",
     "Preemption",
     "PreemptionFlag",
     "ProgressWatch",

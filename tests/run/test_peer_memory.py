@@ -2,41 +2,43 @@
 
 import json
 import resource
-import shutil
-import signal
 
 import pytest
 import torch
 from torch import nn
 
 from lightning_fasttrain.run import PeerMemory
-from tests.support.ranks import Ranks, run_ranks
+from tests.run.peer_scenarios import RUNS
+from tests.support.ranks import run_ranks
 from tests.support.run_example import last_line
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
+    """Run of the scenarios → results of both ranks."""
     folder = tmp_path_factory.mktemp("peers")
-    lost = Ranks("tests.run.peer_scenarios", folder / "found.json", folder / "hosts", "lost", log=folder / "lost")
-    codes, _, _ = lost.end(timeout_s=120)
-    assert codes[1] == -signal.SIGKILL
-    shutil.rmtree(folder / "hosts" / "host1")
-    run_ranks("tests.run.peer_scenarios", folder / "found.json", folder / "hosts", log=folder / "log")
-    return json.loads((folder / "found.json").read_text())
+    run_ranks("tests.run.peer_scenarios", folder, log=folder / "log", count=None, timeout_s=60)
+    return {name: [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in (0, 1)] for name in RUNS}
 
 
-def test_a_lost_rank_gets_its_state_from_its_peer_and_training_continues_bit_for_bit(found):
-    assert [rank["began"] for rank in found] == [4, 4]
-    assert [rank["gap"] for rank in found] == [0, 0]
+@pytest.mark.parametrize("name", RUNS)
+def test_a_lost_rank_gets_its_state_from_its_peer_and_training_continues_bit_for_bit(found, name):
+    assert [rank["began"] for rank in found[name]] == [4, 4]
+    assert [rank["gap"] for rank in found[name]] == [0, 0]
 
 
 def test_each_rank_keeps_two_snapshots_of_itself_and_of_its_peer(found):
     expected = [f"step-{step}.rank-{rank}-of-2.pt" for step in (4, 6) for rank in (0, 1)]
-    assert [rank["kept"] for rank in found] == [expected, expected]
+    assert [rank["kept"] for rank in found["Fabric"]] == [expected, expected]
+
+
+@pytest.mark.parametrize("name", ["DDP", "FSDP2"])
+def test_a_trainer_removes_its_snapshots_at_the_end(found, name):
+    assert [rank["kept"] for rank in found[name]] == [[], []]
 
 
 def test_a_damaged_part_comes_from_the_peer_and_an_incomplete_snapshot_does_not_count(found):
-    assert [rank["then"] for rank in found] == [[6, 4, None], [6, 4, None]]
+    assert [rank["then"] for rank in found["Fabric"]] == [[6, 4, None], [6, 4, None]]
 
 
 def test_snapshots_of_another_number_of_ranks_are_not_loaded(tmp_path):

@@ -353,13 +353,16 @@ class ForkedRank(subprocess.Popen):
                 signal.signal(number, signal.SIG_DFL)
         code = 1
         try:
-            be_a_rank(args[-2], Path(args[-1]))
+            self.act(args)
             code = 0
         except SystemExit as error:
             code = error.code
         except BaseException:
             sys.excepthook(*sys.exc_info())
         end_as_a_script(code, empty_modules=False)
+
+    def act(self, args):
+        be_a_rank(args[-2], Path(args[-1]))
 
 
 def start(name, folder):

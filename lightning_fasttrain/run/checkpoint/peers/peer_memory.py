@@ -17,7 +17,7 @@ from lightning_fasttrain.core.distributed import rank_count, rank_here
 from lightning_fasttrain.core.files.atomic_write import write_atomic
 from lightning_fasttrain.core.files.safe_load import damage_of_archive, read_archive, refuse_unreadable
 from lightning_fasttrain.core.messages import explain, warn
-from lightning_fasttrain.run.checkpoint.local_state import load_local_state_, local_state
+from lightning_fasttrain.run.checkpoint.peers.local_state import load_local_state_, local_state
 
 _NAME = re.compile(r"step-(\d+)\.rank-(\d+)-of-(\d+)\.pt")
 
@@ -30,7 +30,8 @@ class PeerMemory:
     torchrun restarts all workers after one was lost, ranks whose host is still there find their parts, and the others
     get theirs from the rank that keeps a copy. No file on a disk is read, so that snapshots can be taken often. They
     are restored on the same number of ranks, if no rank was lost together with the one that keeps its copy; save
-    checkpoints for all other cases. For Fabric and bare loops.
+    checkpoints for all other cases. For Fabric and bare loops; in a Trainer,
+    :class:`~lightning_fasttrain.run.PeerSnapshots` uses it.
 
     Each rank takes the memory of two parts for each of two snapshots. Older snapshots are removed once all ranks have a
     newer one.
