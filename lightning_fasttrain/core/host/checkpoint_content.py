@@ -15,7 +15,7 @@ def checkpoint_content(trainer: L.Trainer) -> dict[str, Any]:
     """Return what ``trainer.save_checkpoint`` gives to the strategy to write; all ranks must call it."""
     taken: list[dict[str, Any]] = []
     with patched(trainer.strategy, "save_checkpoint", lambda checkpoint, *_, **__: taken.append(checkpoint)):
-        trainer.save_checkpoint("")
+        trainer.save_checkpoint("", weights_only=False)
     return taken[0]
 
 
