@@ -3,6 +3,7 @@
 import ast
 import importlib
 import json
+import math
 import operator
 import re
 import tomllib
@@ -346,15 +347,41 @@ def test_the_tables_of_small_examples_are_what_was_measured(table):
 
 SCALE = {
     "scale memory": ("scale_memory", RESULTS),
+    "published": ("scale_published", RESULTS),
+    "peer memory": ("peer_memory", RESULTS),
     "counts": ("scale_counts", (ROOT / "docs" / "scale.md").read_text()),
 }
 
 
+def measured_scale(name):
+    files = (ROOT / "examples" / "results").glob(f"{name}*.json")
+    return json.loads(next(files).read_text())
+
+
 @pytest.mark.parametrize("table", SCALE)
 def test_the_tables_of_scale_are_what_was_measured(table, monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    for folder in ("examples", "examples/cluster"):
+        monkeypatch.syspath_prepend(str(ROOT / folder))
     name, text = SCALE[table]
-    measured = json.loads((ROOT / "examples" / "results" / f"{name}_cpu.json").read_text())
+    measured = measured_scale(name)
     written = text.split(f"<!-- {table} -->\n")[1].split(f"\n<!-- /{table} -->")[0].splitlines()
     assert written == importlib.import_module(name).as_lines(measured["rows"])
     assert measured.get("largest_error", 0) < 0.05
+
+
+def growth_error(row):
+    """Return the error at 16 ranks of the growth through the counts at 2, 4 and 8."""
+    counts = {int(ranks): count for ranks, count in row["counts"].items()}
+    ranks = [4, 8] if row["growth"] == "linear" else [2, 4, 8]
+    expected = sum(counts[n] * math.prod((16 - m) / (n - m) for m in ranks if m != n) for n in ranks)
+    return abs(expected / counts[16] - 1)
+
+
+def test_the_errors_of_predictions_for_many_devices_are_those_measured():
+    table = README.split("| predicted for many devices |")[1].split("\n\n")[0]
+    assert f"| at most {measured_scale('scale_memory')['largest_error']:.1%} |" in table
+    counts = [row for row in measured_scale("scale_counts")["rows"] if "growth" in row and row["counts"]["16"]]
+    assert f"| at most {max(map(growth_error, counts)):.1%} |" in table
+    errors = [row["predicted"] / row["published"] - 1 for row in measured_scale("scale_published")["rows"]]
+    assert f"| {errors[0]:+.1%} and {errors[1]:+.1%} |" in table
+    assert f"| {min(errors[2:]):+.1%} to {max(errors[2:]):+.1%} |" in table

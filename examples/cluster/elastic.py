@@ -1,8 +1,8 @@
 """A GPT on real text whose workers may come and go: each step has the same 12 samples on any number of them.
 
 torchrun --nproc-per-node=2 examples/cluster/elastic.py         # kill it, and start it again with another number
-torchrun --nnodes=1:4 --nproc-per-node=1 --max-restarts=99 --rdzv-backend=c10d --rdzv-endpoint=node0:29400 \\
-    examples/cluster/elastic.py                                 # on each of up to four nodes, at any time
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes=1:4 --nproc-per-node=1 --max-restarts=99 --rdzv-backend=c10d \\
+    --rdzv-endpoint=node0:29400 examples/cluster/elastic.py     # on each of up to four nodes, at any time
 sbatch examples/cluster/elastic.sbatch
 
 A worker that is lost, or hangs for 5 minutes, ends the others; the next start continues from the newest complete

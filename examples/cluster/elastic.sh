@@ -2,8 +2,7 @@
 # RESTARTS=99 examples/cluster/elastic.sh
 #
 # One node: starts examples/cluster/elastic.py on all its GPUs, and again after a failure, on those that are there then.
-# From outside, with a new torchrun each time, since over gloo workers that one torchrun restarts often fail to find
-# each other.
+# From outside, with a new torchrun each time, so that the number of workers may change.
 set -uo pipefail
 
 for attempt in $(seq 0 "${RESTARTS:-3}"); do

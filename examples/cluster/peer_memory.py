@@ -1,9 +1,10 @@
-"""What a snapshot in the memory of peers takes beside a checkpoint in files: seconds to save and to load, and ratios.
+"""Snapshots in the memory of peers beside checkpoint files: how long training stalls for one, and a restart loads.
 
 torchrun --nproc-per-node=2 examples/cluster/peer_memory.py --folder checkpoints/peer_memory
 torchrun --nnodes=2 --nproc-per-node=gpu ... examples/cluster/peer_memory.py --folder /shared/peer_memory
 
-Run it where the training runs: files on a shared file system take other times than those on a local disk.
+Run it where the training runs: files on a shared file system take other times than those on a local disk. A restart is
+measured with all parts in place, and with one rank that has lost its host's memory and gets its part from its peer.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import os
 import shutil
 import statistics
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 import lightning as L
@@ -19,6 +21,7 @@ import torch
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.bench import GPT, GPTConfig
+from lightning_fasttrain.core.machine import hardware, versions
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--folder", default="checkpoints/peer_memory", help="where checkpoints go, seen by all nodes")
@@ -27,10 +30,10 @@ parser.add_argument("--layers", type=int, default=8)
 parser.add_argument("--width", type=int, default=512)
 parser.add_argument("--times", type=int, default=5)
 parser.add_argument("--out", help="JSON file for the results")
-options = parser.parse_args()
 
 
 def main():
+    options = parser.parse_args()
     nodes = int(os.environ.get("WORLD_SIZE", "1")) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     fabric = L.Fabric(devices=int(os.environ["LOCAL_WORLD_SIZE"]), num_nodes=nodes, strategy=ft.FabricFSDP2Strategy())
     fabric.launch()
@@ -42,42 +45,69 @@ def main():
     state = {"model": model, "optimizer": optimizer, "step": 1}
     here = Path(options.memory) / f"fasttrain-{os.environ.get('TORCHELASTIC_RUN_ID', 'run')}-{fabric.global_rank}"
     peers, file = ft.run.PeerMemory(here), Path(options.folder) / "step=1.ckpt"
-    found = {
-        "state_mib": sum(p.numel() for p in model.parameters()) * 12 / 2**20,  # float32 weights and two moments
-        "ranks": fabric.world_size,
-        "files": {
-            "save_s": measure(fabric, lambda: fabric.save(file, state)),
-            "load_s": measure(fabric, lambda: fabric.load(file, state)),
+
+    def lose_memory():
+        if fabric.global_rank == fabric.world_size - 1:
+            shutil.rmtree(here)
+
+    seconds = {
+        "save": {
+            "files": measure(fabric, options.times, lambda: fabric.save(file, state)),
+            "peers": measure(fabric, options.times, lambda: peers.save(1, state)),
         },
-        "peers": {
-            "save_s": measure(fabric, lambda: peers.save(1, state)),
-            "load_s": measure(fabric, lambda: peers.load(state)),
+        "load": {
+            "files": measure(fabric, options.times, lambda: fabric.load(file, state)),
+            "peers": measure(fabric, options.times, lambda: peers.load(state)),
         },
+    }
+    seconds["load of a lost rank"] = {
+        "files": seconds["load"]["files"],
+        "peers": measure(fabric, options.times, lambda: peers.load(state), prepare=lose_memory),
     }
     peers.clear()
     fabric.barrier()
     shutil.rmtree(here, ignore_errors=True)
-    for what in ("save_s", "load_s"):
-        found[f"{what[:4]} ratio"] = found["files"][what] / found["peers"][what]
+    # Float32 weights and two moments.
+    found = {"state_mib": sum(p.numel() for p in model.parameters()) * 12 / 2**20, "ranks": fabric.world_size}
+    found["rows"] = [as_row(what, each["files"], each["peers"]) for what, each in seconds.items()]
     if options.out and fabric.global_rank == 0:
-        Path(options.out).write_text(json.dumps(found, indent=1))
-    fabric.print(
-        f"{found['state_mib']:,.0f} MiB on {found['ranks']} ranks: files {found['files']['save_s']:.3f} s to save, "
-        f"{found['files']['load_s']:.3f} s to load; memory of peers {found['peers']['save_s']:.3f} s and "
-        f"{found['peers']['load_s']:.3f} s: {found['save ratio']:.1f} and {found['load ratio']:.1f} times as fast"
-    )
+        about = {"hardware": hardware(), "versions": versions(), "times": options.times}
+        about["date"] = datetime.now(UTC).isoformat(timespec="seconds")
+        Path(options.out).write_text(json.dumps({**about, **found}, indent=1) + "\n")
+    fabric.print(f"{found['state_mib']:,.0f} MiB on {found['ranks']} ranks")
+    fabric.print("\n".join(as_lines(found["rows"])))
 
 
-def measure(fabric, act):
-    """Return the median seconds that all ranks take."""
+def as_row(what, files, peers):
+    """Return a row of the results: medians and ranges of seconds, and the ratio of the medians."""
+    ratio = statistics.median(files) / statistics.median(peers)
+    return {"what": what, "files_s": summary(files), "peers_s": summary(peers), "ratio": ratio}
+
+
+def summary(seconds):
+    return [statistics.median(seconds), min(seconds), max(seconds)]
+
+
+def as_lines(rows):
+    """Return the table of the results."""
+    lines = ["| | files | memory of peers | times as fast |", "| --- | --- | --- | --- |"]
+    for row in rows:
+        files, peers = ("{:.3f} s ({:.3f}–{:.3f})".format(*row[side]) for side in ("files_s", "peers_s"))
+        lines.append(f"| {row['what']} | {files} | {peers} | {row['ratio']:.1f} |")
+    return lines
+
+
+def measure(fabric, times, act, prepare=lambda: None):
+    """Return the seconds that all ranks take, each time."""
     seconds = []
-    for _ in range(options.times):
+    for _ in range(times):
+        prepare()
         fabric.barrier()
         began = time.perf_counter()
         act()
         fabric.barrier()
         seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds)
+    return seconds
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 # Two nodes, on each:  NODES=2 MASTER=node0:29400 examples/cluster/torchrun.sh examples/zero_auto.py
 #
 # Started again after a failure it goes on from the newest complete checkpoint. RESTARTS says how often that is done:
-# from outside, with a new torchrun each time. torchrun's own --max-restarts keeps the agents alive and works too, but
-# over gloo its workers often fail to find each other again.
+# from outside, with a new torchrun each time. torchrun's own --max-restarts keeps the agents alive and works too, with
+# TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 (see docs/elastic.md).
 set -uo pipefail
 
 PROCESSES=${PROCESSES:-$(nvidia-smi -L 2>/dev/null | grep -c . || true)}

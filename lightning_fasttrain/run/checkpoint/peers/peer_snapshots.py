@@ -51,9 +51,7 @@ class PeerSnapshots(Technique):
     """
 
     bitwise: ClassVar[bool] = True
-    effect: ClassVar[str] = (
-        "a lost rank costs the steps since the last snapshot, kept in its peer's memory"
-    )
+    effect: ClassVar[str] = "a lost rank costs the steps since the last snapshot, kept in its peer's memory"
     when: ClassVar[str] = "ranks are lost more often than checkpoints are affordable; not on a changing number of ranks"
     in_a_loop: ClassVar[str] = "run.PeerMemory(folder), with load(state) before the loop and save(step, state) in it"
     predicted: ClassVar[bool] = True
