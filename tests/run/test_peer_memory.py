@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fasttrain.run import PeerMemory
+import lightning_fasttrain as ft
+from lightning_fasttrain.run import PeerMemory, PeerSnapshots
+from lightning_fasttrain.technique import check_together
 from tests.run.peer_scenarios import RUNS
 from tests.support.ranks import run_ranks
 from tests.support.run_example import last_line
@@ -39,6 +41,11 @@ def test_a_trainer_removes_its_snapshots_at_the_end(found, name):
 
 def test_a_damaged_part_comes_from_the_peer_and_an_incomplete_snapshot_does_not_count(found):
     assert [rank["then"] for rank in found["Fabric"]] == [[6, 4, None], [6, 4, None]]
+
+
+def test_strategies_with_shards_in_their_own_buffers_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"PeerSnapshots \+ ZeROStrategy: its shards are in buffers of the strategy"):
+        check_together([PeerSnapshots(tmp_path)], ft.ZeROStrategy(2))
 
 
 def test_snapshots_of_another_number_of_ranks_are_not_loaded(tmp_path):
