@@ -75,9 +75,9 @@ def predict_memory(
     upper bound.
 
     With ``strategy``, one rank of ``world`` is predicted. Under :class:`~lightning_fasttrain.FSDP2Strategy`, also with
-    ``tensor_parallel``, the strategy's own code shards the model and runs the step, with collectives that move nothing:
-    gathered parameters, their padding and unsharded gradients are counted as they come and go, and ``batch`` is the
-    batch of this rank. Not counted is what communication libraries allocate. Under
+    ``tensor_parallel`` or ``context_parallel``, the strategy's own code shards the model and runs the step, with
+    collectives that move nothing: gathered parameters, their padding and unsharded gradients are counted as they come
+    and go, and ``batch`` is the batch of this rank. Not counted is what communication libraries allocate. Under
     :class:`~lightning_fasttrain.ZeROStrategy`, parameters, gradients, optimizer state and buffers are those of
     :func:`~lightning_fasttrain.strategy.predict_model_states`, and the rest is traced without sharding.
 

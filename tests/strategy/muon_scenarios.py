@@ -1,5 +1,6 @@
 """Muon's work divided over two or four processes (see test_divided_muon.py)."""
 
+import copy
 import os
 from contextlib import contextmanager
 from unittest import mock
@@ -12,8 +13,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import lightning_fasttrain as ft
+from lightning_fasttrain.bench.gpt import GPT, GPTConfig
 from lightning_fasttrain.optim.named.orthogonalize import NewtonSchulz
 from lightning_fasttrain.strategy.fsdp2.fsdp2_fabric import FabricFSDP2Strategy
+from lightning_fasttrain.strategy.tensor_parallel.layouts import take_shard
 from tests.support.nets import as_loader, largest_difference, trainer, weights
 
 WORLD = int(os.environ.get("WORLD_SIZE", 1))
@@ -165,6 +168,36 @@ def divided_under_ddp(found, folder):
     with counted() as counts:
         t.fit(module, as_loader(BATCHES))
     found["muon ddp"] = {"weights": largest_difference(expected, weights(module)), **counts}
+
+
+def divided_in_a_tensor_group(found):
+    """Give all ranks the gradients of one process, so that updates alone can differ."""
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        alone = GPT(GPTConfig(vocabulary=32, context=8, layers=2, heads=4, width=16))
+    net = copy.deepcopy(alone)
+    names = [name for name, parameter in alone.blocks.named_parameters(prefix="blocks") if parameter.ndim == 2]
+    muon = torch.optim.Muon([alone.get_parameter(n) for n in names], **SETTINGS, adjust_lr_fn="match_rms_adamw")
+    fabric = fabric_with(tensor_parallel=2)
+    fabric.setup_module(net)
+    optimizer = fabric.setup_optimizers(ft.build_optimizer(net, "muon", **SETTINGS))
+    drawn = torch.Generator().manual_seed(7)
+    steps = [{n: torch.randn(p.shape, generator=drawn) for n, p in alone.named_parameters()} for _ in range(STEPS)]
+    for gradients in steps:
+        for name in names:
+            alone.get_parameter(name).grad = gradients[name]
+        muon.step()
+    with counted() as counts:
+        for gradients in steps:
+            for name, parameter in net.named_parameters():
+                parameter.grad = take_shard(gradients[name], parameter)
+            optimizer.step()
+    gaps = {name: (whole(net.get_parameter(name)) - alone.get_parameter(name)).abs().max().item() for name in names}
+    fused = {name: gap for name, gap in gaps.items() if "qkv" in name}
+    found["muon fused"] = max(fused.values())
+    found["muon split"] = max(gap for name, gap in gaps.items() if name not in fused)
+    found["muon counts"] = counts
+    found["muon matrices"] = len(names)
 
 
 SCENARIOS = (divided_over_shards, divided_under_ddp)

@@ -44,8 +44,9 @@ class Masks:
                 layer.register_forward_hook(self.note if kept is None else self.replace)
 
     def note(self, layer, args, output):
-        # What was zero before is nowhere.
-        self.kept.append((output != 0).float())
+        # What was zero before is nowhere. The rate is zero where blocks are compared.
+        if layer.p > 0:
+            self.kept.append((output != 0).float())
 
     def replace(self, layer, args, output):
         return args[0] * next(self.given) / (1 - layer.p)
@@ -71,6 +72,7 @@ def dropout(found):
     for name, kind, strategy in (
         ("split", "dropping encoder", replicated),
         ("divided", "dropping gpt", divided(base.WORLD)),
+        ("context", "dropping gpt", FSDP2Strategy(context_parallel=base.WORLD)),
     ):
         plain = base.Net(kind)
         shapes = Masks(plain.net)
@@ -82,11 +84,15 @@ def dropout(found):
         plain = base.Net(kind)
         Masks(plain.net, kept)
         found[f"{name} dropout"] = abs(plain.loss(batch[0]).item() - module.losses[0].item())
-    settings = {"dropout": 0.3, "attention": "naive"}
-    for name, is_divided in (("split", False), ("divided", True)):
+    for name, attention, options in (
+        ("split", "naive", {"tensor_parallel": 2}),
+        ("divided", "naive", {"tensor_parallel": 2, "sequence_parallel": True}),
+        ("context", "sdpa", {"context_parallel": 2}),
+    ):
         runs = []
+        settings = {"dropout": 0.3, "attention": attention}
         for callbacks in ([], [ft.ActivationCheckpointing()]):
-            strategy = FSDP2Strategy(tensor_parallel=2, sequence_parallel=is_divided)
+            strategy = FSDP2Strategy(**options)
             module, _ = base.fit("gpt", 2, callbacks, settings=settings, count=2, strategy=strategy)
             runs.append(base.whole(module))
         found[f"{name} dropout recomputed"] = largest_difference(*runs)

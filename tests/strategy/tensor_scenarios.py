@@ -34,6 +34,7 @@ import lightning_fasttrain as ft
 from lightning_fasttrain.bench.gpt import GPT, GPTConfig
 from lightning_fasttrain.strategy.fsdp2.fsdp2_fabric import FabricFSDP2Strategy
 from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
+from tests.strategy.muon_scenarios import divided_in_a_tensor_group
 from tests.support.end_of_rank import run_rank, write_findings
 from tests.support.nets import as_loader, largest_difference, trainer, weights
 
@@ -159,9 +160,14 @@ def batches_of(kind, data_rank, count=STEPS):
 def one_process(kind, data_ranks, clip=None, count=STEPS, **settings):
     """Train in one process with plain PyTorch; return the module, and the losses of each data rank."""
     module = Net(kind, **settings)
+    return module, train_alone(module, data_ranks, clip, count)
+
+
+def train_alone(module, data_ranks, clip=None, count=STEPS):
+    """Train a module on the batches of all data ranks; return the losses of each."""
     module.train()
     stepper = module.configure_optimizers()
-    data = [batches_of(kind, rank, count) for rank in range(data_ranks)]
+    data = [batches_of(module.kind, rank, count) for rank in range(data_ranks)]
     losses = []
     for step in zip(*data, strict=True):
         several = [module.loss(batch) for batch in step]
@@ -171,7 +177,7 @@ def one_process(kind, data_ranks, clip=None, count=STEPS, **settings):
         stepper.step()
         stepper.zero_grad()
         losses.append([loss.item() for loss in several])
-    return module, losses
+    return losses
 
 
 def fit(kind, tensor, callbacks=(), settings=None, batches=None, strategy=None, resume=None, count=STEPS, **options):
@@ -387,7 +393,8 @@ def fabric_loop(found, folder):
 
 
 def main(path, folder, *only):
-    from tests.strategy import family_scenarios, sequence_scenarios, vocabulary_scenarios  # which import this file
+    # Which import this file.
+    from tests.strategy import context_scenarios, family_scenarios, sequence_scenarios, vocabulary_scenarios
 
     faulthandler.dump_traceback_later(200, exit=True)  # a rank that hangs prints its stack
     warnings.simplefilter("ignore")
@@ -409,6 +416,9 @@ def main(path, folder, *only):
         "vocabulary beside others": lambda: vocabulary_scenarios.split_beside_others(found, folder),
         "vocabulary in fabric": lambda: vocabulary_scenarios.split_in_fabric(found),
         "vocabulary losses": lambda: vocabulary_scenarios.losses_of_a_split_weight(found),
+        "muon": lambda: divided_in_a_tensor_group(found),
+        "context": lambda: context_scenarios.equal_to_one_process(found),
+        "context beside others": lambda: context_scenarios.beside_others(found, folder),
     }
     for name, scenario in every.items():
         if not only or name in only:

@@ -1,6 +1,9 @@
 """Tensor parallelism on two and on four real processes with gloo, against one process. Two launches serve all tests."""
 
 import json
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +23,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from lightning_fasttrain.architecture import stochastic_depth_
+from lightning_fasttrain.architecture import mixture_of_depths_, stochastic_depth_
 from lightning_fasttrain.bench.gpt import GPT, GPTConfig
 from lightning_fasttrain.core.modules.blocks import find_blocks
 from lightning_fasttrain.core.modules.split_vocabulary import SplitHead
@@ -29,15 +32,17 @@ from lightning_fasttrain.loss.loss_inputs import logits_of
 from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import full_checkpoint
 from lightning_fasttrain.strategy.fsdp2.sharding import Sharding
 from lightning_fasttrain.strategy.tensor_parallel import styles
+from lightning_fasttrain.strategy.tensor_parallel.divided_tokens.context_parallel import divide_context_
+from lightning_fasttrain.strategy.tensor_parallel.divided_tokens.sequence import SequenceParallel
 from lightning_fasttrain.strategy.tensor_parallel.layouts import split_intervals
 from lightning_fasttrain.strategy.tensor_parallel.parallelize import divide_heads_
 from lightning_fasttrain.strategy.tensor_parallel.plan import plan_tensor_parallel
-from lightning_fasttrain.strategy.tensor_parallel.sequence import SequenceParallel
 from lightning_fasttrain.strategy.tensor_parallel.split_dropout import SplitRandomness
 from tests.strategy import vocabulary_scenarios
+from tests.strategy.muon_scenarios import STEPS as MUON_STEPS
 from tests.strategy.tensor_scenarios import MESHES, MODELS, VOCABULARY, Net, batches_of, two_epochs
 from tests.support.nets import as_loader, largest_difference, trainer, weights
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ROOT, run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +70,7 @@ def two(folder):
 @pytest.fixture(scope="module")
 def four(folder):
     return launch(
-        folder, 4, "equal", "resharded", "consistency", "options", "sequence", "vocabulary", "vocabulary losses"
+        folder, 4, "equal", "resharded", "consistency", "options", "vocabulary", "vocabulary losses", "muon", "context"
     )
 
 
@@ -143,7 +148,9 @@ def test_the_sampler_gives_a_tensor_group_the_same_samples(found):
 
 
 def test_different_batches_in_a_tensor_group_are_refused_on_its_ranks(found):
-    assert all("the ranks of a tensor group have different batches" in rank["other batches"] for rank in found)
+    assert all(
+        "the ranks of a tensor or context group have different batches" in rank["other batches"] for rank in found
+    )
 
 
 def test_fabric_trains_clips_saves_and_loads(two):
@@ -312,7 +319,7 @@ def test_techniques_beside_shares_of_the_tokens_train_as_in_one_process(two, tec
     assert largest(two, f"divided with {technique}") < 1e-6
 
 
-@pytest.mark.parametrize("name", ["split", "divided"])
+@pytest.mark.parametrize("name", ["split", "divided", "context"])
 def test_dropout_differs_on_what_is_divided_and_is_that_of_one_process(two, name):
     assert all(rank[f"{name} masks"] for rank in two)
     assert largest(two, f"{name} dropout") < 1e-6
@@ -386,3 +393,105 @@ def test_distillation_from_a_head_whose_vocabulary_is_split_is_refused():
     SplitHead(head).install_below()
     with pytest.raises(ValueError, match="Distillation beside FusedLossHead: the vocabulary of the head is split"):
         logits_of(logits, head, (hidden, logits), None)
+
+
+def test_muon_orthogonalizes_each_matrix_of_a_tensor_group_on_one_rank(found):
+    assert largest(found, "muon split") == largest(found, "muon fused") == 0
+    counts = [rank["muon counts"] for rank in found]
+    assert sum(count["matrices"] for count in counts) == MUON_STEPS * found[0]["muon matrices"]
+    # Of each of two layouts, the parts are gathered and the updates are; data ranks exchange shards.
+    exchanges = 4 * MUON_STEPS if len(found) == 4 else 0
+    assert all((count["all_gather"], count["all_to_all_single"]) == (4 * MUON_STEPS, exchanges) for count in counts)
+
+
+@pytest.mark.parametrize("kind", ["gpt", "llama", "bert"])
+def test_shares_of_sequences_train_with_clipping_as_in_one_process(found, kind):
+    assert largest(found, f"context {kind} moved") > 0.01
+    assert largest(found, f"context {kind} losses") < 1e-5
+    assert largest(found, f"context {kind} weights") < 1e-5
+
+
+def test_context_groups_of_four_and_of_replicas_train_as_in_one_process(four):
+    assert largest(four, "context of four") < 1e-6
+    assert largest(four, "context replicas") < 1e-6
+
+
+@pytest.mark.parametrize("technique", ["CompileBlocks", "FusedLossHead", "others", "QLoRA"])
+def test_techniques_beside_shares_of_sequences_train_as_in_one_process(two, technique):
+    assert largest(two, f"context with {technique}") < 1e-6
+    assert two[0]["context QLoRA moved"] > 1e-3
+
+
+def test_shares_of_sequences_train_clip_save_and_load_in_fabric(two):
+    assert largest(two, "context in fabric") < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("eager", "'net.model.layers.0' (LlamaDecoderLayer): it fails on a share of the tokens"),
+        ("naive", "'net.blocks.0' (Block): its attention does not call torch.nn.functional.scaled_dot_product"),
+        ("positions", "'net.blocks.0' (Rotary): its values for a share of the tokens differ by"),
+        ("odd", "hidden states of shape (4, 7, 16): the 2 ranks of a group have equal shares"),
+        ("single tokens", "sequences of 2 tokens: attention may take a single token"),
+        ("batches", "a tensor or context group have different batches"),
+        ("auto", "MicroBatching('auto') with FSDP2Strategy(context_parallel=2)"),
+    ],
+)
+def test_what_needs_complete_sequences_is_refused_on_all_ranks(two, name, why):
+    assert all(why in rank[f"context refused {name}"] for rank in two)
+
+
+def test_layers_that_mix_tokens_and_heads_that_do_not_divide_are_refused_by_name():
+    net = Net("gpt")
+    net.net.blocks[1].mixing = nn.Conv1d(16, 16, 3)
+    with pytest.raises(ValueError, match=r"context_parallel=2 with 'net.blocks.1.mixing' \(Conv1d\): it may mix"):
+        divide_context_(net, SimpleNamespace(size=lambda: 2))
+    skipping = Net("gpt")
+    mixture_of_depths_(skipping, 0.5)
+    with pytest.raises(ValueError, match=r"with RoutedForward on 'net.blocks.\d': it routes the tokens of complete"):
+        divide_context_(skipping, SimpleNamespace(size=lambda: 2))
+    routed = Net("gpt")
+    routed.net.config = SimpleNamespace(output_router_logits=True)
+    with pytest.raises(ValueError, match="with output_router_logits=True: its loss has a term over the routing"):
+        divide_context_(routed, SimpleNamespace(size=lambda: 2))
+    with pytest.raises(ValueError, match=r"share of the 4 heads. Use one of context_parallel=\[1, 2, 4\]"):
+        divide_context_(Net("gpt"), SimpleNamespace(size=lambda: 3))
+    with pytest.raises(ValueError, match="Sequential: it has no repeated blocks"):
+        divide_context_(nn.Sequential(nn.Linear(2, 2)), SimpleNamespace(size=lambda: 2))
+    with pytest.raises(ValueError, match=r"context_parallel=3 over 8 processes.*Use one of context_parallel=\[1, 2, 4"):
+        Sharding(context_parallel=3).shape(8)
+    with pytest.raises(ValueError, match="context_parallel=2 with tensor_parallel=2: both divide the heads"):
+        Sharding(context_parallel=2, tensor_parallel=2)
+    assert Sharding(context_parallel=4).data_ranks(8, 5) == {"num_replicas": 2, "rank": 1}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 1e-4), ("bf16-mixed", 5e-2)])
+def test_shares_of_sequences_on_two_gpus_train_as_on_one(precision, tolerance, tmp_path):
+    code = f"""
+import os, time, torch
+from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
+from tests.strategy.tensor_scenarios import Net, batches_of
+from tests.support.nets import as_loader, trainer
+ends = []
+# Two ranks with the same batches train as one.
+for ranks in (2, 1):
+    for kind in ("gpt", "llama"):
+        module = Net(kind)
+        strategy = FSDP2Strategy(context_parallel=ranks)
+        t = trainer(accelerator="gpu", devices=2, precision={precision!r}, strategy=strategy)
+        t.fit(module, as_loader(batches_of(kind, 0, 6)))
+        ends.append(torch.stack(module.losses).cpu())
+for divided, complete in zip(ends[:2], ends[2:]):
+    torch.testing.assert_close(divided, complete, atol={tolerance}, rtol=0)
+time.sleep(1)
+os._exit(0)
+"""
+    script = tmp_path / "two.py"
+    script.write_text(code)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-4000:]

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn import functional as F
 
-from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, wrappers_on
+from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward
 
 
 @dataclass(frozen=True)
@@ -92,12 +92,3 @@ class SplitHead(WrappedForward):
         weight: Any = self.module.weight
         logits: Any = F.linear(on_all_ranks(input, weight.device_mesh), weight, self.module.bias)
         return logits.redistribute(placements=[Replicate()]).to_local()
-
-    def install_below(self) -> None:
-        """Put this object under the wrappers that are there already, in place of the layer's own forward."""
-        above = list(wrappers_on(self.module, WrappedForward))
-        if not above:
-            self.install()
-            return
-        self.previous = None
-        above[-1].previous = self

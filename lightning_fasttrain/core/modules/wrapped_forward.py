@@ -87,6 +87,15 @@ class WrappedForward:
         self.module.forward = self
         return self.undo
 
+    def install_below(self) -> Undo:
+        """Put this object under the wrappers that are there already, directly around the module's own forward."""
+        above = list(wrappers_on(self.module, WrappedForward))
+        if not above:
+            return self.install()
+        self.previous = above[-1].previous
+        above[-1].previous = self
+        return self.undo
+
     def undo(self) -> None:
         """Take this object out, also from under others that were put on top since."""
         holder: object = self.module.__dict__.get("forward")

@@ -33,8 +33,8 @@ class MuonAdamW(ClosureOptimizer):
 
     Under FSDP2 the ranks divide the matrices among themselves: each gathers its own in bfloat16, which rounds nothing
     that Muon would not round, orthogonalizes them, and sends the shards of the updates back, in two exchanges per step.
-    Momentum stays sharded. Replicas, also those of hybrid sharding, divide the work further. In a tensor group every
-    rank orthogonalizes every matrix.
+    Momentum stays sharded. Replicas, also those of hybrid sharding, and tensor groups divide the work further; beside
+    a tensor group, the replicas of hybrid sharding do not.
 
     Args:
         params: groups. Those with ``"muon": True`` hold matrices only.

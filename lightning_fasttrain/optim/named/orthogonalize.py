@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 # Elements of a batch: 128 MiB in bfloat16, of which an iteration takes a few copies.
 _LARGEST_BATCH = 2**26
+_SHARDS = (Shard, _StridedShard)
 
 
 class NewtonSchulz(NamedTuple):
@@ -82,20 +84,24 @@ def assign_owners(shapes: Sequence[torch.Size], ranks: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Layout:
-    """Layout of matrices over ranks: shards along one axis, each of them on several replicas.
+    """Layout of matrices over ranks: shards along one axis, each of them on several replicas, or split once more.
 
     Attributes:
         shards, replicas: the ranks that hold the other shards, and those that hold the same one; None for one rank.
         axis: axis of the matrices that is sharded.
+        is_split: whether the ranks of ``replicas`` hold equal parts of a shard along the other axis, as in a tensor
+            group. The rows or columns of several parts may take turns: to orthogonalize them in another order gives
+            the same matrix in that order.
     """
 
     shards: dist.ProcessGroup | None = None
     replicas: dist.ProcessGroup | None = None
     axis: int = 0
+    is_split: bool = False
 
     @classmethod
     def of(cls, matrix: Tensor, replicas: dist.ProcessGroup | None) -> "Layout | None":
-        """Return the layout of a matrix; None if it is split over several dimensions of a mesh.
+        """Return the layout of a matrix; None for others than shards, replicas and the parts of a tensor group.
 
         Args:
             matrix: a DTensor, or a tensor that all ranks of ``replicas`` hold.
@@ -103,18 +109,19 @@ class Layout:
         """
         if not isinstance(matrix, DTensor):
             return cls(replicas=replicas)
-        groups: dict[str, dist.ProcessGroup] = {}
-        axis = 0
-        for dimension, placement in enumerate(matrix.placements):
-            role = "shards"
-            if isinstance(placement, Replicate):
-                role = "replicas"
-            if role in groups or type(placement) not in (Shard, Replicate):
-                return None
-            groups[role] = matrix.device_mesh.get_group(dimension)
-            if isinstance(placement, Shard):
-                axis = placement.dim
-        return cls(groups.get("shards"), groups.get("replicas"), axis)
+        mesh = matrix.device_mesh
+        found = [(mesh.get_group(number), placement) for number, placement in enumerate(matrix.placements)]
+        shards = [(group, placement.dim) for group, placement in found if isinstance(placement, _SHARDS)]
+        copies = [group for group, placement in found if isinstance(placement, Replicate)]
+        if len(shards) + len(copies) < len(found) or len(copies) > 1:
+            return None
+        if len(shards) == 2 and shards[0][1] != shards[1][1] and matrix.shape[shards[1][1]] % shards[1][0].size() == 0:
+            # Replicas of a tensor group, as of hybrid sharding, each do the same.
+            return cls(shards[0][0], shards[1][0], shards[0][1], is_split=True)
+        if len(shards) > 1 or any(isinstance(placement, _StridedShard) for placement in matrix.placements):
+            return None
+        group, axis = next(iter(shards), (None, 0))
+        return cls(group, next(iter(copies), None), axis)
 
     def part_of(self, shape: torch.Size, rank: int) -> torch.Size:
         """Return the shape of the shard that a rank of ``shards`` holds of a matrix of this shape."""
@@ -131,7 +138,8 @@ def orthogonalize_together(
     """Orthogonalize matrices of which each rank holds a part, each of them on one rank; a collective.
 
     A rank gathers the parts of its own matrices in bfloat16, and sends parts of the results: two exchanges among the
-    shards and one among the replicas, whatever the number of matrices.
+    shards and one among the replicas, whatever the number of matrices. A tensor group, whose ranks gather each other's
+    parts before, has one more.
 
     Args:
         parts: this rank's part of each matrix.
@@ -157,6 +165,9 @@ def orthogonalize_together(
 
     parts_here = functools.partial(parts_on, here)
     rounded = list(map(Tensor.bfloat16, parts))
+    if layout.is_split:
+        everyone = _share(rounded, [[part.shape for part in parts]] * _size(layout.replicas), layout.replicas, device)
+        rounded = [torch.cat(pieces, 1 - layout.axis) for pieces in zip(*everyone, strict=True)]
     outgoing = [_at(numbers, rounded) for numbers in of_rank]
     expected = [parts_on(rank, of_rank[here]) for rank in range(shards)]
     gathered = _exchange(outgoing, expected, layout.shards, device)
@@ -173,7 +184,10 @@ def orthogonalize_together(
     sent = of_replica[_rank(layout.replicas)]
     everyone = _share(_at(sent, mine), list(map(parts_here, of_replica)), layout.replicas, device)
     mine = dict(zip(itertools.chain(*of_replica), itertools.chain(*everyone), strict=True))
-    return _at(range(len(parts)), mine)
+    results = _at(range(len(parts)), mine)
+    if layout.is_split:
+        return [whole.chunk(_size(layout.replicas), 1 - layout.axis)[_rank(layout.replicas)] for whole in results]
+    return results
 
 
 def _at(numbers: Iterable[int], values: Any) -> list[Any]:

@@ -45,7 +45,7 @@ class FabricFSDP2Strategy(FSDP2Host, ModelParallelStrategy):
 
     Args:
         reshard_after_forward, offload, replicas, blocks, reduce_dtype, float32_residual, tensor_parallel, tensor_plan,
-            sequence_parallel, async_checkpoints, process_group_backend, timeout: as for
+            sequence_parallel, context_parallel, async_checkpoints, process_group_backend, timeout: as for
             :class:`~lightning_fasttrain.FSDP2Strategy`.
         broadcast_buffers: broadcast rank zero's buffers before each training forward whose gradients are reduced.
 
@@ -72,6 +72,7 @@ class FabricFSDP2Strategy(FSDP2Host, ModelParallelStrategy):
         tensor_parallel: int = 1,
         tensor_plan: TensorPlan | None = None,
         sequence_parallel: bool = False,
+        context_parallel: int = 1,
         broadcast_buffers: bool = True,
         async_checkpoints: bool = False,
         process_group_backend: str | None = None,
@@ -80,7 +81,7 @@ class FabricFSDP2Strategy(FSDP2Host, ModelParallelStrategy):
         # Lightning requires a function that shards; sharding is done in setup_module.
         super().__init__(lambda module, mesh: module, process_group_backend=process_group_backend, timeout=timeout)
         options = (reshard_after_forward, offload, replicas, blocks, reduce_dtype, float32_residual)
-        sharding = Sharding(*options, tensor_parallel, tensor_plan, sequence_parallel)
+        sharding = Sharding(*options, tensor_parallel, tensor_plan, sequence_parallel, context_parallel)
         self._set_options(sharding, broadcast_buffers, async_checkpoints)
         self._backward_sync_control = _SyncControl()
         # Weak references to old parameters, so that unsharded weights do not stay in memory beside the shards.
@@ -103,7 +104,7 @@ class FabricFSDP2Strategy(FSDP2Host, ModelParallelStrategy):
             for name in STEPS:
                 register_fsdp_forward_method(module, name)
         check_sharded(module)
-        self._agree_in_tensor_group()
+        self._agree_on_batch()
         if self.broadcast_buffers:
             module.register_forward_pre_hook(_share_buffers)
         return module

@@ -3,7 +3,7 @@
 import inspect
 import itertools
 from collections.abc import Generator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from lightning_fasttrain.core.modules.select import has_parameters
 from lightning_fasttrain.run.checkpoint.atomic_checkpoints import probe_folders
 from lightning_fasttrain.strategy.fsdp2._sharded_optimizer import named_state
 from lightning_fasttrain.strategy.fsdp2.broadcast_weights import share_buffers_
-from lightning_fasttrain.strategy.fsdp2.oom_safe_gathers import FSDP2Together
+from lightning_fasttrain.strategy.fsdp2.oom_safe_gathers import FSDP2Together, forget_unfinished_
 from lightning_fasttrain.strategy.fsdp2.shard_blocks import check_sharded, reshard_, without_gradient_reduction
 from lightning_fasttrain.strategy.fsdp2.sharding import STEPS, FSDP2Host, Sharding, scale_gradients_
 from lightning_fasttrain.strategy.tensor_parallel.plan import TensorPlan
@@ -68,6 +68,12 @@ class FSDP2Strategy(FSDP2Host, ModelParallelStrategy):
     are replicated in the group, so that every loss has all logits. With ``FusedLossHead`` and its head named (Hugging
     Face's models name theirs), the vocabulary is split too, and logits are never gathered.
 
+    With ``context_parallel``, neighbouring ranks form a context group, which computes one batch together too, for long
+    sequences: blocks compute on a share of the tokens, and ``scaled_dot_product_attention`` exchanges heads for tokens.
+    Parameters are sharded over all ranks. Embeddings, the head and the loss see all tokens on every rank, so that any
+    loss is exact, and ``FusedLossHead`` keeps its memory small. Each block is compared with the undivided one at its
+    first forward. Blocks that mix tokens in other ways are refused, and hooks inside blocks see shares.
+
     Args:
         reshard_after_forward: as for :func:`~lightning_fasttrain.strategy.shard_blocks_`.
         offload: ``"cpu"`` keeps shards, gradients and optimizer state in host memory.
@@ -83,6 +89,8 @@ class FSDP2Strategy(FSDP2Host, ModelParallelStrategy):
             otherwise makes the plan.
         sequence_parallel: divide the tokens of blocks over a tensor group wherever layers are not split, which saves
             the memory of norms, dropout and residual sums; sequence lengths must be divisible by ``tensor_parallel``.
+        context_parallel: number of ranks in a context group, which share the tokens of each sequence; it divides the
+            number of attention heads and sequence lengths. Data ranks are the world divided by it.
         broadcast_buffers: broadcast rank zero's buffers, such as BatchNorm's running statistics, before each batch
             and before validation, as DDP does. Checkpoints contain rank zero's buffers in any case.
         reduce_once: under accumulation, sum unsharded gradients and reduce them once; False reduces in each
@@ -92,8 +100,9 @@ class FSDP2Strategy(FSDP2Host, ModelParallelStrategy):
 
     Raises:
         ValueError: ``replicas`` times ``tensor_parallel`` does not divide the number of processes, the precision is
-            float16, or a callback copies the model; in a tensor group also: heads or widths cannot be divided, the
-            base is quantised, batches differ, or ``MicroBatching("auto")``.
+            float16, or a callback copies the model; in a tensor or context group also: heads or widths cannot be
+            divided, the base of a tensor group is quantised, blocks mix tokens, batches differ, or
+            ``MicroBatching("auto")``.
         RuntimeError: in ``fit``, another rank failed in ``configure_model`` or ``configure_optimizers``, is gone, or
             did not answer within ``timeout``.
 
@@ -105,7 +114,8 @@ class FSDP2Strategy(FSDP2Host, ModelParallelStrategy):
 
     Source:
         ``torch.distributed.fsdp.fully_shard``, on Lightning's ``ModelParallelStrategy``; tensor parallelism as in
-        Shoeybi et al. 2019, "Megatron-LM", https://arxiv.org/abs/1909.08053.
+        Shoeybi et al. 2019, "Megatron-LM", https://arxiv.org/abs/1909.08053, and context parallelism as in Jacobs et
+        al. 2023, "DeepSpeed Ulysses", https://arxiv.org/abs/2309.14509.
     """
 
     def __init__(
@@ -120,6 +130,7 @@ class FSDP2Strategy(FSDP2Host, ModelParallelStrategy):
         tensor_parallel: int = 1,
         tensor_plan: TensorPlan | None = None,
         sequence_parallel: bool = False,
+        context_parallel: int = 1,
         broadcast_buffers: bool = True,
         reduce_once: bool = True,
         async_checkpoints: bool = False,
@@ -128,7 +139,7 @@ class FSDP2Strategy(FSDP2Host, ModelParallelStrategy):
     ) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
         options = (reshard_after_forward, offload, replicas, blocks, reduce_dtype, float32_residual)
-        sharding = Sharding(*options, tensor_parallel, tensor_plan, sequence_parallel)
+        sharding = Sharding(*options, tensor_parallel, tensor_plan, sequence_parallel, context_parallel)
         self._set_options(sharding, broadcast_buffers, async_checkpoints)
         self.reduce_once = reduce_once
         self._steps = ExitStack()
@@ -206,13 +217,13 @@ class FSDP2Strategy(FSDP2Host, ModelParallelStrategy):
         assert self.model is not None
         # A callback may have swapped a layer, or made the optimizer again.
         check_sharded(self.model, self.optimizers)
-        self._agree_in_tensor_group()
+        self._agree_on_batch()
 
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
         """Broadcast rank zero's buffers before any forward of the batch; compare the first batch in a tensor group."""
         self._share_buffers()
         if batch_idx == 0:
-            self._agree_in_tensor_group(batch)
+            self._agree_on_batch(batch)
 
     def on_validation_start(self) -> None:
         """Broadcast rank zero's buffers before the first batch."""
@@ -245,9 +256,9 @@ class FSDP2Strategy(FSDP2Host, ModelParallelStrategy):
             ValueError: this torch cannot restart a step, or gradients are reduced more than once per step.
         """
         what, way_out = "MicroBatching('auto') with FSDP2Strategy", "Give a number, such as MicroBatching(8)"
-        if self.sharding.tensor_parallel > 1:
-            why = "a rank that runs out of memory leaves its tensor group waiting in the middle of a layer"
-            raise ValueError(explain(f"{what}(tensor_parallel={self.sharding.tensor_parallel})", why, way_out))
+        if self.sharding.ranks_per_batch > 1:
+            why = "a rank that runs out of memory leaves its tensor or context group waiting in the middle of a layer"
+            raise ValueError(explain(f"{what}({self.sharding.group_option})", why, way_out))
         if self.model is not None and any(p.ndim == 0 and p.requires_grad for p in self.model.parameters()):
             why = "the gradient of a parameter without a dimension is averaged in each micro-batch"
             raise ValueError(explain(what, why, way_out))
@@ -336,13 +347,3 @@ class FSDP2Strategy(FSDP2Host, ModelParallelStrategy):
             self.wait()
         finally:
             super().teardown()
-
-
-def forget_unfinished_(model: nn.Module) -> None:
-    """Discard the gradients of a window that an error has interrupted, which ``zero_grad`` does not reach."""
-    # FSDPModule has this method, but not in every supported torch.
-    reset: Any = getattr(model, "reset_iter_state", None)
-    if reset is not None:
-        # Torch raises it if the model was sharded but never run.
-        with suppress(AttributeError):
-            reset()

@@ -9,7 +9,7 @@ remaining gathers.
 import gc
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -267,3 +267,13 @@ def _copy(value: Tensor | None) -> Tensor | None:
 
 def _do_nothing() -> None:
     pass
+
+
+def forget_unfinished_(model: nn.Module) -> None:
+    """Discard the gradients of a window that an error has interrupted, which ``zero_grad`` does not reach."""
+    # FSDPModule has this method, but not in every supported torch.
+    reset: Any = getattr(model, "reset_iter_state", None)
+    if reset is not None:
+        # Torch raises it if the model was sharded but never run.
+        with suppress(AttributeError):
+            reset()

@@ -45,6 +45,7 @@ from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import (
     save_sharded,
 )
 from lightning_fasttrain.strategy.rank_health import RollCall, own_group
+from lightning_fasttrain.strategy.tensor_parallel.divided_tokens.context_parallel import divide_context_
 from lightning_fasttrain.strategy.tensor_parallel.divisors import common_divisors
 from lightning_fasttrain.strategy.tensor_parallel.parallelize import compute_locally_, parallelize_
 from lightning_fasttrain.strategy.tensor_parallel.plan import TensorPlan, plan_tensor_parallel
@@ -58,8 +59,8 @@ class Sharding:
     """Options for sharding a model; see :class:`~lightning_fasttrain.FSDP2Strategy`.
 
     Example:
-        >>> Sharding(replicas=2).shape(8), Sharding(tensor_parallel=2).shape(8)
-        ((2, 4), (4, 2))
+        >>> Sharding(replicas=2).shape(8), Sharding(tensor_parallel=2).shape(8), Sharding(context_parallel=2).shape(8)
+        ((2, 4), (4, 2), (8,))
     """
 
     reshard_after_forward: bool | int = True
@@ -71,18 +72,25 @@ class Sharding:
     tensor_parallel: int = 1
     tensor_plan: TensorPlan | None = None
     sequence_parallel: bool = False
+    context_parallel: int = 1
 
     def __post_init__(self) -> None:
         if self.offload is not None:
             one_of("offload", self.offload, OFFLOADS)
         positive_int("replicas", self.replicas)
         positive_int("tensor_parallel", self.tensor_parallel)
+        positive_int("context_parallel", self.context_parallel)
         if not isinstance(self.reshard_after_forward, bool):
             positive_int("reshard_after_forward", self.reshard_after_forward)
         precision_policy(reduce_dtype=self.reduce_dtype)
         if self.sequence_parallel and self.tensor_parallel == 1:
             why = "the ranks of a tensor group share the tokens, and each group has one rank"
             raise ValueError(explain("sequence_parallel=True with tensor_parallel=1", why, "Give tensor_parallel=2"))
+        if self.context_parallel > 1 and self.tensor_parallel > 1:
+            what = f"context_parallel={self.context_parallel} with tensor_parallel={self.tensor_parallel}"
+            way_out = "Use one of them; tensor_parallel with sequence_parallel=True divides tokens too"
+            raise ValueError(explain(what, "both divide the heads of attention over the ranks of a group", way_out))
+        self.batch_group: dist.ProcessGroup | None = None
 
     def shape(self, world_size: int) -> tuple[int, ...]:
         """Return the shape of the mesh over ``world_size`` processes: (shards,), or also with replicas and tensor."""
@@ -95,6 +103,10 @@ class Sharding:
                 way_out = f"{way_out} and tensor_parallel, whose product divides {world_size}"
             why = "each replica of the model is sharded over the same number of processes"
             raise ValueError(explain(f"{what} over {world_size} processes", why, way_out))
+        if world_size % self.ranks_per_batch:
+            why = "each context group has the same number of ranks"
+            way_out = f"Use one of context_parallel={common_divisors([world_size])}"
+            raise ValueError(explain(f"{self.group_option} over {world_size} processes", why, way_out))
         return tuple(self._axes(world_size).values())
 
     def _axes(self, world_size: int) -> dict[str, int]:
@@ -108,11 +120,30 @@ class Sharding:
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=tuple(self._axes(world_size)))
         if mesh.ndim > 1 and self.tensor_parallel > 1:
             mesh._flatten()  # so that a norm over all dimensions is one reduction
+        self.batch_group = None
+        if self.tensor_parallel > 1:
+            self.batch_group = mesh["tensor"].get_group()
+        elif self.context_parallel > 1:
+            # Parameters are sharded over all ranks, also over those of a context group.
+            groups = (world_size // self.context_parallel, self.context_parallel)
+            neighbours = init_device_mesh(device.type, groups, mesh_dim_names=("data", "context"))
+            self.batch_group = neighbours.get_group("context")
         return mesh
 
+    @property
+    def ranks_per_batch(self) -> int:
+        """Number of neighbouring ranks that compute one batch together."""
+        return self.tensor_parallel * self.context_parallel
+
+    @property
+    def group_option(self) -> str:
+        """The option by which ranks compute one batch together, as users write it."""
+        name = "context_parallel" if self.context_parallel > 1 else "tensor_parallel"
+        return f"{name}={self.ranks_per_batch}"
+
     def data_ranks(self, world_size: int, rank: int) -> dict[str, int]:
-        """Return arguments for a distributed sampler: the ranks of a tensor group get the same samples."""
-        return {"num_replicas": world_size // self.tensor_parallel, "rank": rank // self.tensor_parallel}
+        """Return arguments for a distributed sampler: ranks that compute one batch together get the same samples."""
+        return {"num_replicas": world_size // self.ranks_per_batch, "rank": rank // self.ranks_per_batch}
 
     @property
     def splits_logits(self) -> bool:
@@ -152,6 +183,9 @@ class Sharding:
             data = mesh[tuple(name for name in mesh.mesh_dim_names or () if name != "tensor")]
             plan = plan_tensor_parallel(model, self.tensor_parallel, self.tensor_plan)
             layouts = parallelize_(model, mesh["tensor"], plan, self.sequence_parallel)
+        elif self.context_parallel > 1:
+            assert self.batch_group is not None
+            divide_context_(model, self.batch_group)
         names = shard_blocks_(
             model,
             data,
@@ -188,7 +222,7 @@ class FSDP2Host:
         "activation_checkpointing": "the technique ActivationCheckpointing() beside the strategy",
         "activation_checkpointing_policy": "the technique ActivationCheckpointing() beside the strategy",
         "state_dict_type": "full_state_dict(folder) to read the sharded checkpoints that it writes",
-        "device_mesh": "replicas= and tensor_parallel=",
+        "device_mesh": "replicas=, tensor_parallel= and context_parallel=",
         "data_parallel_size": "tensor_parallel=",
         "tensor_parallel_size": "tensor_parallel=",
     }
@@ -232,10 +266,10 @@ class FSDP2Host:
         if self.async_checkpoints and self._background is None:
             self._background = BackgroundSave(self._write)
 
-    def _agree_in_tensor_group(self, batch: object = None) -> None:
-        """Share the random state in a tensor group, so that dropout is the same; refuse batches that differ."""
-        if self.sharding.tensor_parallel > 1:
-            group = self._device_mesh["tensor"].get_group()
+    def _agree_on_batch(self, batch: object = None) -> None:
+        """Share the random state of ranks that compute one batch together; refuse batches that differ."""
+        group = self.sharding.batch_group
+        if group is not None:
             share_random_state_(group)
             refuse_other_batches(batch, group, self.root_device)
 

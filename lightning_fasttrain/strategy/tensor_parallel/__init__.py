@@ -1,5 +1,7 @@
-"""Tensor parallelism inside a data-parallel mesh: each rank of a tensor group computes with its part of the layers.
+"""Tensor and context parallelism inside a data-parallel mesh: the ranks of a group compute one batch together.
+
+Each rank has its part of the layers in a tensor group, and its share of the tokens of sequences in a context group.
 
 From the bottom up: ``layouts``, ``styles``, ``vocabulary``, ``split_dropout``, ``divisors``,
-``attention_and_mlp``, ``sequence``, ``plan``, ``parallelize``, ``tensor_group``.
+``attention_and_mlp``, ``plan``, ``divided_tokens``, ``parallelize``, ``tensor_group``.
 """

@@ -13,10 +13,10 @@ from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.select import modules_inside
 from lightning_fasttrain.core.modules.without_dropout import has_dropout
 from lightning_fasttrain.strategy.tensor_parallel.attention_and_mlp import is_attention
+from lightning_fasttrain.strategy.tensor_parallel.divided_tokens.sequence import SequenceParallel
 from lightning_fasttrain.strategy.tensor_parallel.divisors import HEADS, KEY_VALUE_HEADS, common_divisors
 from lightning_fasttrain.strategy.tensor_parallel.layouts import REPLICATED, SUMMED, Layout
 from lightning_fasttrain.strategy.tensor_parallel.plan import blocks_or_model
-from lightning_fasttrain.strategy.tensor_parallel.sequence import SequenceParallel
 from lightning_fasttrain.strategy.tensor_parallel.split_dropout import SplitRandomness
 from lightning_fasttrain.strategy.tensor_parallel.styles import ColumnParallel, Layouts, LocalStyle, RowParallel
 from lightning_fasttrain.strategy.tensor_parallel.vocabulary import VocabularyEmbedding, VocabularyHead

@@ -45,6 +45,6 @@ def refuse_other_batches(batch: object, group: dist.ProcessGroup, device: torch.
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     dist.all_reduce(smallest, dist.ReduceOp.MIN, group=group)
     if not torch.equal(largest, smallest):
-        why = "each rank of a tensor group computes a part of the layers for the same batch"
+        why = "the ranks of a group compute parts of the layers or of the tokens for the same batch"
         way_out = "Let the Trainer or Fabric set the sampler, or use strategy.distributed_sampler_kwargs for your own"
-        raise ValueError(explain("the ranks of a tensor group have different batches", why, way_out))
+        raise ValueError(explain("the ranks of a tensor or context group have different batches", why, way_out))

@@ -1,0 +1,255 @@
+"""Context parallelism: each rank of a group computes the blocks for its share of the tokens of every sequence."""
+
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_map
+
+from lightning_fasttrain.architecture.auxiliary_loss import ForwardWithLoss, ModuleWithLoss
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.without_dropout import has_dropout, without_dropout
+from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, first_line, wrappers_on
+from lightning_fasttrain.core.state.rng import keep_random_state
+from lightning_fasttrain.data.padding.packed_forward import PackedForward
+from lightning_fasttrain.finetune.frozen_cache.cached_forward import CachedForward
+from lightning_fasttrain.strategy.tensor_parallel.attention_and_mlp import is_attention
+from lightning_fasttrain.strategy.tensor_parallel.divided_tokens.exchange_heads import (
+    ExchangedAttention,
+    RecordedAttention,
+)
+from lightning_fasttrain.strategy.tensor_parallel.divided_tokens.hidden_states import (
+    HiddenStates,
+    Option,
+    own_tokens,
+    replace_hidden,
+    stacks_of,
+)
+from lightning_fasttrain.strategy.tensor_parallel.divisors import common_divisors, heads_of
+from lightning_fasttrain.strategy.tensor_parallel.plan import blocks_or_model
+from lightning_fasttrain.strategy.tensor_parallel.split_dropout import SplitRandomness
+from lightning_fasttrain.strategy.tensor_parallel.styles import gather_tokens
+
+_WAY_OUT = "Use context_parallel=1"
+# Layers that mix neighbouring tokens, or normalize over tokens: a share of them gives other values.
+_MIXING = (
+    nn.modules.conv._ConvNd,
+    nn.RNNBase,
+    nn.modules.batchnorm._NormBase,
+    nn.GroupNorm,
+    nn.MultiheadAttention,
+)
+# What techniques have put on blocks and is for complete sequences, which no comparison of the block itself shows.
+_COMPLETE = {
+    ForwardWithLoss: "it routes the tokens of complete sequences, and has a loss over them",
+    ModuleWithLoss: "it has a loss over the tokens of complete sequences",
+    PackedForward: "it removes the padding of complete sequences",
+    CachedForward: "it caches the outputs for complete sequences",
+}
+
+
+def divide_context_(model: nn.Module, group: dist.ProcessGroup) -> list[str]:
+    """Have the blocks of a model compute on this rank's share of the tokens, in place; attention sees all of them.
+
+    The first block of a stack takes its rank's tokens, the last one gathers the hidden states of all ranks, so that
+    embeddings, the head and the loss are those of one process. In between, ``scaled_dot_product_attention`` exchanges
+    heads for tokens. Arguments of blocks with a value per token, such as rotary tables, are divided too; masks are not.
+    At its first forward, each block is compared with the undivided one on the first sample.
+
+    Args:
+        model: the model, which has the same inputs on all ranks of the group, and whose gradients are averaged over
+            them.
+        group: neighbouring ranks.
+
+    Raises:
+        ValueError: the model has no blocks, or they have layers that mix tokens other than by
+            ``scaled_dot_product_attention``. Others are refused at the first forward.
+
+    Returns:
+        Names of the blocks.
+
+    Source:
+        Jacobs et al. 2023, "DeepSpeed Ulysses", https://arxiv.org/abs/2309.14509. Ours gathers after the last block,
+        so that losses need not be divided.
+    """
+    option = Option(f"context_parallel={group.size()}", _WAY_OUT)
+    blocks = blocks_or_model(model)
+    stacks = stacks_of(model, blocks, option)
+    for name, block in blocks.items():
+        _refuse_mixing(name, block, group.size())
+    _refuse_router_losses(model, option)
+    for stack in stacks:
+        HiddenStates(group, option, averaged=True).divide_(stack)
+    for name, block in blocks.items():
+        divided = DividedBlock(block, name, group)
+        divided.install_below()
+        block.register_forward_pre_hook(divided.compare_once, with_kwargs=True)
+    if has_dropout(model):
+        SplitRandomness(group.rank()).inside_(list(blocks.values()))
+    return list(blocks)
+
+
+def _refuse_mixing(prefix: str, block: nn.Module, ranks: int) -> None:
+    for name, module in block.named_modules(prefix=prefix):
+        what = f"context_parallel={ranks} with '{name}' ({type(module).__name__})"
+        if isinstance(module, _MIXING):
+            why = "it may mix the tokens of a sequence, of which each rank has a share"
+            raise ValueError(explain(what, why, _WAY_OUT))
+        for holder in (module, *wrappers_on(module, WrappedForward)):
+            for kind, why in _COMPLETE.items():
+                if isinstance(holder, kind):
+                    found = f"context_parallel={ranks} with {type(holder).__name__} on '{name}'"
+                    raise ValueError(explain(found, why, "Leave that technique out, or use context_parallel=1"))
+        heads = list(heads_of(module).values())[:1]
+        if heads and heads[0] % ranks:
+            why = f"each rank attends with its share of the {heads[0]} heads"
+            raise ValueError(explain(what, why, f"Use one of context_parallel={common_divisors(heads)}"))
+
+
+def _refuse_router_losses(model: nn.Module, option: Option) -> None:
+    for module in model.modules():
+        if getattr(getattr(module, "config", None), "output_router_logits", False):
+            why = "its loss has a term over the routing of all tokens, of which each rank sees a share"
+            what = f"{option.text} with output_router_logits=True"
+            raise ValueError(explain(what, why, f"Set it to False. {_WAY_OUT} otherwise"))
+
+
+class DividedBlock(WrappedForward):
+    """Computes a block for this rank's tokens.
+
+    Args:
+        block: the block, whose hidden states are those of this rank, and whose other arguments those of all tokens.
+        name: its qualified name, for messages.
+        group: the ranks that share the tokens.
+    """
+
+    def __init__(self, block: nn.Module, name: str, group: dist.ProcessGroup) -> None:
+        super().__init__(block)
+        self.name, self.group = name, group
+        self._kind = type(block).__name__  # FSDP2 makes it one of its own
+        self.attention = ExchangedAttention(group)
+        self._compared = False
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        args, kwargs = self._divide(args, kwargs)
+        with self.attention:
+            return self.inner(*args, **kwargs)
+
+    def _divide(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Take this rank's tokens of the arguments besides the hidden states; leave out a cache for generation."""
+        hidden = hidden_of(args, kwargs)
+        share = hidden.shape[1]
+        if share == 1:
+            what = f"context_parallel={self.group.size()} with sequences of {self.group.size()} tokens"
+            why = "attention may take a single token on a rank for a step of generation, and not mask others"
+            raise ValueError(explain(what, why, "Pad sequences, as by pad_to_multiple_of="))
+
+        def divide(value: object) -> object:
+            if not isinstance(value, Tensor) or value is hidden:
+                return value
+            axis = axis_of_tokens(value, share * self.group.size())
+            if axis is None:
+                return value
+            return value.narrow(axis, self.group.rank() * share, share)
+
+        return tree_map(divide, args), tree_map(divide, without_cache(kwargs))
+
+    @torch.no_grad()
+    def compare_once(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compare the block with the undivided one on the first sample of its first input; a collective.
+
+        Raises:
+            ValueError: on all ranks, they differ.
+        """
+        hidden = hidden_of(args, kwargs)
+        if self._compared or torch.compiler.is_compiling() or isinstance(hidden, FakeTensor):
+            return
+        self._compared = True
+        rows = hidden.shape[0]
+
+        def take_first(value: Any) -> Any:
+            if isinstance(value, Tensor) and value.ndim > 1 and value.shape[0] == rows:
+                return value[:1]
+            return value
+
+        args, kwargs = tree_map(take_first, args), tree_map(take_first, without_cache(kwargs))
+        undo = without_dropout(block)
+        try:
+            with keep_random_state():
+                difference = self._difference(args, kwargs)
+        finally:
+            undo()
+        rounding = 1e-3
+        if torch.is_autocast_enabled(hidden.device.type) or hidden.dtype.itemsize < 4:
+            rounding = 2e-2
+        if difference > rounding:
+            why = f"its values for a share of the tokens differ by {difference:.1g} of their size from those for all"
+            self._refuse(why)
+
+    def _difference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+        """Return the largest relative difference of a token's queries, keys, values and hidden states."""
+        with RecordedAttention() as undivided:
+            whole_args, whole_kwargs = replace_hidden(args, kwargs, lambda hidden: gather_tokens(hidden, self.group))
+            expected = self.inner(*whole_args, **whole_kwargs)
+        args, kwargs = self._divide(args, kwargs)
+        try:
+            with self.attention, RecordedAttention() as divided:  # before they are exchanged
+                found = self.inner(*args, **kwargs)
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            self._refuse(f"it fails on a share of the tokens: {first_line(error)}", error)
+        if not divided.seen and any(map(is_attention, self.module.modules())):
+            self._refuse("its attention does not call torch.nn.functional.scaled_dot_product_attention")
+        # Of an output with more than hidden states, they come first.
+        expected, found = _first(expected), _first(found)
+        largest = torch.zeros((), device=found.device)
+        pairs = [(found, own_tokens(expected, self.group))]
+        for mine, whole in zip(divided.seen, undivided.seen, strict=True):
+            pairs.append((mine, own_tokens(whole, self.group, 2)))
+        for mine, whole in pairs:
+            sizes = whole.float().norm(dim=-1)
+            # A token of zeros, such as padding, has no size of its own.
+            relative = (mine.float() - whole.float()).norm(dim=-1) / (sizes + sizes.mean())
+            largest = torch.maximum(largest, relative.nan_to_num(0.0).max())
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
+        return largest.item()
+
+    def _refuse(self, why: str, cause: Exception | None = None) -> NoReturn:
+        what = f"context_parallel={self.group.size()} with '{self.name}' ({self._kind})"
+        way_out = (
+            "Have attention call scaled_dot_product_attention, such as by attn_implementation='sdpa', and give blocks "
+            "the positions or rotary tables of their tokens. Use context_parallel=1 otherwise"
+        )
+        raise ValueError(explain(what, why, way_out)) from cause
+
+
+def _first(output: Any) -> Any:
+    return output[0] if isinstance(output, tuple | list) else output
+
+
+def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Return the hidden states among the arguments of a block: the first tensor."""
+    return next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+
+
+def without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Leave out a cache for generation, which would keep keys and values of a share of the tokens."""
+    return {name: value for name, value in kwargs.items() if not type(value).__name__.endswith("Cache")}
+
+
+def axis_of_tokens(value: Tensor, tokens: int) -> int | None:
+    """Return the axis along which an argument of a block has a value per token; None for others, such as masks.
+
+    Example:
+        >>> axis_of_tokens(torch.zeros(2, 8, 4), tokens=8), axis_of_tokens(torch.zeros(2, 1, 8, 8), tokens=8)
+        (1, None)
+    """
+    is_mask = value.dtype == torch.bool or value.ndim > 3 or value.shape[-2:] == (tokens, tokens)
+    if is_mask or tokens not in value.shape:
+        return None
+    if value.ndim > 1 and value.shape[1] == tokens:
+        return 1
+    return value.shape.index(tokens)

@@ -1,0 +1,156 @@
+"""Shares of the tokens in a stack of blocks: the first block takes a rank's tokens, the last gathers those of all."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, wrappers_on
+from lightning_fasttrain.strategy.tensor_parallel.styles import gather_tokens
+
+
+class Option(NamedTuple):
+    """The option that divides tokens, as users write it, and how to do without it, for messages."""
+
+    text: str
+    way_out: str
+
+
+def stacks_of(model: nn.Module, blocks: Mapping[str, nn.Module], option: Option) -> list[list[nn.Module]]:
+    """Return the blocks of each stack, in the order in which they run.
+
+    Args:
+        model: the model that contains them.
+        blocks: qualified name → block.
+        option: the option that divides tokens.
+
+    Raises:
+        ValueError: there are no blocks, or one is skipped at random.
+    """
+    if "" in blocks or not blocks:
+        why = "it has no repeated blocks, at whose borders tokens are divided and gathered"
+        raise ValueError(explain(f"{option.text} with {type(model).__name__}", why, option.way_out))
+    stacks: dict[str, list[nn.Module]] = {}
+    for name, block in blocks.items():
+        stacks.setdefault(name.rpartition(".")[0], []).append(block)
+        _refuse_skipping(name, block, option)
+    return list(stacks.values())
+
+
+def _refuse_skipping(name: str, block: nn.Module, option: Option) -> None:
+    """Refuse a block that is skipped at random: inside of it, ranks draw other random numbers, and would not agree."""
+    for wrapper in wrappers_on(block, WrappedForward):
+        rates = [value for key, value in vars(wrapper).items() if "drop" in key and isinstance(value, float)]
+        if any(rates):
+            what = f"{option.text} with '{name}' ({type(block).__name__}), which is skipped at random"
+            why = "ranks draw different random numbers for their shares of the tokens"
+            raise ValueError(explain(what, why, f"{option.way_out}, or leave StochasticDepth out"))
+
+
+class HiddenStates:
+    """The hidden states of one stack of blocks, from the first block's input to the last one's output.
+
+    Args:
+        group: the ranks that share the tokens.
+        option: the option that divides tokens.
+        averaged: whether gradients of parameters are averaged over the group. Each rank has a part of those in blocks,
+            which are summed instead: they are multiplied by the number of ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, option: Option, averaged: bool = False) -> None:
+        self.group, self.option = group, option
+        self.factor = group.size() if averaged else 1
+        self._passed: Tensor | None = None  # the output of the block before, kept so that its memory is not used again
+
+    def divide_(self, stack: list[nn.Module]) -> None:
+        """Register the hooks of the blocks."""
+        for block in stack:
+            block.register_forward_pre_hook(self._before(block is stack[0]), with_kwargs=True)
+            block.register_forward_hook(self._after(block is stack[-1]))
+
+    def _before(self, is_first: bool) -> Any:
+        def divide(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return replace_hidden(args, kwargs, lambda hidden: self._enter(block, hidden, is_first))
+
+        return divide
+
+    def _after(self, is_last: bool) -> Any:
+        def gather(_: nn.Module, args: object, output: object) -> Any:
+            first = output[0] if isinstance(output, tuple | list) else output
+            if not is_last:
+                self._passed = first.detach()
+                return output
+            whole = _Join.apply(first, self.group, self.factor)
+            if isinstance(output, tuple | list):
+                return type(output)((whole, *output[1:]))
+            return whole
+
+        return gather
+
+    def _enter(self, block: nn.Module, hidden: Tensor, is_first: bool) -> Tensor:
+        passed, self._passed = self._passed, None
+        if is_first:
+            return self._take_tokens(hidden)
+        if torch.compiler.is_compiling():
+            return hidden
+        # FSDP2 passes a view on.
+        if passed is None or (passed.data_ptr(), passed.shape) != (hidden.data_ptr(), hidden.shape):
+            what = f"{self.option.text} with the blocks of {type(block).__name__}"
+            why = "a block's input is not the output of the block before it, of which each rank has a share"
+            raise ValueError(explain(what, why, self.option.way_out))
+        return hidden
+
+    def _take_tokens(self, hidden: Tensor) -> Tensor:
+        ranks = self.group.size()
+        if hidden.ndim < 2 or hidden.shape[1] % ranks:
+            what = f"{self.option.text} with hidden states of shape {tuple(hidden.shape)}"
+            why = f"the {ranks} ranks of a group have equal shares of the tokens"
+            way_out = (
+                f"Pad sequences to a multiple of {ranks}, as by pad_to_multiple_of=. {self.option.way_out} otherwise"
+            )
+            raise ValueError(explain(what, why, way_out))
+        return _Take.apply(hidden, self.group, self.factor)  # type: ignore[no-any-return]
+
+
+def replace_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]) -> Any:
+    """Change the hidden states in the arguments of a block or of attention: the first tensor."""
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    key = next(key for key, value in kwargs.items() if isinstance(value, Tensor))
+    return args, {**kwargs, key: change(kwargs[key])}
+
+
+class _Take(torch.autograd.Function):
+    """Take this rank's tokens of what all ranks have; gather their gradients."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor, group: dist.ProcessGroup, factor: int) -> Tensor:
+        ctx.group, ctx.factor = group, factor
+        return own_tokens(x, group)
+
+    @staticmethod
+    def backward(ctx: object, *grads: Tensor) -> tuple[Tensor, None, None]:
+        gathered = gather_tokens(grads[0], ctx.group)
+        return gathered if ctx.factor == 1 else gathered / ctx.factor, None, None
+
+
+class _Join(torch.autograd.Function):
+    """Gather the tokens of all ranks, each of which has the gradient of all; take that of its own."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor, group: dist.ProcessGroup, factor: int) -> Tensor:
+        ctx.group, ctx.factor = group, factor
+        return gather_tokens(x, group)
+
+    @staticmethod
+    def backward(ctx: object, *grads: Tensor) -> tuple[Tensor, None, None]:
+        own = own_tokens(grads[0], ctx.group)
+        return own if ctx.factor == 1 else own * ctx.factor, None, None
+
+
+def own_tokens(x: Tensor, group: dist.ProcessGroup, axis: int = 1) -> Tensor:
+    """Return this rank's share of the tokens along ``axis``."""
+    return x.chunk(group.size(), dim=axis)[group.rank()].contiguous()
