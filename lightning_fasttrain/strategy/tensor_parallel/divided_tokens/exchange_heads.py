@@ -40,8 +40,8 @@ class ExchangedAttention(TorchFunctionMode):
         key: Tensor,
         value: Tensor,
         attn_mask: Tensor | None = None,
-        *args: object,
-        **kwargs: object,
+        *args: Any,
+        **kwargs: Any,
     ) -> Tensor:
         ranks = self.group.size()
         _refuse_shapes(query, key, attn_mask, ranks)
