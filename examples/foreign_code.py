@@ -25,6 +25,7 @@ from pathlib import Path
 import foreign_modules
 import lightning as L
 import torch
+from foreign_libraries import LIBRARIES, find_libraries
 from foreign_modules import MODULES
 from foreign_settings import SETTINGS, nano
 from torch.utils.data import DataLoader
@@ -53,6 +54,14 @@ TECHNIQUES = {
 }
 
 
+def modules():
+    """Name → module and data; the real ones of libraries that are installed, and layouts written after the others."""
+    found = dict(MODULES)
+    for package in find_libraries()[0]:
+        found.update(LIBRARIES[package])
+    return found
+
+
 class SaveInTheMiddle(L.Callback):
     """Save one checkpoint between two steps of the first epoch."""
 
@@ -66,7 +75,7 @@ class SaveInTheMiddle(L.Callback):
 
 def build(name):
     """A module and its data, the same each time and without dropout, which micro-batches draw in another order."""
-    make, data = MODULES[name] if isinstance(name, str) else (name, foreign_modules.token_data)
+    make, data = modules()[name] if isinstance(name, str) else (name, foreign_modules.token_data)
     torch.manual_seed(7)
     module = make()
     for part in module.modules():
@@ -146,7 +155,7 @@ def cell(name, setting, technique, plain, folder):
     if bound is None:
         kept = {key.replace(".base_layer", ""): value for key, value in found.items() if ".lora_" not in key}
         trained = any(".lora_B" in key and value.any() for key, value in found.items())
-        initial = copy.deepcopy(build(name)[0]).state_dict()
+        initial = build(name)[0].state_dict()
         same = all(torch.equal(value.to(initial[key]), initial[key]) for key, value in kept.items() if key in initial)
         return "trains its adapter alone" if same and trained else "DEFECT: the base changed, or nothing trained"
     if left := left_behind(module):  # an adapter stays in the model
@@ -160,7 +169,7 @@ def cell(name, setting, technique, plain, folder):
 
 def rows():
     """Name of each row → its module and setting."""
-    found = {name: (name, nano()) for name in MODULES}
+    found = {name: (name, nano()) for name in modules()}
     found.update({f"nanoGPT, {name}": (setting["module"], setting) for name, setting in SETTINGS.items()})
     return found
 
@@ -201,9 +210,13 @@ def main():
     techniques = [name for name in TECHNIQUES if re.search(options.techniques or "", name)]
     with tempfile.TemporaryDirectory() as folder:
         found = product(wanted, techniques, Path(folder), lambda row, cells: print(row, json.dumps(cells), flush=True))
+    installed, missing = find_libraries()
+    if missing:
+        print(f"skipped, not installed: pip install --no-deps {' '.join(missing)}")
     report = {
         "hardware": hardware(),
-        "versions": versions(),
+        "versions": versions() | installed,
+        "skipped": missing,
         "command": shlex.join(["python", *sys.argv]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "cells": summarize(found),

@@ -393,11 +393,11 @@ def shuffled(data):
 
 
 MLP_LAYERS = lambda: [nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3)]  # noqa: E731
-# A module, and the data that its steps take.
+# A module, and the data that its steps take; where a library is installed, ``foreign_libraries`` has its real one.
 MODULES = {
     "nanoGPT": (NanoGPT, token_data),
-    "LitGPT": (LitGPT, token_data),
-    "x-transformers": (XTransformers, token_data),
+    "LitGPT's GPT": (LitGPT, token_data),
+    "x-transformers' Decoder": (XTransformers, token_data),
     "Hydra template": (lambda: hydra(*MLP_LAYERS()), image_data),
     "torchvision's ResNet": (
         lambda: hydra(
@@ -406,7 +406,7 @@ MODULES = {
         image_data,
     ),
     "timm's ViT": (lambda: hydra(ViT()), image_data),
-    "diffusers' U-Net": (Diffusion, image_data),
+    "diffusers' UNet2DModel": (Diffusion, image_data),
     "GPT-2 of transformers": (gpt2, token_data),
     "BERT of transformers": (bert, class_data),
     "GAN": (GAN, image_data),

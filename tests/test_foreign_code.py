@@ -15,8 +15,8 @@ from tests.support.ranks import ROOT
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
 EXTRACT = {
-    "LitGPT": ("MicroBatching", "FusedLossHead", "AdaptiveClipping", "ExactResume"),
-    "x-transformers": ("ActivationCheckpointing", "OptimizerInBackward"),
+    "LitGPT's GPT": ("MicroBatching", "FusedLossHead", "AdaptiveClipping", "ExactResume"),
+    "x-transformers' Decoder": ("ActivationCheckpointing", "OptimizerInBackward"),
     "Hydra template": ("MicroBatching", "SpikeGuard"),
     "GAN": ("FiniteGuard", "ExactResume", "LoRA"),
     "nanoGPT, CombinedLoader, max_size_cycle": ("FusedLossHead", "EagerGradientRelease"),
