@@ -81,9 +81,12 @@ class HeadSearch:
                 uses.append(f"the logits of '{name}' are also used for {head.evidence.refused}")
         if uses:
             return "; ".join(uses), "Use the logits for cross_entropy alone, or leave FusedLossHead out"
-        names = list_some(list(map(repr, self.candidates)))
-        why = f"no output of a linear layer outside of the repeated blocks ({names}) reached cross_entropy"
-        return why, "Compile the blocks alone, with CompileBlocks, name the head in head=, or leave FusedLossHead out"
+        for name, head in self.candidates.items():
+            used = f", used for {head.evidence.refused}" if head.evidence.refused else ""
+            uses.append(f"'{name}'{used}")
+        why = f"no output of a linear layer outside of the repeated blocks ({list_some(uses)}) reached cross_entropy"
+        way_out = "Compute the loss with torch's cross_entropy, compile the blocks alone, with CompileBlocks"
+        return why, f"{way_out}, name the head in head=, or leave FusedLossHead out"
 
     def tell(self) -> None:
         """Warn once if there is no head when a second forward begins, unless a Trainer reports it."""
