@@ -131,7 +131,7 @@ def build(name, draws=True):
 
     Args:
         name: name of the row's module, or a class.
-        draws: whether dropout, stochastic depth and noise are drawn at random; micro-batches draw them in another order.
+        draws: whether dropout, stochastic depth and noise are random; micro-batches draw them in another order.
     """
     make, data = modules()[name] if isinstance(name, str) else (name, foreign_modules.token_data)
     torch.manual_seed(7)

@@ -126,7 +126,7 @@ class WatchedLogits(Tensor):
         except Exception as error:
             # Training with deferred logits would raise the error, too.
             for one in watched:
-                one.evidence.refused = one.evidence.refused or _refused_in(error)
+                one.evidence.refused = one.evidence.refused or _refused_in(error, func)
             return result
         return _mark(result, deferred, watched[0].evidence)
 
@@ -175,6 +175,6 @@ def _do_likewise(func: Callable[..., object], args: Sequence[object], kwargs: Ma
     return func(*args, **kwargs)
 
 
-def _refused_in(error: Exception) -> str:
+def _refused_in(error: Exception, func: Callable[..., Any]) -> str:
     refused, found, _ = str(error).partition(" of deferred logits")
-    return refused if found else type(error).__name__
+    return refused if found else func.__name__
