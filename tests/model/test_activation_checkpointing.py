@@ -118,6 +118,13 @@ def test_the_recomputation_has_the_default_dtype_of_the_forward():
     assert same(gradients(plain), gradients(ours))
 
 
+def test_a_kept_result_that_is_changed_in_place_is_refused():
+    net = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4)) for _ in range(2)])
+    checkpoint_activations_(net, ft.model.SelectiveOps(), blocks="*")
+    with pytest.raises(RuntimeError, match=r"recomputation of Sequential: it changes the result .* in place"):
+        net(torch.ones(2, 4)).sum().backward()
+
+
 def test_functional_rrelu_is_refused_only_inside_of_blocks():
     class Function(nn.Module):
         def __init__(self, inside):
