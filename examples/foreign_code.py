@@ -248,10 +248,9 @@ class Row:
     def _judge_change(self, module, what):
         """Say whether a change of training left alone what it must."""
         found = module.state_dict()
-        if not all(value.isfinite().all() for value in found.values() if value.is_floating_point()):
-            return "DEFECT: not finite"
         if what == "finite":
-            return "trains another model"
+            finite = all(value.isfinite().all() for value in found.values() if value.is_floating_point())
+            return "trains another model" if finite else "DEFECT: not finite"
         initial = build(self.module)[0].state_dict()
         kept = {key.replace(".base_layer", ""): value for key, value in found.items()}
         same = all(torch.equal(kept[key].to(value), value) for key, value in initial.items() if _is_weight(key))
