@@ -319,13 +319,13 @@ class GAN(L.LightningModule):
 
     def __init__(self):
         super().__init__()
-        self.automatic_optimization = False
+        self.automatic_optimization, self.draws = False, True
         self.generator = nn.Sequential(nn.Linear(3, 16), nn.LeakyReLU(0.2), nn.Linear(16, 64))
         self.discriminator = nn.Sequential(nn.Linear(64, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
 
     def training_step(self, batch):
         images = batch[0].flatten(1)
-        z = torch.randn(len(images), 3).type_as(images)
+        z = torch.randn(len(images), 3).type_as(images) if self.draws else images[:, :3]
         for number, optimizer in enumerate(self.optimizers()):
             self.toggle_optimizer(optimizer)
             made = self.discriminator(self.generator(z) if number == 0 else self.generator(z).detach())
@@ -393,11 +393,11 @@ def shuffled(data):
 
 
 MLP_LAYERS = lambda: [nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3)]  # noqa: E731
-# A module, and the data that its steps take.
+# A module, and the data that its steps take; where a library is installed, ``foreign_libraries`` has its real one.
 MODULES = {
     "nanoGPT": (NanoGPT, token_data),
-    "LitGPT": (LitGPT, token_data),
-    "x-transformers": (XTransformers, token_data),
+    "LitGPT's GPT": (LitGPT, token_data),
+    "x-transformers' Decoder": (XTransformers, token_data),
     "Hydra template": (lambda: hydra(*MLP_LAYERS()), image_data),
     "torchvision's ResNet": (
         lambda: hydra(
@@ -406,7 +406,7 @@ MODULES = {
         image_data,
     ),
     "timm's ViT": (lambda: hydra(ViT()), image_data),
-    "diffusers' U-Net": (Diffusion, image_data),
+    "diffusers' UNet2DModel": (Diffusion, image_data),
     "GPT-2 of transformers": (gpt2, token_data),
     "BERT of transformers": (bert, class_data),
     "GAN": (GAN, image_data),

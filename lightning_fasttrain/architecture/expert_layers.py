@@ -199,7 +199,7 @@ def _combine_outputs(outputs: Tensor, weights: Tensor) -> Tensor:
 def multiply_groups(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """Multiply consecutive groups of rows (R, in) by a matrix of (E, in, out) each; group i ends before ``ends[i]``.
 
-    One grouped product computes them all where rows of 16 bytes allow it, and otherwise one product each.
+    One grouped product computes them all where rows of 16 bytes and the dtype allow it, and otherwise one product each.
 
     Example:
         >>> rows, matrices = torch.ones(3, 2), torch.stack([torch.eye(2), 5 * torch.eye(2)])
@@ -207,7 +207,8 @@ def multiply_groups(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
         tensor([1., 5., 5.])
     """
     element = rows.element_size()
-    if rows.shape[1] * element % _ALIGNED or matrices.shape[2] * element % _ALIGNED:
+    is_aligned = rows.shape[1] * element % _ALIGNED == 0 and matrices.shape[2] * element % _ALIGNED == 0
+    if not is_aligned or rows.dtype == torch.float64:  # for which torch has no grouped product
         return _multiply_one_by_one(rows, matrices, ends)
     if rows.dtype == torch.bfloat16:
         return _multiply_grouped(rows, matrices, ends)

@@ -120,6 +120,13 @@ def _refuse_layer(model: nn.Module, name: str) -> None:
     if type(layer) is not nn.Linear and not is_a(layer, CONV1D):
         why = "its weights cannot be copied into experts"
         raise TypeError(explain(f"'{name}' is a {type(layer).__name__}", why, "Call upcycle_ before it is changed"))
+    above = name.rpartition(".")[0]
+    around = model.get_submodule(above)
+    # Such as the matrices of LitGPT's LoRALinear, whose product is added to the layer's output.
+    beside = [key for key, parameter in around.named_parameters(recurse=False) if parameter.ndim > 1]
+    if beside and len(list(around.children())) == 1:
+        why = f"'{above}' ({type(around).__name__}) combines its output with weights of its own ({list_some(beside)})"
+        raise TypeError(explain(f"'{name}'", f"{why}, as adapters do", "Call upcycle_ before they are added"))
     own = set(layer.parameters())
     sharing = [place for place, module in model.named_modules() if own.intersection(module._parameters.values())]
     if len(sharing) > 1:

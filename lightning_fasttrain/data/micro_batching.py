@@ -1,6 +1,6 @@
 """Train one batch from the loader in micro-batches: the same step in a fraction of the activation memory."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Literal
 
 import lightning as L
@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_fasttrain.core.batch.padded_axes import padding_in
 from lightning_fasttrain.core.checks import PositiveInt, positive_int
 from lightning_fasttrain.core.messages import explain, number_of
+from lightning_fasttrain.core.modules.select import as_list
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.data.closure.micro_batch_closure import BatchClosures
 from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule, named_count, rule_in, rule_state
@@ -244,13 +245,15 @@ class MicroBatching(Technique):
 
 def _refuse_what_is_no_name(through: Through | None) -> Through | None:
     """Raises: TypeError: neither a name, nor a module class, nor several of these."""
-    names: list[Any] = list(through) if isinstance(through, list | tuple | set) else [through]
+    if through is None:
+        return None
+    names = as_list(through) if isinstance(through, Iterable) else [through]
     for name in names:
         is_class = isinstance(name, type) and issubclass(name, nn.Module)
-        if name is not None and not is_class and not (isinstance(name, str) and name):
+        if not is_class and not (isinstance(name, str) and name):
             why = "expected the qualified name of a submodule, a pattern, a module class, or a list of these"
             raise TypeError(explain(f"through={through!r}", why, "Use through='encoder'"))
-    if through is not None and not names:
+    if not names:
         raise ValueError(explain(f"through={through!r}", "it is empty", "Use through='encoder', or leave it out"))
     return through
 

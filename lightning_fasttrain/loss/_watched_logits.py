@@ -81,9 +81,12 @@ class HeadSearch:
                 uses.append(f"the logits of '{name}' are also used for {head.evidence.refused}")
         if uses:
             return "; ".join(uses), "Use the logits for cross_entropy alone, or leave FusedLossHead out"
-        names = list_some(list(map(repr, self.candidates)))
-        why = f"no output of a linear layer outside of the repeated blocks ({names}) reached cross_entropy"
-        return why, "Compile the blocks alone, with CompileBlocks, name the head in head=, or leave FusedLossHead out"
+        for name, head in self.candidates.items():
+            used = f", used for {head.evidence.refused}" if head.evidence.refused else ""
+            uses.append(f"'{name}'{used}")
+        why = f"no output of a linear layer outside of the repeated blocks ({list_some(uses)}) reached cross_entropy"
+        way_out = "Compute the loss with torch's cross_entropy, compile the blocks alone, with CompileBlocks"
+        return why, f"{way_out}, name the head in head=, or leave FusedLossHead out"
 
     def tell(self) -> None:
         """Warn once if there is no head when a second forward begins, unless a Trainer reports it."""
@@ -123,7 +126,7 @@ class WatchedLogits(Tensor):
         except Exception as error:
             # Training with deferred logits would raise the error, too.
             for one in watched:
-                one.evidence.refused = one.evidence.refused or _refused_in(error)
+                one.evidence.refused = one.evidence.refused or _refused_in(error, func)
             return result
         return _mark(result, deferred, watched[0].evidence)
 
@@ -172,6 +175,6 @@ def _do_likewise(func: Callable[..., object], args: Sequence[object], kwargs: Ma
     return func(*args, **kwargs)
 
 
-def _refused_in(error: Exception) -> str:
+def _refused_in(error: Exception, func: Callable[..., Any]) -> str:
     refused, found, _ = str(error).partition(" of deferred logits")
-    return refused if found else type(error).__name__
+    return refused if found else func.__name__

@@ -1,7 +1,7 @@
 """A block's forward that is recomputed identically in the backward."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy as Keep
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.recomputed_forward import Again, Contexts, RecomputedForward, recomputed_outside
+from lightning_fasttrain.core.modules.select import class_name
 from lightning_fasttrain.model.checkpoint_savings import CheckpointSavings
 
 
@@ -81,4 +83,19 @@ class CheckpointedForward(RecomputedForward):
     def _contexts(self) -> Contexts:
         if self.keeps is None:
             return self.contexts(nullcontext(), nullcontext())
-        return self.contexts(*create_selective_checkpoint_contexts(self.keeps))
+        forward, again = self.contexts(*create_selective_checkpoint_contexts(self.keeps))
+        return forward, Again(partial(self._refuse_changed_results, again))
+
+    @contextmanager
+    def _refuse_changed_results(self, again: AbstractContextManager[Any]) -> Iterator[None]:
+        """Raises: RuntimeError: the block has changed a result in place that was kept for the recomputation."""
+        try:
+            with again:
+                yield
+        except RuntimeError as error:
+            if "has been mutated" not in str(error):
+                raise
+            what = f"selective recomputation of {class_name(self.module)}"
+            why = "it changes the result of an expensive operation in place, as ReLU(inplace=True) may"
+            way_out = "Set inplace=False, leave the block out, or recompute it as a whole, with EveryBlock()"
+            raise RuntimeError(explain(what, why, way_out)) from None

@@ -18,7 +18,7 @@ from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import local_part, names_of_parameters
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.core.state.by_parameter import BY_PARAMETER
-from lightning_fasttrain.technique import Conflict, Technique
+from lightning_fasttrain.technique import Capability, Conflict, Technique
 from lightning_fasttrain.technique.predicted_step import PredictedStep
 
 _WHOLE = "each rank holds a shard of them without their shape"
@@ -72,6 +72,7 @@ class WeightEMA(Technique):
     """
 
     bitwise: ClassVar[bool] = True
+    capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.EVALUATES_AVERAGES})
     effect: ClassVar[str] = "an exponential moving average of the weights, with which the model is evaluated"
     when: ClassVar[str] = "the last steps are noisy; not for a few steps of fine-tuning"
     in_a_loop: ClassVar[str] = "ema.update(model) after each optimizer.step(), and `with ema.in_use(model):`"

@@ -53,6 +53,7 @@ class Capability(Enum):
     REPLACES_PRODUCTS = "replaces the matrix products of linear layers"
     COMPILES_BLOCKS = "compiles blocks for the shapes of their inputs"
     TILES_MLPS = "runs MLPs on a part of the tokens at a time"
+    EVALUATES_AVERAGES = "evaluates with other weights than those that train"
     ADAPTS_LAYERS = "quantises or freezes linear layers, and trains adapters beside them"
 
 

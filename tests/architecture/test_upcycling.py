@@ -279,9 +279,11 @@ def test_under_autocast_products_are_rounded_and_the_router_is_not():
         assert net.blocks[0].up.router(torch.rand(2, 8)).dtype == torch.float32
 
 
-@pytest.mark.parametrize("width", [4, 3])  # 16 bytes in a row, and 12
-def test_grouped_products_are_those_of_each_group(width):
-    rows, matrices = torch.randn(6, width, requires_grad=True), torch.randn(3, width, 8, requires_grad=True)
+# 16 bytes in a row, 12, and a dtype without grouped products
+@pytest.mark.parametrize(("width", "dtype"), [(4, torch.float32), (3, torch.float32), (4, torch.float64)])
+def test_grouped_products_are_those_of_each_group(width, dtype):
+    made = {"requires_grad": True, "dtype": dtype}
+    rows, matrices = torch.randn(6, width, **made), torch.randn(3, width, 8, **made)
     ends = torch.tensor([4, 4, 6], dtype=torch.int32)
     found = expert_layers.multiply_groups(rows, matrices, ends)
     expected = torch.cat([rows[:4] @ matrices[0], rows[4:] @ matrices[2]])
@@ -327,6 +329,12 @@ def test_shared_and_adapted_layers_are_refused():
         block.up = nn.utils.parametrizations.weight_norm(block.up)
     with pytest.raises(TypeError, match="'1.up' is a Parametrized"):
         ft.architecture.upcycle_(adapted)
+    beside = nn.ModuleList([Block(), Block()])
+    for block in beside:
+        block.up = nn.Sequential(block.up)
+        block.up.register_parameter("lora_A", nn.Parameter(torch.zeros(1, DIM)))  # as in LitGPT
+    with pytest.raises(TypeError, match=r"'1.up.0': '1.up' .Sequential. combines its output with .* .lora_A."):
+        ft.architecture.upcycle_(beside)
     with pytest.raises(ValueError, match="all of them train"):
         ft.technique.check_together([ft.architecture.Upcycling(), ft.LoRA()])
 

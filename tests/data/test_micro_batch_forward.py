@@ -4,7 +4,7 @@ import copy
 import json
 import random
 import weakref
-from collections import namedtuple
+from collections import UserList, namedtuple
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -646,7 +646,7 @@ def test_a_step_that_also_fails_on_its_batch_is_refused_with_its_error():
         accumulate_gradients(fail, torch.ones(6, 2), n=2)
 
 
-@pytest.mark.parametrize("through", ["enkoder", nn.LSTM, ["enkoder", nn.LSTM]])
+@pytest.mark.parametrize("through", ["enkoder", nn.LSTM, ["enkoder", nn.LSTM], UserList(["enkoder"])])
 def test_unknown_names_list_the_candidates(through):
     with pytest.raises(ValueError, match=r"through=.* matches nothing: candidates are .*Block.*pattern or a class"):
         steps([ft.MicroBatching(3, through=through)])

@@ -244,6 +244,13 @@ def test_random_draws_other_than_dropout_are_reported():
     assert "MicroBatching cannot be compared" in tail(verified)
     assert verified.rows[0].techniques == ("ActivationCheckpointing()",)
     assert verified.rows[0].ok
+    assert verify([ft.LoRA(rank=2)], Noisy()).ok  # evaluations draw the same numbers with and without adapters
+
+
+def test_averaged_weights_are_not_compared_in_validation():
+    verified = verify([ft.optim.WeightEMA(0.5)], TinyLM())
+    assert verified.ok, str(verified)
+    assert "validation" not in {distance.what for distance in verified.rows[0].distances}
 
 
 def test_the_error_of_a_technique_is_its_verdict():

@@ -249,7 +249,7 @@ class CompiledLoss(Biased):
 
 NOT_FUSED = {
     Accurate: "the logits of '(net.)?out' are also used for .argmax. Use the logits for cross_entropy alone",
-    Regression: "no output of a linear layer outside of the repeated blocks .'(net.)?out'. reached cross_entropy",
+    Regression: "no output of a linear layer outside of the repeated blocks .'(net.)?out', used for .square. reached",
     CompiledLoss: "no output of a linear layer outside of the repeated blocks .'(net.)?out'. reached cross_entropy",
 }
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import lightning_fasttrain as ft
 from lightning_fasttrain import checkpoint_activations_
 from lightning_fasttrain.bench.gpt import GPT, GPTConfig
-from tests.support.nets import Block, TinyLM, as_loader, fit, lm_batches, same, trainer, weights
+from tests.support.nets import Block, TinyLM, as_loader, fit, gradients, lm_batches, same, trainer, weights
 
 
 def run(net, x):
@@ -94,6 +94,35 @@ def test_negative_control_torch_checkpoint_differs_in_these(kind):
         block.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)
     x = torch.randn(6, 4)
     assert not same(run(plain, x), run(theirs, x))
+
+
+def test_the_recomputation_has_the_default_dtype_of_the_forward():
+    """Lightning's precision plugins set it around the forward, and the backward comes later."""
+
+    class Masks(nn.Linear):
+        def forward(self, x):
+            return torch.tanh(super().forward(x)) * (torch.rand(len(x), 1) < 0.5)
+
+    plain = nn.Sequential(Masks(4, 4), Masks(4, 4)).double()
+    ours = copy.deepcopy(plain)
+    checkpoint_activations_(ours, blocks=Masks)
+    for net in (plain, ours):
+        torch.manual_seed(1)
+        torch.set_default_dtype(torch.float64)
+        try:
+            loss = net(torch.ones(8, 4)).sum()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        loss.backward()
+        assert torch.get_default_dtype() == torch.float32
+    assert same(gradients(plain), gradients(ours))
+
+
+def test_a_kept_result_that_is_changed_in_place_is_refused():
+    net = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4)) for _ in range(2)])
+    checkpoint_activations_(net, ft.model.SelectiveOps(), blocks="*")
+    with pytest.raises(RuntimeError, match=r"recomputation of Sequential: it changes the result .* in place"):
+        net(torch.ones(2, 4)).sum().backward()
 
 
 def test_functional_rrelu_is_refused_only_inside_of_blocks():

@@ -1,4 +1,4 @@
-"""A forward that is run again in the backward pass, with the random states and buffers that it had."""
+"""A forward that is run again in the backward pass, with the random states, buffers and dtype that it had."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -82,6 +82,8 @@ class RecomputedForward(WrappedForward):
             name: buffer.detach().clone() for name, (_, _, buffer) in buffers.items() if unseen or name in self.changing
         }
         python_state, numpy_state = random.getstate(), np.random.get_state()
+        # Precision plugins of Lightning set it around the forward alone: torch.rand() would draw other values.
+        default_dtype = torch.get_default_dtype()
 
         @contextmanager
         def forward() -> Iterator[None]:
@@ -97,11 +99,12 @@ class RecomputedForward(WrappedForward):
 
         @contextmanager
         def recompute() -> Iterator[None]:
-            now = random.getstate(), np.random.get_state()
+            now = random.getstate(), np.random.get_state(), torch.get_default_dtype()
             # The buffers of now, not of then: other batches may have come between forward and backward.
             held = {name: (owner, key, owner._buffers[key]) for name, (owner, key, _) in buffers.items()}
             random.setstate(python_state)
             np.random.set_state(numpy_state)
+            torch.set_default_dtype(default_dtype)
             for name, earlier in before.items():
                 owner, key, _ = held[name]
                 # The recomputation changes a copy of what the forward saw.
@@ -114,6 +117,7 @@ class RecomputedForward(WrappedForward):
                     owner._buffers[key] = buffer
                 random.setstate(now[0])
                 np.random.set_state(now[1])
+                torch.set_default_dtype(now[2])
 
         return forward(), Again(recompute)
 

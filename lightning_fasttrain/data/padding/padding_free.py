@@ -173,6 +173,10 @@ class PaddingFree(Technique):
         return None
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
+        if trainer.state.fn == "fit" and not pl_module.automatic_optimization:
+            why = "it tries the training step on a batch, and this one steps its optimizers itself"
+            way_out = "Call data.remove_padding_(model), and data.check_padding_free for a step that returns the loss"
+            raise ValueError(explain("PaddingFree with automatic_optimization=False", why, way_out))
         self.acts, self._looks, self._has_ended = False, Looks(from_first=True), False
         return None
 

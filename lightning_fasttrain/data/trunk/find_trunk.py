@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from torch import Tensor, nn
 
 from lightning_fasttrain.core.distributed import from_all_ranks
-from lightning_fasttrain.core.messages import explain, list_some
+from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.select import as_list, is_wanted, keep_outermost, list_kinds
 from lightning_fasttrain.data.normalizer.find_split import CannotSplitError
 from lightning_fasttrain.data.normalizer.trial.deterministic_step import list_batch_statistics
@@ -97,13 +97,12 @@ def find_trunk(stage: Stage, trial: Trial | None, batch: object, n: int) -> Trun
         return f"the step also fails on the whole batch: {type(error).__name__} {error}"
     if tried is None:
         return "no samples could be tried"
-    trunk, statistics = _find_independent(stage.models, tried)
+    trunk, has_statistics = _find_independent(stage.models, tried)
     is_large = _count_trained(trunk.modules.values()) >= _LEAST_SHARE * _count_trained(stage.models)
-    if trunk.modules and (is_large or not statistics):
+    if trunk.modules and (is_large or not has_statistics):
         return trunk
-    if statistics:
-        layers = list_some(list(map(repr, statistics)))
-        return f"BatchNorm in training mode uses the statistics of the batch ({layers}): freeze it with .eval()"
+    if has_statistics:
+        return "each submodule that could run in micro-batches contains BatchNorm: freeze it with .eval()"
     return "no submodule with batch-first inputs and outputs was found in which samples do not depend on one another"
 
 
@@ -120,26 +119,26 @@ def _try_modules(stage: Stage, trial: Trial | None, batch: object, n: int) -> Tr
     return None
 
 
-def _find_independent(models: Sequence[nn.Module], tried: TrunkTrial) -> tuple[Trunk, list[str]]:
-    """Return the outermost modules without dependent samples, and the BatchNorm layers met on the way."""
+def _find_independent(models: Sequence[nn.Module], tried: TrunkTrial) -> tuple[Trunk, bool]:
+    """Return the outermost modules without dependent samples, and whether others contain BatchNorm."""
     trunk = Trunk({})
     waiting: list[tuple[str, nn.Module]] = []
     for place, model in enumerate(models):
         name = f"{type(model).__name__}{place}"
         waiting.append((name if len(models) > 1 else "", model))
-    statistics: list[str] = []
+    has_statistics = False
     while waiting:
         name, module = waiting.pop(0)
         shared = tried.find_shared(module)
         if shared is not None and _count_trained([module]) and not isinstance(module, _SINGLE_LAYERS):
-            layers = [f"{name}.{layer}".strip(".") for layer in list_batch_statistics(module)]
+            mixes = any(list_batch_statistics(module))
             added = Trunk({**trunk.modules, name: module}, {**trunk.shared, name: shared})
-            if not layers and tried.is_exact(added):
+            if not mixes and tried.is_exact(added):
                 trunk = added
                 continue
-            statistics += layers
+            has_statistics |= mixes
         waiting += [(f"{name}.{child}".strip("."), inner) for child, inner in module.named_children()]
-    return trunk, statistics
+    return trunk, has_statistics
 
 
 def _count_trained(modules: Iterable[nn.Module]) -> int:

@@ -33,7 +33,7 @@ from lightning_fasttrain.dry_run.verification.rounding_noise import (
 )
 from lightning_fasttrain.dry_run.verification.short_run import Steps, copy_module, quietly
 from lightning_fasttrain.dry_run.verification.step_record import StepRecord
-from lightning_fasttrain.technique import Exactness, Technique
+from lightning_fasttrain.technique import Capability, Exactness, Technique
 from lightning_fasttrain.technique.declarations import least_exact
 from lightning_fasttrain.technique.technique import predict_window
 
@@ -287,7 +287,8 @@ class Proof:
         except Exception as error:
             return Verified(names, precision, exactness.value, failure=first_line(error))
         bound = sum(technique.bound for technique in techniques)  # errors add up, at worst
-        validates = precision == FULL and exactness is Exactness.EXACT
+        evaluates_averages = any(technique.does(Capability.EVALUATES_AVERAGES) for technique in techniques)
+        validates = precision == FULL and exactness is Exactness.EXACT and not evaluates_averages
         allow = Allowance(reference.noise, reference.times, bound, validates)
         distances = compare(reference.record, record, reference.meaning, allow)
         problems = vacuous_checks.find_unheld(reference.record, record)

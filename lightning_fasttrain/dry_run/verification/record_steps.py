@@ -250,6 +250,7 @@ def _run_aside(module: L.LightningModule, run: Callable[[], object], training: b
     restore_dropout = without_dropout(module)
     try:
         with _mode(module, training), torch.no_grad():
+            seed_step(0)  # so that a step that draws, such as noise, has the same loss in every record
             return run()
     except (RuntimeError, TypeError, ValueError, AttributeError):  # many modules have no evaluation step
         return None
