@@ -4,6 +4,7 @@ import argparse
 import collections
 import copy
 import datetime
+import gc
 import itertools
 import json
 import logging
@@ -336,8 +337,12 @@ def main():
     if options.folder:
         load_all(options.folder)
         return
-    logging.getLogger("lightning_fasttrain").setLevel(logging.ERROR)
+    for noisy in ("lightning_fasttrain", "bitsandbytes"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    # Each adapter that is added looks for optimizers among all objects; those of imported packages are none.
+    gc.freeze()
     cases = list(every_case())
     random.Random(35).shuffle(cases)
     with tempfile.TemporaryDirectory() as folder:

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.core.distributed import is_sharded
-from lightning_fasttrain.core.host.lightning import accumulation_continues, plain_optimizer
+from lightning_fasttrain.core.host.lightning import accumulation_continues
+from lightning_fasttrain.core.host.zero_steps import has_unfinite_gradient, is_deepspeed, unwrap_optimizer
 from lightning_fasttrain.core.messages import explain, list_some
 from lightning_fasttrain.core.modules.parameters import gradients_of, parameters_of
 from lightning_fasttrain.core.modules.select import modules_of
@@ -88,7 +89,7 @@ class FiniteSteps(JudgedSteps):
         """Guard the steps of ``optimizer``.
 
         Args:
-            optimizer: a torch optimizer, or Fabric's wrapper of one; several may be guarded, one call each.
+            optimizer: one of torch or DeepSpeed, or Fabric's wrapper of one; several may be guarded, one call each.
             model: the model that it trains.
             scaler: the loss scaler, if one is used.
 
@@ -128,9 +129,13 @@ class FiniteSteps(JudgedSteps):
 
     def judge(self, optimizer: Optimizer) -> Tensor:
         """Return [1]: 1 if the step is bad."""
+        device = device_of(optimizer)
+        if is_deepspeed(optimizer):
+            bad = has_unfinite(self._losses_on(device)).to(device)
+            return agree(bad[None]).clamp(min=float(has_unfinite_gradient(optimizer)))
         # One norm for gradients and losses together: small kernels are what this check costs.
-        values = [*gradients_of(parameters_of(optimizer)), *self._losses_on(device_of(optimizer))]
-        return agree(has_unfinite(values).to(device_of(optimizer))[None])
+        values = [*gradients_of(parameters_of(optimizer)), *self._losses_on(device)]
+        return agree(has_unfinite(values).to(device)[None])
 
     def _has_bad_loss(self, optimizer: Optimizer) -> bool:
         device = device_of(optimizer)
@@ -204,9 +209,8 @@ class FiniteGuard(StepGuard):
     """
 
     effect: ClassVar[str] = "a step with NaN or infinity is skipped on all ranks; batch, rank and layer are named"
-    when: ClassVar[str] = "a long run in low precision or on unclean data; with ZeRO use DeepSpeed's own check"
+    when: ClassVar[str] = "a long run in low precision or on unclean data"
     in_a_loop: ClassVar[str] = "run.FiniteSteps().guard_(optimizer, model)"
-    engine_way_out: ClassVar[str] = "Use FSDP2 or DDP, or DeepSpeed's check in float16"
     steps: FiniteSteps
 
     def __init__(self, stop_after: PositiveInt = 3) -> None:
@@ -231,7 +235,7 @@ class FiniteGuard(StepGuard):
         self._run.callback(patch(strategy, "save_checkpoint", save_checkpoint))
 
     def _refuse_bad_window(self, trainer: L.Trainer, filepath: str | Path) -> None:
-        bad = torch.stack([self.steps.judge(plain_optimizer(optimizer))[0] for optimizer in trainer.optimizers])
+        bad = torch.stack([self.steps.judge(unwrap_optimizer(optimizer))[0] for optimizer in trainer.optimizers])
         if float(bad.amax()) != 0:
             why = "a loss or gradient of this accumulation window is not finite, so its step would end the run"
             way_out = "Check the batch, and resume from the last checkpoint, which is unchanged"
