@@ -186,7 +186,8 @@ class FiniteGuard(StepGuard):
     ``global_step`` counts it, as it counts consumed batches. The warning names the batch and rank of the first bad
     loss, and the layer: the forward of that batch is repeated once without gradients, or, where the loss was finite,
     the gradients are searched. With sharded parameters only the gradients are searched. Gradients are shared among
-    ranks, so for them no rank can be named.
+    ranks, so for them no rank can be named. Under ZeRO, DeepSpeed discards the step as it discards an overflow; its
+    own loss scaler, in float16, does this without a guard.
 
     Acts in ``optimizer.step``, after accumulation, unscaling and clipping; see :class:`FiniteSteps` for the rules,
     including those for a loss scaler, and for when the host waits. The loss of a batch without samples or targets is
@@ -284,10 +285,12 @@ class FiniteGuard(StepGuard):
             layer = first_layer_in_forward(module, lambda: _forward(trainer, module, batch, batch_idx))
         layers = gather_values(layer or last_bad_gradient(module.named_parameters()), device)
         ranks = [rank for rank, number in enumerate(everyone) if number]
-        if not ranks:
-            return f": epoch {trainer.current_epoch}, batch {batch_idx}, in the backward of a rank, {layers[0]}"
-        first = ranks[0]
-        return f": epoch {trainer.current_epoch}, batch {everyone[first]}, rank {first}, {layers[first]}"
+        if ranks:
+            first = ranks[0]
+            where = [f"batch {everyone[first]}", f"rank {first}", layers[first]]
+        else:
+            where = [f"batch {batch_idx}", "in the backward of a rank", layers[0]]
+        return ", ".join([f": epoch {trainer.current_epoch}", *filter(None, where)])
 
 
 def _forward(trainer: L.Trainer, module: L.LightningModule, batch: object, batch_idx: int) -> None:
