@@ -107,7 +107,7 @@ def test_guards_skip_a_step_that_one_rank_spoils_bitwise_on_both(two):
     for found in two:
         skips = {key: value for key, value in found.items() if key.startswith("skipped, ")}
         assert len(skips) == 12
-        assert {key: value[:2] for key, value in skips.items()} == dict.fromkeys(skips, [True, 1])
+        assert {key: value[:2] for key, value in skips.items()} == {key: [True, 1] for key in skips}
         assert [found[f"skipped in Fabric {stage}"] for stage in (2, 3)] == [[1, True]] * 2
         assert "that is 1 step in a row" in found["stopped"]
     assert "batch 3, rank 1, the non-finite value could not be reproduced" in two[0]["skipped, factor 2"][2][0]
