@@ -131,7 +131,7 @@ class WatchedLogits(Tensor):
 
 
 class WatchedFakeLogits(FakeTensor):
-    """The same without values, as in a predicted step."""
+    """Watched logits without values, as in a predicted step."""
 
     deferred: DeferredLogits
     evidence: HeadEvidence
