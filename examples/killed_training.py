@@ -175,6 +175,7 @@ def guards(faults, exact, background):
     hangs = any(fault.kind == "hung rank" for fault in faults)
     watch = ft.run.HangWatch(*((4.0, 15.0) if hangs else (120.0, 120.0)))
     found = [ft.AtomicCheckpoints(background=background), ft.Preemption(), watch, ft.data.SampleGuard()]
+    found += [ft.FiniteGuard(stop_after=1), ft.run.SpikeGuard()]
     return found + ([ft.ExactResume()] if exact else [])
 
 
@@ -185,8 +186,6 @@ def train(name, folder, faults, exact, background, rank):
     np.random.seed(3)
     processes, strategy = STRATEGIES[name]
     callbacks = guards(faults, exact, background and name in REPLICATED)
-    if not name.startswith("zero"):  # whose engine holds the gradients
-        callbacks += [ft.FiniteGuard(stop_after=1), ft.run.SpikeGuard()]
     callbacks.append(SaveAfterEveryBatch(folder, bool(faults), name in REPLICATED))
     callbacks.append(
         ModelCheckpoint(folder / "saved", monitor="val", save_top_k=2, save_last=True, enable_version_counter=False)

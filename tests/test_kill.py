@@ -10,7 +10,7 @@ import pytest
 from tests.support.ranks import ROOT, Ranks
 
 # Strategy: faults, and the seed for which they include the kinds of KINDS.
-RUNS = {"single": (5, 4), "ddp": (4, 1), "fsdp2": (3, 2), "zero3": (2, 3)}
+RUNS = {"single": (5, 4), "ddp": (4, 1), "fsdp2": (3, 2), "zero3": (2, 16)}
 KINDS = {"SIGKILL", "SIGTERM", "full disk", "NaN batch", "slow rank"}
 
 

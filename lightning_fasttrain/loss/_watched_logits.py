@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_fasttrain.core.messages import explain, list_some, warn
@@ -98,6 +99,25 @@ class HeadSearch:
             warn(explain("FusedLossHead did nothing in the first batch", *reason))
 
 
+def _watch_function(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        result = func(*args, **kwargs)
+    # Records made while tracing would be missing at run time.
+    if torch.compiler.is_compiling():
+        return result
+    watched = [one for one in tree_leaves((args, kwargs)) if _is_watched(one)]
+    if not watched or func in _ASKED_OF_TENSORS:
+        return result
+    try:
+        deferred = _do_likewise(func, tree_map(_deferred_of, tuple(args)), tree_map(_deferred_of, kwargs))
+    except Exception as error:
+        # Training with deferred logits would raise the error, too.
+        for one in watched:
+            one.evidence.refused = one.evidence.refused or _refused_in(error, func)
+        return result
+    return _mark(result, deferred, watched[0].evidence)
+
+
 class WatchedLogits(Tensor):
     """A tensor of logits that applies each operation to deferred logits, too.
 
@@ -112,23 +132,20 @@ class WatchedLogits(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
-        # Records made while tracing would be missing at run time.
-        if torch.compiler.is_compiling():
-            return result
-        watched = [one for one in tree_leaves((args, kwargs)) if _is_watched(one)]
-        if not watched or func in _ASKED_OF_TENSORS:
-            return result
-        try:
-            deferred = _do_likewise(func, tree_map(_deferred_of, tuple(args)), tree_map(_deferred_of, kwargs))
-        except Exception as error:
-            # Training with deferred logits would raise the error, too.
-            for one in watched:
-                one.evidence.refused = one.evidence.refused or _refused_in(error, func)
-            return result
-        return _mark(result, deferred, watched[0].evidence)
+        return _watch_function(func, args, kwargs or {})
+
+
+class WatchedFakeLogits(FakeTensor):
+    """Watched logits without values, as in a predicted step."""
+
+    deferred: DeferredLogits
+    evidence: HeadEvidence
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        return _watch_function(func, args, kwargs or {})
 
 
 def watch_logits(output: Tensor, hidden: Tensor, total: HeadEvidence) -> Tensor:
@@ -147,7 +164,7 @@ def watch_logits(output: Tensor, hidden: Tensor, total: HeadEvidence) -> Tensor:
 
 
 def _is_watched(value: object) -> bool:
-    return isinstance(value, WatchedLogits) and "deferred" in vars(value)
+    return isinstance(value, WatchedLogits | WatchedFakeLogits) and "deferred" in vars(value)
 
 
 def _deferred_of(value: object) -> Any:
@@ -156,8 +173,12 @@ def _deferred_of(value: object) -> Any:
 
 def _mark(result: object, deferred: object, evidence: HeadEvidence) -> Any:
     if isinstance(result, Tensor) and isinstance(deferred, DeferredLogits):
-        with torch._C.DisableTorchFunctionSubclass():
-            marked = result.as_subclass(WatchedLogits)
+        marked: Any = result
+        if isinstance(result, FakeTensor):
+            marked.__class__ = WatchedFakeLogits  # a tensor can be given one Python object, which it has
+        else:
+            with torch._C.DisableTorchFunctionSubclass():
+                marked = result.as_subclass(WatchedLogits)
         marked.deferred, marked.evidence = deferred, evidence
         return marked
     if isinstance(result, tuple) and isinstance(deferred, tuple) and len(result) == len(deferred):

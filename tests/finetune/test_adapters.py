@@ -198,6 +198,12 @@ def test_other_objects_than_configurations_are_refused():
         ft.finetune.add_adapter_(TinyLM(), ft.LoRA(2))
     with pytest.raises(TypeError, match="prepends virtual tokens to the input"):
         ft.finetune.add_adapter_(TinyLM(), peft.PromptTuningConfig(num_virtual_tokens=3))
+    for config in (
+        peft.XLoraConfig(hidden_size=8, adapters={}),
+        peft.AdaptionPromptConfig(adapter_len=2, adapter_layers=1),
+    ):
+        with pytest.raises(TypeError, match="PEFT adds this kind to a whole Hugging Face model"):
+            ft.finetune.add_adapter_(TinyLM(), config)
     with pytest.raises(TypeError, match="config=dict"):
         ft.finetune.add_adapter_(TinyLM(), {"r": 2})
 

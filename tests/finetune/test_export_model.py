@@ -3,6 +3,7 @@
 import copy
 import os
 
+import peft
 import pytest
 import torch
 import transformers
@@ -121,6 +122,17 @@ def test_refused_export_leaves_no_files(tmp_path, monkeypatch):
         export_model(nn.Linear(2, 2), target)
     with pytest.raises(ValueError, match=r"several Hugging Face models: 'a', 'b'. Name one: export_model\(model.a"):
         export_model(nn.ModuleDict({"a": build("Llama"), "b": build("Llama")}), target)
+    prompted = nn.ModuleDict({"a": build("Llama")})
+    ft.finetune.add_prompt_(prompted, peft.PrefixTuningConfig(num_virtual_tokens=3))
+    for model in (prompted, prompted["a"]):
+        with pytest.raises(ValueError, match=r"export_model of a LlamaForCausalLM with virtual tokens: .*save_adapter"):
+            export_model(model, target)
+    unmergeable = build("Llama")
+    ft.finetune.add_adapter_(unmergeable, peft.PolyConfig(r=2, n_tasks=1), "model.layers.0.self_attn.q_proj")
+    with pytest.raises(
+        TypeError, match=r"merging default into .*q_proj': PEFT cannot merge this kind of adapter. Keep"
+    ):
+        export_model(unmergeable, target)
     other = build("Llama")
     other.lm_head = nn.Linear(64, 9)
     with pytest.raises(

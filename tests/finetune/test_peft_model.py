@@ -119,3 +119,13 @@ def test_base_of_a_peft_model_can_be_quantised():
     report = ft.finetune.quantize_base_(plain, skip=["**.q_proj"])
     assert len(report.quantized) == 2 * 6
     assert plain(input_ids=TOKENS).logits.isfinite().all()
+
+
+def test_what_a_peft_model_cannot_share_is_refused_when_it_is_saved_or_loaded(tmp_path):
+    theirs = peft.get_peft_model(plain_model(), peft.VeraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match="outside of the layers. Save it with the PeftModel's save_pretrained"):
+        ft.finetune.save_adapter(theirs, tmp_path / "ours")
+    prompt = peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=2, adapter_layers=1)
+    peft.get_peft_model(plain_model(), prompt).save_pretrained(tmp_path / "theirs")
+    with pytest.raises(TypeError, match="config=AdaptionPromptConfig: PEFT adds this kind to a whole"):
+        ft.finetune.load_adapter_(plain_model(), tmp_path / "theirs")

@@ -13,9 +13,10 @@ from tests.support.ranks import run_ranks
 
 pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
+adapter_nets = pytest.importorskip("tests.support.adapter_nets")
 adapter_cases = pytest.importorskip("tests.support.adapter_cases")
 pytestmark = pytest.mark.filterwarnings("ignore")
-CASES = list(adapter_cases.every_case())
+CASES = list(adapter_nets.every_case())
 EXTRACT = random.Random(11).sample(CASES, 80)
 
 
@@ -41,12 +42,12 @@ def test_an_extract_of_all_cases_is_equal_after_each_round_trip_or_refused(tmp_p
 
 def test_each_base_layer_and_kind_is_added_somewhere():
     for field in ("layer", "kind", "form", "base"):
-        assert {getattr(case, field) for case in CASES} == set(getattr(adapter_cases, f"{field.upper()}S"))
+        assert {getattr(case, field) for case in CASES} == set(getattr(adapter_nets, f"{field.upper()}S"))
 
 
 @pytest.mark.parametrize("layer", ["Conv1d", "Embedding", "LayerNorm"])
 def test_an_initialization_for_linear_layers_is_refused_before_it_changes_any(layer, tmp_path):
-    case = adapter_cases.Case(layer, "pissa", "list", "float32")
+    case = adapter_nets.Case(layer, "pissa", "list", "float32")
     assert (
         "PEFT computes this initialization for linear layers alone"
         in adapter_cases.round_trips(case, tmp_path)["refused"]
@@ -63,13 +64,13 @@ def test_a_round_trip_that_loses_something_is_noticed(tmp_path, monkeypatch):
             model.part.lora_B["default"].weight.zero_()
 
     monkeypatch.setattr(adapter_cases, "load_adapter_", forgetful)
-    found = adapter_cases.round_trips(adapter_cases.Case("Linear", "lora", "name", "float32"), tmp_path)
+    found = adapter_cases.round_trips(adapter_nets.Case("Linear", "lora", "name", "float32"), tmp_path)
     assert "load" in found
 
 
 @pytest.mark.benchmark
-@pytest.mark.parametrize("base", adapter_cases.BASES)
-@pytest.mark.parametrize("layer", adapter_cases.LAYERS)
+@pytest.mark.parametrize("base", adapter_nets.BASES)
+@pytest.mark.parametrize("layer", adapter_nets.LAYERS)
 def test_all_cases(layer, base, tmp_path, capsys):
     cases = [case for case in CASES if (case.layer, case.base) == (layer, base)]
     wrong, added = wrong_in(cases, tmp_path)

@@ -501,6 +501,18 @@ def test_predicts_grouped_expert_products_in_float32():
     assert report.peaks["activations"] < 2 * 32 * 128 * 4
 
 
+def test_a_head_that_is_found_by_its_loss_is_predicted_as_if_it_were_named():
+    wide = {"input_ids": torch.zeros(64, 64, dtype=torch.long), "labels": torch.zeros(64, 64, dtype=torch.long)}
+    peaks = [
+        predict_memory(TinyLM(), wide, device="cpu", techniques=t).peak_bytes
+        for t in ([], [ft.FusedLossHead()], [ft.FusedLossHead("head")])
+    ]
+    assert peaks[0] > peaks[1] == peaks[2]
+    encoder = reference_models.encoder(layers=1, width=32, batch=2, length=16)
+    report = predict_memory(encoder.module, encoder.batch(), device="cpu", techniques=[ft.FusedLossHead()])
+    assert report.peak_bytes > 0
+
+
 def test_an_unknown_technique_is_named_in_a_note():
     class AverageOfWeights(Technique):
         def attach(self, trainer, pl_module):

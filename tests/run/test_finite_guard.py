@@ -10,7 +10,6 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.strategy import ZeROStrategy
 from tests.support.nets import TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
 
 BATCHES = [{**batch, "times": torch.ones(6)} for batch in lm_batches(6)]
@@ -282,11 +281,14 @@ def test_unsupported_optimizers_and_strategies_are_refused():
         ft.run.FiniteSteps().guard_(torch.optim.LBFGS(nn.Linear(1, 1).parameters()), nn.Linear(1, 1))
     with pytest.raises(ValueError, match="stop_after=0"):
         ft.FiniteGuard(stop_after=0)
-    with pytest.raises(ValueError, match=r"FiniteGuard \+ ZeROStrategy: DeepSpeed's engine"):
-        trainer([ft.FiniteGuard()], strategy=ZeROStrategy(stage=1)).fit(TinyLM(), as_loader(BATCHES))
-    zero = pytest.importorskip("deepspeed.runtime.zero.stage_1_and_2").DeepSpeedZeroOptimizer
-    with pytest.raises(TypeError, match="guarding the steps of DeepSpeedZeroOptimizer: DeepSpeed's engine"):
-        ft.run.FiniteSteps().guard_(zero.__new__(zero), nn.Linear(1, 1))
+    kind = pytest.importorskip("deepspeed.runtime.zero.stage_1_and_2").DeepSpeedZeroOptimizer
+    zero = kind.__new__(kind)
+    zero.averaged_gradients, zero.bit16_groups = {}, [[nn.Parameter(torch.ones(1, dtype=torch.float16))]]
+    with pytest.raises(TypeError, match="guarding the steps of DeepSpeedZeroOptimizer: in float16 DeepSpeed's loss"):
+        ft.run.FiniteSteps().guard_(zero, nn.Linear(1, 1))
+    kind = pytest.importorskip("deepspeed.runtime.bf16_optimizer").BF16_Optimizer
+    with pytest.raises(TypeError, match="guarding the steps of BF16_Optimizer: DeepSpeed's engine holds the gradients"):
+        ft.run.FiniteSteps().guard_(kind.__new__(kind), nn.Linear(1, 1))
 
 
 @pytest.mark.gpu

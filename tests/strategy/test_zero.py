@@ -103,6 +103,18 @@ def test_targets_have_equal_weight_over_unequal_ranks_and_micro_batches(two):
         assert two[0][f"tokens {key}"] < 1e-4
 
 
+def test_guards_skip_a_step_that_one_rank_spoils_bitwise_on_both(two):
+    for found in two:
+        skips = {key: value for key, value in found.items() if key.startswith("skipped, ")}
+        assert len(skips) == 12
+        assert {key: value[:2] for key, value in skips.items()} == {key: [True, 1] for key in skips}
+        assert [found[f"skipped in Fabric {stage}"] for stage in (2, 3)] == [[1, True]] * 2
+        assert "that is 1 step in a row" in found["stopped"]
+    assert "batch 3, rank 1, the non-finite value could not be reproduced" in two[0]["skipped, factor 2"][2][0]
+    assert "batch 3, rank 1, in the gradient of trained.2.bias" in two[0]["skipped, factor 3"][2][0]
+    assert "rank 1 (skipped so far" in two[0]["skipped, constant 3"][2][0]
+
+
 def test_manual_optimization_accumulates_until_the_last_backward(one):
     for stage in STAGES:
         assert one[f"manual {stage}"] < 1e-5

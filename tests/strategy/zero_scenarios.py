@@ -24,7 +24,7 @@ import lightning_fasttrain as ft
 from lightning_fasttrain.strategy.choose.model_states import predict_model_states
 from lightning_fasttrain.strategy.zero.zero_fabric import FabricZeROStrategy
 from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy
-from tests.strategy import zero_steps
+from tests.strategy import zero_guards, zero_steps
 from tests.strategy.zero_launches import DEPTH
 from tests.strategy.zero_steps import whole
 from tests.support.end_of_rank import write_findings
@@ -716,6 +716,8 @@ TWO = (
     adapts,
     keeps_adapters,
     twin,
+    zero_guards.skips_bad_steps,
+    zero_guards.skips_in_fabric,
     saves_whole_or_not_at_all,
     reshards,
 )

@@ -4,7 +4,7 @@ import argparse
 import collections
 import copy
 import datetime
-import itertools
+import gc
 import json
 import logging
 import pickle
@@ -17,169 +17,29 @@ import tempfile
 import time
 import warnings
 from pathlib import Path
-from typing import NamedTuple
 
 import lightning as L
 import peft
 import torch
-from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from lightning_fasttrain.core.machine import hardware, versions
 from lightning_fasttrain.finetune import (
+    Adapter,
     adapter_names,
     add_adapter_,
     load_adapter_,
     merge_adapters_,
-    quantize_base_,
     save_adapter,
     unmerge_adapters_,
 )
 from lightning_fasttrain.finetune.adapters.adapter_checkpoints import trained_state
-
-WIDTH = 64  # rows of whole blocks, which bitsandbytes multiplies by itself when they are in 4 bits
-
-
-class Experts(nn.Module):
-    """Multiplies with a stack of weights."""
-
-    def __init__(self):
-        super().__init__()
-        self.stack = nn.Parameter(torch.randn(3, WIDTH, WIDTH) / 8)
-
-    def forward(self, x):
-        return sum(x @ weight for weight in self.stack)
-
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.mha = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
-
-    def forward(self, x):
-        return self.mha(x, x, x, need_weights=False)[0]
-
-
-class Convolution(nn.Module):
-    """A convolution over the width, of one to three axes."""
-
-    def __init__(self, axes):
-        super().__init__()
-        self.conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[axes - 1](4, 4, 3, padding=1)
-        self.axes = axes
-
-    def forward(self, x):
-        shape = (x.shape[0], 4, *(4,) * self.axes)
-        wide = torch.zeros(shape, dtype=x.dtype).flatten(1)
-        length = min(wide.shape[1], x[0].numel())
-        wide[:, :length] = x.flatten(1)[:, :length]
-        return x + self.conv(wide.view(shape)).mean()
-
-
-# The part of the network between two linear layers: its builder, and the name of the layer to adapt.
-LAYERS = {
-    "Linear": (lambda: nn.Linear(WIDTH, WIDTH), "part"),
-    "Linear without bias": (lambda: nn.Linear(WIDTH, WIDTH, bias=False), "part"),
-    "Conv1D": (lambda: Conv1D(WIDTH, WIDTH), "part"),
-    "Conv1d": (lambda: Convolution(1), "part.conv"),
-    "Conv2d": (lambda: Convolution(2), "part.conv"),
-    "Conv3d": (lambda: Convolution(3), "part.conv"),
-    "MultiheadAttention": (Attention, "part.mha"),
-    "LayerNorm": (lambda: nn.LayerNorm(WIDTH), "part"),
-    "Embedding": (lambda: nn.Identity(), "embed"),
-    "experts": (Experts, "part"),
-}
-KINDS = {
-    "lora": lambda: peft.LoraConfig(r=2, lora_alpha=3),
-    "rslora": lambda: peft.LoraConfig(r=2, use_rslora=True),
-    "dora": lambda: peft.LoraConfig(r=2, use_dora=True),
-    "pissa": lambda: peft.LoraConfig(r=2, init_lora_weights="pissa"),
-    "bias": lambda: peft.LoraConfig(r=2, bias="lora_only"),
-    "ia3": lambda: peft.IA3Config(feedforward_modules=[]),
-    "adalora": lambda: peft.AdaLoraConfig(init_r=2, target_r=1, total_step=10),
-    "loha": lambda: peft.LoHaConfig(r=2),
-    "lokr": lambda: peft.LoKrConfig(r=2),
-    "oft": lambda: peft.OFTConfig(r=0, oft_block_size=4),
-    "boft": lambda: peft.BOFTConfig(boft_block_size=4),
-    "vera": lambda: peft.VeraConfig(r=2),
-    "fourierft": lambda: peft.FourierFTConfig(n_frequency=10),
-    "hra": lambda: peft.HRAConfig(r=2),
-    "ln": lambda: peft.LNTuningConfig(),
-    "shira": lambda: peft.ShiraConfig(r=2),
-    "miss": lambda: peft.MissConfig(r=2),
-    "randlora": lambda: peft.RandLoraConfig(r=2),
-    "c3a": lambda: peft.C3AConfig(block_size=8),
-    "road": lambda: peft.RoadConfig(group_size=8),
-    "waveft": lambda: peft.WaveFTConfig(n_frequency=10),
-}
-FORMS = ("name", "list", "expression", "class", "all-linear", "PEFT's list", "PEFT's expression", "parameters", "head")
-BASES = ("float32", "bfloat16", "nf4", "int8")
-
-
-class Case(NamedTuple):
-    layer: str
-    kind: str
-    form: str
-    base: str
-
-    def __str__(self):
-        return " · ".join(self)
-
-
-def every_case():
-    """All combinations that differ: only experts have parameters to name, and no other form reaches them."""
-    for case in itertools.starmap(Case, itertools.product(LAYERS, KINDS, FORMS, BASES)):
-        if (case.layer == "experts") == (case.form == "parameters"):
-            yield case
-
-
-class Net(nn.Module):
-    def __init__(self, layer):
-        super().__init__()
-        self.embed = nn.Embedding(17, WIDTH)
-        self.first, self.part, self.last = nn.Linear(WIDTH, WIDTH), LAYERS[layer][0](), nn.Linear(WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, 5)
-
-    def forward(self, ids):
-        x = self.first(self.embed(ids))
-        return self.head(torch.tanh(self.last(torch.tanh(x + self.part(x)))))
-
-
-IDS = torch.randint(17, (2, 6), generator=torch.Generator().manual_seed(1))
-
-
-def base_of(case):
-    torch.manual_seed(3)
-    model = Net(case.layer)
-    if case.base == "bfloat16":
-        model.bfloat16()
-    elif case.base != "float32":
-        quantize_base_(model, kind=case.base)
-    return model.eval()
+from tests.support.adapter_nets import IDS, Case, adapter_of, base_of, every_case
+from tests.support.nets import as_loader, trainer
 
 
 def add(model, case):
-    """Add the adapter of the case, its targets in the form of the case."""
-    name = LAYERS[case.layer][1]
-    layer = model.get_submodule(name)
-    config, targets, more = KINDS[case.kind](), name, {}
-    if case.form == "list":
-        targets = [name, "first"]
-    elif case.form == "expression":
-        targets = re.compile(re.escape(name))
-    elif case.form == "class":
-        targets = type(layer)
-    elif case.form == "all-linear":
-        targets = "all-linear"
-    elif case.form == "PEFT's list":
-        config.target_modules, targets = {name}, None
-    elif case.form == "PEFT's expression":
-        config.target_modules, targets = f".*{re.escape(name)}", None
-    elif case.form == "parameters":
-        config.target_parameters, targets = ["part.stack"], None
-    elif case.form == "head":
-        more = {"train": ["head"]}
-    add_adapter_(model, config, targets, **more)
+    config, targets, trained = adapter_of(case, model)
+    add_adapter_(model, config, targets, train=trained)
     return model
 
 
@@ -204,14 +64,43 @@ class Held(L.LightningModule):
         super().__init__()
         self.model = model
 
+    def training_step(self, batch, batch_idx):
+        return self.model(batch).float().pow(2).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class SaveFirstStep(L.Callback):
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == 1:
+            trainer.save_checkpoint(self.path)
+
+
+def fit(case, base, callbacks=(), path=None):
+    """Two steps of a Trainer with the adapter of the case; return what they have trained."""
+    module = Held(copy.deepcopy(base))
+    config, targets, trained = adapter_of(case, module, "model.")
+    torch.manual_seed(7)
+    one = trainer([Adapter(config, targets, train=trained), *callbacks])
+    one.fit(module, as_loader([IDS, IDS]), ckpt_path=path, weights_only=True)
+    return trained_state(module)
+
 
 def is_ours(error):
     """Whether an error says what, why and the way out, or is documented as a refusal."""
     return isinstance(error, ValueError | TypeError) and re.search(r": .*\. .*\.$", str(error), re.DOTALL)
 
 
-def round_trips(case, folder):
-    """Return what went wrong, by the name of the round trip; "refused" alone if it was refused when it was added."""
+def round_trips(case, folder, in_trainer=True):
+    """Return what went wrong, by the name of the round trip; "refused" alone if it was refused when it was added.
+
+    Args:
+        in_trainer: whether a Trainer resumes too, for which two steps are trained twice.
+    """
     base = base_of(case)
     plain = output(base)
     model = copy.deepcopy(base)
@@ -264,6 +153,16 @@ def round_trips(case, folder):
         assert not missing.unexpected_keys, missing
         return output(again.model)
 
+    def resumed_by_trainer():
+        path = folder / "step.ckpt"
+        through = fit(case, base, [SaveFirstStep(path)])
+        again = fit(case, base, path=path)
+        first = torch.load(path, weights_only=True)["state_dict"]
+        assert any(not torch.equal(through[name], first[name]) for name in through), "the second step has no effect"
+        differ = [name for name in through if not torch.equal(through[name], again[name])]
+        assert through.keys() == again.keys()
+        assert differ == []
+
     expect("save", lambda: save_adapter(model, folder / "ours") and None)
     torch.save(expected, folder / "expected.pt")
     (folder / "case").write_text(str(case))
@@ -279,6 +178,8 @@ def round_trips(case, folder):
     expect("pickle", lambda: output(pickle.loads(pickle.dumps(model))))
     expect("resume", lambda: resumed(case, trained_state(Held(model))))
     expect("resume all", lambda: resumed(case, Held(model).state_dict()))
+    if in_trainer:
+        expect("resume in the Trainer", resumed_by_trainer)
     expect("merge", merged_and_back)
     expect("after all", lambda: output(model))
     assert adapter_names(model) == ["default"]
@@ -303,14 +204,18 @@ def report(cases, folder, minutes):
         minutes: after which no further case is begun.
     """
     start, rows, wrong = time.monotonic(), collections.defaultdict(collections.Counter), {}
+    resumed = set()
     for number, case in enumerate(cases):
         if time.monotonic() - start > 60 * minutes:
             break
         place = folder / str(number)
         place.mkdir()
-        found = round_trips(case, place)
+        group = case.layer, case.kind, case.base  # a Trainer resumes one form of each
+        found = round_trips(case, place, group not in resumed)
         was_added = "refused" not in found
         rows[case.layer].update(cases=1, added=int(was_added), wrong=int(was_added and bool(found)))
+        rows[case.layer]["resumed_in_a_trainer"] += int(was_added and group not in resumed)
+        resumed.update([group] if was_added else [])
         if was_added and found:
             wrong[str(case)] = found
     again = subprocess.run([sys.executable, "-m", __spec__.name, folder], capture_output=True, text=True)
@@ -333,11 +238,15 @@ def main():
     parser.add_argument("--minutes", type=float, default=float("inf"), help="how long cases are begun, in random order")
     parser.add_argument("--out", type=Path, help="try the cases, and write a JSON file of what was found")
     options = parser.parse_args()
+    for noisy in ("lightning_fasttrain", "lightning.pytorch", "bitsandbytes"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)  # in both processes, since it changes the order of sums
+    # Each adapter that is added looks for optimizers among all objects; those of imported packages are none.
+    gc.freeze()
     if options.folder:
         load_all(options.folder)
         return
-    logging.getLogger("lightning_fasttrain").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
     cases = list(every_case())
     random.Random(35).shuffle(cases)
     with tempfile.TemporaryDirectory() as folder:

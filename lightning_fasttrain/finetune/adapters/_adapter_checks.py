@@ -1,6 +1,7 @@
 """Check an adapter's configuration and existing adapters before anything is changed."""
 
 import importlib.util
+import inspect
 import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ _DECOMPOSED = ("pissa", "corda", "loftq", "lora_ga", "orthogonal")
 def check_config(config: "PeftConfig") -> None:
     peft = require_peft()
     if isinstance(config, peft.PeftConfig) and not config.is_prompt_learning:
-        return
+        return _refuse_for_whole_models(config, peft)
     given = type(config).__name__
     why, way_out = "expected a PEFT configuration", "Use for example peft.LoraConfig(r=16)"
     if isinstance(config, L.Callback):
@@ -34,6 +35,18 @@ def check_config(config: "PeftConfig") -> None:
         why = "it prepends virtual tokens to the input rather than adding adapter layers"
         way_out = "Use add_prompt_(model, config)"
     raise TypeError(explain(f"config={given}", why, way_out))
+
+
+def _refuse_for_whole_models(config: "PeftConfig", peft: Any) -> None:
+    """Refuse kinds that PEFT cannot add to the layers of any module, as several share state in a ``PeftModel``."""
+    tuner = peft.mapping.PEFT_TYPE_TO_TUNER_MAPPING.get(config.peft_type)
+    is_of_layers = inspect.isclass(tuner) and issubclass(tuner, peft.tuners.tuners_utils.BaseTuner)
+    shares = getattr(tuner, "uses_shared_state", False)
+    if is_of_layers and hasattr(config, "target_modules") and not shares:
+        return
+    why = "PEFT adds this kind to a whole Hugging Face model, in a PeftModel that holds a part of it"
+    way_out = "Use peft.get_peft_model(model, config), or another kind, such as peft.LoraConfig(r=16)"
+    raise TypeError(explain(f"config={type(config).__name__}", why, way_out))
 
 
 def check_name(name: object) -> None:

@@ -231,7 +231,19 @@ def _merge_one(name: str, layer: object, names: list[str], way: QuantizedMerge) 
             way.merge_tensor(name, wrapper, here)
             wrapper.merged_adapters[:] = here
         else:
-            wrapper.merge(safe_merge=True, adapter_names=names)
+            _merge_plain(name, wrapper, names)
+
+
+def _merge_plain(name: str, wrapper: object, names: list[str]) -> None:
+    try:
+        wrapper.merge(safe_merge=True, adapter_names=names)
+    except (ValueError, NotImplementedError) as error:
+        if "NaNs" in str(error):
+            raise
+        what, why = f"merging {', '.join(names)} into '{name}'", "PEFT cannot merge this kind of adapter"
+        if str(error):
+            why += f" into this layer: {str(error).rstrip('.')}"
+        raise TypeError(explain(what, why, "Keep it beside the base: save_adapter and load_adapter_")) from error
 
 
 def _choose_names(model: nn.Module, layers: Mapping[str, object], names: str | Iterable[str] | None) -> list[str]:

@@ -14,7 +14,7 @@ from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.files.safe_load import open_safetensors
 from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.state.rng import keep_random_state
-from lightning_fasttrain.finetune.adapters._adapter_checks import check_name, refuse_namesake
+from lightning_fasttrain.finetune.adapters._adapter_checks import check_config, check_name, refuse_namesake
 from lightning_fasttrain.finetune.adapters.add_adapter import adapted_modules, adapter_parameters, add_adapter_
 from lightning_fasttrain.finetune.files._adapter_config import read_config, refuse_unrepeatable, written_config
 from lightning_fasttrain.finetune.files._adapter_folder import (
@@ -88,7 +88,11 @@ def save_adapter(model: nn.Module, folder: Folder, *, name: str | None = None) -
     target = Path(folder)
     refuse_other_things(target)
     # False: "auto" would query the Hugging Face Hub about the base.
-    state = get_peft_model_state_dict(root, adapter_name=name, save_embedding_layers=False)
+    try:
+        state = get_peft_model_state_dict(root, adapter_name=name, save_embedding_layers=False)
+    except (ValueError, KeyError) as error:
+        why = "a part of this adapter is in the PeftModel, outside of the layers"
+        raise ValueError(explain(f"adapter '{name}'", why, "Save it with the PeftModel's save_pretrained")) from error
     _warn_of_what_is_left_out(model, {f"{prefix}{key}" for key in state})
     refuse_shards(state)
     before = "" if config.is_prompt_learning else PREFIX  # PEFT's prefix in files
@@ -154,6 +158,7 @@ def load_adapter_(
         config.inference_mode = not trainable
         if config.is_prompt_learning:
             return load_prompts_(model, source, file, config, name, trainable, fingerprint)
+        check_config(config)
         refuse_unrepeatable(config, f"the adapter in {source}")
         keys = _layer_keys(list(file.keys()), source)
         place = find_place(model, keys, config, name, source, fingerprint)

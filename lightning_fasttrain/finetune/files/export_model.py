@@ -28,7 +28,7 @@ from lightning_fasttrain.finetune.quantized._quantized_layer import (
     is_quantized,
     was_transposed,
 )
-from lightning_fasttrain.finetune.selection._adapter_switches import switches
+from lightning_fasttrain.finetune.selection._adapter_switches import has_prompt, switches
 from lightning_fasttrain.finetune.selection._float32_adapters import rounded_as
 from lightning_fasttrain.finetune.selection._search import find_modules, names_in, names_not_in
 from lightning_fasttrain.finetune.selection.base_fingerprint import adapter_holders, first_few, is_torchaos, plain_name
@@ -56,9 +56,10 @@ def export_model(model: nn.Module, folder: Folder, *, dtype: torch.dtype | None 
         The folder.
 
     Raises:
-        TypeError: there is no Hugging Face model in ``model``.
-        ValueError: ``model`` holds several; the folder is in use; weights are sharded, or are quantised and no
-            ``dtype`` is given; the configuration's class has other weights; adapters cannot be merged.
+        TypeError: there is no Hugging Face model in ``model``, or PEFT cannot merge this kind of adapter.
+        ValueError: ``model`` holds several, or virtual tokens of prompt or prefix tuning; the folder is in use; weights
+            are sharded, or are quantised and no ``dtype`` is given; the configuration's class has other weights; a
+            merged weight would be infinite or NaN.
 
     Example:
         >>> import transformers, lightning_fasttrain as ft
@@ -75,6 +76,11 @@ def export_model(model: nn.Module, folder: Folder, *, dtype: torch.dtype | None 
     why, way_out = "so from_pretrained could not load it", "Use unload_adapters_(model), and save its state_dict()"
     of_several = "Name one: export_model(model.{}, …)"
     _, root = find_hugging_face_model(model, f"export_model of a {type(model).__name__}", why, way_out, of_several)
+    if any(map(has_prompt, model.modules())):
+        what = f"export_model of a {type(root).__name__} with virtual tokens"
+        why = "they are prepended to the input, and a plain model has no place for them"
+        way_out = "Save them with save_adapter, or unload them: unload_adapters_(model, merge=False)"
+        raise ValueError(explain(what, why, way_out))
     target = Path(folder)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         why = "the path already exists and is not overwritten"

@@ -12,15 +12,16 @@ from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.core.distributed import is_sharded
-from lightning_fasttrain.core.host.lightning import accumulation_continues, plain_optimizer
+from lightning_fasttrain.core.host.lightning import accumulation_continues
+from lightning_fasttrain.core.host.zero_steps import has_unfinite_gradient, is_deepspeed, unwrap_optimizer
 from lightning_fasttrain.core.messages import explain, list_some
 from lightning_fasttrain.core.modules.parameters import gradients_of, parameters_of
 from lightning_fasttrain.core.modules.select import modules_of
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.run.checkpoint._gathered_states import gather_values
+from lightning_fasttrain.run.guards.judged_steps import JudgedSteps
 from lightning_fasttrain.run.guards.locate_nan import first_layer_in_forward, is_unfinite, last_bad_gradient
 from lightning_fasttrain.run.guards.step_guard import (
-    JudgedSteps,
     StepGuard,
     agree,
     device_of,
@@ -88,7 +89,7 @@ class FiniteSteps(JudgedSteps):
         """Guard the steps of ``optimizer``.
 
         Args:
-            optimizer: a torch optimizer, or Fabric's wrapper of one; several may be guarded, one call each.
+            optimizer: one of torch or DeepSpeed, or Fabric's wrapper of one; several may be guarded, one call each.
             model: the model that it trains.
             scaler: the loss scaler, if one is used.
 
@@ -128,9 +129,13 @@ class FiniteSteps(JudgedSteps):
 
     def judge(self, optimizer: Optimizer) -> Tensor:
         """Return [1]: 1 if the step is bad."""
+        device = device_of(optimizer)
+        if is_deepspeed(optimizer):
+            bad = has_unfinite(self._losses_on(device)).to(device)
+            return agree(bad[None]).clamp(min=float(has_unfinite_gradient(optimizer)))
         # One norm for gradients and losses together: small kernels are what this check costs.
-        values = [*gradients_of(parameters_of(optimizer)), *self._losses_on(device_of(optimizer))]
-        return agree(has_unfinite(values).to(device_of(optimizer))[None])
+        values = [*gradients_of(parameters_of(optimizer)), *self._losses_on(device)]
+        return agree(has_unfinite(values).to(device)[None])
 
     def _has_bad_loss(self, optimizer: Optimizer) -> bool:
         device = device_of(optimizer)
@@ -181,7 +186,8 @@ class FiniteGuard(StepGuard):
     ``global_step`` counts it, as it counts consumed batches. The warning names the batch and rank of the first bad
     loss, and the layer: the forward of that batch is repeated once without gradients, or, where the loss was finite,
     the gradients are searched. With sharded parameters only the gradients are searched. Gradients are shared among
-    ranks, so for them no rank can be named.
+    ranks, so for them no rank can be named. Under ZeRO, DeepSpeed discards the step as it discards an overflow; its
+    own loss scaler, in float16, does this without a guard.
 
     Acts in ``optimizer.step``, after accumulation, unscaling and clipping; see :class:`FiniteSteps` for the rules,
     including those for a loss scaler, and for when the host waits. The loss of a batch without samples or targets is
@@ -204,9 +210,8 @@ class FiniteGuard(StepGuard):
     """
 
     effect: ClassVar[str] = "a step with NaN or infinity is skipped on all ranks; batch, rank and layer are named"
-    when: ClassVar[str] = "a long run in low precision or on unclean data; with ZeRO use DeepSpeed's own check"
+    when: ClassVar[str] = "a long run in low precision or on unclean data"
     in_a_loop: ClassVar[str] = "run.FiniteSteps().guard_(optimizer, model)"
-    engine_way_out: ClassVar[str] = "Use FSDP2 or DDP, or DeepSpeed's check in float16"
     steps: FiniteSteps
 
     def __init__(self, stop_after: PositiveInt = 3) -> None:
@@ -231,7 +236,7 @@ class FiniteGuard(StepGuard):
         self._run.callback(patch(strategy, "save_checkpoint", save_checkpoint))
 
     def _refuse_bad_window(self, trainer: L.Trainer, filepath: str | Path) -> None:
-        bad = torch.stack([self.steps.judge(plain_optimizer(optimizer))[0] for optimizer in trainer.optimizers])
+        bad = torch.stack([self.steps.judge(unwrap_optimizer(optimizer))[0] for optimizer in trainer.optimizers])
         if float(bad.amax()) != 0:
             why = "a loss or gradient of this accumulation window is not finite, so its step would end the run"
             way_out = "Check the batch, and resume from the last checkpoint, which is unchanged"
@@ -280,10 +285,12 @@ class FiniteGuard(StepGuard):
             layer = first_layer_in_forward(module, lambda: _forward(trainer, module, batch, batch_idx))
         layers = gather_values(layer or last_bad_gradient(module.named_parameters()), device)
         ranks = [rank for rank, number in enumerate(everyone) if number]
-        if not ranks:
-            return f": epoch {trainer.current_epoch}, batch {batch_idx}, in the backward of a rank, {layers[0]}"
-        first = ranks[0]
-        return f": epoch {trainer.current_epoch}, batch {everyone[first]}, rank {first}, {layers[first]}"
+        if ranks:
+            first = ranks[0]
+            where = [f"batch {everyone[first]}", f"rank {first}", layers[first]]
+        else:
+            where = [f"batch {batch_idx}", "in the backward of a rank", layers[0]]
+        return ", ".join([f": epoch {trainer.current_epoch}", *filter(None, where)])
 
 
 def _forward(trainer: L.Trainer, module: L.LightningModule, batch: object, batch_idx: int) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
+from lightning_fasttrain.core.host.zero_steps import whole_gradient
 from lightning_fasttrain.core.modules.wrapped_forward import first_line, patch
 from lightning_fasttrain.core.state.restore import remember
 from lightning_fasttrain.run.guards.step_guard import local_values
@@ -71,13 +72,13 @@ def _note(name: str, found: list[str]) -> Callable[..., None]:
     return look
 
 
-def last_bad_gradient(named: Iterable[tuple[str, Tensor]]) -> str:
+def last_bad_gradient(named: Iterable[tuple[str, nn.Parameter]]) -> str:
     """Return the parameter nearest to the loss whose gradient is not finite, as half a sentence; "" if all are finite.
 
     The backward passes a NaN on from the loss to the first layers. In models that define their layers in the order of
-    the forward, the NaN therefore began in the last-defined of the bad ones.
+    the forward, the NaN therefore began in the last-defined of the bad ones. Under ZeRO all ranks take part.
     """
     for name, parameter in reversed(list(named)):
-        if parameter.grad is not None and is_unfinite(parameter.grad):
+        if is_unfinite(whole_gradient(parameter)):
             return f"in the gradient of {name}"
     return ""

@@ -19,14 +19,15 @@ from lightning_fasttrain.core.checks import (
     one_of,
 )
 from lightning_fasttrain.core.distributed import rank_count
-from lightning_fasttrain.core.host.lightning import plain_optimizer, replicates
+from lightning_fasttrain.core.host.lightning import replicates
+from lightning_fasttrain.core.host.zero_steps import gradient_norm, is_deepspeed, unwrap_optimizer
 from lightning_fasttrain.core.messages import explain, number_of, warn
 from lightning_fasttrain.core.modules.parameters import gradients_of, parameters_of
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, undo_all
 from lightning_fasttrain.run.guards._last_checkpoint import LastCheckpoint
+from lightning_fasttrain.run.guards.judged_steps import JudgedSteps
 from lightning_fasttrain.run.guards.running_limit import Limits, RunningLimit
 from lightning_fasttrain.run.guards.step_guard import (
-    JudgedSteps,
     StepGuard,
     device_of,
     hold_steps_,
@@ -101,7 +102,7 @@ class SteadySteps(JudgedSteps):
 
     def guard_(self, optimizer: Optimizer) -> Undo:
         """Guard the steps of ``optimizer``, which has limits of its own; return how to undo it."""
-        optimizer = plain_optimizer(optimizer)
+        optimizer = unwrap_optimizer(optimizer)
         # The first that is free, which may be that of an optimizer of an earlier run.
         taken = set(self._places.values())
         self._places[id(optimizer)] = next(place for place in itertools.count() if place not in taken)
@@ -110,7 +111,7 @@ class SteadySteps(JudgedSteps):
 
     def limits(self, optimizer: Optimizer) -> Limits:
         """Return the limits of the loss and of the gradient norm of an optimizer."""
-        place = self._places.get(id(plain_optimizer(optimizer)), 0)
+        place = self._places.get(id(unwrap_optimizer(optimizer)), 0)
         while len(self._limits) <= place:
             # Checkpoints are loaded before the optimizers are guarded.
             self._limits.append(self._make_limits())
@@ -127,7 +128,11 @@ class SteadySteps(JudgedSteps):
 
     def look(self, optimizer: Optimizer) -> None:
         """Check the gradients as they are now: call it before they are clipped. Otherwise ``step`` does it itself."""
-        norm = torch.nn.utils.get_total_norm(list(map(values_of, gradients_of(parameters_of(optimizer)))))
+        optimizer = unwrap_optimizer(optimizer)
+        if is_deepspeed(optimizer):
+            norm = gradient_norm(optimizer)
+        else:
+            norm = torch.nn.utils.get_total_norm(list(map(values_of, gradients_of(parameters_of(optimizer)))))
         # A collective: the ranks hold shards of the gradients.
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()

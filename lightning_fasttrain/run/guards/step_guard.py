@@ -21,17 +21,22 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
-from lightning_fasttrain.core.checks import PositiveInt
 from lightning_fasttrain.core.device import AsyncReading
 from lightning_fasttrain.core.distributed import rank_count
-from lightning_fasttrain.core.host.lightning import accumulation_continues, plain_optimizer
-from lightning_fasttrain.core.messages import explain, number_of, warn
+from lightning_fasttrain.core.host.lightning import accumulation_continues
+from lightning_fasttrain.core.host.zero_steps import (
+    gradient_device,
+    is_deepspeed,
+    refuse_unguardable,
+    skip_step,
+    unwrap_optimizer,
+)
+from lightning_fasttrain.core.messages import explain, number_of
 from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch, undo_all
 from lightning_fasttrain.run.checkpoint._gathered_states import gather_values
+from lightning_fasttrain.run.guards.judged_steps import JudgedSteps
 from lightning_fasttrain.technique import Capability, Conflict, Technique
-
-_ENGINE = "DeepSpeed's engine holds the gradients and steps by itself"
 
 
 def hold_schedules_(trainer: L.Trainer, module: L.LightningModule, was_skipped: Callable[[], bool]) -> Undo:
@@ -57,7 +62,7 @@ def hold_steps_(optimizer: Optimizer, look: Look, tell: Tell, scaler: GradScaler
     skip on the device, their hooks do run.
 
     Args:
-        optimizer: a torch optimizer, or Lightning's or Fabric's wrapper of one.
+        optimizer: one of torch or DeepSpeed, or Lightning's or Fabric's wrapper of one.
         look: optimizer → [n] float32 on the device, the same on all ranks; the step is skipped if the first is 1.
         tell: called with these n values once per step: after a step that was made, before one that is skipped.
         scaler: a loss scaler, which skips steps itself; these are reported to ``tell`` too.
@@ -66,12 +71,12 @@ def hold_steps_(optimizer: Optimizer, look: Look, tell: Tell, scaler: GradScaler
         How to undo it.
 
     Raises:
-        TypeError: not a torch optimizer, DeepSpeed's, or one that runs the backward several times per step.
+        TypeError: not an optimizer, one that runs the backward several times per step, or one of DeepSpeed's with a
+            loss scaler.
     """
-    inside = getattr(optimizer, "optimizer", optimizer)
-    if type(inside).__module__.startswith("deepspeed.runtime"):
-        raise TypeError(explain(f"guarding the steps of {type(inside).__name__}", _ENGINE, "Use FSDP2 or DDP"))
-    optimizer = plain_optimizer(optimizer)
+    optimizer = unwrap_optimizer(optimizer)
+    if is_deepspeed(optimizer):
+        refuse_unguardable(optimizer)
     if isinstance(optimizer, LBFGS):
         why = "it calls its closure several times per step, and a guard supports one update per step"
         raise TypeError(explain("optimizer=LBFGS", why, "Use, for example, AdamW"))
@@ -82,7 +87,8 @@ class _Gate:
     """Replacement for an optimizer's ``step``."""
 
     def __init__(self, optimizer: Optimizer, look: Look, tell: Tell) -> None:
-        self.optimizer, self.look, self.tell = optimizer, look, tell
+        self.optimizer: Any = optimizer
+        self.look, self.tell = look, tell
         self.own_step: Any = optimizer.step
         self.passed = False
 
@@ -116,6 +122,8 @@ class _Gate:
             with torch.enable_grad():
                 loss = closure()
         numbers = self.look(self.optimizer)
+        if is_deepspeed(self.optimizer):
+            self.optimizer.overflow = False  # of an earlier step; releases before 0.19 do not reset it
         reading = AsyncReading(numbers)
         if skips_on_device(self.optimizer):
             with _told_on_device(self.optimizer, numbers[0]):
@@ -126,6 +134,9 @@ class _Gate:
         if values[0] == 0:
             self.own_step(**kwargs)
         self.tell(values)
+        # DeepSpeed holds the gradients itself, and its engine must know that the step was skipped.
+        if values[0] != 0 and is_deepspeed(self.optimizer):
+            skip_step(self.optimizer)
         return loss
 
 
@@ -165,6 +176,8 @@ def parameters_with_gradient(optimizer: Optimizer) -> list[Tensor]:
 
 def device_of(optimizer: Optimizer) -> torch.device:
     """Return the device of its parameters, also on a rank without gradients, which still takes part in collectives."""
+    if is_deepspeed(optimizer):
+        return gradient_device(optimizer)
     return parameters_of(optimizer)[0].device
 
 
@@ -187,7 +200,7 @@ def has_room_for_nan(tensor: Tensor) -> bool:
 
 def local_values(tensor: Tensor) -> Tensor:
     """Return the local shard of a sharded tensor, the values of a sparse one, and others unchanged."""
-    tensor = tensor.detach()
+    tensor = getattr(tensor, "ds_tensor", tensor).detach()  # the shard of DeepSpeed's stage 3
     if isinstance(tensor, DTensor):
         return tensor.to_local()
     return values_of(tensor)
@@ -208,63 +221,22 @@ def agree(number: Tensor) -> Tensor:
     return number
 
 
-class JudgedSteps:
-    """Counts the steps that a subclass judges to be bad, warns of each, and raises after several in a row.
-
-    Attributes:
-        losses: what is known of the losses of the coming step: tensors and plain values.
-        skipped: number of skipped steps so far.
-        in_a_row: number of skipped steps since the last good one.
-        skipped_now: whether a step was skipped since this was last set to False.
-        where: describes the place of a bad step for the message; set by whoever knows it.
-    """
-
-    failure: ClassVar[type[Exception]]
-    persists: ClassVar[str]  # why several bad steps in a row are an error
-    way_out: ClassVar[str]
-
-    def __init__(self, stop_after: PositiveInt) -> None:
-        self.stop_after = stop_after
-        self.losses: list[Any] = []
-        self.skipped = self.in_a_row = 0
-        self.skipped_now = False
-        self.where: Callable[[], str] = lambda: ""
-
-    def count_skip(self, what: str) -> None:
-        """Count a bad step.
-
-        Args:
-            what: description of the bad step, for the message.
-        """
-        self.skipped += 1
-        self.in_a_row += 1
-        self.skipped_now = True
-        what = f"a step was skipped{what}"
-        if self.in_a_row < self.stop_after:
-            warn(f"{what} (skipped so far: {self.skipped}).")
-            return
-        why = f"that is {number_of(self.in_a_row, 'step')} in a row, so {self.persists}"
-        raise self.failure(explain(what, why, self.way_out))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"skipped": self.skipped, "in_a_row": self.in_a_row}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.skipped, self.in_a_row = state["skipped"], state["in_a_row"]
-
-
 class StepGuard(Technique):
     """Skips steps that its :class:`JudgedSteps` find bad, and the per-step schedules with them."""
 
     predicted: ClassVar[bool] = True
-    engine_way_out: ClassVar[str] = "Use FSDP2 or DDP"
 
     @classmethod
     def conflicts(cls) -> tuple[Conflict, ...]:
         early = "weights are updated during the backward, before all gradients are known"
         return (
             Conflict(Capability.UPDATES_IN_BACKWARD, early, "Use only one of them"),
-            Conflict(DeepSpeedStrategy, _ENGINE, cls.engine_way_out),
+            Conflict(
+                DeepSpeedStrategy,
+                "DeepSpeed's engine decides by itself when an accumulation window ends",
+                "Use ZeROStrategy, FSDP2Strategy or DDP",
+                lambda guard, strategy: strategy.handles_gradient_accumulation,
+            ),
         )
 
     def __init__(self, steps: JudgedSteps) -> None:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_fasttrain.core.checks import require
+from lightning_fasttrain.core.host.zero_steps import gradient_norm
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import gradients_of, trained_parameters
 from lightning_fasttrain.core.modules.wrapped_forward import patch, patched
@@ -93,6 +94,11 @@ class Engine:
                 lr_scheduler=scheduler,
                 dist_init_required=False,
             )
+        if self.optimizer is optimizer:
+            # At stage 0 in float32 the user's optimizer is stepped itself, so its hooks report the updates.
+            for schedule in self._schedules:
+                schedule.is_told = False
+            self._schedules = []
         self._hung = {module: _hooks(module) - before.get(module, set()) for module in model.modules()}
         self._windows = 0
         if optimizer is not None:
@@ -226,14 +232,7 @@ class Engine:
         sharded = self._sharded_optimizer()
         if sharded is None:
             return torch.nn.utils.get_total_norm(gradients_of(self.module.parameters()))
-        if hasattr(sharded, "scaled_global_norm"):
-            norm = sharded.scaled_global_norm()
-        else:
-            from deepspeed.runtime.utils import combine_grad_norm_groups
-
-            norm = combine_grad_norm_groups(sharded._get_norm_groups())
-        # Stored gradients include the loss scale.
-        return torch.as_tensor(norm) / sharded.loss_scale
+        return gradient_norm(sharded)
 
     def _sharded_optimizer(self) -> Any:
         """Return ZeRO's optimizer of stage 1 to 3; None at stage 0, where parameters hold their own gradients."""

@@ -1,0 +1,117 @@
+"""Read the gradients that DeepSpeed's optimizers hold, and skip one of their steps as DeepSpeed skips an overflow."""
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import Tensor, nn
+
+from lightning_fasttrain.core.host.lightning import FabricOptimizer, plain_optimizer
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.parameters import gradients_of
+from lightning_fasttrain.core.modules.wrapped_forward import patched
+
+
+def unwrap_optimizer(optimizer: object) -> Any:
+    """Return the optimizer inside of Lightning's or Fabric's wrapper: one of torch, or DeepSpeed's own.
+
+    Raises:
+        TypeError: not an optimizer.
+    """
+    if isinstance(optimizer, FabricOptimizer | LightningOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer if is_deepspeed(optimizer) else plain_optimizer(optimizer)
+
+
+def is_deepspeed(optimizer: object) -> bool:
+    """Whether an optimizer is one of DeepSpeed's around that of the user."""
+    return type(optimizer).__module__.startswith("deepspeed.runtime")
+
+
+def refuse_unguardable(optimizer: Any) -> None:
+    """Refuse those of DeepSpeed's optimizers whose steps cannot be skipped from outside.
+
+    Raises:
+        TypeError: the optimizer has a loss scaler, or holds its gradients where they cannot be read.
+    """
+    what = f"guarding the steps of {type(optimizer).__name__}"
+    if not _is_sharded(optimizer) and not hasattr(optimizer, "fp16_groups"):
+        why = "DeepSpeed's engine holds the gradients and steps by itself"
+        raise TypeError(explain(what, why, "Leave data_types.grad_accum_dtype out of the config, or use FSDP2 or DDP"))
+    if _compute_parameters(optimizer)[0].dtype == torch.float16:
+        why = "in float16 DeepSpeed's loss scaler skips steps that are not finite by itself"
+        raise TypeError(explain(what, why, "Use precision='bf16-mixed', or rely on DeepSpeed's check"))
+
+
+def gradient_device(optimizer: Any) -> torch.device:
+    """Return the device that computes the gradients, even if they are offloaded."""
+    return _compute_parameters(optimizer)[0].device
+
+
+def has_unfinite_gradient(optimizer: Any) -> bool:
+    """Return whether the reduced gradient contains NaN or infinity; the same on all ranks, which all take part."""
+    if not _is_sharded(optimizer):
+        gradients = gradients_of(_compute_parameters(optimizer))
+        return not all(bool(gradient.isfinite().all()) for gradient in gradients)
+    # Before the first reduction of a window, stages 1 and 2 hold no gradient.
+    if any(held is None for held in optimizer.averaged_gradients.values()):
+        return False
+    return bool(optimizer.has_overflow())
+
+
+def gradient_norm(optimizer: Any) -> Tensor:
+    """Return the 2-norm of the coming step's gradient over all ranks, without the loss scale."""
+    if not _is_sharded(optimizer):
+        return torch.nn.utils.get_total_norm(gradients_of(_compute_parameters(optimizer)))
+    if hasattr(optimizer, "scaled_global_norm"):
+        norm = optimizer.scaled_global_norm()
+    else:
+        from deepspeed.runtime.utils import combine_grad_norm_groups
+
+        norm = combine_grad_norm_groups(optimizer._get_norm_groups())
+    return torch.as_tensor(norm) / optimizer.loss_scale
+
+
+def skip_step(optimizer: Any) -> None:
+    """Discard the gradients of the coming step as if they had overflowed: DeepSpeed's engine counts it as skipped."""
+    optimizer.overflow = True
+    if not _is_sharded(optimizer):
+        return  # The engine sets the gradients of the parameters to None.
+
+    def overflow(*args: object, **kwargs: object) -> bool:
+        optimizer.overflow = True
+        if clean_up is not None:
+            clean_up(optimizer.loss_scale)
+        return True
+
+    clean_up = getattr(optimizer, "_overflow_clean_up", None)
+    checks: dict[str, object] = {"check_overflow": overflow, "check_grad_overflow": True}
+    if clean_up is not None:  # Stage 3.
+        checks = {"_overflow_check_and_loss_scale_update": overflow}
+        # Otherwise a parameter without a gradient in the next step would keep its NaN.
+        optimizer.grad_partitions_flat_buffer.zero_()
+    with ExitStack() as undo:
+        for name, value in checks.items():
+            undo.enter_context(patched(optimizer, name, value))
+        type(optimizer).step(optimizer)
+
+
+def whole_gradient(parameter: nn.Parameter) -> Tensor | None:
+    """Return the gradient of a parameter; if DeepSpeed holds it, gathered from all ranks, which all take part."""
+    if parameter.grad is not None or not (hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")):
+        return parameter.grad
+    from deepspeed.utils import safe_get_full_grad
+
+    return safe_get_full_grad(parameter)
+
+
+def _is_sharded(optimizer: Any) -> bool:
+    """Whether it is of stage 1 to 3; stage 0 in 16 bits has an optimizer of another kind."""
+    return hasattr(optimizer, "has_overflow") and hasattr(optimizer, "averaged_gradients")
+
+
+def _compute_parameters(optimizer: Any) -> list[nn.Parameter]:
+    """Return the parameters that the forward uses, of which the optimizer steps copies in float32."""
+    groups = optimizer.bit16_groups if hasattr(optimizer, "bit16_groups") else optimizer.fp16_groups
+    return [parameter for group in groups for parameter in group]
