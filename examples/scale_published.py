@@ -4,7 +4,8 @@
 
 The measurements are torchtitan's, of Llama 3 with 8,192 tokens: on H100s in its benchmarks/llama3_h100_202412, on A100s
 in its docs/performance, whose MFU counts embeddings. Models are built without memory; Hugging Face's Llama stands for
-torchtitan's. What is published is the memory that the allocator reserves, and what is predicted is that of tensors.
+torchtitan's. What is published is the memory that the allocator reserves, and what is predicted is that of tensors. The
+time of GPT-2 is llm.c's, in its scripts/run_gpt2_124M.sh, beside the MFU that ``estimate_training`` assumes by default.
 """
 
 import argparse
@@ -37,6 +38,7 @@ SPEED = {
     ("8B", "A100", True, 0.582): 2973,
     ("70B", "A100", True, 0.517): 331,
 }
+GPT2_STEPS, GPT2_MINUTES = 18865, 94.3  # of 524,288 tokens on eight A100
 
 
 class EverySecondProduct(ft.model.SelectiveOps):
@@ -94,6 +96,17 @@ def speed_row(name: str, gpu: str, embeddings: bool, mfu: float, published: floa
     return {"what": what, "published": published, "predicted": find_accelerator(gpu).flops * mfu / flops}
 
 
+def time_row() -> dict[str, Any]:
+    hf: Any = require("transformers", extra="finetune")
+    with torch.device("meta"):
+        module = reference_models.Supervised(hf.GPT2LMHeadModel(hf.GPT2Config()).train(), reference_models._own_loss)
+    tokens = torch.zeros(1, 1024, dtype=torch.long, device="meta")
+    batch = {"input_ids": tokens, "labels": tokens}
+    speed = ft.estimate.estimate_training(module, batch, GPT2_STEPS * 524288, gpu="A100:8").speed
+    what = f"minutes of GPT-2 124M on 8 A100 at the assumed MFU of {speed.mfu:.0%}"
+    return {"what": what, "published": GPT2_MINUTES, "predicted": 60 * speed.hours}
+
+
 def as_lines(rows: list[dict[str, Any]]) -> list[str]:
     """Return the table of the results."""
     lines = ["| | published | predicted | error |", "| --- | --- | --- | --- |"]
@@ -114,6 +127,7 @@ def main() -> None:
     options = parser.parse_args()
     rows = [memory_row(*setting, published) for setting, published in MEMORY.items()]
     rows += [speed_row(*setting, published) for setting, published in SPEED.items()]
+    rows.append(time_row())
     print("\n".join(as_lines(rows)))
     if options.out is not None:
         about = {
