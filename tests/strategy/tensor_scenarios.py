@@ -39,7 +39,7 @@ from tests.support.end_of_rank import run_rank, write_findings
 from tests.support.nets import as_loader, largest_difference, trainer, weights
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-STEPS, ROWS, VOCABULARY, CLASSES = 10 if WORLD == 4 else 20, 4, 32, 5
+STEPS, ROWS, VOCABULARY, CLASSES = 20, 4, 32, 5
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
 
 

@@ -106,7 +106,7 @@ def test_a_checkpoint_is_that_of_one_process_in_plain_names(found, folder):
 
 @pytest.mark.parametrize("technique", ["CompileBlocks", "FusedLossHead", "others", "AdaptiveClipping", "LoRA"])
 def test_techniques_train_as_in_one_process(two, technique):
-    assert largest(two, f"with {technique}") < 1e-6
+    assert largest(two, f"with {technique}") < 5e-6
 
 
 def test_options_do_not_change_training_in_a_tensor_group(two, four):
@@ -258,7 +258,7 @@ def test_heads_that_a_module_states_become_those_of_one_rank():
 def test_a_split_vocabulary_and_divided_tokens_train_as_in_one_process(found, name):
     case = vocabulary_scenarios.MODELS[name]
     assert largest(found, f"{name} losses") < 1e-5
-    assert largest(found, f"{name} weights") < 1e-5
+    assert largest(found, f"{name} weights") < 2e-5  # 1.4e-5 with ATEN_CPU_CAPABILITY=default, less with vectors
     assert largest(found, f"{name} tokens") == (8 // 2 if case.norm else 0)
     assert largest(found, f"{name} logits") == 0
     assert largest(found, f"{name} validated") < 1e-5

@@ -90,8 +90,16 @@ def compare(plain: StepRecord, other: StepRecord, meaning: Meaning, allow: Allow
 
 
 def _of_digests(what: str, plain: Digests, other: Digests, apart: Distances, allow: Allowance) -> Distance | None:
-    sizes = {name: plain[name].norm() for name in apart[what]}
-    worst = _of_tensors(what, apart[what], sizes, allow.noise[what], allow)
+    sizes: dict[str, float] = {}
+    noises: dict[str, float] = {}
+    for name in apart[what]:
+        sizes[name] = plain[name].norm()
+        # In 16 bits two parts of a sum are rounded where they are stored, though the measured noise be zero by chance.
+        noises[name] = allow.noise[what].get(name, 0.0)
+        if plain[name].dtype.is_floating_point:
+            stored = 2 * torch.finfo(plain[name].dtype).eps * sizes[name]
+            noises[name] = max(noises[name], stored / allow.times)
+    worst = _of_tensors(what, apart[what], sizes, noises, allow)
     return _worse(worst, None, _are_bitwise(plain, other))
 
 
