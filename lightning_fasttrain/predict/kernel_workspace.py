@@ -13,11 +13,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor, backends, bfloat16, channels_last, cpu, get_num_threads, ops
+from torch import Tensor, bfloat16, channels_last, cpu, get_num_threads, ops
 
 from lightning_fasttrain.predict.allocation_trace import Kept, Workspace
 
-_AVX2 = backends.cpu.get_cpu_capability() == "AVX2"
+# What oneDNN goes by: unlike PyTorch's own kernels, it does not read ATEN_CPU_CAPABILITY.
+_AVX2 = cpu._is_avx2_supported() and not cpu._is_avx512_supported()
 _AMX = cpu._is_amx_tile_supported()
 # For kernels wider than the second, as for patches, the float32 gradient is a matrix product with each image's columns.
 BLOCK, _WIDEST = (8, 13) if _AVX2 else (16, 14)

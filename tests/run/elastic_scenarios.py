@@ -8,6 +8,8 @@ from typing import Any
 
 import lightning as L
 
+from lightning_fasttrain.core.files.atomic_write import write_atomic
+
 RANK = int(os.environ.get("RANK", 0))
 
 
@@ -31,7 +33,7 @@ class Recorder(L.Callback):
         with open(self.folder / f"{self.launch}-{RANK}.samples", "a") as file:
             file.writelines(self.lines)
         self.lines = []
-        (self.folder / f"{self.launch}-{RANK}.pid").write_text(f"{os.getpid()}")
+        write_atomic(self.folder / f"{self.launch}-{RANK}.pid", f"{os.getpid()}")
         time.sleep(self.pause_s)
 
 

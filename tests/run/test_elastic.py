@@ -23,12 +23,13 @@ class Launch:
         self.ranks = Ranks("tests.run.elastic_scenarios", *arguments, log=log, count=count)
 
     def signal_after(self, step, number, worker):
-        """Send a signal to a worker once a checkpoint of the step is there."""
+        """Send a signal to a worker that has begun, once a checkpoint of the step is there."""
         until = time.monotonic() + 60
-        while not (self.checkpoints / f"step={step}.ckpt").exists():
+        begun = self.folder / f"{self.name}-{worker}.pid"
+        while not (begun.exists() and (self.checkpoints / f"step={step}.ckpt").exists()):
             assert time.monotonic() < until, self.ranks.end(0)
             time.sleep(0.02)
-        os.kill(int((self.folder / f"{self.name}-{worker}.pid").read_text()), number)
+        os.kill(int(begun.read_text()), number)
 
     def last_line(self):
         return self.ranks.wait(timeout_s=100).strip().splitlines()[-1].split()
