@@ -103,6 +103,11 @@ def test_targets_have_equal_weight_over_unequal_ranks_and_micro_batches(two):
         assert two[0][f"tokens {key}"] < 1e-4
 
 
+def test_uninitialized_padding_of_a_shard_is_not_taken_for_a_weight(two):
+    for rank in two:
+        assert "NaN or infinite values are in trained.0.bias" in rank["padding"]
+
+
 def test_guards_skip_a_step_that_one_rank_spoils_bitwise_on_both(two):
     for found in two:
         skips = {key: value for key, value in found.items() if key.startswith("skipped, ")}

@@ -718,6 +718,7 @@ TWO = (
     twin,
     zero_guards.skips_bad_steps,
     zero_guards.skips_in_fabric,
+    zero_guards.ignores_padding,
     saves_whole_or_not_at_all,
     reshards,
 )

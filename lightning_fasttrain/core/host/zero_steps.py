@@ -4,6 +4,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 
@@ -104,6 +105,14 @@ def whole_gradient(parameter: nn.Parameter) -> Tensor | None:
     from deepspeed.utils import safe_get_full_grad
 
     return safe_get_full_grad(parameter)
+
+
+def own_shard(parameter: Any) -> Tensor:
+    """Return this rank's values of a parameter of stage 3, without the uninitialized padding behind them."""
+    shard = parameter.ds_tensor
+    start = dist.get_rank(parameter.ds_process_group) * shard.ds_numel
+    values = min(max(parameter.ds_numel - start, 0), shard.numel())
+    return shard.detach().narrow(0, 0, values)
 
 
 def _is_sharded(optimizer: Any) -> bool:

@@ -27,6 +27,7 @@ from lightning_fasttrain.core.host.lightning import accumulation_continues
 from lightning_fasttrain.core.host.zero_steps import (
     gradient_device,
     is_deepspeed,
+    own_shard,
     refuse_unguardable,
     skip_step,
     unwrap_optimizer,
@@ -200,7 +201,9 @@ def has_room_for_nan(tensor: Tensor) -> bool:
 
 def local_values(tensor: Tensor) -> Tensor:
     """Return the local shard of a sharded tensor, the values of a sparse one, and others unchanged."""
-    tensor = getattr(tensor, "ds_tensor", tensor).detach()  # the shard of DeepSpeed's stage 3
+    if hasattr(tensor, "ds_tensor"):
+        return own_shard(tensor)
+    tensor = tensor.detach()
     if isinstance(tensor, DTensor):
         return tensor.to_local()
     return values_of(tensor)
