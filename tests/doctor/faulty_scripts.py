@@ -232,7 +232,7 @@ FAULTS = [
         "metric",
         "metric_in_step",
         before="auroc = torchmetrics.AUROC('multiclass', num_classes=10)",
-        end="auroc(logits.softmax(-1).repeat(50, 1), y.repeat(50))  # <-",
+        end="auroc(logits.softmax(-1).repeat(400, 1), y.repeat(400))  # <-",
     ),
     in_loop(
         "logits",
