@@ -46,9 +46,12 @@ class Way:
     parts: int = 1
     precision: str = "32-true"
     releases: bool = False
+    fuses: bool = False
 
     def techniques(self):
         techniques = [ft.MicroBatching(self.parts)]
+        if self.fuses:
+            techniques.append(ft.FusedLossHead())
         if self.checkpointing:
             techniques.append(ft.ActivationCheckpointing())
         if self.releases:
@@ -63,10 +66,12 @@ WAYS = {
     "bf16-mixed": Way(precision="bf16-mixed"),
     "all three": Way(True, 4, "bf16-mixed"),
     "lean": Way(True, 4, "bf16-mixed", releases=True),
+    "fused head": Way(precision="bf16-mixed", fuses=True),
+    "lean + fused head": Way(True, 4, "bf16-mixed", releases=True, fuses=True),
 }
 NO_GPU = "no GPU: the caching allocator of torch's CUDA build on a driver whose kernels compute nothing"
 WAYS_ON_CPU = ("plain", "checkpointing", "micro-batches ×4", "bf16-mixed", "all three")
-WAYS_ON_CUDA = ("plain", "bf16-mixed", "checkpointing", "micro-batches ×4", "lean")
+WAYS_ON_CUDA = ("plain", "bf16-mixed", "checkpointing", "micro-batches ×4", "lean", "fused head", "lean + fused head")
 
 
 def find_specimens(options):
@@ -97,6 +102,8 @@ def measure(specimen, device, way):
     module, batch = specimen.module().to(device), move_data_to_device(specimen.batch(), device)
     if way.checkpointing:
         ft.checkpoint_activations_(module)
+    if way.fuses:
+        ft.fuse_loss_head_(module)
     optimizer = module.configure_optimizers()
 
     def loss_of(part):

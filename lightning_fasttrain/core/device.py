@@ -1,9 +1,12 @@
-"""Free memory of a device, a clock that waits for it, and what it computes in a second at best."""
+"""Free memory of a device, a clock that waits for it, its best speed, and the kind whose kernels run."""
 
 import ctypes
 import gc
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from math import inf
 from pathlib import Path
 
@@ -57,6 +60,30 @@ def dtype_of(precision: object) -> torch.dtype:
 
 
 GIB = 2**30
+
+
+_TRACED_AS: ContextVar[str | None] = ContextVar("_TRACED_AS", default=None)
+
+
+def kernels_of(tensor: torch.Tensor) -> str:
+    """Return the type of the device whose kernels compute with ``tensor``: its own, except in :func:`traced_as`.
+
+    Example:
+        >>> with traced_as("cuda"):
+        ...     kernels_of(torch.zeros(2))
+        'cuda'
+    """
+    return _TRACED_AS.get() or tensor.device.type
+
+
+@contextmanager
+def traced_as(device_type: str) -> Iterator[None]:
+    """Let code choose as on another device: for traces of tensors without values, which lie on the CPU."""
+    token = _TRACED_AS.set(device_type)
+    try:
+        yield
+    finally:
+        _TRACED_AS.reset(token)
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_fasttrain.core.device import kernels_of
 from lightning_fasttrain.core.modules.first_derivatives import refuse_second_derivative
 
 # Whole tiles of matrix kernels; beyond 4,096 rows a chunk takes memory and gains hardly any speed.
@@ -97,15 +98,24 @@ class GradientSums:
         hidden = hidden if column is None else hidden * column  # D values per token, where d_logits have V
         if d_logits.dtype == self.weight.dtype:
             self.weight.addmm_(d_logits.T, hidden)
-        elif d_logits.is_cuda:
-            # From low precision to float32 in one product, for which CPUs have no out_dtype.
-            self.weight += torch.mm(d_logits.T, hidden, out_dtype=self.weight.dtype)
+        elif kernels_of(d_logits) == "cuda":
+            self._add_product_in_place(d_logits.T, hidden)
         elif d_logits.dtype is torch.bfloat16 and not self.rounded:
             self._product = torch.mm(d_logits.T, hidden, out=self._product)
             self.weight += self._product
         else:  # including float16, whose range a sum over a chunk can exceed
             with _products_in_bfloat16() if d_logits.dtype is torch.bfloat16 else nullcontext():
                 self.weight.addmm_(d_logits.T.to(self.weight.dtype), hidden.to(self.weight.dtype))
+
+    def _add_product_in_place(self, left: Tensor, right: Tensor) -> None:
+        """Add a product of low precision to the weight's float32 in one kernel, which CPUs do not have."""
+        assert self.weight is not None
+        if torch.compiler.is_compiling():  # the compiler's rule for this operator fails in torch 2.11
+            self.weight += torch.mm(left, right, out_dtype=self.weight.dtype)
+        elif left.is_cuda:
+            torch.addmm(self.weight, left, right, out_dtype=self.weight.dtype, out=self.weight)
+        else:  # a trace: the kernel allocates nothing
+            assert type(left) is not Tensor, "a tensor on the CPU has values"
 
     def cast_to(self, dtypes: Sequence[torch.dtype | None]) -> list[Tensor | None]:
         """Return the sums in the given dtypes."""

@@ -6,10 +6,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from lightning_fasttrain.core.device import kernels_of
 from lightning_fasttrain.core.modules.split_vocabulary import VocabularyShard
 from lightning_fasttrain.loss.chunked import at_least_float32
 
-_IN_CACHE = 2**18  # elements; in float32 they fit in the caches of a CPU
+# Logits that are in float32 at a time: as many as fit in the caches of a CPU, or in 256 MiB, which keep a GPU busy.
+_ROWS_OF_CPU, _ROWS_OF_GPU = 2**18, 2**26
 _COMPARED = 16  # rows
 _TRUSTED: set[tuple[object, ...]] = set()  # cases in which compiled code agreed with eager code
 Options = tuple[float, float, float | None]  # label smoothing, z-loss, softcap
@@ -31,7 +33,8 @@ def use_logits(
 ) -> Tensor:
     """Return the loss of each token of a chunk; the gradient replaces the logits in place, rounded once.
 
-    On a CPU this is done for a few rows at a time, which stay in its cache from the first operation to the last.
+    This is done for some rows at a time, so that few logits are in float32: on a CPU as many as stay in its cache from
+    the first operation to the last.
 
     Args:
         logits: (T, V).
@@ -50,8 +53,8 @@ def use_logits(
     losses = torch.empty(len(logits), dtype=at_least_float32(logits), device=logits.device)
     rows = len(logits)
     # Ranks reduce together, so that all have the same number of rounds.
-    if logits.device.type == "cpu" and not torch.compiler.is_compiling() and shard is None:
-        rows = _IN_CACHE // logits.shape[1]
+    if not torch.compiler.is_compiling() and shard is None:
+        rows = (_ROWS_OF_CPU if kernels_of(logits) == "cpu" else _ROWS_OF_GPU) // logits.shape[1]
     rows = max(1, rows)
     for start in range(0, len(logits), rows):
         some = slice(start, start + rows)
@@ -60,6 +63,7 @@ def use_logits(
             if share is not None:
                 gradient.mul_(share[some])
             logits[some] = gradient
+        del gradient  # before the next is allocated
     return losses
 
 

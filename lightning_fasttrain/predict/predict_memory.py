@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import NonNegativeInt, PositiveInt, check_arguments, one_of
+from lightning_fasttrain.core.device import traced_as
 from lightning_fasttrain.core.host.lightning import configured_optimizers
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import names_of_parameters
@@ -252,6 +253,7 @@ def _trace_steps(
             trace.reserve(2 * CUBLAS_WORKSPACE, "two cuBLAS workspaces")
             # It covers the backward too, which may recompute blocks.
             undo.enter_context(AsOnCuda())
+            undo.enter_context(traced_as("cuda"))
         steps_itself = False
         if loss is None and isinstance(net, L.LightningModule) and not net.automatic_optimization:
             undo.enter_context(lend_optimizers(net, trace, steppers, schedulers, planned))

@@ -513,6 +513,55 @@ def test_a_head_that_is_found_by_its_loss_is_predicted_as_if_it_were_named():
     assert report.peak_bytes > 0
 
 
+class HeadOnly(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(1024, 65_536, bias=False)
+
+    def forward(self, batch):
+        return F.cross_entropy(self.head(batch[0]), batch[1])
+
+
+HEAD_BATCH = torch.zeros(8192, 1024), torch.zeros(8192, dtype=torch.long)
+
+
+def bytes_added_by_a_fused_head():
+    """What the loss of ``HeadOnly`` takes beside weight, batch and the last step's gradient, in bf16-mixed on CUDA."""
+    tokens, width, classes, chunk = 8192, 1024, 65_536, 2048
+    gradient, rounded = 4 * classes * width, 2 * (classes + tokens) * width  # products in bfloat16 need copies
+    logits, in_float32 = 2 * chunk * classes, 2 * 4 * 2**26  # two tensors of 256 MiB, of the rows at hand
+    return gradient + rounded + logits + in_float32
+
+
+def test_a_fused_head_on_cuda_takes_its_gradient_and_one_chunk():
+    report = predict_memory(
+        HeadOnly,
+        HEAD_BATCH,
+        loss=lambda net, batch: net(batch),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        techniques=[ft.FusedLossHead("head")],
+        precision="bf16-mixed",
+        device="cuda",
+    )
+    weight, batch, workspace = 4 * 65_536 * 1024, 8192 * (4 * 1024 + 8), 2 * 32 * MIB
+    expected = 2 * weight + batch + workspace + bytes_added_by_a_fused_head()
+    assert report.peak_bytes == pytest.approx(expected, rel=2e-3)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_fused_head_takes_its_gradient_and_one_chunk():
+    net, batch = HeadOnly().cuda(), [tensor.cuda() for tensor in HEAD_BATCH]
+    ft.fuse_loss_head_(net, "head")
+    for _ in range(2):
+        with PeakMemory("cuda") as peak, torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+            before = torch.cuda.memory_allocated()
+            loss = net(batch)
+        net.zero_grad()
+        loss.backward()
+        del loss
+    assert peak.peak_bytes - before == pytest.approx(bytes_added_by_a_fused_head(), rel=2e-3)
+
+
 def test_an_unknown_technique_is_named_in_a_note():
     class AverageOfWeights(Technique):
         def attach(self, trainer, pl_module):
