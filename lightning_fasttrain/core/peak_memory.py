@@ -29,8 +29,8 @@ class PeakMemory:
 
         peak_bytes = bytes at entry + added_bytes,    added_bytes = max over time of (allocated - freed since entry)
 
-    On CUDA the allocator keeps count, for free: everything on the device is in, and ``held`` is not needed. On the
-    CPU torch keeps no count, so its profiler records every allocation of the block, which is exact but slows it down.
+    On CUDA the allocator keeps count, for free: everything on the device is in, and ``held`` is not needed; what the
+    private pools of CUDA graphs hold counts whole, as nothing else can use it. On the CPU torch keeps no count, so its profiler records every allocation of the block, which is exact but slows it down.
     What was there before is what ``held`` names; memory of theirs that is freed inside the block, such as gradients
     by ``zero_grad``, counts as freed. Not seen on the CPU: tensors that were there before and are not ``held``,
     storages that are resized in place, and memory that is not torch's (NumPy, shared memory of loader workers).
@@ -141,6 +141,10 @@ class PeakMemory:
             self._profile = None
         self.peak_bytes = max(self.segments)
         self.added_bytes = self.peak_bytes - self._at_entry
+        if self.device.type == "cuda":
+            # At the peak some of it may have been in use, but no more was taken than the allocator has reserved.
+            with_pools = min(self.peak_bytes + _unused_in_pools(self.device), torch.cuda.memory_reserved(self.device))
+            self.peak_bytes = max(self.peak_bytes, with_pools)
 
     def _bytes_held_late(self, allocated: set[int]) -> int:
         known = self._counted | allocated
@@ -167,6 +171,12 @@ def _start_counting_again(device: torch.device) -> None:
 def _allocator_bytes(device: torch.device, which: str) -> int:
     """Read one figure of the allocator, without a flat dictionary of all its hundred figures."""
     return torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"][which]
+
+
+def _unused_in_pools(device: torch.device) -> int:
+    """Return the bytes in private pools, such as those of CUDA graphs, that no tensor uses and no other can use."""
+    pools = [part for part in torch.cuda.memory_snapshot() if tuple(part["segment_pool_id"]) != (0, 0)]
+    return sum(part["total_size"] - part["allocated_size"] for part in pools if part["device"] == device.index)
 
 
 def refuse_second_profiler(what: str) -> None:

@@ -72,6 +72,19 @@ def test_cuda_segments_and_nested_blocks():
     assert c.numel() == 2**17
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_private_pools_count_whole():
+    pool = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool):
+        a = torch.empty(2**24, device="cuda")
+    del a
+    with PeakMemory("cuda") as peak:
+        b = torch.empty(2**20, device="cuda")
+    assert peak.added_bytes == b.nbytes
+    assert peak.peak_bytes == torch.cuda.memory_allocated() + 2**26
+    del pool
+
+
 def test_existing_storages_count_once_and_only_on_their_device():
     net = nn.ModuleDict({"a": nn.Linear(8, 8, bias=False), "b": nn.Linear(8, 8, bias=False)})
     net["b"].weight = net["a"].weight  # tied
