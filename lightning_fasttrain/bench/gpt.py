@@ -261,7 +261,7 @@ class Size:
 
 def _gpt2(layers: int, width: int, heads: int) -> Size:
     model = GPTConfig(vocabulary=GPT2_VOCABULARY, context=1024, layers=layers, heads=heads, width=width)
-    return Size(model, batch=32, tokens="bpe", steps=10, minutes=15.0)
+    return Size(model, batch=32, tokens="bpe", steps=3, minutes=6.0)
 
 
 SIZES = {

@@ -29,11 +29,12 @@ class PeakMemory:
 
         peak_bytes = bytes at entry + added_bytes,    added_bytes = max over time of (allocated - freed since entry)
 
-    On CUDA the allocator keeps count, for free: everything on the device is in, and ``held`` is not needed; what the
-    private pools of CUDA graphs hold counts whole, as nothing else can use it. On the CPU torch keeps no count, so its profiler records every allocation of the block, which is exact but slows it down.
-    What was there before is what ``held`` names; memory of theirs that is freed inside the block, such as gradients
-    by ``zero_grad``, counts as freed. Not seen on the CPU: tensors that were there before and are not ``held``,
-    storages that are resized in place, and memory that is not torch's (NumPy, shared memory of loader workers).
+    On CUDA the allocator keeps count, for free: everything on the device is in, and ``held`` is not needed; all of what
+    the private pools of CUDA graphs hold counts for ``peak_bytes``, as nothing else can use it. On the CPU torch keeps
+    no count, so its profiler records every allocation of the block, which is exact but slows it down. What was there
+    before is what ``held`` names; memory of theirs that is freed inside the block, such as gradients by
+    ``zero_grad``, counts as freed. Not seen on the CPU: tensors that were there before and are not ``held``, storages
+    that are resized in place, and memory that is not torch's (NumPy, shared memory of loader workers).
 
     Args:
         device: ``"cpu"`` or a CUDA device.

@@ -202,9 +202,9 @@ class Search:
         if timed is not None:
             factor = timed.ms / ms * self._factor_of(base, axis)
             # A difference within the noise counts as none, or noise would multiply over several techniques.
-            self.costs.factors[axis, word] = 1.0 if abs(factor - 1) < TELLS else factor
             if axis == "compile":
-                self.costs.compile_ms = max(0.0, timed.first_ms - timed.ms)  # the first step compiles
+                self.costs.note_compilation(timed)
+            self.costs.factors[axis, word] = 1.0 if abs(factor - 1) < TELLS else factor
         elif choice in self.tried:
             self.axes.left_out[f"{axis} {word}"] = self.tried[choice].why_not
             self.axes.words[axis].remove(word)

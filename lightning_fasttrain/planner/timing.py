@@ -204,6 +204,11 @@ class Costs:
         self.per_part = max(0.0, added)
         self.whole = (ms - self.per_part * parts) / share
 
+    def note_compilation(self, timed: Timed) -> None:
+        """Set the time of compilation from the first way to compile; others find its results in the cache."""
+        if not any(axis == "compile" for axis, _ in self.factors):
+            self.compile_ms = max(0.0, timed.first_ms - timed.ms)  # the first step compiles
+
     def share_of(self, parts: int) -> float:
         """Return the share of the tokens that run in ``parts`` micro-batches."""
         return self.left.get(parts, 1.0)

@@ -117,9 +117,11 @@ class Setting:
         word: its name in the axis.
         arguments: by name: numbers, words, and policies made of such.
         cost: factor on the time of a step, until that is measured.
+        device: type of the only device on which it differs from another setting; "" for all.
     """
 
     axis: str
     word: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     cost: PositiveFloat = 1.0
+    device: str = ""

@@ -204,10 +204,10 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setitem(gpt.SIZES, "micro", MICRO)
 
-    def run_twice(spec, on_progress):
+    def run_twice(spec, on_progress, limit_s):
         if "MicroBatching" in spec["state"]["callbacks"]:
             raise KeyboardInterrupt
-        return Worker(spec, on_progress)
+        return Worker(spec, on_progress, limit_s)
 
     monkeypatch.setattr(turns_module, "Worker", run_twice)
     code = main(["ladder", "--size", "micro", "--out", str(tmp_path), "--rungs", "prefetch,micro-batches,release"])
@@ -279,6 +279,18 @@ def test_how_a_process_ended_is_reported_without_paths(work, error):
 
 def test_a_process_that_hangs_is_stopped():
     assert end_of(hangs, limit_s=0.2) == "stopped after 0.2 s"
+
+
+def test_a_process_may_take_the_time_that_is_left_and_what_others_took():
+    assert turns_module.TimeLeft(rows=3, limit_s=math.inf).limit_s() == 3600
+    assert turns_module.TimeLeft(rows=3, limit_s=200).limit_s() == 3600  # nothing is known of the machine yet
+    time_left = turns_module.TimeLeft(rows=3, limit_s=200)
+    time_left.starts_s, time_left.turns_s = [20.0, 30.0], [1.0]
+    assert time_left.limit_s() == pytest.approx(200, abs=1)
+    time_left.end = time.monotonic()
+    assert time_left.limit_s() == 90
+    time_left.starts_s = [1.0]
+    assert time_left.limit_s() == 60
 
 
 def test_progress_is_passed_on():

@@ -30,7 +30,7 @@ from lightning_fasttrain.planner.candidates.search_space import find_axes
 from lightning_fasttrain.planner.catalogue import code_of, config_of
 from lightning_fasttrain.planner.plan import is_decided, is_slower
 from lightning_fasttrain.planner.search import Search
-from lightning_fasttrain.planner.timing import Costs, Stopwatch, assume_costs, compare_times
+from lightning_fasttrain.planner.timing import Costs, Stopwatch, Timed, assume_costs, compare_times
 from lightning_fasttrain.technique.facts import facts_of_machine
 from lightning_fasttrain.technique.technique import techniques_of
 from tests.support.nets import TinyLM, as_loader, lm_batches, trainer, weights
@@ -200,6 +200,25 @@ def test_a_plan_needs_no_extra(monkeypatch):
     axes = find_axes(TinyLM(), lm_batches(1)[0], facts, ft.technique.Exactness.CHANGES_TRAINING, "32-true", False)
     reason = "peft is not installed: it comes with the extra 'finetune'. pip install 'lightning-fasttrain[finetune]'"
     assert reason in axes.left_out.values()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_cuda_graphs_are_tried_on_a_gpu_alone(device):
+    facts = replace(facts_of_machine(), device=device, compiler=True)
+    tolerance = ft.technique.Exactness.TOLERANCE
+    axes = find_axes(TinyLM(), lm_batches(1)[0], facts, tolerance, "32-true", False)
+    graphs = "blocks as CUDA graphs"
+    assert (graphs in axes.words["compile"]) == (device == "cuda")
+    assert axes.left_out.get(f"compile {graphs}") == {"cpu": "it differs on cuda only"}.get(device)
+    assert switch_of("compile", graphs).make().mode == "reduce-overhead"
+
+
+def test_the_time_of_compilation_is_that_of_the_first_way():
+    costs = Costs(compile_ms=30e3)
+    costs.note_compilation(Timed([100.0], first_ms=5100.0))
+    costs.factors["compile", "blocks"] = 0.8
+    costs.note_compilation(Timed([90.0], first_ms=290.0))  # from the cache
+    assert costs.compile_ms == 5000.0
 
 
 def test_a_budget_is_chosen_where_it_is_the_fastest():

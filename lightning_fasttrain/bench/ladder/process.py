@@ -42,7 +42,7 @@ class Worker:
         limit_s: float = 3600.0,
         work: Callable[..., None] = worker.work,
     ) -> None:
-        context = _way_to_start(spec["device"])
+        context = _way_to_start()
         self.on_progress, self.limit_s = on_progress, limit_s
         self._paused = False
         self._folder = tempfile.TemporaryDirectory(prefix="fasttrain-")
@@ -107,12 +107,12 @@ class Worker:
         return _cause_of_death(self._process.exitcode, self._stderr_file)
 
 
-def _way_to_start(device: str) -> Any:
-    """Return the multiprocessing context: a fork server on a CPU, otherwise new processes."""
-    # CUDA does not survive a fork, and Windows has none.
-    if device != "cpu" or "forkserver" not in multiprocessing.get_all_start_methods():
+def _way_to_start() -> Any:
+    """Return the multiprocessing context: a fork server where there is one, otherwise new processes."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     # Importing torch and Lightning takes longer than many a run, so one process does it, and the workers are its forks.
+    # That process never touches CUDA, which would not survive a fork.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([worker.__name__])
     return context

@@ -16,6 +16,8 @@ from lightning_fasttrain.planner.timing import compare_times
 
 FEWEST_TURNS = 3  # of a comparison; with fewer an interval is too wide for most decisions
 _QUIET_CORES = 0.3  # that others may keep busy without a word
+# How long a process may stay silent where the time is up: so many times as long as others, within limits.
+_SLOWER, _SHORTEST_S, _LONGEST_S = 3, 60.0, 3600.0
 
 
 class Running:
@@ -72,6 +74,11 @@ class TimeLeft:
         self.starts_s: list[float] = []
         self.turns_s: list[float] = []
 
+    def limit_s(self) -> float:
+        """Return for how many seconds a process may stay silent: the time left, but no less than others needed."""
+        slowest = max([*self.starts_s, *self.turns_s], default=_LONGEST_S)
+        return round(min(max(self.end - time.monotonic(), _SLOWER * slowest, _SHORTEST_S), _LONGEST_S))
+
     @contextmanager
     def measuring(self, durations_s: list[float]) -> Iterator[None]:
         """Note how long the block takes."""
@@ -115,7 +122,7 @@ class Turns:
         self.on_progress(row.title, {"phase": "start"})
         spec = {**self.spec, "state": row.state, "host": row.host, "warmup": row.warmup, **spec}
         with self.time_left.measuring(self.time_left.starts_s):
-            one = Running(row, Worker(spec, partial(self.on_progress, row.title)))
+            one = Running(row, Worker(spec, partial(self.on_progress, row.title), self.time_left.limit_s()))
             self._running.append(one)
             one.pause()
         return one

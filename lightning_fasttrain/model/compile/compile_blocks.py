@@ -209,7 +209,10 @@ class CompileBlocks(Technique):
     effect: ClassVar[str] = "blocks run as fused, compiled code"
     when: ClassVar[str] = "a run is long enough to recover the minutes of compiling; not if shapes change at every step"
     in_a_loop: ClassVar[str] = "compile_blocks_(model)"
-    worth_trying: ClassVar[tuple[Setting, ...]] = (Setting("compile", "blocks", cost=0.8),)
+    worth_trying: ClassVar[tuple[Setting, ...]] = (
+        Setting("compile", "blocks", cost=0.8),
+        Setting("compile", "blocks as CUDA graphs", {"mode": "reduce-overhead"}, cost=0.8, device="cuda"),
+    )
     predicted: ClassVar[bool] = True
 
     def __init__(
