@@ -222,6 +222,10 @@ def listens(technique: Any, loop: Loop) -> None:
     loop.after_step.append(lambda: positive(not flag.should_stop()))
 
 
+def freezes_survivors(technique: Any, loop: Loop) -> None:
+    loop.stack.callback(ft.run.freeze_survivors(technique.collections))
+
+
 def is_watched(technique: Any, loop: Loop) -> None:
     watch = loop.stack.enter_context(ft.run.ProgressWatch(timeout_s=60))
     loop.after_step.append(lambda: watch.beat("next batch"))
@@ -471,6 +475,7 @@ CASES = [
         effects.a_failed_run_continues_from_memory,
     ),
     Case(lambda: ft.Preemption(), listens, effects.a_run_that_is_told_to_go_saves_and_goes),
+    Case(lambda: ft.run.GarbageCollection(), freezes_survivors, effects.what_survives_is_frozen),
     Case(lambda: ft.run.HangWatch(), is_watched, effects.a_thread_watches),
     Case(lambda: ft.FiniteGuard(), skips_the_unfinite, effects.a_step_with_nan_is_not_made),
     Case(lambda: ft.run.SpikeGuard(), skips_spikes, effects.a_step_with_a_spike_is_not_made),

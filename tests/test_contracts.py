@@ -1,6 +1,7 @@
 """Every technique keeps every promise: the rows are in ``cases.py``."""
 
 import copy
+import gc
 import inspect
 import itertools
 import re
@@ -264,7 +265,7 @@ def global_switches():
     backends = torch.backends
     attention = [str(backend) for backend in _cur_sdpa_kernel_backends(with_priority=True)]
     precisions = backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision
-    return precisions, backends.cudnn.benchmark, attention
+    return precisions, backends.cudnn.benchmark, attention, len(gc.callbacks)
 
 
 @pytest.mark.quick

@@ -7,11 +7,13 @@ import math
 import operator
 import re
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import lightning_fasttrain as ft
+from lightning_fasttrain.bench.ladder.results import Climbed
 from lightning_fasttrain.cli.main import main
 
 ROOT = Path(__file__).parent.parent
@@ -118,7 +120,7 @@ def test_the_table_of_a_gpu_is_what_was_measured(monkeypatch):
             expected.append(f"| {report.MODELS[model]} | {' | '.join(report.gpt2_cells(row))} |")
     assert written == expected
     rows = {row["side"]: row for row in report.gpt2_rows(lines)}
-    naive, fast, lean = (rows[side] for side in ("naive", "ours-fast", "ours-lean-graphs"))
+    naive, fast, lean = (rows[side] for side in ("naive", "ours-fast", "ours-lean"))
     faster, leaner = naive["step_ms"] / fast["step_ms"], naive["peak_mib"] / lean["peak_mib"]
     said = f"{faster:.1f} times as fast as a naive float32 loop, or takes {leaner:.0f} times less memory"
     said += f" at {naive['step_ms'] / lean['step_ms']:.1f} times its speed"
@@ -132,6 +134,30 @@ def test_the_table_of_a_gpu_is_what_was_measured(monkeypatch):
     naive, top = (report.result_of(lines, f"parity {way}")["losses"] for way in ("naive", "top"))
     ends = [f"{sum(losses[-50:]) / 50:.3f}" for losses in (naive, top)]
     assert f"of the last 50 is {ends[0]} in the naive float32 loop and {ends[1]} in" in " ".join(RESULTS.split())
+
+
+def test_the_ladder_of_a_gpu_is_what_was_measured():
+    written = RESULTS.split("<!-- ladder h200 -->\n")[1].split("\n<!-- /ladder h200 -->")[0].splitlines()[2:]
+    result = Climbed.read(ROOT / "examples" / "results" / "ladder_h200.json")
+    naive, rows = result.rungs[0], [*result.rungs, replace(result.strong, carried=True)]
+    expected = []
+    for row in rows:
+        title = row.title if row.carried else f"({row.title})"
+        interval = f" ±{100 * row.plus_minus:.0f}%" if row.plus_minus else ""
+        cells = [title, f"{row.step_ms:.1f}{interval}", f"{naive.step_ms / row.step_ms:.2f}"]
+        cells += [f"{row.peak_mib:,.0f}", f"{naive.peak_mib / row.peak_mib:.1f}"]
+        expected.append(f"| {' | '.join(cells)} |")
+    assert written == expected
+
+
+def test_the_pauses_of_the_garbage_collector_are_what_was_measured():
+    rows = json.loads((ROOT / "examples" / "results" / "garbage_collection_cpu.json").read_text())["rows"]
+    plain, ours = rows
+    said = "A step took {:.1f} ms in the mean and {:.0f} ms at most, and with it {:.1f} ms and {:.0f} ms"
+    figures = [row[key] for row in rows for key in ("mean_ms", "longest_ms")]
+    assert said.format(*figures) in " ".join(RESULTS.split())
+    shares = f"{plain['share_of_collections']:.1%} of the time, with it {ours['share_of_collections']:.1%}"
+    assert shares in " ".join(RESULTS.split())
 
 
 def test_plans_are_as_good_as_what_a_search_found(monkeypatch):

@@ -1,6 +1,6 @@
 """Keep a run alive, and measure it: checkpoints and resuming, guards, meters and memory timelines.
 
-From the bottom up: ``checkpoint``, ``guards``, ``profiling``.
+From the bottom up: ``garbage_collection``, ``checkpoint``, ``guards``, ``profiling``.
 """
 
 from typing import TYPE_CHECKING
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lightning_fasttrain.run.checkpoint.loaders.resumable_loader import ResumableLoader, resumable
     from lightning_fasttrain.run.checkpoint.peers.peer_memory import PeerMemory
     from lightning_fasttrain.run.checkpoint.peers.peer_snapshots import PeerSnapshots
+    from lightning_fasttrain.run.garbage_collection import GarbageCollection, freeze_survivors
     from lightning_fasttrain.run.guards.finite_guard import FiniteGuard, FiniteSteps, refuse_unfinite
     from lightning_fasttrain.run.guards.hang_watch import HangWatch
     from lightning_fasttrain.run.guards.preemption import Preemption
@@ -48,6 +49,7 @@ __all__ = [
     "ExactResume",
     "FiniteGuard",
     "FiniteSteps",
+    "GarbageCollection",
     "GradientNoiseScale",
     "HangWatch",
     "MemoryMeter",
@@ -68,6 +70,7 @@ __all__ = [
     "StepTimer",
     "compare_ranks",
     "draw_memory",
+    "freeze_survivors",
     "newest_remote_checkpoint",
     "peak_flops",
     "random_state",

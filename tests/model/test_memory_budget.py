@@ -375,7 +375,7 @@ def test_cuda_the_allocators_peak_is_within_the_limit(share):
                     optimizer.zero_grad()
                     module.loss(batch).backward()
                     optimizer.step()
-        return peak.peak_bytes
+        return max(peak.segments)  # without pools of CUDA graphs that other tests have left
 
     kept, recomputed = run(None), run(EveryBlock())
     limit = recomputed + share * (kept - recomputed)

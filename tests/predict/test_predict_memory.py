@@ -361,7 +361,7 @@ def test_within_five_percent_of_the_caching_allocator(model, precision, checkpoi
                 optimizer.step()
                 del loss
     report = predict_memory(specimen.module, batch, techniques=techniques, precision=precision, device="cuda")
-    assert report.peak_bytes == pytest.approx(peak.peak_bytes - before, rel=0.05)
+    assert report.peak_bytes == pytest.approx(max(peak.segments) - before, rel=0.05)
 
 
 # --- inputs
@@ -559,7 +559,7 @@ def test_on_a_gpu_a_fused_head_takes_its_gradient_and_one_chunk():
         net.zero_grad()
         loss.backward()
         del loss
-    assert peak.peak_bytes - before == pytest.approx(bytes_added_by_a_fused_head(), rel=2e-3)
+    assert max(peak.segments) - before == pytest.approx(bytes_added_by_a_fused_head(), rel=2e-3)
 
 
 def test_an_unknown_technique_is_named_in_a_note():

@@ -3,6 +3,7 @@
 A function is given the technique's class, makes one as it likes, runs it, and asserts what must be seen.
 """
 
+import gc
 import tempfile
 import threading
 import warnings
@@ -403,6 +404,20 @@ def a_run_that_is_told_to_go_saves_and_goes(kind: Kind) -> None:
 def a_thread_watches(kind: Kind) -> None:
     names = probed(kind(), "on_train_batch_start", lambda *_: [thread.name for thread in threading.enumerate()])
     assert all("fasttrain-hang-watch" in those for those in names)
+
+
+def what_survives_is_frozen(kind: Kind) -> None:
+    def collect_and_count(*_: Any) -> int:
+        gc.collect()
+        return gc.get_freeze_count()
+
+    gc.unfreeze()  # what the tests themselves have frozen
+    try:
+        counts = probed(kind(collections=2), "on_train_batch_end", collect_and_count)
+        assert 0 < counts[0] <= counts[1]
+        assert gc.get_freeze_count() == 0
+    finally:
+        gc.freeze()
 
 
 def a_step_with_nan_is_not_made(kind: Kind) -> None:

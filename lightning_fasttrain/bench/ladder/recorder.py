@@ -1,5 +1,6 @@
 """Record the time of steps, peak memory and every loss of one rung, without waiting for the device inside a turn."""
 
+import gc
 import itertools
 import math
 import statistics
@@ -108,6 +109,9 @@ class Recorder(PeakObserver):
     def _pause(self) -> bool:
         """Wait for the next turn, meanwhile leaving a GPU's free memory to other processes."""
         assert self.ask is not None
+        # A full collection takes as long as several short steps, and would fall into a turn by chance.
+        gc.collect()
+        gc.freeze()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
