@@ -19,10 +19,9 @@ def freeze_survivors(collections: PositiveInt = 3) -> Undo:
     """Exclude the objects that survive the next full garbage collections from all later ones.
 
     A full collection goes through every object that Python knows. Torch, Lightning and compiled code are half a
-    million objects, which takes 0.2 s or more, once in some dozens of steps. Meanwhile
-    nothing is launched, and the other ranks of a job wait. These objects live until the end of the run, so looking at
-    them once is enough. What later steps leave behind is collected as before, and objects without reference cycles
-    are freed at once in any case.
+    million objects, which takes 0.2 s or more, once in some dozens of steps. Meanwhile nothing is launched, and the
+    other ranks of a job wait. These objects live until the end of the run, so looking at them once is enough. What
+    later steps leave behind is collected as before, and objects without reference cycles are freed at once in any case.
 
     Args:
         collections: number of full collections whose survivors are excluded. The first of a run sees what was

@@ -28,6 +28,17 @@ class Llama(base.Net):
         return self.net(tokens, attention_mask=mask, labels=tokens.masked_fill(mask == 0, -100)).loss
 
 
+class Translator(base.Net):
+    """A BART whose decoder reads the encoder's output of as many tokens as it has itself, or of fewer."""
+
+    def __init__(self, source=8):
+        super().__init__("bart")
+        self.source = source
+
+    def loss(self, batch):
+        return self.net(batch["inputs"][:, : self.source], labels=batch["inputs"]).loss
+
+
 class Rotary(nn.Module):
     """A block that counts positions itself, from the tokens that it sees."""
 
@@ -74,7 +85,9 @@ def fit(module, callbacks=(), count=3, strategy=None, batches=None, **options):
 
 def equal_to_one_process(found):
     """Compare the losses of all steps with clipping, and the weights after them."""
-    for name, make in (("gpt", lambda: base.Net("gpt")), ("llama", Llama), ("bert", lambda: base.Net("bert"))):
+    kinds = {"gpt": lambda: base.Net("gpt"), "llama": Llama, "bert": lambda: base.Net("bert")}
+    # A GPT-2 gives its blocks a cache by position.
+    for name, make in {**kinds, "bart": Translator, "gpt2": lambda: base.Net("gpt2")}.items():
         expected = make()
         losses = base.train_alone(expected, base.WORLD // 2, clip=0.5)
         module = make()
@@ -147,6 +160,7 @@ def refused(found):
     short = [{name: values[:, :2] for name, values in mine[0].items() if name != "labels"}]
     odd = [{name: values[:, :7] for name, values in mine[0].items() if name != "labels"}]
     for name, module, batches in (
+        ("other sequence", Translator(source=4), mine),
         ("eager", Llama(attn_implementation="eager"), mine),
         ("naive", base.Net("gpt", attention="naive"), mine),
         ("positions", turning, mine),

@@ -18,6 +18,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
     BertConfig,
     BertForSequenceClassification,
     DebertaV2Config,
@@ -41,6 +43,7 @@ from tests.support.nets import as_loader, largest_difference, trainer, weights
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 STEPS, ROWS, VOCABULARY, CLASSES = 20, 4, 32, 5
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
+_OF_BART = {"layers": 1, "attention_heads": 4, "ffn_dim": 24}
 
 
 class Net(L.LightningModule):
@@ -100,6 +103,12 @@ def _gpt2():
     return GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=4, vocab_size=VOCABULARY, n_positions=16, **off))
 
 
+def _bart():
+    sizes = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in _OF_BART.items()}
+    config = BartConfig(d_model=16, vocab_size=VOCABULARY, max_position_embeddings=16, dropout=0.0, **sizes)
+    return BartForConditionalGeneration(config)
+
+
 def _vit(**settings):
     off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_hidden_layers": 1}
     return ViTForImageClassification(
@@ -136,6 +145,7 @@ class Encoder(nn.Module):
 MODELS = {"gpt": _gpt, "llama": _llama, "bert": _bert, "vit": _vit}
 OTHERS = {
     "gpt2": lambda: _gpt2(),
+    "bart": lambda: _bart(),
     "deberta": lambda: _deberta(),
     "encoder": Encoder,
     "dropping encoder": lambda: Encoder(dropout=0.4),

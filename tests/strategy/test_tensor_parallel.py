@@ -404,7 +404,7 @@ def test_muon_orthogonalizes_each_matrix_of_a_tensor_group_on_one_rank(found):
     assert all((count["all_gather"], count["all_to_all_single"]) == (4 * MUON_STEPS, exchanges) for count in counts)
 
 
-@pytest.mark.parametrize("kind", ["gpt", "llama", "bert"])
+@pytest.mark.parametrize("kind", ["gpt", "llama", "bert", "bart", "gpt2"])
 def test_shares_of_sequences_train_with_clipping_as_in_one_process(found, kind):
     assert largest(found, f"context {kind} moved") > 0.01
     assert largest(found, f"context {kind} losses") < 1e-5
@@ -429,6 +429,7 @@ def test_shares_of_sequences_train_clip_save_and_load_in_fabric(two):
 @pytest.mark.parametrize(
     ("name", "why"),
     [
+        ("other sequence", "it attends to another sequence, which has as many tokens as a rank's share"),
         ("eager", "'net.model.layers.0' (LlamaDecoderLayer): it fails on a share of the tokens"),
         ("naive", "'net.blocks.0' (Block): its attention does not call torch.nn.functional.scaled_dot_product"),
         ("positions", "'net.blocks.0' (Rotary): its values for a share of the tokens differ by"),

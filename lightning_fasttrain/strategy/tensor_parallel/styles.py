@@ -248,9 +248,9 @@ class ScatterSum(torch.autograd.Function):
         return gather_tokens(grads[0], ctx.group), None
 
 
-def gather_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the tokens of all ranks of a group, (B, T / ranks, D) → (B, T, D)."""
-    return collectives.wait_tensor(collectives.all_gather_tensor(x.contiguous(), 1, group))
+def gather_tokens(x: Tensor, group: dist.ProcessGroup, axis: int = 1) -> Tensor:
+    """Return the tokens of all ranks of a group, (B, T / ranks, D) → (B, T, D), or along another axis."""
+    return collectives.wait_tensor(collectives.all_gather_tensor(x.contiguous(), axis, group))
 
 
 def _sum_and_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:

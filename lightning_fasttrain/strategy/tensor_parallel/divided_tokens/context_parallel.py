@@ -1,12 +1,13 @@
 """Context parallelism: each rank of a group computes the blocks for its share of the tokens of every sequence."""
 
+import sys
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from lightning_fasttrain.architecture.auxiliary_loss import ForwardWithLoss, ModuleWithLoss
 from lightning_fasttrain.core.messages import explain
@@ -26,6 +27,7 @@ from lightning_fasttrain.strategy.tensor_parallel.divided_tokens.hidden_states i
     own_tokens,
     replace_hidden,
     stacks_of,
+    take_tokens,
 )
 from lightning_fasttrain.strategy.tensor_parallel.divisors import common_divisors, heads_of
 from lightning_fasttrain.strategy.tensor_parallel.plan import blocks_or_model
@@ -152,9 +154,11 @@ class DividedBlock(WrappedForward):
             axis = axis_of_tokens(value, share * self.group.size())
             if axis is None:
                 return value
+            if value.requires_grad:  # such as the encoder's output in a decoder
+                return take_tokens(value, self.group, axis, averaged=True)
             return value.narrow(axis, self.group.rank() * share, share)
 
-        return tree_map(divide, args), tree_map(divide, without_cache(kwargs))
+        return tree_map(divide, without_cache((args, kwargs)))
 
     @torch.no_grad()
     def compare_once(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -174,7 +178,7 @@ class DividedBlock(WrappedForward):
                 return value[:1]
             return value
 
-        args, kwargs = tree_map(take_first, args), tree_map(take_first, without_cache(kwargs))
+        args, kwargs = tree_map(take_first, without_cache((args, kwargs)))
         undo = without_dropout(block)
         try:
             with keep_random_state():
@@ -210,6 +214,8 @@ class DividedBlock(WrappedForward):
         for mine, whole in zip(divided.seen, undivided.seen, strict=True):
             pairs.append((mine, own_tokens(whole, self.group, 2)))
         for mine, whole in pairs:
+            if mine.shape != whole.shape:
+                self._refuse("it attends to another sequence, which has as many tokens as a rank's share")
             sizes = whole.float().norm(dim=-1)
             # A token of zeros, such as padding, has no size of its own.
             relative = (mine.float() - whole.float()).norm(dim=-1) / (sizes + sizes.mean())
@@ -235,9 +241,12 @@ def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
 
 
-def without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Leave out a cache for generation, which would keep keys and values of a share of the tokens."""
-    return {name: value for name, value in kwargs.items() if not type(value).__name__.endswith("Cache")}
+def without_cache(arguments: Any) -> Any:
+    """Replace caches for generation, which would keep keys and values of a share of the tokens, by None."""
+    transformers = sys.modules.get("transformers.cache_utils")
+    if transformers is None:
+        return arguments
+    return tree_map_only(transformers.Cache, lambda _: None, arguments)
 
 
 def axis_of_tokens(value: Tensor, tokens: int) -> int | None:

@@ -112,7 +112,7 @@ class HiddenStates:
                 f"Pad sequences to a multiple of {ranks}, as by pad_to_multiple_of=. {self.option.way_out} otherwise"
             )
             raise ValueError(explain(what, why, way_out))
-        return _Take.apply(hidden, self.group, self.factor)  # type: ignore[no-any-return]
+        return take_tokens(hidden, self.group, averaged=self.factor > 1)
 
 
 def replace_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]) -> Any:
@@ -123,18 +123,30 @@ def replace_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], change: Callab
     return args, {**kwargs, key: change(kwargs[key])}
 
 
+def take_tokens(x: Tensor, group: dist.ProcessGroup, axis: int = 1, averaged: bool = False) -> Tensor:
+    """Take this rank's tokens of what all ranks have, before or beside a stack; its gradient is that of all tokens.
+
+    Args:
+        x: what all ranks of the group have.
+        group: the ranks that share the tokens.
+        axis: of the tokens.
+        averaged: as for :class:`HiddenStates`, in which gradients are multiplied by the number of ranks.
+    """
+    return _Take.apply(x, group, group.size() if averaged else 1, axis)  # type: ignore[no-any-return]
+
+
 class _Take(torch.autograd.Function):
-    """Take this rank's tokens of what all ranks have; gather their gradients."""
+    """Take this rank's tokens; gather the gradients of all."""
 
     @staticmethod
-    def forward(ctx: object, x: Tensor, group: dist.ProcessGroup, factor: int) -> Tensor:
-        ctx.group, ctx.factor = group, factor
-        return own_tokens(x, group)
+    def forward(ctx: object, x: Tensor, group: dist.ProcessGroup, factor: int, axis: int) -> Tensor:
+        ctx.group, ctx.factor, ctx.axis = group, factor, axis
+        return own_tokens(x, group, axis)
 
     @staticmethod
-    def backward(ctx: object, *grads: Tensor) -> tuple[Tensor, None, None]:
-        gathered = gather_tokens(grads[0], ctx.group)
-        return gathered if ctx.factor == 1 else gathered / ctx.factor, None, None
+    def backward(ctx: object, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        gathered = gather_tokens(grads[0], ctx.group, ctx.axis)
+        return gathered if ctx.factor == 1 else gathered / ctx.factor, None, None, None
 
 
 class _Join(torch.autograd.Function):
