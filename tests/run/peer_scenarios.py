@@ -5,6 +5,7 @@ Each start of the workers finishes the run whose rank was lost in the one before
 
 import json
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -120,6 +121,24 @@ def damaged_and_incomplete(folder):
     return [*found, train_with_fabric(folder, False)[1]]
 
 
+def full_on_rank_one(folder):
+    """Rank one can write only small files, and then any."""
+    peers, state = PeerMemory(folder), {"model": torch.nn.Linear(100, 100)}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # as Python itself sets it
+    if RANK == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
+    try:
+        peers.save(7, state)
+        said = "nothing"
+    except OSError as error:
+        said = str(error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    peers.clear()
+    peers.save(8, state)
+    return said, sorted(file.name for file in folder.iterdir())
+
+
 def continue_and_compare(name, folder):
     resumed, began = RUNS[name](folder / name, False)
     uninterrupted, _ = RUNS[name](folder / "uninterrupted" / name, False)
@@ -127,6 +146,7 @@ def continue_and_compare(name, folder):
     found = {"began": began, "gap": (resumed - uninterrupted).abs().max().item(), "kept": kept}
     if name == "Fabric":
         found["then"] = damaged_and_incomplete(folder / name)
+        found["full"], found["after"] = full_on_rank_one(folder / name / f"host{RANK}")
     (folder / f"{name}-{RANK}.json").write_text(json.dumps(found))
 
 

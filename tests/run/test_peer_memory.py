@@ -2,6 +2,7 @@
 
 import json
 import resource
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import lightning_fasttrain as ft
 from lightning_fasttrain.run import PeerMemory, PeerSnapshots
 from lightning_fasttrain.technique import check_together
 from tests.run.peer_scenarios import RUNS
+from tests.support.nets import ShallowLM, fit, largest_difference, lm_batches, weights
 from tests.support.ranks import run_ranks
 from tests.support.run_example import last_line
 
@@ -78,15 +80,38 @@ def test_clear_removes_snapshots_and_nothing_else(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["mine.pt"]
 
 
-def test_a_full_file_system_is_the_systems_own_error_and_the_older_snapshot_stays(tmp_path):
-    peers = PeerMemory(tmp_path)
-    peers.save(1, {"model": nn.Linear(2, 1)})
+@contextmanager
+def largest_file(nbytes):
+    """Files in this process can be no larger, as where memory is full."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100 * 1024, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
     try:
-        with pytest.raises(OSError, match="File too large"):
-            peers.save(2, {"model": nn.Linear(300, 300)})
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_memory_is_an_error_and_the_older_snapshot_stays(tmp_path):
+    peers = PeerMemory(tmp_path)
+    peers.save(1, {"model": nn.Linear(2, 1)})
+    with largest_file(100 * 1024), pytest.raises(OSError, match="step 2 in .*: rank 0 cannot write it: file too large"):
+        peers.save(2, {"model": nn.Linear(300, 300)})
     assert len(list(tmp_path.iterdir())) == 1
     assert peers.load({"model": nn.Linear(2, 1)}) == 1
+
+
+def test_a_rank_that_cannot_write_is_an_error_on_all_ranks(found):
+    assert all("step 7 in" in rank["full"] and "rank 1 cannot write it" in rank["full"] for rank in found["Fabric"])
+    assert [rank["after"] for rank in found["Fabric"]] == [["step-8.rank-0-of-2.pt", "step-8.rank-1-of-2.pt"]] * 2
+
+
+def test_a_run_goes_on_where_no_snapshot_can_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=r"PeerSnapshots\('.*file'\): no file can be created there"):
+        fit(ShallowLM(), lm_batches(1), [PeerSnapshots(tmp_path / "file")])
+    plain, net = ShallowLM(), ShallowLM()
+    fit(plain, lm_batches(2))
+    with largest_file(1024), pytest.warns(UserWarning, match="PeerMemory: the snapshot of step 2 in .* cannot write"):
+        fit(net, lm_batches(2), [PeerSnapshots(tmp_path / "memory", every_n_steps=2)])
+    assert largest_difference(weights(plain), weights(net)) == 0
+    assert not list((tmp_path / "memory").iterdir())

@@ -3,7 +3,8 @@
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,7 @@ class PeerMemory:
             self._group = dist.new_group(backend="gloo", timeout=timeout)
 
     def save(self, step: NonNegativeInt, state: Mapping[str, object]) -> None:
-        """Take a snapshot; a collective. If a rank is lost meanwhile, the snapshot before it stays.
+        """Take a snapshot; a collective. If a rank is lost meanwhile, or cannot write, the snapshot before it stays.
 
         Args:
             step: number of optimizer steps so far.
@@ -86,13 +87,14 @@ class PeerMemory:
 
         Raises:
             ValueError: the state holds a value that could not be read back; names it.
+            OSError: on all ranks, one could not write, such as into a full memory; nothing is left of the snapshot.
         """
         mine = local_state(state)
         refuse_unreadable(mine)
-        write_atomic(self._path(step, rank_here()), lambda file: torch.save(mine, file))
-        self._copy_to_peer(step)
-        if self._group is not None:
-            dist.barrier(self._group)
+        with self._on_all_ranks(step):
+            write_atomic(self._path(step, rank_here()), lambda file: torch.save(mine, file))
+        with self._on_all_ranks(step):
+            self._copy_to_peer(step)
         # All ranks have this one, so two are enough.
         kept = sorted({found for _, found, _ in self._found()})[-2:]
         self._remove(lambda found: found not in kept)
@@ -126,6 +128,22 @@ class PeerMemory:
         if any(len(holders[step, rank]) < 2 for rank in sources):  # a host that was lost has no copies yet
             self._copy_to_peer(step)
         return step
+
+    @contextmanager
+    def _on_all_ranks(self, step: int) -> Iterator[None]:
+        """Raise an error of writing on all ranks, once each is through; they would wait for one that raises alone."""
+        why = ""
+        try:
+            yield
+        except OSError as error:
+            why = error.strerror or str(error)
+        failed = {rank: text for rank, text in enumerate(self._gather(why)) if text}
+        if failed:
+            self._remove(lambda found: found == step)
+            rank, why = next(iter(failed.items()))
+            what = f"PeerMemory: the snapshot of step {step} in {self.folder}"
+            way_out = "The one before it stays. Give a folder in memory with room for two parts of two snapshots"
+            raise OSError(explain(what, f"rank {rank} cannot write it: {why.lower()}", way_out))
 
     def _warn_of_none(self, holders: object) -> None:
         if any(self.folder.glob("step-*")) or holders:

@@ -11,9 +11,10 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 
 from lightning_fasttrain.core.checks import PositiveInt
 from lightning_fasttrain.core.distributed import from_rank_zero
+from lightning_fasttrain.core.files.atomic_write import refuse_unwritable
 from lightning_fasttrain.core.host.checkpoint_content import Found, checkpoint_content, resume_from_content
 from lightning_fasttrain.core.host.lightning import DataFetcher, accumulation_continues, replicates
-from lightning_fasttrain.core.messages import say
+from lightning_fasttrain.core.messages import say, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.core.state.by_parameter import find_by_parameter, replace_at
 from lightning_fasttrain.core.state.select_entries import only, without
@@ -33,7 +34,8 @@ class PeerSnapshots(Technique):
     its peer together. See :class:`~lightning_fasttrain.run.PeerMemory`.
 
     Acts after a batch, or an epoch, is complete, including validation: the first moment at which nothing of it is left
-    to do. For DDP, ``FSDP2Strategy`` and a single device. Snapshots are removed at the end of ``fit``.
+    to do. For DDP, ``FSDP2Strategy`` and a single device. Snapshots are removed at the end of ``fit``. One that cannot
+    be written, as into a full memory, is a warning, and the one before it stays.
 
     Args:
         folder: folder in this host's memory, for this run alone: ``f"/dev/shm/{os.environ['TORCHELASTIC_RUN_ID']}"``.
@@ -42,6 +44,7 @@ class PeerSnapshots(Technique):
 
     Raises:
         ValueError: in ``fit``, the strategy is DeepSpeed's or Lightning's FSDP; or a rank would keep its own copy.
+        OSError: in ``fit``, before the first step: no file can be created in ``folder``.
 
     Example:
         >>> snapshots = PeerSnapshots("/dev/shm/run-7", every_n_steps=20)
@@ -78,6 +81,7 @@ class PeerSnapshots(Technique):
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
         if trainer.state.fn != "fit":
             return None
+        refuse_unwritable(self.folder, f"PeerSnapshots({os.fspath(self.folder)!r})")
         # A new one for each run, since its process group belongs to the current ranks.
         self._peers = PeerMemory(self.folder, distance=self.distance, timeout=self.timeout)
         fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
@@ -114,8 +118,12 @@ class PeerSnapshots(Technique):
         # Searches for a learning rate or a batch size also run these loops, without callbacks.
         if due and not accumulation_continues(trainer) and self in trainer.callbacks:
             assert self._peers is not None
-            self._peers.save(step, _state(trainer, checkpoint_content(trainer)))
             self._last = step
+            content = checkpoint_content(trainer)
+            try:
+                self._peers.save(step, _state(trainer, content))
+            except OSError as error:  # a run goes on without its snapshots
+                warn(str(error))
 
     def _load(self, trainer: L.Trainer) -> Found | None:
         """Return the newest snapshot; the states of a sharded model and its optimizers are loaded already."""

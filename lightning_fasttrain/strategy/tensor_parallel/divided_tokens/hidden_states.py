@@ -68,12 +68,13 @@ class HiddenStates:
     def divide_(self, stack: list[nn.Module]) -> None:
         """Register the hooks of the blocks."""
         for block in stack:
-            block.register_forward_pre_hook(self._before(block is stack[0]), with_kwargs=True)
+            kind = type(block).__name__  # FSDP2 makes it one of its own
+            block.register_forward_pre_hook(self._before(kind, block is stack[0]), with_kwargs=True)
             block.register_forward_hook(self._after(block is stack[-1]))
 
-    def _before(self, is_first: bool) -> Any:
-        def divide(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return replace_hidden(args, kwargs, lambda hidden: self._enter(block, hidden, is_first))
+    def _before(self, kind: str, is_first: bool) -> Any:
+        def divide(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return replace_hidden(args, kwargs, lambda hidden: self._enter(kind, hidden, is_first))
 
         return divide
 
@@ -90,7 +91,7 @@ class HiddenStates:
 
         return gather
 
-    def _enter(self, block: nn.Module, hidden: Tensor, is_first: bool) -> Tensor:
+    def _enter(self, kind: str, hidden: Tensor, is_first: bool) -> Tensor:
         passed, self._passed = self._passed, None
         if is_first:
             return self._take_tokens(hidden)
@@ -98,7 +99,7 @@ class HiddenStates:
             return hidden
         # FSDP2 passes a view on.
         if passed is None or (passed.data_ptr(), passed.shape) != (hidden.data_ptr(), hidden.shape):
-            what = f"{self.option.text} with the blocks of {type(block).__name__}"
+            what = f"{self.option.text} with the blocks of {kind}"
             why = "a block's input is not the output of the block before it, of which each rank has a share"
             raise ValueError(explain(what, why, self.option.way_out))
         return hidden
