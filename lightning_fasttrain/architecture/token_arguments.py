@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.select import class_if_imported
 
 _OTHER_SEQUENCE = re.compile("encoder|memory|cross|context")  # in names of arguments that are of another sequence
 
@@ -53,7 +54,8 @@ def take_tokens(
 def _take(name: str, value: object, index: Tensor, length: int) -> Any:
     if _OTHER_SEQUENCE.search(name):
         return value
-    if hasattr(value, "get_seq_length") or type(value).__name__ == "BlockMask":
+    is_block_mask = isinstance(value, class_if_imported("torch.nn.attention.flex_attention", "BlockMask"))
+    if hasattr(value, "get_seq_length") or is_block_mask:
         why = f"a {type(value).__name__} holds all tokens, of which a routed block gets a part"
         raise ValueError(explain(f"MixtureOfDepths with {name}", why, "Call the model without it: use_cache=False"))
     return tree_map(lambda leaf: _take_from(name, leaf, index, length), value)

@@ -118,7 +118,7 @@ def _watch_function(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[
     return _mark(result, deferred, watched[0].evidence)
 
 
-class WatchedLogits(Tensor):
+class _Watched:
     """A tensor of logits that applies each operation to deferred logits, too.
 
     The values are those of the plain tensor. Operations that deferred logits do not support are recorded as evidence,
@@ -135,17 +135,12 @@ class WatchedLogits(Tensor):
         return _watch_function(func, args, kwargs or {})
 
 
-class WatchedFakeLogits(FakeTensor):
+class WatchedLogits(_Watched, Tensor):
+    """Watched logits with values."""
+
+
+class WatchedFakeLogits(_Watched, FakeTensor):
     """Watched logits without values, as in a predicted step."""
-
-    deferred: DeferredLogits
-    evidence: HeadEvidence
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        return _watch_function(func, args, kwargs or {})
 
 
 def watch_logits(output: Tensor, hidden: Tensor, total: HeadEvidence) -> Tensor:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 
 import lightning as L
 import pytest
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 import lightning_fasttrain as ft
 from lightning_fasttrain.core.messages import note_once
 from lightning_fasttrain.core.modules.without_dropout import without_dropout
+from lightning_fasttrain.dry_run.verification.digest import take_digest
 from lightning_fasttrain.dry_run.verification.short_run import quietly
 from lightning_fasttrain.finetune.adapters import base_model, fast_path_weights
 from lightning_fasttrain.finetune.selection import _float32_adapters
@@ -150,6 +152,37 @@ def test_a_plain_module_a_factory_and_a_module_with_its_own_techniques():
         techniques = [ft.MicroBatching(2)]
 
     assert verify(None, Net()).rows[0].techniques == ("MicroBatching(n=2)",)
+
+
+class Masking(TinyLM):
+    """With a mask of minus infinity, as attention has it, of more entries than a digest keeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.full((80, 80), -torch.inf).triu(1))
+
+
+@pytest.mark.quick
+def test_masks_of_minus_infinity_are_compared():
+    assert verify([ft.EagerGradientRelease()], Masking()).rows[0].verdict == "the same"
+    plain, moved = Masking().mask, Masking().mask
+    moved[1:, 0] = 1e-3
+    assert (take_digest(moved) - take_digest(plain)).norm() == pytest.approx((79 * 1e-6) ** 0.5, rel=0.5)
+    moved[:, 3] = torch.nan
+    assert math.isnan((take_digest(moved) - take_digest(plain)).norm())
+    assert (take_digest(moved) - take_digest(moved)).norm() == 0
+
+
+def test_a_difference_in_float32_alone_is_to_be_looked_at_in_double_precision():
+    hint = "Verify with precision='64-true' too"
+    halved = [ft.MicroBatching(2, count=lambda batch: 1.0 + len(batch["labels"]) ** 2, check=False)]
+    verified = verify(halved)
+    assert hint in str(verified)
+    assert not verified.ok
+    in_both = verify(halved, precision="64-true")
+    assert hint not in str(in_both)
+    assert not in_both.ok
+    assert hint not in str(verify([ft.EagerGradientRelease()]))
 
 
 def test_batch_norm_and_a_batch_without_rows():

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import os
 import subprocess
 import sys
 from functools import reduce
@@ -26,7 +25,7 @@ from lightning_fasttrain.strategy.fsdp2.fsdp2_fabric import FabricFSDP2Strategy
 from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
 from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import full_checkpoint, full_state_dict, save_sharded
 from tests.support.nets import ShallowLM, WideLM, as_loader, largest_difference, lm_batches, trainer, weights
-from tests.support.ranks import run_code, run_ranks
+from tests.support.ranks import run_code, run_on_two_gpus, run_ranks
 
 ROOT = Path(__file__).parent.parent.parent
 CASTS_BYTES = TorchVersion(torch.__version__) < "2.12"
@@ -496,9 +495,4 @@ assert torch.equal(flat, other)
 time.sleep(1)
 os._exit(0)
 """
-    script = tmp_path / "two.py"
-    script.write_text(code)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr[-4000:]
+    run_on_two_gpus(code, tmp_path)

@@ -1,9 +1,6 @@
 """Tensor parallelism on two and on four real processes with gloo, against one process. Two launches serve all tests."""
 
 import json
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -42,7 +39,7 @@ from tests.strategy import vocabulary_scenarios
 from tests.strategy.muon_scenarios import STEPS as MUON_STEPS
 from tests.strategy.tensor_scenarios import MESHES, MODELS, VOCABULARY, Net, batches_of, two_epochs
 from tests.support.nets import as_loader, largest_difference, trainer, weights
-from tests.support.ranks import ROOT, run_ranks
+from tests.support.ranks import run_on_two_gpus, run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -490,9 +487,4 @@ for divided, complete in zip(ends[:2], ends[2:]):
 time.sleep(1)
 os._exit(0)
 """
-    script = tmp_path / "two.py"
-    script.write_text(code)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr[-4000:]
+    run_on_two_gpus(code, tmp_path)

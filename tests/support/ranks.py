@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import runpy
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -90,6 +91,16 @@ class Ranks:
 def run_ranks(module: str, *arguments: object, log: Path, count: int | None = 2, timeout_s: float = 240) -> str:
     """What :class:`Ranks` print."""
     return Ranks(module, *arguments, log=log, count=count).wait(timeout_s)
+
+
+def run_on_two_gpus(code: str, folder: Path) -> None:
+    """Run code under torchrun in two new processes, since a process that was forked has no CUDA."""
+    script = folder / "two.py"
+    script.write_text(code)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-4000:]
 
 
 def run_code(code: str, *arguments: object, folder: Path, timeout_s: float = 240) -> str:

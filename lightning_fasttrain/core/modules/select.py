@@ -2,6 +2,7 @@
 
 import difflib
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar, cast
@@ -113,6 +114,20 @@ def join_counts(counts: Iterable[tuple[str, int]]) -> str:
 def class_name(thing: object) -> str:
     """Return the name of an object's class."""
     return type(thing).__name__
+
+
+def class_if_imported(module: str, name: str) -> tuple[type, ...]:
+    """Return a class of a module that may not be installed, or is slow to import, for ``isinstance``.
+
+    Empty where nothing has imported the module: then nothing can be of that class.
+
+    Example:
+        >>> isinstance(nn.Linear(1, 1), class_if_imported("torch.nn", "Linear")), class_if_imported("never", "Seen")
+        (True, ())
+    """
+    if module not in sys.modules:
+        return ()
+    return (getattr(sys.modules[module], name),)
 
 
 def modules_of(model: nn.Module, kind: type[M] | tuple[type[M], ...]) -> Iterator[M]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_fasttrain.core.checks import require
 
 _ENTRIES = 4096  # entries of a tensor that are kept; smaller tensors are kept completely
+_Join = Callable[[Tensor, Tensor], Tensor]
 _ROWS, _COLUMNS = 256, 512  # of the random signs: up to 128 Ki entries, each has its own sign
 
 
@@ -83,13 +84,27 @@ class Digest:
         return not self.sums.any() and not self.entries.any()
 
     def __add__(self, other: "Digest") -> "Digest":
-        return self._join(other, torch.add)
+        return self._join(other.sums, other.entries, torch.add, torch.add)
 
     def __sub__(self, other: "Digest") -> "Digest":
-        return self._join(other, torch.sub)
+        return self._join(other.sums, other.entries, _subtract_sums, _subtract)
 
-    def _join(self, other: "Digest", join: Callable[[Tensor, Tensor], Tensor]) -> "Digest":
-        return Digest(self.shape, self.dtype, join(self.sums, other.sums), None, join(self.entries, other.entries))
+    def _join(self, sums: Tensor, entries: Tensor, join_sums: _Join, join: _Join) -> "Digest":
+        return Digest(self.shape, self.dtype, join_sums(self.sums, sums), None, join(self.entries, entries))
+
+
+def _subtract(one: Tensor, other: Tensor) -> Tensor:
+    """Subtract; infinities of one sign are equal, as in masks of attention, and NaN is equal to NaN."""
+    same = (one == other) | (one.isnan() & other.isnan())
+    return (one - other).masked_fill(same, 0.0)
+
+
+def _subtract_sums(one: Tensor, other: Tensor) -> Tensor:
+    """Subtract; empty where some are not finite in both: they say nothing, so that the norm is that of the entries."""
+    finite = one.isfinite()
+    if finite.all() or not torch.equal(finite, other.isfinite()):
+        return one - other
+    return one.new_empty(0)
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

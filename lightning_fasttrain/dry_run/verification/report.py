@@ -67,6 +67,12 @@ class Verified:
         return "changes training, as declared"
 
 
+_IN_DOUBLE_PRECISION = (
+    "Verify with precision='64-true' too: what is the same there differs by rounding, which BatchNorm over few samples "
+    "makes larger than that of the plain step."
+)
+
+
 @dataclass(frozen=True)
 class Verification(Report):
     """Whether a model's training with techniques is the same as without them; print it for a table.
@@ -113,6 +119,9 @@ class Verification(Report):
         """Build a ``rich`` table with the relative error of each quantity and its limit."""
         wrong = filter(None, (self.begins, *self.problems))
         said = [*(f"✗ {one}" for one in wrong), *self.notes]
+        if any(row.precision == "32-true" and row.is_another_training for row in self.rows):
+            if not any(row.precision == "64-true" for row in self.rows):
+                said.append(_IN_DOUBLE_PRECISION)
         table = titled_table(f"{self.model}: {'verified' if self.ok else 'not verified'}", said)
         measured = {distance.what for row in self.rows for distance in row.distances}
         shown = [what for what in QUANTITIES if what in measured]

@@ -92,6 +92,7 @@ def check_layers(found: dict[str, nn.Module], config: "PeftConfig") -> None:
             raise TypeError(explain(f"target '{name}'", why, f"Target '{name.rpartition('.')[0]}'"))
         if isinstance(layer, nn.MultiheadAttention):
             _check_attention(name, config)
+        # By name, since each library has normalization layers of its own.
         if method_of(config) == "LN_TUNING" and "norm" not in type(layer).__name__.lower():
             why = f"LN tuning trains a copy of a normalization layer, and this is a {type(layer).__name__}"
             raise TypeError(explain(f"target '{name}'", why, "Target normalization layers, or use freeze_"))

@@ -122,7 +122,7 @@ class PeerSnapshots(Technique):
             content = checkpoint_content(trainer)
             try:
                 self._peers.save(step, _state(trainer, content))
-            except OSError as error:  # a run goes on without its snapshots
+            except OSError as error:  # a run continues without its snapshots
                 warn(str(error))
 
     def _load(self, trainer: L.Trainer) -> Found | None:

@@ -1,6 +1,5 @@
 """Context parallelism: each rank of a group computes the blocks for its share of the tokens of every sequence."""
 
-import sys
 from typing import Any, NoReturn
 
 import torch
@@ -11,6 +10,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from lightning_fasttrain.architecture.auxiliary_loss import ForwardWithLoss, ModuleWithLoss
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.select import class_if_imported
 from lightning_fasttrain.core.modules.without_dropout import has_dropout, without_dropout
 from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, first_line, wrappers_on
 from lightning_fasttrain.core.state.rng import keep_random_state
@@ -243,10 +243,8 @@ def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 def without_cache(arguments: Any) -> Any:
     """Replace caches for generation, which would keep keys and values of a share of the tokens, by None."""
-    transformers = sys.modules.get("transformers.cache_utils")
-    if transformers is None:
-        return arguments
-    return tree_map_only(transformers.Cache, lambda _: None, arguments)
+    kinds = class_if_imported("transformers.cache_utils", "Cache")
+    return tree_map_only(kinds, lambda _: None, arguments) if kinds else arguments
 
 
 def axis_of_tokens(value: Tensor, tokens: int) -> int | None:
