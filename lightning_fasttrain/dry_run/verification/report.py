@@ -119,9 +119,9 @@ class Verification(Report):
         """Build a ``rich`` table with the relative error of each quantity and its limit."""
         wrong = filter(None, (self.begins, *self.problems))
         said = [*(f"✗ {one}" for one in wrong), *self.notes]
-        if any(row.precision == "32-true" and row.is_another_training for row in self.rows):
-            if not any(row.precision == "64-true" for row in self.rows):
-                said.append(_IN_DOUBLE_PRECISION)
+        differ = {row.precision for row in self.rows if row.is_another_training}
+        if "32-true" in differ and not any(row.precision == "64-true" for row in self.rows):
+            said.append(_IN_DOUBLE_PRECISION)
         table = titled_table(f"{self.model}: {'verified' if self.ok else 'not verified'}", said)
         measured = {distance.what for row in self.rows for distance in row.distances}
         shown = [what for what in QUANTITIES if what in measured]
