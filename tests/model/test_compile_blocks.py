@@ -286,6 +286,11 @@ def test_kernels_are_unpacked_only_on_the_same_machine(name, machine, is_unpacke
     assert not list(tmp_path.rglob("evil.so"))
 
 
+def test_an_unknown_back_end_is_refused_with_those_that_are_known():
+    with pytest.raises(ValueError, match="backend='nope': torch.compile has no back end of this name.*'inductor'"):
+        compile_blocks_(TinyLM(), backend="nope")
+
+
 def test_an_unknown_mode_is_refused():
     with pytest.raises(ValueError, match="mode='fastest'.*'max-autotune'"):
         ft.CompileBlocks(mode="fastest")

@@ -97,7 +97,7 @@ def compile_blocks_(
         ``failure`` that made it fall back, or None.
 
     Raises:
-        ValueError: unknown mode; no blocks were found.
+        ValueError: unknown mode or backend; no blocks were found.
 
     Example:
         >>> net = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)])

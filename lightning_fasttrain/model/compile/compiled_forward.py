@@ -144,6 +144,7 @@ class CompiledEntry:
     """
 
     def __init__(self, block: nn.Module, options: dict[str, Any], check: bool) -> None:
+        _refuse_unknown(options["backend"])
         self.options = _around_known_faults(block, options)
         self.has_graphs = has_cuda_graphs(options.get("mode", "default"))
         self._with_graphs: Callable[..., Any] = torch.compile(_new_entry(block), **self.options)
@@ -179,6 +180,13 @@ class CompiledEntry:
 
         compiled = functools.partial(self._without_graphs, block.target)
         return check_compiled(block.module, block.inner, compiled, compile_again, args, kwargs)
+
+
+def _refuse_unknown(backend: object) -> None:
+    # Those for debugging, such as "eager", are known too, and not listed.
+    if isinstance(backend, str) and backend not in torch.compiler.list_backends(exclude_tags=()):
+        known = ", ".join(map(repr, torch.compiler.list_backends()))
+        raise ValueError(explain(f"{backend=}", "torch.compile has no back end of this name", f"Use one of {known}"))
 
 
 def _around_known_faults(block: nn.Module, options: dict[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from lightning_fasttrain.technique import Conflict, Surgery, Technique
 _FLATTENED = "sharded parameters are flattened, and lose their layout"
 _WAY_OUT = "Remove ChannelsLast, or train with DDP"
 _KINDS = (nn.Conv2d, nn.ConvTranspose2d)
+_BLOCK = 16  # input channels that oneDNN handles together, with AVX-512
 
 
 @check_arguments
@@ -28,13 +29,15 @@ def channels_last_(model: nn.Module) -> dict[str, Undo]:
 
     A convolution with such a weight runs channels-last, whatever the layout of its input, and so do the layers after
     it, since they keep the layout of what they get. Shapes, values and names are not changed; sums are taken in another
-    order. An optimizer that is created afterwards has states in the same layout.
+    order. An optimizer that is created afterwards has states in the same layout. Strided 1 × 1 convolutions of fewer
+    than 16 channels stay as they are on a CPU, where oneDNN's gradient of their weights would be wrong, or crash.
 
     Args:
         model: any module.
 
     Returns:
-        Qualified name of each weight that is stored channels-last → how to restore its former strides.
+        Qualified name of each weight that is stored channels-last → how to restore its former strides; and of each
+        that stays as it is on a CPU → how to leave its layer alone again.
 
     Raises:
         ValueError: there is no 2-D convolution, or its weights are sharded.
@@ -46,7 +49,8 @@ def channels_last_(model: nn.Module) -> dict[str, Undo]:
 
     Source:
         https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html; unlike
-        ``model.to(memory_format=torch.channels_last)`` it touches no 4-D tensor that is not a convolution's weight.
+        ``model.to(memory_format=torch.channels_last)`` it touches no 4-D tensor that is not a convolution's weight. The
+        faulty gradient is https://github.com/uxlfoundation/oneDNN/issues/6035.
     """
     weights = dict(_find_weights(model))
     if not weights:
@@ -54,12 +58,27 @@ def channels_last_(model: nn.Module) -> dict[str, Undo]:
         raise ValueError(explain(f"channels_last_({type(model).__name__})", why, "Leave it out"))
     if is_sharded(model):
         raise ValueError(explain(f"channels_last_({type(model).__name__})", _FLATTENED, _WAY_OUT))
-    return {name: _store(weight) for name, weight in weights.items()}
+    undos = {name: _store(weight) for name, weight in weights.items()}
+    for name, module in model.named_modules():
+        if _has_faulty_gradient(module):
+            undos[f"{name}.weight"] = module.register_forward_pre_hook(_give_rows).remove
+    return undos
+
+
+def _has_faulty_gradient(module: nn.Module) -> bool:
+    if not isinstance(module, nn.Conv2d) or module.in_channels // module.groups >= _BLOCK:
+        return False
+    return max(module.kernel_size) == 1 and max(module.stride) > 1
+
+
+def _give_rows(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Give a convolution on a CPU its input in the usual layout; its weight is in that layout too."""
+    return tuple(one.contiguous() if isinstance(one, Tensor) and not one.is_cuda else one for one in args)
 
 
 def _find_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     for prefix, module in model.named_modules():
-        if isinstance(module, _KINDS):
+        if isinstance(module, _KINDS) and not _has_faulty_gradient(module):
             for name, parameter in module.named_parameters(prefix):
                 if parameter.dim() == 4:
                     yield name, parameter
