@@ -253,6 +253,7 @@ FAULTS = [
         begin="q = torch.randn(32 if step == 2 else 1, 1, 512, 8, requires_grad=True)",
         loss="loss = loss + 0 * nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=0.1).mean()  # <-",
     ),
+    in_loop("garbage collection", "garbage_collection", before="import gc", end="gc.collect()  # <-"),
     in_trainer("item in training_step", "host_sync", loss="self.value = loss.item()  # <-"),
     in_trainer("losses on the module", "growing_memory", loss="self.kept.append(loss)  # <-"),
     in_trainer(

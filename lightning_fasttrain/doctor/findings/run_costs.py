@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from lightning_fasttrain.core.messages import number_of
+from lightning_fasttrain.core.messages import format_ms, number_of
 from lightning_fasttrain.doctor.finding import Finding, cost_of_calls, cost_of_samples
 from lightning_fasttrain.doctor.observation.measured import Measured
 from lightning_fasttrain.doctor.observation.source_lines import find_hook, find_keyword, find_only_call
@@ -32,6 +32,7 @@ def find_run_costs(watch: Watch, measured: Measured) -> Iterator[Finding]:
     yield from _find_metrics(measured)
     yield from _find_logging(watch)
     yield from _find_callbacks(watch)
+    yield from _find_collections(watch, measured)
     yield from _find_rare(watch, measured)
 
 
@@ -59,6 +60,18 @@ def _find_callbacks(watch: Watch) -> Iterator[Finding]:
             cost = cost_of_calls(seconds, watch.counted)
             what = f"The callback {kind} takes time in {hook} of each step"
             yield Finding("slow_callback", what, "Do it every N steps only", _EXACT, find_hook(kind, hook), cost)
+
+
+def _find_collections(watch: Watch, measured: Measured) -> Iterator[Finding]:
+    seconds = watch.actions.get("garbage collection")
+    cost = cost_of_calls(seconds or [], watch.counted)
+    if seconds and cost.value >= _LEAST_SHARE * measured.step_ms:
+        times, each = number_of(len(seconds), "full garbage collection"), format_ms(1e3 * sum(seconds) / len(seconds))
+        what = f"{times} of Python in {watch.counted} steps, of {each} ms each"
+        line, cure = find_only_call("collect"), "run.GarbageCollection(); in a loop, run.freeze_survivors() before it"
+        if line is not None:
+            cure = "Remove it, or do it once an epoch: what nothing refers to is freed without it"
+        yield Finding("garbage_collection", what, cure, _EXACT, line, cost)
 
 
 def _find_rare(watch: Watch, measured: Measured) -> Iterator[Finding]:

@@ -1,7 +1,9 @@
 """Collect what a training loop does: times of phases and lines, operators, updates and modules."""
 
+import gc
 import math
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -125,6 +127,7 @@ class Watch:
         self.done = 0
         self.models: list[nn.Module] = []
         self._look: OperatorWatch | None = None
+        self._collecting_since = 0.0
         self.own_ms: list[dict[int, float]] = []
         self._records_memory, self._only_times = records_memory, only_times
         self._recording: MemoryRecording | None = None
@@ -180,6 +183,7 @@ class Watch:
                 self.models += find_trained_models(parameters_of(record.optimizer))
             self.host.searches_unused = any(getattr(one, "find_unused_parameters", False) for one in self.models)
         self.compilations = list_compilations()
+        gc.callbacks.append(self._note_collection)
         # Hooks would be traced, and make the compiler start again.
         if len(self.models) == 1 and not is_compiled(self.models[0]):
             self.blocks.start(self.models[0])
@@ -277,6 +281,15 @@ class Watch:
         if self.is_warm:
             self.actions.setdefault(name, []).append(seconds)
 
+    def _note_collection(self, phase: str, info: Mapping[str, int]) -> None:
+        """Add the time of a full garbage collection, which goes through all objects."""
+        if info["generation"] != 2:
+            return
+        if phase == "start":
+            self._collecting_since = time.perf_counter()
+        else:
+            self.note_action("garbage collection", time.perf_counter() - self._collecting_since)
+
     @property
     def counted(self) -> int:
         """Number of steps after the warm-up, at least 1."""
@@ -285,6 +298,8 @@ class Watch:
     def close(self) -> None:
         """Stop watching, whatever was seen so far."""
         self.leave_look()
+        with suppress(ValueError):  # the warm-up has not ended
+            gc.callbacks.remove(self._note_collection)
         if not self._only_times:
             self.sampler.stop()
         self.modules.close()
