@@ -28,7 +28,7 @@ from lightning_fasttrain.core.messages import explain, note_once
 from lightning_fasttrain.core.modules.blocks import Blocks
 from lightning_fasttrain.core.modules.key_value_cache import disable_cache_
 from lightning_fasttrain.core.modules.select import as_list
-from lightning_fasttrain.core.modules.wrapped_forward import Undo, count_wrapped, list_wrapped, why_none_ran
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, count_wrapped, first_line, list_wrapped, why_none_ran
 from lightning_fasttrain.technique import Capability, Conflict, Exactness, Surgery, Technique
 from lightning_fasttrain.technique.facts import Facts, why_no_blocks
 from lightning_fasttrain.technique.predicted_step import PredictedStep
@@ -63,7 +63,7 @@ class RoutedForward(ForwardWithLoss):
             index, kept = self._predict(x)
         taken, named = take_tokens(self.module, args, kwargs, index, x.shape[1])
         chosen = gather_tokens(x, index)
-        output = self.inner(*taken, **named)
+        output = self._run_on_some_tokens(taken, named)
         # (B, k, D), by the score of each token, so that the router has a gradient.
         update = (first_output(output) - chosen) * gather_tokens(scores, index).unsqueeze(-1)
         if kept is not None:
@@ -72,6 +72,19 @@ class RoutedForward(ForwardWithLoss):
         if self.module.training and by_predictor and torch.is_grad_enabled():
             routed = self.pending.add(self._predictor_loss(x, index), routed)
         return replace_output(output, routed)
+
+    def _run_on_some_tokens(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return self.inner(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            what = f"MixtureOfDepths: block '{self.name}'"
+            why = f"it fails on a part of the tokens: {first_line(error)}"
+            way_out = (
+                "Leave it out with skip=, or have it take sizes, such as that of a table of biases, from its input"
+            )
+            raise ValueError(explain(what, why, way_out)) from error
 
     def _choose(self, scores: Tensor) -> Tensor:
         """Return the places (B, k) of the highest scores (B, T), in the order of the sequence."""

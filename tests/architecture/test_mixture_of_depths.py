@@ -321,6 +321,24 @@ def test_hidden_states_of_another_shape_are_refused():
         net[1](torch.rand(3, DIM))
 
 
+class Biased(nn.Module):
+    """A residual block that adds a table for all positions to its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.positions, self.up = nn.Parameter(torch.zeros(6, DIM)), nn.Linear(DIM, DIM)
+
+    def forward(self, x):
+        return x + self.up(x + self.positions)
+
+
+def test_a_block_with_a_table_for_all_positions_is_refused():
+    net = nn.Sequential(*[Biased() for _ in range(4)])
+    ft.architecture.mixture_of_depths_(net, 0.5)
+    with pytest.raises(ValueError, match=r"block '1': it fails on a part of the tokens: The size of tensor a \(3\)"):
+        net(torch.randn(2, 6, DIM))
+
+
 def test_a_block_that_is_not_residual_is_refused():
     net = nn.Sequential(*[nn.TransformerEncoderLayer(4, 2, 8, batch_first=True) for _ in range(2)])
     ft.architecture.mixture_of_depths_(net, 0.5)
