@@ -335,7 +335,7 @@ class Biased(nn.Module):
 def test_a_block_with_a_table_for_all_positions_is_refused():
     net = nn.Sequential(*[Biased() for _ in range(4)])
     ft.architecture.mixture_of_depths_(net, 0.5)
-    with pytest.raises(ValueError, match="block .1.: it fails on a part of the tokens: RuntimeError: The size of tensor"):
+    with pytest.raises(ValueError, match="block .1.: it fails on a part of the tokens: RuntimeError: The size of"):
         net(torch.randn(2, 6, DIM))
 
 
