@@ -7,7 +7,9 @@ All sides have the same initial weights, batches, AdamW (fused, constant learnin
 nobody clips, drops out, logs or saves. Each side and round is a process of its own, and the sides take turns. Time is
 the fastest step of a process, from the beginning of one step to that of the next; of the rounds the median, the
 smallest and the largest are shown. Memory is PeakMemory's, of one step before the timed ones, for all sides. Losses are
-compared with those of the first side, step by step. Rows are kept as they come, so Ctrl-C leaves what is there.
+compared with those of the first side, step by step. "products" is no training, but a step's matrix products and
+attention alone, which no side can do without: each is shown as a share of their speed. Rows are kept as they come, so
+Ctrl-C leaves what is there.
 """
 
 import argparse
@@ -76,6 +78,7 @@ def summarise(runs):
     """A row for each side: of its processes' fastest steps the median; how far its losses are from the first side's."""
     rows = []
     good = [run for run in runs if run["error"] is None]
+    first = next((run for run in good if SIDES[run["side"]].kind != "limit"), None)
     for name in dict.fromkeys(run["side"] for run in runs):
         own = [run for run in good if run["side"] == name]
         row = {"side": name, "title": SIDES[name].title, "kind": SIDES[name].kind, "rounds": len(own), "error": None}
@@ -87,9 +90,15 @@ def summarise(runs):
         row["step_ms"] = statistics.median(fastest)
         row["step_ms_range"] = [fastest[0], fastest[-1]]
         row["tokens_per_s"] = 1e3 * own[0]["tokens_per_step"] / row["step_ms"]
+        if row["kind"] == "limit":
+            continue
         row["peak_mib"] = max(run["peak_mib"] for run in own)
         row["first_loss"], row["last_loss"] = own[0]["losses"][0], own[0]["losses"][-1]
-        row["loss_difference"] = max(largest_difference(run["losses"], good[0]["losses"]) for run in own)
+        row["loss_difference"] = max(largest_difference(run["losses"], first["losses"]) for run in own)
+    limits = [row["step_ms"] for row in rows if row["kind"] == "limit" and row["error"] is None]
+    for row in rows:
+        if limits and row["error"] is None:
+            row["share_of_limit"] = limits[0] / row["step_ms"]
     return rows
 
 
@@ -128,21 +137,18 @@ def who_wins(theirs, ours):
     return "we lose" if min(ours) > max(theirs) else "no difference beyond the spread"
 
 
-COLUMNS = ("side", "ms/step", "tokens/s", "peak MiB", "loss difference")
+COLUMNS = ("side", "ms/step", "tokens/s", "peak MiB", "loss difference", "speed of the products alone")
 
 
 def cells(row):
     if row["error"] is not None:
-        return [row["title"], row["error"], "", "", ""]
+        return [row["title"], row["error"], "", "", "", ""]
     lowest, highest = row["step_ms_range"]
+    memory = f"{row['peak_mib']:,.0f}" if "peak_mib" in row else ""
+    difference = f"{row['loss_difference']:.0e}" if "loss_difference" in row else ""
+    share = f"{row['share_of_limit']:.0%}" if "share_of_limit" in row else ""
     time_ms = f"{row['step_ms']:,.0f} ({lowest:,.0f}–{highest:,.0f})"
-    return [
-        row["title"],
-        time_ms,
-        f"{row['tokens_per_s']:,.0f}",
-        f"{row['peak_mib']:,.0f}",
-        f"{row['loss_difference']:.0e}",
-    ]
+    return [row["title"], time_ms, f"{row['tokens_per_s']:,.0f}", memory, difference, share]
 
 
 def markdown_table(result):

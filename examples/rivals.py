@@ -174,6 +174,28 @@ def train_in_a_compiled_loop(options, recorder):
         recorder.end(step, loss)
 
 
+def multiply_alone(options, recorder):
+    """Only the matrix products of a step, and attention: forward, and the gradients of inputs and weights."""
+    dtype = torch.bfloat16 if options.precision == "bf16-mixed" else torch.float32
+    make = functools.partial(torch.randn, device=options.device, dtype=dtype)
+    tokens, size = options.batch * options.length, options.width // options.heads
+    with torch.device("meta"):
+        weights = [one.weight for one in build_model(options).modules() if type(one).__name__ in ("Linear", "Conv1D")]
+    # One set of matrices for each shape; a product takes no time by being the first of its kind.
+    shapes = {tuple(weight.shape) for weight in weights}
+    matrices = {(a, b): (make(tokens, b), make(tokens, a), make(a, b)) for a, b in shapes}
+    heads = [make(options.batch, options.heads, options.length, size).requires_grad_() for _ in range(3)]
+    for step in range(recorder.steps):
+        recorder.begin(step)
+        for weight in weights:
+            inputs, gradients, values = matrices[tuple(weight.shape)]
+            inputs @ values.T, gradients @ values, gradients.T @ inputs
+        for _ in range(options.layers):
+            mixed = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+            torch.autograd.grad(mixed, heads, mixed.detach())
+        recorder.end(step, torch.zeros(()))
+
+
 def blocks(mode="default"):
     return [ft.CompileBlocks(mode, fallback=False)]  # what is called compiled is compiled, or has failed
 
@@ -198,7 +220,7 @@ def lean_in_one():
 class Side:
     title: str
     train: Callable[..., None]  # takes the options and a Recorder
-    kind: str = "rival"  # or ours: "fast", "lean" or "other"
+    kind: str = "rival"  # or ours: "fast", "lean" or "other"; or "limit", which is no training
 
 
 HF, LIGHTNING = train_in_hugging_face, train_in_lightning
@@ -221,5 +243,6 @@ SIDES = {
     "ours-lean-in-one": Side("ours, lean, in one", functools.partial(LIGHTNING, techniques=lean_in_one), "lean"),
     "ours-blocks": Side("ours, compiled blocks alone", functools.partial(LIGHTNING, techniques=blocks), "other"),
 }
+SIDES["products"] = Side("its matrix products alone", multiply_alone, "limit")
 ON_A_GPU = ("hf-liger", "ours-lean-graphs")  # Liger's kernels, and CUDA graphs
 DEFAULT_SIDES = tuple(name for name, side in SIDES.items() if side.kind != "other" and name not in ON_A_GPU)

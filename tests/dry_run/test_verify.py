@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import lightning_fasttrain as ft
 from lightning_fasttrain.core.messages import note_once
 from lightning_fasttrain.core.modules.without_dropout import without_dropout
-from lightning_fasttrain.dry_run.verification.digest import take_digest
+from lightning_fasttrain.dry_run.verification.digest import draw_signs, take_digest
 from lightning_fasttrain.dry_run.verification.short_run import quietly
 from lightning_fasttrain.finetune.adapters import base_model, fast_path_weights
 from lightning_fasttrain.finetune.selection import _float32_adapters
@@ -171,6 +171,29 @@ def test_masks_of_minus_infinity_are_compared():
     moved[:, 3] = torch.nan
     assert math.isnan((take_digest(moved) - take_digest(plain)).norm())
     assert (take_digest(moved) - take_digest(moved)).norm() == 0
+
+
+class TwoTowers(L.LightningModule):
+    """Compares each row with each other one, in weights of more entries than a digest keeps."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.towers = nn.ModuleList([nn.Sequential(nn.Linear(80, 80), nn.Tanh(), nn.Linear(80, 8)) for _ in range(2)])
+
+    def training_step(self, batch, batch_idx):
+        one, other = (tower(batch) for tower in self.towers)
+        return F.cross_entropy(one @ other.T, torch.arange(len(one)))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_digests_are_no_draws_of_the_step_that_micro_batching_tries():
+    # Otherwise a step that draws is not compared in micro-batches, and these rows depend on one another.
+    draw_signs.cache_clear()
+    verified = verify([ft.MicroBatching(2)], TwoTowers(), torch.randn(6, 80))
+    assert verified.rows[0].verdict == "the same"
 
 
 def test_a_difference_in_float32_alone_is_to_be_looked_at_in_double_precision():

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_fasttrain.core.checks import require
 
 _ENTRIES = 4096  # entries of a tensor that are kept; smaller tensors are kept completely
+_F = TypeVar("_F", bound=Callable[..., Any])
 _Join = Callable[[Tensor, Tensor], Tensor]
 _ROWS, _COLUMNS = 256, 512  # of the random signs: up to 128 Ki entries, each has its own sign
 
@@ -111,6 +112,18 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     return bool(torch.equal(one.nan_to_num(), other.nan_to_num()))  # NaN compares equal to NaN
 
 
+def _unseen(function: _F) -> _F:
+    """Keep a function's operations from what watches those of a step: its draws are not the step's."""
+
+    @functools.wraps(function)
+    def unseen(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return function(*args, **kwargs)
+
+    return cast(_F, unseen)
+
+
+@_unseen
 @torch.no_grad()
 def take_digest(tensor: Tensor, store: Path | None = None) -> Digest:
     """Compute the digest of a tensor on the tensor's device, and keep it on the CPU.
