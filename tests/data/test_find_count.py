@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from torchmetrics.classification import MulticlassAccuracy
 
 import lightning_fasttrain as ft
@@ -85,6 +86,34 @@ def denoising():
         return F.mse_loss(net(x * time + noise), noise)
 
     return net, step, torch.randn(9, 4)
+
+
+class NoisyBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return x + torch.tanh(self.up(x)) * torch.rand(len(x), 1)
+
+
+def test_draws_in_recomputed_blocks_are_those_of_the_forward(caplog):
+    torch.manual_seed(0)
+    blocks, batch = nn.ModuleList([NoisyBlock(), NoisyBlock()]), torch.randn(6, 4)
+
+    def run(x):
+        for block in blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+    def contrast(x):
+        return F.cross_entropy(run(x) @ run(x).T, torch.arange(len(x)))
+
+    with caplog.at_level(logging.INFO):
+        assert ft.data.find_count(lambda x: run(x).square().mean(), batch).name == "samples"
+    assert "the gradient matches the unsplit batch" in caplog.text
+    with pytest.raises(ValueError, match="samples of a batch depend on one another"):
+        ft.data.find_count(contrast, batch)
 
 
 def summed_by_hand():

@@ -73,7 +73,8 @@ def _has_faulty_gradient(module: nn.Module) -> bool:
 
 def _give_rows(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Give a convolution on a CPU its input in the usual layout; its weight is in that layout too."""
-    return tuple(one.contiguous() if isinstance(one, Tensor) and not one.is_cuda else one for one in args)
+    images, *others = args
+    return images if images.is_cuda else images.contiguous(), *others
 
 
 def _find_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -93,6 +93,8 @@ class DeterministicStep(TorchFunctionMode):
         self.rounds = False  # whether anything is computed below float32
         self.redrawn = False  # random draws in a recomputed forward, which cannot be assigned to rows
         self._draws: list[Tensor] = []
+        # Random state before a draw → what was given; a recomputed forward begins at the state of the first one.
+        self._given: dict[tuple[Any, ...], Tensor] = {}
         self._drawn = 0
         self._rows: Rows | None = None
         self._size = 1
@@ -100,6 +102,7 @@ class DeterministicStep(TorchFunctionMode):
     def begin(self, rows: Rows | None, size: int) -> None:
         """Start a run on all ``size`` samples (None), or on these rows of them."""
         self._rows, self._size, self._drawn = rows, size, 0
+        self._given.clear()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -144,13 +147,24 @@ class DeterministicStep(TorchFunctionMode):
         return F.batch_norm(x, zeros, ones, given.get("weight"), given.get("bias"), training=False)
 
     def _draw(self, func: Callable[..., Tensor], args: Sequence[object], kwargs: Mapping[str, object]) -> Tensor:
+        state = _read_generators()
         drawn = func(*args, **kwargs)
+        place = (*state, drawn.shape, kwargs.get("generator"))
         if torch._C._current_graph_task_id() != -1:  # in the backward, so this is a recomputed forward
+            if place in self._given:
+                return drawn.copy_(self._given[place])
             self.redrawn = True
             return drawn
         if self._rows is None:
             self._draws.append(drawn.detach().clone())
-            return drawn
+        else:
+            drawn = self._give_rows(drawn)
+        self._given[place] = drawn.detach().clone()
+        return drawn
+
+    def _give_rows(self, drawn: Tensor) -> Tensor:
+        """Replace a draw by the rows of the unsplit one; in place, since a draw may fill a tensor of the step."""
+        assert self._rows is not None
         if self._drawn >= len(self._draws):
             return drawn
         whole = self._draws[self._drawn]
@@ -158,10 +172,16 @@ class DeterministicStep(TorchFunctionMode):
         rows = whole if whole.shape == drawn.shape else _rows_of(whole, self._rows, self._size)
         if isinstance(self._rows, TrimmedRows):
             rows = self._rows.cut(rows, drawn.shape)
-        # In place, since an in-place draw fills a tensor that the step holds.
         if rows.shape == drawn.shape:
             drawn.copy_(rows)
         return drawn
+
+
+def _read_generators() -> tuple[bytes, ...]:
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
+    return tuple(state.numpy().tobytes() for state in states)
 
 
 def _in_float64(
