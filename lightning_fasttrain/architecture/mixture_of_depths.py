@@ -46,6 +46,7 @@ class RoutedForward(ForwardWithLoss):
         super().__init__(module)
         self.name, self.capacity, self.sampling = name, capacity, sampling
         self.form: ResidualForm | None = None
+        self._runs_on_some = False  # whether it has done so
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         self.ran = True
@@ -75,16 +76,18 @@ class RoutedForward(ForwardWithLoss):
 
     def _run_on_some_tokens(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            return self.inner(*args, **kwargs)
-        except torch.OutOfMemoryError:
-            raise
+            output = self.inner(*args, **kwargs)
         except RuntimeError as error:
+            if self._runs_on_some or isinstance(error, torch.OutOfMemoryError):
+                raise
             what = f"MixtureOfDepths: block '{self.name}'"
             why = f"it fails on a part of the tokens: {first_line(error)}"
             way_out = (
                 "Leave it out with skip=, or have it take sizes, such as that of a table of biases, from its input"
             )
             raise ValueError(explain(what, why, way_out)) from error
+        self._runs_on_some = True
+        return output
 
     def _choose(self, scores: Tensor) -> Tensor:
         """Return the places (B, k) of the highest scores (B, T), in the order of the sequence."""

@@ -201,9 +201,9 @@ class Search:
         timed = self._measure(choice)
         if timed is not None:
             factor = timed.ms / ms * self._factor_of(base, axis)
-            # A difference within the noise counts as none, or noise would multiply over several techniques.
             if axis == "compile":
                 self.costs.note_compilation(timed)
+            # A difference within the noise counts as none, or noise would multiply over several techniques.
             self.costs.factors[axis, word] = 1.0 if abs(factor - 1) < TELLS else factor
         elif choice in self.tried:
             self.axes.left_out[f"{axis} {word}"] = self.tried[choice].why_not

@@ -69,7 +69,18 @@ def test_without_a_rival_nothing_is_judged(against):
 
 def test_the_table_has_a_line_for_each_side(against):
     lines = against.markdown_table({"rows": against.summarise(rounds("lightning", [1500, 2500, 2000], 1234.4))})
-    assert lines.splitlines()[2] == "| Lightning Trainer | 2,000 (1,500–2,500) | 500 | 1,234 | 0e+00 |"
+    assert lines.splitlines()[2] == "| Lightning Trainer | 2,000 (1,500–2,500) | 500 | 1,234 | 0e+00 |  |"
+
+
+def test_sides_are_shown_as_a_share_of_the_speed_of_their_products(against):
+    limit = run("products", [10], 1, losses=(0.0, 0.0))
+    rows = against.summarise([limit, *rounds("hf", [20, 20], 9), *rounds("ours-fast", [12.5, 12.5], 9)])
+    assert [row["share_of_limit"] for row in rows] == [1.0, 0.5, 0.8]
+    assert [row.get("loss_difference") for row in rows] == [None, 0.0, 0.0]
+    assert against.judge(rows)[0].startswith("ours, fast, beside the fastest rival, HF Trainer: 1.60 times")
+    table = against.markdown_table({"rows": rows}).splitlines()
+    assert table[2] == "| its matrix products alone | 10 (10–10) | 100,000 |  |  | 100% |"
+    assert table[4] == "| ours, fast | 12 (12–12) | 80,000 | 9 | 0e+00 | 80% |"
 
 
 def test_the_table_of_rivals_is_what_was_measured(against):

@@ -118,9 +118,20 @@ def user_files() -> list[str]:
     return found
 
 
-def find_only_call(name: str) -> SourceLine | None:
-    """Return the line of the only call of a function, class or method of this name; None if there is not one."""
-    return _find_only(lambda node: isinstance(node, ast.Call) and _last_name(node.func) == name)
+def find_only_call(name: str, of: str = "") -> SourceLine | None:
+    """Return the line of the only call of a function, class or method of this name; None if there is not one.
+
+    Args:
+        name: of what is called.
+        of: what stands before the dot; "" for anything.
+    """
+
+    def calls_it(node: ast.AST) -> bool:
+        if not isinstance(node, ast.Call) or _last_name(node.func) != name:
+            return False
+        return not of or (isinstance(node.func, ast.Attribute) and _last_name(node.func.value) == of)
+
+    return _find_only(calls_it)
 
 
 def has_method_call(name: str) -> bool:

@@ -111,7 +111,7 @@ def find_axes(
 def _why_left_out(module: L.LightningModule, switch: Switch, facts: Facts, keep: Exactness) -> str | None:
     """Return why a technique may not be chosen; None if it may."""
     if switch.setting.device not in ("", facts.device):
-        return f"it differs on {switch.setting.device} only"
+        return f"it differs from another setting on {switch.setting.device} alone"
     try:
         technique = switch.make()
     except ModuleNotFoundError as error:  # an extra, without which a plan can be made too

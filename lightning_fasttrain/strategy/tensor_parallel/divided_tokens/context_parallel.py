@@ -244,7 +244,10 @@ def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 def without_cache(arguments: Any) -> Any:
     """Replace caches for generation, which would keep keys and values of a share of the tokens, by None."""
     kinds = class_if_imported("transformers.cache_utils", "Cache")
-    return tree_map_only(kinds, lambda _: None, arguments) if kinds else arguments
+    if not kinds:
+        return arguments
+    # As a whole, also where transformers has told torch how to take a cache apart.
+    return tree_map_only(kinds, lambda _: None, arguments, is_leaf=lambda value: isinstance(value, kinds))
 
 
 def axis_of_tokens(value: Tensor, tokens: int) -> int | None:
