@@ -136,18 +136,38 @@ def test_the_table_of_a_gpu_is_what_was_measured(monkeypatch):
     assert f"of the last 50 is {ends[0]} in the naive float32 loop and {ends[1]} in" in " ".join(RESULTS.split())
 
 
-def test_the_ladder_of_a_gpu_is_what_was_measured():
-    written = RESULTS.split("<!-- ladder h200 -->\n")[1].split("\n<!-- /ladder h200 -->")[0].splitlines()[2:]
-    result = Climbed.read(ROOT / "examples" / "results" / "ladder_h200.json")
+@pytest.mark.parametrize("card", ["h200", "h100"])
+def test_the_ladder_of_a_gpu_is_what_was_measured(card):
+    written = RESULTS.split(f"<!-- ladder {card} -->\n")[1].split(f"\n<!-- /ladder {card} -->")[0].splitlines()[2:]
+    result = Climbed.read(ROOT / "examples" / "results" / f"ladder_{card}.json")
     naive, rows = result.rungs[0], [*result.rungs, replace(result.strong, carried=True)]
     expected = []
-    for row in rows:
+    for row in (row for row in rows if row.error is None):
         title = row.title if row.carried else f"({row.title})"
         interval = f" ±{100 * row.plus_minus:.0f}%" if row.plus_minus else ""
         cells = [title, f"{row.step_ms:.1f}{interval}", f"{naive.step_ms / row.step_ms:.2f}"]
         cells += [f"{row.peak_mib:,.0f}", f"{naive.peak_mib / row.peak_mib:.1f}"]
         expected.append(f"| {' | '.join(cells)} |")
     assert written == expected
+
+
+def test_what_an_h100_measured_of_single_techniques_is_in_the_text():
+    lines = (ROOT / "examples" / "results" / "h100" / "lines.jsonl").read_text().splitlines()
+    result = {line["piece"]: line["result"] for line in map(json.loads, lines)}
+    text = " ".join(RESULTS.split())
+    plain, compiled, ours, both, _, liger = result["chunked loss"]["rows"]
+    for row in (plain, compiled, liger):
+        assert f"{row['step_ms']:.0f} ms and {row['added_mib']:,.0f} MiB of" in text
+    assert (
+        f"take {ours['step_ms']:.0f} ms and {ours['added_mib']:,.0f} MiB, and compiled {both['step_ms']:.0f} ms" in text
+    )
+    ways = {row["way"]: row for row in result["low precision"]["rows"]}
+    base, eight = ways["bf16 compiled"], ways["float8 compiled"]
+    said = f"{eight['step_ms'] / base['step_ms']:.2f} times as long as in bf16 ({eight['step_ms']:.0f} ms instead of"
+    assert f"{said} {base['step_ms']:.0f})" in text
+    assert f"in {eight['peak_gib'] / base['peak_gib']:.2f} times the memory" in text
+    slow = [f"{ways[way]['step_ms'] / ways['bf16']['step_ms']:.1f}" for way in ("float8", "int8")]
+    assert f"{slow[0]} times as long as in bf16; int8 without them took {slow[1]} times as long" in text
 
 
 def test_the_pauses_of_the_garbage_collector_are_what_was_measured():
