@@ -43,9 +43,8 @@ def measure(size, batch, techniques, steps):
         ids = torch.randint(config.vocabulary, (batch, config.context + 1))
     times, losses = [], []
     with ft.apply(net, techniques):
-        optimizer = torch.optim.AdamW(
-            net.parameters(), lr=1e-5
-        )  # at a higher rate, rounding alone drives the losses apart
+        # At a higher rate rounding alone drives the losses apart.
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-5)
         for step in range(-WARMUP_STEPS, steps):
             if step == 0 and DEVICE.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()

@@ -272,12 +272,13 @@ def test_a_model_without_suitable_layers_is_refused_with_reasons():
 def test_float8_skips_by_default_what_is_not_known_to_gain():
     net = net_of(nn.Linear(1600, 4096, device="meta"), nn.Linear(4096, 4096, device="meta"))
     report = ft.model.multiply_in_low_precision_(net, "float8")
-    assert report.layers == ("1",) and report.left["0"] == "fewer than 4096 inputs or outputs"
+    assert report.layers == ("1",)
+    assert report.left["0"] == "fewer than 4096 inputs or outputs"
     report.undo()
     assert ft.model.multiply_in_low_precision_(net, "int8").layers == ("0", "1")
 
 
-@pytest.mark.parametrize("others, notes", [([], 1), ([ft.CompileBlocks()], 0)])
+@pytest.mark.parametrize(("others", "notes"), [([], 1), ([ft.CompileBlocks()], 0)])
 def test_uncompiled_products_on_a_gpu_are_noted(monkeypatch, others, notes):
     said = []
     strategy = SimpleNamespace(root_device=torch.device("cuda"))
@@ -286,7 +287,8 @@ def test_uncompiled_products_on_a_gpu_are_noted(monkeypatch, others, notes):
     monkeypatch.setattr(low_precision_products, "note_once", said.append)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     ft.LowPrecisionProducts("int8", min_features=16).apply(wide())
-    assert len(said) == notes and all("Add CompileBlocks" in note for note in said)
+    assert len(said) == notes
+    assert all("Add CompileBlocks" in note for note in said)
 
 
 def test_other_invalid_input_is_refused():

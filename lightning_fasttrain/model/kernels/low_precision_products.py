@@ -209,8 +209,8 @@ class LowPrecisionProducts(Technique):
 
     Acts right after ``configure_model``, after adapters are added and before blocks are recomputed or compiled, which
     must include it; undone at teardown, so that the trained model is evaluated and saved as any other. Rounding a
-    factor takes a few separate passes over memory unless :class:`~lightning_fasttrain.CompileBlocks` fuses it: without it
-    a step took 2.8 times (float8) and 3.5 times (int8) as long as in bf16 on an H100, which is said at the start.
+    factor takes a few separate passes over memory unless :class:`~lightning_fasttrain.CompileBlocks` fuses it: without
+    it a step took 2.8 times (float8) and 3.5 times (int8) as long as in bf16 on an H100, which is said at the start.
 
     The tolerance is that of each product; its effect on training has no bound. Over 100 steps of a small GPT on text
     the loss stays within 1% of that in full precision (means of the last ten steps). In int8, weights drift from full
