@@ -343,15 +343,15 @@ def test_gradients_of_cuda_graphs_add_up_over_several_passes(is_frozen):
 def test_passes_without_gradients_run_without_cuda_graphs(monkeypatch):
     compiled_with = []
 
-    def remember_mode(function, *, mode="default", **_):
+    def remember_graphs(function, *, options, **_):
         def run(*args, **kwargs):
-            compiled_with.append(mode)
+            compiled_with.append((options["max_autotune"], options.get("triton.cudagraphs", False)))
             return function(*args, **kwargs)
 
         return run
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch, "compile", remember_mode)
+    monkeypatch.setattr(torch, "compile", remember_graphs)
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     compiled = ft.compile_blocks_(net, "max-autotune", check=False)
     net(torch.ones(1, 4)).sum().backward()
@@ -359,7 +359,7 @@ def test_passes_without_gradients_run_without_cuda_graphs(monkeypatch):
         net(torch.ones(1, 4))
     for forward in compiled.values():
         forward.undo()
-    assert compiled_with == ["max-autotune"] * 2 + ["max-autotune-no-cudagraphs"] * 2
+    assert compiled_with == [(True, True)] * 2 + [(True, False)] * 2
     assert not any(parameter._post_accumulate_grad_hooks for parameter in net.parameters())
 
 

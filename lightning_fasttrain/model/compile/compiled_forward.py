@@ -15,6 +15,7 @@ from lightning_fasttrain.core.modules.parameters import device_of
 from lightning_fasttrain.core.modules.without_dropout import has_dropout
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, WrappedForward, first_line, undo_all
 from lightning_fasttrain.model.compile.compiled_check import Verdict, check_compiled, key_of
+from lightning_fasttrain.model.compile.recomputed_attention import RecomputeWithoutRandomState
 
 
 @dataclass(frozen=True)
@@ -145,12 +146,12 @@ class CompiledEntry:
 
     def __init__(self, block: nn.Module, options: dict[str, Any], check: bool) -> None:
         _refuse_unknown(options["backend"])
-        self.options = _around_known_faults(block, options)
+        self.options = _add_settings(block, options)
         self.has_graphs = has_cuda_graphs(options.get("mode", "default"))
         self._with_graphs: Callable[..., Any] = torch.compile(_new_entry(block), **self.options)
         self._without_graphs = self._with_graphs
         if self.has_graphs:
-            self.options = _around_known_faults(block, {**options, "mode": _WITHOUT_GRAPHS[options["mode"]]})
+            self.options = _add_settings(block, {**options, "mode": _WITHOUT_GRAPHS[options["mode"]]})
             self._without_graphs = torch.compile(_new_entry(block), **self.options)
         self._code = _new_entry(block)  # before the block's forward is replaced
         self.is_judged = not check
@@ -189,17 +190,20 @@ def _refuse_unknown(backend: object) -> None:
         raise ValueError(explain(f"{backend=}", "torch.compile has no back end of this name", f"Use one of {known}"))
 
 
-def _around_known_faults(block: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
-    faults = [fault for fault in list_faults(block) if fault.options and options["backend"] == "inductor"]
-    if not faults:
+def _add_settings(block: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options with inductor's settings for the mode, against known faults, and for recomputed attention."""
+    if options["backend"] != "inductor":
         return options
-    told = ", ".join(f"{fault.what} (torch issue {fault.issue})" for fault in faults)
-    note_once(f"CompileBlocks: {type(block).__name__} is compiled with {faults[0].options} to avoid wrong {told}")
+    # torch.compile takes either a mode or options.
     options = dict(options)
     settings = torch._inductor.list_mode_options(options.pop("mode", "default"))
+    settings["joint_custom_pre_pass"] = RecomputeWithoutRandomState()
+    faults = [fault for fault in list_faults(block) if fault.options]
     for fault in faults:
         settings |= fault.options
-    # torch.compile takes either a mode or options.
+    if faults:
+        told = ", ".join(f"{fault.what} (torch issue {fault.issue})" for fault in faults)
+        note_once(f"CompileBlocks: {type(block).__name__} is compiled with {faults[0].options} to avoid wrong {told}")
     return {**options, "options": settings}
 
 
