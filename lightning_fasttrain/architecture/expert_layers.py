@@ -54,6 +54,8 @@ class ExpertRouter(ModuleWithLoss):
         self.weight = nn.Parameter(torch.empty(experts, width, **made))
         nn.init.normal_(self.weight, std=0.02)
         self.current: Routing | None = None
+        self.first_rows: Tensor | None = None  # what the first layer returned, until the rows are known to be separate
+        self.rows_are_separate = False
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[1]} features, {self.top_k} of {self.weight.shape[0]} experts"
@@ -95,7 +97,7 @@ class ExpertRouter(ModuleWithLoss):
         return self.current, self.balance * balance + self.z_loss * spread
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "current": None}
+        return {**super().__getstate__(), "current": None, "first_rows": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ExpertRouter":
         width = self.weight.shape[1]
@@ -152,6 +154,8 @@ class ExpertLinear(nn.Module):
         routing, loss = router.route(x)
         rows = x.reshape(-1, x.shape[-1])[routing.tokens]
         hidden = self._multiply(rows, routing)
+        if self.role == "first" and not router.rows_are_separate and _can_differentiate(hidden):
+            router.first_rows = hidden
         hidden = hidden.view(*x.shape[:-1], router.top_k * hidden.shape[-1])
         return hidden if loss is None else router.pending.add(loss, hidden)
 
@@ -163,10 +167,12 @@ class ExpertLinear(nn.Module):
             or hidden.shape[:-1] != routing.source.shape[:-1]
             or hidden.shape[-1] != width * router.top_k
         ):
-            what = f"hidden states of shape {tuple(hidden.shape)} between the layers of an MLP with experts"
-            why = "only functions of single elements may lie between them, as an activation, a gate or dropout"
-            raise ValueError(explain(what, why, "Leave this block out of upcycle_ with skip="))
-        rows = self._multiply(hidden.reshape(-1, width), routing)
+            raise ValueError(_explain_between(f"hidden states of shape {tuple(hidden.shape)} lie"))
+        separate = hidden.reshape(-1, width)
+        if router.first_rows is not None:
+            _refuse_mixed_rows(router.first_rows, separate)
+            router.first_rows, router.rows_are_separate = None, True
+        rows = self._multiply(separate, routing)
         combined = _combine_outputs(rows[routing.places], routing.weights.to(rows.dtype).unsqueeze(-1))
         return combined.view(*hidden.shape[:-1], rows.shape[-1])
 
@@ -178,6 +184,50 @@ class ExpertLinear(nn.Module):
             rows, weight = rows.to(dtype), weight.to(dtype)
         product = multiply_groups(rows, weight, routing.ends)
         return product if bias is None else product + bias[routing.experts].to(product.dtype)
+
+
+class RefuseBetween:
+    """A hook of a module with weights that may lie between the layers of an MLP: refuses hidden states of experts.
+
+    Args:
+        name: that of the module.
+        last: the layer that combines the experts.
+    """
+
+    def __init__(self, name: str, last: ExpertLinear) -> None:
+        self.name = name
+        self._last = (last,)  # in a tuple, as a layer's router is
+
+    def __call__(self, module: nn.Module, inputs: tuple[object, ...]) -> None:
+        last = self._last[0]
+        router = last._shared[0]
+        width = last._matrices().shape[1] * router.top_k
+        reads_experts = any(isinstance(value, Tensor) and width in value.shape[1:] for value in inputs)
+        if reads_experts and router.current is not None:
+            raise ValueError(_explain_between(f"'{self.name}' ({type(module).__name__}) lies"))
+
+
+def _can_differentiate(hidden: Tensor) -> bool:
+    """Whether a gradient can be computed now: not while a recomputed region is recorded, nor while code is traced."""
+    if torch.compiler.is_compiling() or type(hidden) is not Tensor:  # such as a predicted one, without values
+        return False
+    recorded = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return hidden.requires_grad and not recorded
+
+
+def _refuse_mixed_rows(first: Tensor, last: Tensor) -> None:
+    """Refuse a function between the layers in which a row, of one token and expert, depends on other rows."""
+    place = len(last) // 2
+    weights = torch.linspace(1, 2, last.shape[1], device=last.device, dtype=last.dtype)
+    row = (last[place] * weights).sum()
+    (gradient,) = torch.autograd.grad(row, first, retain_graph=True, allow_unused=True)
+    if gradient is not None and (gradient[:place].any() or gradient[place + 1 :].any()):
+        raise ValueError(_explain_between("a function of several tokens or experts lies"))
+
+
+def _explain_between(what: str) -> str:
+    why = "only functions of single elements may lie there, as an activation, a gate or dropout"
+    return explain(f"{what} between the layers of an MLP with experts", why, "Leave this block out with skip=")
 
 
 def _does_nothing(layer: nn.Module, inputs: tuple[object, ...]) -> None:

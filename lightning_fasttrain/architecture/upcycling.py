@@ -7,7 +7,7 @@ import lightning as L
 from torch import Tensor, nn
 
 from lightning_fasttrain.architecture.auxiliary_loss import conflicts_of_losses, train_auxiliary_losses_
-from lightning_fasttrain.architecture.expert_layers import ExpertLinear, ExpertRouter, Role
+from lightning_fasttrain.architecture.expert_layers import ExpertLinear, ExpertRouter, RefuseBetween, Role
 from lightning_fasttrain.architecture.search.chosen_blocks import choose_blocks
 from lightning_fasttrain.architecture.search.find_mlps import Mlp, find_mlps
 from lightning_fasttrain.core.checks import NonNegativeFloat, PositiveInt, check_arguments
@@ -144,7 +144,19 @@ def _replace_(model: nn.Module, block: str, mlp: Mlp, settings: tuple[int, int, 
     for place, name in enumerate(names):
         dense = model.get_submodule(name)
         model.set_submodule(name, ExpertLinear(dense, is_a(dense, CONV1D), router, roles.get(place, "inner")))
+    _watch_between(model, block, mlp)
     return names
+
+
+def _watch_between(model: nn.Module, block: str, mlp: Mlp) -> None:
+    """Have modules with weights that are declared between the layers refuse the hidden states of experts."""
+    last = model.get_submodule(f"{block}.{mlp.last}")
+    names = [name for name, _ in model.get_submodule(block).named_modules()]
+    for name in names[names.index(mlp.first[0]) + 1 : names.index(mlp.last)]:
+        module = model.get_submodule(f"{block}.{name}")
+        has_weights = any(parameter.numel() > 1 for parameter in module.parameters())
+        if has_weights and not isinstance(module, ExpertLinear) and not mlp.last.startswith(f"{name}."):
+            module.register_forward_pre_hook(RefuseBetween(f"{block}.{name}", last))
 
 
 @check_arguments

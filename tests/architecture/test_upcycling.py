@@ -7,7 +7,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import BertConfig, BertModel
+from transformers import (
+    BertConfig,
+    BertModel,
+    ConvNextV2Config,
+    ConvNextV2ForImageClassification,
+    SegformerConfig,
+    SegformerForImageClassification,
+)
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 import lightning_fasttrain as ft
@@ -344,6 +351,53 @@ def test_a_function_of_several_tokens_between_the_layers_is_refused():
     ft.architecture.upcycle_(net, 3)
     with pytest.raises(ValueError, match="only functions of single elements"):
         net[1](torch.rand(2, 3, DIM))
+
+
+class Centres(Block):
+    def forward(self, x, **kwargs):
+        hidden = self.up(x)
+        return x + self.down(hidden - hidden.mean(dim=1, keepdim=True)), None
+
+
+class Normalizes(Block):
+    def forward(self, x, **kwargs):
+        hidden = self.up(x)
+        return x + self.down(F.layer_norm(hidden, hidden.shape[-1:])), None
+
+
+@pytest.mark.parametrize(("kind", "top_k"), [(Centres, 1), (Centres, 2), (Normalizes, 2)])
+def test_a_function_of_several_rows_that_keeps_the_shape_is_refused(kind, top_k):
+    net = nn.ModuleList([kind(), kind()])
+    ft.architecture.upcycle_(net, 3, top_k=top_k)
+    with pytest.raises(ValueError, match="a function of several tokens or experts lies between"):
+        net[1](torch.rand(2, 3, DIM))
+
+
+def test_a_function_of_one_row_is_allowed_for_one_expert():
+    net = nn.ModuleList([Normalizes(), Normalizes()])
+    x = torch.rand(2, 3, DIM)
+    expected = net[1](x)[0]
+    ft.architecture.upcycle_(net, 3, top_k=1)
+    torch.testing.assert_close(net[1](x)[0], expected)
+
+
+def convnext():
+    sizes = {"hidden_sizes": [8, 16, 32, 64], "depths": [2, 2, 2, 2], "num_labels": 5}
+    return ConvNextV2ForImageClassification(ConvNextV2Config(**sizes))
+
+
+def segformer():
+    sizes = {"hidden_sizes": [8, 16, 32, 64], "depths": [2, 2, 2, 2], "num_attention_heads": [1, 2, 4, 8]}
+    return SegformerForImageClassification(SegformerConfig(**sizes, num_labels=5))
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+@pytest.mark.parametrize(("make", "kind"), [(convnext, "ConvNextV2GRN"), (segformer, "SegformerDepthWiseConv")])
+def test_a_module_that_mixes_tokens_between_the_layers_is_refused_by_name(make, kind, top_k):
+    net = make()
+    ft.architecture.upcycle_(net, 3, top_k=top_k)
+    with pytest.raises(ValueError, match=rf"1.* \({kind}\) lies between the layers"):
+        net(torch.randn(2, 3, 64, 64))
 
 
 def test_manual_optimization_is_refused_with_losses():
