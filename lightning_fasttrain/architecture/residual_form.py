@@ -129,7 +129,8 @@ def _try(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Re
     # backward, so nothing is saved; a saved output would hold the graph that holds it.
     saves_nothing = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
     with RecomputedForward(module).leaving_no_trace(), torch.enable_grad(), saves_nothing:
-        probe = x.detach().clone().requires_grad_()
+        leaf = x.detach().clone().requires_grad_()
+        probe = leaf.clone()  # a leaf must not be written to
         args, kwargs = replace_hidden(args, kwargs, place, probe)
         named = dict(zip(kwargs, map(_uncached, kwargs.values()), strict=True))
         returned = _plain_forward(module)(*map(_uncached, args), **named)
@@ -139,7 +140,9 @@ def _try(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Re
     node, rectified = output.grad_fn, False
     if node is not None and node.name().startswith("ReluBackward"):
         node, rectified = node.next_functions[0][0], True
-    if not _adds(node, probe):
+    if probe._version:
+        raise _NotResidual("it writes into its input in place")
+    if not _adds(node, leaf):
         raise _NotResidual("its output is not a sum of its input and what it computes from it")
     if rectified and bool((probe < 0).any()):
         raise _NotResidual("it applies relu to the sum, and its input has negative values")
@@ -167,14 +170,14 @@ def _uncached(argument: object) -> Any:
     return argument
 
 
-def _adds(node: object, probe: Tensor) -> bool:
-    """Whether a node of the graph is a sum with ``probe`` as one of its terms."""
+def _adds(node: object, leaf: Tensor) -> bool:
+    """Whether a node of the graph is a sum with ``leaf``, or a copy of it, as one of its terms."""
     ahead = [node]
     while ahead:
         node = ahead.pop()
         if node is None:
             continue
-        if getattr(node, "variable", None) is probe:
+        if getattr(node, "variable", None) is leaf:
             return True
         kind = node.name()
         following = [function for function, _ in node.next_functions]

@@ -93,7 +93,7 @@ class SkippedBlock(torch.autograd.Function):
     @staticmethod
     def forward(ctx: object, x: Tensor, *parameters: Tensor) -> Tensor:  # type: ignore[override]
         ctx.parameters = parameters
-        return x.view_as(x)
+        return x.clone()  # as the sum with zero is: a model may write into what its block returns
 
     @staticmethod
     def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]

@@ -1,7 +1,7 @@
 """Turn the MLPs of a dense model into sparse experts that start as copies of them."""
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import lightning as L
 from torch import Tensor, nn
@@ -150,7 +150,7 @@ def _replace_(model: nn.Module, block: str, mlp: Mlp, settings: tuple[int, int, 
 
 def _watch_between(model: nn.Module, block: str, mlp: Mlp) -> None:
     """Have modules with weights that are declared between the layers refuse the hidden states of experts."""
-    last = model.get_submodule(f"{block}.{mlp.last}")
+    last: Any = model.get_submodule(f"{block}.{mlp.last}")
     names = [name for name, _ in model.get_submodule(block).named_modules()]
     for name in names[names.index(mlp.first[0]) + 1 : names.index(mlp.last)]:
         module = model.get_submodule(f"{block}.{name}")

@@ -211,6 +211,9 @@ class DeferredLogits:
             raise _refusal("an index into the classes")
         return self._copy_with(hidden=self.hidden[index])
 
+    def __setitem__(self, index: object, value: object) -> None:
+        raise _refusal("assignment to an index")
+
     def __mul__(self, factor: object) -> "DeferredLogits":
         if not isinstance(factor, int | float) or self.normalised:
             raise _refusal(f"* {type(factor).__name__}")

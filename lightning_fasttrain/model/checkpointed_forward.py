@@ -59,8 +59,9 @@ class CheckpointedForward(RecomputedForward):
         contexts = self._contexts
         if self.savings is not None and self.savings.counting:
             contexts = partial(self._counted_contexts, self.savings, leaves)
+        versions = self.versions_of(leaves)
         output = checkpoint(run, *leaves, use_reentrant=False, context_fn=contexts, early_stop=self.stops_early)
-        self.look_at(output, leaves)
+        self.look_at(output, leaves, versions)
         return output
 
     def _counted_contexts(self, savings: CheckpointSavings, inputs: Iterable[object]) -> Contexts:

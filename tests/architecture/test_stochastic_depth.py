@@ -170,9 +170,27 @@ class Widens(nn.Module):
         return self.layers(x)
 
 
+class WritesIntoInput(Residual):
+    def forward(self, x):
+        return x.add_(self.branch(x.clone()))
+
+
 class Plain(Residual):
     def forward(self, x):
         return self.branch(x) * 2 - x  # it subtracts its input
+
+
+def test_a_model_may_write_into_the_output_of_a_skipped_block():
+    net, x = nn.Sequential(Residual(), Residual()), torch.randn(3, 4)
+    ft.architecture.stochastic_depth_(net, 1.0, mode="batch", blocks=["1"])
+    hidden = net[0](x)
+    kept = hidden.detach().clone()
+    written = net[1](hidden)
+    written[:, 0] = 0.0
+    written.sum().backward()
+    assert torch.equal(hidden, kept)
+    assert torch.equal(written[:, 1:], kept[:, 1:])
+    assert all(parameter.grad is not None for parameter in net.parameters())
 
 
 @pytest.mark.parametrize(
@@ -181,6 +199,7 @@ class Plain(Residual):
         (Widens, r"output has shape \(3, 6\) for an input of shape \(3, 4\)"),
         (lambda: nn.TransformerEncoderLayer(4, 2, dim_feedforward=8), "not a sum of its input"),
         (Plain, "not a sum of its input"),
+        (WritesIntoInput, "it writes into its input in place"),
     ],
 )
 def test_a_block_that_is_not_residual_is_refused_by_name(block, why):

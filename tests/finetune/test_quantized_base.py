@@ -610,3 +610,28 @@ def test_unquantised_layers_are_refused_by_readers():
         keep_quantized_(nn.Linear(2, 2))
     with pytest.raises(TypeError, match="no quantised weight"):
         dequantized_weight(nn.Linear(2, 2))
+
+
+def test_a_model_may_write_into_what_a_layer_of_4_bits_returns():
+    """As wav2vec2 does, which masks spans of its projected features."""
+
+    class Masks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.project, self.head = nn.Linear(30, 30), nn.Linear(30, 3)
+
+        def forward(self, x):
+            hidden = self.project(x)
+            hidden[:, 0] = 0.0
+            return self.head(hidden)
+
+    net, x = Masks(), torch.randn(2, 3, 30)
+    QuantizedBase().apply(net)
+    with torch.no_grad():
+        expected = net(x)
+    inputs = x.clone().requires_grad_()
+    found = net(inputs)
+    found.sum().backward()
+    assert torch.equal(found.detach(), expected)
+    assert not inputs.grad[:, 0].any()
+    assert inputs.grad[:, 1:].all()

@@ -80,6 +80,7 @@ def test_shape_dtype_and_device_are_those_of_the_logits():
         (lambda z: z[0][1, 2, ...], "an index into the classes"),
         (lambda z: z[:, :, TARGETS[0]], "an index into the classes"),
         (lambda z: z[0, 0][TARGETS[0, 0]], "an index into the classes"),
+        (lambda z: z.__setitem__((..., 0), 0.0), "assignment to an index"),
         (lambda z: torch.tanh(torch.tanh(z)), "tanh of the tanh"),
         (lambda z: z.to("meta"), ".to('meta')"),
         (lambda z: F.cross_entropy(z, TARGETS), "second dimension of (2, 4, 7)"),

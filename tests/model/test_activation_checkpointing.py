@@ -125,6 +125,32 @@ def test_a_kept_result_that_is_changed_in_place_is_refused():
         net(torch.ones(2, 4)).sum().backward()
 
 
+class WritesIntoInput(nn.Linear):
+    def forward(self, x):
+        return x.add_(super().forward(x.clone()).tanh())
+
+
+@pytest.mark.parametrize("policy", [ft.model.EveryBlock(), ft.model.SelectiveOps()], ids=repr)
+def test_a_block_that_writes_into_its_input_is_refused_at_its_first_forward(policy):
+    net = nn.Sequential(WritesIntoInput(4, 4))
+    net(torch.randn(6, 4) * torch.ones(4, requires_grad=True)).sum().backward()  # it could be trained
+    checkpoint_activations_(net, policy, blocks="*")
+    with pytest.raises(RuntimeError, match=r"WritesIntoInput, which is recomputed .* writes into its input in place"):
+        net(torch.randn(6, 4) * torch.ones(4, requires_grad=True))
+
+
+def test_a_block_that_writes_into_a_buffer_it_gets_is_refused_too():
+    class Counts(nn.Linear):
+        def forward(self, x, counts):
+            counts.add_(1)
+            return super().forward(x)
+
+    net = nn.ModuleList([Counts(4, 4), Counts(4, 4)])
+    checkpoint_activations_(net, blocks=Counts)
+    with pytest.raises(RuntimeError, match="writes into its input in place"):
+        net[0](torch.randn(3, 4), torch.zeros(1))
+
+
 def test_functional_rrelu_is_refused_only_inside_of_blocks():
     class Function(nn.Module):
         def __init__(self, inside):

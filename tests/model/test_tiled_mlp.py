@@ -285,6 +285,14 @@ class Pools(nn.Module):
         return self.out(x).mean(-2)
 
 
+class WritesIntoInput(nn.Linear):
+    def __init__(self):
+        super().__init__(D, D)
+
+    def forward(self, x):
+        return x.add_(super().forward(x.clone()))
+
+
 class Closure(nn.Module):
     def __init__(self):
         super().__init__()
@@ -303,6 +311,7 @@ class Closure(nn.Module):
         (Positions, "depends on its position"),
         (Counts, "changes the buffer 'calls'"),
         (Pools, "one row for each token"),
+        (WritesIntoInput, "writes into its input in place"),
         (Closure, "neither its parameter nor its first argument"),
     ],
 )

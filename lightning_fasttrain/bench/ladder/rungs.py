@@ -124,14 +124,14 @@ def _autotune(below: Row) -> State:
 
 
 def _budget(below: Row) -> State:
-    """Return a budget: the peak of a checkpointed state below, to be kept in less time; otherwise three quarters of it.
+    """Return a budget: the peak of a checkpointed state below, to be kept in less time; otherwise four fifths of it.
 
     Compiled blocks are planned uncompiled, when they take more, so with them the plan needs a margin.
     """
     if below.error is not None:
         return _checkpoint_by({"MemoryBudget": {}})
     callbacks = below.state["callbacks"]
-    share = 0.75
+    share = 0.8
     if "ActivationCheckpointing" in callbacks:
         share = 1 + (_ROOM_TO_PLAN if "CompileBlocks" in callbacks else MEMORY_WORTH)
     # Rounded here, so that the code to paste has the value that was measured.

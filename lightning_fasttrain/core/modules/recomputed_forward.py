@@ -1,10 +1,10 @@
 """A forward that is run again in the backward pass, with the random states, buffers and dtype that it had."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -40,19 +40,30 @@ class RecomputedForward(WrappedForward):
         self.stops_early = next(modules_of(module, nn.RReLU), None) is None
         self.looked = False
 
-    def look_at(self, output: object, inputs: object) -> None:
-        """Refuse, after the first forward in training, an rrelu as a function, which no module shows.
+    def versions_of(self, inputs: Iterable[object]) -> list[int]:
+        """Return how often each tensor among the inputs was written to, before the first forward in training."""
+        return [] if self.looked else _versions(inputs)
+
+    def look_at(self, output: object, inputs: Sequence[object], versions: list[int]) -> None:
+        """Refuse, after the first forward in training, what cannot be recomputed and no module shows.
 
         Raises:
-            RuntimeError: the forward from ``inputs`` to ``output`` has one.
+            RuntimeError: the forward from ``inputs``, which had these ``versions``, to ``output`` writes into one of
+                them, or has an rrelu as a function.
         """
-        if self.looked or not (self.stops_early and self.module.training):
+        if self.looked or not self.module.training:
             return
+        recomputed = f"{type(self.module).__name__}, which is recomputed in the backward"
+        if _versions(inputs) != versions:
+            why = "the recomputation would read what it wrote"
+            way_out = "Write x = x + y instead of x += y, set inplace=False, or leave this block out"
+            raise RuntimeError(explain(f"{recomputed}, writes into its input in place", why, way_out))
         for node in _nodes_between(output, inputs):
-            if node.name().startswith("Rrelu") and node._saved_training:  # otherwise its noise is not used
-                what = f"F.rrelu in {type(self.module).__name__}, which is recomputed in the backward"
+            # Without training its noise is not used.
+            if self.stops_early and node.name().startswith("Rrelu") and node._saved_training:
                 why = "torch saves its noise before it is drawn, and the recomputation may stop in between"
-                raise RuntimeError(explain(what, why, "Use torch.nn.RReLU, as a module of its own: then it does not"))
+                way_out = "Use torch.nn.RReLU, as a module of its own: then it does not"
+                raise RuntimeError(explain(f"F.rrelu in {recomputed}", why, way_out))
         self.looked = True
 
     @contextmanager
@@ -120,6 +131,14 @@ class RecomputedForward(WrappedForward):
                 torch.set_default_dtype(now[2])
 
         return forward(), Again(recompute)
+
+
+def _has_version(value: object) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and not value.is_inference()
+
+
+def _versions(values: Iterable[object]) -> list[int]:
+    return [value._version for value in values if _has_version(value)]
 
 
 def _places_of_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:

@@ -150,8 +150,9 @@ class MicroBatchedForward(RecomputedForward):
         def contexts() -> Any:
             return self.contexts(nullcontext(), nullcontext())
 
+        versions = self.versions_of(tensors)
         output = checkpoint(run, *tensors, use_reentrant=False, context_fn=contexts, early_stop=self.stops_early)
-        self.look_at(output, tensors)
+        self.look_at(output, tensors, versions)
         return output
 
     def _join(self, outputs: list[Any], sizes: Sequence[int], path: str) -> Any:

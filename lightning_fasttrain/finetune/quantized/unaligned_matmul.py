@@ -49,7 +49,9 @@ class _Product(torch.autograd.Function):
         # Not by ``save_for_backward``: hooks that offload saved tensors would move the frozen weight as well.
         ctx.packed, ctx.state = packed, state
         with torch.autocast("cpu", enabled=False):
-            return F.linear(x, dequantize_flat(packed, state, x.dtype), bias)
+            product = F.linear(x, dequantize_flat(packed, state, x.dtype), bias)
+        # ``F.linear`` returns a view of rows, which the model could not write into.
+        return torch.ops.aten._unsafe_view(product, product.shape)
 
     @staticmethod
     def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None, None, None]:

@@ -84,9 +84,14 @@ def _try_width(module: nn.Module, run: Callable[[Tensor], object], like: Tensor,
     shape = (_TOKENS, width) if len(lead) == 1 else (*outer, 2, _TOKENS // 2, width)
     tile = first[2:5].reshape(*(1,) * (len(lead) - 1), 3, width)
 
+    written: list[bool] = []
+
     def leaves(tokens: Tensor) -> list[Any]:
+        given = tokens.clone()
         with keep_random_state():  # the same masks of dropout for both
-            return tree_leaves(run(tokens))
+            outputs = tree_leaves(run(given))
+        written.append(given._version > 0)
+        return outputs
 
     try:
         with _without_trace(module, training=True) as changed:
@@ -95,6 +100,8 @@ def _try_width(module: nn.Module, run: Callable[[Tensor], object], like: Tensor,
             still, alone = leaves(first.reshape(shape)), leaves(tile)
     except Exception:  # it needs other arguments, or another width
         return None
+    if any(written):
+        return "it writes into its input in place"
     if changed:
         return f"its forward changes the buffer '{changed[0]}', which every tile would do"
     if same_width and not (len(whole) == 1 and _is_as_wide(whole[0], width)):
