@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.recomputed_forward import RecomputedForward
+from lightning_fasttrain.core.modules.recomputed_forward import RecomputedForward, nodes_between
 from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward
 
 # Nodes of the autograd graph whose output has the gradient of their first input, up to its shape.
@@ -24,10 +24,12 @@ class ResidualForm:
     Args:
         rectified: whether the output is relu(x + f(x)), with x ≥ 0, as in a ResNet; otherwise it is x + f(x).
         empty: the tuple or list that the block returns, with None for each entry; None if it returns a tensor.
+        unused: names of the parameters that train, and from which the output is not computed.
     """
 
     rectified: bool = False
     empty: Any = None
+    unused: frozenset[str] = frozenset()
 
     def skip(self, x: Tensor) -> Any:
         """Return what the block would return if it had no update; further outputs are None."""
@@ -146,7 +148,10 @@ def _try(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Re
         raise _NotResidual("its output is not a sum of its input and what it computes from it")
     if rectified and bool((probe < 0).any()):
         raise _NotResidual("it applies relu to the sum, and its input has negative values")
-    return ResidualForm(rectified, _emptied(returned))
+    reached = {id(getattr(node, "variable", None)) for node in nodes_between(returned, ())}
+    trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    unused = frozenset(name for name, parameter in trained if id(parameter) not in reached)
+    return ResidualForm(rectified, _emptied(returned), unused)
 
 
 def _emptied(output: Any) -> Any:

@@ -18,7 +18,6 @@ from lightning_fasttrain.architecture.search.chosen_blocks import choose_blocks
 from lightning_fasttrain.core.checks import PositiveShare, check_arguments
 from lightning_fasttrain.core.modules.blocks import Blocks
 from lightning_fasttrain.core.modules.key_value_cache import disable_cache_
-from lightning_fasttrain.core.modules.parameters import trained_parameters
 from lightning_fasttrain.core.modules.select import as_list
 from lightning_fasttrain.core.modules.wrapped_forward import (
     Undo,
@@ -76,8 +75,9 @@ class StochasticForward(WrappedForward):
         if torch.empty((), device="cpu").bernoulli_(survival):
             return self._scaled(self.inner(*args, **kwargs), x, 1 / survival)
         assert self.form is not None
-        trained = trained_parameters(self.module)
-        return self.form.skip(SkippedBlock.apply(x, *trained))
+        named = self.module.named_parameters()
+        used = [p for name, p in named if p.requires_grad and name not in self.form.unused]
+        return self.form.skip(SkippedBlock.apply(x, *used))
 
     def _scaled(self, output: object, x: Tensor, factor: Tensor | float) -> Any:
         form = self.form or ResidualForm()
@@ -85,7 +85,7 @@ class StochasticForward(WrappedForward):
 
 
 class SkippedBlock(torch.autograd.Function):
-    """The identity, in which parameters that are not used have a gradient of zero, as if multiplied by zero.
+    """The identity, in which the given parameters have a gradient of zero, as if multiplied by zero.
 
     So a step is the same as with the block multiplied by zero, and DDP finds a gradient for each parameter.
     """

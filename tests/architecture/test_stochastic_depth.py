@@ -193,6 +193,28 @@ def test_a_model_may_write_into_the_output_of_a_skipped_block():
     assert all(parameter.grad is not None for parameter in net.parameters())
 
 
+def test_parameters_that_a_block_does_not_use_get_no_gradient_where_it_is_skipped():
+    """A gradient of zero would let an optimizer's weight decay act on them."""
+    net = nn.Sequential(Residual(), Residual())
+    net[1].idle = nn.Parameter(torch.ones(2))
+    ft.architecture.stochastic_depth_(net, 1.0, mode="batch", blocks=["1"])
+    net(torch.randn(3, 4)).sum().backward()
+    assert net[1].idle.grad is None
+    assert all(not parameter.grad.any() for parameter in net[1].branch.parameters())
+
+
+def test_the_trial_of_a_block_leaves_its_attributes_as_they_were():
+    class Remembers(Residual):
+        def forward(self, x):
+            self.last = self.branch(x)
+            return x + self.last
+
+    net = nn.Sequential(Residual(), Remembers())
+    ft.architecture.stochastic_depth_(net, 1.0, mode="batch", blocks=["1"])
+    net(torch.randn(3, 4))
+    assert not hasattr(net[1], "last")
+
+
 @pytest.mark.parametrize(
     ("block", "why"),
     [

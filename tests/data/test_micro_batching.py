@@ -333,3 +333,19 @@ def test_a_micro_batch_costs_five_additional_small_operations():
     assert (eight - four) / 4 == operations_by_hand() + counting_two + weighing_three
     once_a_step = 30  # at most: the division, the returned loss and the logged one
     assert four - operations_in(1) <= 3 * operations_by_hand() + 4 * 5 + once_a_step
+
+
+def test_a_loss_in_float32_of_a_model_in_float64_is_split():
+    """As Hugging Face's is, whose logits are cast to float32 first."""
+    torch.manual_seed(0)
+    net = torch.nn.Linear(6, 5, dtype=torch.float64)
+    batch = {"x": torch.randn(8, 6, dtype=torch.float64), "y": torch.randint(5, (8,))}
+
+    def step(part):
+        return F.cross_entropy(net(part["x"]).float(), part["y"])
+
+    step(batch).backward()
+    expected = net.weight.grad.clone()
+    net.zero_grad()
+    ft.accumulate_gradients(step, batch, 4)
+    assert torch.allclose(net.weight.grad, expected, rtol=1e-6)

@@ -537,3 +537,18 @@ def test_a_loss_that_is_compiled_wrongly_runs_uncompiled(monkeypatch):
     for a, b in zip(expected, seen, strict=True):
         torch.testing.assert_close(a, b)
     assert "another loss or gradient" in fused.failure
+
+
+@pytest.mark.parametrize("backend", ["inductor", "aot_eager", "eager"])
+def test_a_second_derivative_is_refused_where_the_compiler_has_none(backend):
+    net = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)])
+    x = torch.randn(3, 4, requires_grad=True)
+    (expected,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+    ft.compile_blocks_(net, backend=backend, check=False)
+    loss = net(x).sum()
+    if backend != "eager":
+        with pytest.raises(RuntimeError, match=r"a block of CompileBlocks in a backward with create_graph=True"):
+            torch.autograd.grad(loss, x, create_graph=True)
+        return
+    (found,) = torch.autograd.grad(loss, x, create_graph=True)
+    assert torch.allclose(found, expected)

@@ -293,6 +293,16 @@ class WritesIntoInput(nn.Linear):
         return x.add_(super().forward(x.clone()))
 
 
+class Remembers(nn.Linear):
+    def __init__(self):
+        super().__init__(D, D)
+        self.last = None
+
+    def forward(self, x):
+        self.last = super().forward(x)
+        return self.last
+
+
 class Closure(nn.Module):
     def __init__(self):
         super().__init__()
@@ -312,6 +322,7 @@ class Closure(nn.Module):
         (Counts, "changes the buffer 'calls'"),
         (Pools, "one row for each token"),
         (WritesIntoInput, "writes into its input in place"),
+        (Remembers, "keeps a tensor as 'last', which would be that of the last tile"),
         (Closure, "neither its parameter nor its first argument"),
     ],
 )

@@ -58,7 +58,7 @@ class RecomputedForward(WrappedForward):
             why = "the recomputation would read what it wrote"
             way_out = "Write x = x + y instead of x += y, set inplace=False, or leave this block out"
             raise RuntimeError(explain(f"{recomputed}, writes into its input in place", why, way_out))
-        for node in _nodes_between(output, inputs):
+        for node in nodes_between(output, inputs):
             # Without training its noise is not used.
             if self.stops_early and node.name().startswith("Rrelu") and node._saved_training:
                 why = "torch saves its noise before it is drawn, and the recomputation may stop in between"
@@ -68,7 +68,7 @@ class RecomputedForward(WrappedForward):
 
     @contextmanager
     def leaving_no_trace(self) -> Iterator[None]:
-        """For a forward that does not count: random states and buffers are afterwards as they were."""
+        """For a forward that does not count: random states, buffers and attributes are afterwards as they were."""
         self.seen = False  # which buffers change is not known yet: copy all
         _, again = self.contexts(nullcontext(), nullcontext())
         device = next(self.module.parameters(), torch.empty(0, device="cpu")).device
@@ -76,8 +76,12 @@ class RecomputedForward(WrappedForward):
         # The host's generator is always among them.
         if device_type == "cpu":
             devices, device_type = [], "cuda"
+        attributes = {part: dict(vars(part)) for part in self.module.modules()}
         with torch.random.fork_rng(devices, device_type=device_type), again:
             yield
+        for part, before in attributes.items():
+            vars(part).clear()
+            vars(part).update(before)
         self.seen = False
 
     def contexts(self, keeping: AbstractContextManager[object], reusing: AbstractContextManager[object]) -> Contexts:
@@ -148,7 +152,7 @@ def _places_of_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]
             yield f"{prefix}.{key}", owner, key
 
 
-def _nodes_between(output: object, inputs: object) -> Iterator[Any]:
+def nodes_between(output: object, inputs: object) -> Iterator[Any]:
     """Every node of the graph of ``output`` that comes after those of ``inputs``."""
     done, ahead = set(_grad_fns(inputs)), _grad_fns(output)
     while ahead:

@@ -9,8 +9,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
+from torch.utils._pytree import tree_leaves
 
 from lightning_fasttrain.core.messages import explain, note_once, warn_on_any_rank
+from lightning_fasttrain.core.modules.first_derivatives import refuse_second_derivative
 from lightning_fasttrain.core.modules.parameters import device_of
 from lightning_fasttrain.core.modules.without_dropout import has_dropout
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, WrappedForward, first_line, undo_all
@@ -94,6 +96,7 @@ def runs_class_forward(block: nn.Module) -> bool:
     return own and "forward" not in vars(block)
 
 
+_FIRST_DERIVATIVES_ONLY = ("inductor", "aot_eager")
 _WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
 
@@ -237,12 +240,15 @@ class CompiledForward(WrappedForward):
         # A block inside a compiled one is traced with it.
         if self.failure is not None or torch.compiler.is_compiling():
             return self.inner(*args, **kwargs)
-        self.ran = True
+        first, self.ran = not self.ran, True
         try:
             if not (self.entry.is_judged or self.is_compared) and torch.is_grad_enabled():
                 self._judge(args, kwargs)
             if self._is_trusted():
-                return self.entry.run(self.target, *args, **kwargs)
+                output = self.entry.run(self.target, *args, **kwargs)
+                if first and self.entry.options["backend"] in _FIRST_DERIVATIVES_ONLY:
+                    _watch_for_second_derivatives(output)
+                return output
         except torch._dynamo.exc.TorchDynamoException as error:  # not a block's own errors
             if not self.fallback:
                 raise
@@ -272,6 +278,16 @@ class CompiledForward(WrappedForward):
             return True
         self.failure = verdict.failure
         return False
+
+
+def _watch_for_second_derivatives(output: object) -> None:
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            leaf.register_hook(_refuse_second_derivative)
+
+
+def _refuse_second_derivative(gradient: Tensor) -> None:
+    refuse_second_derivative("a block of CompileBlocks", 'Use CompileBlocks(backend="eager"), or leave it out')
 
 
 class CompiledLoss:

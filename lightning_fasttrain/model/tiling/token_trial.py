@@ -94,7 +94,7 @@ def _try_width(module: nn.Module, run: Callable[[Tensor], object], like: Tensor,
         return outputs
 
     try:
-        with _without_trace(module, training=True) as changed:
+        with _without_trace(module, training=True) as (changed, stored):
             whole, others = leaves(first.reshape(shape)), leaves(mixed.reshape(shape))
         with _without_trace(module, training=False):
             still, alone = leaves(first.reshape(shape)), leaves(tile)
@@ -102,6 +102,8 @@ def _try_width(module: nn.Module, run: Callable[[Tensor], object], like: Tensor,
         return None
     if any(written):
         return "it writes into its input in place"
+    if stored:
+        return f"its forward keeps a tensor as '{stored[0]}', which would be that of the last tile"
     if changed:
         return f"its forward changes the buffer '{changed[0]}', which every tile would do"
     if same_width and not (len(whole) == 1 and _is_as_wide(whole[0], width)):
@@ -134,14 +136,15 @@ def _compare(whole: Any, others: Any, still: Any, alone: Any, *, axes: int) -> s
 
 
 @contextmanager
-def _without_trace(module: nn.Module, *, training: bool) -> Iterator[list[str]]:
+def _without_trace(module: nn.Module, *, training: bool) -> Iterator[tuple[list[str], list[str]]]:
     """Set a mode, and let no parameter require a gradient; afterwards everything is as before.
 
     Yields:
-        The names of the buffers that have changed, once the block has ended.
+        The names of the buffers that have changed, and of attributes with another tensor, once the block has ended.
     """
     modes = {part: part.training for part in module.modules()}
     before, changed = dict(module.named_buffers()), []
+    attributes, stored = _tensor_attributes(module), []
     places = find_trainable(module)
     module.train(training)
     try:
@@ -151,10 +154,22 @@ def _without_trace(module: nn.Module, *, training: bool) -> Iterator[list[str]]:
             RecomputedForward(module).leaving_no_trace(),  # the module has copies of its buffers
             in_place_of(places, list(map(Tensor.detach, places))),
         ):
-            yield changed
+            yield changed, stored
+            now = _tensor_attributes(module)
+            stored += [name for name, tensor in now.items() if attributes.get(name) is not tensor]
             for name, buffer in module.named_buffers():
                 if not torch.allclose(buffer, before[name], rtol=0, atol=0, equal_nan=True):
                     changed.append(name)
     finally:
         for part, mode in modes.items():
             part.training = mode
+
+
+def _tensor_attributes(module: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors among the attributes of all modules inside, which are no parameters or buffers."""
+    found: dict[str, Tensor] = {}
+    for prefix, part in module.named_modules():
+        for key, value in vars(part).items():
+            if isinstance(value, Tensor):
+                found[f"{prefix}.{key}".lstrip(".")] = value
+    return found

@@ -91,6 +91,7 @@ class DeterministicStep(TorchFunctionMode):
         self.autocast = False  # whether the step itself switches autocast on
         self.statistics = False  # whether BatchNorm would use batch statistics
         self.rounds = False  # whether anything is computed below float32
+        self.in_float32 = False  # whether anything is, as the loss of a model in float64 may be
         self.redrawn = False  # random draws in a recomputed forward, which cannot be assigned to rows
         self._draws: list[Tensor] = []
         # Random state before a draw → what was given; a recomputed forward begins at the state of the first one.
@@ -133,7 +134,9 @@ class DeterministicStep(TorchFunctionMode):
         if self.precision == "float64":
             args, kwargs = _in_float64(func, args, kwargs)
         result = func(*args, **kwargs)
-        self.rounds |= isinstance(result, Tensor) and result.dtype in (torch.bfloat16, torch.float16)
+        dtype = result.dtype if isinstance(result, Tensor) else None
+        self.rounds |= dtype in (torch.bfloat16, torch.float16)
+        self.in_float32 |= dtype is torch.float32
         return result
 
     def _normalize(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:

@@ -132,6 +132,7 @@ class Trial:
         whole: the run on the unsplit sample; one without terms where the step did not run.
         splits: the runs of the micro-batches, for each way of splitting; empty where there was nothing to compare.
         rounding: whether low precision hides small differences.
+        in_float32: whether anything was computed in float32, as the loss of a model in float64 may be.
         precision: the precision in which it ran, as of a :class:`DeterministicStep`.
         statistics: names of the BatchNorm layers that used statistics of the batch.
         why_not: why there is nothing to compare; empty if there is.
@@ -143,6 +144,7 @@ class Trial:
     whole: Run = field(default_factory=lambda: Run(None, math.nan))
     splits: list[list[Run]] = field(default_factory=list)
     rounding: bool = True
+    in_float32: bool = True
     precision: str = "as it is"
     statistics: Sequence[str] = ()
     why_not: str = ""
@@ -175,7 +177,7 @@ class Trial:
         if self.precision == "float64":
             return FLOAT64
         if self.parameters and all(parameter.dtype is torch.float64 for parameter in self.parameters):
-            return _ALL_FLOAT64
+            return FLOAT64 if self.in_float32 else _ALL_FLOAT64
         if self.rounding:
             return LOW_PRECISION
         return _FLOAT32

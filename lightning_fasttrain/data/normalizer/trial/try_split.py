@@ -150,6 +150,7 @@ def _try(stage: Stage, sample: Sample, precision: str) -> Trial:
         for run in trial.runs:
             run.keep(shared)
     trial.rounding = mode.autocast or mode.rounds or _uses_tf32(trial.parameters)
+    trial.in_float32 = mode.in_float32
     trial.why_not = _why_not(mode, trial, stage)
     return trial
 
