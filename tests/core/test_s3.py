@@ -130,3 +130,31 @@ def test_a_run_resumes_as_if_uninterrupted(url):
     newest = newest_remote_checkpoint(f"{url}/run")
     assert newest == f"{url}/run/step=4.ckpt"
     assert all(map(torch.equal, fit(f"{url}/run", 6, newest), whole))
+
+
+@pytest.mark.filterwarnings('ignore:.fit.ckpt_path="last". is set')
+def test_lasts_of_lightning_are_not_found_in_a_bucket_and_ours_are(url):
+    fit(f"{url}/run", 4)
+    with pytest.raises(FileNotFoundError, match=r"on this machine only.*run\.newest_remote_checkpoint\(address\)"):
+        fit(f"{url}/run", 6, "last")
+    with pytest.raises(ValueError, match=r"looks into folders of this machine. Use .*run\.newest_remote_checkpoint"):
+        ft.newest_checkpoint(f"{url}/run")
+
+
+@pytest.mark.parametrize(
+    "name", ["with space", "ünï/模型", "a+b&c=d", "per%20cent", "ha#sh", "qu?est", "st*r", "[b]{c}"]
+)
+def test_any_name_of_a_run_is_written_found_and_resumed(url, name):
+    fit(f"{url}/{name}", 4)
+    newest = newest_remote_checkpoint(f"{url}/{name}")
+    assert newest == f"{url}/{name}/step=4.ckpt"
+    fit(f"{url}/{name}", 6, newest)
+    assert newest_remote_checkpoint(f"{url}/{name}") == f"{url}/{name}/step=6.ckpt"
+
+
+def test_removing_a_checkpoint_removes_nothing_that_its_name_matches(url):
+    for name in ("star", "st*r"):
+        fit(f"{url}/{name}", 4)
+    AtomicCheckpointIO().remove_checkpoint(f"{url}/st*r/step=2.ckpt")
+    assert [name for name in names(url) if "step=2" in name] == ["star/step=2.ckpt"]
+    assert newest_remote_checkpoint(f"{url}/st*r") == f"{url}/st*r/step=4.ckpt"

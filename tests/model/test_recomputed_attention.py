@@ -128,3 +128,11 @@ def test_a_checkpoint_of_the_users_own_is_treated_alike():
         loss, code = run_fw_bw_and_get_code(lambda: own(x).square().sum())
     assert "rng_state" not in "\n".join(code)
     assert loss.item() == pytest.approx(net(x).square().sum().item(), rel=1e-6)
+
+
+def test_a_pass_of_the_users_own_stays_in_force():
+    graphs = []
+    with torch._inductor.config.patch(joint_custom_pre_pass=graphs.append):
+        *_, code = recomputed(ft.CompileBlocks(check=False))
+    assert len(graphs) == 1
+    assert "rng_state" in code

@@ -1,6 +1,7 @@
 """Find the checkpoint to resume from, and clean up after saves that were killed."""
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from lightning_fasttrain.core.checks import check_arguments
@@ -14,7 +15,7 @@ from lightning_fasttrain.core.files.checkpoint_folder import (
     verify_checkpoint,
 )
 from lightning_fasttrain.core.files.run_mark import Facts, facts_of
-from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint, local_path
+from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint, is_object_storage, local_path
 from lightning_fasttrain.core.messages import explain, say, warn
 
 
@@ -79,6 +80,8 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
 
     Raises:
         CorruptCheckpoint: there are checkpoints, but all of them are damaged.
+        ValueError: ``folder`` is an address, as of a bucket: for these there is
+            :func:`~lightning_fasttrain.run.newest_remote_checkpoint`.
 
     Example:
         >>> folder = getfixture("tmp_path")
@@ -92,6 +95,9 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
         ...     newest_checkpoint(folder).name
         'one.ckpt'
     """
+    if is_object_storage(folder):
+        why = "it is an address, and this looks into folders of this machine"
+        raise ValueError(explain(f"{folder}", why, "Use lightning_fasttrain.run.newest_remote_checkpoint"))
     folder = local_path(folder)
     sweep(folder)
     candidates = _candidates(folder)
@@ -104,6 +110,17 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
         raise CorruptCheckpoint(explain(f"{folder} holds {len(candidates)} checkpoints", why, way_out))
     say("no checkpoint in %s: the run starts from the beginning", folder)
     return None
+
+
+def explain_missing_last(folders: Iterable[object]) -> str:
+    """Return the message where ``ckpt_path="last"`` finds nothing in the folders, or addresses, of the run."""
+    why = "there is no last checkpoint, so the run would start from the beginning"
+    way_out = "Check the folder of ModelCheckpoint(save_last=True); or, to start where there is none, use ckpt_path="
+    finds = "newest_checkpoint(folder)"
+    if any(map(is_object_storage, folders)):
+        why = "Lightning looks for it on this machine only, so the run would start from the beginning"
+        way_out, finds = "Use ckpt_path=", "run.newest_remote_checkpoint(address)"
+    return explain("ckpt_path='last'", why, f"{way_out}lightning_fasttrain.{finds}")
 
 
 def _is_whole(path: Path) -> bool:

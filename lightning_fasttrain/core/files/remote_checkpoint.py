@@ -4,6 +4,7 @@ A folder is stored as ``URL/data-…/file`` and ``URL/MANIFEST.json``. Every sav
 older checkpoint of the same name stays complete until the new manifest replaces the old one.
 """
 
+import glob
 import json
 import re
 import secrets
@@ -99,7 +100,7 @@ def remote_folder(
                     # Left by a save that was interrupted: they would be taken for those of this one.
                     for name in _list(fs, path):
                         if name.startswith(_SUMS):
-                            fs.rm(f"{path}/{name}")
+                            fs.rm_file(f"{path}/{name}")
         try:
             with _all_or_none(url, agree):
                 yield folder
@@ -279,10 +280,18 @@ def _list(fs: AbstractFileSystem, path: str) -> list[str]:
     return [name.rstrip("/").rpartition("/")[2] for name in fs.ls(path, detail=False)]
 
 
+def remove_remote(url: str) -> None:
+    """Remove a checkpoint at an address, and nothing that its name would match as a pattern."""
+    _remove(*_open(url))
+
+
 def _remove(fs: AbstractFileSystem, path: str) -> None:
     """Remove what is no longer needed; what stays costs space alone."""
     try:
-        if fs.exists(path):
+        if glob.has_magic(path):  # which ``rm`` would take for a pattern, and remove what else it matches
+            for file in fs.find(path):
+                fs.rm_file(file)
+        elif fs.exists(path):
             fs.rm(path, recursive=True)
     except Exception as error:
         warn(f"{path} could not be removed ({type(error).__name__}: {first_line(error)})")

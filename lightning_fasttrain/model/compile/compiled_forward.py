@@ -200,7 +200,8 @@ def _add_settings(block: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
     # torch.compile takes either a mode or options.
     options = dict(options)
     settings = torch._inductor.list_mode_options(options.pop("mode", "default"))
-    settings["joint_custom_pre_pass"] = RecomputeWithoutRandomState()
+    if torch._inductor.config.joint_custom_pre_pass is None:  # one of the user's own stays in force
+        settings["joint_custom_pre_pass"] = RecomputeWithoutRandomState()
     faults = [fault for fault in list_faults(block) if fault.options]
     for fault in faults:
         settings |= fault.options

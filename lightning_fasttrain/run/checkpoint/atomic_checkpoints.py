@@ -22,7 +22,7 @@ from lightning_fasttrain.core.files.atomic_write import free_disk_bytes, write_a
 from lightning_fasttrain.core.files.background_save import BackgroundSave
 from lightning_fasttrain.core.files.guarded_loading import guard_loading
 from lightning_fasttrain.core.files.newest_checkpoint import whole_or_older
-from lightning_fasttrain.core.files.remote_checkpoint import fetched, upload_file
+from lightning_fasttrain.core.files.remote_checkpoint import fetched, remove_remote, upload_file
 from lightning_fasttrain.core.files.run_mark import KEY, RunMark, step_in
 from lightning_fasttrain.core.files.safe_load import is_object_storage, local_path, read_archive, refuse_unreadable
 from lightning_fasttrain.core.host.lightning import replicates
@@ -93,6 +93,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             why = f"{error}; {free}, and an older file of this name is unchanged"
             way_out = "Free some space, or choose another folder"
             raise OSError(explain(f"checkpoint {os.fspath(path)} could not be written", why, way_out)) from error
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Remove ``path``."""
+        if is_object_storage(path):
+            remove_remote(str(path))
+        else:
+            super().remove_checkpoint(path)
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None

@@ -11,6 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_fasttrain.core.distributed import is_sharded
 from lightning_fasttrain.core.files.guarded_loading import guard_loading
+from lightning_fasttrain.core.files.newest_checkpoint import explain_missing_last
 from lightning_fasttrain.core.host.lightning import (
     DataFetcher,
     accumulation_continues,
@@ -128,9 +129,7 @@ class ExactResume(Technique):
         """Refuse ``ckpt_path="last"`` without a last checkpoint; Lightning then trains from the beginning."""
         if trainer.ckpt_path is not None or asked_checkpoint(trainer) != "last":
             return
-        why = "there is no last checkpoint, so the run would start from the beginning"
-        way_out = "Check the folder of ModelCheckpoint(save_last=True); or, to start where there is none, use "
-        message = explain("ckpt_path='last'", why, f"{way_out}ckpt_path=lightning_fasttrain.newest_checkpoint(folder)")
+        message = explain_missing_last([getattr(keeper, "dirpath", None) for keeper in trainer.checkpoint_callbacks])
         if self.strict:
             raise FileNotFoundError(message)
         warn(message)
