@@ -22,6 +22,8 @@ from lightning_fasttrain.technique import Capability, Conflict, Exactness, Setti
 from lightning_fasttrain.technique.facts import Facts
 from lightning_fasttrain.technique.predicted_step import PredictedStep
 
+_LATE_HOOKS = ("on_after_backward", "on_before_optimizer_step")
+
 
 @check_arguments
 def optimize_in_backward_(
@@ -240,6 +242,7 @@ class OptimizerInBackward(Technique):
         if trainer.state.fn != "fit":
             return None
         _refuse_settings(trainer, pl_module)
+        _warn_of_late_hooks(trainer, pl_module)
         self._in_backward = ExitStack()
         self._in_backward.callback(_clip_what_is_left_(trainer.precision_plugin))
         return self._in_backward.close
@@ -263,6 +266,19 @@ def _clip_what_is_left_(precision: Precision) -> Undo:
             original(optimizer, clip_val)
 
     return patch(precision, "clip_grad_by_value", clip_grad_by_value)
+
+
+def _warn_of_late_hooks(trainer: L.Trainer, module: L.LightningModule) -> None:
+    """Warn where the user's code may change gradients after they are used, which has no effect."""
+    for owner in (module, *trainer.callbacks):
+        kind = type(owner)
+        is_users = kind.__module__.partition(".")[0] not in ("lightning", "pytorch_lightning", "lightning_fasttrain")
+        base = L.LightningModule if owner is module else L.Callback
+        late = [name for name in _LATE_HOOKS if getattr(kind, name) is not getattr(base, name)]
+        if is_users and late:
+            why = "gradients have been used and freed before it is called, so what it does to them has no effect"
+            way_out = "Use hooks of the parameters, torch.Tensor.register_hook, or remove OptimizerInBackward"
+            warn(explain(f"OptimizerInBackward with {late[0]} of {kind.__name__}", why, way_out))
 
 
 def _refuse_settings(trainer: L.Trainer, module: L.LightningModule) -> None:

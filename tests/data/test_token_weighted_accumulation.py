@@ -174,3 +174,10 @@ def test_a_second_accumulation_is_refused():
     scheduler = L.pytorch.callbacks.GradientAccumulationScheduler({0: 2})
     with pytest.raises(ValueError, match="TokenWeightedAccumulation with GradientAccumulationScheduler"):
         fit(TinyLM(), lm_batches(1), [ft.TokenWeightedAccumulation(2), scheduler])
+
+
+@pytest.mark.parametrize("kind", [ft.TokenWeightedAccumulation, ft.data.GlobalBatch], ids=lambda kind: kind.__name__)
+def test_lbfgs_which_computes_gradients_again_is_refused(kind):
+    net = TinyLM(optimizer=lambda parameters, **_: torch.optim.LBFGS(parameters))
+    with pytest.raises(TypeError, match=f"{kind.__name__} with LBFGS: it computes the gradient several times"):
+        fit(net, lm_batches(4), [kind(4)])

@@ -427,6 +427,7 @@ def test_the_trainer_trains_identically(net, settings):
     assert runs[0].losses == runs[1].losses
 
 
+@pytest.mark.filterwarnings("ignore:.*gradients have been used and freed")
 def test_the_trainer_sees_no_gradients_and_all_is_undone():
     seen, module = Gradients(), TinyLM()
     t = trainer([OptimizerInBackward(), seen])
@@ -554,3 +555,27 @@ def test_accumulation_by_a_callback_is_refused_at_the_second_batch():
 def test_a_clip_norm_of_zero_is_refused():
     with pytest.raises(ValueError, match="clip_norm=-1"):
         OptimizerInBackward(clip_norm=-1)
+
+
+class HalvesGradients(TinyLM):
+    def on_before_optimizer_step(self, optimizer):
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+
+class Watches(L.Callback):
+    def on_after_backward(self, trainer, pl_module):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("net", "callbacks", "named"),
+    [
+        (HalvesGradients, [], "on_before_optimizer_step of HalvesGradients"),
+        (TinyLM, [Watches()], "on_after_backward of Watches"),
+    ],
+)
+def test_code_that_comes_too_late_for_the_gradients_is_warned_of(net, callbacks, named):
+    with pytest.warns(ft.FastTrainWarning, match=f"{named}: gradients have been used and freed"):
+        fit(net(), lm_batches(2), [OptimizerInBackward(), *callbacks])

@@ -8,10 +8,14 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from lightning_fasttrain.core.checks import one_of, positive_int
-from lightning_fasttrain.core.host.lightning import decide_when_accumulation_continues, is_last_batch_taken
+from lightning_fasttrain.core.host.lightning import (
+    decide_when_accumulation_continues,
+    is_last_batch_taken,
+    plain_optimizer,
+)
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.data.closure.micro_batch_closure import BatchClosures
@@ -271,6 +275,10 @@ class TokenWeightedAccumulation(Technique):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: called after Lightning's own ``zero_grad`` at the start of a run."""
+        if any(isinstance(plain_optimizer(optimizer), LBFGS) for optimizer in trainer.optimizers):
+            why = "it computes the gradient several times per step, each time of the last batch alone"
+            way_out = "Use MicroBatching(n) on larger batches, or another optimizer"
+            raise TypeError(explain(f"{type(self).__name__} with LBFGS", why, way_out))
         state, self._restored = self._restored, None
         if state is not None:
             self.reference, self._batches, self._factor = state["reference"], state["batches"], state["factor"]
