@@ -11,11 +11,8 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_fasttrain.core.checks import one_of, positive_int
-from lightning_fasttrain.core.host.lightning import (
-    decide_when_accumulation_continues,
-    is_last_batch_taken,
-    plain_optimizer,
-)
+from lightning_fasttrain.core.host.lightning import decide_when_accumulation_continues, is_last_batch_taken
+from lightning_fasttrain.core.host.zero_steps import unwrap_optimizer
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.data.closure.micro_batch_closure import BatchClosures
@@ -275,7 +272,7 @@ class TokenWeightedAccumulation(Technique):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: called after Lightning's own ``zero_grad`` at the start of a run."""
-        if any(isinstance(plain_optimizer(optimizer), LBFGS) for optimizer in trainer.optimizers):
+        if any(isinstance(unwrap_optimizer(optimizer), LBFGS) for optimizer in trainer.optimizers):
             why = "it computes the gradient several times per step, each time of the last batch alone"
             way_out = "Use MicroBatching(n) on larger batches, or another optimizer"
             raise TypeError(explain(f"{type(self).__name__} with LBFGS", why, way_out))
