@@ -373,6 +373,7 @@ def test_a_schedule_not_returned_to_lightning_is_refused():
         fit(Keeps("linear"), BATCHES)
 
 
+@pytest.mark.filterwarnings("ignore:.*gradients have been used and freed")  # it reads the rate alone
 def test_learning_rates_in_backward_are_those_of_the_plain_step():
     plain, early = Scheduled("cosine", warmup=2), Scheduled("cosine", warmup=2)
     fit(plain, BATCHES)
