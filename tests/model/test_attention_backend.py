@@ -123,6 +123,10 @@ def test_a_forced_back_end_that_cannot_run_is_refused_with_the_reason(name, drop
     with ft.apply(net, [AttentionBackend(name)]), pytest.raises(ValueError, match=message):
         net(torch.randn(2, 5, 8))
     assert allowed() == before
+    holder = nn.ModuleDict({"net": net})  # as a LightningModule's training_step, in a loop that calls no forward
+    with ft.apply(holder, [AttentionBackend(name)]), pytest.raises(ValueError, match=message):
+        holder["net"](torch.randn(2, 5, 8))
+    assert "forward" not in vars(net)
 
 
 def test_tables_that_do_not_fit_are_not_tried():

@@ -65,7 +65,10 @@ def _install(model: nn.Module, backend: str | None) -> "tuple[_Switch, Undo]":
     if existing is not None:
         return existing.switch, lambda: None
     switch = _Switch(backend)
-    return switch, undo_all([switch.close, _RecordingForward(model, switch).install()])
+    # Nothing is measured of a forced one, so calls of parts alone, as by a ``training_step``, can be explained as well.
+    parts = [model] if backend is None else [model, *model.children()]
+    callable_parts = [part for part in parts if not isinstance(part, nn.ModuleList | nn.ModuleDict)]
+    return switch, undo_all([switch.close, *(_RecordingForward(part, switch).install() for part in callable_parts)])
 
 
 class _Switch:
