@@ -77,12 +77,14 @@ class RecomputedForward(WrappedForward):
         if device_type == "cpu":
             devices, device_type = [], "cuda"
         attributes = {part: dict(vars(part)) for part in self.module.modules()}
-        with torch.random.fork_rng(devices, device_type=device_type), again:
-            yield
-        for part, before in attributes.items():
-            vars(part).clear()
-            vars(part).update(before)
-        self.seen = False
+        try:
+            with torch.random.fork_rng(devices, device_type=device_type), again:
+                yield
+        finally:
+            for part, before in attributes.items():
+                vars(part).clear()
+                vars(part).update(before)
+            self.seen = False
 
     def contexts(self, keeping: AbstractContextManager[object], reusing: AbstractContextManager[object]) -> Contexts:
         """Return the contexts of forward and recomputation, each with a further context entered inside."""
