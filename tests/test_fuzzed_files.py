@@ -1,7 +1,8 @@
 """Seeded mutations of every file that the package reads: each ends in a load, or in an error that names the file.
 
 Nothing of the file runs, no file outside of the folder is opened for writing, and memory and time are bounded. The
-default suite reads 500 inputs; ``pytest -m benchmark tests/test_fuzzed_files.py`` reads 10,000 others.
+default suite reads 500 inputs; ``pytest -m benchmark tests/test_fuzzed_files.py`` reads 10,000 others, and with
+``FUZZ_OUT=FILE.json`` writes down how they ended.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ import signal
 import sys
 import time
 import warnings
+from datetime import date
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,8 +26,10 @@ from torch import nn
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.bench.ladder.results import Climbed
+from lightning_fasttrain.core.files.atomic_write import write_atomic
 from lightning_fasttrain.core.files.checkpoint_folder import MANIFEST, _sum, checkpoint_folder, verify_checkpoint
 from lightning_fasttrain.core.files.run_mark import facts_of
+from lightning_fasttrain.core.machine import versions
 from lightning_fasttrain.strategy.fsdp2._shard_index import INDEX
 from lightning_fasttrain.strategy.fsdp2._sharded_optimizer import named_state
 from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import REST
@@ -317,4 +321,14 @@ def test_ten_thousand_mutated_files(name, good, tmp_path, watch, capsys):
         wrong, refused = fuzz(name, good, tmp_path, watch, range(1000, 1000 + count))
     with capsys.disabled():
         print(f"\n{name}: {count} inputs, {refused} refused, {len(wrong)} wrong")
+    if "FUZZ_OUT" in os.environ:
+        write_down(Path(os.environ["FUZZ_OUT"]), {"reader": name, "inputs": count, "refused": refused, "wrong": wrong})
     assert wrong == {}
+
+
+def write_down(out, row):
+    rows = json.loads(out.read_text())["rows"] if out.exists() else []
+    command = "FUZZ_OUT=FILE pytest -m benchmark tests/test_fuzzed_files.py"
+    about = {"command": command, "date": date.today().isoformat(), "versions": versions()}
+    rows = [other for other in rows if other["reader"] != row["reader"]]
+    write_atomic(out, json.dumps({**about, "rows": [*rows, row]}, indent=1) + "\n")

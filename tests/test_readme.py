@@ -179,6 +179,14 @@ def test_the_pauses_of_the_garbage_collector_are_what_was_measured():
     assert shares in " ".join(RESULTS.split())
 
 
+def test_what_became_of_damaged_files_is_what_was_counted():
+    rows = json.loads((ROOT / "examples" / "results" / "fuzzed_files_cpu.json").read_text())["rows"]
+    inputs, refused = (sum(row[key] for row in rows) for key in ("inputs", "refused"))
+    wrong, text = sum(len(row["wrong"]) for row in rows), " ".join(RESULTS.split())
+    assert f"read {inputs:,} mutated files with {len(rows)} readers" in text
+    assert f"{refused:,} were refused by name, the others loaded; {wrong} ended otherwise" in text
+
+
 def test_plans_are_as_good_as_what_a_search_found(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     as_row = importlib.import_module("plan_against_search").as_row
