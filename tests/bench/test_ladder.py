@@ -238,6 +238,19 @@ def test_the_command_with_each_rung_alone(tmp_path, capsys, monkeypatch):
     assert result.strong is None
 
 
+@pytest.mark.slow
+def test_naive_may_be_compared_with_every_other_state(tmp_path, monkeypatch):
+    """Its process, which ends with its last turn, has more of them than any ladder takes."""
+    monkeypatch.setattr(climb_module, "judge_row", lambda row, below, naive: (False, "not carried."))
+    monkeypatch.setattr(climb_module, "fastest_with_half_the_memory", lambda rows, noise: rows[min(1, len(rows) - 1)])
+    monkeypatch.setattr(climb_module, "leanest_in_time", lambda rows, noise: rows[-1])
+    ladder = prepare(MICRO, out=tmp_path, names=["micro-batches", "checkpointing"], turns=3, steps=1)
+    result = climb(ladder, lambda row: None, lambda title, message: None)
+    assert [row.error for row in result.rungs] == [None] * 3
+    assert [row.compared for row in result.rungs[1:]] == ["naive", "naive"]
+    assert all(top.again for top in result.tops.values())
+
+
 def end_of(work, **settings):
     """How a worker that never pauses ends."""
     worker = Worker({"device": "cpu"}, settings.pop("on_progress", lambda message: None), work=work, **settings)

@@ -15,7 +15,7 @@ import numpy as np
 from lightning_fasttrain.bench.ladder.preflight import BARE, PADDED, STRONG, Ladder
 from lightning_fasttrain.bench.ladder.results import Climbed, Row, State, Top
 from lightning_fasttrain.bench.ladder.rungs import NAIVE, Rung, padded_rungs, strong_baseline, warmup_of
-from lightning_fasttrain.bench.ladder.turns import Running, TimeLeft, Turns
+from lightning_fasttrain.bench.ladder.turns import FEWEST_TURNS, Running, TimeLeft, Turns
 from lightning_fasttrain.bench.ladder.verdict import (
     MEMORY_WORTH,
     TIME_WORTH,
@@ -151,6 +151,9 @@ class _Climb:
 
     def __init__(self, ladder: Ladder, tokens_file: str, on_progress: OnProgress, result: Climbed) -> None:
         self.ladder, self.result = ladder, result
+        rows = number_of_rows(ladder) + 2  # the best two rungs, again
+        if ladder.each:
+            rows += len(ladder.rungs)
         spec = {
             "model": asdict(ladder.size.model),
             "batch": ladder.size.batch,
@@ -160,12 +163,9 @@ class _Climb:
             "device": ladder.device,
             "timed": ladder.size.steps,
             "memory": 1,
-            # Enough for a state that all further rungs are compared with.
-            "turns": ladder.turns * (number_of_rows(ladder) + 2),
+            # Enough for naive, if every other state is compared with it; a process ends with its last turn.
+            "turns": max(ladder.turns, FEWEST_TURNS) * rows + 1,
         }
-        rows = number_of_rows(ladder) + 2  # the best two rungs, again
-        if ladder.each:
-            rows += len(ladder.rungs)
         time_left = TimeLeft(rows, 60 * ladder.size.minutes)
         self.turns = Turns(spec, ladder.turns, time_left, on_progress)
 
