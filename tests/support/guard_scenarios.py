@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -406,7 +407,8 @@ def conduct(name, folder):
             time.sleep(0.02)
         ended_s = time.time()
         result["seconds"] = ended_s - max([told_s, *(path.stat().st_mtime for path in folder.glob("ready?"))])
-        others = {int(path.read_text()) for path in folder.glob("pid?")} - set(pids)
+        written = [path.read_text() for path in folder.glob("pid?")]
+        others = set(map(int, filter(None, written))) - set(pids)  # one that was killed may have written nothing
         until = time.monotonic() + 10
         while (left := [pid for pid in others if is_alive(pid)]) and time.monotonic() < until:
             time.sleep(0.05)
@@ -428,8 +430,10 @@ def serve(folder, names):
     for i, name in enumerate(names):
         pid = os.fork()
         if pid == 0:
-            with suppress(Exception):
+            try:
                 conduct(name, folder / str(i))
+            except Exception:
+                (folder / f"error of {name}").write_text(traceback.format_exc())
             os._exit(0)
         conductors.append(pid)
     for pid in conductors:
@@ -439,6 +443,8 @@ def serve(folder, names):
 def run_scenarios(factory):
     """For the tests: name → what the conductor saw, in one launch for the tests of Preemption and of HangWatch."""
     folder = launch_once(factory, "guard", _launch)
+    errors = [path.read_text() for path in folder.glob("error of *")]
+    assert not errors, "\n".join(errors)
     return {name: json.loads((folder / str(i) / "result.json").read_text()) for i, name in enumerate(SCENARIOS)}
 
 
