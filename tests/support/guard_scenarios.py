@@ -324,8 +324,6 @@ def fork(run, folder, **env):
     except SystemExit as error:
         code, by_itself = error.code, True
     except BaseException:
-        import traceback
-
         traceback.print_exc()
     if by_itself:
         end_as_a_script(code)

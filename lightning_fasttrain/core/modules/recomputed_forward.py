@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.select import modules_of
 from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward
+from lightning_fasttrain.core.state.restore import remember_attributes
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -76,14 +77,12 @@ class RecomputedForward(WrappedForward):
         # The host's generator is always among them.
         if device_type == "cpu":
             devices, device_type = [], "cuda"
-        attributes = {part: dict(vars(part)) for part in self.module.modules()}
+        restore_attributes = remember_attributes(self.module.modules())
         try:
             with torch.random.fork_rng(devices, device_type=device_type), again:
                 yield
         finally:
-            for part, before in attributes.items():
-                vars(part).clear()
-                vars(part).update(before)
+            restore_attributes()
             self.seen = False
 
     def contexts(self, keeping: AbstractContextManager[object], reusing: AbstractContextManager[object]) -> Contexts:

@@ -38,7 +38,7 @@ def remember(models: Iterable[nn.Module]) -> Callable[[], None]:
     buffers = [(held, name, held[name], _copy_of(held[name])) for held, name in places]
     metrics = [module for module in modules if isinstance(module, Metric)]
     states = [(metric, read_metric(metric)) for metric in metrics]
-    attributes = [(module, dict(_attributes(module))) for module in modules if not isinstance(module, Metric)]
+    restore_attributes = remember_attributes(module for module in modules if not isinstance(module, Metric))
 
     def restore_all() -> None:
         set_random_state(generators)
@@ -51,6 +51,16 @@ def remember(models: Iterable[nn.Module]) -> Callable[[], None]:
         for metric, state in states:
             copies = {name: _copy_of(value) for name, value in state.values.items()}  # it may be restored again
             write_metric_(metric, MetricState(copies, state.updates))
+        restore_attributes()
+
+    return restore_all
+
+
+def remember_attributes(modules: Iterable[nn.Module]) -> Callable[[], None]:
+    """Remember the attributes of these modules, as :func:`remember` does; returns how to put them back."""
+    attributes = [(module, dict(_attributes(module))) for module in modules]
+
+    def restore_all() -> None:
         for module, before in attributes:
             _restore_attributes(module, before)
 
