@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.recomputed_forward import RecomputedForward, nodes_between
-from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward
+from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, replaced_forward
 
 # Nodes of the autograd graph whose output has the gradient of their first input, up to its shape.
 _SUMS = ("AddBackward0", "SubBackward0", "AddcmulBackward0")
@@ -162,7 +162,7 @@ def _emptied(output: Any) -> Any:
 
 def _plain_forward(module: nn.Module) -> Any:
     """Return the forward under all wrappers."""
-    holder: Any = vars(module).get("forward")
+    holder = replaced_forward(module)
     while isinstance(holder, WrappedForward) and holder.previous is not None:
         holder = holder.previous
     return holder.inner if isinstance(holder, WrappedForward) else module.forward

@@ -13,6 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import lightning_fasttrain as ft
 from lightning_fasttrain.architecture.token_arguments import take_tokens
 from lightning_fasttrain.bench.gpt import GPT, GPTConfig
+from lightning_fasttrain.core.modules.wrapped_forward import replaced_forward
 from tests.support.nets import (
     DIM,
     Block,
@@ -185,7 +186,7 @@ def test_losses_that_are_never_taken_are_not_collected():
     ft.architecture.mixture_of_depths_(net, 0.5)
     for _ in range(5):
         loss_of(net).backward()
-    assert len(net.blocks[1].forward.pending.losses) == 1
+    assert len(replaced_forward(net.blocks[1]).pending.losses) == 1
     assert float(ft.architecture.auxiliary_loss(net)) == 0
 
 
@@ -199,7 +200,7 @@ def test_predictors_learn_what_the_router_chooses():
         output, _ = block(x)  # the losses live as long as its graph
         (0.0 * output.sum() + ft.architecture.auxiliary_loss(net)).backward()
         optimizer.step()
-    index = block.forward._choose(block.token_router(x)[..., 0])
+    index = replaced_forward(block)._choose(block.token_router(x)[..., 0])
     chosen = torch.zeros(x.shape[:2], dtype=torch.bool).scatter(1, index, True)
     predicted = block.token_predictor(x)[..., 0] > 0
     assert (predicted == chosen).float().mean() > 0.75  # one token is chosen in one row and not in another
@@ -235,7 +236,7 @@ def test_routers_are_saved_and_loaded():
     second.load_state_dict(first.state_dict())
     assert torch.equal(first.eval()(IDS), second.eval()(IDS))
     assert ft.architecture.mixture_of_depths_(first, 0.9) == ["blocks.1", "blocks.3"]
-    assert first.blocks[1].forward.capacity == 0.5
+    assert replaced_forward(first.blocks[1]).capacity == 0.5
 
 
 @pytest.mark.parametrize("outside", [True, False])

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lightning_fasttrain as ft
+from lightning_fasttrain.core.modules.wrapped_forward import replaced_forward
 from lightning_fasttrain.loss import FusedLossHead, fuse_loss_head_
 from lightning_fasttrain.loss.deferred_logits import DeferredLogits
 from lightning_fasttrain.loss.fused_loss_head import FusedHead
@@ -142,7 +143,7 @@ def step(net, ids):
 
 
 def fused_in(net):
-    wrapped = {name: module.__dict__.get("forward") for name, module in net.named_modules()}
+    wrapped = {name: replaced_forward(module) for name, module in net.named_modules()}
     return [name for name, wrapper in wrapped.items() if isinstance(wrapper, FusedHead)]
 
 
@@ -164,7 +165,7 @@ def test_in_a_bare_loop_the_head_is_found_with_equal_gradients(kind, apply):
         expected, seen = step(plain, ids), step(net, ids)
         assert largest_difference(expected, seen) <= 1e-6
     assert fused_in(net) == HEADS[kind]
-    assert all(net.get_submodule(name).forward.used for name in HEADS[kind])
+    assert all(replaced_forward(net.get_submodule(name)).used for name in HEADS[kind])
 
 
 def test_the_first_step_is_the_plain_one_and_the_second_has_no_logits():

@@ -14,7 +14,7 @@ from torch import nn
 
 import lightning_fasttrain as ft
 from lightning_fasttrain import compile_blocks_
-from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward
+from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, replaced_forward
 from lightning_fasttrain.model import CompileWatch
 from lightning_fasttrain.model.compile import compile_report, compiled_forward
 from tests.support.nets import TinyLM, as_loader, fit, largest_difference, lm_batches, trainer, weights
@@ -70,13 +70,87 @@ def test_blocks_of_different_shapes_do_not_share_the_recompile_limit():
     assert watch.report().recompiles == 0
 
 
-def test_blocks_with_replaced_layers_do_not_share_the_recompile_limit():
+class Scaled(WrappedForward):
+    def __init__(self, module, factor):
+        super().__init__(module)
+        self.factor = factor
+
+    def __call__(self, x):
+        return self.inner(x) * self.factor
+
+
+@pytest.mark.parametrize(
+    ("factors", "graphs"), [([2] * 10, 1), ([2, 2, 2, 2, 2, 3, 3, 3, 3, 3], 2), (list(map(str, range(10))), 10)]
+)
+def test_blocks_with_replaced_layers_share_code_unless_these_differ(factors, graphs):
     net, backend = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(10)]), Counting()
-    for block in net:
-        WrappedForward(block[0]).install()
-    compile_blocks_(net, backend=backend)
-    net(torch.randn(2, 4, requires_grad=True))
-    assert backend.graphs == 10  # the compiler distinguishes such layers by identity, and its limit is eight
+    for block, factor in zip(net, factors, strict=True):
+        Scaled(block[0], float(factor) if isinstance(factor, str) else factor).install()
+    x = torch.randn(2, 4, requires_grad=True)
+    expected = net(x)
+    compile_blocks_(net, backend=backend, dynamic=False)
+    torch.testing.assert_close(net(x), expected)
+    assert backend.graphs == graphs
+
+
+class Rated(nn.Module):
+    """A block with stochastic depth, whose rate grows from layer to layer, as in vision transformers."""
+
+    def __init__(self, rate):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.rate = rate
+
+    def forward(self, x):
+        y = self.linear(x).tanh()
+        if self.training and self.rate > 0:
+            y = y * torch.empty(x.size(0), 1).bernoulli_(1 - self.rate) / (1 - self.rate)
+        return x + y
+
+
+@pytest.mark.parametrize("evaluated_first", [False, True])
+def test_blocks_that_differ_in_a_value_are_all_compiled(evaluated_first, recwarn):
+    net, backend = nn.Sequential(*[Rated(layer / 20) for layer in range(12)]), Counting()
+    x = torch.randn(2, 4, requires_grad=True)
+    plain = copy.deepcopy(net)
+    technique = ft.CompileBlocks(backend=backend, check=False)
+    technique.apply(net)
+    if evaluated_first:
+        with torch.no_grad():
+            torch.testing.assert_close(net.eval()(x.detach()), plain.eval()(x.detach()))
+        assert backend.graphs == 1
+    before = backend.graphs
+    for module in (net, plain):
+        module.train()
+        torch.manual_seed(0)
+        module.result = module(x)
+    torch.testing.assert_close(net.result, plain.result)
+    assert backend.graphs == before + 12
+    net(x)
+    assert backend.graphs == before + 12
+    technique.on_fit_end(trainer(), net)
+    assert technique.report.others == 9
+    assert technique.report.recompiles == 0
+    assert "9 blocks compiled separately, since they differ in a value" in str(technique.report)
+    assert not [w for w in recwarn if "recompilations" in str(w.message)]
+
+
+def test_the_cache_of_a_language_model_is_off_while_its_blocks_are_compiled():
+    hf = pytest.importorskip("transformers")
+    config = hf.GPT2Config(
+        n_embd=8, n_layer=3, n_head=2, vocab_size=9, n_positions=8, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0
+    )
+    net, backend = hf.GPT2LMHeadModel(config), Counting()
+    tokens = torch.randint(9, (2, 4))
+    expected = net(tokens, labels=tokens).loss
+    compiled = compile_blocks_(net, backend=backend, check=False)
+    assert config.use_cache is False
+    torch.testing.assert_close(net(tokens, labels=tokens).loss, expected)
+    assert backend.graphs == 1
+    for one in compiled.values():
+        one.undo()
+    assert config.use_cache is True
+    assert not any("forward" in vars(module) for module in net.modules())
 
 
 def test_keys_classes_and_weights_are_kept_and_load_into_a_plain_model():
@@ -92,7 +166,7 @@ def test_keys_classes_and_weights_are_kept_and_load_into_a_plain_model():
 def test_applying_twice_has_no_further_effect_and_can_be_undone():
     net = TinyLM()
     with ft.apply(net, [ft.CompileBlocks(backend="eager")]), ft.apply(net, [ft.CompileBlocks(backend="eager")]):
-        assert all(block.forward.previous is None for block in net.blocks)
+        assert all(replaced_forward(block).previous is None for block in net.blocks)
     assert all("forward" not in vars(block) for block in net.blocks)
 
 

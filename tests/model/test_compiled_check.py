@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 import lightning_fasttrain as ft
 from lightning_fasttrain import compile_blocks_
-from lightning_fasttrain.model.compile import compiled_forward
+from lightning_fasttrain.model.compile import compiled_code
 from lightning_fasttrain.model.compile.compiled_check import Verdict, key_of
-from lightning_fasttrain.model.compile.compiled_forward import FAULTS, list_faults
+from lightning_fasttrain.model.compile.compiled_code import FAULTS, list_faults
 from tests.support.nets import as_loader, heard, trainer
 
 
@@ -267,7 +267,7 @@ def test_verdicts_are_cached_with_the_compiled_code(tmp_path, monkeypatch):
     first = fit_with_cache(path)
     assert "1 kind of block compared with eager code" in str(first.report)
     calls = []
-    monkeypatch.setattr(compiled_forward, "check_compiled", lambda *args: calls.append(args))
+    monkeypatch.setattr(compiled_code, "check_compiled", lambda *args: calls.append(args))
     torch._dynamo.reset()
     again = fit_with_cache(path)
     assert not calls
@@ -279,7 +279,7 @@ def test_a_cached_failure_needs_no_second_comparison(monkeypatch):
     compiled = compile_blocks_(net, blocks=Block, backend="eager")
     entry = compiled["blocks.0"].entry
     entry.known = {key_of(net.blocks[0], entry.options): asdict(Verdict(failure="it was wrong before"))}
-    monkeypatch.setattr(compiled_forward, "check_compiled", None)
+    monkeypatch.setattr(compiled_code, "check_compiled", None)
     with pytest.warns(ft.FastTrainWarning, match="it was wrong before"):
         net(X)
     assert all(block.failure == "it was wrong before" for block in compiled.values())
@@ -309,7 +309,7 @@ def test_known_faults_depend_on_version_device_and_block():
 def test_a_fault_that_cannot_be_detected_is_avoided(monkeypatch):
     """A fault on CUDA; its options are used here on the CPU, where they change only the generator."""
     fault = next(fault for fault in FAULTS if fault.options)
-    monkeypatch.setattr(compiled_forward, "list_faults", lambda block: [fault])
+    monkeypatch.setattr(compiled_code, "list_faults", lambda block: [fault])
     net, plain = Net(rate=0.3), Net(rate=0.3)
     with heard() as said:
         compiled = compile_blocks_(net, "max-autotune-no-cudagraphs", blocks=Block)

@@ -67,7 +67,7 @@ class WrappedForward:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.previous = module.__dict__.get("forward")  # another wrapper, or None for the class's own method
+        self.previous = replaced_forward(module)  # another wrapper, or None for the class's own method
         self.ran = False
         self.compiled = False
         self.failure: str | None = None
@@ -84,7 +84,7 @@ class WrappedForward:
 
     def install(self) -> Undo:
         """Put this object in place; the returned function takes it out again, wherever in the stack it then is."""
-        self.module.forward = self
+        put_on(self.module, self)
         return self.undo
 
     def install_below(self) -> Undo:
@@ -98,18 +98,36 @@ class WrappedForward:
 
     def undo(self) -> None:
         """Take this object out, also from under others that were put on top since."""
-        holder: object = self.module.__dict__.get("forward")
+        holder: object = replaced_forward(self.module)
         if holder is self:
             if self.previous is None:
                 del self.module.forward
             else:
-                self.module.forward = self.previous
+                put_on(self.module, self.previous)
             return
         while isinstance(holder, WrappedForward):
             if holder.previous is self:
                 holder.previous = self.previous
                 return
             holder = holder.previous
+
+
+def put_on(module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Replace a module's ``forward`` by a wrapper, or by another function.
+
+    A wrapper is installed as a bound method: the compiler distinguishes methods by their function, but other objects
+    by identity, and would compile each block again that has such a layer.
+    """
+    if isinstance(forward, WrappedForward):
+        forward = forward.__call__
+    module.forward = forward
+
+
+def replaced_forward(module: nn.Module) -> Any:
+    """Return what stands in place of a module's own ``forward``: the outermost wrapper, another function, or None."""
+    forward = module.__dict__.get("forward")
+    holder = getattr(forward, "__self__", None)
+    return holder if isinstance(holder, WrappedForward) else forward
 
 
 W = TypeVar("W", bound=WrappedForward)
@@ -138,7 +156,7 @@ def count_wrapped(model: nn.Module, kind: type[WrappedForward], what: str = "blo
 
 def wrappers_on(module: nn.Module, kind: type[W]) -> Iterator[W]:
     """The wrappers of this ``kind`` that stand on ``module``, the outermost first."""
-    holder = module.__dict__.get("forward")
+    holder = replaced_forward(module)
     while isinstance(holder, WrappedForward):
         if isinstance(holder, kind):
             yield holder

@@ -16,6 +16,7 @@ from lightning_fasttrain.core.files.atomic_write import refuse_unwritable
 from lightning_fasttrain.core.messages import explain, note_once, say, warn
 from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
 from lightning_fasttrain.core.modules.heads import find_heads
+from lightning_fasttrain.core.modules.key_value_cache import disable_cache_
 from lightning_fasttrain.core.modules.select import has_parameters, is_inside
 from lightning_fasttrain.core.modules.wrapped_forward import (
     Undo,
@@ -35,19 +36,15 @@ from lightning_fasttrain.model.compile.compile_report import (
     read_verdicts,
     save_compile_cache,
 )
-from lightning_fasttrain.model.compile.compiled_forward import (
-    CompiledEntry,
-    CompiledForward,
-    CompiledLoss,
-    has_cuda_graphs,
-    runs_class_forward,
-)
+from lightning_fasttrain.model.compile.compiled_code import CompiledEntry, has_cuda_graphs, key_of_code
+from lightning_fasttrain.model.compile.compiled_forward import CompiledForward, CompiledLoss, DisabledCache
 from lightning_fasttrain.technique import Capability, Conflict, Exactness, Setting, Surgery, Technique
 from lightning_fasttrain.technique.facts import Facts, why_no_blocks
 from lightning_fasttrain.technique.predicted_step import PredictedStep
 
 _MANY_OUTPUTS = 16_000  # of a head; its loss takes 0.85 times as long compiled, by examples/chunked_loss.py
 _MANY_RECOMPILES = 7  # with the first compilation, torch's limit of 8 for one code object
+Compiled = CompiledForward | CompiledLoss | DisabledCache
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
@@ -63,13 +60,14 @@ def compile_blocks_(
     fallback: bool = True,
     head: bool | None = None,
     check: bool = True,
-) -> dict[str, CompiledForward | CompiledLoss]:
+) -> dict[str, Compiled]:
     """Compile the forward of each repeated block, in place; ``state_dict`` keys and classes are kept.
 
     Blocks of one class with parameters of the same shapes share one compilation, so that twelve layers compile in the
-    time of one; different ones never count as each other's recompilations. Compilation happens at the first call. A
-    block that cannot be compiled runs eagerly, after one warning; each rank decides for itself, as blocks do not
-    communicate with other ranks.
+    time of one. Blocks that differ in a value, such as a rate that grows from layer to layer, are compiled separately.
+    Compilation happens at the first call. A block that cannot be compiled runs eagerly, after one warning; each rank
+    decides for itself, as blocks do not communicate with other ranks. The key-value cache of Hugging Face's models is
+    disabled in their configs, since each layer would be compiled for its own entry of it.
 
     Compilers have had silent errors in gradients. Therefore, at the first call with gradients, one block of each kind
     runs its forward and backward both eagerly and compiled on its real inputs; if the results differ by more than
@@ -94,7 +92,7 @@ def compile_blocks_(
 
     Returns:
         Qualified name of each block or other module → its compiled ``forward``, with a method ``undo`` and the
-        ``failure`` that made it fall back, or None.
+        ``failure`` that made it fall back, or None. If a model's cache was disabled, the name of that setting too.
 
     Raises:
         ValueError: unknown mode or backend; no blocks were found.
@@ -114,7 +112,7 @@ def compile_blocks_(
     if backend == "inductor" and mode != "default":
         options["mode"] = mode
     entries: dict[tuple[Any, ...], CompiledEntry] = {}
-    compiled: dict[str, CompiledForward | CompiledLoss] = {}
+    compiled: dict[str, Compiled] = {}
     found = find_blocks(model, blocks)
     if head:
         found = {**found, **_modules_beside(model, found.values())}
@@ -123,22 +121,18 @@ def compile_blocks_(
             # A technique and a direct call may both request it.
             compiled[name] = next(wrappers_on(block, CompiledForward))
             continue
-        signature = _sign(block)
+        signature = key_of_code(block)
         if signature not in entries:
             entries[signature] = CompiledEntry(block, options, check)
         compiled[name] = CompiledForward(block, name, entries[signature], fallback)
         compiled[name].install()
     if head is not False and backend == "inductor":
         compiled.update(_compile_losses(model, 0 if head else _MANY_OUTPUTS))
+    without_cache = disable_cache_(model)
+    if without_cache:
+        note_once("compile_blocks_: use_cache=False in the model's config, since blocks would be compiled one by one")
+    compiled.update((name, DisabledCache(undo)) for name, undo in without_cache.items())
     return compiled
-
-
-def _sign(block: nn.Module) -> tuple[Any, ...]:
-    """Return a key that is equal for blocks which can share one compilation."""
-    shapes = tuple((key, p.shape, p.dtype) for key, p in block.named_parameters())
-    # The compiler distinguishes replaced forwards by identity, so blocks with such layers share no code.
-    replaced = [id(part) for part in block.modules() if part is not block and wrapper_on(part, WrappedForward)]
-    return type(block), runs_class_forward(block), shapes, *replaced
 
 
 def _compile_losses(model: nn.Module, fewest_outputs: int) -> dict[str, CompiledLoss]:
@@ -241,7 +235,7 @@ class CompileBlocks(Technique):
         self.cache = cache
         self.report = CompileReport()
         self._watch: CompileWatch | None = None
-        self._compiled: dict[str, CompiledForward | CompiledLoss] = {}
+        self._compiled: dict[str, Compiled] = {}
 
     @classmethod
     def conflicts(cls) -> tuple[Conflict, ...]:
@@ -305,7 +299,7 @@ class CompileBlocks(Technique):
         if not failures:
             return ""
         first = next(iter(failures.values()))
-        return f"{len(failures)} of {len(self._compiled)} blocks ran uncompiled: {first}"
+        return f"{len(failures)} of {len(list_wrapped(model, CompiledForward))} blocks ran uncompiled: {first}"
 
     def _failures(self) -> dict[str, str]:
         return {name: forward.failure for name, forward in self._compiled.items() if forward.failure is not None}
@@ -326,6 +320,8 @@ class CompileBlocks(Technique):
             return
         self.report = self._watch.report()
         self.report.fallbacks = self._failures()
+        self.report.others = sum(entry.others for entry in self._entries())
+        self.report.recompiles = max(0, self.report.recompiles - self.report.others)
         verdicts: dict[str, Any] = {}
         for entry in self._entries():
             if entry.key and entry.verdict is not None and not entry.verdict.unchecked:

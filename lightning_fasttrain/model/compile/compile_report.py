@@ -151,6 +151,8 @@ class CompileReport:
     Attributes:
         graphs: number of compiled graphs, including recompilations.
         recompiles: how many of them were for code already compiled once (new shapes, other guards).
+        others: for how many blocks code was compiled again since they differ in a value, such as a rate that grows
+            from block to block; not part of ``recompiles``.
         graph_breaks: reason → number of graph breaks.
         seconds: time spent compiling.
         fallbacks: names of blocks that run eagerly → why.
@@ -159,6 +161,7 @@ class CompileReport:
 
     graphs: int = 0
     recompiles: int = 0
+    others: int = 0
     graph_breaks: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
     fallbacks: dict[str, str] = field(default_factory=dict)
@@ -169,6 +172,8 @@ class CompileReport:
             f"compiled {self.graphs} graphs in {self.seconds:.1f} s, {self.recompiles} of them recompilations; "
             f"{sum(self.graph_breaks.values())} graph breaks"
         )
+        if self.others:
+            text += f"; {number_of(self.others, 'block')} compiled separately, since they differ in a value"
         if self.apart:
             kinds = number_of(len(self.apart), "kind")
             text += f"; {kinds} of block compared with eager code, relative difference at most {max(self.apart):.0e}"
@@ -211,4 +216,4 @@ class CompileWatch:
             if id(metrics) not in known and metrics.is_forward and slash:
                 again += attempt != "0"
         breaks = Counter(self._utils.counters["graph_break"]) - self._breaks
-        return CompileReport(len(durations), again, dict(breaks), sum(durations))
+        return CompileReport(len(durations), again, graph_breaks=dict(breaks), seconds=sum(durations))

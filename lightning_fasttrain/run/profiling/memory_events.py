@@ -10,7 +10,7 @@ from torch._C._profiler import RecordScope
 from torch.autograd.profiler import record_function
 from torch.profiler import profile
 
-from lightning_fasttrain.core.modules.wrapped_forward import Undo, WrappedForward, patch, wrappers_on
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, WrappedForward, patch, put_on, wrappers_on
 from lightning_fasttrain.core.peak_memory import event_tree
 
 _MODULE = "lightning_fasttrain module "  # prefix of a module's range
@@ -141,7 +141,8 @@ class _NamedForward(WrappedForward):
             bottom = top
             while _may_be_above(bottom.previous):
                 bottom = bottom.previous
-            self.module.forward, self.previous, bottom.previous = top, bottom.previous, self
+            self.previous, bottom.previous = bottom.previous, self
+            put_on(self.module, top)
         return undo
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
