@@ -35,8 +35,8 @@ FAILED = Row(error="boom")
 def test_the_ladder_has_the_documented_rungs_in_order():
     names = " ".join(rung.name for rung in rungs())
     assert names == (
-        "prefetch tf32 bf16 fused optimizer-in-backward micro-batches release chunked-loss compile selective "
-        "checkpointing budget offload cuda-graphs max-autotune 8-bit bf16-alone"
+        "prefetch tf32 bf16 fused optimizer-in-backward micro-batches release compile cuda-graphs "
+        "chunked-loss selective checkpointing budget offload max-autotune 8-bit bf16-alone"
     )
 
 
@@ -47,8 +47,17 @@ def test_every_rung_is_plain_json_and_names_callbacks_that_exist():
         assert json.loads(json.dumps(state)) == state
         assert len(callbacks_of(state)) == len(state["callbacks"])
     assert "OptimizerInBackward" not in state["callbacks"]
-    assert "ActivationOffload" not in state["callbacks"]  # CUDA graphs keep saved tensors
-    assert len(state["callbacks"]) == 7
+    assert len(state["callbacks"]) == 8
+
+
+@pytest.mark.parametrize("arguments", [{"mode": "reduce-overhead"}, {"mode": "default"}, {}])
+def test_offloaded_activations_take_the_place_of_cuda_graphs(arguments):
+    offload = {rung.name: rung for rung in rungs()}["offload"]
+    state = offload.on(Row(state={**NAIVE, "callbacks": {"CompileBlocks": arguments}}))
+    *_, compiled = sorted(callbacks_of(state), key=lambda callback: type(callback).__name__)
+    assert set(state["callbacks"]) == {"ActivationOffload", "CompileBlocks"}
+    assert compiled.mode == "default"  # graphs keep saved tensors in their own memory
+    assert set(offload.on(Row(state=NAIVE))["callbacks"]) == {"ActivationOffload"}
 
 
 @pytest.mark.parametrize(("mode", "tuned"), [("reduce-overhead", "max-autotune"), ("default", MODES[-1])])

@@ -81,19 +81,20 @@ def rungs(micro_batches: int = 4) -> tuple[Rung, ...]:
             {"callbacks": {"MicroBatching": {"n": n}, "OptimizerInBackward": None}},  # which cannot sum gradients
         ),
         Rung("release", "gradients None early", {"callbacks": {"EagerGradientRelease": {}}}),
-        Rung("chunked-loss", "loss in chunks", {"callbacks": {"FusedLossHead": {"head": "gpt.head"}}}),
         Rung("compile", "compiled blocks", {"callbacks": {"CompileBlocks": {}}}, CompileBlocks.exactness),
-        Rung("selective", "selective checkpointing", _checkpoint_by({"SelectiveOps": {}})),
-        Rung("checkpointing", "activation checkpointing", _checkpoint_by({"EveryBlock": {}})),
-        Rung("budget", "same peak, less recomputed", _budget),
-        Rung("offload", "activation offload", {"callbacks": {"ActivationOffload": {}}}, needs="cuda"),
+        # Below what trades time for memory: on a device that waits for the host, the host's time would decide there.
         Rung(
             "cuda-graphs",
             "CUDA graphs",
-            {"callbacks": {"CompileBlocks": {"mode": "reduce-overhead"}, "ActivationOffload": None}},
+            {"callbacks": {"CompileBlocks": {"mode": "reduce-overhead"}}},
             CompileBlocks.exactness,
             needs="cuda",
         ),
+        Rung("chunked-loss", "loss in chunks", {"callbacks": {"FusedLossHead": {"head": "gpt.head"}}}),
+        Rung("selective", "selective checkpointing", _checkpoint_by({"SelectiveOps": {}})),
+        Rung("checkpointing", "activation checkpointing", _checkpoint_by({"EveryBlock": {}})),
+        Rung("budget", "same peak, less recomputed", _budget),
+        Rung("offload", "activation offload", _offload, needs="cuda"),
         Rung("max-autotune", "max-autotune", _autotune, CompileBlocks.exactness),
         # What changes training is shown, and never carried.
         Rung(
@@ -119,8 +120,20 @@ def _checkpoint_by(policy: Mapping[str, object]) -> State:
 
 def _autotune(below: Row) -> State:
     """Return the mode that tunes kernels, with CUDA graphs where the state below has them."""
-    graphs = below.state["callbacks"].get("CompileBlocks", {}).get("mode") == "reduce-overhead"
-    return {"callbacks": {"CompileBlocks": {"mode": "max-autotune" if graphs else "max-autotune-no-cudagraphs"}}}
+    mode = "max-autotune" if _has_graphs(below) else "max-autotune-no-cudagraphs"
+    return {"callbacks": {"CompileBlocks": {"mode": mode}}}
+
+
+def _offload(below: Row) -> State:
+    """Return offloaded activations, without CUDA graphs, whose memory cannot be offloaded."""
+    callbacks: dict[str, object] = {"ActivationOffload": {}}
+    if _has_graphs(below):
+        callbacks["CompileBlocks"] = {}
+    return {"callbacks": callbacks}
+
+
+def _has_graphs(below: Row) -> bool:
+    return below.state["callbacks"].get("CompileBlocks", {}).get("mode") == "reduce-overhead"
 
 
 def _budget(below: Row) -> State:
