@@ -554,6 +554,24 @@ def test_a_checkpoint_saved_without_exact_resume_gives_a_warning(tmp_path):
     assert len(module.seen) == 6
 
 
+def test_batches_that_are_left_out_after_a_stop_within_an_epoch_give_a_warning(tmp_path, recwarn):
+    settings = {"seed": 3, "max_epochs": -1}
+    every = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    _, trainer, _ = run([ExactResume(), every], max_steps=3, **settings)
+    stopped, ended = tmp_path / "stopped.ckpt", tmp_path / "ended.ckpt"
+    trainer.save_checkpoint(stopped)
+    run([ExactResume()], ckpt=stopped, max_steps=3, **settings)  # trains nothing more
+    whole, trainer, _ = run([ExactResume()], max_steps=4, **settings)
+    trainer.save_checkpoint(ended)
+    run([ExactResume()], ckpt=ended, max_steps=6, **settings)
+    resumed, _, _ = run([ExactResume()], ckpt=tmp_path / "step=3.ckpt", max_steps=4, **settings)
+    assert torch.equal(resumed.seen[-1], whole.seen[-1])
+    assert not [w for w in recwarn if "leaves out" in str(w.message)]
+    with pytest.warns(ft.FastTrainWarning, match="stopped after 3 batches of an epoch.*leaves out the other batches"):
+        resumed, _, _ = run([ExactResume()], ckpt=stopped, max_steps=4, **settings)
+    assert not torch.equal(resumed.seen[-1], whole.seen[-1])
+
+
 def test_an_iterator_as_a_loader_gives_a_warning(tmp_path):
     with pytest.warns(ft.FastTrainWarning, match="generator as a training loader: an iterator cannot be read again"):
         run([ExactResume()], loader=lambda: (torch.rand(2, 4) for _ in range(4)), max_epochs=1)

@@ -5,7 +5,7 @@ iteration: pending validation, plateau schedules, the end of an epoch; with ``ma
 Here the rest of the iteration is run.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -14,6 +14,7 @@ from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.utilities.combined_loader import _MaxSizeCycle
 
 from lightning_fasttrain.core.host.lightning import DataFetcher, is_last_batch_taken
+from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 
 
@@ -45,6 +46,20 @@ def find_save_point(trainer: L.Trainer) -> SavePoint:
     if batches.ready == batches.processed == batches.completed:
         return SavePoint.ITERATION
     return SavePoint.WITHIN
+
+
+def list_left_out(trainer: L.Trainer, checkpoint: Mapping[str, Any]) -> list[str]:
+    """Return a warning if the run stopped within an epoch, whose other batches it will never train on."""
+    loops = checkpoint["loops"]["fit_loop"]
+    batches, epochs = loops["epoch_loop.batch_progress"], loops["epoch_progress"]["current"]
+    ended = epochs["started"] == epochs["processed"] > 0
+    is_done = 0 <= trainer.max_steps <= checkpoint["global_step"]
+    if not ended or batches["is_last_batch"] or is_done:
+        return []
+    trained = batches["current"]["processed"]
+    what = f"the checkpoint was saved after training had stopped after {trained} batches of an epoch"
+    why = "Lightning ends an epoch where it stops, so this run begins the next one and leaves out the other batches"
+    return [explain(what, why, "Resume from a checkpoint that was saved during training, every_n_train_steps")]
 
 
 def complete_batch_(checkpoint: dict[str, Any]) -> None:

@@ -29,6 +29,7 @@ from lightning_fasttrain.run.checkpoint._loop_progress import (
     complete_batch_,
     count_as_ended,
     find_save_point,
+    list_left_out,
     resume_after_batch,
     resume_after_epoch,
     step_takes_batches,
@@ -272,7 +273,8 @@ class ExactResume(Technique):
             complete_batch_(checkpoint)
         now = self._read_settings(trainer)
         self._compare(resume, now)
-        for doubt in list_doubts(checkpoint, pl_module, resume.settings, now):
+        doubts = list_doubts(checkpoint, pl_module, resume.settings, now)
+        for doubt in (*doubts, *list_left_out(trainer, checkpoint)):
             warn(f"ExactResume: {doubt}")
         if resume.mine is None:
             return
@@ -339,11 +341,10 @@ class ExactResume(Technique):
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: object) -> None:
         """Hook: the module has logged values whose earlier sums another number of processes saved."""
-        waiting = [add_logged(trainer, logged) for logged in self._unlogged]
-        self._unlogged = list(filter(None, waiting))
+        self._unlogged = list(filter(None, (add_logged(trainer, logged) for logged in self._unlogged)))
 
 
 def _in_window(trainer: L.Trainer, point: SavePoint) -> bool:
     """Whether gradients are carried to the next batch without being saved by anything else."""
-    saved = any_sums_batches(trainer)
-    return not saved and point not in (SavePoint.EPOCH, SavePoint.WITHIN) and accumulation_continues(trainer)
+    between = point not in (SavePoint.EPOCH, SavePoint.WITHIN)
+    return between and accumulation_continues(trainer) and not any_sums_batches(trainer)
