@@ -1,6 +1,6 @@
 """Beside the rivals, in one run: the same Hugging Face model in Hugging Face's Trainer, Lightning's, a loop, and ours.
 
-    python examples/against.py [--model llama|gpt2] [--sides hf,ours-fast] [--rounds 3] [--out RESULTS.json]
+    python examples/against.py [--model llama|bert|vit|gpt2] [--sides hf,ours-fast] [--rounds 3] [--out RESULTS.json]
     python examples/against.py --table RESULTS.json      # the stored figures as a Markdown table
 
 All sides have the same initial weights, batches, AdamW (fused, constant learning rate, no weight decay) and precision;
@@ -177,7 +177,7 @@ def describe(run):
 def parse_options():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--model", default="llama", help="llama (default), llama-1b, gpt2 (124M), gpt2-medium (354M) or gpt2-xl (1.6B)"
+        "--model", default="llama", help=f"{', '.join(SHAPES)}; gpt2 is that of 124M parameters. Default: llama"
     )
     for name in SHAPES["llama"]:
         parser.add_argument(f"--{name}", type=int, help="default: the model's own")

@@ -1,6 +1,7 @@
 """The sides of ``against.py``: one model and its batches, trained by Hugging Face, Lightning, a loop, and ours."""
 
 import functools
+import math
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,10 +20,16 @@ PARTS = 4
 SHAPES = {
     "llama": {"layers": 6, "width": 384, "heads": 6, "vocabulary": 16_000, "batch": 16, "length": 256},
     "llama-1b": {"layers": 16, "width": 2048, "heads": 32, "vocabulary": 128_256, "batch": 8, "length": 1024},
+    "bert": {"layers": 6, "width": 384, "heads": 6, "vocabulary": 16_000, "batch": 16, "length": 256},
+    "vit": {"layers": 6, "width": 384, "heads": 6, "vocabulary": 1000, "batch": 64, "length": 64},
     "gpt2": {"layers": 12, "width": 768, "heads": 12, "vocabulary": 50_304, "batch": 32, "length": 1024},
     "gpt2-medium": {"layers": 24, "width": 1024, "heads": 16, "vocabulary": 50_304, "batch": 32, "length": 1024},
     "gpt2-xl": {"layers": 48, "width": 1600, "heads": 25, "vocabulary": 50_304, "batch": 16, "length": 1024},
 }
+
+
+PATCH = 16  # side of a patch of an image, in pixels
+MASKED = 0.15  # share of tokens that a BERT predicts
 
 
 class Tokens(Dataset):
@@ -41,10 +48,62 @@ class Tokens(Dataset):
         return {"input_ids": inputs, "labels": labels}
 
 
+class MaskedTokens(Tokens):
+    """Sequences of real text, of which equally many tokens are hidden and predicted."""
+
+    def __getitem__(self, index):
+        inputs, _ = self.windows[index]
+        draws = torch.Generator().manual_seed(index)
+        hidden = torch.randperm(len(inputs), generator=draws)[: int(MASKED * len(inputs))]
+        labels = torch.full_like(inputs, -100)
+        labels[hidden] = inputs[hidden]
+        return {"input_ids": inputs.index_fill(0, hidden, 0), "labels": labels}
+
+
+class Images(Dataset):
+    """Noise with random labels: what is in an image makes no difference to the time of a step."""
+
+    def __init__(self, side, classes, count):
+        self.side, self.classes, self.count = side, classes, count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        draws = torch.Generator().manual_seed(index)
+        pixels = torch.randn(3, self.side, self.side, generator=draws)
+        return {"pixel_values": pixels, "labels": torch.randint(self.classes, (), generator=draws)}
+
+
+def image_side(options):
+    return PATCH * math.isqrt(options.length)
+
+
+def build_encoder(options):
+    """A BERT that predicts hidden tokens, or a ViT that classifies images."""
+    import transformers
+
+    shape = {
+        "num_hidden_layers": options.layers,
+        "hidden_size": options.width,
+        "intermediate_size": 4 * options.width,
+        "num_attention_heads": options.heads,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    }
+    if options.model == "bert":
+        text = {"vocab_size": options.vocabulary, "max_position_embeddings": options.length}
+        return transformers.BertForMaskedLM(transformers.BertConfig(**shape, **text)).train()
+    image = {"image_size": image_side(options), "patch_size": PATCH, "num_labels": options.vocabulary}
+    return transformers.ViTForImageClassification(transformers.ViTConfig(**shape, **image)).train()
+
+
 def build_model(options):
     import transformers
 
     torch.manual_seed(0)
+    if options.model in ("bert", "vit"):
+        return build_encoder(options)
     if options.model.startswith("gpt2"):
         return transformers.GPT2LMHeadModel(
             transformers.GPT2Config(
@@ -75,8 +134,13 @@ def build_model(options):
 
 def build_loader(options, parts=1):
     """All steps' batches in order; ``parts`` to a step, each so much smaller."""
-    tokens = np.load(options.tokens, mmap_mode="r", allow_pickle=False) if options.tokens else own_text()
-    rows = Tokens(tokens, options.length, options.batch * (WARMUP + options.steps + 1))
+    count = options.batch * (WARMUP + options.steps + 1)
+    if options.model == "vit":
+        rows = Images(image_side(options), options.vocabulary, count)
+    else:
+        tokens = np.load(options.tokens, mmap_mode="r", allow_pickle=False) if options.tokens else own_text()
+        kind = MaskedTokens if options.model == "bert" else Tokens
+        rows = kind(tokens, options.length, count)
     return DataLoader(rows, options.batch // parts, pin_memory=options.device == "cuda")
 
 
@@ -150,7 +214,7 @@ def train_in_lightning(options, recorder, techniques=list, precision=None):
             devices=1,
             max_steps=recorder.steps,
             precision=precision or options.precision,
-            callbacks=[*techniques(), recorder],
+            callbacks=[*suited(techniques(), options), recorder],
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
@@ -180,20 +244,27 @@ def multiply_alone(options, recorder):
     make = functools.partial(torch.randn, device=options.device, dtype=dtype)
     tokens, size = options.batch * options.length, options.width // options.heads
     with torch.device("meta"):
-        weights = [one.weight for one in build_model(options).modules() if type(one).__name__ in ("Linear", "Conv1D")]
+        layers = [one for name, one in build_model(options).named_modules() if name != "classifier"]  # of one token
+        weights = [one.weight for one in layers if type(one).__name__ in ("Linear", "Conv1D")]
     # One set of matrices for each shape; a product takes no time by being the first of its kind.
     shapes = {tuple(weight.shape) for weight in weights}
     matrices = {(a, b): (make(tokens, b), make(tokens, a), make(a, b)) for a, b in shapes}
     heads = [make(options.batch, options.heads, options.length, size).requires_grad_() for _ in range(3)]
+    is_causal = options.model not in ("bert", "vit")
     for step in range(recorder.steps):
         recorder.begin(step)
         for weight in weights:
             inputs, gradients, values = matrices[tuple(weight.shape)]
             inputs @ values.T, gradients @ values, gradients.T @ inputs
         for _ in range(options.layers):
-            mixed = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+            mixed = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=is_causal)
             torch.autograd.grad(mixed, heads, mixed.detach())
         recorder.end(step, torch.zeros(()))
+
+
+def suited(techniques, options):
+    """Without the fused head for a ViT, whose head reads one token of each image."""
+    return [one for one in techniques if options.model != "vit" or not isinstance(one, ft.FusedLossHead)]
 
 
 def blocks(mode="default"):
