@@ -2,6 +2,7 @@
 
     python examples/against.py [--model llama|bert|vit|gpt2] [--sides hf,ours-fast] [--rounds 3] [--out RESULTS.json]
     python examples/against.py --table RESULTS.json      # the stored figures as a Markdown table
+    python examples/against.py --table ONE.json OTHER.json ...      # ours beside the best rivals, a line for each file
 
 All sides have the same initial weights, batches, AdamW (fused, constant learning rate, no weight decay) and precision;
 nobody clips, drops out, logs or saves. Each side and round is a process of its own, and the sides take turns. Time is
@@ -157,6 +158,38 @@ def markdown_table(result):
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+BESIDE = (
+    "model",
+    "precision",
+    "fastest rival",
+    "ours, fast: speed, memory",
+    "leanest rival",
+    "our leanest",
+    "its speed, memory",
+    "speed of the products alone: rival, ours",
+)
+
+
+def beside_rivals(results):
+    """A line for each stored run: ours beside the fastest and the leanest rival."""
+    lines = [BESIDE, ["---"] * len(BESIDE)]
+    for result in results:
+        rows = {row["side"]: row for row in result["rows"] if row["error"] is None}
+        rivals = [row for row in rows.values() if row["kind"] == "rival"]
+        fast, fastest = rows["ours-fast"], min(rivals, key=lambda row: row["step_ms"])
+        leanest = min(rivals, key=lambda row: row["peak_mib"])
+        lean = min((row for row in rows.values() if row["kind"] == "lean"), key=lambda row: row["peak_mib"])
+        shares = f"{fastest['share_of_limit']:.0%}, {fast['share_of_limit']:.0%}"
+        settings = result["settings"]
+        line = [settings["model"], settings["precision"], fastest["title"], factors(fast, fastest)]
+        lines.append([*line, leanest["title"], lean["title"], factors(lean, leanest), shares])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def factors(ours, rival):
+    return f"×{rival['step_ms'] / ours['step_ms']:.2f}, ×{ours['peak_mib'] / rival['peak_mib']:.2f}"
+
+
 def show(console, rows):
     if not console.is_terminal:  # its lines were printed as they came
         return
@@ -192,7 +225,9 @@ def parse_options():
         "--tokens", type=Path, help="token numbers, an .npy file; default: bytes of Python's own source"
     )
     parser.add_argument("--out", type=Path, help="a JSON file for the figures")
-    parser.add_argument("--table", type=Path, help="print the figures of such a file as a Markdown table, and end")
+    parser.add_argument(
+        "--table", type=Path, nargs="+", help="print the figures of such files as a Markdown table, and end"
+    )
     parser.add_argument("--side", help="one of them, once, in this process")
     options = parser.parse_args()
     try:
@@ -223,7 +258,8 @@ def check(options):
 def main():
     options = parse_options()
     if options.table is not None:
-        print(markdown_table(json.loads(options.table.read_text())))
+        results = [json.loads(file.read_text()) for file in options.table]
+        print(markdown_table(*results) if len(results) == 1 else beside_rivals(results))
         return
     if options.side is not None:
         found = json.dumps(run_side(options))

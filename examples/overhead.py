@@ -5,12 +5,15 @@
 The step is almost empty (one 32 × 32 layer), so it is all Trainer, and ours can only lose. The kinds of run take turns
 within one process; a ratio is that of the times of a turn, with its interval of 95%, of milliseconds of CPU time per
 step without setup and warm-up. The µs are what counts for you: they do not grow with the model. Each technique also
-runs alone, and the most expensive comes first; guards, which read each gradient, are measured apart. The last line is a
-step that waits 20 ms, as for a GPU, with a tenth of the steps.
+runs alone, and the most expensive comes first; guards, which read each gradient, are measured apart. Then follow a step
+that waits 20 ms, as for a GPU, and one of a GPT of 12 narrow blocks in four recomputed parts on one thread, in which
+Python takes nearly all of the time: plain, with compiled blocks, and with all blocks compiled as one. These two have a
+tenth of the steps.
 """
 
 import argparse
 import datetime
+import functools
 import json
 import logging
 import shlex
@@ -27,11 +30,14 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fasttrain as ft
+from lightning_fasttrain.bench.gpt import GPTConfig, GPTModule
+from lightning_fasttrain.bench.ladder.process import without_paths
 from lightning_fasttrain.core.machine import hardware, versions
 from lightning_fasttrain.planner.timing import compare_times
 
 WARMUP_STEPS = 50
 BUSY_MS = 20
+NARROW = GPTConfig(vocabulary=64, context=8, layers=12, heads=2, width=16)
 
 
 class AlmostNothing(L.LightningModule):
@@ -48,6 +54,17 @@ class AlmostNothing(L.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), fused=True)
+
+
+def almost_nothing(steps, busy_ms=0):
+    """The model, and batches for so many steps."""
+    rows = 8 * steps
+    return AlmostNothing(busy_ms), DataLoader(TensorDataset(torch.randn(rows, 32), torch.randn(rows, 32)), batch_size=8)
+
+
+def narrow_gpt(steps):
+    tokens = torch.randint(NARROW.vocabulary, (4 * steps, NARROW.context))
+    return GPTModule(NARROW, fused=True), DataLoader(TensorDataset(tokens, tokens), batch_size=4)
 
 
 class Stopwatch(L.Callback):
@@ -81,10 +98,14 @@ def guards():
     return [ft.FiniteGuard(), ft.run.SpikeGuard()]
 
 
-def ms_per_step(callbacks, steps, folder, busy_ms=0):
+def recomputed(*more):
+    return [ft.MicroBatching(4), ft.ActivationCheckpointing(), ft.EagerGradientRelease(), *more]
+
+
+def ms_per_step(callbacks, steps, folder, make, clock):
     torch.manual_seed(0)
-    data = TensorDataset(torch.randn(8 * (steps + WARMUP_STEPS), 32), torch.randn(8 * (steps + WARMUP_STEPS), 32))
-    watch = Stopwatch(time.perf_counter if busy_ms else time.process_time)  # waiting takes no CPU time
+    module, loader = make(steps + WARMUP_STEPS)
+    watch = Stopwatch(clock)
     trainer = L.Trainer(
         accelerator="cpu",
         max_epochs=1,
@@ -96,17 +117,17 @@ def ms_per_step(callbacks, steps, folder, busy_ms=0):
         enable_model_summary=False,
         default_root_dir=folder,
     )
-    trainer.fit(AlmostNothing(busy_ms), DataLoader(data, batch_size=8))
+    trainer.fit(module, loader)
     return (watch.ended - watch.started) / steps * 1000
 
 
-def measure(kinds, steps, turns, busy_ms=0):
+def measure(kinds, steps, turns, make=almost_nothing, clock=time.process_time):
     """Name → ms per step of each kind of run in each turn; a kind makes a fresh list of callbacks."""
     times = {name: [] for name in kinds}
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(turns):
-            for name, make in kinds.items():
-                times[name].append(ms_per_step(make(), steps, folder, busy_ms))
+            for name, callbacks in kinds.items():
+                times[name].append(ms_per_step(callbacks(), steps, folder, make, clock))
     return times
 
 
@@ -124,6 +145,23 @@ def compare(times):
         interval = f"{row['low']:.3f} to {row['high']:.3f}"
         print(f"  {row['kind']:<28} ×{row['ratio']:.3f} ({interval})   {row['us']:+.0f} µs a step", flush=True)
     return rows
+
+
+def compare_narrow_gpts(steps, turns):
+    """Name → median ms of CPU time per step."""
+    kinds = {
+        "not compiled": recomputed,
+        "compiled blocks": lambda: recomputed(ft.CompileBlocks()),
+        "blocks compiled as one": lambda: recomputed(ft.CompileBlocks(blocks="gpt")),
+    }
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        times = measure(kinds, steps, turns, narrow_gpt)
+    finally:
+        torch.set_num_threads(threads)
+    compare(times)
+    return {name: statistics.median(of_turns) for name, of_turns in times.items()}
 
 
 def us_of_reading(loss, repetitions=2000):
@@ -172,13 +210,18 @@ def main():
     report = {
         "hardware": hardware(),
         "versions": versions(),
-        "command": shlex.join(["python", *sys.argv]),
+        "command": without_paths(shlex.join(["python", *sys.argv])),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "empty_step": compare(measure(kinds, options.steps, options.turns)),
         "reading_us": measure_reading(),
     }
     print(f"a step that waits {BUSY_MS} ms:")
-    report["busy_step"] = compare(measure(both, max(1, options.steps // 10), options.turns, BUSY_MS))
+    few, wait = max(1, options.steps // 10), functools.partial(almost_nothing, busy_ms=BUSY_MS)
+    report["busy_step"] = compare(
+        measure(both, few, options.turns, wait, time.perf_counter)
+    )  # waiting takes no CPU time
+    print("a GPT of 12 narrow blocks in four recomputed parts, on one thread:")
+    report["narrow_gpt"] = compare_narrow_gpts(few, options.turns)
     if options.out is not None:
         options.out.write_text(json.dumps(report, indent=1) + "\n")
 

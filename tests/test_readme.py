@@ -269,6 +269,9 @@ def test_the_table_of_bookkeeping_is_what_was_measured():
             ratio = f"×{row['ratio']:.3f} ({row['low']:.3f}–{row['high']:.3f})"
             expected.append(f"| {step} | {row['kind']} | {ratio} | {row['us']:+,.0f} µs |")
     assert written == expected
+    uncompiled, blocks, one = measured["narrow_gpt"].values()
+    times = f"takes {uncompiled:.1f} ms, {blocks:.1f} ms with compiled blocks, and {one:.1f} ms"
+    assert times in " ".join(RESULTS.split())
 
 
 def test_the_table_of_architectures_is_what_was_measured():

@@ -83,6 +83,30 @@ def test_sides_are_shown_as_a_share_of_the_speed_of_their_products(against):
     assert table[4] == "| ours, fast | 12 (12–12) | 80,000 | 9 | 0e+00 | 80% |"
 
 
+def test_the_table_of_models_beside_rivals_is_what_was_measured(against):
+    """To mend it: ``python examples/against.py --table`` with these files, between the two marks."""
+    folder = ROOT / "examples" / "results"
+    names = ["", "_llama_fp32", "_bert_bf16", "_bert_fp32", "_vit_bf16", "_vit_fp32"]
+    measured = [json.loads((folder / f"against{name}_cpu.json").read_text()) for name in names]
+    written = (folder / "README.md").read_text().split("<!-- beside -->\n")[1].split("\n<!-- /beside -->")[0]
+    assert written == against.beside_rivals(measured)
+    assert all(row["rounds"] > 1 for result in measured for row in result["rows"])
+
+
+def test_ours_are_held_against_the_fastest_and_the_leanest_rival(against):
+    runs = [
+        run("products", [5], 1, losses=(0.0, 0.0)),
+        *rounds("hf", [10, 10], 900),
+        *rounds("hf-parts", [20, 20], 400),
+    ]
+    runs += [*rounds("ours-fast", [8, 8], 450), *rounds("ours-lean", [25, 25], 200)]
+    runs += rounds("ours-lean-in-one", [16, 16], 300)
+    result = {"settings": {"model": "vit", "precision": "32-true"}, "rows": against.summarise(runs)}
+    ours = "ours, lean, 4 parts | ×0.80, ×0.50"
+    expected = f"| vit | 32-true | HF Trainer | ×1.25, ×0.50 | HF, accumulation ×4 | {ours} | 50%, 62% |"
+    assert against.beside_rivals([result]).splitlines()[2] == expected
+
+
 def test_the_table_of_rivals_is_what_was_measured(against):
     """To mend it: ``python examples/against.py --table examples/results/against_cpu.json``, between the two marks."""
     results = (ROOT / "examples" / "results" / "README.md").read_text()

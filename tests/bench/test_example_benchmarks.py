@@ -18,6 +18,7 @@ def test_the_overhead_benchmark_writes_ratios_with_their_intervals(tmp_path):
     for row in result["empty_step"] + result["busy_step"]:
         assert 0 < row["low"] <= row["ratio"] <= row["high"]
     assert result["reading_us"]["one mean"] > 0
+    assert list(result["narrow_gpt"]) == ["not compiled", "compiled blocks", "blocks compiled as one"]
 
 
 @pytest.mark.slow

@@ -79,7 +79,9 @@ def compile_blocks_(
         mode: ``"default"``, ``"reduce-overhead"``, ``"max-autotune"`` or ``"max-autotune-no-cudagraphs"``. On a GPU
             ``"reduce-overhead"`` and ``"max-autotune"`` replay the passes of a block as CUDA graphs, for shapes that
             do not change: where micro-batches are so small that the device waits for the host.
-        blocks: the modules that are blocks, as for :func:`~lightning_fasttrain.model.find_blocks`.
+        blocks: the modules that are blocks, as for :func:`~lightning_fasttrain.model.find_blocks`. The module around
+            the layers may be named instead, such as ``"model"`` of a Llama: its layers are compiled as one, which
+            spares Python's work for each call and takes as many times as long to compile.
         backend: as for ``torch.compile``; the modes are inductor's.
         dynamic: as for ``torch.compile``.
         fullgraph: raise at the first graph break.
