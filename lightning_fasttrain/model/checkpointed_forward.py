@@ -1,12 +1,12 @@
 """A block's forward that is recomputed identically in the backward."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy as Keep
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -48,14 +48,7 @@ class CheckpointedForward(RecomputedForward):
             return checkpoint(self.inner, *args, use_reentrant=False, context_fn=contexts, **kwargs)
         if recomputed_outside.get():
             return self.inner(*args, **kwargs)
-        # By position and flat: for nested tensors torch neither finds the device, whose random state must be restored,
-        # nor do hooks on saved tensors see them.
-        leaves, structure = tree_flatten((args, kwargs))
-
-        def run(*leaves: object) -> Any:
-            args, kwargs = tree_unflatten(leaves, structure)
-            return self.inner(*args, **kwargs)
-
+        run, leaves = self._by_position(args, kwargs)
         contexts = self._contexts
         if self.savings is not None and self.savings.counting:
             contexts = partial(self._counted_contexts, self.savings, leaves)
@@ -63,6 +56,24 @@ class CheckpointedForward(RecomputedForward):
         output = checkpoint(run, *leaves, use_reentrant=False, context_fn=contexts, early_stop=self.stops_early)
         self.look_at(output, leaves, versions)
         return output
+
+    def _by_position(
+        self, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> tuple[Callable[..., Any], Sequence[object]]:
+        """Return the forward, and the tensors to call it with by position.
+
+        For nested tensors torch neither finds the device, whose random state must be restored, nor do hooks on saved
+        tensors see them.
+        """
+        if not kwargs and all(isinstance(one, Tensor) for one in args):
+            return self.inner, args
+        leaves, structure = tree_flatten((args, kwargs))
+
+        def run(*leaves: object) -> Any:
+            args, kwargs = tree_unflatten(leaves, structure)
+            return self.inner(*args, **kwargs)
+
+        return run, leaves
 
     def _counted_contexts(self, savings: CheckpointSavings, inputs: Iterable[object]) -> Contexts:
         forward, again = self._contexts()

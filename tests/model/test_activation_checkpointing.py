@@ -43,6 +43,34 @@ class NumpyNoise(nn.Module):
         return torch.tanh(self.linear(x)) * mask * random.random()
 
 
+LIBRARIES = {"random": random, "numpy": np.random}  # by name: a copy of a method would draw from a copied generator
+
+
+class LateNoise(nn.Module):
+    """Draws from one of the host's generators from its third call on."""
+
+    def __init__(self, library, function):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.library, self.function, self.calls = library, function, 0
+
+    def forward(self, x):
+        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1:
+            self.calls += 1
+        factor = getattr(LIBRARIES[self.library], self.function)() if self.calls > 2 else 1.0
+        return torch.tanh(self.linear(x) * factor)
+
+
+@pytest.mark.parametrize(("library", "function"), [("random", "random"), ("numpy", "rand"), ("numpy", "randn")])
+def test_blocks_that_begin_to_draw_later_are_recomputed_with_what_they_drew(library, function):
+    net = nn.Sequential(*[LateNoise(library, function) for _ in range(3)])
+    plain, x = copy.deepcopy(net), torch.randn(2, 4)
+    checkpoint_activations_(net)
+    results = [(run(plain, x), run(net, x)) for _ in range(4)]
+    assert all(same(expected, seen) for expected, seen in results)
+    assert not same(results[1][0], results[2][0])
+
+
 class Counter(nn.Module):
     """Its output depends on a buffer that its own forward changes, like the power iteration of a spectral norm."""
 

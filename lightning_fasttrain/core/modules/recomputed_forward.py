@@ -31,10 +31,10 @@ class RecomputedForward(WrappedForward):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
-        # Names of the buffers that the forward changes. The kernels of these norms do it behind autograd's back; any
+        # Places of the buffers that the forward changes. The kernels of these norms do it behind autograd's back; any
         # other change raises the buffer's version, and is noticed at the first forward.
         norms = nn.modules.batchnorm._NormBase
-        self.changing = {name for name, owner, _ in _places_of_buffers(module) if isinstance(owner, norms)}
+        self.changing = {place for place in _buffers_of(module) if isinstance(place[0], norms)}
         self.seen = False
         # torch saves the noise of rrelu before it draws it. A recomputation that stops as soon as all that was saved is
         # there again, as torch's does to save time, may stop in between.
@@ -87,55 +87,71 @@ class RecomputedForward(WrappedForward):
 
     def contexts(self, keeping: AbstractContextManager[object], reusing: AbstractContextManager[object]) -> Contexts:
         """Return the contexts of forward and recomputation, each with a further context entered inside."""
-        buffers: dict[str, tuple[nn.Module, str, Tensor]] = {}
-        for name, owner, key in _places_of_buffers(self.module):
-            buffer = owner._buffers[key]
-            if buffer is not None:
-                buffers[name] = (owner, key, buffer)
+        buffers = _buffers_of(self.module)
         # At the first forward all buffers are copied, to be sure.
         unseen, self.seen = not self.seen, True
-        before: dict[str, Tensor] = {
-            name: buffer.detach().clone() for name, (_, _, buffer) in buffers.items() if unseen or name in self.changing
+        before = {
+            place: buffer.detach().clone() for place, buffer in buffers.items() if unseen or place in self.changing
         }
-        python_state, numpy_state = random.getstate(), np.random.get_state()
+        drawn_from, drew = _Generators(), True
         # Precision plugins of Lightning set it around the forward alone: torch.rand() would draw other values.
         default_dtype = torch.get_default_dtype()
 
         @contextmanager
         def forward() -> Iterator[None]:
-            versions = {name: buffer._version for name, (_, _, buffer) in buffers.items()}
+            nonlocal drew
+            versions = {place: buffer._version for place, buffer in buffers.items()}
             with keeping:
                 yield
-            for name, (owner, key, buffer) in buffers.items():
-                if buffer._version != versions[name] or owner._buffers.get(key) is not buffer:
-                    self.changing.add(name)
+            drew = not drawn_from.are_unchanged()
+            for (owner, key), buffer in buffers.items():
+                if buffer._version != versions[owner, key] or owner._buffers.get(key) is not buffer:
+                    self.changing.add((owner, key))
             # ``before`` lives until the backward; from the second forward on it holds just these in the first place.
-            for name in before.keys() - self.changing:
-                del before[name]
+            for place in before.keys() - self.changing:
+                del before[place]
 
         @contextmanager
         def recompute() -> Iterator[None]:
-            now = random.getstate(), np.random.get_state(), torch.get_default_dtype()
+            now, dtype_now = _Generators() if drew else None, torch.get_default_dtype()
             # The buffers of now, not of then: other batches may have come between forward and backward.
-            held = {name: (owner, key, owner._buffers[key]) for name, (owner, key, _) in buffers.items()}
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
+            held = {(owner, key): owner._buffers[key] for owner, key in buffers}
+            if now is not None:
+                drawn_from.restore()
             torch.set_default_dtype(default_dtype)
-            for name, earlier in before.items():
-                owner, key, _ = held[name]
+            for (owner, key), earlier in before.items():
                 # The recomputation changes a copy of what the forward saw.
                 owner._buffers[key] = earlier.clone()
             try:
                 with reusing:
                     yield
             finally:
-                for owner, key, buffer in held.values():
+                for (owner, key), buffer in held.items():
                     owner._buffers[key] = buffer
-                random.setstate(now[0])
-                np.random.set_state(now[1])
-                torch.set_default_dtype(now[2])
+                if now is not None:
+                    now.restore()
+                torch.set_default_dtype(dtype_now)
 
         return forward(), Again(recompute)
+
+
+class _Generators:
+    """The states of Python's and NumPy's generators. To restore them takes longer than to see whether they changed."""
+
+    def __init__(self) -> None:
+        self.python: tuple[Any, ...] = random.getstate()
+        self.numpy: Any = np.random.get_state()
+
+    def are_unchanged(self) -> bool:
+        """Whether nothing was drawn since; for another NumPy generator than the usual one, False."""
+        if self.python != random.getstate() or not isinstance(self.numpy, tuple):
+            return False
+        now: Any = np.random.get_state()
+        return now[2:] == self.numpy[2:] and np.array_equal(now[1], self.numpy[1])
+
+    def restore(self) -> None:
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
 
 
 def _has_version(value: object) -> TypeGuard[Tensor]:
@@ -146,11 +162,22 @@ def _versions(values: Iterable[object]) -> list[int]:
     return [value._version for value in values if _has_version(value)]
 
 
-def _places_of_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield the name of every buffer, the module that holds it, and its key there."""
-    for prefix, owner in module.named_modules():
-        for key in owner._buffers:
-            yield f"{prefix}.{key}", owner, key
+def _buffers_of(module: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
+    """Return each buffer in ``module`` by the module that holds it, and its key there."""
+    found: dict[tuple[nn.Module, str], Tensor] = {}
+    ahead: list[nn.Module | None] = [module]
+    done: set[nn.Module | None] = {None}
+    # Done at every call, and several times as fast as ``named_modules``.
+    while ahead:
+        owner = ahead.pop()
+        if owner is None or owner in done:
+            continue
+        done.add(owner)
+        ahead += owner._modules.values()
+        for key, buffer in owner._buffers.items():
+            if buffer is not None:
+                found[owner, key] = buffer
+    return found
 
 
 def nodes_between(output: object, inputs: object) -> Iterator[Any]:
