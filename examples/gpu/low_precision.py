@@ -1,6 +1,7 @@
 """What products in 8 bits buy in time, and what they do to the loss: plain bfloat16 beside float8 and int8.
 
     python examples/gpu/low_precision.py [--size gpt2-xl] [--batch N] [--steps N] [--out FILE]
+    python examples/gpu/low_precision.py --width 4096 --heads 32 --layers 8      # the width of a model of 7B
 
 The reference GPT in bfloat16 with AdamW and without logits in memory, as it comes and with compiled blocks. Every way
 begins at the same weights and sees the same batch. Milliseconds per step (the median), the peak, and the losses.
@@ -10,6 +11,7 @@ import argparse
 import json
 import statistics
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -33,11 +35,10 @@ def ways(least):
     return found
 
 
-def measure(size, batch, techniques, steps):
+def measure(config, batch, techniques, steps):
     """Median ms per step, peak GiB, and the losses."""
     torch.manual_seed(0)
     torch._dynamo.reset()
-    config = SIZES[size].model
     with torch.device(DEVICE):
         net = GPT(config).to(torch.bfloat16)
         ids = torch.randint(config.vocabulary, (batch, config.context + 1))
@@ -63,6 +64,8 @@ def measure(size, batch, techniques, steps):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--size", default="gpt2-xl", choices=SIZES)
+    for part in ("layers", "width", "heads"):
+        parser.add_argument(f"--{part}", type=int, help="default: that of the size")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--least", type=int, default=1024, help="layers with fewer inputs or outputs are left")
@@ -70,13 +73,16 @@ def main():
     parser.add_argument("--out", type=Path, default=Path("low_precision.json"))
     options = parser.parse_args()
     chosen = options.ways.split(",") if options.ways else None
+    config = SIZES[options.size].model
+    other = {part: getattr(options, part) for part in ("layers", "width", "heads")}
+    config = replace(config, **{part: value for part, value in other.items() if value is not None})
     rows = []
     for way, techniques in ways(options.least).items():
         if chosen is not None and way not in chosen:
             continue
         row = {"way": way, "error": None}
         try:
-            row |= measure(options.size, options.batch, techniques, options.steps)
+            row |= measure(config, options.batch, techniques, options.steps)
         except (torch.OutOfMemoryError, ValueError) as error:  # a device without such units
             row["error"] = str(error).partition("\n")[0]
         rows.append(row)
@@ -85,7 +91,7 @@ def main():
             row["time_ratio"] = row["step_ms"] / base["step_ms"]
             row["loss_difference"] = max(abs(a - b) for a, b in zip(row["losses"], base["losses"], strict=True))
         print(*(f"{key}={value}" for key, value in row.items() if key != "losses"), flush=True)
-        write_atomic(options.out, json.dumps({"size": options.size, "batch": options.batch, "rows": rows}) + "\n")
+        write_atomic(options.out, json.dumps({"model": asdict(config), "batch": options.batch, "rows": rows}) + "\n")
 
 
 if __name__ == "__main__":

@@ -154,6 +154,14 @@ PIECES = (
         tiny='--size nano --batch 2 --steps 1 --least 32 --ways "bf16,float8,int8"',
     ),
     Piece(
+        "low precision 4096",
+        200,
+        330,
+        f"examples/gpu/low_precision.py {OUT}",
+        full="--width 4096 --heads 32 --layers 8",
+        tiny='--size nano --batch 2 --steps 1 --least 32 --ways "bf16,float8,int8"',
+    ),
+    Piece(
         "budget gpt2-xl",
         120,
         240,

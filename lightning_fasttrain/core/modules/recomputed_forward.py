@@ -93,17 +93,16 @@ class RecomputedForward(WrappedForward):
         before = {
             place: buffer.detach().clone() for place, buffer in buffers.items() if unseen or place in self.changing
         }
-        drawn_from, drew = _Generators(), True
+        generators = _HostGenerators()
         # Precision plugins of Lightning set it around the forward alone: torch.rand() would draw other values.
         default_dtype = torch.get_default_dtype()
 
         @contextmanager
         def forward() -> Iterator[None]:
-            nonlocal drew
             versions = {place: buffer._version for place, buffer in buffers.items()}
             with keeping:
                 yield
-            drew = not drawn_from.are_unchanged()
+            generators.look()
             for (owner, key), buffer in buffers.items():
                 if buffer._version != versions[owner, key] or owner._buffers.get(key) is not buffer:
                     self.changing.add((owner, key))
@@ -113,45 +112,59 @@ class RecomputedForward(WrappedForward):
 
         @contextmanager
         def recompute() -> Iterator[None]:
-            now, dtype_now = _Generators() if drew else None, torch.get_default_dtype()
+            dtype_now = torch.get_default_dtype()
             # The buffers of now, not of then: other batches may have come between forward and backward.
             held = {(owner, key): owner._buffers[key] for owner, key in buffers}
-            if now is not None:
-                drawn_from.restore()
             torch.set_default_dtype(default_dtype)
             for (owner, key), earlier in before.items():
                 # The recomputation changes a copy of what the forward saw.
                 owner._buffers[key] = earlier.clone()
             try:
-                with reusing:
+                with generators.as_they_were(), reusing:
                     yield
             finally:
                 for (owner, key), buffer in held.items():
                     owner._buffers[key] = buffer
-                if now is not None:
-                    now.restore()
                 torch.set_default_dtype(dtype_now)
 
         return forward(), Again(recompute)
 
 
-class _Generators:
-    """The states of Python's and NumPy's generators. To restore them takes longer than to see whether they changed."""
+class _HostGenerators:
+    """The states of Python's and NumPy's generators before a forward, which most forwards do not draw from."""
 
     def __init__(self) -> None:
         self.python: tuple[Any, ...] = random.getstate()
         self.numpy: Any = np.random.get_state()
+        self.changed = True  # until it is known
 
-    def are_unchanged(self) -> bool:
-        """Whether nothing was drawn since; for another NumPy generator than the usual one, False."""
-        if self.python != random.getstate() or not isinstance(self.numpy, tuple):
-            return False
+    def look(self) -> None:
+        """Look at the end of the forward whether it drew: to set the states takes longer, twice in a recomputation."""
         now: Any = np.random.get_state()
-        return now[2:] == self.numpy[2:] and np.array_equal(now[1], self.numpy[1])
+        self.changed = random.getstate() != self.python or not _is_same(now, self.numpy)
 
-    def restore(self) -> None:
+    @contextmanager
+    def as_they_were(self) -> Iterator[None]:
+        """Within it, the generators are in these states, if the forward drew from them."""
+        if not self.changed:
+            yield
+            return
+        now = _HostGenerators()
+        self._restore()
+        try:
+            yield
+        finally:
+            now._restore()
+
+    def _restore(self) -> None:
         random.setstate(self.python)
         np.random.set_state(self.numpy)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    # Only the usual generator has a tuple.
+    usual = isinstance(one, tuple) and isinstance(other, tuple)
+    return usual and one[2:] == other[2:] and np.array_equal(one[1], other[1])
 
 
 def _has_version(value: object) -> TypeGuard[Tensor]:

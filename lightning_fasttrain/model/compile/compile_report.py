@@ -151,21 +151,21 @@ class CompileReport:
     Attributes:
         graphs: number of compiled graphs, including recompilations.
         recompiles: how many of them were for code already compiled once (new shapes, other guards).
-        others: for how many blocks code was compiled again since they differ in a value, such as a rate that grows
-            from block to block; not part of ``recompiles``.
         graph_breaks: reason → number of graph breaks.
         seconds: time spent compiling.
         fallbacks: names of blocks that run eagerly → why.
         apart: for each kind of block that was compared with eager code, the largest relative distance.
+        others: for how many blocks code was compiled again since they differ in a value, such as a rate that grows
+            from block to block; not part of ``recompiles``.
     """
 
     graphs: int = 0
     recompiles: int = 0
-    others: int = 0
     graph_breaks: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
     fallbacks: dict[str, str] = field(default_factory=dict)
     apart: list[float] = field(default_factory=list)
+    others: int = 0
 
     def __str__(self) -> str:
         text = (
@@ -216,4 +216,4 @@ class CompileWatch:
             if id(metrics) not in known and metrics.is_forward and slash:
                 again += attempt != "0"
         breaks = Counter(self._utils.counters["graph_break"]) - self._breaks
-        return CompileReport(len(durations), again, graph_breaks=dict(breaks), seconds=sum(durations))
+        return CompileReport(len(durations), again, dict(breaks), sum(durations))
