@@ -40,9 +40,9 @@ def train(size, batch, policy):
         optimizer = module.configure_optimizers()
 
         def step():
-            optimizer.zero_grad()
             with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):  # as in the Trainer
                 loss = module.loss(data)
+            optimizer.zero_grad()  # where the Trainer does: the forward still has the step before's gradients
             loss.backward()
             optimizer.step()
             torch.cuda.synchronize()

@@ -155,7 +155,7 @@ PIECES = (
     ),
     Piece(
         "low precision 4096",
-        200,
+        100,
         330,
         f"examples/gpu/low_precision.py {OUT}",
         full="--width 4096 --heads 32 --layers 8",

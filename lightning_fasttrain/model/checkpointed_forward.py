@@ -12,7 +12,8 @@ from torch.utils.checkpoint import CheckpointPolicy as Keep
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.recomputed_forward import Again, Contexts, RecomputedForward, recomputed_outside
+from lightning_fasttrain.core.modules.recomputation import Contexts, recompute_in_backward
+from lightning_fasttrain.core.modules.recomputed_forward import Again, RecomputedForward, recomputed_outside
 from lightning_fasttrain.core.modules.select import class_name
 from lightning_fasttrain.model.checkpoint_savings import CheckpointSavings
 
@@ -49,11 +50,12 @@ class CheckpointedForward(RecomputedForward):
         if recomputed_outside.get():
             return self.inner(*args, **kwargs)
         run, leaves = self._by_position(args, kwargs)
-        contexts = self._contexts
         if self.savings is not None and self.savings.counting:
-            contexts = partial(self._counted_contexts, self.savings, leaves)
+            contexts = self._counted_contexts(self.savings, leaves)
+        else:
+            contexts = self._contexts()
         versions = self.versions_of(leaves)
-        output = checkpoint(run, *leaves, use_reentrant=False, context_fn=contexts, early_stop=self.stops_early)
+        output = recompute_in_backward(run, leaves, contexts, self.stops_early)
         self.look_at(output, leaves, versions)
         return output
 
@@ -62,7 +64,7 @@ class CheckpointedForward(RecomputedForward):
     ) -> tuple[Callable[..., Any], Sequence[object]]:
         """Return the forward, and the tensors to call it with by position.
 
-        For nested tensors torch neither finds the device, whose random state must be restored, nor do hooks on saved
+        Of tensors inside others neither the device is found, whose random state must be restored, nor do hooks on saved
         tensors see them.
         """
         if not kwargs and all(isinstance(one, Tensor) for one in args):

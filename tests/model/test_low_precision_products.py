@@ -308,6 +308,18 @@ def test_a_gpu_without_8_bit_tensor_cores_is_refused_before_training(monkeypatch
     assert ft.model.multiply_in_low_precision_(wide(), "int8", min_features=16).layers == ("0", "2")
 
 
+def test_int8_is_refused_where_it_was_measured_slower_unless_a_width_is_given(monkeypatch):
+    trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cuda")), callbacks=[])
+    monkeypatch.setattr(low_precision_products, "trainer_of", lambda model: trainer)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H200")
+    net = nn.Sequential(nn.Linear(1024, 1024), nn.Tanh(), nn.Linear(1024, 5))
+    with pytest.raises(ValueError, match='products in int8 on H200: .* 1.7 times as long as in bf16 .* Use "float8"'):
+        ft.model.multiply_in_low_precision_(net, "int8")
+    assert "forward" not in vars(net[0])
+    assert ft.model.multiply_in_low_precision_(net, "int8", min_features=1024).layers == ("0",)
+
+
 def test_undo_restores_and_applying_twice_has_no_further_effect():
     net = wide()
     first = ft.model.multiply_in_low_precision_(net, "int8", min_features=16)

@@ -277,6 +277,54 @@ def test_memory_budget_works_with_other_techniques(company):
     assert policy.plan.passes == (2 if isinstance(company()[0], ft.MicroBatching | ft.TokenWeightedAccumulation) else 1)
 
 
+class Waves(nn.Module):
+    """A block whose operations save eight results each time, of which the compiler saves the first one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(256, 256)
+
+    def forward(self, x):
+        x = self.layer(x)
+        for _ in range(8):
+            x = x.sin()
+        return x
+
+
+def train_waves(policy, compiled, steps=18):
+    """Return the weights, and the peak of the last step."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    net = nn.Sequential(*[Waves() for _ in range(4)])
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    techniques = [ActivationCheckpointing(policy)] if policy is not None else []
+    with ft.apply(net, [*techniques, *([ft.CompileBlocks()] if compiled else [])]):
+        for step in range(steps):
+            x = torch.randn(512, 256)
+            last = step == steps - 1  # a process can measure once at a time, and the budget does before
+            with PeakMemory("cpu", net, optimizer, x) if last else nullcontext() as peak:
+                optimizer.zero_grad()
+                net(x).square().mean().backward()
+                optimizer.step()
+    return [p.detach() for p in net.parameters()], peak.peak_bytes
+
+
+def test_a_limit_that_only_compiled_blocks_meet_is_met_by_them():
+    expected, kept = train_waves(None, compiled=True)
+    (_, uncompiled), (_, least) = (train_waves(EveryBlock(), compiled) for compiled in (False, True))
+    assert least < 0.8 * uncompiled
+    tight, ample = MemoryBudget(1.05 * least / GIB), MemoryBudget(1.05 * kept / GIB)
+    for policy, most in ((tight, least), (ample, kept)):
+        trained, peak = train_waves(policy, compiled=True)
+        assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(expected, trained, strict=True))
+        assert peak <= policy.plan.limit_bytes
+        assert policy.plan.measured_bytes == pytest.approx(peak, rel=0.02)
+        assert peak <= 1.05 * most
+    assert tight.plan.limit_bytes < uncompiled
+    with pytest.raises(ValueError, match="even with every block recomputed"):
+        train_waves(MemoryBudget(0.8 * least / GIB), compiled=True)
+
+
 def test_everything_is_undone_and_a_second_fit_makes_a_new_plan():
     technique = ActivationCheckpointing(MemoryBudget(1.0))
     hooks = len(_global_optimizer_post_hooks)

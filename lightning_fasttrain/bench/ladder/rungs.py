@@ -161,8 +161,8 @@ def warmup_of(state: State) -> int:
     """
     callbacks = state["callbacks"]
     if "MemoryBudget" in callbacks.get("ActivationCheckpointing", {}).get("policy", {}):
-        # A budget measures three steps, and the next one compiles what it has chosen.
-        return 4
+        # A budget measures two steps and checks the next one; compiled, that takes two, and twice if it keeps more.
+        return 6 if "CompileBlocks" in callbacks else 4
     return 2 if "CompileBlocks" in callbacks else 1
 
 

@@ -1,32 +1,30 @@
-"""A forward that is run again in the backward pass, with the random states, buffers and dtype that it had."""
+"""A forward that is run again in the backward pass, with the buffers that it had."""
 
-import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, TypeGuard
+from itertools import islice
+from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.recomputation import Contexts, has_version
 from lightning_fasttrain.core.modules.select import modules_of
 from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward
 from lightning_fasttrain.core.state.restore import remember_attributes
-
-Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+from lightning_fasttrain.core.state.surroundings import Surroundings
 
 # Whether a forward around this one is recomputed as a whole: then the ones inside need not be, once more.
 recomputed_outside: ContextVar[bool] = ContextVar("recomputed_outside", default=False)
 
 
 class RecomputedForward(WrappedForward):
-    """Base of wrappers whose forward is recomputed in the backward pass, as it was.
+    """Base of wrappers whose forward is recomputed in the backward pass, with the buffers that it had.
 
     Args:
-        module: whose buffers, and the generators of Python and NumPy, are in the recomputation as they were.
+        module: whose buffers are in the recomputation as they were.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -72,14 +70,10 @@ class RecomputedForward(WrappedForward):
         """For a forward that does not count: random states, buffers and attributes are afterwards as they were."""
         self.seen = False  # which buffers change is not known yet: copy all
         _, again = self.contexts(nullcontext(), nullcontext())
-        device = next(self.module.parameters(), torch.empty(0, device="cpu")).device
-        devices, device_type = [device], device.type
-        # The host's generator is always among them.
-        if device_type == "cpu":
-            devices, device_type = [], "cuda"
+        around = Surroundings(islice(self.module.parameters(), 1))
         restore_attributes = remember_attributes(self.module.modules())
         try:
-            with torch.random.fork_rng(devices, device_type=device_type), again:
+            with around.restored(), again:
                 yield
         finally:
             restore_attributes()
@@ -88,21 +82,19 @@ class RecomputedForward(WrappedForward):
     def contexts(self, keeping: AbstractContextManager[object], reusing: AbstractContextManager[object]) -> Contexts:
         """Return the contexts of forward and recomputation, each with a further context entered inside."""
         buffers = _buffers_of(self.module)
+        if not buffers:
+            return keeping, reusing
         # At the first forward all buffers are copied, to be sure.
         unseen, self.seen = not self.seen, True
         before = {
             place: buffer.detach().clone() for place, buffer in buffers.items() if unseen or place in self.changing
         }
-        generators = _HostGenerators()
-        # Precision plugins of Lightning set it around the forward alone: torch.rand() would draw other values.
-        default_dtype = torch.get_default_dtype()
 
         @contextmanager
         def forward() -> Iterator[None]:
             versions = {place: buffer._version for place, buffer in buffers.items()}
             with keeping:
                 yield
-            generators.look()
             for (owner, key), buffer in buffers.items():
                 if buffer._version != versions[owner, key] or owner._buffers.get(key) is not buffer:
                     self.changing.add((owner, key))
@@ -112,67 +104,23 @@ class RecomputedForward(WrappedForward):
 
         @contextmanager
         def recompute() -> Iterator[None]:
-            dtype_now = torch.get_default_dtype()
             # The buffers of now, not of then: other batches may have come between forward and backward.
             held = {(owner, key): owner._buffers[key] for owner, key in buffers}
-            torch.set_default_dtype(default_dtype)
             for (owner, key), earlier in before.items():
                 # The recomputation changes a copy of what the forward saw.
                 owner._buffers[key] = earlier.clone()
             try:
-                with generators.as_they_were(), reusing:
+                with reusing:
                     yield
             finally:
                 for (owner, key), buffer in held.items():
                     owner._buffers[key] = buffer
-                torch.set_default_dtype(dtype_now)
 
         return forward(), Again(recompute)
 
 
-class _HostGenerators:
-    """The states of Python's and NumPy's generators before a forward, which most forwards do not draw from."""
-
-    def __init__(self) -> None:
-        self.python: tuple[Any, ...] = random.getstate()
-        self.numpy: Any = np.random.get_state()
-        self.changed = True  # until it is known
-
-    def look(self) -> None:
-        """Look at the end of the forward whether it drew: to set the states takes longer, twice in a recomputation."""
-        now: Any = np.random.get_state()
-        self.changed = random.getstate() != self.python or not _is_same(now, self.numpy)
-
-    @contextmanager
-    def as_they_were(self) -> Iterator[None]:
-        """Within it, the generators are in these states, if the forward drew from them."""
-        if not self.changed:
-            yield
-            return
-        now = _HostGenerators()
-        self._restore()
-        try:
-            yield
-        finally:
-            now._restore()
-
-    def _restore(self) -> None:
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    # Only the usual generator has a tuple.
-    usual = isinstance(one, tuple) and isinstance(other, tuple)
-    return usual and one[2:] == other[2:] and np.array_equal(one[1], other[1])
-
-
-def _has_version(value: object) -> TypeGuard[Tensor]:
-    return isinstance(value, Tensor) and not value.is_inference()
-
-
 def _versions(values: Iterable[object]) -> list[int]:
-    return [value._version for value in values if _has_version(value)]
+    return [value._version for value in values if has_version(value)]
 
 
 def _buffers_of(module: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, TypeVar
 from torch import nn
 
 from lightning_fasttrain.core.messages import number_of
+from lightning_fasttrain.core.modules.select import class_if_imported
 
 Undo = Callable[[], None]
 
@@ -234,3 +235,14 @@ def patched(holder: object, name: str, value: object) -> Iterator[None]:
         yield
     finally:
         restore()
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether any part of a model is compiled: its operators cannot be seen, and looking would recompile it."""
+    compiled = class_if_imported("torch._dynamo.eval_frame", "OptimizedModule")
+    for module in model.modules():
+        if isinstance(module, compiled) or module._compiled_call_impl is not None:
+            return True
+        if any(wrapper.is_compiled for wrapper in wrappers_on(module, WrappedForward)):
+            return True
+    return False

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from lightning_fasttrain.core.batch.leaves import list_tensors, walk_leaves
 from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.core.messages import explain, list_some
+from lightning_fasttrain.core.modules.recomputation import recompute_in_backward
 from lightning_fasttrain.core.modules.recomputed_forward import RecomputedForward, recomputed_outside
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.data.normalizer.trial.deterministic_step import list_batch_statistics
@@ -134,8 +134,8 @@ class MicroBatchedForward(RecomputedForward):
 
         used = uses.use()
 
-        # By position and flat: torch finds the device whose random state must be restored, and saved-tensor hooks, only
-        # through such tensors.
+        # By position and flat: the devices whose random states must be restored, and hooks on saved tensors, are found
+        # only through such tensors.
         def run(*tensors: Tensor) -> Any:
             given = iter(tensors)
             outside = recomputed_outside.set(True)
@@ -147,11 +147,8 @@ class MicroBatchedForward(RecomputedForward):
             finally:
                 recomputed_outside.reset(outside)
 
-        def contexts() -> Any:
-            return self.contexts(nullcontext(), nullcontext())
-
         versions = self.versions_of(tensors)
-        output = checkpoint(run, *tensors, use_reentrant=False, context_fn=contexts, early_stop=self.stops_early)
+        output = recompute_in_backward(run, tensors, self.contexts(nullcontext(), nullcontext()), self.stops_early)
         self.look_at(output, tensors, versions)
         return output
 

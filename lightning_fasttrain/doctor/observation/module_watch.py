@@ -13,8 +13,6 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from lightning_fasttrain.core.modules.select import class_if_imported
-from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, wrappers_on
 from lightning_fasttrain.doctor.observation.source_lines import SourceLine, find_call
 
 
@@ -108,17 +106,6 @@ def is_batch_norm(module: nn.Module) -> bool:
 
 def is_dropout(module: nn.Module) -> bool:
     return isinstance(module, _DropoutNd)
-
-
-def is_compiled(model: nn.Module) -> bool:
-    """Whether any part of a model is compiled: its operators cannot be seen, and looking would recompile it."""
-    compiled = class_if_imported("torch._dynamo.eval_frame", "OptimizedModule")
-    for module in model.modules():
-        if isinstance(module, compiled) or module._compiled_call_impl is not None:
-            return True
-        if any(wrapper.is_compiled for wrapper in wrappers_on(module, WrappedForward)):
-            return True
-    return False
 
 
 def list_compilations() -> list[Any]:

@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 from lightning_fasttrain.core.checks.annotations import Bounds
 from lightning_fasttrain.core.distributed import from_all_ranks, is_sharded
 from lightning_fasttrain.core.modules.parameters import parameters_of
+from lightning_fasttrain.core.modules.wrapped_forward import is_compiled
 from lightning_fasttrain.doctor.observation.block_times import BlockTimes
 from lightning_fasttrain.doctor.observation.line_times import LineSampler, LineTracer
 from lightning_fasttrain.doctor.observation.measured import Measured
 from lightning_fasttrain.doctor.observation.module_watch import (
     ModuleWatch,
     find_trained_models,
-    is_compiled,
     list_compilations,
 )
 from lightning_fasttrain.doctor.observation.operator_trials import OperatorTrials

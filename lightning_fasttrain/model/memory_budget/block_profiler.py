@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils._pytree import tree_iter
 
-from lightning_fasttrain.core.device import GIB, free_bytes
+from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.distributed import largest_over_ranks, rank_count
-from lightning_fasttrain.core.messages import explain, note_once, say
+from lightning_fasttrain.core.messages import note_once, say
 from lightning_fasttrain.core.modules.parameters import parameters_of
-from lightning_fasttrain.core.modules.wrapped_forward import patch
+from lightning_fasttrain.core.modules.wrapped_forward import is_compiled, patch
 from lightning_fasttrain.core.peak_memory import PeakMemory
 from lightning_fasttrain.model.activation_checkpointing import SelectiveOps
 from lightning_fasttrain.model.checkpointed_forward import Again, CheckpointedForward
@@ -28,11 +28,14 @@ from lightning_fasttrain.model.memory_budget.checkpoint_plan import (
     RECOMPUTED,
     SELECTIVE,
     CheckpointPlan,
+    explain_excess,
     make_plan,
+    what_fits,
 )
 
 EXPENSIVE = SelectiveOps()
-_FIT = 0.92  # of the free memory: the rest is for fragmentation, and for libraries that allocate memory themselves
+
+_WORTH_A_PLAN = 0.05  # of the limit: less memory to spare is not worth to compile anew
 
 
 class PlannedForward(CheckpointedForward):
@@ -71,6 +74,7 @@ class PlannedForward(CheckpointedForward):
 class _Stage(Enum):
     COSTS = "costs of each block, measured beside the training"
     PEAKS = "peak between each two blocks, with every block recomputed"
+    COMPILING = "nothing, while blocks are compiled as the plan says"
     CHECK = "peak under the plan"
     TIMING = "time spent in recomputation"
     DONE = "nothing"
@@ -99,6 +103,7 @@ class StepWatch:
         self._peaks: dict[str, int] = {}  # see `make_plan`
         self._aim: int | None = None
         self._misses = 0
+        self._spared = False  # whether a plan was made for what compiled blocks take less
         self._cautious = False  # every block is recomputed in this pass
         self._passes = 0
         # Largest sizes so far of the first block's input, by dimension.
@@ -236,6 +241,8 @@ class StepWatch:
             for name, peak in zip(self._segments, self._close_window(), strict=True):
                 self._peaks[name] = max(self._peaks.get(name, 0), peak)
             self._decide()
+        elif self._stage is _Stage.COMPILING:
+            self._stage = _Stage.CHECK
         elif self._stage is _Stage.CHECK and self._window is not None:
             self._check(max(self._close_window()))
         elif self._stage is _Stage.TIMING:
@@ -265,11 +272,13 @@ class StepWatch:
         costs = {name: cost.times(self._calls[name]) for name, cost in self._costs.items()}
         costs, peaks = costs_over_ranks(costs, self._peaks)
         budget = self.budget_gib
-        limit = _what_fits(self._device, self._in_use) if isinstance(budget, str) else round(budget * GIB)
+        limit = what_fits(self._device, self._in_use) if isinstance(budget, str) else round(budget * GIB)
         self._aim = limit if self._aim is None else min(limit, self._aim)
-        plan = make_plan(costs, peaks, limit, self._passes, self._aim)
+        compiled = is_compiled(self.model)
+        plan = make_plan(costs, peaks, limit, self._passes, self._aim, are_bounds=compiled)
         self._follow(plan)
-        self._stage, self.measuring = _Stage.CHECK, False
+        # The step that compiles takes memory of its own.
+        self._stage, self.measuring = _Stage.COMPILING if compiled else _Stage.CHECK, False
         self._tell(plan)
         say("MemoryBudget: %s", plan)
 
@@ -286,7 +295,7 @@ class StepWatch:
             self.forwards[block.name].follow(block.action)
 
     def _check(self, peak: int) -> None:
-        """Compare the peak with the limit; if it is higher, make a new plan for a lower limit."""
+        """Compare the peak with the limit, and with what was predicted; if they differ, make a new plan."""
         plan = self.plan
         assert plan is not None
         peak = int(largest_over_ranks([peak])[0])
@@ -297,6 +306,15 @@ class StepWatch:
             back = (peak - plan.limit_bytes) << self._misses
             self._aim = plan.predicted_bytes - back if self._misses < 4 else 0
             note_once("MemoryBudget: the peak was above the limit; making a new plan")
+            self._decide()
+            return
+        if peak > plan.limit_bytes and plan.everything_bytes > plan.limit_bytes:
+            raise ValueError(explain_excess(peak, plan.limit_bytes))
+        spare = plan.predicted_bytes - peak
+        more = any(block.action != KEPT for block in plan.blocks)
+        if more and spare > _WORTH_A_PLAN * plan.limit_bytes and not (self._misses or self._spared):
+            self._spared = True
+            self._peaks = {name: max(bound - spare, 0) for name, bound in self._peaks.items()}
             self._decide()
             return
         self._tell(plan.with_measured(peak, None))
@@ -325,14 +343,3 @@ class StepWatch:
         self._hooks.close()
         if self.plan is None and self._costs:
             say("MemoryBudget: no plan was made, since the training ended within its first two steps")
-
-
-def _what_fits(device: torch.device, in_use: int) -> int:
-    """Return the bytes that tensors may use on the device, including those that they use now."""
-    if device.type == "cuda":
-        return int(_FIT * (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)))
-    available = free_bytes(device)
-    if available is None:
-        why = "this system does not report its free memory"
-        raise ValueError(explain('budget_gib="fit"', why, "Give the limit in GiB"))
-    return int(_FIT * (available + in_use))

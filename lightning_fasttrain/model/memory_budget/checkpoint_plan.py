@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 from rich.table import Table
 
-from lightning_fasttrain.core.device import GIB
+from lightning_fasttrain.core.device import GIB, free_bytes
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.model.memory_budget.block_cost import BlockCost
 
@@ -172,11 +173,17 @@ class CheckpointPlan:
         return runs
 
 
+_FIT = 0.92  # of the free memory: the rest is for fragmentation, and for libraries that allocate memory themselves
 _ACTIONS = (KEPT, SELECTIVE, RECOMPUTED)
 
 
 def make_plan(
-    costs: Mapping[str, BlockCost], peaks: Mapping[str, int], limit_bytes: int, passes: int, aim_bytes: int
+    costs: Mapping[str, BlockCost],
+    peaks: Mapping[str, int],
+    limit_bytes: int,
+    passes: int,
+    aim_bytes: int,
+    are_bounds: bool = False,
 ) -> CheckpointPlan:
     """Return the plan that adds the least time among those whose peak is within a limit.
 
@@ -188,17 +195,14 @@ def make_plan(
         limit_bytes: the user's limit.
         passes: forward passes in a step.
         aim_bytes: limit used for the choice: ``limit_bytes``, or less if an earlier plan exceeded it.
+        are_bounds: whether the step may take less than ``peaks``, since it will be compiled.
 
     Raises:
-        ValueError: the highest of ``peaks`` is above the limit.
+        ValueError: the highest of ``peaks`` is above the limit, and no bound.
     """
     highest = max(peaks.values())
-    if highest > limit_bytes:
-        least, short = highest / GIB, (highest - limit_bytes) / GIB
-        why = f"a step takes {least:.3g} GiB even with every block recomputed, {short:.2g} GiB above the limit"
-        way_out = "Use smaller micro-batches (MicroBatching), a loss without the logits (FusedLossHead, "
-        way_out += "linear_cross_entropy), or ActivationOffload"
-        raise ValueError(explain(f"MemoryBudget of {limit_bytes / GIB:.3g} GiB", why, way_out))
+    if highest > limit_bytes and not are_bounds:
+        raise ValueError(explain_excess(highest, limit_bytes))
     choices = list(map(_choices, costs.values()))
     # With zero free bytes every block is recomputed, which holds nothing and so always fits.
     capacity = [max(aim_bytes - peaks.get(name, 0), 0) for name in costs]
@@ -216,8 +220,28 @@ def make_plan(
     return CheckpointPlan(limit_bytes, tuple(blocks), passes, highest, predicted)
 
 
+def explain_excess(least_bytes: int, limit_bytes: int) -> str:
+    """Return the message for a limit below what a step takes with every block recomputed."""
+    least, short = least_bytes / GIB, (least_bytes - limit_bytes) / GIB
+    why = f"a step takes {least:.3g} GiB even with every block recomputed, {short:.2g} GiB above the limit"
+    way_out = "Use smaller micro-batches (MicroBatching), a loss without the logits (FusedLossHead, "
+    way_out += "linear_cross_entropy), or ActivationOffload"
+    return explain(f"MemoryBudget of {limit_bytes / GIB:.3g} GiB", why, way_out)
+
+
 def _choices(cost: BlockCost) -> list[tuple[str, int, float]]:
     choices = [(KEPT, cost.saved_bytes, 0.0), (RECOMPUTED, 0, cost.forward_ms)]
     if cost.expensive_bytes is not None and cost.expensive_bytes < cost.saved_bytes and cost.cheap_ms < cost.forward_ms:
         choices.append((SELECTIVE, cost.expensive_bytes, cost.cheap_ms))
     return choices
+
+
+def what_fits(device: torch.device, in_use: int) -> int:
+    """Return the bytes that tensors may use on the device, including those that they use now."""
+    if device.type == "cuda":
+        return int(_FIT * (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)))
+    available = free_bytes(device)
+    if available is None:
+        why = "this system does not report its free memory"
+        raise ValueError(explain('budget_gib="fit"', why, "Give the limit in GiB"))
+    return int(_FIT * (available + in_use))

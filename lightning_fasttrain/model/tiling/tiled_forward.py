@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.first_derivatives import refuse_second_derivative, refuse_transforms
 from lightning_fasttrain.core.modules.recomputed_forward import RecomputedForward
+from lightning_fasttrain.core.state.surroundings import Surroundings
 from lightning_fasttrain.model.tiling.own_parameters import Places, find_trainable, in_place_of
 from lightning_fasttrain.model.tiling.token_trial import can_run, why_tokens_mix
 
@@ -126,28 +127,25 @@ class _Call:
         self.structure: TreeSpec | None = None
         self._autocast = [(device, _autocast_settings(device)) for device in ("cpu", "cuda")]
         self._again: AbstractContextManager[Any] = nullcontext()
-        self._random: list[Tensor] = []
+        self._around = Surroundings([])
 
     def run(self, tile: Tensor) -> list[Tensor]:
         leaves, self.structure = tree_flatten(self.function(tile))
         return leaves
 
     @contextmanager
-    def first_time(self, device: torch.device) -> Iterator[None]:
-        """Context of the forward, which notes the random states that the backward needs."""
+    def first_time(self, x: Tensor) -> Iterator[None]:
+        """Context of the forward, which notes what is around it for the backward."""
         forward, self._again = self.wrapper.contexts(nullcontext(), nullcontext())
-        self._random = _random_states(device)
+        self._around = Surroundings([x])
         with forward, self._autocasting():
             yield
+        self._around.look()
 
     @contextmanager
-    def recomputing(self, device: torch.device) -> Iterator[None]:
+    def recomputing(self) -> Iterator[None]:
         """Context of the recomputation: tiles come in the same order, so each draws what it drew in the forward."""
-        devices = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices), self._again, self._autocasting(), torch.enable_grad():
-            torch.set_rng_state(self._random[0])
-            if devices:
-                torch.cuda.set_rng_state(self._random[1], device)
+        with self._around.restored(), self._again, self._autocasting(), torch.enable_grad():
             yield
 
     @contextmanager
@@ -163,26 +161,19 @@ def _autocast_settings(device: str) -> tuple[bool, torch.dtype]:
     return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
 
-def _random_states(device: torch.device) -> list[Tensor]:
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return states
-
-
 class _Tiled(torch.autograd.Function):
     """All tiles of one call. Parameters are inputs, so that each gets one gradient, as from a single product."""
 
     @staticmethod
     def forward(ctx: object, x: Tensor, call: _Call, *parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.call, ctx.device = call, x.device
+        ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, *parameters)
         outputs: list[Tensor] = []
         start = 0
         # Copies that need no gradient, so that autocast keeps none of them.
         copies = list(map(Tensor.detach, parameters))
-        with call.first_time(x.device), in_place_of(call.places, copies):
+        with call.first_time(x), in_place_of(call.places, copies):
             for tile in _cut(x, call.size):
                 parts = [part.flatten(0, x.dim() - 2) for part in call.run(tile)]
                 # In their final shape: views as outputs would lose hooks when they are changed in place.
@@ -211,7 +202,7 @@ class _Tiled(torch.autograd.Function):
         for leaf, total in zip(leaves, sums, strict=True):
             leaf.register_post_accumulate_grad_hook(total.take)
         start = 0
-        with call.recomputing(ctx.device), in_place_of(call.places, leaves):
+        with call.recomputing(), in_place_of(call.places, leaves):
             for tile in _cut(x, call.size):
                 tile = tile.detach().requires_grad_(of_x is not None)
                 part = slice(start, start + tile.shape[-2])

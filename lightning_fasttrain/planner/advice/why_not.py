@@ -19,6 +19,7 @@ from lightning_fasttrain.core.modules.wrapped_forward import first_line
 from lightning_fasttrain.data import MicroBatching
 from lightning_fasttrain.dry_run.verification.short_run import quietly
 from lightning_fasttrain.model import LowPrecisionProducts
+from lightning_fasttrain.model.kernels.low_precision_products import usual_kind
 from lightning_fasttrain.planner.advice.training_setup import TrainingSetup, find_setup
 from lightning_fasttrain.planner.catalogue import known_techniques
 from lightning_fasttrain.predict.fake_model import Factory, fake_model
@@ -202,7 +203,7 @@ class _Asker:
         if kind is MicroBatching:
             return MicroBatching(4)
         if kind is LowPrecisionProducts:
-            return LowPrecisionProducts("int8")
+            return LowPrecisionProducts(usual_kind())
         needed = [p for p in inspect.signature(kind).parameters.values() if p.default is inspect.Parameter.empty]
         return None if needed else kind()
 
