@@ -120,7 +120,7 @@ def test_the_table_of_a_gpu_is_what_was_measured(monkeypatch):
             expected.append(f"| {report.MODELS[model]} | {' | '.join(report.gpt2_cells(row))} |")
     assert written == expected
     rows = {row["side"]: row for row in report.gpt2_rows(lines)}
-    naive, fast, lean = (rows[side] for side in ("naive", "ours-fast", "ours-lean"))
+    naive, fast, lean = (rows[side] for side in ("naive", "ours-fast", "ours-lean-graphs"))
     faster, leaner = naive["step_ms"] / fast["step_ms"], naive["peak_mib"] / lean["peak_mib"]
     said = f"{faster:.1f} times as fast as a naive float32 loop, or takes {leaner:.0f} times less memory"
     said += f" at {naive['step_ms'] / lean['step_ms']:.1f} times its speed"
@@ -167,6 +167,37 @@ def test_what_an_h100_measured_of_single_techniques_is_in_the_text():
     assert f"in {eight['peak_gib'] / base['peak_gib']:.2f} times the memory" in text
     slow = [f"{ways[way]['step_ms'] / ways['bf16']['step_ms']:.1f}" for way in ("float8", "int8")]
     assert f"{slow[0]} times as long as in bf16; int8 without them took {slow[1]} times as long" in text
+
+
+def test_what_an_h200_measured_of_single_techniques_is_in_the_text():
+    folder, text = ROOT / "examples" / "results" / "h200", " ".join(RESULTS.split())
+    lines = (folder / "lines.jsonl").read_text().splitlines()
+    result = {line["piece"]: line["result"] for line in map(json.loads, lines)}
+    then = {(row["size"], row["way"]): row for row in result["offload"]["results"]}
+    now = {row["way"]: row for row in json.loads((folder / "recomputation_gpt2_small.json").read_text())["results"]}
+    before = [then["gpt2-small", way]["step_ms"] for way in ("plain", "checkpointing")]
+    after = [now[way]["step_ms"] for way in ("checkpointing", "plain")]
+    said = "took {:.1f} ms, and with every block recomputed by PyTorch's checkpoint {:.1f} ms"
+    assert said.format(*before) in text
+    assert "it takes {:.1f} ms beside {:.1f} ms".format(*after) in text
+    assert f"at 55 GB/s: {then['gpt2-xl', 'offload']['time_ratio']:.1f} times as long" in text
+    kept, recomputed, *_ = result["budget gpt2-xl"]["rows"]
+    said = f"takes {recomputed['time_ratio']:.2f} times as long with every block recomputed, in "
+    said += f"{recomputed['peak_gib']:.2f} GiB instead of {kept['peak_gib']:.2f}; "
+    said += f"{recomputed['predicted_gib']:.2f} and {kept['predicted_gib']:.2f} GiB had been predicted"
+    assert said in text
+    ways = {row["way"]: row for row in result["low precision 4096"]["rows"]}
+    base, eight, int8 = (ways[f"{kind} compiled"] for kind in ("bf16", "float8", "int8"))
+    said = f"takes {eight['step_ms'] / base['step_ms']:.2f} times as long as in bf16 ({eight['step_ms']:.0f} ms instead"
+    assert f"{said} of {base['step_ms']:.0f}), in {eight['peak_gib'] / base['peak_gib']:.2f} times the memory" in text
+    assert f"In int8 it takes {int8['step_ms'] / base['step_ms']:.1f} times as long" in text
+    rows = {row["side"]: row for row in result["step profile"]["rows"]}
+    lean, graphs, in_one = (rows[f"ours-lean{end}"] for end in ("", "-graphs", "-in-one"))
+    said = (
+        f"{lean['kernels']:,} kernels, which take {lean['kernel_ms']:.0f} ms, and the host needs {lean['host_ms']:.0f}"
+    )
+    assert f"{said} ms" in text
+    assert f"the host needs {graphs['host_ms']:.0f} ms; in one, {in_one['kernels']:,} kernels take" in text
 
 
 def test_the_pauses_of_the_garbage_collector_are_what_was_measured():

@@ -20,6 +20,7 @@ import torch
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.bench.gpt import reference_gpt
+from lightning_fasttrain.bench.ladder.process import without_paths
 from lightning_fasttrain.core.files.atomic_write import write_atomic
 from lightning_fasttrain.core.machine import hardware, versions
 
@@ -114,7 +115,7 @@ def main():
         "hardware": {**hardware(), "gpu": torch.cuda.get_device_name()},
         "versions": versions(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", *sys.argv]),
+        "command": without_paths(shlex.join(["python", "examples/gpu/memory_budget.py", *sys.argv[1:]])),
         "batch": options.batch,
         "rows": rows,
     }

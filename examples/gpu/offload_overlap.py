@@ -24,6 +24,7 @@ from torch.autograd.graph import save_on_cpu
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.bench.gpt import GPT, SIZES
+from lightning_fasttrain.bench.ladder.process import without_paths
 from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.files.atomic_write import write_atomic
 from lightning_fasttrain.core.machine import hardware, versions
@@ -81,7 +82,7 @@ def main():
         "hardware": hardware(),
         "versions": versions(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python", "examples/gpu/offload_overlap.py", *sys.argv[1:]]),
+        "command": without_paths(" ".join(["python", "examples/gpu/offload_overlap.py", *sys.argv[1:]])),
         "batch": options.batch,
         "baseline": "plain",
         "results": results,

@@ -137,8 +137,8 @@ PIECES = (
     ),
     Piece(
         "ladder",
-        300,
-        460,
+        430,
+        500,
         "-m lightning_fasttrain.cli ladder --out {out}",
         full="--size gpt2-small --minutes 5",
         tiny="--size nano --batch 4 --micro-batches 2 --steps 1 --rungs release,micro-batches",
@@ -155,16 +155,16 @@ PIECES = (
     ),
     Piece(
         "low precision 4096",
-        100,
-        330,
+        80,
+        200,
         f"examples/gpu/low_precision.py {OUT}",
         full="--width 4096 --heads 32 --layers 8",
         tiny='--size nano --batch 2 --steps 1 --least 32 --ways "bf16,float8,int8"',
     ),
     Piece(
         "budget gpt2-xl",
-        120,
-        240,
+        60,
+        150,
         f"examples/gpu/memory_budget.py {OUT}",
         full="--sizes gpt2-xl",
         tiny="--sizes tiny --batch 2",
@@ -172,7 +172,7 @@ PIECES = (
     ),
     Piece(
         "offload",
-        60,
+        95,
         180,
         f"examples/gpu/offload_overlap.py {OUT}",
         full="gpt2-small gpt2-xl --batch 8",
@@ -201,7 +201,7 @@ PIECES = (
     ),
     Piece(
         "zero offload",
-        150,
+        135,
         280,
         f"examples/gpu/zero_offload.py {OUT}",
         full="--stages 2,2+offload",
@@ -210,7 +210,7 @@ PIECES = (
     ),
     Piece(
         "step profile",
-        75,
+        60,
         150,
         f"examples/gpu/step_profile.py {{tokens}} {OUT}",
         tiny="--layers 2 --width 64 --heads 2 --vocabulary 512 --batch 4 --length 32",

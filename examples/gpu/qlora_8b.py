@@ -25,6 +25,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import lightning_fasttrain as ft
+from lightning_fasttrain.bench.ladder.process import without_paths
 from lightning_fasttrain.core.files.atomic_write import write_atomic
 from lightning_fasttrain.core.machine import hardware, package_version, versions
 
@@ -243,7 +244,7 @@ def main():
             "cuda": torch.version.cuda,
             **{name: package_version(name) for name in ("peft", "transformers", "bitsandbytes")},
         },
-        "command": shlex.join(["python", "examples/gpu/qlora_8b.py", *sys.argv[1:]]),
+        "command": without_paths(shlex.join(["python", "examples/gpu/qlora_8b.py", *sys.argv[1:]])),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "predicted": predicted(options),
         "measured": [],

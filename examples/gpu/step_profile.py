@@ -23,6 +23,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from rivals import SHAPES, SIDES
 
 from lightning_fasttrain.bench.ladder.preflight import fast_bf16
+from lightning_fasttrain.bench.ladder.process import without_paths
 from lightning_fasttrain.core.checks import one_of
 from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.files.atomic_write import write_atomic
@@ -101,7 +102,7 @@ def main():
     for name in ("lightning", "lightning.pytorch", "lightning_fasttrain"):
         logging.getLogger(name).setLevel(logging.ERROR)
     report = {"hardware": hardware(), "versions": versions(), "date": datetime.now(UTC).isoformat(timespec="seconds")}
-    report["command"] = " ".join(["python", "examples/gpu/step_profile.py", *sys.argv[1:]])
+    report["command"] = without_paths(" ".join(["python", "examples/gpu/step_profile.py", *sys.argv[1:]]))
     report["rows"] = []
     for side in options.sides.split(","):
         report["rows"].append(measure(side, options))

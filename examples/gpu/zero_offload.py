@@ -25,6 +25,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_fasttrain.bench.gpt import reference_gpt
+from lightning_fasttrain.bench.ladder.process import without_paths
 from lightning_fasttrain.core.files.atomic_write import write_atomic
 from lightning_fasttrain.core.machine import hardware, versions
 from lightning_fasttrain.strategy.choose.model_states import predict_model_states
@@ -137,7 +138,7 @@ def main():
         "hardware": {**hardware(), "gpu": torch.cuda.get_device_name() if on_gpu else None},
         "versions": versions(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", *sys.argv]),
+        "command": without_paths(shlex.join(["python", "examples/gpu/zero_offload.py", *sys.argv[1:]])),
         "batch": options.batch,
         "card_gib": options.card_gib if on_gpu else None,
         "rows": [],
