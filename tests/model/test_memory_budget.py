@@ -9,6 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
@@ -275,6 +276,33 @@ def test_memory_budget_works_with_other_techniques(company):
         assert torch.allclose(module_weights[name], value, rtol=1e-5, atol=1e-6 if compiled else 0)
     assert policy.plan.measured_bytes is not None
     assert policy.plan.passes == (2 if isinstance(company()[0], ft.MicroBatching | ft.TokenWeightedAccumulation) else 1)
+
+
+def test_outputs_that_a_model_collects_are_those_of_the_forward_alone():
+    """Measured forwards would add their router logits to the auxiliary loss, which rounds differently then."""
+    config = transformers.MixtralConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        output_router_logits=True,
+        router_aux_loss_coef=1.0,
+    )
+    found = []
+    for policy in (None, MemoryBudget(1)):
+        torch.manual_seed(0)
+        net = transformers.MixtralForCausalLM(config)
+        ids = torch.randint(64, (4, 12))
+        with ft.apply(net, [ActivationCheckpointing(policy)] if policy is not None else []):
+            output = net(input_ids=ids, labels=ids)
+            output.loss.backward()
+        found.append((output.aux_loss, len(output.router_logits), net.model.embed_tokens.weight.grad))
+    (plain, number, gradient), (ours, ours_number, ours_gradient) = found
+    assert number == ours_number == 3
+    assert torch.equal(plain, ours)
+    assert torch.equal(gradient, ours_gradient)
 
 
 class Waves(nn.Module):

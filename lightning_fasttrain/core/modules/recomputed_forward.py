@@ -1,5 +1,6 @@
 """A forward that is run again in the backward pass, with the buffers that it had."""
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -73,7 +74,7 @@ class RecomputedForward(WrappedForward):
         around = Surroundings(islice(self.module.parameters(), 1))
         restore_attributes = remember_attributes(self.module.modules())
         try:
-            with around.restored(), again:
+            with around.restored(), again, _capturing_nothing():
                 yield
         finally:
             restore_attributes()
@@ -117,6 +118,19 @@ class RecomputedForward(WrappedForward):
                     owner._buffers[key] = buffer
 
         return forward(), Again(recompute)
+
+
+@contextmanager
+def _capturing_nothing() -> Iterator[None]:
+    """Models of transformers collect outputs of their layers by hooks, such as router logits: not those of a trial."""
+    capturing: Any = sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(capturing, "_active_collector", None)
+    token = None if collector is None else collector.set(None)
+    try:
+        yield
+    finally:
+        if token is not None:
+            collector.reset(token)
 
 
 def _versions(values: Iterable[object]) -> list[int]:
