@@ -74,7 +74,7 @@ class RecomputedForward(WrappedForward):
         around = Surroundings(islice(self.module.parameters(), 1))
         restore_attributes = remember_attributes(self.module.modules())
         try:
-            with around.restored(), again, _capturing_nothing():
+            with around.restored(), again, capturing_nothing():
                 yield
         finally:
             restore_attributes()
@@ -121,16 +121,18 @@ class RecomputedForward(WrappedForward):
 
 
 @contextmanager
-def _capturing_nothing() -> Iterator[None]:
+def capturing_nothing() -> Iterator[None]:
     """Models of transformers collect outputs of their layers by hooks, such as router logits: not those of a trial."""
     capturing: Any = sys.modules.get("transformers.utils.output_capturing")
     collector = getattr(capturing, "_active_collector", None)
-    token = None if collector is None else collector.set(None)
+    if collector is None:
+        yield
+        return
+    token = collector.set(None)
     try:
         yield
     finally:
-        if token is not None:
-            collector.reset(token)
+        collector.reset(token)
 
 
 def _versions(values: Iterable[object]) -> list[int]:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_fasttrain.core.distributed import is_sharded
 from lightning_fasttrain.core.modules.parameters import device_of
-from lightning_fasttrain.core.modules.recomputed_forward import recomputed_outside
+from lightning_fasttrain.core.modules.recomputed_forward import capturing_nothing, recomputed_outside
 from lightning_fasttrain.core.modules.without_dropout import has_dropout, without_dropout
 from lightning_fasttrain.core.modules.wrapped_forward import first_line
 from lightning_fasttrain.core.package import __version__
@@ -283,7 +283,7 @@ def _leaving_no_trace(module: nn.Module) -> Iterator[None]:
     outside = recomputed_outside.set(True)  # recomputation is unnecessary here
     try:
         # The innermost hooks apply: those around the block must neither keep nor count tensors that are saved here.
-        with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor), capturing_nothing():
             yield
     finally:
         recomputed_outside.reset(outside)
