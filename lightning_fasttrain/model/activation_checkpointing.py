@@ -202,7 +202,7 @@ def checkpoint_activations_(
     Source:
         Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", https://arxiv.org/abs/1604.06174. The hooks
         on saved tensors follow ``torch.utils.checkpoint``, which restores torch's random state but neither Python's,
-        NumPy's nor buffers, and takes about twice as long on the host.
+        NumPy's nor buffers, and adds 1.5 times as much time on the host.
     """
     policy = policy or EveryBlock()
     found = find_blocks(model, blocks)

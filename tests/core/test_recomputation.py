@@ -164,10 +164,10 @@ def test_it_nests_with_itself_and_with_pytorchs_checkpoint(outer, inner):
     assert first.calls.count("up") == 3  # forward, for the second block's input, and for its own tensors
 
 
-# --- what differs is told ---------------------------------------------------------------------------------------------
+# --- what differs is reported ----------------------------------------------------------------------------------------
 
 
-def test_an_input_written_to_is_told():
+def test_an_input_written_to_is_reported():
     x = leaf(3).sin()
     output = recompute(torch.exp, x)
     x += 1
@@ -184,7 +184,7 @@ def test_an_input_written_to_is_told():
         (lambda x: x.sin(), lambda x: x.float().sin(), "in torch.float32 on cpu instead of"),
     ],
 )
-def test_other_operations_in_the_recomputation_are_told(first, then, message):
+def test_other_operations_in_the_recomputation_are_reported(first, then, message):
     functions = [first, then]
     output = recompute(lambda x: functions.pop(0)(x), leaf(3), stops_early=False)
     with pytest.raises(RuntimeError, match=f"the recomputation of a forward .*{message}"):
