@@ -80,7 +80,7 @@ def test_the_budget_is_the_peak_of_a_checkpointed_state_and_less_than_another():
     checkpointed = Row(state=named["checkpointing"].on(below), peak_mib=256.0)
     compiled = replace(checkpointed, state=named["checkpointing"].on(replace(below, state=named["compile"].on(below))))
     failed = replace(below, error="boom")
-    for row, gib in [(below, 0.4), (checkpointed, 0.25 * 1.005), (compiled, 0.25 * 1.1), (failed, "fit")]:
+    for row, gib in [(below, 0.4), (checkpointed, 0.25 * 1.005), (compiled, 0.25 * 1.05), (failed, "fit")]:
         *_, callback = callbacks_of(named["budget"].on(row))
         assert callback.policy.budget_gib == gib
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import lightning_fasttrain as ft
+from lightning_fasttrain.dry_run.verification.short_run import PeakObserver
 from lightning_fasttrain.run import MemoryMeter, PeakMemory, StepMeter
 from tests.run.test_step_meter import ListLogger
 
@@ -278,6 +279,14 @@ def test_a_torch_profiler_around_the_fit_is_left_alone(tmp_path, caplog):
     assert meter.peak_bytes is None
     assert "another torch profiler was active" in caplog.text
     assert len(mine.function_events) > 0
+
+
+def test_a_step_that_another_profiler_watches_is_refused_in_a_sentence():
+    observer = PeakObserver()
+    with PeakMemory("cpu"), pytest.raises(RuntimeError, match="another torch profiler is active"):
+        observer.begin_measuring(torch.device("cpu"))
+    observer.on_exception(None, None, RuntimeError())  # as the Trainer calls it then
+    assert observer.peak_bytes == 0
 
 
 def test_a_fit_that_fails_while_measured_leaves_no_profiler_behind(tmp_path):

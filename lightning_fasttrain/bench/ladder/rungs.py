@@ -11,7 +11,7 @@ from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.model import CompileBlocks
 from lightning_fasttrain.technique import Exactness
 
-_ROOM_TO_PLAN = 0.1
+_ROOM_TO_PLAN = 0.05
 
 NAIVE: State = {
     "callbacks": {},
@@ -139,7 +139,7 @@ def _has_graphs(below: Row) -> bool:
 def _budget(below: Row) -> State:
     """Return a budget: the peak of a checkpointed state below, to be kept in less time; otherwise four fifths of it.
 
-    Compiled blocks are planned uncompiled, when they take more, so with them the plan needs a margin.
+    What compiled blocks take is known for one plan only, so with them the others need a margin.
     """
     if below.error is not None:
         return _checkpoint_by({"MemoryBudget": {}})
@@ -161,8 +161,9 @@ def warmup_of(state: State) -> int:
     """
     callbacks = state["callbacks"]
     if "MemoryBudget" in callbacks.get("ActivationCheckpointing", {}).get("policy", {}):
-        # A budget measures two steps and checks the next one; compiled, that takes two, and twice if it keeps more.
-        return 6 if "CompileBlocks" in callbacks else 4
+        # A budget measures two steps, and checks each plan in one step, or in two with compiled blocks; the sixth plan
+        # is the last, and with a margin the fourth.
+        return 10 if "CompileBlocks" in callbacks else 8
     return 2 if "CompileBlocks" in callbacks else 1
 
 

@@ -35,14 +35,15 @@ def recompute_in_backward(
         RuntimeError: in the backward: an input was written to, or the later call saves other tensors.
 
     Example:
+        >>> from contextlib import nullcontext
         >>> x = torch.randn(3, requires_grad=True)
         >>> y = recompute_in_backward(lambda x: x.sin().cos(), [x], (nullcontext(), nullcontext()))
         >>> torch.allclose(torch.autograd.grad(y.sum(), x)[0], -x.sin().sin() * x.cos())
         True
 
     Source:
-        The non-reentrant form of ``torch.utils.checkpoint``, which adds 1.5 times as much time on the host: here a place
-        holds what was recomputed for it, instead of a dictionary for each backward.
+        The non-reentrant form of ``torch.utils.checkpoint``, which adds 1.5 times as much time on the host: here places
+        hold what was recomputed for them, instead of a dictionary for each backward.
     """
     call = _Call(function, inputs, contexts[1], stops_early)
     with saved_tensors_hooks(call.pack, call.unpack), contexts[0]:

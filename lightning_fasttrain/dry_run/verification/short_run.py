@@ -179,8 +179,7 @@ class PeakObserver(L.Callback):
 
     def begin_measuring(self, device: torch.device, *held: object) -> None:
         """Begin before a step; ``held`` is in memory already: the model, its optimizers and the batch."""
-        self._meter = PeakMemory(device, *held)
-        self._meter.__enter__()
+        self._meter = PeakMemory(device, *held).__enter__()  # which may refuse: then nothing is to be ended
 
     def end_measuring(self) -> None:
         """End after the step, if it is measured."""

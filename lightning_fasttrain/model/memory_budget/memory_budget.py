@@ -21,11 +21,11 @@ class MemoryBudget(CheckpointPolicy):
     in total and for its expensive operations alone. In the second step, which includes optimizer state, the peak is
     measured between each two blocks. These give the bytes that every block may hold during its backward, so that the
     best choice among *kept*, *selective* and *recomputed* for each block is a knapsack, which is solved exactly. The
-    third step checks the peak; if it is above the limit, a new choice is made.
+    third step checks the peak; if it is above the limit, or well below what was predicted, a new choice is made.
 
     A later batch that is larger in some dimension is measured as well, and the choice holds for it and for earlier
     ones; in distributed runs, where processes decide together, all blocks are recomputed for such a batch. Compiled
-    blocks run eagerly while they are measured, and need less memory than planned afterwards.
+    blocks run uncompiled while they are measured; the step after the one that compiles them is checked.
 
     Args:
         budget_gib: the limit in GiB, for all tensors: parameters, optimizer, activations, temporaries. On CUDA the
@@ -35,8 +35,9 @@ class MemoryBudget(CheckpointPolicy):
         plan: the :class:`~lightning_fasttrain.model.CheckpointPlan`; None until it is made, after two optimizer steps.
 
     Raises:
-        ValueError: ``budget_gib`` is not above 0. At the second optimizer step, if the peak is above the limit even
-            with every block recomputed; the message says by how much, and how to reduce it.
+        ValueError: ``budget_gib`` is not above 0. At the second optimizer step, or the fourth with compiled blocks, if
+            the peak is above the limit even with every block recomputed; the message says by how much, and how to
+            reduce it.
 
     Example:
         >>> from lightning_fasttrain import ActivationCheckpointing
