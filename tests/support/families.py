@@ -38,6 +38,33 @@ IMAGES = torch.randn(BATCH, 3, 32, 32, generator=torch.Generator().manual_seed(2
 CLASSES = torch.tensor([0, 1, 1, 0])
 TEXT = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
 PAIRS = {**TEXT, "decoder_input_ids": IDS.flip(1), "labels": IDS.flip(0)}
+
+
+def mixture_of_experts(layers: int) -> Any:
+    """A Mixtral whose loss has an auxiliary part, of the router logits that transformers collects by hooks."""
+    import transformers
+
+    config = transformers.MixtralConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        output_router_logits=True,
+        router_aux_loss_coef=1.0,
+    )
+    torch.manual_seed(0)
+    return transformers.MixtralForCausalLM(config)
+
+
+def run_experts(net: Any) -> tuple[int, list[Tensor]]:
+    """Run a forward and backward; return the number of router logits, and the losses with one gradient."""
+    output = net(input_ids=IDS, labels=IDS)
+    output.loss.backward()
+    return len(output.router_logits), [output.loss, output.aux_loss, net.model.embed_tokens.weight.grad]
+
+
 NO_LINEAR = "no linear layer besides heads"
 LARGE = {"initializer_range": 0.3}  # weights that show in the loss of a classifier
 SMALL = {"hidden_size": DIM, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 2 * DIM}

@@ -44,7 +44,7 @@ class Surroundings:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Within it, all is as it was; afterwards, as it was before."""
+        """Restore these states within a ``with`` block; afterwards those from before the block are back."""
         dtype, generators = torch.get_default_dtype(), self._of_torch.now()
         with ExitStack() as stack:
             for context in self._contexts():
@@ -63,7 +63,7 @@ class Surroundings:
         if self._device is not None:
             yield self._device
         for kind, then in self._autocast.items():
-            # Autocast that is on is entered anew: its end frees the weights that it has cast.
+            # Also where it is enabled now: leaving the outermost autocast clears its cache of weights.
             if then[0] or then != _autocast_of(kind):
                 enabled, dtype, cached = then
                 yield torch.autocast(kind, dtype, enabled, cache_enabled=cached)
@@ -109,7 +109,7 @@ class _TorchGenerators:
 class _HostGenerators:
     """The states of Python's and NumPy's generators, which most forwards do not draw from.
 
-    To set them takes longer than to see whether they changed.
+    Setting them takes longer than comparing them.
     """
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ class _HostGenerators:
 
     def is_same(self, other: "_HostGenerators") -> bool:
         (_, numbers, normal), (_, others, other_normal) = self.python, other.python
-        # A draw moves the position, which is the last number, and each 624 draws all numbers are new.
+        # The last number is the position, which each draw moves; after 624 draws all other numbers are replaced.
         same = numbers[-1] == others[-1] and numbers[:2] == others[:2] and normal == other_normal
         return same and self.numpy is other.numpy
 
@@ -147,7 +147,7 @@ class _Twister(ctypes.Structure):
 
 
 class _NumPyGenerator:
-    """NumPy's global generator: to read its state takes 60 µs, to see that it is still the same less than one."""
+    """NumPy's global generator, whose state is read, in 60 µs, only after its position in memory has changed."""
 
     def __init__(self) -> None:
         self._generator: object = None

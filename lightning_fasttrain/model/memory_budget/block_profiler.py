@@ -35,7 +35,7 @@ from lightning_fasttrain.model.memory_budget.checkpoint_plan import (
 
 EXPENSIVE = SelectiveOps()
 
-_WORTH_A_PLAN = 0.05  # of the limit: less memory to spare is not worth to compile anew
+_WORTH_A_PLAN = 0.05  # of the limit; for less free memory no second plan is made, which compiled blocks compile again
 
 
 class PlannedForward(CheckpointedForward):
