@@ -456,6 +456,28 @@ def test_cuda_graphs_keep_micro_batches_the_same(techniques, accumulated):
 
 @pytest.mark.gpu
 @IN_GRAPHS
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_cuda_graphs_keep_a_bare_loop_the_same(is_recomputed):
+    def run(*, in_graphs):
+        net = TinyLM().cuda()
+        if in_graphs and is_recomputed:
+            ft.checkpoint_activations_(net)
+        if in_graphs:
+            ft.compile_blocks_(net, "reduce-overhead")
+        optimizer = net.configure_optimizers()
+        for batch in lm_batches(6):
+            batch = {name: value.cuda() for name, value in batch.items()}
+            # Its first call tries the split, with gradients of several passes at once.
+            ft.accumulate_gradients(net.loss, batch, 2)
+            optimizer.step()
+            optimizer.zero_grad()
+        return weights(net)
+
+    assert largest_difference(run(in_graphs=False), run(in_graphs=True)) < 1e-4
+
+
+@pytest.mark.gpu
+@IN_GRAPHS
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
 def test_cuda_graph_modes_keep_training_the_same(mode):
     plain = fit(TinyLM(), lm_batches(6), accelerator="cuda", devices=1)

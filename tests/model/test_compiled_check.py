@@ -1,6 +1,7 @@
 """A compiled block is used if it equals the eager one, but not with compiler faults or planted errors."""
 
 import copy
+import gc
 import warnings
 from dataclasses import asdict
 
@@ -209,6 +210,37 @@ def test_the_comparison_adds_nothing_to_what_a_model_collects():
         found.append(values)
     for plain, ours in zip(*found, strict=True):
         assert torch.allclose(plain, ours, rtol=1e-5, atol=1e-7)
+
+
+class SavingItsOutput(Block):
+    def forward(self, x):
+        return self.dropout(self.down(self.up(x).tanh())).tanh()
+
+
+def test_the_comparison_leaves_nothing_in_memory():
+    net, x = Net(SavingItsOutput, rate=0.2), torch.randn(48, 16)  # no weight has as many rows
+
+    def count_activations():
+        gc.collect()
+        return sum(type(one) is torch.Tensor and one.shape[:1] == x.shape[:1] for one in gc.get_objects())
+
+    before = count_activations()
+    assert verdict_of(net, x, backend=BACKEND).apart > 0
+    assert count_activations() == before
+
+
+def test_wrong_code_is_found_where_a_memory_budget_first_measures_the_blocks():
+    net = Net()
+    techniques = [ft.ActivationCheckpointing(ft.MemoryBudget(1.0)), ft.CompileBlocks(backend=wrong(backward=1.2))]
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with ft.apply(net, techniques), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ft.FastTrainWarning)
+        told = []
+        for _ in range(3):
+            net(X).square().sum().backward()
+            optimizer.step()
+            told.append(sum("gives different results" in str(one.message) for one in caught))
+    assert told == [0, 0, 1]  # two steps are measured, in which nothing is compiled
 
 
 def test_the_comparison_works_inside_of_recomputed_blocks():

@@ -17,9 +17,10 @@ from examples import reference_models
 from lightning_fasttrain import ActivationCheckpointing, MemoryBudget
 from lightning_fasttrain.bench.gpt import GPTConfig, GPTModule
 from lightning_fasttrain.core.device import GIB
-from lightning_fasttrain.core.modules.wrapped_forward import replaced_forward
+from lightning_fasttrain.core.modules.wrapped_forward import is_compiled, replaced_forward
 from lightning_fasttrain.model import EveryBlock
 from lightning_fasttrain.model.checkpointed_forward import CheckpointedForward
+from lightning_fasttrain.model.memory_budget import block_profiler
 from lightning_fasttrain.model.memory_budget.block_cost import BlockCost, measure_block
 from lightning_fasttrain.model.memory_budget.checkpoint_plan import make_plan
 from lightning_fasttrain.run import PeakMemory
@@ -304,8 +305,8 @@ class Waves(nn.Module):
         return x
 
 
-def train_waves(policy, compiled, steps=3):
-    """Return the weights, and the peak of the last step."""
+def train_waves(policy, compiled, steps=3, see=lambda: None):
+    """Return the weights, and the peak of the last step. ``see`` is called after each step."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     net = nn.Sequential(*[Waves() for _ in range(3)])
@@ -319,7 +320,23 @@ def train_waves(policy, compiled, steps=3):
                 optimizer.zero_grad()
                 net(x).square().mean().backward()
                 optimizer.step()
+            see()
     return [p.detach() for p in net.parameters()], peak.peak_bytes
+
+
+def test_the_first_plan_for_cuda_graphs_is_the_smallest_since_they_keep_their_memory(monkeypatch):
+    # The memory is the same without a GPU, and so is the order of plans.
+    monkeypatch.setattr(block_profiler, "has_cuda_graphs", is_compiled)
+    _, kept = train_waves(None, compiled=True)
+    _, least = train_waves(EveryBlock(), compiled=True)
+    policy, plans = MemoryBudget(1.05 * kept / GIB), []
+    _, peak = train_waves(policy, compiled=True, steps=14, see=lambda: plans.append(policy.plan))
+    numbers = [sum(block.action != "recomputed" for block in plan.blocks) for plan in plans if plan is not None]
+    assert numbers[0] == 0 < numbers[-1]
+    assert numbers == sorted(numbers)
+    assert least < peak <= policy.plan.limit_bytes
+    with pytest.raises(ValueError, match="even with every block recomputed"):
+        train_waves(MemoryBudget(0.9 * least / GIB), compiled=True, steps=14)
 
 
 def test_a_limit_that_only_compiled_blocks_meet_is_met_by_them():
@@ -447,3 +464,31 @@ def test_cuda_the_allocators_peak_is_within_the_limit(share):
     peak = run(policy)
     assert peak <= limit
     assert policy.plan.predicted_bytes == pytest.approx(peak, rel=0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty", "ignore:TypedStorage is deprecated")  # of the compiler
+@pytest.mark.parametrize("share", [0.1, 0.6])
+def test_cuda_graphs_stay_within_the_limit_with_the_memory_they_keep(share):
+    def run(policy):
+        torch._dynamo.reset()
+        torch.cuda.empty_cache()
+        torch.manual_seed(0)
+        specimen = reference_models.gpt(batch=8)
+        module, batch = specimen.module().cuda(), [part.cuda() for part in specimen.batch()]
+        policies = [ActivationCheckpointing(policy)] if policy is not None else []
+        with ft.apply(module, [ft.CompileBlocks("reduce-overhead"), *policies]):
+            optimizer = module.configure_optimizers()
+            for _ in range(STEPS + 6):
+                torch.compiler.cudagraph_mark_step_begin()
+                with PeakMemory("cuda") as peak:
+                    optimizer.zero_grad()
+                    module.loss(batch).backward()
+                    optimizer.step()
+        return peak.peak_bytes
+
+    kept, recomputed = run(None), run(EveryBlock())
+    assert recomputed < 0.8 * kept
+    policy = MemoryBudget((recomputed + share * (kept - recomputed)) / GIB)
+    assert run(policy) <= policy.plan.limit_bytes
+    assert share < 0.5 or any(block.action == "kept" for block in policy.plan.blocks)

@@ -59,12 +59,16 @@ class WrappedForward:
         failure: why it could not.
         rounds: whether its numbers are those of the plain forward only within a bound.
         is_compiled: whether what lies beneath, and in the module's parts, is run as compiled code.
+        has_cuda_graphs: whether that code is replayed as CUDA graphs.
+        measures: whether it measures the module in some steps; see :attr:`is_measuring`.
         paused: asks one that rounds not to; see :func:`without_rounding`.
     """
 
     can_compile: ClassVar[bool] = False
     rounds: ClassVar[bool] = False
     is_compiled: ClassVar[bool] = False
+    has_cuda_graphs: bool = False
+    measures: ClassVar[bool] = False
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -73,6 +77,11 @@ class WrappedForward:
         self.compiled = False
         self.failure: str | None = None
         self.paused = False
+
+    @property
+    def is_measuring(self) -> bool:
+        """Whether it measures the module now, so that code around it must not be compiled."""
+        return False
 
     def inner(self, *args: object, **kwargs: object) -> Any:
         if self.previous is not None:
@@ -246,3 +255,8 @@ def is_compiled(model: nn.Module) -> bool:
         if any(wrapper.is_compiled for wrapper in wrappers_on(module, WrappedForward)):
             return True
     return False
+
+
+def has_cuda_graphs(model: nn.Module) -> bool:
+    """Whether any part of a model is replayed as CUDA graphs, which keep memory of their own."""
+    return any(wrapper.has_cuda_graphs for module in model.modules() for wrapper in wrappers_on(module, WrappedForward))

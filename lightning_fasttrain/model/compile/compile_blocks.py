@@ -113,6 +113,9 @@ def compile_blocks_(
     options: dict[str, Any] = {"backend": backend, "dynamic": dynamic, "fullgraph": fullgraph}
     if backend == "inductor" and mode != "default":
         options["mode"] = mode
+    if backend == "inductor" and has_cuda_graphs(mode):
+        # Until the first mark, torch lets a replay overwrite what an earlier one has returned, though it is in use.
+        torch.compiler.cudagraph_mark_step_begin()
     entries: dict[tuple[Any, ...], CompiledEntry] = {}
     compiled: dict[str, Compiled] = {}
     found = find_blocks(model, blocks)

@@ -283,7 +283,8 @@ def _leaving_no_trace(module: nn.Module) -> Iterator[None]:
     outside = recomputed_outside.set(True)  # recomputation is unnecessary here
     try:
         # The innermost hooks apply: those around the block must neither keep nor count tensors that are saved here.
-        with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor), capturing_nothing():
+        # Detached, since an output in its own graph is a reference cycle, which only a backward would free.
+        with saved_tensors_hooks(Tensor.detach, lambda tensor: tensor), capturing_nothing():
             yield
     finally:
         recomputed_outside.reset(outside)

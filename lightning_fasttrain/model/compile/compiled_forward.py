@@ -10,7 +10,13 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_fasttrain.core.messages import explain, note_once, warn_on_any_rank
 from lightning_fasttrain.core.modules.first_derivatives import refuse_second_derivative
-from lightning_fasttrain.core.modules.wrapped_forward import Undo, WrappedForward, first_line, undo_all
+from lightning_fasttrain.core.modules.wrapped_forward import (
+    Undo,
+    WrappedForward,
+    first_line,
+    undo_all,
+    wrappers_on,
+)
 from lightning_fasttrain.model.compile.compiled_code import CompiledCode, CompiledEntry, list_faults, runs_class_forward
 
 _FIRST_DERIVATIVES_ONLY = ("inductor", "aot_eager")
@@ -60,7 +66,9 @@ class CompiledForward(WrappedForward):
         self.entry = entry
         self.fallback = fallback
         self.is_compared = False
+        self.has_cuda_graphs = entry.has_graphs
         self._codes: dict[bool, CompiledCode] = {}  # with gradients, and without
+        self._meters: list[WrappedForward] | None = None  # wrappers beneath that measure in some steps
         self._leave_gradients: Undo = undo_all(())
 
     def install(self) -> Undo:
@@ -76,7 +84,10 @@ class CompiledForward(WrappedForward):
         # A block inside a compiled one is traced with it.
         if self.failure is not None or torch.compiler.is_compiling():
             return self.inner(*args, **kwargs)
-        first, self.ran = not self.ran, True
+        self.ran = True
+        if self._is_measured():
+            return self.inner(*args, **kwargs)
+        first = not self._codes
         try:
             if not (self.entry.is_judged or self.is_compared) and torch.is_grad_enabled():
                 self._judge(args, kwargs)
@@ -94,6 +105,13 @@ class CompiledForward(WrappedForward):
             # The compiler may fail on one rank only.
             warn_on_any_rank(explain(what, self.failure, way_out))
         return self.inner(*args, **kwargs)
+
+    def _is_measured(self) -> bool:
+        """Whether a wrapper beneath measures, for which this module must run as it is: compiled, it would break."""
+        if self._meters is None:
+            beneath = [wrapper for part in self.module.modules() for wrapper in wrappers_on(part, WrappedForward)]
+            self._meters = [wrapper for wrapper in beneath if wrapper.measures]
+        return any(meter.is_measuring for meter in self._meters)
 
     def _run_compiled(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Any:
         with_gradients = torch.is_grad_enabled()

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -43,6 +43,11 @@ class BlockCost:
         """Return the costs of a block that is called ``calls`` times in one forward of the model."""
         expensive = None if self.expensive_bytes is None else calls * self.expensive_bytes
         return BlockCost(calls * self.saved_bytes, expensive, calls * self.forward_ms, calls * self.cheap_ms)
+
+    def with_bytes(self, share: float) -> "BlockCost":
+        """Return the costs of a block that saves this share of the bytes."""
+        expensive = None if self.expensive_bytes is None else round(share * self.expensive_bytes)
+        return replace(self, saved_bytes=round(share * self.saved_bytes), expensive_bytes=expensive)
 
     def at_least(self, other: "BlockCost") -> "BlockCost":
         """Return the larger of both in every cost, which holds for the batches of both."""

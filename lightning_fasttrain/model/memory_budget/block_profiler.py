@@ -18,57 +18,22 @@ from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.distributed import largest_over_ranks, rank_count
 from lightning_fasttrain.core.messages import note_once, say
 from lightning_fasttrain.core.modules.parameters import parameters_of
-from lightning_fasttrain.core.modules.wrapped_forward import is_compiled, patch
+from lightning_fasttrain.core.modules.wrapped_forward import has_cuda_graphs, is_compiled, patch
 from lightning_fasttrain.core.peak_memory import PeakMemory
-from lightning_fasttrain.model.activation_checkpointing import SelectiveOps
-from lightning_fasttrain.model.checkpointed_forward import Again, CheckpointedForward
+from lightning_fasttrain.model.checkpointed_forward import CheckpointedForward
 from lightning_fasttrain.model.memory_budget.block_cost import BlockCost, Stopwatch, costs_over_ranks, measure_block
 from lightning_fasttrain.model.memory_budget.checkpoint_plan import (
     KEPT,
     RECOMPUTED,
-    SELECTIVE,
     CheckpointPlan,
     explain_excess,
     make_plan,
     what_fits,
 )
+from lightning_fasttrain.model.memory_budget.planned_forward import EXPENSIVE, PlannedForward
 
-EXPENSIVE = SelectiveOps()
-
-_WORTH_A_PLAN = 0.05  # of the limit; for less free memory no second plan is made, which compiled blocks compile again
-
-
-class PlannedForward(CheckpointedForward):
-    """A block's forward that is kept, partly kept or recomputed by the plan; recomputed while there is no plan."""
-
-    def __init__(self, module: nn.Module, name: str, watch: "StepWatch") -> None:
-        super().__init__(module)
-        self.name, self.watch = name, watch
-        self.kept = False
-
-    def follow(self, action: str) -> None:
-        self.kept = action == KEPT
-        self.keeps = EXPENSIVE.keeps if action == SELECTIVE else None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return self.inner(*args, **kwargs)
-        if self.watch.measuring:
-            return self._call_measured(*args, **kwargs)
-        if self.kept:
-            return self.inner(*args, **kwargs)
-        return super().__call__(*args, **kwargs)
-
-    @torch._dynamo.disable
-    def _call_measured(self, *args: object, **kwargs: object) -> Any:
-        self.watch.enter(self, args, kwargs)
-        out = super().__call__(*args, **kwargs)
-        self.watch.leave(self.name)
-        return out
-
-    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        forward, again = super()._contexts()
-        return forward, Again(lambda: self.watch.watch_recomputation(self.name, again))
+_WORTH_A_PLAN = 0.05  # of the limit; for less free memory no other plan is made, which compiled blocks compile again
+_MOST_RAISES = 3
 
 
 class _Stage(Enum):
@@ -103,7 +68,8 @@ class StepWatch:
         self._peaks: dict[str, int] = {}  # see `make_plan`
         self._aim: int | None = None
         self._misses = 0
-        self._spared = False  # whether a plan was made for what compiled blocks take less
+        self._raises = 0  # plans made since compiled blocks take less than predicted
+        self._began_smallest = False  # with the plan that recomputes every block, so that its peak is known
         self._cautious = False  # every block is recomputed in this pass
         self._passes = 0
         # Largest sizes so far of the first block's input, by dimension.
@@ -126,7 +92,6 @@ class StepWatch:
         """Copy the current actions of a model, without profiling the copy."""
         idle = StepWatch(nn.Module(), {}, self.budget_gib, self.tell)
         idle.close()
-        idle.measuring = False
         return idle
 
     def see(self, batch: object) -> None:
@@ -136,15 +101,17 @@ class StepWatch:
 
     # Called by the blocks.
 
-    def enter(self, forward: PlannedForward, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+    def enter(
+        self, name: str, forward: CheckpointedForward, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> None:
         """Begin and measure a block's forward."""
         if not self._costs:  # the first block: from now on a hook reports when it begins
             self._begin_pass(forward.module, args, kwargs)
             self._hooks.callback(forward.module.register_forward_pre_hook(self._begin_pass, with_kwargs=True).remove)
-        if self._measure_costs or forward.name not in self._costs:
+        if self._measure_costs or name not in self._costs:
             fixed = *self.model.parameters(), *self.model.buffers()
             cost = measure_block(forward, EXPENSIVE.keeps, fixed, args, kwargs)
-            self._costs[forward.name] = cost.at_least(self._costs.get(forward.name, cost))
+            self._costs[name] = cost.at_least(self._costs.get(name, cost))
         self._mark()
 
     def leave(self, name: str) -> None:
@@ -176,8 +143,8 @@ class StepWatch:
         if self._closed or not torch.is_grad_enabled() or self._pending:  # last: one block is called several times
             return
         if self._cautious:  # the larger batch was in the previous pass
-            self._cautious = False
             self._follow(self.plan)
+        self._cautious = False
         tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
         self._measure_costs = bool(tensors) and self._is_larger(tensors[0])
         if self._measure_costs:
@@ -218,10 +185,7 @@ class StepWatch:
                 self._end_step()
 
     def _watch_step(self, optimizer: Optimizer) -> None:
-        """End a step once ``optimizer.step`` has returned.
-
-        A profiler that saw it begin must not be stopped inside of it, where hooks run.
-        """
+        """End a step once ``optimizer.step`` has returned: a profiler that saw it begin must not be stopped inside."""
         step = optimizer.step
 
         @functools.wraps(step)
@@ -238,13 +202,13 @@ class StepWatch:
         if self._stage is _Stage.COSTS and self._costs:
             self._stage = _Stage.PEAKS
         elif self._stage is _Stage.PEAKS and self._window is not None:
-            for name, peak in zip(self._segments, self._close_window(), strict=True):
+            for name, peak in zip(self._segments, self._close_window().segments, strict=True):
                 self._peaks[name] = max(self._peaks.get(name, 0), peak)
             self._decide()
         elif self._stage is _Stage.COMPILING:
             self._stage = _Stage.CHECK
         elif self._stage is _Stage.CHECK and self._window is not None:
-            self._check(max(self._close_window()))
+            self._check(self._close_window().peak_bytes)  # with all that CUDA graphs keep
         elif self._stage is _Stage.TIMING:
             self._report()
         if self._stage in (_Stage.PEAKS, _Stage.CHECK):
@@ -258,12 +222,12 @@ class StepWatch:
             self._segments = [""]
             self._window = PeakMemory(self._device, self.model, *self._optimizers, *held).__enter__()
 
-    def _close_window(self) -> list[int]:
-        assert self._window is not None
-        self._window.__exit__()
-        segments, self._in_use = self._window.segments, self._window.peak_bytes - self._window.added_bytes
-        self._window = None
-        return segments
+    def _close_window(self) -> PeakMemory:
+        window, self._window = self._window, None
+        assert window is not None
+        window.__exit__()
+        self._in_use = window.peak_bytes - window.added_bytes
+        return window
 
     # Work at the end of a step, by stage.
 
@@ -273,9 +237,12 @@ class StepWatch:
         costs, peaks = costs_over_ranks(costs, self._peaks)
         budget = self.budget_gib
         limit = what_fits(self._device, self._in_use) if isinstance(budget, str) else round(budget * GIB)
-        self._aim = limit if self._aim is None else min(limit, self._aim)
+        if self._aim is None:
+            # What CUDA graphs have taken they keep. So their first plan is the smallest, and shows how much that is.
+            self._began_smallest = has_cuda_graphs(self.model)
+            self._aim = 0 if self._began_smallest else limit
         compiled = is_compiled(self.model)
-        plan = make_plan(costs, peaks, limit, self._passes, self._aim, are_bounds=compiled)
+        plan = make_plan(costs, peaks, limit, self._passes, min(limit, self._aim), are_bounds=compiled)
         self._follow(plan)
         # The step that compiles takes memory of its own.
         self._stage, self.measuring = _Stage.COMPILING if compiled else _Stage.CHECK, False
@@ -289,9 +256,7 @@ class StepWatch:
     def _follow(self, plan: CheckpointPlan | None) -> None:
         for forward in self.forwards.values():
             forward.follow(RECOMPUTED)
-        if plan is None:
-            return
-        for block in plan.blocks:
+        for block in plan.blocks if plan is not None else ():
             self.forwards[block.name].follow(block.action)
 
     def _check(self, peak: int) -> None:
@@ -308,25 +273,37 @@ class StepWatch:
             note_once("MemoryBudget: the peak was above the limit; making a new plan")
             self._decide()
             return
-        if peak > plan.limit_bytes and plan.everything_bytes > plan.limit_bytes:
+        is_smallest = self._began_smallest and not (self._misses or self._raises)
+        if peak > plan.limit_bytes and (is_smallest or plan.everything_bytes > plan.limit_bytes):
             raise ValueError(explain_excess(peak, plan.limit_bytes))
         spare = plan.predicted_bytes - peak
+        room = plan.limit_bytes - peak if is_smallest else spare
         more = any(block.action != KEPT for block in plan.blocks)
-        if more and spare > _WORTH_A_PLAN * plan.limit_bytes and not (self._misses or self._spared):
-            self._spared = True
-            self._peaks = {name: max(bound - spare, 0) for name, bound in self._peaks.items()}
+        if more and room > _WORTH_A_PLAN * plan.limit_bytes and not self._misses and self._raises < _MOST_RAISES:
+            self._learn(plan, peak)
+            self._raises, self._aim = self._raises + 1, plan.limit_bytes
             self._decide()
             return
         self._tell(plan.with_measured(peak, None))
         self._stage, self._stopwatch = _Stage.TIMING, Stopwatch(self._device)
 
+    def _learn(self, plan: CheckpointPlan, peak: int) -> None:
+        """Correct what is predicted, as compiled blocks take less."""
+        held = plan.predicted_bytes - plan.everything_bytes
+        if self._began_smallest and held:
+            share = max(peak - plan.everything_bytes, 0) / held
+            self._costs = {name: cost.with_bytes(share) for name, cost in self._costs.items()}
+            return
+        spare = plan.predicted_bytes - peak
+        self._peaks = {name: max(bound - spare, 0) for name, bound in self._peaks.items()}
+
     def _report(self) -> None:
         """Report after the first steps."""
-        assert self._stopwatch is not None
         plan = self.plan
+        assert self._stopwatch is not None
         assert plan is not None
-        ms = self._stopwatch.ms()
         assert plan.measured_bytes is not None
+        ms = self._stopwatch.ms()
         # A time of 0 although some was expected: recomputation in compiled code is not measured.
         if ms or not plan.predicted_ms:
             self._tell(plan.with_measured(plan.measured_bytes, ms))
@@ -336,7 +313,7 @@ class StepWatch:
 
     def close(self) -> None:
         """End profiling, because the training is over or the model is restored."""
-        self._closed = True
+        self._closed, self.measuring = True, False
         if self._window is not None:
             self._close_window()
         self._end_of_step.close()
