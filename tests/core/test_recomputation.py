@@ -83,6 +83,22 @@ def test_only_inputs_are_kept_and_the_graph_is_freed():
     assert inside[1]() is None
 
 
+@pytest.mark.parametrize("stops_early", [True, False])
+def test_branches_that_the_graph_drops_are_not_kept_by_the_recomputation(stops_early):
+    kept = []
+
+    def function(x):
+        dropped = x.tanh()  # which saves its own output
+        kept.append(weakref.ref(dropped))
+        return x.sin().cos()
+
+    for _ in range(2):
+        recompute(function, leaf(3), stops_early=stops_early).sum().backward()
+    gc.collect()
+    assert len(kept) == 4
+    assert all(one() is None for one in kept)
+
+
 def test_hooks_around_it_give_the_input_back():
     x = leaf(3, 4)
     expected = torch.autograd.grad(x.sin().cos().sum(), x)[0]

@@ -1,6 +1,7 @@
 """Experts in one 4-bit tensor: the same values as with the dequantised tensor, in less memory."""
 
 import copy
+import gc
 import pickle
 
 import lightning as L
@@ -78,6 +79,22 @@ def test_loss_and_gradients_equal_those_of_dequantised_experts_bitwise(kind, way
     assert loss == expected
     assert set(all_grads) - set(grads) == set(report.stacks)
     assert all(torch.equal(grads[name], all_grads[name]) for name in grads)
+
+
+def test_a_forward_without_a_backward_leaves_nothing_in_memory():
+    model = build("GptOss")  # whose gates save their own output
+    quantize_base_(model)
+    given = batch()
+    rows = given["input_ids"].numel()
+
+    def count_activations():
+        gc.collect()
+        return sum(type(one) is torch.Tensor and one.shape[:1] == (rows,) for one in gc.get_objects())
+
+    model(**given)
+    before = count_activations()
+    model(**given)
+    assert count_activations() == before
 
 
 @pytest.mark.parametrize("quantization", ["nf4", "fp4"])

@@ -120,14 +120,15 @@ class _Call:
                 return self._refuse_more(tensor)
             place = places[filled]()
             filled += 1
+            value = _without_graph(tensor)
             if place is not None:
                 if not place.fits(tensor):
                     self._refuse_other(place, tensor)
-                place.value = tensor.detach() if tensor.requires_grad else tensor
+                place.value = value
             if filled == number and self.stops_early:
                 raise _Complete
             # In the graph of the recomputation too, for a backward inside the function.
-            return tensor if place is None else place
+            return value if place is None else place
 
         inputs = [kept.value() for kept in self.inputs]
         with suppress(_Complete), self.around.restored(), self.again, torch.enable_grad():
@@ -139,13 +140,18 @@ class _Call:
     def _refuse_more(self, tensor: Tensor) -> Tensor:
         # A backward inside the function, in its first call: more is saved after it.
         if not self.is_complete:
-            return tensor
+            return _without_graph(tensor)
         raise RuntimeError(_explain_difference(f"more than {len(self.places)} tensors"))
 
     def _refuse_other(self, place: _Place, tensor: Tensor) -> None:
         now = f"{tuple(tensor.shape)} in {tensor.dtype} on {tensor.device}"
         then = f"{tuple(place.shape)} in {place.dtype} on {place.device}"
         raise RuntimeError(_explain_difference(f"a tensor of shape {now} instead of {then}"))
+
+
+def _without_graph(tensor: Tensor) -> Tensor:
+    """Return what a hook may keep: the output of an operation that saves it would reference itself."""
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _explain_difference(saved: str) -> str:

@@ -171,7 +171,8 @@ class _Packer:
     def __call__(self, saved: Tensor) -> Any:
         way = self.ways.get(_storage(saved))
         if way is None:
-            return saved
+            # A tensor with a graph would reference itself through it.
+            return saved if saved.is_leaf else saved.detach()
         return way, saved.dtype, (saved.shape, saved.stride(), saved.storage_offset())  # shape of the view
 
 
