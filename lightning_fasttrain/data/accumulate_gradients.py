@@ -105,7 +105,9 @@ def accumulate_gradients(
             return _run_through(found.split, step, batch, n, backward)
         gradients = StepGradients(found.split.parameters)
         try:
-            return call.accumulate(call.cut(batch, n, found.trimming), found.split, gradients)
+            parts = call.cut(batch, n, found.trimming)
+            with found.trimming.attention():
+                return call.accumulate(parts, found.split, gradients)
         except OtherSplitError as error:
             gradients.discard(error)
             search = replace(call, count="auto", check=True).search(batch)
@@ -177,7 +179,8 @@ def accumulate_window(
         parts += call.cut(batch, number, found.trimming)
     assert isinstance(found.split, LossSplit)
     try:
-        return call.accumulate(parts, found.split, StepGradients(found.split.parameters))
+        with found.trimming.attention():
+            return call.accumulate(parts, found.split, StepGradients(found.split.parameters))
     except OtherSplitError as error:
         raise CannotSplitError(f"in a window of several batches {error}") from error
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.core.batch.find_padding import propose_padding
@@ -536,6 +537,29 @@ def test_batches_without_padding_are_split_as_they_are():
     run(module, [{"ids": ids, "mask": torch.ones_like(ids).bool()}] * 2, micro)
     assert seen[-4:] == [ids[i : i + 2, 0].tolist() for i in range(0, 8, 2)]
     assert micro.trimming.saved == 0
+
+
+@pytest.mark.parametrize("in_trainer", [True, False])
+@pytest.mark.parametrize("trim_padding", [True, False])
+def test_attention_of_many_lengths_is_left_to_kernels_that_need_no_plan_for_each(trim_padding, in_trainer):
+    kernels, seen, module = torch.backends.cuda, [], TagTrainer()
+    module.net.embed.register_forward_pre_hook(lambda *_: seen.append(kernels.cudnn_sdp_enabled()))
+    how = {"n": 3, "trim_padding": trim_padding}
+
+    def step(batch: Any) -> Tensor:
+        return mean_of_tokens(module.net(batch["ids"], batch["mask"]), batch["ids"], batch["mask"])
+
+    def train() -> list[bool]:
+        if in_trainer:
+            run(module, shuffled_batches(2), ft.MicroBatching(**how))
+        else:
+            ft.accumulate_gradients(step, shuffled_batches(1)[0], **how)
+        assert kernels.cudnn_sdp_enabled()
+        return seen[-3:]
+
+    assert train() == [not trim_padding] * 3
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]):  # chosen by the user, or measured
+        assert train() == [True] * 3
 
 
 def test_compiled_blocks_see_few_shapes():

@@ -186,7 +186,8 @@ class _BatchRun:
         if self.search.trunk is None:
             cut = micro.trimming.cut(batch, n, micro.split, in_lockstep=self.search.runs_in_lockstep)
             micro.parts = len(cut.parts)
-            return self._run_parts(cut)
+            with micro.trimming.attention():
+                return self._run_parts(cut)
         for forward in self.search.forwards:
             forward.n = n
         micro.parts = n

@@ -1,6 +1,7 @@
 """Decide during a run whether padding is cut off, and cut the batches."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from lightning_fasttrain.core.messages import explain, say, warn
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit
 from lightning_fasttrain.data.normalizer.trial.looks import Looks
 from lightning_fasttrain.data.normalizer.trial.try_split import Stage
-from lightning_fasttrain.data.padding.trim_batch import TrimmedParts, trim_batch
+from lightning_fasttrain.data.padding.trim_batch import TrimmedParts, attention_for_any_length, trim_batch
 from lightning_fasttrain.data.padding.try_trimming import Outcome, find_trimming, list_candidates
 from lightning_fasttrain.data.split_batch import split_batch, take_rows
 
@@ -113,6 +114,10 @@ class TrimSearch:
     def saved(self) -> float:
         """The share of the tokens so far that did not run."""
         return 1 - self.computed / self.padded if self.padded else 0.0
+
+    def attention(self) -> AbstractContextManager[None]:
+        """Return the context for running what was cut: where padding is cut off, for micro-batches of any length."""
+        return nullcontext() if self.padding is None else attention_for_any_length()
 
     def begin(self) -> None:
         """Start a run, in whose first batch padding is looked for again: its model may be another one."""
