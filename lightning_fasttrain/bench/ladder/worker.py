@@ -149,6 +149,9 @@ def run_rung(
         Plain JSON: what :meth:`.Recorder.result` gives, and ``notes``.
     """
     state, device = spec["state"], torch.device(spec["device"])
+    if device.type == "cuda" and "autotune" not in state["callbacks"].get("CompileBlocks", {}).get("mode", ""):
+        # Inductor's processes keep a core busy for ten seconds, beside the turns; kernels for a few blocks need none.
+        torch._inductor.config.compile_threads = 1
     config = GPTConfig(**spec["model"])
     tokens_per_step = spec["batch"] * config.context
     recorder = Recorder(
