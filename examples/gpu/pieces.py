@@ -146,6 +146,16 @@ PIECES = (
         result="{out}/ladder.json",
     ),
     Piece(
+        "padded texts",
+        60,
+        150,
+        "-m lightning_fasttrain.cli ladder --out {folder}",
+        full="--size gpt2-small --minutes 1 --rungs padded",
+        tiny="--size nano --batch 4 --micro-batches 2 --steps 1 --rungs padded",
+        needs=("tokenizers",),
+        result="{folder}/ladder.json",
+    ),
+    Piece(
         "low precision",
         260,
         330,

@@ -25,7 +25,8 @@ class MemoryBudget(CheckpointPolicy):
 
     A later batch that is larger in some dimension is measured as well, and the choice holds for it and for earlier
     ones; in distributed runs, where processes decide together, all blocks are recomputed for such a batch. Compiled
-    blocks run uncompiled while they are measured; the step after the one that compiles them is checked.
+    blocks run uncompiled while they are measured; the step after the one that compiles them is checked. CUDA graphs
+    return no memory, so with them the first choice recomputes every block, and later ones keep as much as fits.
 
     Args:
         budget_gib: the limit in GiB, for all tensors: parameters, optimizer, activations, temporaries. On CUDA the

@@ -1,4 +1,4 @@
-"""A block's forward that does what a plan says, and is measured until there is one."""
+"""The forward of a block that is kept or recomputed as a plan says, and measured until there is one."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -15,7 +15,7 @@ EXPENSIVE = SelectiveOps()
 
 
 class Watch(Protocol):
-    """What a planned forward reports to while the training is measured."""
+    """Interface of what a planned forward reports to while the training is measured."""
 
     measuring: bool
 
