@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_fasttrain.core.messages import explain, note_once, warn
+from lightning_fasttrain.core.modules.recomputation import without_graph
 from lightning_fasttrain.model._stored_bytes import FileCopy, PinnedCopy, SpillFolder, StoredBytes
 
 
@@ -216,8 +217,7 @@ class _Saved:
     def __init__(self, tensor: Tensor) -> None:
         self.stored: StoredBytes | None = None
         self.version, self.index = tensor._version, 0
-        # A tensor with a graph would reference itself through it.
-        self.tensor = tensor if tensor.is_leaf else tensor.detach()
+        self.tensor = without_graph(tensor)
 
     def move(self, tensor: Tensor, source: Tensor, stored: StoredBytes, index: int) -> None:
         """Replace the tensor's memory by the stored bytes of ``source``, which is ``tensor`` or a copy of it."""

@@ -18,7 +18,7 @@ from lightning_fasttrain.predict import count_flops
 
 PER_PART = 0.01  # share of a step for each micro-batch, until it is measured
 _BF16 = 0.5
-_WARMUP, _TO_PLAN = 1, 6  # steps that come before: a memory budget measures two, and then checks its plans
+_WARMUP, _TO_PLAN = 1, 8  # steps that come before: a memory budget measures two, and then checks its plans
 _RUNS, _START_S = 2, 0.5  # a run's Trainer and copy of the model take about this long
 _COMPILE_MS = 30e3  # until it is measured
 _LEAST, _MOST, _SECONDS = 2, 12, 0.5  # steps that are timed: as many as that takes, between the two

@@ -326,7 +326,7 @@ def train_waves(policy, compiled, steps=3, see=lambda: None):
 
 def test_the_first_plan_for_cuda_graphs_is_the_smallest_since_they_keep_their_memory(monkeypatch):
     # The memory is the same without a GPU, and so is the order of plans.
-    monkeypatch.setattr(block_profiler, "has_cuda_graphs", is_compiled)
+    monkeypatch.setattr(block_profiler, "is_replayed", is_compiled)
     _, kept = train_waves(None, compiled=True)
     _, least = train_waves(EveryBlock(), compiled=True)
     policy, plans = MemoryBudget(1.05 * kept / GIB), []

@@ -120,7 +120,7 @@ class _Call:
                 return self._refuse_more(tensor)
             place = places[filled]()
             filled += 1
-            value = _without_graph(tensor)
+            value = without_graph(tensor)
             if place is not None:
                 if not place.fits(tensor):
                     self._refuse_other(place, tensor)
@@ -140,7 +140,7 @@ class _Call:
     def _refuse_more(self, tensor: Tensor) -> Tensor:
         # A backward inside the function, in its first call: more is saved after it.
         if not self.is_complete:
-            return _without_graph(tensor)
+            return without_graph(tensor)
         raise RuntimeError(_explain_difference(f"more than {len(self.places)} tensors"))
 
     def _refuse_other(self, place: _Place, tensor: Tensor) -> None:
@@ -149,9 +149,13 @@ class _Call:
         raise RuntimeError(_explain_difference(f"a tensor of shape {now} instead of {then}"))
 
 
-def _without_graph(tensor: Tensor) -> Tensor:
-    """Return what a hook may keep: the output of an operation that saves it would reference itself."""
-    return tensor.detach() if tensor.requires_grad else tensor
+def without_graph(tensor: Tensor) -> Tensor:
+    """Return a saved tensor as a hook may keep it.
+
+    If an operation saves its own output, as tanh does, the output references its graph, and the graph, through the
+    hook, the output. Only a backward would free this cycle.
+    """
+    return tensor if tensor.is_leaf else tensor.detach()
 
 
 def _explain_difference(saved: str) -> str:

@@ -59,7 +59,7 @@ class WrappedForward:
         failure: why it could not.
         rounds: whether its numbers are those of the plain forward only within a bound.
         is_compiled: whether what lies beneath, and in the module's parts, is run as compiled code.
-        has_cuda_graphs: whether that code is replayed as CUDA graphs.
+        is_replayed: whether that code is replayed as CUDA graphs.
         measures: whether it measures the module in some steps; see :attr:`is_measuring`.
         paused: asks one that rounds not to; see :func:`without_rounding`.
     """
@@ -67,7 +67,7 @@ class WrappedForward:
     can_compile: ClassVar[bool] = False
     rounds: ClassVar[bool] = False
     is_compiled: ClassVar[bool] = False
-    has_cuda_graphs: bool = False
+    is_replayed: bool = False
     measures: ClassVar[bool] = False
 
     def __init__(self, module: nn.Module) -> None:
@@ -257,6 +257,6 @@ def is_compiled(model: nn.Module) -> bool:
     return False
 
 
-def has_cuda_graphs(model: nn.Module) -> bool:
+def is_replayed(model: nn.Module) -> bool:
     """Whether any part of a model is replayed as CUDA graphs, which keep memory of their own."""
-    return any(wrapper.has_cuda_graphs for module in model.modules() for wrapper in wrappers_on(module, WrappedForward))
+    return any(wrapper.is_replayed for module in model.modules() for wrapper in wrappers_on(module, WrappedForward))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fasttrain.core.modules.layer_kinds import is_a, stands_for
+from lightning_fasttrain.core.modules.recomputation import without_graph
 from lightning_fasttrain.core.modules.wrapped_forward import Replacement, WrappedForward, wrappers_on
 from lightning_fasttrain.finetune.quantized._quantized_layer import dequantized_weight, quantize_layer_
 from lightning_fasttrain.finetune.quantized.quantized_state import keep_quantized_
@@ -171,8 +172,7 @@ class _Packer:
     def __call__(self, saved: Tensor) -> Any:
         way = self.ways.get(_storage(saved))
         if way is None:
-            # A tensor with a graph would reference itself through it.
-            return saved if saved.is_leaf else saved.detach()
+            return without_graph(saved)
         return way, saved.dtype, (saved.shape, saved.stride(), saved.storage_offset())  # shape of the view
 
 

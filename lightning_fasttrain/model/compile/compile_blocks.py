@@ -78,7 +78,8 @@ def compile_blocks_(
         model: any module.
         mode: ``"default"``, ``"reduce-overhead"``, ``"max-autotune"`` or ``"max-autotune-no-cudagraphs"``. On a GPU
             ``"reduce-overhead"`` and ``"max-autotune"`` replay the passes of a block as CUDA graphs, for shapes that
-            do not change: where micro-batches are so small that the device waits for the host.
+            do not change: where micro-batches are so small that the device waits for the host. A loop without the
+            Trainer that keeps outputs of blocks calls ``torch.compiler.cudagraph_mark_step_begin()`` before each step.
         blocks: the modules that are blocks, as for :func:`~lightning_fasttrain.model.find_blocks`. The module around
             the layers may be named instead, such as ``"model"`` of a Llama: its layers are compiled as one, which
             spares Python's work for each call and takes as many times as long to compile.
@@ -114,7 +115,7 @@ def compile_blocks_(
     if backend == "inductor" and mode != "default":
         options["mode"] = mode
     if backend == "inductor" and has_cuda_graphs(mode):
-        # Until the first mark, torch lets a replay overwrite what an earlier one has returned, though it is in use.
+        # Before the first mark, torch lets a replay overwrite what an earlier one returned, even if it is in use.
         torch.compiler.cudagraph_mark_step_begin()
     entries: dict[tuple[Any, ...], CompiledEntry] = {}
     compiled: dict[str, Compiled] = {}
@@ -295,9 +296,8 @@ class CompileBlocks(Technique):
         if not blocks:
             return ""
         heads = [name for name, compiled in self._compiled.items() if isinstance(compiled, CompiledLoss)]
-        if not heads:
-            return f"{blocks} compiled"
-        return f"{blocks} compiled, and the loss at {', '.join(heads)}"
+        beside = f", and the loss at {', '.join(heads)}" if heads else ""
+        return f"{blocks} compiled{beside}"
 
     def outcome(self, model: nn.Module) -> str:
         failures = self._failures()

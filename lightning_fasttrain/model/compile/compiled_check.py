@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_fasttrain.core.distributed import is_sharded
 from lightning_fasttrain.core.modules.parameters import device_of
+from lightning_fasttrain.core.modules.recomputation import without_graph
 from lightning_fasttrain.core.modules.recomputed_forward import capturing_nothing, recomputed_outside
 from lightning_fasttrain.core.modules.without_dropout import has_dropout, without_dropout
 from lightning_fasttrain.core.modules.wrapped_forward import first_line
@@ -283,8 +284,7 @@ def _leaving_no_trace(module: nn.Module) -> Iterator[None]:
     outside = recomputed_outside.set(True)  # recomputation is unnecessary here
     try:
         # The innermost hooks apply: those around the block must neither keep nor count tensors that are saved here.
-        # Detached, since an output in its own graph is a reference cycle, which only a backward would free.
-        with saved_tensors_hooks(Tensor.detach, lambda tensor: tensor), capturing_nothing():
+        with saved_tensors_hooks(without_graph, lambda tensor: tensor), capturing_nothing():
             yield
     finally:
         recomputed_outside.reset(outside)

@@ -10,13 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_fasttrain.core.messages import explain, note_once, warn_on_any_rank
 from lightning_fasttrain.core.modules.first_derivatives import refuse_second_derivative
-from lightning_fasttrain.core.modules.wrapped_forward import (
-    Undo,
-    WrappedForward,
-    first_line,
-    undo_all,
-    wrappers_on,
-)
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, WrappedForward, first_line, undo_all, wrappers_on
 from lightning_fasttrain.model.compile.compiled_code import CompiledCode, CompiledEntry, list_faults, runs_class_forward
 
 _FIRST_DERIVATIVES_ONLY = ("inductor", "aot_eager")
@@ -66,7 +60,7 @@ class CompiledForward(WrappedForward):
         self.entry = entry
         self.fallback = fallback
         self.is_compared = False
-        self.has_cuda_graphs = entry.has_graphs
+        self.is_replayed = entry.has_graphs
         self._codes: dict[bool, CompiledCode] = {}  # with gradients, and without
         self._meters: list[WrappedForward] | None = None  # wrappers beneath that measure in some steps
         self._leave_gradients: Undo = undo_all(())

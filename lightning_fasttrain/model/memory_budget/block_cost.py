@@ -13,6 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy as Keep
 
 from lightning_fasttrain.core.distributed import largest_over_ranks
 from lightning_fasttrain.core.modules.parameters import device_of
+from lightning_fasttrain.core.modules.recomputation import without_graph
 from lightning_fasttrain.model.checkpoint_savings import KeptResults, Storages
 from lightning_fasttrain.model.checkpointed_forward import CheckpointedForward
 
@@ -83,8 +84,7 @@ def measure_block(
 
     def pack(tensor: Tensor) -> Tensor:
         saved.add(tensor)
-        # An output in its own graph is a reference cycle, which only a backward would free.
-        return tensor.detach()
+        return without_graph(tensor)
 
     def run() -> Any:
         with forward.leaving_no_trace():

@@ -18,7 +18,7 @@ from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.distributed import largest_over_ranks, rank_count
 from lightning_fasttrain.core.messages import note_once, say
 from lightning_fasttrain.core.modules.parameters import parameters_of
-from lightning_fasttrain.core.modules.wrapped_forward import has_cuda_graphs, is_compiled, patch
+from lightning_fasttrain.core.modules.wrapped_forward import is_compiled, is_replayed, patch
 from lightning_fasttrain.core.peak_memory import PeakMemory
 from lightning_fasttrain.model.checkpointed_forward import CheckpointedForward
 from lightning_fasttrain.model.memory_budget.block_cost import BlockCost, Stopwatch, costs_over_ranks, measure_block
@@ -239,7 +239,7 @@ class StepWatch:
         limit = what_fits(self._device, self._in_use) if isinstance(budget, str) else round(budget * GIB)
         if self._aim is None:
             # What CUDA graphs have taken they keep. So their first plan is the smallest, and shows how much that is.
-            self._began_smallest = has_cuda_graphs(self.model)
+            self._began_smallest = is_replayed(self.model)
             self._aim = 0 if self._began_smallest else limit
         compiled = is_compiled(self.model)
         plan = make_plan(costs, peaks, limit, self._passes, min(limit, self._aim), are_bounds=compiled)
@@ -266,26 +266,32 @@ class StepWatch:
         peak = int(largest_over_ranks([peak])[0])
         # If no block holds memory, the peak cannot be lowered further.
         if peak > plan.limit_bytes and any(block.held_bytes for block in plan.blocks):
-            # Lower the limit more each time, down to the plan that is known to fit.
-            self._misses += 1
-            back = (peak - plan.limit_bytes) << self._misses
-            self._aim = plan.predicted_bytes - back if self._misses < 4 else 0
-            note_once("MemoryBudget: the peak was above the limit; making a new plan")
-            self._decide()
+            self._lower(plan, peak)
             return
         is_smallest = self._began_smallest and not (self._misses or self._raises)
         if peak > plan.limit_bytes and (is_smallest or plan.everything_bytes > plan.limit_bytes):
             raise ValueError(explain_excess(peak, plan.limit_bytes))
-        spare = plan.predicted_bytes - peak
-        room = plan.limit_bytes - peak if is_smallest else spare
-        more = any(block.action != KEPT for block in plan.blocks)
-        if more and room > _WORTH_A_PLAN * plan.limit_bytes and not self._misses and self._raises < _MOST_RAISES:
+        room = plan.limit_bytes - peak if is_smallest else plan.predicted_bytes - peak
+        if room > _WORTH_A_PLAN * plan.limit_bytes and self._may_raise(plan):
             self._learn(plan, peak)
             self._raises, self._aim = self._raises + 1, plan.limit_bytes
             self._decide()
             return
         self._tell(plan.with_measured(peak, None))
         self._stage, self._stopwatch = _Stage.TIMING, Stopwatch(self._device)
+
+    def _lower(self, plan: CheckpointPlan, peak: int) -> None:
+        """Aim lower, by more each time, down to the plan that is known to fit."""
+        self._misses += 1
+        back = (peak - plan.limit_bytes) << self._misses
+        self._aim = plan.predicted_bytes - back if self._misses < 4 else 0
+        note_once("MemoryBudget: the peak was above the limit; making a new plan")
+        self._decide()
+
+    def _may_raise(self, plan: CheckpointPlan) -> bool:
+        """Whether more may be kept: some block is recomputed, no plan was above the limit, and few were raised."""
+        more = any(block.action != KEPT for block in plan.blocks)
+        return more and not self._misses and self._raises < _MOST_RAISES
 
     def _learn(self, plan: CheckpointPlan, peak: int) -> None:
         """Correct what is predicted, as compiled blocks take less."""
