@@ -41,7 +41,7 @@ from tests.support.end_of_rank import run_rank, write_findings
 from tests.support.nets import as_loader, largest_difference, trainer, weights
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-STEPS, ROWS, VOCABULARY, CLASSES = 20, 4, 32, 5
+STEPS, ROWS, VOCABULARY, CLASSES = 6, 4, 32, 5
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
 _OF_BART = {"layers": 1, "attention_heads": 4, "ffn_dim": 24}
 
