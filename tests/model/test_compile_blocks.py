@@ -2,10 +2,12 @@
 
 import contextlib
 import copy
+import gc
 import io
 import logging
 import os
 import sys
+import weakref
 import zipfile
 
 import pytest
@@ -230,6 +232,29 @@ def test_no_recompilation_on_fixed_shapes_and_a_report_at_the_end_of_fit(caplog)
     assert technique.report.seconds > 0
     assert any("CompileBlocks: compiled" in record.message for record in caplog.records)
     assert largest_difference(weights(plain), weights(net)) < 1e-5
+
+
+@pytest.mark.parametrize("is_undone", [True, False])
+def test_compiled_code_is_freed_after_the_run(is_undone):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(weakref.ref(graph))
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    def run():
+        if is_undone:
+            fit(TinyLM(), lm_batches(2), [ft.CompileBlocks(backend=backend)])
+        else:
+            net = TinyLM()
+            compile_blocks_(net, backend=backend)
+            net.loss(lm_batches(1)[0]).backward()
+
+    run()
+    gc.collect()
+    gc.collect()  # what is left refers to itself, and is garbage since the first has found the model to be
+    assert graphs
+    assert not [graph for graph in graphs if graph() is not None]
 
 
 def test_compiled_save_eager_load_and_the_reverse(tmp_path):
@@ -483,6 +508,19 @@ def test_cuda_graph_modes_keep_training_the_same(mode):
     plain = fit(TinyLM(), lm_batches(6), accelerator="cuda", devices=1)
     net = fit(TinyLM(), lm_batches(6), [ft.CompileBlocks(mode=mode)], accelerator="cuda", devices=1)
     assert largest_difference(weights(plain), weights(net)) < 1e-4
+
+
+@pytest.mark.gpu
+@IN_GRAPHS
+def test_the_memory_of_cuda_graphs_is_freed_after_the_run():
+    def reserved_after_a_run():
+        fit(TinyLM(), lm_batches(6), [ft.CompileBlocks("reduce-overhead")], accelerator="cuda", devices=1)
+        gc.collect()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved()
+
+    first = reserved_after_a_run()
+    assert all(reserved_after_a_run() <= first for _ in range(2))
 
 
 class Norm(nn.Module):

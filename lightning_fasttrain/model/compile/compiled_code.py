@@ -2,6 +2,7 @@
 
 import functools
 import types
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -185,7 +186,10 @@ class CompiledEntry:
         return codes[-1]
 
     def _compile(self, with_gradients: bool) -> CompiledCode:
-        return CompiledCode(torch.compile(_copy_code(self._function), **self._options[with_gradients]))
+        function = _copy_code(self._function)
+        run = torch.compile(function, **self._options[with_gradients])
+        weakref.finalize(run, _free_results, function.__code__).atexit = False
+        return CompiledCode(run)
 
     def judge(
         self, block: WrappedForward, target: object, args: tuple[object, ...], kwargs: Mapping[str, object]
@@ -208,6 +212,17 @@ class CompiledEntry:
             self.verdict = Verdict(**known)
         self.is_judged = not self.verdict.without_masks
         return self.verdict
+
+
+def _free_results(code: types.CodeType) -> None:
+    """Free what the compiler keeps for a code object.
+
+    It refers to the code object, and the garbage collector cannot see that it belongs to it (torch issue 107469). So it
+    would stay after the run, and with CUDA graphs their memory on the device too.
+    """
+    from torch._dynamo.eval_frame import remove_from_cache  # takes long to import
+
+    remove_from_cache(code)
 
 
 def _refuse_unknown(backend: object) -> None:
