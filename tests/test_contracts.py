@@ -15,6 +15,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
+from torch._subclasses import FakeTensor
 from torch.nn.attention import _cur_sdpa_kernel_backends
 from torch.utils._pytree import tree_flatten
 
@@ -26,7 +27,7 @@ from lightning_fasttrain.planner.catalogue import known_techniques
 from lightning_fasttrain.technique import Exactness
 from tests.cases import BY_NAME, CASES, TOGETHER, Case, by_hand_of, in_a_loop, refused
 from tests.support.covering import cover_pairs
-from tests.support.nets import LazyLM, TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
+from tests.support.nets import Block, LazyLM, TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
 
 each = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 BATCHES = lm_batches(5)
@@ -291,6 +292,47 @@ def test_everything_is_put_back_after_the_run(case):
         PLAIN_PLACES[key] = patched(u, bare)
     assert patched(t, module) == PLAIN_PLACES[key]
     assert switches == global_switches()
+
+
+class WastefulBlock(Block):
+    """Drops a result that its backward would have needed."""
+
+    def forward(self, x, **settings):
+        self.norm(x).tanh()
+        return super().forward(x, **settings)
+
+
+class Wasteful(TinyLM):
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        for block in self.blocks:
+            block.__class__ = WastefulBlock
+
+
+def count_tensors():
+    gc.collect()
+    kinds = map(type, gc.get_objects())
+    return sum(issubclass(kind, torch.Tensor) and kind is not FakeTensor for kind in kinds)
+
+
+class CountTensors(L.Callback):
+    def __init__(self, counts):
+        self.counts = counts
+
+    def on_train_batch_start(self, trainer, pl_module, *args):
+        pl_module.losses.clear()
+        self.counts.append(count_tensors())
+
+
+@each
+def test_tensors_do_not_accumulate_and_none_stays_after_the_run(case):
+    trained(case)  # of the first run torch keeps a few
+    before, counts = count_tensors(), []
+    # A callback that somebody has keeps the model: Lightning gives it the model's log.
+    train(case, [case.make(), CountTensors(counts)], net=Wasteful, batches=lm_batches(12))
+    assert case.name == "FrozenCache" or counts[-1] <= max(counts[-5:-1])
+    gc.collect()  # what was compiled is garbage once the model is
+    assert count_tensors() <= before
 
 
 @pytest.mark.quick
