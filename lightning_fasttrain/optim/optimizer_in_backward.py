@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from typing import ClassVar
 
 import lightning as L
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -218,6 +219,12 @@ class OptimizerInBackward(Technique):
         return (
             Conflict(Capability.SPLITS_BATCHES, f"{why} micro-batches", way_out),
             Conflict(Capability.SUMS_BATCHES, f"{why} batches", "Use one of them"),
+            Conflict(
+                GradientAccumulationScheduler,
+                f"{why} batches",
+                "Use one of them",
+                lambda _, scheduler: max(scheduler.scheduling.values()) > 1,
+            ),
         )
 
     def __init__(self, clip_norm: PositiveFloat | None = None) -> None:

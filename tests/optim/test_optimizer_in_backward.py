@@ -546,10 +546,16 @@ def test_settings_that_need_all_gradients_are_refused_at_setup(net, settings, me
         trainer([OptimizerInBackward()], **settings).fit(net(), as_loader(BATCHES))
 
 
-def test_accumulation_by_a_callback_is_refused_at_the_second_batch():
-    scheduler = GradientAccumulationScheduler({0: 2})
-    with pytest.raises(RuntimeError, match="a second gradient .*without gradient accumulation"):
+def test_accumulation_by_a_callback_is_refused_before_the_first_epoch():
+    scheduler = GradientAccumulationScheduler({0: 1, 5: 2})
+    with pytest.raises(ValueError, match="GradientAccumulationScheduler.*cannot be summed over batches"):
         fit(TinyLM(), BATCHES, [scheduler, OptimizerInBackward()])
+
+
+def test_a_callback_that_never_accumulates_changes_nothing():
+    plain = fit(TinyLM(), BATCHES)
+    used = fit(TinyLM(), BATCHES, [GradientAccumulationScheduler({0: 1}), OptimizerInBackward()])
+    assert largest_difference(weights(plain), weights(used)) == 0
 
 
 def test_a_clip_norm_of_zero_is_refused():
