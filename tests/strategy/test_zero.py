@@ -240,6 +240,18 @@ def test_a_module_is_fitted_validated_and_fitted_again(one):
     assert one["hooks left"] == 0
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_module_trains_with_one_trainer_after_another_and_is_freed(one, two, stage):
+    for found in (one, *two):
+        assert found[f"two Trainers {stage}"] < 1e-6
+        assert found[f"freed {stage}"]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_module_trains_in_one_fabric_after_another(one, two, stage):
+    assert all(found[f"two Fabrics {stage}"] < 1e-6 for found in (one, *two))
+
+
 def test_a_checkpoint_of_any_lower_stage_can_be_evaluated(one):
     assert one["validated"] == 0
 

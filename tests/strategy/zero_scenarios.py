@@ -10,6 +10,7 @@ import shutil
 import sys
 import time
 import traceback
+import weakref
 from pathlib import Path
 
 import lightning as L
@@ -591,6 +592,36 @@ def goes_on(found, folder):
     found["hooks left"] = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules())
 
 
+def changes_trainers(found, folder):
+    """Train one module with two Trainers, or two Fabrics, in turn; nothing of a Trainer's run stays in memory."""
+    expected = net("sgd")
+    optimizer = expected.configure_optimizers()
+    for batches in [*zip(*ALL[:RANKS], strict=True)][:2] * 2:
+        optimizer.zero_grad()
+        (sum(map(expected.loss, batches)) / RANKS).backward()
+        optimizer.step()
+    for stage in (0, 1, 2, 3):
+        module = net("sgd")
+        for _ in range(2):
+            trainer(devices=RANKS, strategy=ZeROStrategy(stage=stage)).fit(module, as_loader(MINE[:2]))
+        found[f"two Trainers {stage}"] = whole_difference(expected, module)
+        reference = weakref.ref(module)
+        del module
+        gc.collect()
+        found[f"freed {stage}"] = reference() is None
+    for stage in (2, 3):
+        module = net("sgd")
+        for _ in range(2):
+            fabric = L.Fabric(accelerator="cpu", devices=RANKS, strategy=FabricZeROStrategy(stage=stage))
+            fabric.launch()
+            model, optimizer = fabric.setup(module, module.configure_optimizers())
+            for batch in MINE[:2]:
+                fabric.backward(lm_loss(model(batch["input_ids"]), batch))
+                optimizer.step()
+                optimizer.zero_grad()
+        found[f"two Fabrics {stage}"] = whole_difference(expected, module)
+
+
 def rounds(found, folder):
     """In bfloat16 the optimizer has float32 copies, which a consolidated file must contain."""
     from deepspeed.utils import safe_get_full_fp32_param
@@ -715,6 +746,7 @@ TWO = (
     chooses,
     adapts,
     keeps_adapters,
+    changes_trainers,
     twin,
     zero_guards.skips_bad_steps,
     zero_guards.skips_in_fabric,
@@ -734,6 +766,7 @@ ONE = (
     counts_nothing,
     steps_manually,
     goes_on,
+    changes_trainers,
     warns_inside_a_window,
     refuses,
     saves_whole_or_not_at_all,

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.hooks import RemovableHandle
 
 from lightning_fasttrain.core.checks import require
 from lightning_fasttrain.core.host.zero_steps import gradient_norm
@@ -70,6 +72,8 @@ class Engine:
         scheduler: LRScheduler | None,
         device_rank: int,
     ) -> None:
+        _remove_gradient_hooks(model)  # of another Trainer's engine: they would run in addition
+        _remove_hooks(model)
         # To distinguish DeepSpeed's hooks from the user's afterwards.
         before = {module: _hooks(module) for module in model.modules()}
         self.module = model
@@ -99,19 +103,30 @@ class Engine:
             for schedule in self._schedules:
                 schedule.is_told = False
             self._schedules = []
-        self._hung = {module: _hooks(module) - before.get(module, set()) for module in model.modules()}
+        _HUNG.update((module, _hooks(module) - before.get(module, set())) for module in model.modules())
+        _GRADIENT_HOOKS[model] = [*getattr(self.deepspeed.optimizer, "_grad_acc_hooks", ())]
         self._windows = 0
         if optimizer is not None:
             # DeepSpeed must not count batches: outside of a window each backward is the last before a step.
             self.deepspeed.set_gradient_accumulation_boundary(True)
 
+    def end_training(self) -> None:
+        """Drop DeepSpeed's references to the model that would keep it in memory; the engine can still be saved.
+
+        They are in a list of its own, and in hooks of parameters, where the garbage collector does not see that they
+        belong to the model.
+        """
+        from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+
+        _remove_gradient_hooks(self.module)
+        if self.module in FWD_MODULE_STACK:
+            FWD_MODULE_STACK.remove(self.module)
+
     def release(self) -> None:
         """Destroy the engine, and remove DeepSpeed's hooks from the model; other hooks stay."""
+        self.end_training()
         self.deepspeed.destroy()
-        for module, keys in self._hung.items():
-            for kind, key in keys:
-                getattr(module, kind).pop(key, None)
-        self._hung = {}
+        _remove_hooks(self.module)
 
     @contextmanager
     def save_only(self, names: set[str]) -> Iterator[bool]:
@@ -250,5 +265,21 @@ def _is_offloaded(sharded: object) -> bool:
     return bool(getattr(sharded, "cpu_offload", False) or getattr(sharded, "offload_optimizer", False))
 
 
+# What DeepSpeed has put on modules and on the parameters of models.
+_HUNG: weakref.WeakKeyDictionary[nn.Module, set[tuple[str, int]]] = weakref.WeakKeyDictionary()
+_GRADIENT_HOOKS: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
+
+
 def _hooks(module: nn.Module) -> set[tuple[str, int]]:
     return {(kind, key) for kind in _HOOKS for key in getattr(module, kind)}
+
+
+def _remove_gradient_hooks(model: nn.Module) -> None:
+    for handle in _GRADIENT_HOOKS.pop(model, []):
+        handle.remove()
+
+
+def _remove_hooks(model: nn.Module) -> None:
+    for module in model.modules():
+        for kind, key in _HUNG.pop(module, set()):
+            getattr(module, kind).pop(key, None)

@@ -98,6 +98,8 @@ class ZeROStrategy(ZeROHost, DeepSpeedStrategy):
         """Clean up after the run; checkpoints can still be saved."""
         super().teardown()
         self._made = None
+        if self.engine is not None:
+            self.engine.end_training()
 
     # Engine.
 
