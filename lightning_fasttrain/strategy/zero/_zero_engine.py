@@ -113,14 +113,15 @@ class Engine:
     def end_training(self) -> None:
         """Drop DeepSpeed's references to the model that would keep it in memory; the engine can still be saved.
 
-        They are in a list of its own, and in hooks of parameters, where the garbage collector does not see that they
-        belong to the model.
+        They are in a list and a cache of its own, and in hooks of parameters, where the garbage collector does not see
+        that they belong to the model.
         """
         from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 
         _remove_gradient_hooks(self.module)
         if self.module in FWD_MODULE_STACK:
             FWD_MODULE_STACK.remove(self.module)
+        _clear_cache_of_stage_3()
 
     def release(self) -> None:
         """Destroy the engine, and remove DeepSpeed's hooks from the model; other hooks stay."""
@@ -263,6 +264,17 @@ class Engine:
 
 def _is_offloaded(sharded: object) -> bool:
     return bool(getattr(sharded, "cpu_offload", False) or getattr(sharded, "offload_optimizer", False))
+
+
+def _clear_cache_of_stage_3() -> None:
+    """Clear the list of parameters to release after each module, which all engines share, and fill again."""
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+    # Its method is a function around a cached one.
+    method = vars(PartitionedParameterCoordinator).get("_PartitionedParameterCoordinator__params_to_release")
+    for cell in getattr(method, "__closure__", None) or ():
+        if hasattr(cell.cell_contents, "cache_clear"):
+            cell.cell_contents.cache_clear()
 
 
 # What DeepSpeed has put on modules and on the parameters of models.
