@@ -33,6 +33,9 @@ _HOOKS = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
+# What DeepSpeed has put on modules, and on the parameters of models.
+_HUNG: weakref.WeakKeyDictionary[nn.Module, set[tuple[str, int]]] = weakref.WeakKeyDictionary()
+_GRADIENT_HOOKS: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
 
 
 def import_deepspeed() -> Any:
@@ -275,11 +278,6 @@ def _clear_cache_of_stage_3() -> None:
     for cell in getattr(method, "__closure__", None) or ():
         if hasattr(cell.cell_contents, "cache_clear"):
             cell.cell_contents.cache_clear()
-
-
-# What DeepSpeed has put on modules and on the parameters of models.
-_HUNG: weakref.WeakKeyDictionary[nn.Module, set[tuple[str, int]]] = weakref.WeakKeyDictionary()
-_GRADIENT_HOOKS: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
 
 
 def _hooks(module: nn.Module) -> set[tuple[str, int]]:
