@@ -247,6 +247,12 @@ def test_a_module_trains_with_one_trainer_after_another_and_is_freed(one, two, s
         assert found[f"freed {stage}"]
 
 
+def test_the_destructor_of_an_earlier_engine_leaves_parameters_alone(one):
+    for name in ("kept", "kept 1", "kept 2"):
+        assert one[name]
+        assert all(one[name])
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_module_trains_in_one_fabric_after_another(one, two, stage):
     assert all(found[f"two Fabrics {stage}"] < 1e-6 for found in (one, *two))

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from lightning.fabric.strategies import DeepSpeedStrategy as FabricDeepSpeedStrategy
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
+from torch import nn
 from torch.nn import functional
 
 import lightning_fasttrain as ft
@@ -575,6 +576,8 @@ def goes_on(found, folder):
     t.validate(plain, as_loader(batches), verbose=False)
     t.fit_loop.max_epochs = 2
     t.fit(plain, as_loader(batches))
+    gc.collect()
+    found["kept"] = [getattr(p, "_hp_mapping", None) is not None for p in plain.parameters()]
     expected, module = net("sgd"), plain
     optimizer = expected.configure_optimizers()
     for batch in batches * 2:
@@ -612,16 +615,18 @@ def changes_trainers(found, folder):
         for _ in range(2):
             trainer(devices=RANKS, strategy=ZeROStrategy(stage=stage)).fit(module, as_loader(MINE[:2]))
         found[f"two Trainers {stage}"] = whole_difference(expected, module)
+        gc.collect()  # calls the destructor of the first engine, which must leave what the second keeps on parameters
+        found[f"kept {stage}"] = [getattr(p, "_hp_mapping", None) is not None for p in module.parameters()]
         reference = weakref.ref(module)
         del module
         gc.collect()
         found[f"freed {stage}"] = reference() is None
     for stage in (2, 3):
         module = net("sgd", CallsParts)
-        for _ in range(2):
+        for root in (module, nn.Sequential(module)):
             fabric = L.Fabric(accelerator="cpu", devices=RANKS, strategy=FabricZeROStrategy(stage=stage))
             fabric.launch()
-            model, optimizer = fabric.setup(module, module.configure_optimizers())
+            model, optimizer = fabric.setup(root, module.configure_optimizers())
             for batch in MINE[:2]:
                 fabric.backward(lm_loss(model(batch["input_ids"]), batch))
                 optimizer.step()

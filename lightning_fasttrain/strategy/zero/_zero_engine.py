@@ -3,15 +3,15 @@
 import argparse
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_fasttrain.core.checks import require
 from lightning_fasttrain.core.host.zero_steps import gradient_norm
@@ -32,10 +32,18 @@ _HOOKS = (
     "_state_dict_pre_hooks",
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
+    "_post_accumulate_grad_hooks",  # of parameters
 )
-# What DeepSpeed has put on modules, and on the parameters of models.
-_HUNG: weakref.WeakKeyDictionary[nn.Module, set[tuple[str, int]]] = weakref.WeakKeyDictionary()
-_GRADIENT_HOOKS: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
+
+
+class _Hung(NamedTuple):
+    """DeepSpeed's hooks on a module or parameter: their kinds and keys."""
+
+    engine: weakref.ref[nn.Module]
+    hooks: set[tuple[str, int]]
+
+
+_HUNG = WeakIdKeyDictionary()  # module or parameter → _Hung
 
 
 def import_deepspeed() -> Any:
@@ -75,10 +83,9 @@ class Engine:
         scheduler: LRScheduler | None,
         device_rank: int,
     ) -> None:
-        _remove_gradient_hooks(model)  # of another Trainer's engine: they would run in addition
-        _remove_hooks(model)
+        _destroy_engines_of(model)  # of another Trainer: their hooks would run in addition
         # To distinguish DeepSpeed's hooks from the user's afterwards.
-        before = {module: _hooks(module) for module in model.modules()}
+        before = {id(holder): _hooks(holder) for holder in _holders(model)}
         self.module = model
         if any(config.get(kind, {}).get("enabled") for kind in ("bf16", "fp16")):
             # DeepSpeed requires one dtype, and updates its own float32 copies.
@@ -106,8 +113,9 @@ class Engine:
             for schedule in self._schedules:
                 schedule.is_told = False
             self._schedules = []
-        _HUNG.update((module, _hooks(module) - before.get(module, set())) for module in model.modules())
-        _GRADIENT_HOOKS[model] = [*getattr(self.deepspeed.optimizer, "_grad_acc_hooks", ())]
+        for holder in _holders(model):
+            new = _hooks(holder) - before.get(id(holder), set())
+            _HUNG[holder] = _Hung(weakref.ref(self.deepspeed), new)
         self._windows = 0
         if optimizer is not None:
             # DeepSpeed must not count batches: outside of a window each backward is the last before a step.
@@ -119,18 +127,12 @@ class Engine:
         They are in a list and a cache of its own, and in hooks of parameters, where the garbage collector does not see
         that they belong to the model.
         """
-        from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
-
-        _remove_gradient_hooks(self.module)
-        if self.module in FWD_MODULE_STACK:
-            FWD_MODULE_STACK.remove(self.module)
-        _clear_cache_of_stage_3()
+        _remove_hooks(self.module.parameters())
+        _drop_references(self.module)
 
     def release(self) -> None:
         """Destroy the engine, and remove DeepSpeed's hooks from the model; other hooks stay."""
-        self.end_training()
-        self.deepspeed.destroy()
-        _remove_hooks(self.module)
+        _destroy_engines_of(self.module)
 
     @contextmanager
     def save_only(self, names: set[str]) -> Iterator[bool]:
@@ -269,27 +271,42 @@ def _is_offloaded(sharded: object) -> bool:
     return bool(getattr(sharded, "cpu_offload", False) or getattr(sharded, "offload_optimizer", False))
 
 
-def _clear_cache_of_stage_3() -> None:
-    """Clear the list of parameters to release after each module, which all engines share, and fill again."""
+def _holders(model: nn.Module) -> list[nn.Module | nn.Parameter]:
+    return [*model.modules(), *model.parameters()]
+
+
+def _hooks(holder: nn.Module | nn.Parameter) -> set[tuple[str, int]]:
+    return {(kind, key) for kind in _HOOKS for key in getattr(holder, kind, None) or ()}
+
+
+def _remove_hooks(holders: Iterable[nn.Module | nn.Parameter]) -> None:
+    for holder in holders:
+        if holder in _HUNG:
+            for kind, key in _HUNG[holder].hooks:
+                getattr(holder, kind).pop(key, None)
+
+
+def _destroy_engines_of(model: nn.Module) -> None:
+    """Destroy the engines that have hooks on parts of the model, and remove these hooks."""
+    holders = _holders(model)
+    _remove_hooks(holders)
+    engines = {_HUNG.pop(holder).engine() for holder in holders if holder in _HUNG}
+    for engine in engines - {None}:
+        engine.destroy()
+        # Its destructor would do so again at any time, and clear what a later engine keeps on the same parameters.
+        engine.destroy = lambda: None
+        _drop_references(engine.module)
+
+
+def _drop_references(module: nn.Module) -> None:
+    """Drop what DeepSpeed's stage 3 keeps of a model in variables of its modules."""
+    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
-    # Its method is a function around a cached one.
+    if module in FWD_MODULE_STACK:
+        FWD_MODULE_STACK.remove(module)
+    # A cache of all engines, which fill it again. The method is a function around the cached one.
     method = vars(PartitionedParameterCoordinator).get("_PartitionedParameterCoordinator__params_to_release")
     for cell in getattr(method, "__closure__", None) or ():
         if hasattr(cell.cell_contents, "cache_clear"):
             cell.cell_contents.cache_clear()
-
-
-def _hooks(module: nn.Module) -> set[tuple[str, int]]:
-    return {(kind, key) for kind in _HOOKS for key in getattr(module, kind)}
-
-
-def _remove_gradient_hooks(model: nn.Module) -> None:
-    for handle in _GRADIENT_HOOKS.pop(model, []):
-        handle.remove()
-
-
-def _remove_hooks(model: nn.Module) -> None:
-    for module in model.modules():
-        for kind, key in _HUNG.pop(module, set()):
-            getattr(module, kind).pop(key, None)
