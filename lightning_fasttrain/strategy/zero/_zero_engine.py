@@ -36,14 +36,14 @@ _HOOKS = (
 )
 
 
-class _Hung(NamedTuple):
-    """DeepSpeed's hooks on a module or parameter: their kinds and keys."""
+class _AddedHooks(NamedTuple):
+    """Kinds and keys of the hooks that an engine of DeepSpeed has added to a module or parameter."""
 
     engine: weakref.ref[nn.Module]
     hooks: set[tuple[str, int]]
 
 
-_HUNG = WeakIdKeyDictionary()  # module or parameter → _Hung
+_ADDED = WeakIdKeyDictionary()  # module or parameter → its _AddedHooks
 
 
 def import_deepspeed() -> Any:
@@ -115,7 +115,7 @@ class Engine:
             self._schedules = []
         for holder in _holders(model):
             new = _hooks(holder) - before.get(id(holder), set())
-            _HUNG[holder] = _Hung(weakref.ref(self.deepspeed), new)
+            _ADDED[holder] = _AddedHooks(weakref.ref(self.deepspeed), new)
         self._windows = 0
         if optimizer is not None:
             # DeepSpeed must not count batches: outside of a window each backward is the last before a step.
@@ -281,8 +281,8 @@ def _hooks(holder: nn.Module | nn.Parameter) -> set[tuple[str, int]]:
 
 def _remove_hooks(holders: Iterable[nn.Module | nn.Parameter]) -> None:
     for holder in holders:
-        if holder in _HUNG:
-            for kind, key in _HUNG[holder].hooks:
+        if holder in _ADDED:
+            for kind, key in _ADDED[holder].hooks:
                 getattr(holder, kind).pop(key, None)
 
 
@@ -290,7 +290,7 @@ def _destroy_engines_of(model: nn.Module) -> None:
     """Destroy the engines that have hooks on parts of the model, and remove these hooks."""
     holders = _holders(model)
     _remove_hooks(holders)
-    engines = {_HUNG.pop(holder).engine() for holder in holders if holder in _HUNG}
+    engines = {_ADDED.pop(holder).engine() for holder in holders if holder in _ADDED}
     for engine in engines - {None}:
         engine.destroy()
         # Its destructor would do so again at any time, and clear what a later engine keeps on the same parameters.
