@@ -299,7 +299,7 @@ def _destroy_engines_of(model: nn.Module) -> None:
 
 
 def _drop_references(module: nn.Module) -> None:
-    """Drop what DeepSpeed's stage 3 keeps of a model in variables of its modules."""
+    """Drop the references to a model that DeepSpeed's stage 3 keeps in module-level variables."""
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
