@@ -13,6 +13,7 @@ from torch import nn
 from lightning_fasttrain.core.checks import check_arguments, refuse_mixed_lightning
 from lightning_fasttrain.core.host.late_parameters import LateParameters
 from lightning_fasttrain.core.host.lightning import after_configure_model, refuse_float16_on_cpu
+from lightning_fasttrain.core.host.unfit_models import refuse_all_frozen, refuse_earlier_shards
 from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.technique.arguments import describe, needs_an_object, remember_arguments
@@ -155,6 +156,7 @@ class Technique(L.Callback):
         if self is not techniques[0]:
             return
         self._close()
+        refuse_earlier_shards(pl_module, trainer.strategy)
         for callback in trainer.callbacks:
             if isinstance(callback, Onlooker):
                 callback.look(trainer, pl_module)
@@ -172,7 +174,7 @@ class Technique(L.Callback):
         def operate() -> None:
             undo.enter_context(apply(pl_module, surgeons))  # on the stack of the run, which undoes the last first
             if stage == "fit":
-                _refuse_all_frozen(pl_module)
+                refuse_all_frozen(pl_module)
 
         after_configure_model(pl_module, undo, operate)
 
@@ -292,14 +294,6 @@ def is_operated_on(model: object) -> bool:
 def _push(undo: ExitStack, action: Undo | None) -> None:
     if action is not None:
         undo.callback(action)
-
-
-def _refuse_all_frozen(model: nn.Module) -> None:
-    parameters = list(model.parameters())
-    if parameters and not any(parameter.requires_grad for parameter in parameters):
-        why = "no parameter requires a gradient, so nothing would be trained"
-        way_out = "Unfreeze what you want to train: parameter.requires_grad_(True)"
-        raise ValueError(explain(f"{type(model).__name__} has {len(parameters)} parameters", why, way_out))
 
 
 @check_arguments

@@ -1,5 +1,6 @@
 """ZeROStrategy and FabricZeROStrategy: real processes with gloo, one launch of one process and one of two."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -256,6 +257,18 @@ def test_the_destructor_of_an_earlier_engine_leaves_parameters_alone(one):
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_module_trains_in_one_fabric_after_another(one, two, stage):
     assert all(found[f"two Fabrics {stage}"] < 1e-6 for found in (one, *two))
+
+
+def test_a_model_with_shards_that_the_strategy_cannot_use_is_refused(one):
+    by = {"stage 3": "ZeRO stage 3", "FSDP2": "FSDP2"}
+    usable = {("stage 3", "stage 3"), ("FSDP2", "FSDP2"), ("FSDP2", "one device")}
+    for first, then in itertools.product(by, ("stage 3", "stage 1", "auto", "FSDP2", "DDP", "one device")):
+        said = one[f"{first}, then {then}"]
+        if (first, then) in usable:
+            assert said == "no error"
+        else:
+            assert f"with a model that is sharded by {by[first]}" in said
+    assert "FabricZeROStrategy with a model that is sharded by ZeRO stage 3" in one["in Fabric"]
 
 
 def test_a_checkpoint_of_any_lower_stage_can_be_evaluated(one):

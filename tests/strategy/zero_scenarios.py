@@ -3,6 +3,7 @@
 The two launches run side by side and exchange checkpoints, so that both directions of resharding are tested.
 """
 
+import functools
 import gc
 import json
 import os
@@ -24,6 +25,7 @@ from torch.nn import functional
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.strategy.choose.model_states import predict_model_states
+from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
 from lightning_fasttrain.strategy.zero.zero_fabric import FabricZeROStrategy
 from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy
 from tests.strategy import zero_guards, zero_steps
@@ -740,6 +742,29 @@ def refuses(found, folder):
     found["hostile"] = error_of(lambda: fit(net("sgd"), ZeROStrategy(stage=2), path=path, max_epochs=2))
 
 
+def refuses_earlier_shards(found, folder):
+    """A model that is sharded already, under strategies that cannot use its shards; under stage 3 it trains on."""
+    strategies = {
+        "stage 3": lambda: ZeROStrategy(stage=3),
+        "stage 1": lambda: ZeROStrategy(stage=1),
+        "auto": lambda: ZeROStrategy(memory_gib=1),
+        "FSDP2": FSDP2Strategy,
+        "DDP": lambda: DDPStrategy(process_group_backend="gloo"),
+        "one device": lambda: "auto",
+    }
+    for first in ("stage 3", "FSDP2"):
+        module = net("sgd")
+        fit(module, strategies[first](), batches=MINE[:1], max_epochs=1)
+        for name in strategies:
+            then = functools.partial(fit, module, strategies[name](), [ft.MicroBatching(2)], MINE[:1], max_epochs=1)
+            found[f"{first}, then {name}"] = error_of(then)
+    module = net("sgd")
+    fit(module, ZeROStrategy(stage=3), batches=MINE[:1], max_epochs=1)
+    fabric = L.Fabric(accelerator="cpu", devices=1, strategy=FabricZeROStrategy(stage=2))
+    fabric.launch()
+    found["in Fabric"] = error_of(lambda: fabric.setup(module, module.configure_optimizers()))
+
+
 def on_gpu(stage, path):
     """One process on one GPU: compare the losses with those of the CPU."""
     expected, module = net("adamw"), net("adamw")
@@ -781,6 +806,7 @@ ONE = (
     changes_trainers,
     warns_inside_a_window,
     refuses,
+    refuses_earlier_shards,
     saves_whole_or_not_at_all,
     chooses,
     reshards,

@@ -21,6 +21,7 @@ from lightning_fasttrain.core.files.newest_checkpoint import whole_or_older
 from lightning_fasttrain.core.files.remote_checkpoint import fetched_on_each_node
 from lightning_fasttrain.core.files.run_mark import KEY, mark_of, step_in
 from lightning_fasttrain.core.files.safe_load import is_object_storage, local_path
+from lightning_fasttrain.core.host.unfit_models import refuse_earlier_shards
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.blocks import Blocks
 from lightning_fasttrain.core.modules.parameters import local_part
@@ -161,6 +162,7 @@ class Sharding:
         """Shard ``model``, and give all ranks the weights of rank zero; a sharded model is not changed."""
         if isinstance(model, FSDPModule):
             return []
+        refuse_earlier_shards(model)
         # Collected now, since after sharding no rank has unsharded weights.
         whole = whole_on_rank_zero(model)
         names = self.cut_(model, mesh, precision, device)

@@ -50,7 +50,7 @@ class ZeROStrategy(ZeROHost, DeepSpeedStrategy):
     losses are divided once, steps are counted once and the last window of an epoch is stepped; hooks of the optimizer
     run once per step; evaluation does not change the hooks of the model. Checkpoints are folders, written under a
     temporary name, checksummed and renamed; :func:`~lightning_fasttrain.strategy.consolidate` converts one to a file
-    of plain weights.
+    of plain weights. A model stays sharded after ``fit`` at stage 3.
 
     Args:
         stage: 0 (like DDP), 1 (optimizer state is sharded), 2 (gradients too), 3 (parameters too), ``"2+offload"`` or
