@@ -50,7 +50,9 @@ class ZeROStrategy(ZeROHost, DeepSpeedStrategy):
     losses are divided once, steps are counted once and the last window of an epoch is stepped; hooks of the optimizer
     run once per step; evaluation does not change the hooks of the model. Checkpoints are folders, written under a
     temporary name, checksummed and renamed; :func:`~lightning_fasttrain.strategy.consolidate` converts one to a file
-    of plain weights. A model stays sharded after ``fit`` at stage 3.
+    of plain weights. A model stays sharded after ``fit`` at stage 3. Under ``"bf16-mixed"`` DeepSpeed casts the
+    weights to bfloat16, norms included, and keeps float32 copies for the optimizer, so losses round more than under
+    DDP's autocast.
 
     Args:
         stage: 0 (like DDP), 1 (optimizer state is sharded), 2 (gradients too), 3 (parameters too), ``"2+offload"`` or
