@@ -65,9 +65,9 @@ def test_a_tanh_whose_small_values_count_stays(function):
     assert count_tanh(made.graph) > 0
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_a_tanh_in_another_dtype_stays(dtype):
-    made = graph_of(lambda x: x.tanh() + 1, VALUES.to(dtype))
+@pytest.mark.parametrize("other", [torch.bfloat16, torch.float64, "meta"])
+def test_a_tanh_in_another_dtype_or_on_another_device_stays(other):
+    made = graph_of(lambda x: x.tanh() + 1, VALUES.to(other))
     replace_tanh_of_gelu(made.graph)
     assert count_tanh(made.graph) == 1
 

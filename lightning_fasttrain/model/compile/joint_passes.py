@@ -1,4 +1,4 @@
-"""The passes over the joint graph of forward and backward, of which the compiler takes one."""
+"""Passes over the compiler's joint graph of forward and backward, combined into the one that inductor accepts."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ _SAME_VALUES = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
 
 
 class JointPasses(CustomGraphPass):
-    """Unmark attention that draws nothing, and compute the tanh of a GELU by a sigmoid."""
+    """Run both passes: over attention without dropout that is recomputed, and over the tanh of GELUs on a CPU."""
 
     def __init__(self) -> None:
         self.unmark_attention = RecomputeWithoutRandomState()
@@ -44,8 +44,8 @@ def replace_tanh_of_gelu(graph: fx.Graph) -> None:
         if not all(map(_is_beside_one, _readers(node))):
             continue
         with graph.inserting_before(node):
-            double = _call(node, _MUL, node.args[0], 2)
-            sigmoid = _call(node, torch.ops.aten.sigmoid.default, double)
+            twice = _call(node, _MUL, node.args[0], 2)
+            sigmoid = _call(node, torch.ops.aten.sigmoid.default, twice)
             tanh = _call(node, _SUB, _call(node, _MUL, sigmoid, 2), 1)
         node.replace_all_uses_with(tanh)
         graph.erase_node(node)
