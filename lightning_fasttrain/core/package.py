@@ -17,6 +17,13 @@ from types import ModuleType
 
 PACKAGE = __name__.partition(".")[0]
 
+# Public names of the release before that have left the package, and what to use instead; kept for one release.
+REMOVED = {
+    "finetune.combine_adapters": "Use add_weighted_adapter of PEFT, which reads and writes the same adapter folders",
+    "run.PeerSnapshots": "It gained nothing where it was measured; use AtomicCheckpoints, or torchft or NVRx",
+    "strategy.check_cluster": "Use nccl-tests and PyTorch's flight recorder; docs/cluster.md shows how",
+}
+
 try:
     __version__ = importlib.metadata.version("lightning-fasttrain")
 except importlib.metadata.PackageNotFoundError:
@@ -120,7 +127,13 @@ class _LazyModule(ModuleType):
             return thing
         if not name.startswith("_") and importlib.util.find_spec(f"{self.__name__}.{name}") is not None:
             return importlib.import_module(f"{self.__name__}.{name}")
-        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}{self._explain_removal(name)}")
+
+    def _explain_removal(self, name: str) -> str:
+        instead = REMOVED.get(f"{self.__name__.partition('.')[2]}.{name}")
+        if instead is None:
+            return ""
+        return f": it was removed. {instead}."
 
     def __setattr__(self, name: str, value: object) -> None:
         # Python would put the file accumulate_gradients.py in place of the function of that name.
