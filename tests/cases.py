@@ -206,12 +206,6 @@ def saves_whole(technique: Any, loop: Loop) -> None:
     loop.at_end.append(save_and_load)
 
 
-def takes_snapshots(technique: Any, loop: Loop) -> None:
-    peers, state = ft.run.PeerMemory(tempfile.mkdtemp(dir=FOLDER)), {"model": loop.model}
-    loop.after_step.append(lambda: peers.save(1, state))
-    loop.at_end.append(lambda: positive(peers.load(state)))
-
-
 def can_resume(technique: Any, loop: Loop) -> None:
     loader = loop.batches = ft.resumable(loop.batches)
     loop.at_end.append(lambda: positive(len(ft.run.random_state()) and len(loader.state_dict())))
@@ -469,11 +463,6 @@ CASES = [
     Case(lambda: ft.run.MemoryTimeline(f"{FOLDER}/memory", first_step=0), records, effects.a_step_has_a_picture),
     Case(lambda: ft.AtomicCheckpoints(), saves_whole, effects.a_damaged_checkpoint_is_not_loaded),
     Case(lambda: ft.ExactResume(), can_resume, effects.an_epoch_goes_on_where_it_was_cut),
-    Case(
-        lambda: ft.run.PeerSnapshots(tempfile.mkdtemp(dir=FOLDER), every_n_steps=1),
-        takes_snapshots,
-        effects.a_failed_run_continues_from_memory,
-    ),
     Case(lambda: ft.Preemption(), listens, effects.a_run_that_is_told_to_go_saves_and_goes),
     Case(lambda: ft.run.GarbageCollection(), freezes_survivors, effects.what_survives_is_frozen),
     Case(lambda: ft.run.HangWatch(), is_watched, effects.a_thread_watches),

@@ -27,7 +27,6 @@ NAMES = {
     "_batches_that_stepped": (f"{LOOPS}.training_epoch_loop", ["core/host/lightning"]),
     "_call_lightning_module_hook": (f"{PYTORCH}.trainer.call", ["core/host/lightning"]),
     "_call_strategy_hook": (f"{PYTORCH}.trainer.call", ["core/host/lightning"]),
-    "_checkpoint_connector": (f"{PYTORCH}.trainer.trainer", ["core/host/checkpoint_content"]),
     "_combined_loader": (f"{LOOPS}.fit_loop", ["core/host/lightning", "run/checkpoint/_loop_progress"]),
     "_configure_optimizers": (f"{PYTORCH}.core.optimizer", ["core/host/lightning"]),
     "_current_fx_name": (f"{PYTORCH}.core.module", ["core/host/lightning"]),

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     )
     from lightning_fasttrain.run.checkpoint.exact_resume import ExactResume
     from lightning_fasttrain.run.checkpoint.loaders.resumable_loader import ResumableLoader, resumable
-    from lightning_fasttrain.run.checkpoint.peers.peer_memory import PeerMemory
-    from lightning_fasttrain.run.checkpoint.peers.peer_snapshots import PeerSnapshots
     from lightning_fasttrain.run.garbage_collection import GarbageCollection, freeze_survivors
     from lightning_fasttrain.run.guards.finite_guard import FiniteGuard, FiniteSteps, refuse_unfinite
     from lightning_fasttrain.run.guards.hang_watch import HangWatch
@@ -58,8 +56,6 @@ __all__ = [
     "MemoryTimeline",
     "NoiseScale",
     "PeakMemory",
-    "PeerMemory",
-    "PeerSnapshots",
     "Preemption",
     "PreemptionFlag",
     "ProgressWatch",

@@ -8,7 +8,6 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -375,19 +374,6 @@ def an_epoch_goes_on_where_it_was_cut(kind: Kind) -> None:
         trainer([kind(), Probe("on_train_batch_end", save)]).fit(whole, shuffled(seed=1))
         trainer([kind()]).fit(resumed, shuffled(seed=2), ckpt_path=path, weights_only=True)
     assert largest_difference(weights(whole), weights(resumed)) == 0
-
-
-def a_failed_run_continues_from_memory(kind: Kind) -> None:
-    def fail(t: L.Trainer, _: Any) -> None:
-        if t.global_step == 3:
-            raise InterruptedError
-
-    with tempfile.TemporaryDirectory() as folder:
-        begin = Probe("on_train_start", lambda t, _: t.global_step)
-        for last in (Probe("on_train_batch_end", fail), Probe("on_train_end", lambda *_: None)):
-            with suppress(InterruptedError):
-                fit(TinyLM(), BATCHES, [kind(folder, every_n_steps=2), begin, last])
-    assert begin.seen == [0, 2]
 
 
 def a_run_that_is_told_to_go_saves_and_goes(kind: Kind) -> None:
