@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from examples import superbpe, your_own_technique
 from lightning_fasttrain.bench import GPT, GPTConfig, batches, encode_text, read_text
 from tests.support.nets import largest_difference
-from tests.support.run_example import last_line, said_under_torchrun
+from tests.support.run_example import last_line
 
 SMALLER_GPT = ("context=128, layers=4, heads=4, width=64", "context=128, layers=2, heads=4, width=32")
 
@@ -41,12 +41,6 @@ def test_two_processes_shard_save_and_go_on(script, tmp_path):
     assert second.split()[:7] == first.split()[:7]
     whole, again = (tmp_path / name / "weights.safetensors" for name in ("whole", "again"))
     assert whole.read_bytes() == again.read_bytes()
-
-
-@pytest.mark.slow
-def test_the_check_of_a_cluster_sees_both_ranks():
-    said = said_under_torchrun("-m", "lightning_fasttrain.cli", "cluster-check", "--mib", "1")
-    assert "gloo: 0↔1 " in said
 
 
 def test_a_technique_of_your_own_is_worth_having(capsys):

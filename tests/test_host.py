@@ -111,7 +111,7 @@ INHERITED = {
     "_init_optimizers": (f"{PYTORCH}.strategies.deepspeed", ["strategy/zero/zero_strategy"]),
     "_set_world_ranks": (f"{FABRIC}.strategies.ddp", ["strategy/zero/zero_host", "strategy/zero/zero_strategy"]),
     "_setup_distributed": (f"{PYTORCH}.strategies.model_parallel", ["strategy/fsdp2/sharding"]),
-    "_timeout": (f"{PYTORCH}.strategies.ddp", ["strategy/fsdp2/sharding", "strategy/zero/zero_host"]),
+    "_timeout": (f"{PYTORCH}.strategies.ddp", ["strategy/fsdp2/sharding"]),
 }
 
 

@@ -223,21 +223,6 @@ COMMANDS = (
         "plain model.",
     ),
     Command(
-        "cluster-check",
-        "whether the machines of a run see each other, run the same code, and are equally fast",
-        [
-            option("--timeout", type=float, default=60.0, metavar="S", help="seconds for the whole check; default: 60"),
-            option("--folder", metavar="DIR", help="where checkpoints will go, to time its disk; default: temporary"),
-            option("--code", metavar="PATH", help="a file or folder of the model's code, which must be the same"),
-            option("--mib", type=int, default=8, metavar="N", help="MiB that each pair exchanges; default: 8"),
-        ],
-        tool_commands.check_the_cluster,
-        "Run it as the training will be run: torchrun -m lightning_fasttrain.cli cluster-check, or with srun. Rank 0 "
-        "names ranks that did not come, other versions of torch, NCCL, this package or the model's code, clocks that "
-        "differ, and slow ranks, disks and pairs. It ends within its limit, whatever hangs. The exit code is 0 if "
-        "nothing is wrong, also if some are slow, 1 otherwise.",
-    ),
-    Command(
         "doctor",
         "what this machine lacks, and what a script wastes, with lines and cures",
         [
@@ -267,6 +252,10 @@ COMMANDS = (
 )
 
 
+# Commands of the release before, and what to use instead; kept for one release.
+REMOVED_COMMANDS = {"cluster-check": "Use nccl-tests and PyTorch's flight recorder; docs/cluster.md shows how"}
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, without the usage of all options."""
 
@@ -291,7 +280,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for names, settings in command.options:
             subparser.add_argument(*names, **settings)
         subparser.set_defaults(run=command.run)
-    options = parser.parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    for name in REMOVED_COMMANDS.keys() & set(given[:1]):
+        parser.error(f"{name} was removed. {REMOVED_COMMANDS[name]}")
+    options = parser.parse_args(given)
     try:
         return options.run(options) or 0
     except CommandError as error:

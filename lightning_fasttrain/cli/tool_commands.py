@@ -106,24 +106,6 @@ def write_consolidated(options: argparse.Namespace) -> None:
     )
 
 
-def check_the_cluster(options: argparse.Namespace) -> int:
-    """Run ``fasttrain cluster-check``: whether the ranks of this launch see each other and are equally fast."""
-    from lightning_fasttrain.strategy import cluster_check
-
-    try:
-        with refusing(ValueError, TypeError):
-            report = cluster_check.check_cluster(
-                timeout_s=options.timeout, folder=options.folder, code=options.code, mib=options.mib
-            )
-    except (OSError, RuntimeError) as error:
-        raise CommandError(error, 1) from error
-    # The other ranks know only of themselves.
-    if 0 not in report.ranks and not report.findings:
-        return 0
-    print(report, flush=True)
-    return int(bool(report.findings))
-
-
 def describe_techniques(options: argparse.Namespace) -> None:
     """Run ``fasttrain techniques``: the table of techniques, or all about one of them."""
     from lightning_fasttrain.cli import technique_cards

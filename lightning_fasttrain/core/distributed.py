@@ -106,20 +106,20 @@ def largest_over_ranks(numbers: list[float]) -> list[float]:
     return _reduce(numbers, torch.float64, "MAX")
 
 
-def _reduce(numbers: list[N], dtype: torch.dtype, how: str) -> list[N]:
+def _reduce(numbers: list[N], dtype: torch.dtype, how: str, group: Any = None) -> list[N]:
     if rank_count() == 1:
         return numbers
     # NCCL cannot reduce a tensor on the CPU.
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else "cpu"
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else "cpu"
     reduced = torch.tensor(numbers, dtype=dtype, device=device)
     # By name, since a torch that was built without its distributed package has no ReduceOp.
-    dist.all_reduce(reduced, op=getattr(dist.ReduceOp, how))
+    dist.all_reduce(reduced, op=getattr(dist.ReduceOp, how), group=group)
     return reduced.tolist()
 
 
-def agree_on_all_ranks(ok: bool) -> bool:
-    """Return whether every rank says yes; each waits for all."""
-    return bool(smallest_over_ranks([int(ok)])[0])
+def agree_on_all_ranks(ok: bool, group: Any = None) -> bool:
+    """Return whether every rank of the process group says yes, by default of all; each waits for all."""
+    return bool(_reduce([int(ok)], torch.int64, "MIN", group)[0])
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -1,7 +1,7 @@
 """Sharding of parameters, gradients and optimizer state: FSDP2, ZeRO, and the choice among them.
 
-From the bottom up: ``choose``, ``_cluster_findings``, ``_cluster_store``, ``cluster_check``, ``rank_health``,
-``tensor_parallel``, ``fsdp2``, ``_sharded_groups``, ``zero``, ``traffic``, ``consolidate``, ``choose_strategy``.
+From the bottom up: ``choose``, ``tensor_parallel``, ``fsdp2``, ``_sharded_groups``, ``zero``, ``traffic``,
+``consolidate``, ``choose_strategy``.
 """
 
 from typing import TYPE_CHECKING
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from lightning_fasttrain.strategy.choose.choose_stage import StageChoice, choose_stage
     from lightning_fasttrain.strategy.choose.model_states import STAGES, ModelStates, predict_model_states
     from lightning_fasttrain.strategy.choose_strategy import StrategyChoice, choose_strategy
-    from lightning_fasttrain.strategy.cluster_check import check_cluster
     from lightning_fasttrain.strategy.consolidate import Consolidated, consolidate
     from lightning_fasttrain.strategy.fsdp2.fsdp2_fabric import FabricFSDP2Strategy
     from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
@@ -42,7 +41,6 @@ __all__ = [
     "Traffic",
     "ZeROSizes",
     "ZeROStrategy",
-    "check_cluster",
     "check_sharded",
     "choose_stage",
     "choose_strategy",

@@ -112,3 +112,12 @@ def test_bad_input_is_one_line_and_leaves_no_file(tmp_path, capsys, monkeypatch)
     assert main(["ladder", "--size", "huge"]) == 2
     assert capsys.readouterr().err.startswith("fasttrain ladder: size='huge'")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_removed_command_is_answered_with_what_to_use(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["cluster-check", "--mib", "1"])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("fasttrain: cluster-check was removed. Use nccl-tests and PyTorch's flight recorder")
+    assert said.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Pairs of real processes of which one fails, is killed, is missing, or has a full disk; see test_failing_ranks.py.
+"""Pairs of real processes of which one cannot save, or exits while it saves; see test_failing_ranks.py.
 
 One process forks all pairs at the same time, since they mostly wait.
 """
@@ -13,19 +13,16 @@ import subprocess
 import sys
 import time
 import traceback
-from datetime import timedelta
 from pathlib import Path
 
 import lightning as L
 import torch
-from deepspeed.runtime.engine import DeepSpeedEngine
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.core.files.checkpoint_folder import verify_checkpoint
 from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
-from lightning_fasttrain.strategy.zero.zero_fabric import FabricZeROStrategy
 from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy
 from tests.support.nets import TinyLM, as_loader, lm_batches, trainer
 from tests.support.ranks import end_as_a_script, run_ranks
@@ -42,97 +39,6 @@ def fit(strategy, module, **settings):
     t = trainer(devices=2, strategy=strategy, **settings)
     t.fit(module, as_loader(lm_batches(2)))
     return t
-
-
-def until(true, seconds=60):
-    end = time.monotonic() + seconds
-    while not true() and time.monotonic() < end:
-        time.sleep(0.05)
-    return true()
-
-
-class Fails(TinyLM):
-    """Built in ``configure_model``, where one rank runs an action."""
-
-    def __init__(self, in_model=None, in_optimizer=None):
-        super().__init__(lazy=True)
-        self.in_model, self.in_optimizer = in_model or {}, in_optimizer or {}
-
-    def configure_model(self):
-        self.in_model.get(rank(), lambda: None)()
-        self.build()
-
-    def configure_optimizers(self):
-        self.in_optimizer.get(rank(), lambda: None)()
-        return super().configure_optimizers()
-
-
-def fail():
-    raise FileNotFoundError("there are no weights on this host")
-
-
-def kill():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def fails_in_configure_model(folder):
-    """Rank 0 is busy until it sees the error of rank 1, which must not exit before it was received."""
-
-    def is_busy():
-        said = until(lambda: "there are no weights" in (folder / "err1").read_text())
-        alive = Path(f"/proc/{(folder / 'pid1').read_text()}").exists()
-        (folder / "found0").write_text(json.dumps({"said while rank 1 waits": said and alive}))
-
-    fit(ZeROStrategy(stage=2), Fails(in_model={0: is_busy, 1: fail}))
-
-
-def fails_in_configure_optimizers(folder):
-    fit(ZeROStrategy(stage=3), Fails(in_optimizer={0: fail}))
-
-
-def fails_under_fsdp2(folder):
-    fit(FSDP2Strategy(), Fails(in_optimizer={1: fail}))
-
-
-def killed_while_starting(folder):
-    fit(ZeROStrategy(stage=2), Fails(in_optimizer={1: kill}))
-
-
-def killed_in_deepspeed(folder):
-    """Rank 1 is killed when DeepSpeed makes a process group, where rank 0 waits for it at the group's store."""
-
-    def kill_later():
-        torch.distributed.new_group = lambda *args, **kwargs: kill()
-
-    module = Fails(in_optimizer={1: kill_later})
-    fit(ZeROStrategy(stage=2, timeout=timedelta(seconds=2 * LIMIT_S)), module)
-
-
-def fails_in_deepspeed(folder):
-    if rank() == 0:
-        DeepSpeedEngine._configure_optimizer = lambda *args: fail()
-    fit(ZeROStrategy(stage=2, timeout=timedelta(seconds=2 * LIMIT_S)), TinyLM())
-
-
-def killed_in_fabric(folder):
-    fabric = L.Fabric(accelerator="cpu", devices=2, strategy=FabricZeROStrategy(stage=2))
-    fabric.launch()
-    if rank() == 1:
-        kill()
-    module = TinyLM()
-    fabric.setup(module, module.configure_optimizers())
-
-
-def does_not_come(folder):
-    """Rank 1 takes longer than the time limit; it exits when it arrives at last."""
-
-    def is_late():
-        until((folder / "left0").exists)
-
-    try:
-        fit(ZeROStrategy(stage=2, timeout=timedelta(seconds=6)), Fails(in_model={1: is_late}))
-    finally:
-        (folder / f"left{rank()}").touch()
 
 
 def error_of(action):
@@ -225,21 +131,13 @@ def saves_after_fit(folder):
 
 
 SCENARIOS = (
-    fails_in_configure_model,
-    fails_in_configure_optimizers,
-    fails_under_fsdp2,
-    killed_while_starting,
-    killed_in_deepspeed,
-    fails_in_deepspeed,
-    killed_in_fabric,
-    does_not_come,
     has_full_disk,
     cannot_save,
     saves_after_fit,
 )
 
 
-TO_THE_LAST = (fails_in_configure_model, fails_under_fsdp2, saves_after_fit)  # process groups end with their modules
+TO_THE_LAST = (saves_after_fit,)  # process groups end with their modules
 
 
 def free_port():

@@ -1,7 +1,5 @@
 """Runs an example: its script, with its arguments, in a process of its own."""
 
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -28,11 +26,3 @@ def last_line(script, *arguments, ranks=None, smaller=()):
             path.write_text(source)
         said = run_ranks(str(path), *arguments, log=Path(folder, "log"), count=ranks, timeout_s=600)
     return said.strip().splitlines()[-1]
-
-
-def said_under_torchrun(*arguments):
-    """What a script, or a module after -m, prints when the real launcher starts it from nothing."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *arguments]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT)
-    assert run.returncode == 0, run.stderr[-3000:]
-    return run.stdout

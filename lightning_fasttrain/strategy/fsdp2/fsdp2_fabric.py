@@ -89,8 +89,6 @@ class FabricFSDP2Strategy(FSDP2Host, ModelParallelStrategy):
         self._modules: list[weakref.ref[nn.Module]] = []
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        with self.roll_call.all_or_none("fabric.setup"):
-            pass  # a rank that is gone is noticed here
         before = dict(module.named_parameters(remove_duplicate=False))
         precision = self.precision.precision
         self.sharded_blocks = self.sharding.shard_(module, self.device_mesh, precision, self.root_device)

@@ -103,8 +103,6 @@ class FSDP2Strategy(FSDP2Host, ModelParallelStrategy):
             float16, or a callback copies the model; in a tensor or context group also: heads or widths cannot be
             divided, the base of a tensor group is quantised, blocks mix tokens, batches differ, or
             ``MicroBatching("auto")``.
-        RuntimeError: in ``fit``, another rank failed in ``configure_model`` or ``configure_optimizers``, is gone, or
-            did not answer within ``timeout``.
 
     Example:
         >>> trainer = L.Trainer(accelerator="cpu", strategy=FSDP2Strategy(reshard_after_forward=False), logger=False,
@@ -167,8 +165,7 @@ class FSDP2Strategy(FSDP2Host, ModelParallelStrategy):
         self.barrier()
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
-            with self.roll_call.all_or_none("configure_optimizers"):
-                self.setup_optimizers(trainer)
+            self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         # Under offload the optimizer state stays with the shards, in host memory.
         if fitting and self.sharding.offload is None:
@@ -176,12 +173,6 @@ class FSDP2Strategy(FSDP2Host, ModelParallelStrategy):
         check_sharded(model, self.optimizers)
         if fitting:
             probe_folders(trainer, self.optimizers)
-
-    @contextmanager
-    def model_sharded_context(self) -> Generator:
-        """Context for ``configure_model``: an error on one rank ends all ranks."""
-        with self.roll_call.all_or_none("configure_model"), super().model_sharded_context():
-            yield
 
     def _rest_to_device(self, model: nn.Module) -> None:
         """Move what sharding has not moved, such as metrics, to the device; shards in host memory stay there."""

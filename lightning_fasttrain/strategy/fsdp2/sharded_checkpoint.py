@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +41,6 @@ from lightning_fasttrain.strategy.fsdp2._sharded_optimizer import (
     template,
     with_numbers,
 )
-from lightning_fasttrain.strategy.rank_health import RollCall
 from lightning_fasttrain.strategy.tensor_parallel.layouts import in_chunks, shard_like
 
 REST = "rest.pt"  # everything except the tensors of the model and of the optimizers
@@ -95,7 +95,7 @@ def save_sharded(
         tensors.update(_with_prefix(f"{key}.", parts))
     rank, world_size = (0, 1) if alone else (dist.get_rank(group), dist.get_world_size(group))
     # A background save must not call collectives of the default group.
-    agree = agree_on_all_ranks if group is None else RollCall(group)
+    agree = partial(agree_on_all_ranks, group=group)
     about = {"format": "fsdp2", **plain["rest"].get(KEY, {"step": step_in(plain["rest"])})}
     # Annotated for both, since they differ in the kind of path.
     open_folder: Any = remote_folder if is_object_storage(target) else checkpoint_folder

@@ -45,7 +45,6 @@ from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import (
     load_sharded_,
     save_sharded,
 )
-from lightning_fasttrain.strategy.rank_health import RollCall, own_group
 from lightning_fasttrain.strategy.tensor_parallel.divided_tokens.context_parallel import divide_context_
 from lightning_fasttrain.strategy.tensor_parallel.divisors import common_divisors
 from lightning_fasttrain.strategy.tensor_parallel.parallelize import compute_locally_, parallelize_
@@ -244,7 +243,6 @@ class FSDP2Host:
         self.broadcast_buffers = broadcast_buffers
         self.async_checkpoints = async_checkpoints
         self.sharded_blocks: list[str] = []
-        self.roll_call = RollCall(None)
         self._saving: dist.ProcessGroup | None = None
         self._background: BackgroundSave | None = None
 
@@ -259,14 +257,11 @@ class FSDP2Host:
         self.accelerator.setup_device(self.root_device)
         self._setup_distributed()
         self._device_mesh = self.sharding.mesh(self.root_device, self.world_size)
-        # Every group connects all pairs of ranks, so there are as few as possible. A background save needs one of its
-        # own: its collectives must not mix with those of the training thread's health check, and it may still run when
-        # the next run starts.
-        checking = own_group(self._timeout)
-        self.roll_call = RollCall(checking)
-        self._saving = own_group(self._timeout, purpose=None) if self.async_checkpoints else checking
-        if self.async_checkpoints and self._background is None:
-            self._background = BackgroundSave(self._write)
+        if self.async_checkpoints:
+            # A group of its own, since its collectives must not mix with those of the training thread; and a new one
+            # for each run, since a save may still be in flight when the next run starts.
+            self._saving = dist.new_group(backend="gloo", timeout=self._timeout)
+            self._background = self._background or BackgroundSave(self._write)
 
     def _agree_on_batch(self, batch: object = None) -> None:
         """Share the random state of ranks that compute one batch together; refuse batches that differ."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lightning_fasttrain.core.distributed import from_first_of_node, from_rank_zero
+from lightning_fasttrain.core.distributed import agree_on_all_ranks, from_first_of_node, from_rank_zero
 from lightning_fasttrain.core.files.checkpoint_folder import (
     MANIFEST,
     checkpoint_folder,
@@ -59,7 +59,6 @@ def save_whole(
     Raises:
         ValueError: ``plain`` holds a value that could not be read back; names it.
         OSError: a rank could not write; an older folder of this name is not changed.
-        RuntimeError: a rank is gone.
     """
     assert host.engine is not None
     if host.inside_window:
@@ -69,7 +68,7 @@ def save_whole(
     # Annotated for both, since they differ in the kind of path.
     open_folder: Any = remote_folder if is_object_storage(path) else checkpoint_folder
     about = {"format": "deepspeed", "stage": host.stage, **mark_of(host).facts(step)}
-    ranks = {"rank": host.global_rank, "world_size": host.world_size, "agree": host.roll_call}
+    ranks = {"rank": host.global_rank, "world_size": host.world_size, "agree": agree_on_all_ranks}
     # DeepSpeed saves these two itself.
     others = without(plain, ["state_dict", "optimizer_states"])
     try:
@@ -80,9 +79,7 @@ def save_whole(
             with patched(host, "broadcast", lambda own, src=0: own):
                 save(folder)
     finally:
-        if not host.roll_call.broken:
-            # A collective, so it is called only while all ranks are alive.
-            host.engine.end_saving()
+        host.engine.end_saving()
 
 
 @contextmanager

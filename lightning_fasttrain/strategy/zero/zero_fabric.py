@@ -92,10 +92,8 @@ class FabricZeROStrategy(ZeROHost, DeepSpeedStrategy):
 
         Raises:
             ValueError: no stage fits, there are several optimizers, or the optimizer cannot be sharded.
-            RuntimeError: another rank is gone, or did not arrive here within ``timeout=``.
         """
-        with self.roll_call.all_or_none("fabric.setup"):
-            optimizer = pick_only_optimizer(optimizers)
+        optimizer = pick_only_optimizer(optimizers)
         if self.question.open:
             self._choose_stage(module, optimizer, int(self.activation_gib * GIB))
         refuse_unfit_optimizer(optimizer, self.stage)

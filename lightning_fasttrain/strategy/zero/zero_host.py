@@ -27,7 +27,6 @@ from lightning_fasttrain.strategy.choose._model_sizes import Held, held_by
 from lightning_fasttrain.strategy.choose._optimizer_state import refuse_unshardable
 from lightning_fasttrain.strategy.choose.choose_stage import choose_stage
 from lightning_fasttrain.strategy.choose.model_states import ZeROSizes, split_buffers, states_of, usual_sizes
-from lightning_fasttrain.strategy.rank_health import RollCall, own_group
 from lightning_fasttrain.strategy.zero._zero_engine import Engine, import_deepspeed
 from lightning_fasttrain.strategy.zero.optimizer_fixes import refuse_replaced
 from lightning_fasttrain.strategy.zero.stage_question import StageQuestion, without_defaults
@@ -71,7 +70,6 @@ class ZeROHost:
         # The user's optimizer is the one that steps.
         self._given_config.setdefault("zero_force_ds_cpu_optimizer", False)
         self.engine: Engine | None = None
-        self.roll_call = RollCall(None)
         self.inside_window = False
         self._leave: Undo = lambda: None
 
@@ -146,7 +144,6 @@ class ZeROHost:
             self._set_world_ranks()
             with without_needless_ops():
                 self._init_deepspeed_distributed()
-        self.roll_call = RollCall(own_group(self._timeout))
 
     def teardown(self) -> None:
         """Clean up after the run; checkpoints can still be saved."""
@@ -217,8 +214,7 @@ class ZeROHost:
         index = self.root_device.index
         if index is None:
             index = self.local_rank
-        with self.roll_call.watching("deepspeed.initialize"):
-            self.engine = Engine(config, model, optimizer, scheduler, index)
+        self.engine = Engine(config, model, optimizer, scheduler, index)
         return self.engine
 
     @contextmanager

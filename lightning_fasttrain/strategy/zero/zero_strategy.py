@@ -74,8 +74,6 @@ class ZeROStrategy(ZeROHost, DeepSpeedStrategy):
         ValueError: the stage is unknown, settings contradict it, or the precision is float16 on a CPU; in ``fit``,
             nothing fits, an optimizer or a technique does not support sharding, or DeepSpeed does not support the
             clipping.
-        RuntimeError: in ``fit``, another rank failed in ``configure_model`` or ``configure_optimizers``, is gone, or
-            did not answer within ``timeout=``.
 
     Example:
         >>> strategy = ZeROStrategy(stage=2)
@@ -129,8 +127,7 @@ class ZeROStrategy(ZeROHost, DeepSpeedStrategy):
         optimizer = None
         # With one in the config, DeepSpeed makes the optimizer.
         if "optimizer" not in self._given_config:
-            with self.roll_call.all_or_none("configure_optimizers"):
-                self._made = super()._init_optimizers()
+            self._made = super()._init_optimizers()
             optimizer = self._made[0]
         if self.question.open:
             assert optimizer is not None
@@ -166,18 +163,17 @@ class ZeROStrategy(ZeROHost, DeepSpeedStrategy):
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
         """Context for ``configure_model``: layers are sharded when they are created, unless techniques change them."""
-        with self.roll_call.all_or_none("configure_model"):
-            adding = self._technique_that_adds() if self.zero_stage_3 else None
-            if adding is None:
-                with super().model_sharded_context():
-                    yield
-                return
-            note_once(
-                f"ZeROStrategy: {type(adding).__name__} needs whole layers, so the model is built in host memory "
-                "and sharded afterwards"
-            )
-            self._init_config_if_needed()
-            yield
+        adding = self._technique_that_adds() if self.zero_stage_3 else None
+        if adding is None:
+            with super().model_sharded_context():
+                yield
+            return
+        note_once(
+            f"ZeROStrategy: {type(adding).__name__} needs whole layers, so the model is built in host memory "
+            "and sharded afterwards"
+        )
+        self._init_config_if_needed()
+        yield
 
     def _technique_that_adds(self) -> Technique | None:
         assert self.lightning_module is not None
