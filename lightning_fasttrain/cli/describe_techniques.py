@@ -22,6 +22,7 @@ from lightning_fasttrain.bench.ladder.verdict import TIME_WORTH
 from lightning_fasttrain.cli.technique_cards import FILE, Measurements, TechniqueCard, as_markdown
 from lightning_fasttrain.core.files.atomic_write import write_atomic
 from lightning_fasttrain.planner.catalogue import config_of_call, known_techniques, public_path
+from lightning_fasttrain.strategy import FSDP2Strategy
 from lightning_fasttrain.technique import Exactness, Technique
 
 
@@ -86,9 +87,9 @@ def conflicts_of(technique: type[Technique]) -> Iterator[tuple[str, str, str]]:
         if isinstance(conflict.other, type):
             yield conflict.other.__name__, conflict.why, conflict.way_out
         else:
-            yield from (
-                (other.__name__, conflict.why, conflict.way_out) for other in others if conflict.may_name(other)
-            )
+            for other in [*others, FSDP2Strategy]:  # which says what it does as techniques do
+                if conflict.may_name(other):
+                    yield other.__name__, conflict.why, conflict.way_out
     for other in others:
         for conflict in other.conflicts():
             if conflict.may_name(technique) and not conflict.may_name(other):

@@ -21,7 +21,7 @@ from lightning_fasttrain.data.out_of_memory.fallbacks import FurtherSavings
 from lightning_fasttrain.data.padding.trim_search import LOOKED_FOR, TrimPadding, TrimSearch, check_budget
 from lightning_fasttrain.data.split_batch import split_batch
 from lightning_fasttrain.data.trunk.find_trunk import Through
-from lightning_fasttrain.technique import Capability, Exactness, Technique, check_together
+from lightning_fasttrain.technique import Capability, Conflict, Exactness, Technique, check_together
 from lightning_fasttrain.technique.predicted_step import PredictedStep
 from lightning_fasttrain.technique.technique import techniques_of
 
@@ -44,7 +44,7 @@ class MicroBatching(Technique):
         n: number of micro-batches; a batch with fewer samples is run one sample at a time. ``"auto"`` starts with one
             and doubles whenever a step runs out of memory, repeating that batch from a restored state: see
             :func:`~lightning_fasttrain.data.split_until_it_fits`. The number found is kept, also in checkpoints. On
-            several processes, with DDP or FSDP2, all double when one runs out of memory. For this they exchange one
+            several processes, with DDP, all double when one runs out of memory. For this they exchange one
             message a step, and average gradients after the backward rather than during it. Once the number is known,
             setting it saves both. A ``training_step`` that communicates by itself is refused where this is detected,
             and padding is looked for in the first batch only.
@@ -74,8 +74,9 @@ class MicroBatching(Technique):
         TypeError: n is not an integer; ``then`` holds an object that is not a technique; ``through`` is neither a name
             nor a class.
         ValueError: n is less than 1; ``then`` holds another kind of technique; in ``fit``: manual optimization, a
-            strategy that accumulates by itself, ``"auto"`` on several processes with a strategy other than DDP and
-            FSDP2, or a step that communicates; a loss that can be split neither by itself nor at a trunk.
+            strategy that accumulates by itself, ``"auto"`` with ``FSDP2Strategy``, or on several processes with a
+            strategy other than DDP, or a step that communicates; a loss that can be split neither by itself nor at a
+            trunk.
         torch.OutOfMemoryError: in ``fit``: nothing is left to try; with the missing memory, and further options.
 
     Example:
@@ -132,6 +133,12 @@ class MicroBatching(Technique):
         self.parts = 0  # micro-batches of the last batch
         self.together = Together()
 
+    @classmethod
+    def conflicts(cls) -> tuple[Conflict, ...]:
+        why = "'auto' repeats batches that do not fit, and the other ranks would wait in a gather meanwhile"
+        way_out = "Give a number, such as MicroBatching(8); predict_memory(strategy=..., world=...) says which fits"
+        return (Conflict(Capability.GATHERS_PARAMETERS, why, way_out, lambda technique, _: technique.adaptive),)
+
     def does(self, capability: Capability) -> bool:
         if capability is Capability.TRIMS_PADDING:
             return self._trims
@@ -166,10 +173,6 @@ class MicroBatching(Technique):
         # Techniques applied later must be compatible with the others: this is checked now, not during the run.
         check_together([*techniques_of(trainer), *self.savings.techniques], trainer.strategy)
         self.together = together_of(trainer)
-        if self.through is not None and not self.together.may_split_forwards:
-            what = f"MicroBatching('auto', through=...) with {type(trainer.strategy).__name__}"
-            why = "ranks gather parameters in each micro-batch of a forward, and would need different numbers of them"
-            raise ValueError(explain(what, why, "Give a number, as MicroBatching(8, through=...)"))
 
         def undo() -> None:
             leave()

@@ -161,7 +161,7 @@ class AutoBatchSize(AddsTechniques):
                 raise ValueError(explain(f"{name} with {callback}", why, "Remove one of them"))
         self._refuse_earlier(trainer, "parts come")
         if unrehearsable is not None:
-            way_out = "Use MicroBatching('auto'), which tries in the steps of the run itself"
+            way_out = "Give a number, such as MicroBatching(8); predict_memory(strategy=...) says which fits"
             raise ValueError(explain(name, unrehearsable, way_out))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -54,6 +54,7 @@ class Capability(Enum):
     COMPILES_BLOCKS = "compiles blocks for the shapes of their inputs"
     TILES_MLPS = "runs MLPs on a part of the tokens at a time"
     EVALUATES_AVERAGES = "evaluates with other weights than those that train"
+    GATHERS_PARAMETERS = "gathers parameters from other ranks inside of each forward and backward"
     ADAPTS_LAYERS = "quantises or freezes linear layers, and trains adapters beside them"
 
 

@@ -13,12 +13,10 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torchmetrics.classification import MulticlassAccuracy
 
 import lightning_fasttrain as ft
-from lightning_fasttrain import FSDP2Strategy
-from tests.support.nets import DIM, VOCAB, TinyLM, as_loader, largest_difference, lm_batches, sgd, trainer, weights
+from tests.support.nets import DIM, VOCAB, TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
 
 RANK = int(os.environ.get("RANK", 0))
 MINE = (lm_batches(4, size=6, seed=3), lm_batches(4, size=4, seed=4))[RANK]
@@ -98,12 +96,7 @@ def run(module, callbacks, strategy=None, batches=MINE, **settings):
     torch.manual_seed(5 + RANK)
     t.fit(module, as_loader(batches))
     logged = {name: torch.as_tensor(value) for name, value in t.callback_metrics.items()}
-    return {**whole_weights(module), **logged, "random": torch.rand(1), "python": torch.tensor(random.random())}
-
-
-def whole_weights(module):
-    named = weights(module).items()
-    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in named}
+    return {**weights(module), **logged, "random": torch.rand(1), "python": torch.tensor(random.random())}
 
 
 def ddp(**settings):
@@ -145,47 +138,6 @@ class Starved(TinyLM):
         if RANK == 1 and batch_idx >= 2 and "forward" not in vars(self.blocks[0]):
             raise torch.OutOfMemoryError("CUDA out of memory (staged)")
         return loss
-
-
-def sharded(found):
-    """Run the same with sharded parameters, where ranks communicate in every block."""
-    for short, places in ((0, ("forward first", "backward last")), (1, ("forward last", "backward first"))):
-        technique = micro_batching(1)
-        expected = run(Knows(technique, FITS[short]), [technique], FSDP2Strategy())
-        for place in places:
-            auto = micro_batching()
-            seen = run(Hungry(short, *place.split()), [auto], FSDP2Strategy())
-            found[f"sharded {short} {place}"] = [largest_difference(expected, seen), auto.n]
-    for name, others, settings in (
-        ("window", [ft.TokenWeightedAccumulation(2)], {}),
-        ("half", [ft.EagerGradientRelease()], {"precision": "bf16-mixed"}),
-    ):
-        technique, auto = micro_batching(1), micro_batching()
-        expected = run(Knows(technique, 4), [technique, *others], FSDP2Strategy(), **settings)
-        seen = run(Hungry(0, "backward"), [auto, *others], FSDP2Strategy(), **settings)
-        found[f"sharded {name}"] = [largest_difference(expected, seen), auto.n]
-
-
-def sharded_with_unequal_parts(found):
-    """Run with one sample per batch on one rank, so that it has one micro-batch where the other has two."""
-    batches = [{name: value[: (4, 1)[RANK]] for name, value in batch.items()} for batch in MINE]
-    auto = ft.MicroBatching("auto")
-    auto.n = 2
-    expected = run(TinyLM(optimizer=sgd), [ft.MicroBatching(2)], batches=batches)
-    found["unequal"] = largest_difference(expected, run(TinyLM(optimizer=sgd), [auto], FSDP2Strategy(), batches))
-
-
-def sharded_to_the_end(found):
-    """Run the fallbacks that are supported with sharded parameters, and those that are not."""
-    auto = ft.MicroBatching("auto", then=[ft.ActivationCheckpointing()])
-    expected, seen = run(TinyLM(dropout=0.3), [], FSDP2Strategy()), run(Starved(dropout=0.3), [auto], FSDP2Strategy())
-    found["sharded recomputed"] = [largest_difference(expected, seen), auto.n, auto.savings.taken]
-    for name, net, strategy in (
-        ("sharded Wrong", Wrong, FSDP2Strategy()),
-        ("sharded TooLarge", TooLarge, FSDP2Strategy()),
-        ("each", TinyLM, FSDP2Strategy(reduce_once=False)),
-    ):
-        found[name] = error_of(lambda net=net, s=strategy: run(net(), [ft.MicroBatching("auto")], s))
 
 
 def further_savings(found):
@@ -262,9 +214,6 @@ def main(path):
         settings_of_ddp,
         further_savings,
         compiler_fails_on_one_rank,
-        sharded,
-        sharded_with_unequal_parts,
-        sharded_to_the_end,
         refused,
     ):
         began = time.time()

@@ -191,32 +191,14 @@ def test_strategies_that_gather_in_a_forward_are_refused(strategy):
         together_of(trainer)
 
 
+def test_under_fsdp2_a_number_is_asked_for():
+    with pytest.raises(ValueError, match=r"MicroBatching \+ FSDP2Strategy: 'auto' repeats .*Give a number"):
+        fit(TinyLM(), lm_batches(1), [ft.MicroBatching("auto")], strategy=ft.FSDP2Strategy())
+    fit(TinyLM(), lm_batches(1), [ft.MicroBatching(2)], strategy=ft.FSDP2Strategy())
+
+
 def test_blocks_that_fail_to_compile_on_one_rank_run_uncompiled_there(found):
     assert found[0]["compiler"] == [0.0, [], []]
     blocks = [f"blocks.{i}" for i in range(3)]
     said = [f"rank 1: block '{block}' (Block) could not be compiled and runs eagerly"[:60] for block in blocks]
     assert found[1]["compiler"] == [0.0, said, blocks]
-
-
-@pytest.mark.parametrize(
-    "where", ["0 forward first", "0 backward last", "1 forward last", "1 backward first", "window", "half"]
-)
-def test_ranks_agree_if_parameters_are_sharded_in_every_block(found, where):
-    for rank in found:
-        assert rank[f"sharded {where}"] == [0.0, 2 if where.startswith("1") else 4]
-
-
-def test_a_rank_with_fewer_micro_batches_joins_all_gathers(found):
-    assert max(rank["unequal"] for rank in found) < 1e-5
-
-
-def test_checkpointing_of_sharded_blocks_starts_on_all_ranks(found):
-    assert [rank["sharded recomputed"] for rank in found] == [[0.0, 1, 1]] * 2
-
-
-def test_with_sharded_parameters_an_error_on_one_rank_stops_all(found):
-    assert found[1]["sharded Wrong"] == "ValueError: a mistake in the step"
-    assert found[0]["sharded Wrong"].startswith("RuntimeError: rank 1 failed in this step")
-    assert found[0]["sharded TooLarge"] == "OutOfMemoryError: CUDA out of memory (staged)"
-    assert found[1]["sharded TooLarge"].startswith("OutOfMemoryError: rank 0, with 6 micro-batches")
-    assert "FSDP2Strategy(reduce_once=False)" in found[0]["each"]

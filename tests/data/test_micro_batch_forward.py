@@ -742,11 +742,5 @@ def test_all_ranks_use_more_micro_batches_when_one_runs_out_of_memory(found):
     assert [rank["starved n"] for rank in found] == [4, 4]
 
 
-def test_auto_with_a_trunk_under_fsdp2_is_refused(found):
-    for rank in found:
-        assert "MicroBatching('auto', through=...) with FSDP2Strategy" in rank["fsdp2 auto"]
-        assert "Give a number" in rank["fsdp2 auto"]
-
-
 def test_one_rank_may_recheck_a_batch_while_the_other_does_not(found):
     assert all(rank["loop"] < 1e-6 for rank in found)

@@ -169,5 +169,3 @@ def refused(found):
         ("batches", base.Net("gpt"), base.batches_of("gpt", base.RANK, 1)),
     ):
         found[f"context refused {name}"] = base.refusal(lambda m=module, b=batches: fit(m, batches=b))
-    automatic = [ft.MicroBatching("auto")]
-    found["context refused auto"] = base.refusal(lambda: fit(base.Net("gpt"), automatic, batches=mine))

@@ -370,7 +370,6 @@ def options(found):
 def refused(found):
     for name, kind, tensor, callbacks in (
         ("QLoRA", "llama", 2, [ft.QLoRA(rank=2)]),
-        ("auto", "gpt", 2, [ft.MicroBatching("auto")]),
         ("world", "gpt", 3, []),
     ):
         found[f"refused {name}"] = refusal(

@@ -159,7 +159,6 @@ def test_fabric_trains_clips_saves_and_loads(two):
     ("name", "why"),
     [
         ("QLoRA", "tensor_parallel=2 with the quantised 'net.model.layers.0.self_attn.q_proj.base_layer.weight'"),
-        ("auto", "MicroBatching('auto') with FSDP2Strategy(tensor_parallel=2)"),
         ("world", "replicas=1 x tensor_parallel=3 over"),
         ("odd", "sequence_parallel=True with hidden states of shape (4, 7, 16): the 2 ranks"),
         ("between", "a block's input is not the output of the block before it"),
@@ -433,7 +432,6 @@ def test_shares_of_sequences_train_clip_save_and_load_in_fabric(two):
         ("odd", "hidden states of shape (4, 7, 16): the 2 ranks of a group have equal shares"),
         ("single tokens", "sequences of 2 tokens: attention may take a single token"),
         ("batches", "a tensor or context group have different batches"),
-        ("auto", "MicroBatching('auto') with FSDP2Strategy(context_parallel=2)"),
     ],
 )
 def test_what_needs_complete_sequences_is_refused_on_all_ranks(two, name, why):

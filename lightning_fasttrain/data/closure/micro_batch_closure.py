@@ -5,7 +5,6 @@ would be erased. Here the closure of a batch is ``zero_grad`` → (``training_st
 strategy's own methods, so that autocast, loss scaling, forward redirection and profiling work as usual.
 """
 
-import functools
 import operator
 from collections import OrderedDict
 from collections.abc import Callable
@@ -199,15 +198,10 @@ class _BatchRun:
         def attempt(n: int) -> _Ran:
             return self._run_in(micro, self.batch, n)
 
-        def run_one() -> _Ran:
-            return self._run_in(micro, micro.split(self.batch, most)[0], 1)
-
         module, together = self.trainer.lightning_module, micro.together
-        left = functools.partial(micro.savings.list_left, module)
+        left = micro.savings.list_left(module)
         with together.run_alone():
-            together.rehearse(run_one, left)
-            tried, agree = together.wrap(attempt), together.agree
-            ran, micro.n = split_until_it_fits(tried, module, micro.n, most, then=left(), agree=agree)
+            ran, micro.n = split_until_it_fits(attempt, module, micro.n, most, then=left, agree=together.agree)
         together.join()
         return ran
 

@@ -105,8 +105,7 @@ class SplitSearch:
 
     def _use(self, found: Found) -> None:
         """Use this split from now on, and pass it to the techniques."""
-        # With sharded parameters, each forward communicates.
-        if self.micro is not None and self.micro.adaptive and not is_sharded(self.trainer.lightning_module):
+        if self.micro is not None and self.micro.adaptive and self.trainer.world_size > 1:
             self._collectives.refuse()
         if isinstance(found, Trunk):
             if self.micro is not None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any, ClassVar, TypeVar
+from typing import Any
 
 import lightning as L
 import torch
@@ -17,19 +17,12 @@ from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.data.out_of_memory.rank_vote import Agreement
 
-Result = TypeVar("Result")
 _WAITS = "the other ranks would wait there for a rank that runs out of memory earlier"
 _WAY_OUT = "Give a number, as MicroBatching(8): then no batch is retried"
 
 
 class Together:
-    """The search for a number of micro-batches by all processes of a run; this base class is for a single process.
-
-    Attributes:
-        may_split_forwards: whether forwards inside the step may run in micro-batches.
-    """
-
-    may_split_forwards: ClassVar[bool] = True
+    """The search for a number of micro-batches by all processes of a run; this base class is for a single process."""
 
     def __init__(self, several: bool = False) -> None:
         # Every process is a member, so every process must create it.
@@ -40,13 +33,6 @@ class Together:
     def run_alone(self) -> Iterator[None]:
         """Enter a context in which no rank waits for another in a forward or backward."""
         yield
-
-    def rehearse(self, run_one: Callable[[], object], then: Callable[[], object]) -> None:
-        """Prepare the first attempt, with a function that runs one sample, and fallbacks if it does not fit."""
-
-    def wrap(self, attempt: Callable[[int], Result]) -> Callable[[int], Result]:
-        """Return ``attempt`` with the synchronization that other ranks need from this one."""
-        return attempt
 
     def join(self) -> None:
         """Average the gradients over ranks after the attempt, if this batch ends an optimizer step."""
@@ -104,12 +90,9 @@ def together_of(trainer: L.Trainer) -> Together:
         return Together()
     if isinstance(trainer.strategy, DDPStrategy) and replicates(trainer.strategy):
         return DDPTogether(trainer.strategy)
-    own: Callable[[], Together] | None = getattr(trainer.strategy, "try_together", None)
-    if own is not None:
-        return own()
     what = f"MicroBatching('auto') with {type(trainer.strategy).__name__} on {trainer.world_size} processes"
     why = f"parameters are gathered inside forward and backward, and {_WAITS}"
-    raise ValueError(explain(what, why, "Give a number, as MicroBatching(8), or use DDP or FSDP2Strategy"))
+    raise ValueError(explain(what, why, "Give a number, as MicroBatching(8), or use DDP"))
 
 
 def refuse_collectives(model: nn.Module) -> None:

@@ -4,5 +4,5 @@ Checkpoints are written by all ranks and load on any number of ranks.
 
 From the bottom up: ``_shard_index``, ``_sharded_optimizer``, ``_packed_weights``, ``replicated_scalars``,
 ``separate_groups``, ``shard_blocks``, ``sharded_checkpoint``, ``broadcast_weights``, ``sharding``, ``fsdp2_fabric``,
-``oom_safe_gathers``, ``fsdp2_strategy``.
+``fsdp2_strategy``.
 """

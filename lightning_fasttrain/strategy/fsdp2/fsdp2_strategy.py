@@ -3,13 +3,12 @@
 import inspect
 import itertools
 from collections.abc import Generator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -17,7 +16,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 
@@ -30,7 +29,6 @@ from lightning_fasttrain.core.modules.select import has_parameters
 from lightning_fasttrain.run.checkpoint.atomic_checkpoints import probe_folders
 from lightning_fasttrain.strategy.fsdp2._sharded_optimizer import named_state
 from lightning_fasttrain.strategy.fsdp2.broadcast_weights import share_buffers_
-from lightning_fasttrain.strategy.fsdp2.oom_safe_gathers import FSDP2Together, forget_unfinished_
 from lightning_fasttrain.strategy.fsdp2.shard_blocks import check_sharded, reshard_, without_gradient_reduction
 from lightning_fasttrain.strategy.fsdp2.sharding import STEPS, FSDP2Host, Sharding, scale_gradients_
 from lightning_fasttrain.strategy.tensor_parallel.plan import TensorPlan
@@ -100,9 +98,9 @@ class FSDP2Strategy(FSDP2Host, ModelParallelStrategy):
 
     Raises:
         ValueError: ``replicas`` times ``tensor_parallel`` does not divide the number of processes, the precision is
-            float16, or a callback copies the model; in a tensor or context group also: heads or widths cannot be
-            divided, the base of a tensor group is quantised, blocks mix tokens, batches differ, or
-            ``MicroBatching("auto")``.
+            float16, ``MicroBatching("auto")`` is used, or a callback copies the model; in a tensor or context group
+            also: heads or widths cannot be divided, the base of a tensor group is quantised, blocks mix tokens, or
+            batches differ.
 
     Example:
         >>> trainer = L.Trainer(accelerator="cpu", strategy=FSDP2Strategy(reshard_after_forward=False), logger=False,
@@ -240,32 +238,6 @@ class FSDP2Strategy(FSDP2Host, ModelParallelStrategy):
         with without_gradient_reduction(self.model) if self.reduce_once else nullcontext():
             yield
 
-    def try_together(self) -> FSDP2Together:
-        """Return the protocol by which ranks try a number of micro-batches, for ``MicroBatching("auto")``.
-
-        Raises:
-            ValueError: this torch cannot restart a step, or gradients are reduced more than once per step.
-        """
-        what, way_out = "MicroBatching('auto') with FSDP2Strategy", "Give a number, such as MicroBatching(8)"
-        if self.sharding.ranks_per_batch > 1:
-            why = "a rank that runs out of memory leaves its tensor or context group waiting in the middle of a layer"
-            raise ValueError(explain(f"{what}({self.sharding.group_option})", why, way_out))
-        if self.model is not None and any(p.ndim == 0 and p.requires_grad for p in self.model.parameters()):
-            why = "the gradient of a parameter without a dimension is averaged in each micro-batch"
-            raise ValueError(explain(what, why, way_out))
-        if not hasattr(FSDPModule, "reset_iter_state"):
-            why = f"torch {torch.__version__} cannot restart a step after an error in it"
-            raise ValueError(explain(what, why, f"{way_out}, or use torch 2.13"))
-        if not self.reduce_once:
-            why = "ranks reduce gradients once all have the complete sum, which reduce_once=False does not keep"
-            raise ValueError(explain(f"{what}(reduce_once=False)", why, way_out))
-
-        def model() -> nn.Module:
-            assert self.model is not None
-            return self.model
-
-        return FSDP2Together(model)
-
     def scale_gradients_(self, factor: Tensor) -> None:
         """Multiply the sharded gradients of the coming step by ``factor``, for token-weighted windows."""
         scale_gradients_(itertools.chain.from_iterable(map(parameters_of, self.optimizers)), factor)
@@ -338,3 +310,13 @@ class FSDP2Strategy(FSDP2Host, ModelParallelStrategy):
             self.wait()
         finally:
             super().teardown()
+
+
+def forget_unfinished_(model: nn.Module) -> None:
+    """Discard the gradients of a window that an error has interrupted, which ``zero_grad`` does not reach."""
+    # FSDPModule has this method, but not in every supported torch.
+    reset: Any = getattr(model, "reset_iter_state", None)
+    if reset is not None:
+        # Torch raises it if the model was sharded but never run.
+        with suppress(AttributeError):
+            reset()

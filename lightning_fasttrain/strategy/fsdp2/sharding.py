@@ -50,6 +50,7 @@ from lightning_fasttrain.strategy.tensor_parallel.divisors import common_divisor
 from lightning_fasttrain.strategy.tensor_parallel.parallelize import compute_locally_, parallelize_
 from lightning_fasttrain.strategy.tensor_parallel.plan import TensorPlan, plan_tensor_parallel
 from lightning_fasttrain.strategy.tensor_parallel.tensor_group import refuse_other_batches, share_random_state_
+from lightning_fasttrain.technique import Capability
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -214,6 +215,7 @@ class FSDP2Host:
 
     strategy_name: ClassVar[str] = "fasttrain_fsdp2"
     reads_remote: ClassVar[bool] = True  # addresses, for which it copies a checkpoint once to each node
+    capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.GATHERS_PARAMETERS})
     # Of the arguments of Lightning's FSDPStrategy and ModelParallelStrategy.
     names_elsewhere: ClassVar[Mapping[str, str]] = {
         "sharding_strategy": "reshard_after_forward=True for FULL_SHARD, False for SHARD_GRAD_OP",
@@ -227,6 +229,10 @@ class FSDP2Host:
         "data_parallel_size": "tensor_parallel=",
         "tensor_parallel_size": "tensor_parallel=",
     }
+
+    def does(self, capability: Capability) -> bool:
+        """Whether it has this capability, as techniques ask for in their conflicts."""
+        return capability in self.capabilities
 
     def shard_predicted_(self, model: nn.Module, world: int, precision: str, step: str) -> None:
         """Shard ``model`` for :func:`~lightning_fasttrain.predict_memory`, as one of ``world`` ranks."""
