@@ -151,7 +151,6 @@ def test_packages_only_re_export(file):
         call = isinstance(node, ast.Expr) and ast.unparse(node)
         allowed = call in {
             "refuse_compromised_hosts()",
-            "register_strategy_names()",
             "import_names_when_used(__name__)",
         }
         lazy = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"

@@ -1,6 +1,5 @@
 """The package and its command import nothing heavy, and whatever the package offers can be reached all the same."""
 
-import functools
 import importlib
 import json
 import pickle
@@ -12,7 +11,6 @@ import pytest
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.core import package
-from lightning_fasttrain.core.host import strategy_names
 
 HEAVY = {"torch", "lightning", "numpy", "rich"}
 COMMANDS = (
@@ -89,10 +87,6 @@ def test_a_schedule_is_drawn_without_torch():
     assert not imported & (HEAVY - {"rich"})
 
 
-def test_a_function_is_not_replaced_by_the_file_of_its_name():
-    assert said_after(OURS_FIRST)  # which begins with the file
-
-
 @pytest.mark.parametrize("name", ft.__all__)
 def test_a_public_name_is_what_its_room_holds(name):
     room = importlib.import_module(package.SUBPACKAGES[name])
@@ -151,40 +145,18 @@ result = {"seen": list(seen), "new": sorted(set(sys.modules) - before)}
 import subprocess; subprocess.run(["true"])  # negative control
 print(json.dumps({**result, "would be seen": seen}))
 """
-NAMES = """
-import inspect, sys
-print(type(L.Trainer(accelerator="cpu", devices=1, logger=False, strategy="fasttrain_fsdp2").strategy).__name__)
-print(type(L.Fabric(accelerator="cpu", devices=1, strategy="fasttrain_fsdp2").strategy).__name__)
-print([type(finder).__name__ for finder in sys.meta_path if type(finder).__module__.startswith("lightning_fasttrain")])
-strategies = L.pytorch.strategies
-print(strategies.__spec__.loader is strategies.__loader__, "StrategyRegistry = " in inspect.getsource(strategies))
-"""
 
 
-@functools.cache
-def said_after(imports):
-    """The lines that a fresh process prints, which takes long to start."""
-    done = run_python("-c", imports + NAMES)
+def test_each_access_works_and_a_function_is_not_replaced_by_the_file_of_its_name():
+    done = run_python("-c", OURS_FIRST)
     assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
-
-
-@pytest.mark.parametrize("imports", [OURS_FIRST, OURS_LAST], ids=["ours first", "ours last"])
-def test_each_access_and_each_strategys_name_works_in_each_order_of_imports(imports):
-    assert said_after(imports)[-4:] == ["FSDP2Strategy", "FabricFSDP2Strategy", "[]", "True True"]
 
 
 def test_importing_starts_nothing_opens_nothing_writes_nothing():
-    result = json.loads(said_after(OURS_LAST)[0])
+    done = run_python("-c", OURS_LAST)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
     assert result["seen"] == []
     assert result["would be seen"]
     heavy = {"transformers", "deepspeed", "bitsandbytes", "peft", "torchao", "matplotlib", "torch._inductor"}
     assert not heavy & set(result["new"])
-
-
-def test_every_name_is_registered_once_and_makes_its_class():
-    for module, (attribute, names) in strategy_names.REGISTRIES.items():
-        registry = getattr(importlib.import_module(module), attribute)
-        strategy_names.register_names(importlib.import_module(module))  # a second time changes nothing
-        assert names.keys() <= set(registry.available_strategies())
-        assert all(name in strategy_names.DESCRIPTIONS for name in names)

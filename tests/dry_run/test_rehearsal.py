@@ -163,7 +163,7 @@ def test_callbacks_that_cannot_be_copied_are_left_out_with_a_note(tmp_path):
 
 
 def test_strategies_that_cannot_be_copied_are_reported(tmp_path):
-    report, *_ = rehearse(tmp_path, strategy="fasttrain_fsdp2")
+    report, *_ = rehearse(tmp_path, strategy=ft.FSDP2Strategy())
     assert report.lines["step"].startswith("not rehearsed: a copy cannot be run beside FSDP2Strategy")
 
 

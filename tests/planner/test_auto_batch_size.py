@@ -197,7 +197,7 @@ def test_a_rehearsal_beside_it_runs_in_the_parts_that_were_found(tmp_path, first
         (lambda auto: [auto, ft.MicroBatching(2)], {}, "both choose the number of parts"),
         (lambda auto: [auto, ft.Auto()], {}, "both choose the number of parts"),
         (lambda auto: [ft.ActivationCheckpointing(), auto], {}, "List AutoBatchSize first"),
-        (lambda auto: [auto], {"strategy": "fasttrain_fsdp2"}, "Give a number, such as MicroBatching"),
+        (lambda auto: [auto], {"strategy": ft.FSDP2Strategy()}, "Give a number, such as MicroBatching"),
     ],
 )
 def test_what_it_cannot_be_used_with_is_refused(callbacks, settings, says):

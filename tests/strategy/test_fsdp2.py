@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.fabric.strategies import STRATEGY_REGISTRY
-from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 from torch.torch_version import TorchVersion
 
@@ -139,13 +137,6 @@ def test_constant_buffers_are_not_shared():
 def test_blocks_are_found_automatically_or_by_name(found):
     assert found[0]["option kept blocks"] == ["blocks.0", "blocks.1"]
     assert found[0]["option blocks blocks"] == ["blocks.0"]
-
-
-def test_strategies_are_registered_by_name(found):
-    assert found[0]["by name"] == "FSDP2Strategy"
-    assert found[0]["fabric by name"] == "FabricFSDP2Strategy"
-    assert isinstance(StrategyRegistry.get("fasttrain_fsdp2"), FSDP2Strategy)
-    assert isinstance(STRATEGY_REGISTRY.get("fasttrain_fsdp2"), FabricFSDP2Strategy)
 
 
 # fmt: off

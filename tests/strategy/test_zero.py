@@ -9,8 +9,7 @@ import sys
 import lightning as L
 import pytest
 import torch
-from lightning.fabric.strategies import STRATEGY_REGISTRY
-from lightning.pytorch.strategies import DeepSpeedStrategy, StrategyRegistry
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 import lightning_fasttrain as ft
@@ -352,12 +351,6 @@ def test_without_deepspeed_the_extra_is_named(kind, monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'lightning-fasttrain\[deepspeed\]'"):
         kind(stage=2)
-
-
-def test_both_strategies_are_registered_by_name():
-    assert isinstance(StrategyRegistry.get("fasttrain_zero"), ZeROStrategy)
-    assert isinstance(STRATEGY_REGISTRY.get("fasttrain_zero"), FabricZeROStrategy)
-    assert isinstance(trainer(strategy="fasttrain_zero").strategy, ZeROStrategy)
 
 
 DATA = TensorDataset(torch.arange(10.0))

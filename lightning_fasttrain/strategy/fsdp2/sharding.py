@@ -213,7 +213,6 @@ def _refuse_quantised(model: nn.Module, tensor_parallel: int) -> None:
 class FSDP2Host:
     """Base of the Trainer's and Fabric's FSDP2 strategies, which inherit it before Lightning's own class."""
 
-    strategy_name: ClassVar[str] = "fasttrain_fsdp2"
     reads_remote: ClassVar[bool] = True  # addresses, for which it copies a checkpoint once to each node
     capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.GATHERS_PARAMETERS})
     # Of the arguments of Lightning's FSDPStrategy and ModelParallelStrategy.

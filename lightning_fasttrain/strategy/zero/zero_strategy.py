@@ -85,8 +85,6 @@ class ZeROStrategy(ZeROHost, DeepSpeedStrategy):
         https://arxiv.org/abs/1910.02054, in DeepSpeed, through Lightning's ``DeepSpeedStrategy``.
     """
 
-    strategy_name = "fasttrain_zero"
-
     _made: Any = None  # optimizers and schedules, made before the stage is chosen
     _set_world_ranks = DeepSpeedStrategy.set_world_ranks
 
