@@ -16,7 +16,7 @@ from lightning_fasttrain.core.modules.parameters import device_of
 from lightning_fasttrain.core.modules.without_dropout import has_dropout
 from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, wrappers_on
 from lightning_fasttrain.model.compile.compiled_check import Verdict, check_compiled, key_of
-from lightning_fasttrain.model.compile.joint_passes import JointPasses
+from lightning_fasttrain.model.compile.recomputed_attention import RecomputeWithoutRandomState
 
 _MOST_OTHERS = 3  # with the first, half of torch's limit of 8 results: the rest is for other shapes and for evaluation
 _WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
@@ -233,14 +233,14 @@ def _refuse_unknown(backend: object) -> None:
 
 
 def _add_settings(block: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options with inductor's settings for the mode, against known faults, and with our passes."""
+    """Return the options with inductor's settings for the mode, against known faults, and for recomputed attention."""
     if options["backend"] != "inductor":
         return options
     # torch.compile takes either a mode or options.
     options = dict(options)
     settings = torch._inductor.list_mode_options(options.pop("mode", "default"))
     if torch._inductor.config.joint_custom_pre_pass is None:  # one of the user's own stays in force
-        settings["joint_custom_pre_pass"] = JointPasses()
+        settings["joint_custom_pre_pass"] = RecomputeWithoutRandomState()
     faults = [fault for fault in list_faults(block) if fault.options]
     for fault in faults:
         settings |= fault.options
