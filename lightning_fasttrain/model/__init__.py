@@ -22,12 +22,7 @@ if TYPE_CHECKING:
     )
     from lightning_fasttrain.model.activation_offload import ActivationOffload, offload_activations
     from lightning_fasttrain.model.compile.compile_blocks import CompileBlocks, compile_blocks_
-    from lightning_fasttrain.model.compile.compile_report import (
-        CompileReport,
-        CompileWatch,
-        load_compile_cache,
-        save_compile_cache,
-    )
+    from lightning_fasttrain.model.compile.compile_report import CompileReport, CompileWatch
     from lightning_fasttrain.model.kernels.attention_backend import AttentionBackend, attention_backend_
     from lightning_fasttrain.model.kernels.attention_trial import AttentionChoice
     from lightning_fasttrain.model.kernels.channels_last import ChannelsLast, channels_last_
@@ -68,10 +63,8 @@ __all__ = [
     "compile_blocks_",
     "cudnn_benchmark_",
     "find_blocks",
-    "load_compile_cache",
     "matmul_precision_",
     "multiply_in_low_precision_",
     "offload_activations",
-    "save_compile_cache",
     "tile_mlps_",
 ]

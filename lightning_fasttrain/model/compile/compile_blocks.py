@@ -1,9 +1,6 @@
 """Run the model's blocks as compiled code, with one compilation per kind of block."""
 
-import os
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import lightning as L  # imported before torch.compile is used, since Lightning records its arguments
@@ -12,7 +9,6 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import nn
 
 from lightning_fasttrain.core.checks import check_arguments, one_of
-from lightning_fasttrain.core.files.atomic_write import refuse_unwritable
 from lightning_fasttrain.core.messages import explain, note_once, say, warn
 from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
 from lightning_fasttrain.core.modules.heads import find_heads
@@ -29,13 +25,7 @@ from lightning_fasttrain.core.modules.wrapped_forward import (
     wrappers_on,
 )
 from lightning_fasttrain.model.activation_offload import ActivationOffload
-from lightning_fasttrain.model.compile.compile_report import (
-    CompileReport,
-    CompileWatch,
-    load_compile_cache,
-    read_verdicts,
-    save_compile_cache,
-)
+from lightning_fasttrain.model.compile.compile_report import CompileReport, CompileWatch
 from lightning_fasttrain.model.compile.compiled_code import CompiledEntry, has_cuda_graphs, key_of_code
 from lightning_fasttrain.model.compile.compiled_forward import CompiledForward, CompiledLoss, DisabledCache
 from lightning_fasttrain.technique import Capability, Conflict, Exactness, Setting, Surgery, Technique
@@ -180,6 +170,9 @@ class CompileBlocks(Technique):
     generator: from the same distribution, but different ones, as with another seed.
     ``torch._inductor.config.fallback_random = True`` makes it draw those of eager code.
 
+    torch keeps compiled code for later runs in the folder that the environment variable ``TORCHINDUCTOR_CACHE_DIR``
+    names; ``torch.compiler.save_cache_artifacts`` packs it for other machines. Loading it executes what is in it.
+
     Args:
         mode: as for :func:`~lightning_fasttrain.compile_blocks_`.
         blocks: as for :func:`~lightning_fasttrain.compile_blocks_`.
@@ -187,9 +180,8 @@ class CompileBlocks(Technique):
         dynamic: as for :func:`~lightning_fasttrain.compile_blocks_`.
         fullgraph: as for :func:`~lightning_fasttrain.compile_blocks_`.
         fallback: as for :func:`~lightning_fasttrain.compile_blocks_`.
-        cache: a file from which compiled code is loaded, if it exists, and to which it is saved at the end of ``fit``.
         head: as for :func:`~lightning_fasttrain.compile_blocks_`.
-        check: as for :func:`~lightning_fasttrain.compile_blocks_`. Its results are saved in the ``cache`` too.
+        check: as for :func:`~lightning_fasttrain.compile_blocks_`.
 
     Attributes:
         report: a :class:`CompileReport`, after ``fit``.
@@ -224,7 +216,6 @@ class CompileBlocks(Technique):
         dynamic: bool | None = None,
         fullgraph: bool = False,
         fallback: bool = True,
-        cache: str | os.PathLike[str] | None = None,
         head: bool | None = None,
         check: bool = True,
     ) -> None:
@@ -238,7 +229,6 @@ class CompileBlocks(Technique):
             "head": head,
             "check": check,
         }
-        self.cache = cache
         self.report = CompileReport()
         self._watch: CompileWatch | None = None
         self._compiled: dict[str, Compiled] = {}
@@ -260,27 +250,13 @@ class CompileBlocks(Technique):
         """Whether compiled code will be replayed as CUDA graphs on this machine."""
         return has_cuda_graphs(self.mode)
 
-    def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
-        if self.cache is not None:
-            refuse_unwritable(Path(self.cache).parent, f"CompileBlocks(cache={os.fspath(self.cache)!r})")
-        return None
-
     def apply(self, model: nn.Module) -> Undo:
-        if self.cache is not None:
-            load_compile_cache(self.cache)  # before the first call, which compiles
         self._watch = CompileWatch()
         already = list_wrapped(model, CompiledForward)
         self._compiled = compile_blocks_(model, self.mode, **self.options)
         undos: list[Undo] = [self._compiled.clear]
         undos += [forward.undo for name, forward in self._compiled.items() if name not in already]
-        if self.cache is not None:
-            known = read_verdicts(self.cache)
-            for entry in self._entries():
-                entry.known = known
         return undo_all(undos)
-
-    def _entries(self) -> set[CompiledEntry]:
-        return {forward.entry for forward in self._compiled.values() if isinstance(forward, CompiledForward)}
 
     @classmethod
     def why_not(cls, facts: Facts) -> str | None:
@@ -320,31 +296,19 @@ class CompileBlocks(Technique):
             torch.compiler.cudagraph_mark_step_begin()
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook: report, and save the cache, while the blocks are still compiled."""
+        """Hook: report while the blocks are still compiled."""
         if self._watch is None:
             return
         self.report = self._watch.report()
         self.report.fallbacks = self._failures()
-        self.report.others = sum(entry.others for entry in self._entries())
+        entries = {forward.entry for forward in self._compiled.values() if isinstance(forward, CompiledForward)}
+        self.report.others = sum(entry.others for entry in entries)
         self.report.recompiles = max(0, self.report.recompiles - self.report.others)
-        verdicts: dict[str, Any] = {}
-        for entry in self._entries():
-            if entry.key and entry.verdict is not None and not entry.verdict.unchecked:
-                verdicts[entry.key] = asdict(entry.verdict)
-        self.report.apart = [verdict["apart"] for verdict in verdicts.values()]
+        verdicts = [entry.verdict for entry in entries if entry.verdict is not None]
+        self.report.apart = [verdict.apart for verdict in verdicts if not verdict.unchecked]
         if self.report.recompiles >= _MANY_RECOMPILES:
             why = "each new batch shape is compiled again, until the compiler's limit is reached"
             way_out = "Pad batches to a few sequence lengths, or use CompileBlocks(dynamic=True)"
             warn(explain(f"CompileBlocks: {self.report.recompiles} recompilations", why, way_out))
         if trainer.is_global_zero:
             say("CompileBlocks: %s", self.report)
-            self._save_cache(verdicts)
-
-    def _save_cache(self, verdicts: Mapping[str, object]) -> None:
-        if self.cache is None:
-            return
-        try:
-            if not save_compile_cache(self.cache, verdicts):
-                note_once("CompileBlocks: the compiler produced nothing to save in the cache")
-        except OSError as error:  # the training is done, and must not be lost over it
-            warn(explain(f"the compiled code was not saved in {self.cache}", str(error), "Use another file"))
