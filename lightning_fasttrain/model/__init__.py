@@ -21,8 +21,12 @@ if TYPE_CHECKING:
         checkpoint_activations_,
     )
     from lightning_fasttrain.model.activation_offload import ActivationOffload, offload_activations
-    from lightning_fasttrain.model.compile.compile_blocks import CompileBlocks, compile_blocks_
-    from lightning_fasttrain.model.compile.compile_report import CompileReport, CompileWatch
+    from lightning_fasttrain.model.compile.compile_blocks import (
+        CompileBlocks,
+        CompileReport,
+        CompileWatch,
+        compile_blocks_,
+    )
     from lightning_fasttrain.model.kernels.attention_backend import AttentionBackend, attention_backend_
     from lightning_fasttrain.model.kernels.attention_trial import AttentionChoice
     from lightning_fasttrain.model.kernels.channels_last import ChannelsLast, channels_last_
