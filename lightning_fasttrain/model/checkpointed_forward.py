@@ -43,7 +43,7 @@ class CheckpointedForward(RecomputedForward):
             return self.inner(*args, **kwargs)
         run, leaves = self._by_position(args, kwargs)
         versions = self.versions_of(leaves)
-        output = recompute_in_backward(run, leaves, self._contexts(), self.stops_early)
+        output = recompute_in_backward(run, leaves, self._contexts())
         self.look_at(output, leaves, versions)
         return output
 
