@@ -108,7 +108,7 @@ class _Call:
 
         def pack(tensor: Tensor) -> _Place | Tensor:
             nonlocal filled
-            if filled == number:  # code that catches even a BaseException has gone on
+            if filled == number:  # code that catches even a BaseException has continued
                 return without_graph(tensor)
             place = places[filled]()
             filled += 1
