@@ -1,12 +1,11 @@
-"""The first step of compiled code: blocks beside the whole model, cold, and a second start with the saved cache.
+"""The first step of compiled code: blocks beside the whole model, cold, and a second start with the compiler's folder.
 
     python examples/compile_cold_start.py [--blocks 1,4,12,24] [--size gpt2-small] [--out RESULTS.json]
 
 Seconds of the first forward and backward of a GPT, each in a fresh process with empty caches, temporary files of the
-compiler included; importing torch is not counted. The second start has the file of ``save_compile_cache`` and, of the
-first start, nothing but the precompiled headers, which torch keeps for the machine. CPU-seconds are those of the
-process and of the compilers that it started: on a busy machine they are what to compare. The second step finds all
-compiled. Rows are kept as they come.
+compiler included; importing torch is not counted. The second start finds the folder that ``TORCHINDUCTOR_CACHE_DIR``
+names as the first has left it. CPU-seconds are those of the process and of the compilers that it started: on a busy
+machine they are what to compare. The second step finds all compiled. Rows are kept as they come.
 """
 
 import argparse
@@ -27,22 +26,20 @@ from lightning_fasttrain.bench.gpt import GPTConfig, GPTModule, size_named
 from lightning_fasttrain.bench.ladder.process import without_paths
 from lightning_fasttrain.core.files.atomic_write import write_atomic
 from lightning_fasttrain.core.machine import hardware, versions
-from lightning_fasttrain.model import compile_blocks_, load_compile_cache, save_compile_cache
+from lightning_fasttrain.model import compile_blocks_
 
 KINDS = ("blocks", "whole")
 SMALL = GPTConfig(context=64, heads=4, width=64)  # its kernels take as long to compile as a large model's
 
 
 def first_steps(kind, blocks, options):
-    """What one process measures: from the saved cache, if there is one, to the end of the first backward, and so on."""
+    """What one process measures: to the end of the first backward, and of the second."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     config = replace(SMALL if options.size is None else size_named(options.size).model, layers=blocks)
     torch.manual_seed(0)
     module = GPTModule(config).to(device)
     tokens = torch.randint(config.vocabulary, (options.batch, config.context), device=device)
     started, cpu = time.perf_counter(), sum(os.times()[:4])
-    if options.again:
-        load_compile_cache(options.cache)  # there is none where torch.compile is switched off
     if kind == "blocks":
         compile_blocks_(module)
     else:
@@ -51,11 +48,7 @@ def first_steps(kind, blocks, options):
     first = {"s": time.perf_counter() - started, "cpu_s": sum(os.times()[:4]) - cpu}
     started = time.perf_counter()
     take_step(module, tokens)
-    second_step_s = time.perf_counter() - started
-    if not options.again:
-        save_compile_cache(options.cache)
-    cache_bytes = options.cache.stat().st_size if options.cache.exists() else 0
-    return first | {"second_step_s": second_step_s, "cache_bytes": cache_bytes}
+    return first | {"second_step_s": time.perf_counter() - started}
 
 
 def take_step(module, tokens):
@@ -66,12 +59,10 @@ def take_step(module, tokens):
         torch.cuda.synchronize()
 
 
-def in_fresh_process(kind, blocks, options, folder, again):
-    compiled = folder / ("second" if again else "first")
-    caches = {"TORCHINDUCTOR_CACHE_DIR": str(compiled), "TRITON_CACHE_DIR": str(compiled / "triton")}
-    command = [sys.executable, __file__, *sys.argv[1:], "--cache", str(folder / "cache.bin"), "--kind", kind]
-    command += ["--blocks", str(blocks), *(["--again"] if again else [])]
-    environment = {**os.environ, **caches, "TMPDIR": str(folder)}
+def in_fresh_process(kind, blocks, folder):
+    caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/compiled", "TRITON_CACHE_DIR": f"{folder}/triton"}
+    command = [sys.executable, __file__, *sys.argv[1:], "--kind", kind, "--blocks", str(blocks)]
+    environment = {**os.environ, **caches, "TMPDIR": folder}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -81,15 +72,14 @@ def compare(options):
     for blocks in map(int, options.blocks.split(",")):
         for kind in KINDS:
             with tempfile.TemporaryDirectory() as folder:
-                cold = in_fresh_process(kind, blocks, options, Path(folder), again=False)
-                again = in_fresh_process(kind, blocks, options, Path(folder), again=True)
+                cold, again = (in_fresh_process(kind, blocks, folder) for _ in range(2))
             yield {"kind": kind, "blocks": blocks, "cold": cold, "again": again}
 
 
 def as_line(row):
     cold, again = row["cold"], row["again"]
     times = f"{cold['s']:8.1f} {cold['cpu_s']:8.1f} {again['s']:8.1f} {again['cpu_s']:8.1f}"
-    return f"{row['blocks']:>6} {row['kind']:<8}{times} {cold['cache_bytes'] / 2**10:10.0f}"
+    return f"{row['blocks']:>6} {row['kind']:<8}{times}"
 
 
 def parse_options():
@@ -98,9 +88,7 @@ def parse_options():
     parser.add_argument("--size", help="a size of the ladder's, but for its blocks; default: a small one")
     parser.add_argument("--batch", type=int, default=2, help="sequences a step")
     parser.add_argument("--out", type=Path, metavar="JSON")
-    for name in ("--kind", "--cache"):  # one process's share
-        parser.add_argument(name, type=Path if name == "--cache" else str, help=argparse.SUPPRESS)
-    parser.add_argument("--again", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--kind", choices=KINDS, help=argparse.SUPPRESS)  # one process's share
     return parser.parse_args()
 
 
@@ -109,7 +97,7 @@ def main():
     if options.kind:
         print(json.dumps(first_steps(options.kind, int(options.blocks), options)))
         return
-    print("blocks compiled  cold s    CPU s  again s    CPU s  cache KiB")
+    print("blocks compiled  cold s    CPU s  again s    CPU s")
     result = {
         "command": without_paths(shlex.join(["python", "examples/compile_cold_start.py", *sys.argv[1:]])),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

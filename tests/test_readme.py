@@ -361,7 +361,7 @@ def test_the_cold_start_is_what_was_measured():
     rows = json.loads((ROOT / "examples" / "results" / "compile_cold_start_cpu.json").read_text())["rows"]
     blocks, whole = (row for row in rows if row["blocks"] == 24)
     cold = f"{blocks['cold']['s']:.0f} s by blocks and {whole['cold']['s']:.0f} s whole"
-    again = f"{blocks['again']['s']:.0f} s and {whole['again']['s']:.0f} s with the saved cache"
+    again = f"{blocks['again']['s']:.0f} s and {whole['again']['s']:.0f} s in a second start"
     assert f"at 24 blocks, {cold}, {again}.\n" in RESULTS
 
 

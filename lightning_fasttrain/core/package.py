@@ -20,6 +20,8 @@ PACKAGE = __name__.partition(".")[0]
 # Public names of the release before that have left the package, and what to use instead; kept for one release.
 REMOVED = {
     "finetune.combine_adapters": "Use add_weighted_adapter of PEFT, which reads and writes the same adapter folders",
+    "model.load_compile_cache": "Use torch.compiler.load_cache_artifacts, for files that only you can write",
+    "model.save_compile_cache": "Use torch.compiler.save_cache_artifacts, or keep the folder TORCHINDUCTOR_CACHE_DIR",
     "run.PeerMemory": "It gained nothing where it was measured; use checkpoints, or torchft or NVRx",
     "run.PeerSnapshots": "It gained nothing where it was measured; use AtomicCheckpoints, or torchft or NVRx",
     "strategy.check_cluster": "Use nccl-tests and PyTorch's flight recorder; docs/cluster.md shows how",

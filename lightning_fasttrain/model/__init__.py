@@ -2,8 +2,8 @@
 
 Activations that blocks save for the backward are recomputed or offloaded; blocks are compiled, or multiply in 8 bits.
 
-From the bottom up: ``_stored_bytes``, ``checkpoint_savings``, ``kernels``, ``tiling``, ``offloaded_tensors``,
-``checkpointed_forward``, ``activation_offload``, ``activation_checkpointing``, ``compile``, ``memory_budget``.
+From the bottom up: ``_stored_bytes``, ``kernels``, ``tiling``, ``offloaded_tensors``, ``checkpointed_forward``,
+``activation_offload``, ``activation_checkpointing``, ``compile``, ``memory_budget``.
 """
 
 from typing import TYPE_CHECKING
@@ -21,12 +21,11 @@ if TYPE_CHECKING:
         checkpoint_activations_,
     )
     from lightning_fasttrain.model.activation_offload import ActivationOffload, offload_activations
-    from lightning_fasttrain.model.compile.compile_blocks import CompileBlocks, compile_blocks_
-    from lightning_fasttrain.model.compile.compile_report import (
+    from lightning_fasttrain.model.compile.compile_blocks import (
+        CompileBlocks,
         CompileReport,
         CompileWatch,
-        load_compile_cache,
-        save_compile_cache,
+        compile_blocks_,
     )
     from lightning_fasttrain.model.kernels.attention_backend import AttentionBackend, attention_backend_
     from lightning_fasttrain.model.kernels.attention_trial import AttentionChoice
@@ -68,10 +67,8 @@ __all__ = [
     "compile_blocks_",
     "cudnn_benchmark_",
     "find_blocks",
-    "load_compile_cache",
     "matmul_precision_",
     "multiply_in_low_precision_",
     "offload_activations",
-    "save_compile_cache",
     "tile_mlps_",
 ]

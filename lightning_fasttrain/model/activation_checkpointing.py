@@ -22,9 +22,7 @@ from lightning_fasttrain.core.modules.wrapped_forward import (
     undo_all,
     why_none_ran,
     wrapper_on,
-    wrappers_in,
 )
-from lightning_fasttrain.model.checkpoint_savings import CheckpointSavings
 from lightning_fasttrain.model.checkpointed_forward import CheckpointedForward
 from lightning_fasttrain.technique import Setting, Surgery, Technique
 from lightning_fasttrain.technique.facts import Facts, why_no_blocks
@@ -80,8 +78,7 @@ class EveryBlock(CheckpointPolicy):
         return f"EveryBlock(k={self.k})"
 
     def wrap(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, Undo]:
-        savings, chosen = CheckpointSavings(repr(self)), list(blocks)[:: self.k]
-        return {name: CheckpointedForward(blocks[name], savings=savings).install() for name in chosen}
+        return {name: CheckpointedForward(blocks[name]).install() for name in list(blocks)[:: self.k]}
 
 
 @check_arguments(also="Use operator overloads, such as torch.ops.aten.bmm.default")
@@ -123,9 +120,7 @@ class SelectiveOps(CheckpointPolicy):
         return f"SelectiveOps(also={list(map(str, self.also))})"
 
     def wrap(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, Undo]:
-        # One for all blocks, because their sum is compared.
-        savings = CheckpointSavings(repr(self))
-        return {name: CheckpointedForward(block, self.keeps, savings).install() for name, block in blocks.items()}
+        return {name: CheckpointedForward(block, self.keeps).install() for name, block in blocks.items()}
 
     def keeps(
         self, context: SelectiveCheckpointContext | None, op: OpOverload, *args: object, **kwargs: object
@@ -176,8 +171,8 @@ def checkpoint_activations_(
     With L equal blocks that save A bytes each, the peak falls from L·A to about A plus L inputs, for one additional
     forward of each block. The recomputation is identical: random states of torch, Python and NumPy are restored for it
     (dropout draws the same masks), and buffers that the forward changes (BatchNorm statistics) are changed once. It is
-    always non-reentrant, so frozen inputs, keyword arguments and DDP work. In the first pass the kept bytes are
-    counted, with a warning if plain blocks would not keep more.
+    always non-reentrant, so frozen inputs, keyword arguments and DDP work. Small blocks, such as the single layers
+    of an MLP, save no memory, since their inputs are kept: select larger ones with ``blocks``.
 
     Args:
         model: any module. The key-value cache of Hugging Face models is disabled, since it cannot be recomputed; on
@@ -278,12 +273,6 @@ class ActivationCheckpointing(Technique):
         if isinstance(self.policy, EveryBlock):
             return f"{blocks} recomputed"
         return f"{blocks} recomputed by {self.policy}"
-
-    def outcome(self, model: nn.Module) -> str:
-        for wrapper in wrappers_in(model, CheckpointedForward):
-            if wrapper.savings is not None and wrapper.savings.saves is False:
-                return "saved no memory in this model"
-        return ""
 
     def why_idle(self, model: nn.Module) -> tuple[str, str] | None:
         return why_none_ran(model, CheckpointedForward)

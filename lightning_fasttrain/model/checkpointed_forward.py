@@ -1,6 +1,6 @@
 """A block's forward that is recomputed identically in the backward."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -15,7 +15,6 @@ from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.recomputation import Contexts, recompute_in_backward
 from lightning_fasttrain.core.modules.recomputed_forward import Again, RecomputedForward, recomputed_outside
 from lightning_fasttrain.core.modules.select import class_name
-from lightning_fasttrain.model.checkpoint_savings import CheckpointSavings
 
 
 class CheckpointedForward(RecomputedForward):
@@ -24,18 +23,11 @@ class CheckpointedForward(RecomputedForward):
     Args:
         module: the block.
         keeps: decides for each operation whether its result is kept; None keeps nothing.
-        savings: counts the bytes of the first pass; None does not count.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        keeps: Callable[..., Keep] | None = None,
-        savings: CheckpointSavings | None = None,
-    ) -> None:
+    def __init__(self, module: nn.Module, keeps: Callable[..., Keep] | None = None) -> None:
         super().__init__(module)
         self.keeps = keeps
-        self.savings = savings
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -50,12 +42,8 @@ class CheckpointedForward(RecomputedForward):
         if recomputed_outside.get():
             return self.inner(*args, **kwargs)
         run, leaves = self._by_position(args, kwargs)
-        if self.savings is not None and self.savings.counting:
-            contexts = self._counted_contexts(self.savings, leaves)
-        else:
-            contexts = self._contexts()
         versions = self.versions_of(leaves)
-        output = recompute_in_backward(run, leaves, contexts, self.stops_early)
+        output = recompute_in_backward(run, leaves, self._contexts())
         self.look_at(output, leaves, versions)
         return output
 
@@ -76,23 +64,6 @@ class CheckpointedForward(RecomputedForward):
             return self.inner(*args, **kwargs)
 
         return run, leaves
-
-    def _counted_contexts(self, savings: CheckpointSavings, inputs: Iterable[object]) -> Contexts:
-        forward, again = self._contexts()
-
-        @contextmanager
-        def counted_forward() -> Iterator[None]:
-            with forward, savings.of_call(self.module, inputs, self.keeps):
-                yield
-
-        @contextmanager
-        def recompute() -> Iterator[None]:
-            # The backward has begun, so all blocks have been called.
-            savings.tell()
-            with again:
-                yield
-
-        return counted_forward(), Again(recompute)
 
     def _contexts(self) -> Contexts:
         if self.keeps is None:

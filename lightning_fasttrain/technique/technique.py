@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import Strategy
 from torch import nn
 
 from lightning_fasttrain.core.checks import check_arguments, refuse_mixed_lightning
-from lightning_fasttrain.core.host.late_parameters import LateParameters
+from lightning_fasttrain.core.host.late_parameters import refuse_late_parameters
 from lightning_fasttrain.core.host.lightning import after_configure_model, refuse_float16_on_cpu
 from lightning_fasttrain.core.host.unfit_models import refuse_all_frozen, refuse_earlier_shards
 from lightning_fasttrain.core.messages import explain, warn
@@ -259,7 +259,7 @@ def apply(model: nn.Module, techniques: Iterable[Technique]) -> ExitStack:
         ValueError: one technique twice, or two that do not go together.
         TypeError: a technique that acts in the training loop; the message names the function to call there.
         RuntimeError: new parameters train and Fabric has set the model up already. Where only the optimizer was made
-            before, its first step raises it.
+            before, its second step raises it.
 
     Example:
         >>> import lightning_fasttrain as ft
@@ -272,14 +272,14 @@ def apply(model: nn.Module, techniques: Iterable[Technique]) -> ExitStack:
     """
     techniques = check_together(techniques)
     refuse_mixed_lightning(*techniques)
-    late = LateParameters(model)  # before the change: it remembers which parameters train
+    what = f"apply(model, [{', '.join(type(t).__name__ for t in techniques)}])"
     _operated.add(model)
     with ExitStack() as undo:  # takes back what was done so far, if a technique raises
-        with late:
+        with refuse_late_parameters(model, what) as end_watch:
             for technique in sorted(techniques, key=lambda t: t.surgery or 0):
                 technique.acting = True
                 _push(undo, technique.apply(model))
-        undo.enter_context(late.watch(f"apply(model, [{', '.join(type(t).__name__ for t in techniques)}])"))
+        undo.callback(end_watch)
         return undo.pop_all()
 
 

@@ -74,14 +74,6 @@ def difference(net: nn.Module, make_loss: Any, n: int, trunk: nn.Module | None =
 # The gradient
 
 
-def test_rrelu_noise_is_redrawn_before_use():
-    net, batch = encoder(), pairs(size=7)
-    net.blocks.append(nn.Sequential(nn.RReLU(0.3, 0.3)))  # the same noise for all
-    net.blocks[-1].forward = lambda x, forward=net.blocks[-1].forward: (forward(x), None)
-    for n in (1, 3):
-        assert difference(net, lambda: contrast(net, batch), n) < 1e-10
-
-
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 7, 9])
 def test_the_gradient_is_that_of_the_unsplit_step(n):
     net, batch = encoder(), pairs(size=7)

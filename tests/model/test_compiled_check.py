@@ -3,9 +3,7 @@
 import copy
 import gc
 import warnings
-from dataclasses import asdict
 
-import lightning as L
 import pytest
 import torch
 from functorch.compile import make_boxed_func
@@ -18,10 +16,9 @@ from torch.utils.checkpoint import checkpoint
 import lightning_fasttrain as ft
 from lightning_fasttrain import compile_blocks_
 from lightning_fasttrain.model.compile import compiled_code
-from lightning_fasttrain.model.compile.compiled_check import Verdict, key_of
 from lightning_fasttrain.model.compile.compiled_code import FAULTS, list_faults
 from tests.support import families
-from tests.support.nets import as_loader, heard, trainer
+from tests.support.nets import heard
 
 
 @pytest.fixture(autouse=True)
@@ -289,58 +286,6 @@ def test_evaluation_alone_makes_no_comparison():
     assert compiled["blocks.0"].entry.verdict is None
     with pytest.warns(ft.FastTrainWarning, match="is off by"):  # a frozen submodule has gradients in eval mode
         net.eval()(X)
-
-
-class Trained(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = Net(rate=0.1)
-
-    def training_step(self, batch, batch_idx):
-        return self.net(batch).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-
-
-def fit_with_cache(path):
-    technique = ft.CompileBlocks(blocks=Block, cache=path)
-    trainer([technique], max_epochs=1).fit(Trained(), as_loader([X, X]))
-    return technique
-
-
-@pytest.mark.slow
-def test_verdicts_are_cached_with_the_compiled_code(tmp_path, monkeypatch):
-    path = tmp_path / "cache.bin"
-    first = fit_with_cache(path)
-    assert "1 kind of block compared with eager code" in str(first.report)
-    calls = []
-    monkeypatch.setattr(compiled_code, "check_compiled", lambda *args: calls.append(args))
-    torch._dynamo.reset()
-    again = fit_with_cache(path)
-    assert not calls
-    assert again.report.apart == first.report.apart
-
-
-def test_a_cached_failure_needs_no_second_comparison(monkeypatch):
-    net = Net()
-    compiled = compile_blocks_(net, blocks=Block, backend="eager")
-    entry = compiled["blocks.0"].entry
-    entry.known = {key_of(net.blocks[0], entry.options): asdict(Verdict(failure="it was wrong before"))}
-    monkeypatch.setattr(compiled_code, "check_compiled", None)
-    with pytest.warns(ft.FastTrainWarning, match="it was wrong before"):
-        net(X)
-    assert all(block.failure == "it was wrong before" for block in compiled.values())
-
-
-def test_a_verdict_holds_for_the_same_code_shapes_and_options():
-    keys = {key_of(Block(), {}), key_of(Block(dim=8), {}), key_of(Block(), {"mode": "x"}), key_of(Remembers(), {})}
-    keys.add(key_of(Block().double(), {}))
-    with torch.autocast("cpu", torch.bfloat16):
-        keys.add(key_of(Block(), {}))
-    keys.add(key_of(Block(0.1), {}))  # with masks to compare
-    assert len(keys) == 7
-    assert key_of(Block(), {}) in keys
 
 
 def test_known_faults_depend_on_version_device_and_block():

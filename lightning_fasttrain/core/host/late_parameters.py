@@ -1,15 +1,15 @@
-"""Parameters that came after the optimizer was made, and that nothing would ever step."""
+"""Refuse parameters that came after the optimizer was made, and that it would never step."""
 
 import functools
-import gc
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
-from itertools import compress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_fasttrain.core.host.lightning import FabricModule
 from lightning_fasttrain.core.messages import explain
@@ -21,67 +21,59 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class LateParameters:
-    """Notices that a model has new parameters to train while its optimizer was made before them.
+@dataclass(eq=False)
+class _Late:
+    """Parameters of a model that began to train after ``what``, and that no optimizer has stepped yet.
 
-    That an optimizer exists is no error yet: it may be one of an earlier training. It is one as soon as it steps while
-    new parameters have gradients and no optimizer has any of them. Until then this costs one look at a gradient a
-    step, of these optimizers only; afterwards an empty call.
+    References are weak, because quantising replaces parameters whose memory must not be kept.
+    """
+
+    what: str
+    before: list[weakref.ref[nn.Parameter]]
+    new: list[weakref.ref[nn.Parameter]]
+    stepped: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
+
+
+_changing: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that are being changed right now
+_pending: set[_Late] = set()
+
+
+@contextmanager
+def refuse_late_parameters(model: nn.Module, what: str) -> Iterator[Callable[[], None]]:
+    """Refuse an optimizer that lacks the parameters which begin to train inside of this ``with`` block.
+
+    An optimizer that exists is no error yet: it may be one of an earlier training, and step beside another one. It is
+    one as soon as it steps a second time while new parameters have gradients and no optimizer has stepped any of them.
 
     Args:
         model: before it is changed.
+        what: changes it, for the message.
+
+    Yields:
+        A function that ends the watch, for when the change is undone.
+
+    Raises:
+        RuntimeError: Fabric has set the model up, and it has new parameters that train. Later, in the second step of
+            an optimizer: it lacks them.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        # Weakly, because quantising replaces parameters whose memory must not be kept.
-        self.before = list(map(weakref.ref, model.parameters()))
-        self.trained_before = list(map(weakref.ref, trained_parameters(model)))
-        self.new: list[Any] = []
-        self.hooks = ExitStack()
-
-    def __enter__(self) -> None:
-        _noticed.add(self.model)
-
-    def __exit__(self, *error: object) -> None:
-        _noticed.discard(self.model)
-
-    def watch(self, what: str) -> ExitStack:
-        """After the change: refuse it, or watch the optimizers that exist.
-
-        Args:
-            what: was done, for the message.
-
-        Returns:
-            What ends the watch.
-
-        Raises:
-            RuntimeError: Fabric has set the model up, and it has new parameters that train. Later, in the first step
-                of an optimizer: it was made before them.
-        """
-        # Only the living ones, since the id of one that is gone may be used again.
-        known = set(map(id, _find_alive(self.trained_before)))
-        new = [parameter for parameter in trained_parameters(self.model) if id(parameter) not in known]
-        if not new:
-            return self.hooks
-        if isinstance(self.model, FabricModule):
-            why = f"{len(new)} tensors that train now are in no optimizer, and Fabric's strategy has not seen them"
-            raise RuntimeError(explain(f"{what} after fabric.setup", why, _WAY_OUT))
-        self.what, self.new = what, list(map(weakref.ref, new))
-        for optimizer in _holders(_find_alive(self.before)):
-            self.hooks.callback(optimizer.register_step_pre_hook(self._check).remove)
-        return self.hooks
-
-    def _check(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        """Hook: an optimizer from before is about to step."""
-        training = [parameter for parameter in _find_alive(self.new) if parameter.grad is not None]
-        if not training:
-            return
-        if not _holders(training):
-            why = f"{len(training)} tensors that train since then are in no optimizer, so they would never move"
-            raise RuntimeError(explain(f"{type(optimizer).__name__} was made before {self.what}", why, _WAY_OUT))
-        # The hook stays, with nothing to ask, since torch is iterating over the hooks.
-        self.new = []
+    before = list(map(weakref.ref, model.parameters()))
+    trained_before = list(map(weakref.ref, trained_parameters(model)))
+    late = _Late(what, before, [])
+    _changing.add(model)
+    try:
+        yield lambda: _pending.discard(late)
+    finally:
+        _changing.discard(model)
+    # Only the living ones, since the id of one that is gone may be used again.
+    known = set(map(id, _find_alive(trained_before)))
+    late.new = [weakref.ref(parameter) for parameter in trained_parameters(model) if id(parameter) not in known]
+    if not late.new:
+        return
+    if isinstance(model, FabricModule):
+        why = f"{len(late.new)} tensors that train now are in no optimizer, and Fabric's strategy has not seen them"
+        raise RuntimeError(explain(f"{what} after fabric.setup", why, _WAY_OUT))
+    _pending.add(late)
+    _listen()
 
 
 def notices_late_parameters(function: Callable[Concatenate[nn.Module, P], R]) -> Callable[Concatenate[nn.Module, P], R]:
@@ -89,39 +81,38 @@ def notices_late_parameters(function: Callable[Concatenate[nn.Module, P], R]) ->
 
     @functools.wraps(function)
     def call_and_watch(model: nn.Module, *args: P.args, **kwargs: P.kwargs) -> R:
-        if model in _noticed:
+        if model in _changing:
             return function(model, *args, **kwargs)
-        late = LateParameters(model)
-        with late:
-            result = function(model, *args, **kwargs)
-        late.watch(function.__name__)
-        return result
+        with refuse_late_parameters(model, function.__name__):
+            return function(model, *args, **kwargs)
 
     return call_and_watch
 
 
-_noticed: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that are being changed right now
+@functools.cache
+def _listen() -> None:
+    # One hook for the process, since torch is iterating over the hooks when a watch ends.
+    register_optimizer_step_pre_hook(_refuse_without_late)
+
+
+def _refuse_without_late(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    """Hook: an optimizer is about to step."""
+    if not _pending:
+        return
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for late in list(_pending):
+        new = _find_alive(late.new)
+        if not new or not held.isdisjoint(map(id, new)):
+            _pending.discard(late)
+            continue
+        training = [parameter for parameter in new if parameter.grad is not None]
+        if not training or held.isdisjoint(map(id, _find_alive(late.before))):
+            continue
+        if optimizer in late.stepped:
+            why = f"{len(training)} tensors that train since then are not in it, and no optimizer steps them"
+            raise RuntimeError(explain(f"{type(optimizer).__name__} was made before {late.what}", why, _WAY_OUT))
+        late.stepped.add(optimizer)
 
 
 def _find_alive(references: Iterable[Any]) -> list[nn.Parameter]:
     return [parameter for reference in references if (parameter := reference()) is not None]
-
-
-def _holders(parameters: Iterable[nn.Parameter]) -> list[Optimizer]:
-    """The optimizers of this process that have one of these parameters. Torch keeps no list of optimizers."""
-    wanted = set(map(id, parameters))
-    kinds, things = set(map(id, _subclasses_of(Optimizer))), gc.get_objects()
-    # By the id of the type: some proxies answer isinstance by running code, and some types have no hash. No loop in
-    # Python, since there can be a million objects.
-    optimizers = compress(things, map(kinds.__contains__, map(id, map(type, things))))
-    return [optimizer for optimizer in optimizers if wanted.intersection(map(id, _parameters_of(optimizer)))]
-
-
-def _subclasses_of(kind: type[object]) -> set[type[Any]]:
-    """The class itself, and all that inherit from it."""
-    return {kind}.union(*map(_subclasses_of, kind.__subclasses__()))
-
-
-def _parameters_of(optimizer: Optimizer) -> list[Any]:
-    # An optimizer whose __init__ has raised may still be in memory, without groups.
-    return [parameter for group in vars(optimizer).get("param_groups", ()) for parameter in group["params"]]

@@ -16,20 +16,18 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 @torch._disable_dynamo
-def recompute_in_backward(
-    function: Callable[..., Any], inputs: Sequence[object], contexts: Contexts, stops_early: bool = True
-) -> Any:
+def recompute_in_backward(function: Callable[..., Any], inputs: Sequence[object], contexts: Contexts) -> Any:
     """Call ``function`` on ``inputs`` and keep nothing else for the backward, which calls it again.
 
     The result, gradients of any order, and backwards through a retained graph are those of a plain call. In the second
-    call random generators, autocast, and the default dtype and device are as they were in the first one.
+    call random generators, autocast, and the default dtype and device are as they were in the first one. It ends as
+    soon as all that was saved is there again.
 
     Args:
         function: called with gradients enabled.
         inputs: by position. Only tensors that are inputs themselves, not parts of one, are given to hooks on saved
             tensors, and tell the devices whose generators are restored.
         contexts: entered for the first call, and for every later one.
-        stops_early: whether a later call ends as soon as all that was saved is there again.
 
     Raises:
         RuntimeError: in the backward: an input was written to, or the later call saves other tensors.
@@ -45,11 +43,10 @@ def recompute_in_backward(
         The non-reentrant form of ``torch.utils.checkpoint``, which adds 1.5 times as much time on the host: here places
         hold what was recomputed for them, instead of a dictionary for each backward.
     """
-    call = _Call(function, inputs, contexts[1], stops_early)
+    call = _Call(function, inputs, contexts[1])
     with saved_tensors_hooks(call.pack, call.unpack), contexts[0]:
         output = function(*inputs)
     call.around.look()
-    call.is_complete = True
     return output
 
 
@@ -77,17 +74,12 @@ class _Call:
     """
 
     def __init__(
-        self,
-        function: Callable[..., Any],
-        inputs: Sequence[object],
-        again: AbstractContextManager[Any],
-        stops_early: bool,
+        self, function: Callable[..., Any], inputs: Sequence[object], again: AbstractContextManager[Any]
     ) -> None:
-        self.function, self.again, self.stops_early = function, again, stops_early
+        self.function, self.again = function, again
         self.inputs = list(map(_Input, inputs))
         self.around = Surroundings(inputs)
         self.places: list[ref[_Place]] = []
-        self.is_complete = False
 
     def pack(self, tensor: Tensor) -> _Place:
         place = _Place(tensor)
@@ -116,8 +108,8 @@ class _Call:
 
         def pack(tensor: Tensor) -> _Place | Tensor:
             nonlocal filled
-            if filled == number:
-                return self._refuse_more(tensor)
+            if filled == number:  # code that catches even a BaseException has continued
+                return without_graph(tensor)
             place = places[filled]()
             filled += 1
             value = without_graph(tensor)
@@ -125,7 +117,7 @@ class _Call:
                 if not place.fits(tensor):
                     self._refuse_other(place, tensor)
                 place.value = value
-            if filled == number and self.stops_early:
+            if filled == number:
                 raise _Complete
             # In the graph of the recomputation too, for a backward inside the function.
             return value if place is None else place
@@ -136,12 +128,6 @@ class _Call:
                 self.function(*inputs)
         if filled < number:
             raise RuntimeError(_explain_difference(f"{filled} tensors instead of {number}"))
-
-    def _refuse_more(self, tensor: Tensor) -> Tensor:
-        # A backward inside the function, in its first call: more is saved after it.
-        if not self.is_complete:
-            return without_graph(tensor)
-        raise RuntimeError(_explain_difference(f"more than {len(self.places)} tensors"))
 
     def _refuse_other(self, place: _Place, tensor: Tensor) -> None:
         now = f"{tuple(tensor.shape)} in {tensor.dtype} on {tensor.device}"

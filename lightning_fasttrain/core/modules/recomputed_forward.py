@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.recomputation import Contexts, has_version
-from lightning_fasttrain.core.modules.select import modules_of
 from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward
 from lightning_fasttrain.core.state.restore import remember_attributes
 from lightning_fasttrain.core.state.surroundings import Surroundings
@@ -35,9 +34,6 @@ class RecomputedForward(WrappedForward):
         norms = nn.modules.batchnorm._NormBase
         self.changing = {place for place in _buffers_of(module) if isinstance(place[0], norms)}
         self.seen = False
-        # torch saves the noise of rrelu before it draws it. A recomputation that stops as soon as all that was saved is
-        # there again, as torch's does to save time, may stop in between.
-        self.stops_early = next(modules_of(module, nn.RReLU), None) is None
         self.looked = False
 
     def versions_of(self, inputs: Iterable[object]) -> list[int]:
@@ -49,7 +45,7 @@ class RecomputedForward(WrappedForward):
 
         Raises:
             RuntimeError: the forward from ``inputs``, which had these ``versions``, to ``output`` writes into one of
-                them, or has an rrelu as a function.
+                them, or has an rrelu.
         """
         if self.looked or not self.module.training:
             return
@@ -60,10 +56,10 @@ class RecomputedForward(WrappedForward):
             raise RuntimeError(explain(f"{recomputed}, writes into its input in place", why, way_out))
         for node in nodes_between(output, inputs):
             # Without training its noise is not used.
-            if self.stops_early and node.name().startswith("Rrelu") and node._saved_training:
+            if node.name().startswith("Rrelu") and node._saved_training:
                 why = "torch saves its noise before it is drawn, and the recomputation may stop in between"
-                way_out = "Use torch.nn.RReLU, as a module of its own: then it does not"
-                raise RuntimeError(explain(f"F.rrelu in {recomputed}", why, way_out))
+                way_out = "Use another activation, such as LeakyReLU, or leave this block out"
+                raise RuntimeError(explain(f"rrelu in {recomputed}", why, way_out))
         self.looked = True
 
     @contextmanager

@@ -113,18 +113,13 @@ class _HostGenerators:
     """
 
     def __init__(self) -> None:
-        self.python: tuple[Any, ...] = random.getstate()
-        self.numpy = _numpy.state()
+        self.python = random.getstate()
+        self.numpy = _read_numpy_state()
         self.changed = True  # until it is known
 
     def look(self) -> None:
-        self.changed = not _HostGenerators().is_same(self)
-
-    def is_same(self, other: "_HostGenerators") -> bool:
-        (_, numbers, normal), (_, others, other_normal) = self.python, other.python
-        # The last number is the position, which each draw moves; after 624 draws all other numbers are replaced.
-        same = numbers[-1] == others[-1] and numbers[:2] == others[:2] and normal == other_normal
-        return same and self.numpy is other.numpy
+        now = _HostGenerators()
+        self.changed = now.numpy is not self.numpy or now.python != self.python
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -140,49 +135,25 @@ class _HostGenerators:
         np.random.set_state(self.numpy)
 
 
-class _Twister(ctypes.Structure):
-    """The state of NumPy's MT19937: 624 numbers of 32 bits, and the position among them."""
-
-    _fields_ = [("numbers", ctypes.c_uint64 * 312), ("position", ctypes.c_int)]
+_BYTES = 625 * 4  # of the state of an MT19937, NumPy's usual generator: 624 numbers and the position among them
+_last_read: tuple[bytes | None, Any] = (None, None)  # the memory of NumPy's generator, and its state
 
 
-class _NumPyGenerator:
-    """NumPy's global generator, whose state is read, in 60 µs, only after its position in memory has changed."""
+def _read_numpy_state() -> Any:
+    """Return the state of NumPy's global generator; the same object as long as nothing was drawn.
 
-    def __init__(self) -> None:
-        self._generator: object = None
-        self._twister: _Twister | None = None
-        self._seen: tuple[int, int] | None = None
-        self._state: Any = None
-
-    def state(self) -> Any:
-        """Return the state; the same object as long as nothing was drawn."""
-        generator: Any = np.random.get_bit_generator()
-        if generator is not self._generator:
-            self._find(generator)
-        # Before the state is read: another thread may draw in between.
-        seen = self._look()
-        if seen is None:
-            return np.random.get_state(legacy=False)
-        if seen != self._seen:
-            self._state = np.random.get_state()
-            # The second one of a pair of normal numbers is stored elsewhere, and would be drawn unseen.
-            self._seen = None if self._state[3] else seen
-        return self._state
-
-    def _look(self) -> tuple[int, int] | None:
-        twister = self._twister
-        return None if twister is None else (twister.numbers[0], twister.position)
-
-    def _find(self, generator: Any) -> None:
-        """Find the state in memory, and see that it is stored there as expected."""
-        self._generator, self._twister, self._seen = generator, None, None
-        if type(generator).__name__ != np.random.MT19937.__name__:
-            return
-        found = _Twister.from_address(generator.ctypes.state_address)
-        _, numbers, position, *_ = np.random.get_state()
-        if found.position == position and bytes(found.numbers) == numbers.tobytes():
-            self._twister = found
-
-
-_numpy = _NumPyGenerator()
+    NumPy takes 45 µs to return it. Twice in each block, that would make this recomputation slower than PyTorch's; to
+    compare its memory takes less than one.
+    """
+    global _last_read
+    generator = np.random.get_bit_generator()
+    if not isinstance(generator, np.random.MT19937):
+        return np.random.get_state(legacy=False)
+    memory, state = _last_read
+    # Before the state is read: another thread may draw in between.
+    now = ctypes.string_at(generator.ctypes.state_address, _BYTES)
+    if now != memory:
+        state: Any = np.random.get_state()
+        # The second one of a pair of normal numbers is stored elsewhere, and would be drawn unseen.
+        _last_read = (None if state[3] else now), state
+    return state

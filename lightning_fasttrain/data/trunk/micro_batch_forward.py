@@ -148,7 +148,7 @@ class MicroBatchedForward(RecomputedForward):
                 recomputed_outside.reset(outside)
 
         versions = self.versions_of(tensors)
-        output = recompute_in_backward(run, tensors, self.contexts(nullcontext(), nullcontext()), self.stops_early)
+        output = recompute_in_backward(run, tensors, self.contexts(nullcontext(), nullcontext()))
         self.look_at(output, tensors, versions)
         return output
 

@@ -1,5 +1,5 @@
-"""Compile the blocks of a model, check the compiled code, and cache it for later runs.
+"""Compile the blocks of a model, and check the compiled code.
 
-From the bottom up: ``compile_report``, ``compiled_check``, ``recomputed_attention``, ``joint_passes``,
-``compiled_code``, ``compiled_forward``, ``compile_blocks``.
+From the bottom up: ``compiled_check``, ``recomputed_attention``, ``compiled_code``, ``compiled_forward``,
+``compile_blocks``.
 """

@@ -1,9 +1,8 @@
 """Run the model's blocks as compiled code, with one compilation per kind of block."""
 
-import os
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict
-from pathlib import Path
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import lightning as L  # imported before torch.compile is used, since Lightning records its arguments
@@ -12,8 +11,7 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import nn
 
 from lightning_fasttrain.core.checks import check_arguments, one_of
-from lightning_fasttrain.core.files.atomic_write import refuse_unwritable
-from lightning_fasttrain.core.messages import explain, note_once, say, warn
+from lightning_fasttrain.core.messages import explain, note_once, number_of, say, warn
 from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
 from lightning_fasttrain.core.modules.heads import find_heads
 from lightning_fasttrain.core.modules.key_value_cache import disable_cache_
@@ -29,13 +27,6 @@ from lightning_fasttrain.core.modules.wrapped_forward import (
     wrappers_on,
 )
 from lightning_fasttrain.model.activation_offload import ActivationOffload
-from lightning_fasttrain.model.compile.compile_report import (
-    CompileReport,
-    CompileWatch,
-    load_compile_cache,
-    read_verdicts,
-    save_compile_cache,
-)
 from lightning_fasttrain.model.compile.compiled_code import CompiledEntry, has_cuda_graphs, key_of_code
 from lightning_fasttrain.model.compile.compiled_forward import CompiledForward, CompiledLoss, DisabledCache
 from lightning_fasttrain.technique import Capability, Conflict, Exactness, Setting, Surgery, Technique
@@ -171,6 +162,81 @@ def _modules_beside(model: nn.Module, blocks: Iterable[nn.Module]) -> dict[str, 
     return found
 
 
+@dataclass
+class CompileReport:
+    """Work of the compiler.
+
+    Attributes:
+        graphs: number of compiled graphs, including recompilations.
+        recompiles: how many of them were for code already compiled once (new shapes, other guards).
+        graph_breaks: reason → number of graph breaks.
+        seconds: time spent compiling.
+        fallbacks: names of blocks that run eagerly → why.
+        apart: for each kind of block that was compared with eager code, the largest relative distance.
+        others: for how many blocks code was compiled again since they differ in a value, such as a rate that grows
+            from block to block; not part of ``recompiles``.
+    """
+
+    graphs: int = 0
+    recompiles: int = 0
+    graph_breaks: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+    fallbacks: dict[str, str] = field(default_factory=dict)
+    apart: list[float] = field(default_factory=list)
+    others: int = 0
+
+    def __str__(self) -> str:
+        text = (
+            f"compiled {self.graphs} graphs in {self.seconds:.1f} s, {self.recompiles} of them recompilations; "
+            f"{sum(self.graph_breaks.values())} graph breaks"
+        )
+        if self.others:
+            text += f"; {number_of(self.others, 'block')} compiled separately, since they differ in a value"
+        if self.apart:
+            kinds = number_of(len(self.apart), "kind")
+            text += f"; {kinds} of block compared with eager code, relative difference at most {max(self.apart):.0e}"
+        for reason, times in sorted(self.graph_breaks.items(), key=lambda item: -item[1])[:3]:
+            text += f"\n  {times}× {reason.strip().splitlines()[0]}"
+        for name, why in self.fallbacks.items():
+            text += f"\n  block '{name}' runs uncompiled: {why}"
+        return text
+
+
+class CompileWatch:
+    """Counts the compiler's work from now on.
+
+    Example:
+        >>> watch = CompileWatch()
+        >>> watch.report().graphs
+        0
+    """
+
+    def __init__(self) -> None:
+        from torch._dynamo import utils
+
+        self._utils = utils
+        self._breaks = Counter(utils.counters["graph_break"])
+        self._compiled = len(self._durations())
+        # By identity: torch keeps one list per process, and drops the oldest entries when it is full.
+        # References are held, since torch drops old entries, whose ids new ones could reuse.
+        self._known = list(utils.get_compilation_metrics())
+
+    def _durations(self) -> list[float]:
+        return self._utils.compilation_time_metrics.get("_compile.compile_inner", [])
+
+    def report(self) -> CompileReport:
+        durations = self._durations()[self._compiled :]
+        # The backward graph has a separate entry, and is not a second compilation.
+        known = set(map(id, self._known))
+        again = 0
+        for metrics in self._utils.get_compilation_metrics():
+            _, slash, attempt = (metrics.compile_id or "").rpartition("/")  # "frame/attempt"
+            if id(metrics) not in known and metrics.is_forward and slash:
+                again += attempt != "0"
+        breaks = Counter(self._utils.counters["graph_break"]) - self._breaks
+        return CompileReport(len(durations), again, dict(breaks), sum(durations))
+
+
 class CompileBlocks(Technique):
     """Compile the model's blocks; report graph breaks, recompilations and compile time at the end of ``fit``.
 
@@ -180,6 +246,9 @@ class CompileBlocks(Technique):
     generator: from the same distribution, but different ones, as with another seed.
     ``torch._inductor.config.fallback_random = True`` makes it draw those of eager code.
 
+    torch keeps compiled code for later runs in the folder that the environment variable ``TORCHINDUCTOR_CACHE_DIR``
+    names; ``torch.compiler.save_cache_artifacts`` packs it for other machines. Loading it executes what is in it.
+
     Args:
         mode: as for :func:`~lightning_fasttrain.compile_blocks_`.
         blocks: as for :func:`~lightning_fasttrain.compile_blocks_`.
@@ -187,9 +256,8 @@ class CompileBlocks(Technique):
         dynamic: as for :func:`~lightning_fasttrain.compile_blocks_`.
         fullgraph: as for :func:`~lightning_fasttrain.compile_blocks_`.
         fallback: as for :func:`~lightning_fasttrain.compile_blocks_`.
-        cache: a file from which compiled code is loaded, if it exists, and to which it is saved at the end of ``fit``.
         head: as for :func:`~lightning_fasttrain.compile_blocks_`.
-        check: as for :func:`~lightning_fasttrain.compile_blocks_`. Its results are saved in the ``cache`` too.
+        check: as for :func:`~lightning_fasttrain.compile_blocks_`.
 
     Attributes:
         report: a :class:`CompileReport`, after ``fit``.
@@ -224,7 +292,6 @@ class CompileBlocks(Technique):
         dynamic: bool | None = None,
         fullgraph: bool = False,
         fallback: bool = True,
-        cache: str | os.PathLike[str] | None = None,
         head: bool | None = None,
         check: bool = True,
     ) -> None:
@@ -238,7 +305,6 @@ class CompileBlocks(Technique):
             "head": head,
             "check": check,
         }
-        self.cache = cache
         self.report = CompileReport()
         self._watch: CompileWatch | None = None
         self._compiled: dict[str, Compiled] = {}
@@ -260,27 +326,13 @@ class CompileBlocks(Technique):
         """Whether compiled code will be replayed as CUDA graphs on this machine."""
         return has_cuda_graphs(self.mode)
 
-    def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
-        if self.cache is not None:
-            refuse_unwritable(Path(self.cache).parent, f"CompileBlocks(cache={os.fspath(self.cache)!r})")
-        return None
-
     def apply(self, model: nn.Module) -> Undo:
-        if self.cache is not None:
-            load_compile_cache(self.cache)  # before the first call, which compiles
         self._watch = CompileWatch()
         already = list_wrapped(model, CompiledForward)
         self._compiled = compile_blocks_(model, self.mode, **self.options)
         undos: list[Undo] = [self._compiled.clear]
         undos += [forward.undo for name, forward in self._compiled.items() if name not in already]
-        if self.cache is not None:
-            known = read_verdicts(self.cache)
-            for entry in self._entries():
-                entry.known = known
         return undo_all(undos)
-
-    def _entries(self) -> set[CompiledEntry]:
-        return {forward.entry for forward in self._compiled.values() if isinstance(forward, CompiledForward)}
 
     @classmethod
     def why_not(cls, facts: Facts) -> str | None:
@@ -320,31 +372,19 @@ class CompileBlocks(Technique):
             torch.compiler.cudagraph_mark_step_begin()
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook: report, and save the cache, while the blocks are still compiled."""
+        """Hook: report while the blocks are still compiled."""
         if self._watch is None:
             return
         self.report = self._watch.report()
         self.report.fallbacks = self._failures()
-        self.report.others = sum(entry.others for entry in self._entries())
+        entries = {forward.entry for forward in self._compiled.values() if isinstance(forward, CompiledForward)}
+        self.report.others = sum(entry.others for entry in entries)
         self.report.recompiles = max(0, self.report.recompiles - self.report.others)
-        verdicts: dict[str, Any] = {}
-        for entry in self._entries():
-            if entry.key and entry.verdict is not None and not entry.verdict.unchecked:
-                verdicts[entry.key] = asdict(entry.verdict)
-        self.report.apart = [verdict["apart"] for verdict in verdicts.values()]
+        verdicts = [entry.verdict for entry in entries if entry.verdict is not None]
+        self.report.apart = [verdict.apart for verdict in verdicts if not verdict.unchecked]
         if self.report.recompiles >= _MANY_RECOMPILES:
             why = "each new batch shape is compiled again, until the compiler's limit is reached"
             way_out = "Pad batches to a few sequence lengths, or use CompileBlocks(dynamic=True)"
             warn(explain(f"CompileBlocks: {self.report.recompiles} recompilations", why, way_out))
         if trainer.is_global_zero:
             say("CompileBlocks: %s", self.report)
-            self._save_cache(verdicts)
-
-    def _save_cache(self, verdicts: Mapping[str, object]) -> None:
-        if self.cache is None:
-            return
-        try:
-            if not save_compile_cache(self.cache, verdicts):
-                note_once("CompileBlocks: the compiler produced nothing to save in the cache")
-        except OSError as error:  # the training is done, and must not be lost over it
-            warn(explain(f"the compiled code was not saved in {self.cache}", str(error), "Use another file"))

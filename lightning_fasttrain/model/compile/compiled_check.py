@@ -1,12 +1,9 @@
 """Compare the results of a compiled block with those of eager code before it is used."""
 
-import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import starmap
-from types import CodeType
 from typing import Any
 
 import torch
@@ -17,12 +14,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_fasttrain.core.distributed import is_sharded
-from lightning_fasttrain.core.modules.parameters import device_of
 from lightning_fasttrain.core.modules.recomputation import without_graph
 from lightning_fasttrain.core.modules.recomputed_forward import capturing_nothing, recomputed_outside
 from lightning_fasttrain.core.modules.without_dropout import has_dropout, without_dropout
 from lightning_fasttrain.core.modules.wrapped_forward import first_line
-from lightning_fasttrain.core.package import __version__
 from lightning_fasttrain.core.state.restore import remember
 from lightning_fasttrain.core.state.rng import random_state, set_random_state
 
@@ -289,26 +284,3 @@ def _leaving_no_trace(module: nn.Module) -> Iterator[None]:
     finally:
         recomputed_outside.reset(outside)
         restore()
-
-
-def key_of(module: nn.Module, options: Mapping[str, object]) -> str:
-    """Return the key of a verdict: code of the block and its submodules, shapes, options, versions, kind of device."""
-    code = hashlib.sha256()
-    for kind in sorted(set(map(type, module.modules())), key=lambda kind: kind.__qualname__):
-        forward: Any = getattr(kind, "forward", None)
-        body = getattr(forward, "__code__", None)
-        code.update(f"{kind.__module__}.{kind.__qualname__}".encode())
-        if body is not None:
-            constants = [one for one in body.co_consts if not isinstance(one, CodeType)]  # their repr has an address
-            code.update(body.co_code + repr((body.co_names, body.co_varnames, constants)).encode())
-    shapes = [(name, list(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()]
-    device = device_of(module)
-    name, autocast = device.type, ""
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-    if torch.is_autocast_enabled(device.type):
-        autocast = str(torch.get_autocast_dtype(device.type))
-    budget = torch._functorch.config.activation_memory_budget
-    versions, settings = [__version__, torch.__version__], sorted(map(str, options.items()))
-    about = [versions, code.hexdigest(), shapes, settings, name, autocast, budget, has_dropout(module)]
-    return hashlib.sha256(json.dumps(about).encode()).hexdigest()

@@ -15,8 +15,8 @@ from lightning_fasttrain.core.messages import explain, note_once
 from lightning_fasttrain.core.modules.parameters import device_of
 from lightning_fasttrain.core.modules.without_dropout import has_dropout
 from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, wrappers_on
-from lightning_fasttrain.model.compile.compiled_check import Verdict, check_compiled, key_of
-from lightning_fasttrain.model.compile.joint_passes import JointPasses
+from lightning_fasttrain.model.compile.compiled_check import Verdict, check_compiled
+from lightning_fasttrain.model.compile.recomputed_attention import RecomputeWithoutRandomState
 
 _MOST_OTHERS = 3  # with the first, half of torch's limit of 8 results: the rest is for other shapes and for evaluation
 _WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
@@ -170,8 +170,6 @@ class CompiledEntry:
         self._codes = {with_gradients: [self._compile(with_gradients)] for with_gradients in (True, False)}
         self.is_judged = not check
         self.verdict = None if check else Verdict(unchecked="check=False")
-        self.key = ""  # key of the verdict in the cache
-        self.known: Mapping[str, Any] = {}  # key → cached verdict
 
     @property
     def others(self) -> int:
@@ -194,7 +192,7 @@ class CompiledEntry:
     def judge(
         self, block: WrappedForward, target: object, args: tuple[object, ...], kwargs: Mapping[str, object]
     ) -> Verdict:
-        """Compare once, or use the verdict of an earlier process on the same code.
+        """Compare the compiled code with the block's eager code.
 
         Args:
             block: wrapper of the block, whose ``inner`` is the eager code.
@@ -202,14 +200,9 @@ class CompiledEntry:
             args: of the call.
             kwargs: of the call.
         """
-        self.key = key_of(block.module, self.options)
-        known = self.known.get(self.key)
-        if known is None:
-            compiled = functools.partial(self._codes[not self.has_graphs][0].run_first, target)
-            again = lambda: functools.partial(self._compile(False).run, target)  # noqa: E731
-            self.verdict = check_compiled(block.module, block.inner, compiled, again, args, kwargs)
-        else:
-            self.verdict = Verdict(**known)
+        compiled = functools.partial(self._codes[not self.has_graphs][0].run_first, target)
+        again = lambda: functools.partial(self._compile(False).run, target)  # noqa: E731
+        self.verdict = check_compiled(block.module, block.inner, compiled, again, args, kwargs)
         self.is_judged = not self.verdict.without_masks
         return self.verdict
 
@@ -233,14 +226,14 @@ def _refuse_unknown(backend: object) -> None:
 
 
 def _add_settings(block: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options with inductor's settings for the mode, against known faults, and with our passes."""
+    """Return the options with inductor's settings for the mode, against known faults, and for recomputed attention."""
     if options["backend"] != "inductor":
         return options
     # torch.compile takes either a mode or options.
     options = dict(options)
     settings = torch._inductor.list_mode_options(options.pop("mode", "default"))
     if torch._inductor.config.joint_custom_pre_pass is None:  # one of the user's own stays in force
-        settings["joint_custom_pre_pass"] = JointPasses()
+        settings["joint_custom_pre_pass"] = RecomputeWithoutRandomState()
     faults = [fault for fault in list_faults(block) if fault.options]
     for fault in faults:
         settings |= fault.options

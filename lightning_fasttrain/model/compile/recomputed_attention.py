@@ -39,9 +39,6 @@ class RecomputeWithoutRandomState(CustomGraphPass):
     def uuid(self) -> bytes:
         return get_hash_for_files((__file__,))
 
-    def __repr__(self) -> str:  # in the key of the verdicts of compiled code, which must not have an address
-        return type(self).__name__
-
 
 def draws_nothing(node: fx.Node) -> bool:
     """Whether the node, a kind of attention, has a dropout of exactly zero."""

@@ -2,19 +2,22 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import CheckpointPolicy as Keep
 
 from lightning_fasttrain.core.distributed import largest_over_ranks
 from lightning_fasttrain.core.modules.parameters import device_of
 from lightning_fasttrain.core.modules.recomputation import without_graph
-from lightning_fasttrain.model.checkpoint_savings import KeptResults, Storages
 from lightning_fasttrain.model.checkpointed_forward import CheckpointedForward
 
 _REPEATS = 2  # timed runs; the fastest counts
@@ -103,7 +106,7 @@ def measure_block(
             run()
         whole.append(stopwatch.ms())
         stopwatch, of_expensive = Stopwatch(device), Stopwatch(device)
-        mode = KeptResults(keeps, Storages(), of_expensive.measure)
+        mode = KeptResults(keeps, of_expensive.measure)
         with stopwatch.measure(), mode:
             outputs = run()
         watched.append(stopwatch.ms())
@@ -134,6 +137,68 @@ def costs_over_ranks(
         saved, expensive, forward_ms, cheap_ms = islice(highest, 4)
         all_costs[name] = BlockCost(int(saved), None if expensive == spoilt else int(expensive), forward_ms, cheap_ms)
     return all_costs, all_peaks
+
+
+class Storages:
+    """A set of storages, held weakly: they may be freed, but their identities are not reused.
+
+    Args:
+        nested: tensors, or containers of tensors, whose storages are in the set; other values are ignored.
+    """
+
+    def __init__(self, *nested: object) -> None:
+        self._sizes: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.add(*nested)
+
+    def add(self, *nested: object) -> None:
+        for storage in _storages_of(nested):
+            if storage._cdata not in self._sizes:
+                self._sizes[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+
+    def has(self, nested: object) -> bool:
+        """Check whether one of the tensors is in the set."""
+        return any(storage._cdata in self._sizes for storage in _storages_of(nested))
+
+    def nbytes(self, without: "Storages") -> int:
+        return sum(nbytes for key, (_, nbytes) in self._sizes.items() if key not in without._sizes)
+
+
+def _storages_of(nested: object) -> Iterator[torch.UntypedStorage]:
+    for leaf in tree_iter(nested):
+        if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
+            # A subclass that wraps other tensors has none of its own.
+            with suppress(NotImplementedError, RuntimeError):
+                yield leaf.untyped_storage()
+
+
+class KeptResults(TorchDispatchMode):
+    """Records the results that a policy keeps.
+
+    Args:
+        keeps: the policy.
+        measure: a context in which each operation runs whose result is kept.
+
+    Attributes:
+        kept: storages of the results.
+        spoilt: whether a kept result was changed in place, so that a recomputation would get the changed one.
+    """
+
+    def __init__(self, keeps: Callable[..., Keep], measure: Callable[[], AbstractContextManager[object]]) -> None:
+        super().__init__()
+        self.keeps, self.measure = keeps, measure
+        self.kept = Storages()
+        self.spoilt = False
+
+    def __torch_dispatch__(self, func: OpOverload, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.keeps(None, func, *args, **kwargs) is not Keep.MUST_SAVE:
+            if func._schema.is_mutable and self.kept.has(args):
+                self.spoilt = True
+            return func(*args, **kwargs)
+        with self.measure():
+            out = func(*args, **kwargs)
+        self.kept.add(out)
+        return out
 
 
 class Stopwatch:
