@@ -19,7 +19,7 @@ PACKAGE = __name__.partition(".")[0]
 
 # Public names of the release before that have left the package, and what to use instead; kept for one release.
 REMOVED = {
-    "finetune.combine_adapters": "Use add_weighted_adapter of PEFT, which reads and writes the same adapter folders",
+    "finetune.combine_adapters_": "Use add_weighted_adapter of PEFT, which reads and writes the same adapter folders",
     "run.PeerSnapshots": "It gained nothing where it was measured; use AtomicCheckpoints, or torchft or NVRx",
     "strategy.check_cluster": "Use nccl-tests and PyTorch's flight recorder; docs/cluster.md shows how",
 }
