@@ -18,8 +18,8 @@ class DeferredLogits:
     loss: casts, reshapes, slices and splits that keep the classes last and complete, a permutation that puts the
     classes second, factors, one value added to each class, soft-capping, and finally ``log_softmax``.
     Their ``cross_entropy``, or after ``log_softmax`` their ``nll_loss``, is the result of ``loss_of``. Operations that
-    need the values are refused. They are not a ``Tensor``, so that the hooks of strategies, which cast, detach or
-    gather the tensors of an output, skip them.
+    need the values are refused, and einops, which does not know this type: use ``transpose`` there. They are not a
+    ``Tensor``, so that the hooks of strategies, which cast, detach or gather the tensors of an output, skip them.
 
     Args:
         hidden: h, (..., D).
