@@ -11,7 +11,7 @@ from tests.support.families import FAMILIES, built
 from tests.support.nets import gradients, largest_difference
 
 each = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-PREDICTED = {"AlbertForSequenceClassification", "ViTForImageClassification"} | {
+PREDICTED = {"AlbertForSequenceClassification", "DebertaV2ForSequenceClassification", "ViTForImageClassification"} | {
     *("ResNetForImageClassification", "ConvNet", "Recurrent", "OneLSTM"),
     *("Graph", "Perceptron", "Mixer"),
 }

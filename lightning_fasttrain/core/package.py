@@ -19,7 +19,7 @@ PACKAGE = __name__.partition(".")[0]
 
 # Public names of the release before that have left the package, and what to use instead; kept for one release.
 REMOVED = {
-    "finetune.combine_adapters": "Use add_weighted_adapter of PEFT, which reads and writes the same adapter folders",
+    "finetune.combine_adapters_": "Use add_weighted_adapter of PEFT, which reads and writes the same adapter folders",
     "model.load_compile_cache": "Use torch.compiler.load_cache_artifacts, for files that only you can write",
     "model.save_compile_cache": "Use torch.compiler.save_cache_artifacts, or keep the folder TORCHINDUCTOR_CACHE_DIR",
     "run.PeerMemory": "It gained nothing where it was measured; use checkpoints, or torchft or NVRx",

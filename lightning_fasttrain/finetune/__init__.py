@@ -16,9 +16,13 @@ if TYPE_CHECKING:
     from lightning_fasttrain.core.modules.parameters import count_parameters
     from lightning_fasttrain.finetune.account_bytes import ByteAccount, account_bytes
     from lightning_fasttrain.finetune.adapters.adapter_checkpoints import trained_names, trained_state
-    from lightning_fasttrain.finetune.adapters.add_adapter import adapter_names, add_adapter_, use_adapter_
+    from lightning_fasttrain.finetune.adapters.add_adapter import (
+        adapter_names,
+        add_adapter_,
+        remove_adapter_,
+        use_adapter_,
+    )
     from lightning_fasttrain.finetune.adapters.base_model import base_model, enable_adapters_, unload_adapters_
-    from lightning_fasttrain.finetune.adapters.combine_adapters import combine_adapters_, remove_adapter_
     from lightning_fasttrain.finetune.adapters.lora import IA3, Adapter, LoRA
     from lightning_fasttrain.finetune.adapters.merge import MergeReport, merge_adapters_, unmerge_adapters_
     from lightning_fasttrain.finetune.adapters.qlora import QLoRA
@@ -58,7 +62,6 @@ __all__ = [
     "base_fingerprint",
     "base_model",
     "cache_frozen_",
-    "combine_adapters_",
     "count_parameters",
     "dequantized_weight",
     "enable_adapters_",

@@ -1,6 +1,5 @@
 """Report the techniques of a run at its start, their outcome at its end, and techniques without effect."""
 
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from time import perf_counter
@@ -9,7 +8,6 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelSummary
-from lightning.pytorch.loggers import Logger
 
 from lightning_fasttrain.core.batch.padding_share import BATCHES
 from lightning_fasttrain.core.messages import align, explain, format_bytes, number_of, say, warn
@@ -39,7 +37,6 @@ class RunSummary:
         self._own_start: Callable[..., Any] | None = None
         self._own_end: Callable[..., Any] | None = None
         self._awaits_loss, self._awaits_missing_loss = True, divides
-        self._late_hyperparameters = ExitStack()
         self._explanation: Explanation | None = None
         self._padding = padding_of(techniques)
         self._idle: list[tuple[str, str]] = []
@@ -50,29 +47,19 @@ class RunSummary:
         undo, holder = ExitStack(), self.holder
         self._own_start = None if is_empty_hook(holder, "on_train_batch_start") else holder.on_train_batch_start
         self._own_end = None if is_empty_hook(holder, "on_train_batch_end") else holder.on_train_batch_end
-        undo.callback(patch(holder, "on_fit_start", _in_turn(holder.on_fit_start, self._log_hyperparameters)))
         # Not on_train_start: the size of a step is that of its first batch.
         undo.callback(patch(holder, "on_train_batch_start", self._report_start))
         undo.callback(patch(holder, "on_train_batch_end", self._check_batch))
         undo.callback(patch(holder, "on_train_end", _in_turn(holder.on_train_end, self._report_end)))
         return undo.close
 
-    def _log_hyperparameters(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Add our hyperparameters to Lightning's call with the user's, since TensorBoard shows only the first call."""
-        if not (trainer.is_global_zero and trainer.enable_autolog_hparams):
-            return
-        ours = {KEY: ", ".join(map(repr, self.techniques))}
-        users = bool(module.hparams_initial or getattr(trainer.datamodule, "hparams_initial", None))
-        for logger in trainer.loggers:
-            if users:
-                self._late_hyperparameters.callback(_log_with(logger, ours))
-            else:
-                logger.log_hyperparams(ours)
-
     def _report_start(self, trainer: L.Trainer, module: L.LightningModule, batch: object, batch_idx: int) -> None:
         self.holder.on_train_batch_start = self._own_start  # type: ignore[method-assign]  # None is never called
-        self._late_hyperparameters.close()
         self._begun = _progress(trainer)
+        if trainer.is_global_zero and trainer.enable_autolog_hparams:
+            # After Lightning's call with the user's own, since TensorBoard shows only the first call.
+            for logger in trainer.loggers:
+                logger.log_hyperparams({KEY: ", ".join(map(repr, self.techniques))})
         if trainer.is_global_zero and not _is_quiet(trainer):
             self._explanation = explain_run(trainer, module, self.techniques, batch)
             say("%s", self._explanation)
@@ -185,31 +172,6 @@ def _in_turn(own: Callable[..., object], then: Callable[[Any, Any], None]) -> Ca
         then(trainer, module)
 
     return call_both
-
-
-def _log_with(logger: Logger, ours: Mapping[str, str]) -> Undo:
-    """Add ``ours`` to the next hyperparameters that ``logger`` is given, which win where both have a key.
-
-    Returns:
-        A function that logs ``ours`` alone, if none were given.
-    """
-    log = logger.log_hyperparams
-
-    def log_all(params: Any, *args: Any, **kwargs: Any) -> None:
-        restore()
-        # Emptied, so that log_ours has nothing left to log.
-        waits.clear()
-        theirs = vars(params) if isinstance(params, Namespace) else params
-        log({**ours, **theirs}, *args, **kwargs)
-
-    restore, waits = patch(logger, "log_hyperparams", log_all), [log]
-
-    def log_ours() -> None:
-        restore()
-        for log_alone in waits:
-            log_alone(dict(ours))
-
-    return log_ours
 
 
 def is_empty_hook(callback: L.Callback, hook: str) -> bool:

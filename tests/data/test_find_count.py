@@ -319,6 +319,28 @@ def test_dependent_samples_are_detected_with_bfloat16_weights(share):
         ft.data.find_count(contrastive, batch)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "autocast", "share"),
+    [(torch.float32, False, 1e-3), (torch.float32, True, 0.03), (torch.bfloat16, False, 0.1)],
+    ids=["float32", "autocast", "bfloat16"],
+)
+def test_a_weak_influence_of_other_samples_is_distinguished_from_rounding(dtype, autocast, share):
+    """As that of the minibatch standard deviation in StyleGAN2's discriminator: 5% of the gradient, at 512 channels."""
+    torch.manual_seed(0)
+    first, last = nn.Linear(16, 32, dtype=dtype), nn.Linear(32, 10, dtype=dtype)
+    x, y = torch.randn(16, 16, dtype=dtype), torch.randint(10, (16,))
+
+    def step(batch):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            hidden = first(batch[0]).tanh()
+            return F.cross_entropy(last(hidden - share * hidden.mean(0)).float(), batch[1])
+
+    with pytest.raises(ValueError, match="samples of a batch depend on one another"):
+        ft.data.find_count(step, (x, y), 4)
+    share = 0.0
+    ft.data.find_count(step, (x, y), 4)
+
+
 class Operations(TorchDispatchMode):
     def __init__(self):
         super().__init__()

@@ -128,6 +128,23 @@ def test_several_adapters_are_selected_by_name():
         ft.finetune.use_adapter_(model, "three")
 
 
+def test_removing_one_adapter_leaves_the_others_unchanged():
+    model = TinyLM()
+    outputs = {}
+    for name in ("one", "two"):
+        ft.apply(model, [ft.LoRA(rank=2, targets="up", name=name)])
+        awake(model, name)
+        ft.finetune.use_adapter_(model, name)
+        outputs[name] = model(IDS)
+    ft.finetune.remove_adapter_(model, "two")
+    assert ft.finetune.adapter_names(model) == ["one"]
+    assert torch.equal(model(IDS), outputs["one"])  # the active one was removed, so the first that is left is active
+    assert all(".one." in name for name in trains(model))
+    assert not any(".two" in name for name, _ in model.named_parameters())
+    with pytest.raises(ValueError, match="it is the only adapter"):
+        ft.finetune.remove_adapter_(model, "one")
+
+
 def test_base_model_disables_the_adapter_inside_the_with_block():
     model = TinyLM()
     model.head.weight = nn.Parameter(model.head.weight.detach().clone())

@@ -7,7 +7,6 @@ import sys
 import lightning as L
 import pytest
 import torch
-from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from torch.optim.lr_scheduler import LambdaLR
 
 import lightning_fasttrain as ft
@@ -267,38 +266,6 @@ def test_a_copy_of_model_and_optimizer_trains_independently(more):
     assert largest_difference(before, weights(net)) == 0
     take_steps(net, optimizer, batches=BATCHES)
     assert largest_difference(weights(net), weights(other)) == 0
-
-
-def test_paged_state_is_recreated_after_loading_with_the_same_values():
-    net = NamedLM("paged-adamw8bit")
-    optimizer = net.optimizer(net)
-    take_steps(net, optimizer, batches=BATCHES[:1])
-    optimizer.load_state_dict(optimizer.state_dict())
-    loaded = optimizer.state[net.gpt.tokens.weight]["state1"]
-    values = loaded.clone()
-    optimizer.zero_grad()
-    optimizer.step()
-    made = optimizer.state[net.gpt.tokens.weight]["state1"]
-    assert made is not loaded
-    assert torch.equal(made, values)
-    optimizer.step()
-    assert optimizer.state[net.gpt.tokens.weight]["state1"] is made
-
-
-@pytest.mark.gpu
-def test_paged_state_is_paged_again_when_a_run_resumes(tmp_path):
-    net = torch.nn.Linear(512, 512).cuda()
-    states = []
-    for _ in range(2):
-        optimizer = ft.build_optimizer(net, "paged-adamw8bit")
-        for state in states:
-            optimizer.load_state_dict(state)
-            _optimizer_to_device(optimizer, torch.device("cuda"))
-        net(torch.ones(2, 512, device="cuda")).sum().backward()
-        optimizer.step()
-        assert optimizer.state[net.weight]["state1"].is_paged
-        states.append(optimizer.state_dict())
-    assert optimizer.state[net.weight]["step"] == 2
 
 
 def test_schedules_and_clipping_reach_every_group_of_muon():

@@ -45,7 +45,8 @@ def _count_labels(ignored: Iterable[int]) -> Iterator[CountRule]:
 def match_rules(read: ReadNormalizer, trial: Trial, preferred: CountRule | None) -> dict[CountRule, float]:
     """Return the rules whose count is proportional to the read normalizer in all runs, with the ratio of the two.
 
-    The likeliest is first; those that give the normalizer itself are before all others.
+    The likeliest is first; those that give the normalizer itself are before all others. Sharded parameters need the
+    total before the first backward, as in ``test_techniques_train_as_under_ddp``.
     """
     if read.term is None:
         return {}

@@ -65,7 +65,8 @@ def find_split(
     if whole_batches:
         trial.statistics, trial.whole.changed = (), ()
     verdict = _judge(trial, count, preferred)
-    # What fits these samples may do so by chance, such as full masks: it must fit altered ones, too.
+    # What fits these samples may do so by chance, such as weights that are all equal: it must fit altered ones, too.
+    # test_micro_batches_train_as_the_unsplit_batches[(w / w.mean() * e).mean()] shows it.
     altered = _try_altered(verdict, trial, stage)
     for other in altered:
         judged = _judge(other, "auto", None)

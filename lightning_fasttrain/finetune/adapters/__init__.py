@@ -3,6 +3,5 @@
 The layers are PEFT's.
 
 From the bottom up: ``_adapter_checks``, ``fast_path_weights``, ``initializations``, ``add_adapter``,
-``_merged_layers``, ``adapter_checkpoints``, ``combine_adapters``, ``merge_quantized``, ``lora``, ``merge``, ``qlora``,
-``base_model``.
+``_merged_layers``, ``adapter_checkpoints``, ``merge_quantized``, ``lora``, ``merge``, ``qlora``, ``base_model``.
 """

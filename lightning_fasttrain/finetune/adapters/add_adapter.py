@@ -1,4 +1,4 @@
-"""Add adapters to a frozen model, list them, and select the active ones."""
+"""Add adapters to a frozen model, list them, select the active ones, and remove them."""
 
 import copy
 import re
@@ -274,6 +274,40 @@ def use_prompt_(root: object, name: str, trainable: bool = True) -> None:
     for other, encoder in root.prompt_encoder.items():
         # PEFT does not change ``requires_grad`` of the others.
         encoder.requires_grad_(trainable and other == name)
+
+
+@check_arguments
+def remove_adapter_(model: nn.Module, name: str) -> None:
+    """Remove one of several adapters from the model, in place; if it was active, activate the first remaining one.
+
+    Raises:
+        ValueError: there is no adapter of that name, it is the only one, or an adapter is merged.
+
+    Example:
+        >>> import peft
+        >>> net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        >>> for task in ("summaries", "titles"):
+        ...     _ = add_adapter_(net, peft.LoraConfig(r=1), "0", name=task)
+        >>> remove_adapter_(net, "titles")
+        >>> adapter_names(net)
+        ['summaries']
+
+    Source:
+        PEFT's ``delete_adapter``.
+    """
+    refuse_merged(model, f"remove_adapter_(model, '{name}')")
+    there = adapter_names(model)
+    refuse_unknown([name], there)
+    if there == [name]:
+        why = "it is the only adapter"
+        raise ValueError(explain(f"remove_adapter_(model, '{name}')", why, "Use unload_adapters_(model, merge=False)"))
+    # Before the deletion: PEFT would choose for each layer separately, in alphabetical order.
+    if any(name in layer.active_adapters for layer in switches(model)):
+        use_adapter_(model, names_not_in(there, [name])[0])
+    for layer in switches(model):
+        layer.delete_adapter(name)
+    for module in model.modules():
+        (vars(module).get("peft_config") or {}).pop(name, None)
 
 
 def adapter_parameters(model: nn.Module) -> set[str]:

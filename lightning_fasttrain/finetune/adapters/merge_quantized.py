@@ -15,6 +15,7 @@ from lightning_fasttrain.finetune.adapters._merged_layers import find_quantized_
 from lightning_fasttrain.finetune.adapters.add_adapter import adapted_modules, adapter_parameters
 from lightning_fasttrain.finetune.adapters.initializations import call, copy_config_for, in_eval
 from lightning_fasttrain.finetune.quantized._quantized_layer import (
+    dequantize_4bit,
     dequantized_weight,
     in_8_bits,
     is_quantized,
@@ -31,7 +32,6 @@ from lightning_fasttrain.finetune.quantized._quantized_tensor import (
 )
 from lightning_fasttrain.finetune.quantized._tensor_files import Original, OriginalWeights, relative_error
 from lightning_fasttrain.finetune.quantized.quantized_state import keep_quantized_
-from lightning_fasttrain.finetune.quantized.unaligned_matmul import dequantize_flat
 from lightning_fasttrain.finetune.selection._search import names_in, prefix_of
 from lightning_fasttrain.finetune.selection.freezing import can_train
 
@@ -220,7 +220,7 @@ def _full_weight(base: object) -> Tensor:
     """Return the dequantised weight of a layer in float32, regardless of the dtype before quantising."""
     weight = dequantized_weight(base)
     if weight.dtype is not torch.float32:
-        weight = dequantize_flat(base.weight.data, base.weight.quant_state, torch.float32)
+        weight = dequantize_4bit(base.weight.data, base.weight.quant_state, torch.float32)
     return weight
 
 

@@ -12,7 +12,6 @@ from lightning_fasttrain.core.checks import PositiveInt, check_arguments, one_of
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.layer_kinds import CONV1D, find_imported_class, is_a
 from lightning_fasttrain.core.modules.parameters import quantized_tensors
-from lightning_fasttrain.finetune.quantized.unaligned_matmul import dequantize_flat
 
 KINDS = ("nf4", "fp4", "int8")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that can be quantised, and used as compute dtype
@@ -288,7 +287,21 @@ def dequantized_weight(layer: Any) -> Tensor:
     settle_(layer)
     if in_8_bits(layer):
         return layer.weight.detach().float() * (layer.state.SCB / 127).unsqueeze(1)
-    # Dequantising as one row is only needed on CPUs; see ``dequantize_flat``.
-    if layer.weight.device.type == "cpu":
-        return dequantize_flat(layer.weight.data, layer.quant_state, layer.quant_state.dtype)
-    return require_bitsandbytes().functional.dequantize_4bit(layer.weight.data, layer.quant_state)
+    return dequantize_4bit(layer.weight.data, layer.quant_state, layer.quant_state.dtype)
+
+
+def dequantize_4bit(packed: Tensor, state: object, dtype: torch.dtype) -> Tensor:
+    """Dequantise a packed weight to ``dtype``, as if it were one long row.
+
+    Blocks of 64 values extend over the end of a row. The AVX-512 kernel of bitsandbytes assumes that each row begins
+    with a block, and reads wrong constants if the row length is not a multiple of 64; for odd lengths it compiles a
+    slow kernel. With one row, the result is correct and fast.
+    """
+    ops, constants = torch.ops.bitsandbytes, state.absmax  # operators, since their wrappers cannot be compiled
+    if state.nested:
+        nested = state.state2
+        constants = ops.dequantize_blockwise(constants, nested.absmax, nested.code, nested.blocksize, torch.float32)
+        constants = constants + state.offset  # their mean, which was subtracted before they were quantised
+    elements = state.shape.numel()
+    row = ops.dequantize_4bit(packed, constants, state.blocksize, state.quant_type, [1, elements + elements % 2], dtype)
+    return row.flatten()[:elements].view(state.shape)

@@ -5,14 +5,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn import functional as F
 
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.wrapped_forward import wrapper_on
+from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, wrapper_on
 from lightning_fasttrain.finetune.quantized._quantized_layer import (
     FLOATS,
     NESTED_BLOCK,
+    dequantize_4bit,
     in_8_bits,
     is_quantized,
     pack,
@@ -21,7 +24,6 @@ from lightning_fasttrain.finetune.quantized._quantized_layer import (
     settle_8bit_,
     was_transposed,
 )
-from lightning_fasttrain.finetune.quantized.unaligned_matmul import FlatForward
 
 StateDict = MutableMapping[str, Any]
 _NO_TENSOR = "is not a tensor, or a part of its quantisation state is not"
@@ -63,8 +65,42 @@ def keep_quantized_(layer: Any) -> None:
     else:
         _hook_(layer, load_4bit, settle_4bit_)
         _disable_repacking_(layer)
-        if layer.in_features % layer.quant_state.blocksize and not wrapper_on(layer, FlatForward):
-            FlatForward(layer).install()
+        if layer.in_features % layer.quant_state.blocksize and not wrapper_on(layer, UnalignedForward):
+            UnalignedForward(layer).install()
+
+
+class UnalignedForward(WrappedForward):
+    """Wrapper of the forward of a ``Linear4bit`` that replaces it on the CPU, for rows not aligned with blocks.
+
+    Needed by SigLIP in transformers, whose MLP is 4,304 wide: ``test_siglips_mlp_in_4_bits_is_exact_on_the_cpu``.
+    """
+
+    module: Any
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.device.type != "cpu":
+            return self.inner(x)
+        inputs = x.to(self.module.compute_dtype or x.dtype)
+        bias = None if self.module.bias is None else self.module.bias.to(inputs.dtype)
+        return _Product.apply(inputs, self.module.weight, self.module.quant_state, bias).to(x.dtype)
+
+
+class _Product(torch.autograd.Function):
+    """Compute x·Wᵀ + b, saving neither ``x`` nor the dequantised weight for the backward."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, packed: Tensor, state: object, bias: Tensor | None) -> Tensor:
+        # Not by ``save_for_backward``: hooks that offload saved tensors would move the frozen weight as well.
+        ctx.packed, ctx.state = packed, state
+        with torch.autocast("cpu", enabled=False):
+            product = F.linear(x, dequantize_4bit(packed, state, x.dtype), bias)
+        # ``F.linear`` returns a view of rows, which the model could not write into.
+        return torch.ops.aten._unsafe_view(product, product.shape)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (gradient,) = gradients
+        return gradient @ dequantize_4bit(ctx.packed, ctx.state, gradient.dtype), None, None, None
 
 
 def _hook_(layer: object, load: Callable[..., None], settle: Callable[..., None]) -> None:

@@ -17,7 +17,7 @@ from lightning_fasttrain.optim.closure_optimizer import Groups
 from lightning_fasttrain.optim.galore_groups import block_matrices, galore_groups
 from lightning_fasttrain.optim.named.host_optimizer import HostOptimizer
 from lightning_fasttrain.optim.named.low_precision_updates import LowPrecisionUpdates
-from lightning_fasttrain.optim.named.plain_state import page_again_after_loading_, save_as_plain_tensors_
+from lightning_fasttrain.optim.named.plain_state import save_as_plain_tensors_
 from lightning_fasttrain.optim.parameter_groups import decay_groups, layer_decay_groups, lora_plus_groups
 
 
@@ -149,7 +149,8 @@ def build_optimizer(
     The names: ``sgd``, ``adagrad``, ``rmsprop``, ``adam``, ``adamw``, ``adafactor``, ``lion``; ``muon`` (PyTorch's for
     the matrices of the blocks, AdamW for the rest, in one optimizer); ``galore``; ``adamw8bit``, ``adamw4bit`` and
     ``lion8bit``, with quantized state; ``paged-adamw``, ``paged-adamw8bit`` and ``paged-lion8bit``, whose state moves
-    to host memory when a GPU is full; ``schedule-free``, which evaluates at an average of the weights: add
+    to host memory when a GPU is full, except after a checkpoint was loaded, which bitsandbytes keeps on the GPU;
+    ``schedule-free``, which evaluates at an average of the weights: add
     ``optim.ScheduleFreeEvaluation()`` to the Trainer, or call its ``eval()`` and ``train()`` yourself.
 
     Norms, biases and embeddings have no weight decay (:func:`decay_groups`), a tied weight is listed once, frozen ones
@@ -216,8 +217,6 @@ def build_optimizer(
         # On the innermost optimizer: wrappers define their own ``state_dict``.
         if kind.__module__.startswith("torchao"):
             save_as_plain_tensors_(optimizer)
-        if getattr(optimizer, "is_paged", False):
-            page_again_after_loading_(optimizer)
         return optimizer if updates is None else LowPrecisionUpdates(optimizer, updates)
 
     optimizer = make(made) if offload is None else HostOptimizer(made, make)

@@ -78,22 +78,6 @@ def _rebuild(value: object) -> Any:
     return kind(*(value[part] for part in kind.tensor_attrs), *attributes)
 
 
-def page_again_after_loading_(optimizer: Optimizer) -> None:
-    """Page the state of bitsandbytes' paged optimizers again after loading, which moves it."""
-    seen = [optimizer.state]
-
-    def page_again(*_: object) -> None:
-        if optimizer.state is seen[0]:
-            return
-        seen[0] = optimizer.state  # loading creates a new one
-        for parameter, state in optimizer.state.items():
-            for key in ("state1", "state2"):
-                if key in state and not getattr(state[key], "is_paged", False):
-                    state[key] = optimizer.get_state_buffer(parameter, dtype=state[key].dtype).copy_(state[key])
-
-    optimizer.register_step_pre_hook(page_again)
-
-
 @check_arguments
 def hand_over_state_(source: Optimizer, target: Optimizer) -> int:
     """Copy one optimizer's state to another of the same family over the same parameters, in any precision.
