@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from lightning_fasttrain.strategy._sharded_groups import ddp_states, fsdp2_states, sharded_groups
-from lightning_fasttrain.strategy.choose._model_sizes import ZeROSizes, held_by
-from lightning_fasttrain.strategy.choose.model_states import predict_model_states
+
 from lightning_fasttrain.strategy.traffic import STRATEGIES, all_reduce_bytes, predict_traffic
+from lightning_fasttrain.strategy.zero.zero_states import ZeROSizes, held_by, predict_model_states
 from tests.strategy.traffic_scenarios import ZERO, Net, adam, optimizer_for
 from tests.support.ranks import run_ranks
 
