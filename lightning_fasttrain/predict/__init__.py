@@ -3,7 +3,7 @@
 The step runs on tensors with shapes but without memory. Workspace of kernels is added where its size is known.
 
 From the bottom up: ``operators``, ``allocation_trace``, ``caching_allocator``, ``traced_step``, ``fake_model``,
-``kernel_workspace``, ``cuda``, ``memory_report``, ``ranks``, ``predict_memory``, ``count_flops``.
+``kernel_workspace``, ``cuda``, ``memory_report``, ``sharded_model``, ``one_rank``, ``predict_memory``, ``count_flops``.
 """
 
 from typing import TYPE_CHECKING

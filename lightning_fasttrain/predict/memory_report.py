@@ -50,6 +50,8 @@ class MemoryReport(Report):
         device: the predicted device.
         precision: as given.
         notes: assumptions and omissions.
+        host_bytes: peak of what the strategy keeps in host memory, for this rank.
+        nvme_bytes: bytes that it keeps on disk, for this rank.
     """
 
     peak_bytes: int
@@ -64,6 +66,8 @@ class MemoryReport(Report):
     device: str
     precision: str
     notes: tuple[str, ...] = ()
+    host_bytes: int = 0
+    nvme_bytes: int = 0
 
     def as_table(self) -> Table:
         """Build a ``rich`` table with the categories and the largest holders."""
@@ -75,6 +79,9 @@ class MemoryReport(Report):
         table.add_column("at most", justify="right")
         for category in CATEGORIES:
             table.add_row(category, format_bytes(self.at_peak[category]), format_bytes(self.peaks[category]))
+        for place, nbytes in (("host memory", self.host_bytes), ("disk", self.nvme_bytes)):
+            if nbytes:
+                table.add_row(f"offloaded to {place}", "", format_bytes(nbytes))
         table.add_section()
         for holder in self.holders:
             made_by = f" by {holder.op}" if holder.op else ""
@@ -136,6 +143,13 @@ def report(
         holders=_find_largest(held),
         **about,
     )
+
+
+def peak_of(allocations: Sequence[Allocation], since: int) -> int:
+    """Return the peak bytes of ``allocations`` from the time ``since`` on; 0 for none."""
+    if not any(allocation.died > since for allocation in allocations):
+        return 0
+    return report(allocations, since, device="", precision="").peak_bytes
 
 
 def join_range(reports: Sequence[MemoryReport], note: str) -> MemoryReport:

@@ -1,8 +1,12 @@
 """Predict the memory that a training step will need, without allocating it."""
 
+import copy
+import functools
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
@@ -20,16 +24,16 @@ from lightning_fasttrain.core.host.lightning import configured_optimizers
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import names_of_parameters
 from lightning_fasttrain.optim.named.build_optimizer import make_optimizer
-from lightning_fasttrain.optim.named.state_bytes import tensors_in
+from lightning_fasttrain.optim.named.state_bytes import make_twin, tensors_in
 from lightning_fasttrain.predict.allocation_trace import AllocationTrace
 from lightning_fasttrain.predict.caching_allocator import GRANULE, place_in_blocks
 from lightning_fasttrain.predict.cuda.cuda_dispatch import CUBLAS_WORKSPACE, AsOnCuda, step_in_lists_
 from lightning_fasttrain.predict.cuda.cuda_workspace import CUDA_WORKSPACE
 from lightning_fasttrain.predict.fake_model import Factory, fake_batch, fake_model, find_longest_axis, settle_
 from lightning_fasttrain.predict.kernel_workspace import CPU_WORKSPACE, KEPT, quantized_workspace
-from lightning_fasttrain.predict.memory_report import MemoryReport, join_range, report
+from lightning_fasttrain.predict.memory_report import MemoryReport, join_range, peak_of, report
+from lightning_fasttrain.predict.one_rank import OneRank
 from lightning_fasttrain.predict.operators.data_dependent_values import AssumedArrays, AssumedNumbers
-from lightning_fasttrain.predict.ranks.one_rank import OneRank
 from lightning_fasttrain.predict.traced_step import lend_optimizers, step_as_trainer, step_by_itself
 from lightning_fasttrain.technique import Technique, check_together
 from lightning_fasttrain.technique.predicted_step import PredictedStep
@@ -54,7 +58,7 @@ def predict_memory(
     batch: object,
     *,
     loss: Loss | None = None,
-    optimizer: Callable[[Any], Optimizer] | None = None,
+    optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
     techniques: Sequence[Technique] = (),
     precision: str = "32-true",
     device: str = "cuda",
@@ -80,8 +84,9 @@ def predict_memory(
     ``tensor_parallel`` or ``context_parallel``, the strategy's own code shards the model and runs the step, with
     collectives that move nothing: gathered parameters, their padding and unsharded gradients are counted as they come
     and go, and ``batch`` is the batch of this rank. Not counted is what communication libraries allocate. Under
-    :class:`~lightning_fasttrain.ZeROStrategy`, parameters, gradients, optimizer state and buffers are those of
-    :func:`~lightning_fasttrain.strategy.predict_model_states`, and the rest is traced without sharding.
+    :class:`~lightning_fasttrain.ZeROStrategy`, whose engine cannot run without memory, parameters, gradients, optimizer
+    state and buffers follow from formulas that are tested against the engine, and the rest is traced without sharding.
+    Under DDP its buckets, a second copy of the gradients, are added. What a strategy offloads is in ``host_bytes``.
 
     Values read from tensors are unknown. Where they decide shapes, as lengths and masks do, the peak is a range:
     ``least_bytes`` where masks select nothing, ``peak_bytes`` where they select everything and a length is the longest
@@ -92,12 +97,13 @@ def predict_memory(
             changed nor copied in memory. A LightningModule brings its ``training_step`` and ``configure_optimizers``.
         batch: one batch of the loader; only shapes and dtypes matter.
         loss: (module, batch) → loss, instead of ``training_step``.
-        optimizer: parameters → optimizer, or a :class:`~lightning_fasttrain.NamedOptimizer`, instead of
-            ``configure_optimizers``.
+        optimizer: parameters → optimizer, a :class:`~lightning_fasttrain.NamedOptimizer`, or the optimizer of an
+            existing ``module``, which is not changed; instead of ``configure_optimizers``.
         techniques: the techniques, as for the Trainer.
         precision: ``"32-true"``, ``"bf16-mixed"`` or ``"bf16-true"``, as in Lightning.
         device: the device whose allocator and kernels are assumed, ``"cuda"`` or ``"cpu"``; neither is used.
-        strategy: the strategy, as for the Trainer; it is not changed. None predicts a single device.
+        strategy: the strategy, as for the Trainer: ``"ddp"``, Lightning's ``DDPStrategy``, or one of ours; it is not
+            changed. None predicts a single device.
         world: number of ranks under ``strategy``.
         rank: the rank to predict; those with the first shards hold most.
 
@@ -141,41 +147,107 @@ def predict_memory(
         ``memory_prediction.py`` compares it with :class:`~lightning_fasttrain.run.PeakMemory` on the CPU and with the
         caching allocator.
     """
+    settings = {"loss": loss, "optimizer": optimizer, "techniques": techniques, "precision": precision}
+    (report,) = predict_strategies(module, batch, [strategy], **settings, device=device, world=world, rank=rank)
+    return report
+
+
+def predict_strategies(
+    module: nn.Module | Factory,
+    batch: object,
+    strategies: Sequence[object],
+    *,
+    loss: Loss | None = None,
+    optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
+    techniques: Sequence[Technique] = (),
+    precision: str = "32-true",
+    device: str = "cuda",
+    world: int = 1,
+    rank: int = 0,
+    tell: Callable[[str], object] = lambda text: None,
+) -> list[MemoryReport]:
+    """Predict the same step under each of several strategies, as :func:`predict_memory` does for one.
+
+    DDP and the stages of ZeRO share a trace, and FSDP2 shares one with its offload, so that all strategies take about
+    three times as long as a single device.
+
+    Args:
+        strategies: as ``strategy`` of :func:`predict_memory`; all other arguments are like there.
+        tell: called with the progress, in words.
+    """
     one_of("precision", precision, tuple(PRECISIONS))
     one_of("device", device, DEVICES)
-    one = OneRank(strategy, world, rank)
     techniques = check_together(techniques)
-    on_cuda = device == "cuda"
-    planned = one.plan(precision, on_cuda)
-    surgeons = _ask(techniques, planned)
-    granule, workspace = (GRANULE, CUDA_WORKSPACE) if on_cuda else (1, CPU_WORKSPACE)
+    ranks = [OneRank(strategy, world, rank) for strategy in strategies]
+    traces: list[tuple[tuple[object, ...], list[OneRank]]] = []
+    for one in ranks:
+        key = one.key(precision)
+        alike = next((group for other, group in traces if other == key), None)
+        if alike is None:
+            traces.append((key, alike := []))
+        alike.append(one)
+    found: dict[OneRank, MemoryReport] = {}
+    for number, (_, group) in enumerate(traces, start=1):
+        tell(f"tracing a step, {number} of {len(traces)}")
+        planned = PredictedStep(group[0].precision(precision), device == "cuda")
+        step = _Step(module, batch, loss, optimizer, _ask(techniques, planned), planned)
+        reports = _find_range(functools.partial(_predict, step, group, device, precision), find_longest_axis(batch))
+        found.update(zip(group, reports, strict=True))
+    return [found[one] for one in ranks]
 
-    def run(truth: bool, number: int, selected: int | None) -> MemoryReport:
-        trace = AllocationTrace(granule, workspace, KEPT, truth=truth, number=number, selected=selected)
-        try:
-            with isolate_rng(include_cuda=False), explaining_errors():
-                since = _trace_steps(trace, module, batch, loss, optimizer, surgeons, planned, one)
-        except Exception as error:
-            if trace.assumed:
-                raise _FailedOnAssumedValues from error
-            raise
+
+@dataclass(frozen=True)
+class _Step:
+    """The step that is traced, with the techniques that change the model."""
+
+    module: nn.Module | Factory
+    batch: object
+    loss: Loss | None
+    optimizer: Optimizer | Callable[[Any], Optimizer] | None
+    surgeons: Sequence[Technique]
+    planned: PredictedStep
+
+
+def _predict(
+    step: _Step,
+    ranks: Sequence[OneRank],
+    device: str,
+    precision: str,
+    truth: bool,
+    number: int,
+    selected: int | None,
+) -> list[MemoryReport]:
+    """Trace a step with these values where code reads values from tensors, and report on each of ``ranks``."""
+    on_cuda = step.planned.on_cuda
+    granule, workspace = (GRANULE, CUDA_WORKSPACE) if on_cuda else (1, CPU_WORKSPACE)
+    trace = AllocationTrace(granule, workspace, KEPT, truth=truth, number=number, selected=selected)
+    try:
+        with isolate_rng(include_cuda=False), explaining_errors():
+            since = _trace_steps(trace, step, ranks)
+    except Exception as error:
+        if trace.assumed:
+            raise _FailedOnAssumedValues from error
+        raise
+    reports = []
+    for one in ranks:
         allocations = one.allocations(trace.allocations, since)
+        host = one.host_allocations(trace.allocations, since)
         reserved = place_in_blocks(allocations) if on_cuda else None
-        notes = list(planned.notes)
+        notes = [*step.planned.notes, *one.notes(on_cuda)]
         if trace.assumed:
             notes.append(_ASSUMED)
-        return report(allocations, since, reserved, device=device, precision=precision, notes=tuple(notes))
-
-    return _find_range(run, find_longest_axis(batch))
+        about = {"device": device, "precision": precision, "notes": tuple(notes), "nvme_bytes": one.nvme_bytes}
+        reports.append(report(allocations, since, reserved, host_bytes=peak_of(host, since), **about))
+    return reports
 
 
 class _FailedOnAssumedValues(Exception):
     """The code raised an error after a value was assumed, which may be the reason."""
 
 
-def _find_range(run: Callable[[bool, int, int | None], MemoryReport], longest: int) -> MemoryReport:
+def _find_range(run: Callable[[bool, int, int | None], list[MemoryReport]], longest: int) -> list[MemoryReport]:
     """Run with the values that may be read from tensors, at most four times; once where none is read."""
-    most: dict[bool, MemoryReport] = {}
+    most: dict[bool, list[MemoryReport]] = {}
     failure: BaseException | None = None
     # A condition may be a check that must hold, add work or, like LayerDrop's, skip it.
     for truth in (True, False):
@@ -185,14 +257,16 @@ def _find_range(run: Callable[[bool, int, int | None], MemoryReport], longest: i
         except _FailedOnAssumedValues as error:
             failure = error.__cause__
         else:
-            if _ASSUMED not in most[truth].notes:
+            if _ASSUMED not in most[truth][0].notes:
                 return most[truth]
     # A loss may need one selected element: DebertaV2 in test_the_peak_is_predicted_within_five_percent.
     for truth, selected in itertools.product(list(most)[:1], (0, 1)):
         try:
-            return join_range((run(truth, 1, selected), *most.values()), _RANGE)
+            least = run(truth, 1, selected)
         except _FailedOnAssumedValues as error:
             failure = error.__cause__
+        else:
+            return [join_range(reports, _RANGE) for reports in zip(least, *most.values(), strict=True)]
     why = f"a prediction has no values, and with assumed ones the code raises {type(failure).__name__}: {failure}"
     way_out = "Pass loss=, a function of (module, batch) that does not need values"
     raise ValueError(explain("the code branches on values read from tensors", why, way_out)) from failure
@@ -213,29 +287,22 @@ def _ask(techniques: Sequence[Technique], planned: PredictedStep) -> list[Techni
     return surgeons
 
 
-def _trace_steps(
-    trace: AllocationTrace,
-    module: nn.Module | Factory,
-    batch: object,
-    loss: Loss | None,
-    optimizer: Callable[[Any], Optimizer] | None,
-    surgeons: Sequence[Technique],
-    planned: PredictedStep,
-    one: OneRank,
-) -> int:
+def _trace_steps(trace: AllocationTrace, step: _Step, ranks: Sequence[OneRank]) -> int:
     """Run two steps under ``trace``; return the time at which the second began."""
+    loss, planned = step.loss, step.planned
     mode, plugin = FakeTensorMode(allow_non_fake_inputs=True), PRECISIONS[planned.precision]()
     with ExitStack() as undo:
         dtype = torch.bfloat16 if planned.precision == "bf16-true" else None
-        net = undo.enter_context(fake_model(module, surgeons, dtype, mode))
+        net = undo.enter_context(fake_model(step.module, step.surgeons, dtype, mode))
         # Settled after the surgery, which may have added weights.
         settle_(net, mode, dtype)
-        forward = undo.enter_context(one.shard(net, forward_of(net, loss, plugin), planned, mode))
+        forward = undo.enter_context(ranks[0].shard(net, forward_of(net, loss, plugin), planned, mode))
         # Asked for only now, since techniques may have imported bitsandbytes.
         trace.workspace = {**trace.workspace, **quantized_workspace()}
         with AssumedNumbers(truth=False):
-            steppers, schedulers = _make_optimizers(net, optimizer, loss)
-        one.count_states(net, steppers[0], planned.precision)
+            steppers, schedulers = _make_optimizers(net, step, mode)
+        for one in ranks:
+            one.count_states(net, steppers[0], planned.precision)
         for act in planned.on_optimizer:
             for stepper in steppers:
                 act(stepper)
@@ -245,12 +312,8 @@ def _trace_steps(
         undo.enter_context(trace)
         undo.enter_context(AssumedArrays(trace))
         undo.enter_context(trace.watch(net))
-        data = plugin.convert_input(fake_batch(batch, mode))
-        if loss is None and isinstance(net, L.LightningModule):
-            data = net.on_after_batch_transfer(net.on_before_batch_transfer(data, 0), 0)
-        batches = [trace.mark_all(data, "inputs")]
-        if planned.on_cuda and planned.prefetches:
-            batches.append(trace.mark_all(fake_batch(data, mode), "inputs"))
+        # With prefetching the next batch exists too, until the end of the steps.
+        data, *_ahead = _load_batches(trace, step, net, plugin, mode)
         if planned.on_cuda:
             for stepper in steppers:
                 step_in_lists_(stepper)
@@ -267,11 +330,24 @@ def _trace_steps(
         for _ in range(2):
             since = trace.now
             if steps_itself:
-                step_by_itself(trace, forward, batches[0], steppers, planned)
+                step_by_itself(trace, forward, data, steppers, planned)
             else:
-                step_as_trainer(trace, forward, batches[0], steppers[0], planned)
+                step_as_trainer(trace, forward, data, steppers[0], planned)
             _mark_state(trace, net, steppers)
     return since
+
+
+def _load_batches(
+    trace: AllocationTrace, step: _Step, net: nn.Module, plugin: Precision, mode: FakeTensorMode
+) -> list[Any]:
+    """Return the batch without memory, after the hooks of its transfer, and the one that is prefetched meanwhile."""
+    data = plugin.convert_input(fake_batch(step.batch, mode))
+    if step.loss is None and isinstance(net, L.LightningModule):
+        data = net.on_after_batch_transfer(net.on_before_batch_transfer(data, 0), 0)
+    batches = [trace.mark_all(data, "inputs")]
+    if step.planned.on_cuda and step.planned.prefetches:
+        batches.append(trace.mark_all(fake_batch(data, mode), "inputs"))
+    return batches
 
 
 def forward_of(net: nn.Module, loss: Loss | None, plugin: Precision) -> Callable[[Any], Any]:
@@ -293,22 +369,39 @@ def forward_of(net: nn.Module, loss: Loss | None, plugin: Precision) -> Callable
     return step
 
 
-def _make_optimizers(
-    net: nn.Module, make: Callable[[Any], Optimizer] | None, loss: Loss | None
-) -> tuple[list[Optimizer], list[Any]]:
+def _make_optimizers(net: nn.Module, step: _Step, mode: FakeTensorMode) -> tuple[list[Optimizer], list[Any]]:
     """Return the optimizers, and the schedulers of the module."""
-    if make is not None:
-        return [make_optimizer(make, net)], []
+    if isinstance(step.optimizer, Optimizer):
+        return [_copy_optimizer(step.optimizer, step.module, net, mode)], []
+    if step.optimizer is not None:
+        return [make_optimizer(step.optimizer, net)], []
     if not isinstance(net, L.LightningModule):
         why = "only a LightningModule has configure_optimizers"
         way_out = "Pass optimizer=, a function of the parameters: lambda p: torch.optim.AdamW(p)"
         raise TypeError(explain(f"{type(net).__name__} without optimizer=", why, way_out))
     optimizers, schedulers = configured_optimizers(net)
-    if len(optimizers) > 1 and loss is not None:
+    if len(optimizers) > 1 and step.loss is not None:
         what = f"loss= and {type(net).__name__} with {len(optimizers)} optimizers"
         why = "it is not known which of them steps after this loss"
         raise ValueError(explain(what, why, "Pass optimizer= too, or neither of them"))
     return optimizers, schedulers
+
+
+def _copy_optimizer(optimizer: Optimizer, module: object, net: nn.Module, mode: FakeTensorMode) -> Optimizer:
+    """Return an optimizer like ``optimizer``, which holds parameters of ``module``, for those of its copy ``net``."""
+    names = names_of_parameters(module) if isinstance(module, nn.Module) else {}
+    parameters = dict(net.named_parameters())
+    twin, groups = make_twin(optimizer), []
+    for group in optimizer.param_groups:
+        missing = [parameter for parameter in group["params"] if names.get(parameter) not in parameters]
+        if missing:
+            what = f"{type(optimizer).__name__} with {len(missing)} tensors that are not parameters of the module"
+            way_out = "Pass the module that the optimizer was made for, or a function that makes it"
+            raise ValueError(explain(what, "the memory of its state cannot be predicted", way_out))
+        with mode:
+            groups.append({**copy.copy(group), "params": [parameters[names[p]] for p in group["params"]]})
+    twin.param_groups, twin.state = groups, defaultdict(dict)
+    return twin
 
 
 def _mark_state(trace: AllocationTrace, net: nn.Module, optimizers: Sequence[Optimizer]) -> None:

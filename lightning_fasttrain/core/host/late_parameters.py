@@ -16,6 +16,8 @@ from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import trained_parameters
 
 _WAY_OUT = "Call it first, then make the optimizer, and then call fabric.setup"
+# The critic of a GAN commonly takes five steps for one of the generator, which may have the new parameters.
+_STEPS = 10
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -31,7 +33,7 @@ class _Late:
     what: str
     before: list[weakref.ref[nn.Parameter]]
     new: list[weakref.ref[nn.Parameter]]
-    stepped: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
+    steps: weakref.WeakKeyDictionary[Optimizer, int] = field(default_factory=weakref.WeakKeyDictionary)
 
 
 _changing: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that are being changed right now
@@ -42,8 +44,9 @@ _pending: set[_Late] = set()
 def refuse_late_parameters(model: nn.Module, what: str) -> Iterator[Callable[[], None]]:
     """Refuse an optimizer that lacks the parameters which begin to train inside of this ``with`` block.
 
-    An optimizer that exists is no error yet: it may be one of an earlier training, and step beside another one. It is
-    one as soon as it steps a second time while new parameters have gradients and no optimizer has stepped any of them.
+    An optimizer that exists is not an error yet: it may belong to an earlier training, or step beside another one. It
+    is one when it steps for the tenth time while new parameters have gradients and no optimizer has stepped any of
+    them.
 
     Args:
         model: before it is changed.
@@ -53,7 +56,7 @@ def refuse_late_parameters(model: nn.Module, what: str) -> Iterator[Callable[[],
         A function that ends the watch, for when the change is undone.
 
     Raises:
-        RuntimeError: Fabric has set the model up, and it has new parameters that train. Later, in the second step of
+        RuntimeError: Fabric has set the model up, and it has new parameters that train. Later, in the tenth step of
             an optimizer: it lacks them.
     """
     before = list(map(weakref.ref, model.parameters()))
@@ -108,10 +111,11 @@ def _refuse_without_late(optimizer: Optimizer, args: object, kwargs: object) -> 
         training = [parameter for parameter in new if parameter.grad is not None]
         if not training or held.isdisjoint(map(id, _find_alive(late.before))):
             continue
-        if optimizer in late.stepped:
+        steps = late.steps.get(optimizer, 0) + 1
+        if steps >= _STEPS:
             why = f"{len(training)} tensors that train since then are not in it, and no optimizer steps them"
             raise RuntimeError(explain(f"{type(optimizer).__name__} was made before {late.what}", why, _WAY_OUT))
-        late.stepped.add(optimizer)
+        late.steps[optimizer] = steps
 
 
 def _find_alive(references: Iterable[Any]) -> list[nn.Parameter]:

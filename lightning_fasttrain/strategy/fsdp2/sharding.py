@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -235,9 +235,19 @@ class FSDP2Host:
 
     def shard_predicted_(self, model: nn.Module, world: int, precision: str, step: str) -> None:
         """Shard ``model`` for :func:`~lightning_fasttrain.predict_memory`, as one of ``world`` ranks."""
-        device = torch.device("cpu")
-        self.sharding.cut_(model, self.sharding.mesh(device, world), precision, device)
+        device, sharding = torch.device("cpu"), self.sharding_on_device
+        sharding.cut_(model, sharding.mesh(device, world), precision, device)
         register_fsdp_forward_method(model, step)
+
+    @property
+    def sharding_on_device(self) -> Sharding:
+        """The sharding without offload, which decides a predicted step."""
+        return replace(self.sharding, offload=None)
+
+    @property
+    def offloads(self) -> bool:
+        """Whether shards are in host memory."""
+        return self.sharding.offload is not None
 
     def without_reduction(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return the context of all micro-batches but the last, in which gradients are summed unsharded."""

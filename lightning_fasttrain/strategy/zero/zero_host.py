@@ -22,7 +22,7 @@ from lightning_fasttrain.core.host.unfit_models import refuse_earlier_shards
 from lightning_fasttrain.core.messages import explain, wide_enough
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.core.state.select_entries import only
-from lightning_fasttrain.predict.ranks.rank_states import RankStates
+from lightning_fasttrain.predict.one_rank import RankStates
 from lightning_fasttrain.strategy.choose._model_sizes import Held, held_by
 from lightning_fasttrain.strategy.choose._optimizer_state import refuse_unshardable
 from lightning_fasttrain.strategy.choose.choose_stage import choose_stage

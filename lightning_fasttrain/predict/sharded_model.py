@@ -1,4 +1,4 @@
-"""Shard a model of fake tensors by the code of the strategy that will shard the real one."""
+"""Shard a model of fake tensors by the code of the strategy that will shard the real one, as one rank of many."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -6,12 +6,12 @@ from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import quantized_tensors
-from lightning_fasttrain.predict.ranks.fake_ranks import fake_ranks
 from lightning_fasttrain.technique.predicted_step import PredictedStep
 
 STEP = "_predicted_step"  # method of a model, while it is sharded for a prediction
@@ -29,6 +29,16 @@ class ShardsFakeModel(Protocol):
 
     def without_reduction(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return the context of all micro-batches but the last."""
+        ...
+
+    @property
+    def sharding_on_device(self) -> object:
+        """How a model is sharded, whether or not its shards are offloaded; strategies with equal ones share a trace."""
+        ...
+
+    @property
+    def offloads(self) -> bool:
+        """Whether shards, their gradients and the optimizer's state are in host memory."""
         ...
 
 
@@ -84,3 +94,41 @@ def _move_to_meta_(model: nn.Module) -> None:
                 like = torch.empty_strided(parameter.size(), parameter.stride(), dtype=parameter.dtype, device="meta")
                 moved[parameter] = nn.Parameter(like, parameter.requires_grad)
             module._parameters[name] = moved[parameter]
+
+
+@contextmanager
+def fake_ranks(world: int, rank: int = 0) -> Iterator[None]:
+    """Context in which this process is ``rank`` of ``world``; collectives return at once, and move nothing.
+
+    Args:
+        world: number of ranks.
+        rank: rank of this process.
+
+    Raises:
+        ValueError: ``rank`` is not below ``world``, or this process has joined a process group already.
+
+    Example:
+        >>> with fake_ranks(1024, rank=3):
+        ...     dist.get_world_size(), dist.get_rank()
+        (1024, 3)
+        >>> dist.is_initialized()
+        False
+
+    Source:
+        ``torch.testing._internal.distributed.fake_pg``.
+    """
+    # Importing it registers the backend.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if rank >= world:
+        why = f"ranks are counted from 0, so the last one is {world - 1}"
+        raise ValueError(explain(f"rank={rank} of world={world}", why, "Use a rank below world"))
+    if dist.is_initialized():
+        why = f"this process is one of {dist.get_world_size()} ranks already, and torch has one default process group"
+        way_out = "Predict in a process of its own, such as with `fasttrain memory`"
+        raise ValueError(explain("a prediction for one rank of many", why, way_out))
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
