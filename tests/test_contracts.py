@@ -466,8 +466,8 @@ def fits(group):
     return not slow and not any(PAIRS[pair] for pair in itertools.combinations(group, 2))
 
 
-# Every pair is in a group of up to twelve, which is one run for its 66 pairs.
-GROUPS = [cases_at(group) for group in cover_pairs(len(JOINED), fits, would_show, size=12)]
+# Every pair is in a group of up to sixteen, which is one run for its 120 pairs.
+GROUPS = [cases_at(group) for group in cover_pairs(len(JOINED), fits, would_show, size=16)]
 
 
 @pytest.mark.parametrize("pair", REFUSED, ids=names_of)

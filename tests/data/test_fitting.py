@@ -9,6 +9,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.data.out_of_memory.deferred_gradient_sync import together_of
+from tests.data.fitting_scenarios import FITS, SHORTAGES
 from tests.support.nets import TinyLM, as_loader, fit, largest_difference, lm_batches, trainer, weights
 from tests.support.ranks import run_ranks
 
@@ -138,12 +139,10 @@ def found(tmp_path_factory):
     return ranks
 
 
-@pytest.mark.parametrize("short", [0, 1])
-@pytest.mark.parametrize("place", ["forward", "backward"])
-@pytest.mark.parametrize("part", ["first", "last"])
+@pytest.mark.parametrize(("short", "place", "part"), SHORTAGES)
 def test_all_ranks_use_the_number_that_fits_on_the_smallest(found, short, place, part):
     for rank in found:
-        assert rank[f"{short} {place} {part}"] == [0.0, {0: 4, 1: 2}[short]]
+        assert rank[f"{short} {place} {part}"] == [0.0, FITS[short]]
         assert rank["another training"] > 1e-2  # the comparison can fail
 
 

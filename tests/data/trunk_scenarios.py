@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_fasttrain as ft
-from tests.data.test_micro_batch_forward import Encoder, Matching, Starved, pairs
+from tests.data.test_micro_batch_forward import RUNS, Encoder, Matching, Starved, pairs
 from tests.support.nets import as_loader, largest_difference, trainer, weights
 
 STEPS = 3
@@ -146,14 +146,19 @@ def main(path):
     def note(name, gathered, expected=expected):
         found[name] = largest_difference(expected, gathered), agree(gathered)
 
+    techniques = {
+        "plain": lambda: [],
+        "through": lambda: [ft.MicroBatching(3, through="encoder")],
+        "blocks": lambda: [ft.MicroBatching(3, through="encoder.blocks.*")],
+        "checkpointed": lambda: [ft.ActivationCheckpointing(), ft.MicroBatching(3, through="encoder")],
+        "found": lambda: [ft.MicroBatching(3)],
+    }
     for name, make in STRATEGIES.items():
-        note(f"{name} plain", train(make(), []))
-        note(f"{name} through", train(make(), [ft.MicroBatching(3, through="encoder")]))
-        note(f"{name} blocks", train(make(), [ft.MicroBatching(3, through="encoder.blocks.*")]))
-        techniques = [ft.ActivationCheckpointing(), ft.MicroBatching(3, through="encoder")]
-        note(f"{name} checkpointed", train(make(), techniques))
-        note(f"{name} found", train(make(), [ft.MicroBatching(3)]))
-        note(f"{name} weighted", train(make(), [ft.MicroBatching(3)], kind=Weighted), weighted)
+        for run in RUNS[name]:
+            if run == "weighted":
+                note(f"{name} {run}", train(make(), [ft.MicroBatching(3)], kind=Weighted), weighted)
+            else:
+                note(f"{name} {run}", train(make(), techniques[run]()))
     auto = ft.MicroBatching("auto", through="encoder")
     note("ddp starved", train(STRATEGIES["ddp"](), [auto], kind=(Matching, Starved)[RANK]))
     found["starved n"] = auto.n

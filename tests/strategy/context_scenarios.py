@@ -74,6 +74,16 @@ class Stack(nn.Module):
         return self.head(x)
 
 
+MODELS = {
+    "gpt": lambda: base.Net("gpt"),
+    "llama": Llama,
+    "bert": lambda: base.Net("bert"),
+    "bart": Translator,
+    "gpt2": lambda: base.Net("gpt2"),  # gives its blocks a cache by position
+}
+KINDS = {2: tuple(MODELS), 4: ("gpt",)}
+
+
 def fit(module, callbacks=(), count=3, strategy=None, batches=None, **options):
     torch.manual_seed(21 + base.RANK)
     strategy = strategy or FSDP2Strategy(context_parallel=2)
@@ -85,9 +95,8 @@ def fit(module, callbacks=(), count=3, strategy=None, batches=None, **options):
 
 def equal_to_one_process(found):
     """Compare the losses of all steps with clipping, and the weights after them."""
-    kinds = {"gpt": lambda: base.Net("gpt"), "llama": Llama, "bert": lambda: base.Net("bert")}
-    # A GPT-2 gives its blocks a cache by position.
-    for name, make in {**kinds, "bart": Translator, "gpt2": lambda: base.Net("gpt2")}.items():
+    for name in KINDS[base.WORLD]:
+        make = MODELS[name]
         expected = make()
         losses = base.train_alone(expected, base.WORLD // 2, clip=0.5)
         module = make()

@@ -19,7 +19,7 @@ from lightning_fasttrain.strategy.zero.zero_host import make_broadcastable_
 from lightning_fasttrain.strategy.zero.zero_states import STAGES as KNOWN
 from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy
 from lightning_fasttrain.technique import check_together
-from tests.strategy.zero_launches import launched
+from tests.strategy.zero_launches import EQUAL, IN_FABRIC, WEIGHED, launched
 from tests.support.nets import trainer
 from tests.support.ranks import ROOT
 
@@ -52,7 +52,7 @@ def test_every_scenario_ran(one, two):
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 def test_losses_and_weights_equal_those_of_one_plain_process(two, kind):
     for rank in two:
-        for stage in (*STAGES, *(("2+offload", "3+offload") if kind == "adamw" else ())):
+        for stage in EQUAL[kind]:
             found = rank[f"{kind} {stage}"]
             assert found["losses"] < 1e-5
             assert found["weights"] < 1e-4
@@ -64,14 +64,14 @@ def test_torchs_own_linear_is_restored_after_stage_3(two):
 
 
 def test_step_counts_equal_the_engines(two):
-    for stage in STAGES:
-        for kind in ("sgd", "adamw"):
+    for kind, stages in EQUAL.items():
+        for stage in stages:
             assert two[0][f"{kind} {stage}"]["steps"] == [6, 6]
 
 
 def test_optimizer_takes_the_same_steps_as_in_one_process(one):
     cases = {key: found for key, found in one.items() if key.startswith("steps ") and isinstance(found, dict)}
-    assert len(cases) == 2 * 5 * 5 + 1 + 3  # dtypes, optimizers and groups, stages; auto; Fabric
+    assert len(cases) == 2 * 5 * 2 + 1 + 3  # dtypes, optimizers and groups, stages; auto; Fabric
     for key, found in cases.items():
         assert found["counts"] == ([] if "sgd" in key else [4.0]), key
         assert found["weights"] < 1e-6 < 1e-3 < found["moved"], (key, found)
@@ -99,8 +99,9 @@ def test_an_adagrad_that_deepspeed_would_replace_is_refused(one):
 
 
 def test_targets_have_equal_weight_over_unequal_ranks_and_micro_batches(two):
-    for key in ("sgd 0", "sgd 1", "sgd 2", "sgd 3", "sgd 2+offload", "adamw 2", "adamw 3"):
-        assert two[0][f"tokens {key}"] < 1e-4
+    for kind, stages in WEIGHED.items():
+        for stage in stages:
+            assert two[0][f"tokens {kind} {stage}"] < 1e-4
 
 
 def test_uninitialized_padding_of_a_shard_is_not_taken_for_a_weight(two):
@@ -111,7 +112,7 @@ def test_uninitialized_padding_of_a_shard_is_not_taken_for_a_weight(two):
 def test_guards_skip_a_step_that_one_rank_spoils_bitwise_on_both(two):
     for found in two:
         skips = {key: value for key, value in found.items() if key.startswith("skipped, ")}
-        assert len(skips) == 12
+        assert len(skips) == 7
         assert {key: value[:2] for key, value in skips.items()} == {key: [True, 1] for key in skips}
         assert [found[f"skipped in Fabric {stage}"] for stage in (2, 3)] == [[1, True]] * 2
         assert "that is 1 step in a row" in found["stopped"]
@@ -183,7 +184,7 @@ def test_adapters_quantised_layers_and_the_fused_loss_train_as_under_ddp(two):
             assert two[0][f"{name} {stage}"] < 1e-5
 
 
-@pytest.mark.parametrize("run", ["LoRA 2", "LoRA 3", "QLoRA 3"])
+@pytest.mark.parametrize("run", ["LoRA 2", "QLoRA 3"])
 def test_adapter_only_checkpoints_resume_bit_for_bit(two, run):
     assert len(two[0][f"held {run}"]) == 8
     assert all("lora_" in name for name in two[0][f"held {run}"])
@@ -195,7 +196,7 @@ def test_adapter_only_checkpoints_resume_bit_for_bit(two, run):
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 def test_fabric_strategy_accumulates_clips_and_resumes(two, kind):
     for rank in two:
-        for stage in (*STAGES, "2+offload", "3+offload") if kind == "sgd" else ("1", "3"):
+        for stage in IN_FABRIC[kind]:
             found = rank[f"fabric {kind} {stage}"]
             assert found["losses"] < 1e-5
             assert found["weights"] < 1e-4

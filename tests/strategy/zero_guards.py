@@ -70,17 +70,15 @@ def is_skipped(spoil, stage, technique, without=(SPOILT,), **settings):
 
 def skips_bad_steps(found, folder):
     factor, constant = torch.tensor([NAN, 0.0]), torch.tensor([1.0, NAN])
-    for stage in (0, 2, 3):
+    for stage in (2, 3):
         found[f"skipped, factor {stage}"] = is_skipped(factor, stage, ft.FiniteGuard())
-    for stage in (0, 1, 3, "2+offload", "3+offload"):
+    for stage in (0, "3+offload"):
         found[f"skipped, bf16 {stage}"] = is_skipped(factor, stage, ft.FiniteGuard(), precision="bf16-true")
     windows = {"without": (2, 3), "accumulate_grad_batches": 2}
     found["skipped, window 1"] = is_skipped(factor, 1, ft.FiniteGuard(), **windows)
     # The gradient of a constant is finite, so that DeepSpeed itself would make the step.
     found["skipped, constant 3"] = is_skipped(constant, 3, ft.FiniteGuard())
-    for stage in (2, 3):
-        spike = ft.run.SpikeGuard(after=3)
-        found[f"skipped, spike {stage}"] = is_skipped(torch.tensor([200.0, 0.0]), stage, spike)
+    found["skipped, spike 2"] = is_skipped(torch.tensor([200.0, 0.0]), 2, ft.run.SpikeGuard(after=3))
     try:
         fit(batches(factor), 2, [ft.FiniteGuard(stop_after=1)])
         found["stopped"] = "no error"

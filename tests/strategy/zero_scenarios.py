@@ -29,7 +29,7 @@ from lightning_fasttrain.strategy.zero.zero_fabric import FabricZeROStrategy
 from lightning_fasttrain.strategy.zero.zero_states import predict_model_states
 from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy
 from tests.strategy import zero_guards, zero_steps
-from tests.strategy.zero_launches import DEPTH
+from tests.strategy.zero_launches import DEPTH, EQUAL, IN_FABRIC, WEIGHED
 from tests.strategy.zero_steps import whole
 from tests.support.end_of_rank import write_findings
 from tests.support.nets import (
@@ -50,7 +50,6 @@ RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1
 ALL = [lm_batches(5, size=6, seed=3), lm_batches(5, size=4, seed=4)]  # different rows and numbers of targets per rank
 MINE = ALL[RANK]
 WINDOWS = ((0, 1), (2, 3), (4,))  # accumulation over 2 of 5 batches
-STAGES = (0, 1, 2, 3, "2+offload", "3+offload")
 OPTIMIZERS = {"sgd": (sgd, {"lr": 0.1}), "adamw": (torch.optim.AdamW, {"lr": 0.01})}
 
 
@@ -113,10 +112,10 @@ def equals_one_process(found, folder):
     linear, settings = functional.linear, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3}
     for kind in OPTIMIZERS:
         expected, losses = steps_by_hand(kind, 2, 0.3)
-        for stage in STAGES if kind == "adamw" else STAGES[:4]:
+        for stage in EQUAL[kind]:
             module = net(kind)
             techniques = [ft.ActivationCheckpointing()]
-            compiled = kind == "adamw" and stage in (2, 3, "3+offload")
+            compiled = kind == "adamw" and stage in (2, "3+offload")
             techniques += [ft.CompileBlocks(backend="aot_eager")] if compiled else []
             t = fit(module, ZeROStrategy(stage=stage), techniques, max_epochs=2, **settings)
             torch._dynamo.reset()
@@ -134,7 +133,7 @@ def weighs_tokens(found, folder):
     """Windows of unequal numbers of targets, on unequal ranks, in micro-batches."""
     for kind in OPTIMIZERS:
         expected, _ = steps_by_hand(kind, 1, 0.3, weighted=True)
-        for stage in STAGES[:5] if kind == "sgd" else (2, 3):
+        for stage in WEIGHED[kind]:
             module = net(kind)
             techniques = [ft.TokenWeightedAccumulation(2), ft.MicroBatching(2)]
             fit(module, ZeROStrategy(stage=stage), techniques, max_epochs=1, gradient_clip_val=0.3)
@@ -360,7 +359,7 @@ def adapts(found, folder):
 
 def keeps_adapters(found, folder):
     """Checkpoints that hold only what trains: resumed, from another base, and for another adapter."""
-    for name, make, stages in (("LoRA", ft.LoRA, (2, 3)), ("QLoRA", ft.QLoRA, (3,))):
+    for name, make, stages in (("LoRA", ft.LoRA, (2,)), ("QLoRA", ft.QLoRA, (3,))):
         for stage in stages:
             save = ModelCheckpoint(folder / f"kept-{name}-{stage}", filename="{epoch}", save_top_k=-1)
             path = folder / f"kept-{name}-{stage}" / "epoch=0.ckpt"
@@ -383,7 +382,7 @@ def twin(found, folder):
     """A Fabric loop: accumulation, clipping, resuming."""
     for kind in OPTIMIZERS:
         expected, losses = fabric_by_hand(kind, 2, 0.3)
-        for stage in STAGES if kind == "sgd" else (1, 3):
+        for stage in IN_FABRIC[kind]:
             path = folder / f"fabric-{RANKS}-{kind}-{stage}"
             module, seen, norms, _ = fabric_loop(kind, stage, 2, 0.3, save=path)
             other, again, _, step = fabric_loop(kind, stage, 1, 0.3, load=path)

@@ -113,12 +113,12 @@ def compare(expected, rates, module, engine, schedule):
 
 
 def counts_steps(found, folder):
-    """Stage by dtype by optimizer by shape of the groups."""
+    """Dtype by optimizer and shape of the groups, each at two stages; each shape at four of five."""
     shapes = ("one", "empty", "frozen", "idle")
-    for precision, dtype in DTYPES.items():
-        for kind, shape in [*(("adamw", shape) for shape in shapes), ("sgd", "all")]:
+    for offset, (precision, dtype) in enumerate(DTYPES.items()):
+        for place, (kind, shape) in enumerate([*(("adamw", shape) for shape in shapes), ("sgd", "all")]):
             expected, rates = by_hand(kind, shape, dtype)
-            for stage in STAGES:
+            for stage in (STAGES * 3)[place + offset : place + offset + 4 : 2]:
                 module, t = fitted(kind, shape, stage, precision)
                 schedule = t.lr_scheduler_configs[0].scheduler
                 found[f"steps {precision} {kind} {shape} {stage}"] = compare(

@@ -27,12 +27,14 @@ R = TypeVar("R")
 class _Late:
     """Parameters of a model that began to train after ``what``, and that no optimizer has stepped yet.
 
-    References are weak, because quantising replaces parameters whose memory must not be kept.
+    Those of the model are held by name: torch swaps a sharded parameter only if no weak reference to it exists. The
+    replaced ones are held weakly, because quantising replaces parameters whose memory must not be kept.
     """
 
     what: str
-    before: list[weakref.ref[nn.Parameter]]
-    new: list[weakref.ref[nn.Parameter]]
+    model: weakref.ref[nn.Module]
+    new: set[str] = field(default_factory=set)
+    replaced: list[weakref.ref[nn.Parameter]] = field(default_factory=list)
     steps: weakref.WeakKeyDictionary[Optimizer, int] = field(default_factory=weakref.WeakKeyDictionary)
 
 
@@ -61,7 +63,7 @@ def refuse_late_parameters(model: nn.Module, what: str) -> Iterator[Callable[[],
     """
     before = list(map(weakref.ref, model.parameters()))
     trained_before = list(map(weakref.ref, trained_parameters(model)))
-    late = _Late(what, before, [])
+    late = _Late(what, weakref.ref(model))
     _changing.add(model)
     try:
         yield lambda: _pending.discard(late)
@@ -69,9 +71,11 @@ def refuse_late_parameters(model: nn.Module, what: str) -> Iterator[Callable[[],
         _changing.discard(model)
     # Only the living ones, since the id of one that is gone may be used again.
     known = set(map(id, _find_alive(trained_before)))
-    late.new = [weakref.ref(parameter) for parameter in trained_parameters(model) if id(parameter) not in known]
+    late.new = {name for name, p in model.named_parameters() if p.requires_grad and id(p) not in known}
     if not late.new:
         return
+    present = set(map(id, model.parameters()))
+    late.replaced = [weakref.ref(parameter) for parameter in _find_alive(before) if id(parameter) not in present]
     if isinstance(model, FabricModule):
         why = f"{len(late.new)} tensors that train now are in no optimizer, and Fabric's strategy has not seen them"
         raise RuntimeError(explain(f"{what} after fabric.setup", why, _WAY_OUT))
@@ -104,12 +108,15 @@ def _refuse_without_late(optimizer: Optimizer, args: object, kwargs: object) -> 
         return
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for late in list(_pending):
-        new = _find_alive(late.new)
+        model = late.model()
+        named = {} if model is None else dict(model.named_parameters())
+        new = [named.pop(name) for name in late.new if name in named]
         if not new or not held.isdisjoint(map(id, new)):
             _pending.discard(late)
             continue
         training = [parameter for parameter in new if parameter.grad is not None]
-        if not training or held.isdisjoint(map(id, _find_alive(late.before))):
+        before = [*named.values(), *_find_alive(late.replaced)]
+        if not training or held.isdisjoint(map(id, before)):
             continue
         steps = late.steps.get(optimizer, 0) + 1
         if steps >= _STEPS:
