@@ -11,7 +11,7 @@ from lightning_fasttrain.core.modules.parameters import bytes_of
 from lightning_fasttrain.optim.named.state_bytes import Shape, state_bytes
 from lightning_fasttrain.strategy.choose._model_sizes import Held, ceil_div
 from lightning_fasttrain.strategy.choose.model_states import ModelStates
-from lightning_fasttrain.strategy.fsdp2._packed_weights import whole_parameters
+from lightning_fasttrain.strategy.fsdp2.packed_weights import whole_parameters
 from lightning_fasttrain.strategy.fsdp2.shard_blocks import own_groups, precision_policy
 
 

@@ -20,7 +20,7 @@ from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
 from lightning_fasttrain.core.modules.parameters import bytes_of, count_uses, parameters_of
 from lightning_fasttrain.predict.predict_memory import PRECISIONS
 from lightning_fasttrain.strategy.choose._optimizer_state import has_own_kernels
-from lightning_fasttrain.strategy.fsdp2._packed_weights import (
+from lightning_fasttrain.strategy.fsdp2.packed_weights import (
     is_opaque,
     keep_packed_,
     unwrap_packed_,
