@@ -32,7 +32,7 @@ from killed_training import KINDS, REPLICATED, STRATEGIES, WINDOW, Fault, differ
 
 from lightning_fasttrain.core.files.atomic_write import write_atomic
 from lightning_fasttrain.core.machine import hardware, versions
-from lightning_fasttrain.strategy.zero._zero_engine import import_deepspeed
+from lightning_fasttrain.strategy.zero.zero_engine import import_deepspeed
 
 FAULTS_OF_A_RUN = 10
 DISK = "fasttrain-kills"  # and the id of the campaign's process

@@ -125,9 +125,37 @@ def test_a_room_has_no_circles_and_its_docstring_lists_it_from_the_bottom_up(fol
         assert needs[name] <= set(listed[:place]), f"{name} stands before what it imports"
 
 
-def test_no_room_has_more_than_a_dozen_files():
+ABOUT_TEN = 12
+
+
+def test_a_room_has_about_ten_files():
+    """Its names are read at a glance. Twelve at most: a file more than ten need not open a room of its own."""
     crowded = {str(folder.relative_to(PACKAGE)): len(members(folder)) for folder in FOLDERS}
-    assert {name: number for name, number in crowded.items() if number > 12} == {}
+    assert {name: number for name, number in crowded.items() if number > ABOUT_TEN} == {}
+
+
+MOST_LINES = 600
+
+
+def longer_than_one_sitting(file):
+    lines = len(file.read_text().splitlines())
+    if lines > MOST_LINES:
+        yield f"{file} has {lines} lines"
+
+
+def test_a_file_is_read_in_one_sitting():
+    """A file holds one subject, in 150 to 500 lines; a subject that needs more than 600 is two."""
+    assert broken_in_any(longer_than_one_sitting) == []
+
+
+def named_with_an_underscore(file):
+    if file.name.startswith("_") and file.stem not in {"__init__", "__main__"}:
+        yield str(file)
+
+
+def test_no_file_name_begins_with_an_underscore():
+    """What a package offers is in its ``__init__``: no file of it is less private than another."""
+    assert broken_in_any(named_with_an_underscore) == []
 
 
 def test_a_circle_would_be_noticed(tmp_path, monkeypatch):
@@ -250,6 +278,7 @@ def test_a_statement_has_at_most_one_comprehension_or_conditional():
         (drawers_and_unpickling, "torch.load('x')"),
         (drawers_and_unpickling, "pickle.loads(b'x')"),
         (dense_statements, "x = [a for a in b] if c else 1"),
+        (longer_than_one_sitting, "\n" * MOST_LINES),
     ],
 )
 def test_a_broken_rule_would_be_noticed(find, code, tmp_path, monkeypatch):
@@ -260,3 +289,8 @@ def test_a_broken_rule_would_be_noticed(find, code, tmp_path, monkeypatch):
     assert len(list(find(file))) == 1
     file.with_name("old.py").write_text("import torch\n")
     assert list(find(file.with_name("old.py"))) == []
+
+
+def test_a_broken_name_would_be_noticed():
+    names = ("_new.py", "__new.py", "__init__.py", "__main__.py", "new.py")
+    assert sum(len(list(named_with_an_underscore(PACKAGE / name))) for name in names) == 2

@@ -30,9 +30,8 @@ from lightning_fasttrain.core.files.atomic_write import write_atomic
 from lightning_fasttrain.core.files.checkpoint_folder import MANIFEST, _sum, checkpoint_folder, verify_checkpoint
 from lightning_fasttrain.core.files.run_mark import facts_of
 from lightning_fasttrain.core.machine import versions
-from lightning_fasttrain.strategy.fsdp2._shard_index import INDEX
-from lightning_fasttrain.strategy.fsdp2._sharded_optimizer import named_state
-from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import REST
+from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import INDEX, REST
+from lightning_fasttrain.strategy.fsdp2.sharded_optimizer import named_state
 from tests.support import mutations
 
 safetensors = pytest.importorskip("safetensors.torch")

@@ -24,9 +24,8 @@ from torch import nn
 import lightning_fasttrain as ft
 from lightning_fasttrain.core.files.checkpoint_folder import MANIFEST, _sum, checkpoint_folder, verify_checkpoint
 from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint
-from lightning_fasttrain.strategy.fsdp2._shard_index import INDEX
-from lightning_fasttrain.strategy.fsdp2._sharded_optimizer import named_state
-from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import REST
+from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import INDEX, REST
+from lightning_fasttrain.strategy.fsdp2.sharded_optimizer import named_state
 
 safetensors = pytest.importorskip("safetensors.torch")
 peft = pytest.importorskip("peft")

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from lightning_fasttrain.finetune.frozen_cache.frozen_cache import FrozenCache, cache_frozen_
     from lightning_fasttrain.finetune.prompts.add_prompt import add_prompt_
     from lightning_fasttrain.finetune.prompts.prompt_tuning import PrefixTuning, PromptTuning
-    from lightning_fasttrain.finetune.quantized._quantized_layer import dequantized_weight, quantized_bytes
     from lightning_fasttrain.finetune.quantized.load_quantized import load_quantized
     from lightning_fasttrain.finetune.quantized.quantized_base import QuantizedBase, QuantizedReport, quantize_base_
+    from lightning_fasttrain.finetune.quantized.quantized_layer import dequantized_weight, quantized_bytes
     from lightning_fasttrain.finetune.quantized.quantized_state import keep_quantized_
     from lightning_fasttrain.finetune.selection.base_fingerprint import base_fingerprint
     from lightning_fasttrain.finetune.selection.freezing import freeze_, freeze_except_, unfreeze_

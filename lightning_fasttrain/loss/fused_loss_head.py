@@ -23,11 +23,11 @@ from lightning_fasttrain.core.modules.wrapped_forward import (
     wrapper_on,
     wrappers_on,
 )
-from lightning_fasttrain.loss._watched_logits import HeadEvidence, HeadSearch, watch_logits
 from lightning_fasttrain.loss.chunked import autocast_dtype
 from lightning_fasttrain.loss.deferred_logits import DeferredLogits, scale_bias
 from lightning_fasttrain.loss.linear_cross_entropy import BACKENDS, linear_cross_entropy
 from lightning_fasttrain.loss.logit_losses import MiscompiledError
+from lightning_fasttrain.loss.watched_logits import HeadEvidence, HeadSearch, watch_logits
 from lightning_fasttrain.technique import Exactness, Setting, Surgery, Technique
 from lightning_fasttrain.technique.facts import Facts
 from lightning_fasttrain.technique.predicted_step import PredictedStep

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
 
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.finetune.quantized._quantized_layer import fake_parts, is_quantized
-from lightning_fasttrain.finetune.selection._float32_adapters import kept_in_float32
+from lightning_fasttrain.finetune.quantized.quantized_layer import fake_parts, is_quantized
+from lightning_fasttrain.finetune.selection.float32_adapters import kept_in_float32
 from lightning_fasttrain.predict.operators.data_dependent_values import AssumedNumbers
 from lightning_fasttrain.technique import Technique, apply
 

@@ -143,19 +143,17 @@ class StrategyChoice(Report):
             where = f"{where} in {self.nodes} nodes"
         usable = f"On each device {gib(self.usable_bytes)} GiB are usable."
         title = f"{where}, {self.precision}: GiB at the peak of one rank, and GiB that it moves in a step"
-        verdicts = []
+        verdicts, to_ranks, to_host = [], [], []
         for row in self.candidates:
+            to_ranks.append(gib(row.traffic.ranks))
+            to_host.append(gib(row.traffic.host))
             verdict = "yes"
             if row.short:
                 verdict = f"no, {gib(row.short)} over"
             elif not row.fits:
                 verdict = f"no, {gib(row.short_of_host)} over in host"
             verdicts.append(verdict)
-        columns = {
-            "to ranks": [gib(row.traffic.ranks) for row in self.candidates],
-            "to host": [gib(row.traffic.host) for row in self.candidates],
-            "fits": verdicts,
-        }
+        columns = {"to ranks": to_ranks, "to host": to_host, "fits": verdicts}
         return fits_table(title, [self.why, usable, *self.notes], self.candidates, self.name, columns)
 
 

@@ -14,7 +14,7 @@ from lightning_fasttrain.core.files.checkpoint_folder import MANIFEST, verify_ch
 from lightning_fasttrain.core.files.safe_load import as_corrupt, existing_path
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import bytes_of
-from lightning_fasttrain.strategy.zero._zero_files import ZeROFiles
+from lightning_fasttrain.strategy.zero.zero_files import ZeROFiles
 
 _LOW = (torch.float16, torch.bfloat16)
 

@@ -16,7 +16,7 @@ from lightning_fasttrain.core.modules.without_dropout import without_dropout
 from lightning_fasttrain.dry_run.verification.digest import draw_signs, take_digest
 from lightning_fasttrain.dry_run.verification.short_run import quietly
 from lightning_fasttrain.finetune.adapters import base_model, fast_path_weights
-from lightning_fasttrain.finetune.selection import _float32_adapters
+from lightning_fasttrain.finetune.selection import float32_adapters
 from tests.support.nets import TinyLM, as_loader, lm_batches, weights
 
 BATCHES = lm_batches(3)
@@ -362,7 +362,7 @@ def test_adapters_missing_in_evaluation_are_found(monkeypatch):
 def test_stuck_adapters_in_half_precision_are_found(monkeypatch):
     settings = {"precision": "bf16-true", "module": TinyLM(lr=1e-4), "steps": 2}
     assert verify([ft.LoRA(rank=2)], **settings).ok
-    monkeypatch.setattr(_float32_adapters, "keep_in_float32_", lambda module: None)
+    monkeypatch.setattr(float32_adapters, "keep_in_float32_", lambda module: None)
     assert "did not move: in bfloat16 small updates are rounded away" in tail(verify([ft.LoRA(rank=2)], **settings))
 
 

@@ -28,7 +28,7 @@ from lightning_fasttrain.finetune import (
     quantize_base_,
     quantized_bytes,
 )
-from lightning_fasttrain.finetune.quantized._quantized_layer import KINDS, quantization_of
+from lightning_fasttrain.finetune.quantized.quantized_layer import KINDS, quantization_of
 from lightning_fasttrain.run import PeakMemory
 from tests.support.nets import LazyLM, TinyLM, as_loader, fit, lm_batches, trainer, weights
 

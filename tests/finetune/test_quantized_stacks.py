@@ -13,7 +13,7 @@ from torch import nn
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.finetune import load_quantized, quantize_base_, trained_names, trained_state
-from lightning_fasttrain.finetune.quantized._quantized_tensor import dequantize_tensor, held_tensors
+from lightning_fasttrain.finetune.quantized.quantized_tensor import dequantize_tensor, held_tensors
 from lightning_fasttrain.finetune.selection.base_fingerprint import base_fingerprint
 from lightning_fasttrain.run import PeakMemory
 from tests.support.nets import as_loader, largest_difference, trainer

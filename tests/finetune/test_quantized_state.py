@@ -10,7 +10,7 @@ from torch import nn
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from lightning_fasttrain.finetune import QuantizedBase, dequantized_weight, keep_quantized_, quantize_base_
-from lightning_fasttrain.finetune.quantized._quantized_layer import KINDS, quantization_of
+from lightning_fasttrain.finetune.quantized.quantized_layer import KINDS, quantization_of
 from tests.support.nets import TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
 from tests.support.ranks import run_code
 

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.core.modules.wrapped_forward import patch
-from lightning_fasttrain.run.checkpoint._gathered_states import pack, unpack
 from lightning_fasttrain.run.checkpoint.exact_resume import KEY, ExactResume
+from lightning_fasttrain.run.checkpoint.gathered_states import pack, unpack
 from lightning_fasttrain.technique import Technique
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.. before .optimizer.step..*")

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.core.modules.parameters import quantized_tensors
-from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized
-from lightning_fasttrain.strategy.fsdp2 import _packed_weights
+from lightning_fasttrain.finetune.quantized.quantized_layer import is_quantized
+from lightning_fasttrain.strategy.fsdp2 import packed_weights
 from lightning_fasttrain.strategy.fsdp2.fsdp2_fabric import FabricFSDP2Strategy
 from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
 from lightning_fasttrain.strategy.fsdp2.shard_blocks import check_sharded
@@ -379,10 +379,10 @@ def techniques(found, folder):
 @contextmanager
 def whole_base():
     """Select the strategy for torch versions in which FSDP2 would cast packed weights."""
-    original = _packed_weights._would_be_cast
-    _packed_weights._would_be_cast = lambda *_: True
+    original = packed_weights._would_be_cast
+    packed_weights._would_be_cast = lambda *_: True
     yield
-    _packed_weights._would_be_cast = original
+    packed_weights._would_be_cast = original
 
 
 def local(tensor):

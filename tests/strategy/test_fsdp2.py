@@ -14,12 +14,16 @@ from torch import nn
 from torch.torch_version import TorchVersion
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.strategy.fsdp2._shard_index import ShardReader
-from lightning_fasttrain.strategy.fsdp2._sharded_optimizer import named_state
 from lightning_fasttrain.strategy.fsdp2.broadcast_weights import list_shared_buffers
 from lightning_fasttrain.strategy.fsdp2.fsdp2_fabric import FabricFSDP2Strategy
 from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
-from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import full_checkpoint, full_state_dict, save_sharded
+from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import (
+    ShardReader,
+    full_checkpoint,
+    full_state_dict,
+    save_sharded,
+)
+from lightning_fasttrain.strategy.fsdp2.sharded_optimizer import named_state
 from tests.support.nets import ShallowLM, WideLM, as_loader, largest_difference, lm_batches, trainer, weights
 from tests.support.ranks import run_code, run_on_two_gpus, run_ranks
 

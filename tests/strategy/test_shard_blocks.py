@@ -14,8 +14,8 @@ from torch.torch_version import TorchVersion
 import lightning_fasttrain as ft
 from lightning_fasttrain.core.modules.parameters import quantized_tensors
 from lightning_fasttrain.finetune import dequantized_weight
-from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized, pack
-from lightning_fasttrain.strategy.fsdp2 import _packed_weights
+from lightning_fasttrain.finetune.quantized.quantized_layer import is_quantized, pack
+from lightning_fasttrain.strategy.fsdp2 import packed_weights
 from lightning_fasttrain.strategy.fsdp2.broadcast_weights import send_from_rank_zero_, whole_on_rank_zero
 from lightning_fasttrain.strategy.fsdp2.shard_blocks import (
     check_sharded,
@@ -332,7 +332,7 @@ def test_a_model_on_the_meta_device_gets_weights_and_keeps_its_ties(mesh):
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
 def test_unsharded_quantised_weights_survive_the_broadcast_from_rank_zero(mesh, kind, monkeypatch):
     """A rank has them, and a head without weights: only missing weights are initialized."""
-    monkeypatch.setattr(_packed_weights, "_would_be_cast", lambda *_: True)  # as torch 2.11 does with 4 bits
+    monkeypatch.setattr(packed_weights, "_would_be_cast", lambda *_: True)  # as torch 2.11 does with 4 bits
     first, other = WideLM(), WideLM()
     for model in (first, other):
         ft.finetune.quantize_base_(model, kind, skip="head")

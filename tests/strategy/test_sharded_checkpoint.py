@@ -16,16 +16,16 @@ from lightning_fasttrain.core.files.checkpoint_folder import verify_checkpoint
 from lightning_fasttrain.core.files.newest_checkpoint import whole_or_older
 from lightning_fasttrain.core.files.run_mark import KEY, RunMark
 from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint
-from lightning_fasttrain.strategy.fsdp2._shard_index import INDEX
-from lightning_fasttrain.strategy.fsdp2._sharded_optimizer import named_state
 from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
 from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import (
+    INDEX,
     full_checkpoint,
     full_state_dict,
     load_full_,
     load_sharded_,
     save_sharded,
 )
+from lightning_fasttrain.strategy.fsdp2.sharded_optimizer import named_state
 from tests.support.nets import TinyLM, largest_difference, lm_batches, weights
 
 

@@ -255,7 +255,7 @@ def reshards(found, folder):
 
 def read_shards(path, stage):
     """Read weights and Adam state of a checkpoint from DeepSpeed's files, and join them manually."""
-    from lightning_fasttrain.strategy.zero._zero_files import ZeROFiles
+    from lightning_fasttrain.strategy.zero.zero_files import ZeROFiles
 
     files = ZeROFiles.read(path / "checkpoint")
     saved = dict(files.masters())

@@ -10,7 +10,7 @@ import torch
 from lightning.fabric.utilities import registry
 
 from lightning_fasttrain.strategy.fsdp2 import sharding
-from lightning_fasttrain.strategy.zero._zero_engine import import_deepspeed
+from lightning_fasttrain.strategy.zero.zero_engine import import_deepspeed
 from tests.support import host_costs
 from tests.support.nets import TinyLM, as_loader, lm_batches, trainer
 

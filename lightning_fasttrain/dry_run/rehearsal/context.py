@@ -19,7 +19,7 @@ from lightning_fasttrain.dry_run.rehearsal.peek_batches import Sample, reading_a
 from lightning_fasttrain.dry_run.rehearsal.rehearsal_report import RehearsalError, RehearsalReport
 from lightning_fasttrain.dry_run.rehearsal.run_copy import RunCopy
 from lightning_fasttrain.dry_run.rehearsal.small_run import Course
-from lightning_fasttrain.run.checkpoint._gathered_states import gather, pack, unpack
+from lightning_fasttrain.run.checkpoint.gathered_states import gather, pack, unpack
 from lightning_fasttrain.technique.technique import predict_window
 
 A = TypeVar("A")

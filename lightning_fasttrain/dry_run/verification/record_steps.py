@@ -27,7 +27,7 @@ from lightning_fasttrain.dry_run.verification.step_record import Digests, StepRe
 from lightning_fasttrain.finetune.account_bytes import account_bytes
 from lightning_fasttrain.finetune.adapters.add_adapter import adapter_parameters
 from lightning_fasttrain.finetune.adapters.base_model import base_model
-from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized
+from lightning_fasttrain.finetune.quantized.quantized_layer import is_quantized
 from lightning_fasttrain.technique import Technique
 
 _LARGE_SHARE = 0.05  # of a model's bytes: larger weights are reported

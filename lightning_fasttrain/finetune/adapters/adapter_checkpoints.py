@@ -13,8 +13,8 @@ from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.select import is_part_of
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch_all
 from lightning_fasttrain.finetune.adapters.add_adapter import adapter_parameters
-from lightning_fasttrain.finetune.selection._search import names_not_in
 from lightning_fasttrain.finetune.selection.base_fingerprint import base_fingerprint, is_fingerprint, refuse_other_base
+from lightning_fasttrain.finetune.selection.qualified_names import names_not_in
 
 FINGERPRINT = "lightning_fasttrain.base"
 

@@ -21,7 +21,7 @@ from lightning_fasttrain.core.modules.layer_kinds import TUNER, WRAPPER, find_tu
 from lightning_fasttrain.core.modules.parameters import count_parameters
 from lightning_fasttrain.core.modules.select import as_list, is_part_of
 from lightning_fasttrain.core.modules.wrapped_forward import patch
-from lightning_fasttrain.finetune.adapters._adapter_checks import (
+from lightning_fasttrain.finetune.adapters.adapter_checks import (
     check_config,
     check_layers,
     check_name,
@@ -34,13 +34,17 @@ from lightning_fasttrain.finetune.adapters._adapter_checks import (
 )
 from lightning_fasttrain.finetune.adapters.fast_path_weights import see_adapters_
 from lightning_fasttrain.finetune.adapters.initializations import Batches, check_start, finish_start_, prepare_start
-from lightning_fasttrain.finetune.quantized._quantized_tensor import shown_as_parameters, use_held_tensors_
-from lightning_fasttrain.finetune.selection._adapter_switches import has_prompt, switches
-from lightning_fasttrain.finetune.selection._float32_adapters import keep_adapter_in_float32_
-from lightning_fasttrain.finetune.selection._search import has_fake_parameters, names_in, names_not_in, strip_prefix
-from lightning_fasttrain.finetune.selection._trained_copies import finish_copies_
+from lightning_fasttrain.finetune.quantized.quantized_tensor import shown_as_parameters, use_held_tensors_
+from lightning_fasttrain.finetune.selection.adapter_switches import has_prompt, switches, trained_copies
 from lightning_fasttrain.finetune.selection.base_fingerprint import adapters_on, base_names, held_child
-from lightning_fasttrain.finetune.selection.freezing import freeze_
+from lightning_fasttrain.finetune.selection.float32_adapters import keep_adapter_in_float32_
+from lightning_fasttrain.finetune.selection.freezing import freeze_, update_statistics_
+from lightning_fasttrain.finetune.selection.qualified_names import (
+    has_fake_parameters,
+    names_in,
+    names_not_in,
+    strip_prefix,
+)
 from lightning_fasttrain.finetune.selection.targets import (
     Targets,
     find_target_parameters,
@@ -382,3 +386,19 @@ def train_mode(root: nn.Module) -> None:
         for name, child in layer.named_children():
             if name not in ("base_layer", "original_module"):
                 child.train()
+
+
+def finish_copies_(root: nn.Module, name: str) -> None:
+    """Let the copies of adapter ``name`` train as their modules would: with the same ties, and running statistics.
+
+    PEFT copies one module after the other, after everything was frozen.
+    """
+    first: dict[nn.Parameter, nn.Parameter] = {}
+    for wrapper in switches(root):
+        copy = trained_copies(wrapper).get(name)
+        if copy is None:
+            continue
+        update_statistics_(copy)
+        for key, original in wrapper.original_module.named_parameters(remove_duplicate=False):
+            owner, _, own = key.rpartition(".")
+            copy.get_submodule(owner)._parameters[own] = first.setdefault(original, copy.get_parameter(key))

@@ -21,8 +21,8 @@ from lightning_fasttrain.core.state.rng import random_state, set_random_state
 from lightning_fasttrain.finetune.adapters.adapter_checkpoints import checkpoint_what_trains_, keep_what_trains_
 from lightning_fasttrain.finetune.adapters.add_adapter import adapter_parameters, add_adapter_
 from lightning_fasttrain.finetune.adapters.initializations import Batches
-from lightning_fasttrain.finetune.selection._float32_adapters import let_round_
-from lightning_fasttrain.finetune.selection._search import list_trainable, names_in
+from lightning_fasttrain.finetune.selection.float32_adapters import let_round_
+from lightning_fasttrain.finetune.selection.qualified_names import list_trainable, names_in
 from lightning_fasttrain.finetune.selection.targets import ALL_LINEAR, Targets, require_peft
 from lightning_fasttrain.technique import Capability, Conflict, Exactness, Setting, Surgery, Technique
 from lightning_fasttrain.technique.weight_averages import conflict_with_early_averages, refuse_average_before

@@ -11,21 +11,21 @@ from torch import nn
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.modules.select import as_list
-from lightning_fasttrain.finetune.adapters._adapter_checks import refuse_merged, refuse_unknown
-from lightning_fasttrain.finetune.adapters._merged_layers import (
+from lightning_fasttrain.finetune.adapters.adapter_checks import refuse_merged, refuse_unknown
+from lightning_fasttrain.finetune.adapters.add_adapter import adapter_names, adapter_parameters, use_adapter_
+from lightning_fasttrain.finetune.adapters.merge_quantized import QuantizedMerge, check_way, list_adapters
+from lightning_fasttrain.finetune.adapters.merged_layers import (
     Originals,
     find_quantized_under,
     find_trained_copies,
     tuner_layers,
     wrappers_in,
 )
-from lightning_fasttrain.finetune.adapters.add_adapter import adapter_names, adapter_parameters, use_adapter_
-from lightning_fasttrain.finetune.adapters.merge_quantized import QuantizedMerge, check_way, list_adapters
-from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized
-from lightning_fasttrain.finetune.quantized._quantized_tensor import holder_under
-from lightning_fasttrain.finetune.quantized._tensor_files import Original
-from lightning_fasttrain.finetune.selection._search import names_in
+from lightning_fasttrain.finetune.quantized.quantized_layer import is_quantized
+from lightning_fasttrain.finetune.quantized.quantized_tensor import holder_under
+from lightning_fasttrain.finetune.quantized.tensor_files import Original
 from lightning_fasttrain.finetune.selection.base_fingerprint import is_torchaos
+from lightning_fasttrain.finetune.selection.qualified_names import names_in
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from lightning_fasttrain.core.checks import one_of
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.select import is_inside
-from lightning_fasttrain.finetune.adapters._merged_layers import find_quantized_under
 from lightning_fasttrain.finetune.adapters.add_adapter import adapted_modules, adapter_parameters
 from lightning_fasttrain.finetune.adapters.initializations import call, copy_config_for, in_eval
-from lightning_fasttrain.finetune.quantized._quantized_layer import (
+from lightning_fasttrain.finetune.adapters.merged_layers import find_quantized_under
+from lightning_fasttrain.finetune.quantized.quantized_layer import (
     dequantize_4bit,
     dequantized_weight,
     in_8_bits,
@@ -24,16 +24,16 @@ from lightning_fasttrain.finetune.quantized._quantized_layer import (
     round_bias_,
     was_transposed,
 )
-from lightning_fasttrain.finetune.quantized._quantized_tensor import (
+from lightning_fasttrain.finetune.quantized.quantized_state import keep_quantized_
+from lightning_fasttrain.finetune.quantized.quantized_tensor import (
     dequantize_tensor,
     holder_under,
     let_go_,
     quantize_tensor_,
 )
-from lightning_fasttrain.finetune.quantized._tensor_files import Original, OriginalWeights, relative_error
-from lightning_fasttrain.finetune.quantized.quantized_state import keep_quantized_
-from lightning_fasttrain.finetune.selection._search import names_in, prefix_of
+from lightning_fasttrain.finetune.quantized.tensor_files import Original, OriginalWeights, relative_error
 from lightning_fasttrain.finetune.selection.freezing import can_train
+from lightning_fasttrain.finetune.selection.qualified_names import names_in, prefix_of
 
 WAYS = ("requantized", "dequantized", "original")
 _PROBES = 64  # random inputs per layer for measuring the error, if no batch is given

@@ -18,7 +18,7 @@ from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward
 from lightning_fasttrain.finetune.frozen_cache.content_keys import count_rows, hash_module, is_cut, row_keys
 from lightning_fasttrain.finetune.frozen_cache.examination import are_close, why_not_frozen, why_not_repeatable
 from lightning_fasttrain.finetune.frozen_cache.row_store import Row, RowStore
-from lightning_fasttrain.finetune.selection._search import first_tensor
+from lightning_fasttrain.finetune.selection.qualified_names import first_tensor
 
 
 @dataclass

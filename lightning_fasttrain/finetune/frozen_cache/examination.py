@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_fasttrain.core.messages import list_some
 from lightning_fasttrain.core.state.rng import keep_random_state
 from lightning_fasttrain.finetune.frozen_cache.content_keys import is_cut
-from lightning_fasttrain.finetune.selection._search import first_tensor, list_trainable
+from lightning_fasttrain.finetune.selection.qualified_names import first_tensor, list_trainable
 
 
 def why_not_frozen(module: nn.Module) -> tuple[str, str] | None:

@@ -2,5 +2,5 @@
 
 PEFT implements the virtual tokens; a ``PeftModel`` replaces the model.
 
-From the bottom up: ``_prompt_hooks``, ``add_prompt``, ``prompt_tuning``.
+From the bottom up: ``add_prompt``, ``prompt_tuning``.
 """

@@ -14,13 +14,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_fasttrain.core.checks import check_arguments, require
 from lightning_fasttrain.core.messages import explain, list_some, say
 from lightning_fasttrain.core.modules.select import Blocks
-from lightning_fasttrain.finetune.quantized._quantizable import sort_out
-from lightning_fasttrain.finetune.quantized._quantized_layer import FLOATS, quantize_layer_, round_bias_
-from lightning_fasttrain.finetune.quantized._quantized_tensor import quantize_tensor_
-from lightning_fasttrain.finetune.quantized._tensor_files import StoredTensor, Where, find_tensors, read_tensors
+from lightning_fasttrain.finetune.quantized.quantizable import sort_out
 from lightning_fasttrain.finetune.quantized.quantized_base import check_settings, choose_compute_dtype, report
+from lightning_fasttrain.finetune.quantized.quantized_layer import FLOATS, quantize_layer_, round_bias_
 from lightning_fasttrain.finetune.quantized.quantized_state import keep_quantized_
-from lightning_fasttrain.finetune.selection._search import names_in, names_not_in
+from lightning_fasttrain.finetune.quantized.quantized_tensor import quantize_tensor_
+from lightning_fasttrain.finetune.quantized.tensor_files import StoredTensor, Where, find_tensors, read_tensors
+from lightning_fasttrain.finetune.selection.qualified_names import names_in, names_not_in
 
 _LONG = 2**30  # bytes; longer loads show a progress bar
 

@@ -12,8 +12,8 @@ from lightning_fasttrain.core.host.lightning import trainer_of
 from lightning_fasttrain.core.messages import explain, list_some, note_once, number_of, say, warn
 from lightning_fasttrain.core.modules.parameters import bytes_of
 from lightning_fasttrain.core.modules.select import Blocks, group_by_reason
-from lightning_fasttrain.finetune.quantized._quantizable import IN_ADAPTER, Quantizable, sort_out
-from lightning_fasttrain.finetune.quantized._quantized_layer import (
+from lightning_fasttrain.finetune.quantized.quantizable import IN_ADAPTER, Quantizable, sort_out
+from lightning_fasttrain.finetune.quantized.quantized_layer import (
     FLOATS,
     KINDS,
     is_quantized,
@@ -22,8 +22,8 @@ from lightning_fasttrain.finetune.quantized._quantized_layer import (
     require_bitsandbytes,
     round_bias_,
 )
-from lightning_fasttrain.finetune.quantized._quantized_tensor import quantize_tensor_
 from lightning_fasttrain.finetune.quantized.quantized_state import keep_quantized_
+from lightning_fasttrain.finetune.quantized.quantized_tensor import quantize_tensor_
 from lightning_fasttrain.finetune.selection.uncovered_weights import shares_of, warn_of_what_is_out_of_reach
 from lightning_fasttrain.technique import Capability, Conflict, Exactness, Surgery, Technique
 from lightning_fasttrain.technique.facts import Facts

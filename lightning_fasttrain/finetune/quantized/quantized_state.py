@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, wrapper_on
-from lightning_fasttrain.finetune.quantized._quantized_layer import (
+from lightning_fasttrain.finetune.quantized.quantized_layer import (
     FLOATS,
     NESTED_BLOCK,
     dequantize_4bit,

@@ -2,6 +2,6 @@
 
 Only ``swap_head`` adds parameters.
 
-From the bottom up: ``_search``, ``freezing``, ``swap_head``, ``base_fingerprint``, ``_adapter_switches``,
-``_float32_adapters``, ``_trained_copies``, ``gradual_unfreezing``, ``uncovered_weights``, ``targets``.
+From the bottom up: ``qualified_names``, ``freezing``, ``swap_head``, ``base_fingerprint``, ``gradual_unfreezing``,
+``uncovered_weights``, ``targets``, ``adapter_switches``, ``float32_adapters``.
 """

@@ -12,7 +12,7 @@ from lightning_fasttrain.core.modules.heads import find_heads
 from lightning_fasttrain.core.modules.layer_kinds import HUGGING_FACE_MODEL, base_of, is_a
 from lightning_fasttrain.core.modules.select import has_parameters
 from lightning_fasttrain.core.modules.wrapped_forward import told_heads
-from lightning_fasttrain.finetune.selection._search import find_modules, prefix_of
+from lightning_fasttrain.finetune.selection.qualified_names import find_modules, prefix_of
 
 
 @check_arguments

@@ -8,13 +8,13 @@ from lightning_fasttrain.core.messages import explain, list_some, warn
 from lightning_fasttrain.core.modules.layer_kinds import find_tuners, is_linear, stands_for
 from lightning_fasttrain.core.modules.parameters import bytes_of
 from lightning_fasttrain.core.modules.select import is_inside
-from lightning_fasttrain.finetune.selection._search import (
+from lightning_fasttrain.finetune.selection.freezing import can_train
+from lightning_fasttrain.finetune.selection.qualified_names import (
     find_modules,
     names_in,
     names_not_in,
     names_outside,
 )
-from lightning_fasttrain.finetune.selection.freezing import can_train
 
 _MUCH = 0.1  # of all bytes: then it is worth a warning
 

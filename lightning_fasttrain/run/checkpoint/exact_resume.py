@@ -23,8 +23,10 @@ from lightning_fasttrain.core.host.loader_wrapper import iterate_again
 from lightning_fasttrain.core.messages import explain, list_some, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.core.state.rng import random_state
-from lightning_fasttrain.run.checkpoint._gathered_states import gather, gather_gradients, pack
-from lightning_fasttrain.run.checkpoint._loop_progress import (
+from lightning_fasttrain.run.checkpoint.gathered_states import gather, gather_gradients, pack
+from lightning_fasttrain.run.checkpoint.loaders.loader_rng import generator_states
+from lightning_fasttrain.run.checkpoint.loaders.resumable_loader import ResumableLoader
+from lightning_fasttrain.run.checkpoint.loop_progress import (
     SavePoint,
     complete_batch_,
     count_as_ended,
@@ -34,8 +36,6 @@ from lightning_fasttrain.run.checkpoint._loop_progress import (
     resume_after_epoch,
     step_takes_batches,
 )
-from lightning_fasttrain.run.checkpoint.loaders.loader_rng import generator_states
-from lightning_fasttrain.run.checkpoint.loaders.resumable_loader import ResumableLoader
 from lightning_fasttrain.run.checkpoint.resume_state import ResumeState, hold_loader, keeps_its_state, set_generators
 from lightning_fasttrain.run.checkpoint.run_fingerprint import (
     any_sums_batches,

@@ -8,10 +8,10 @@ import lightning as L
 from lightning_fasttrain.core.host.lightning import is_last_batch_taken, validation_loaders
 from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.state.rng import set_random_state
-from lightning_fasttrain.run.checkpoint._gathered_states import unpack
-from lightning_fasttrain.run.checkpoint._loop_progress import SavePoint, end_epoch_of_plateau_schedules
+from lightning_fasttrain.run.checkpoint.gathered_states import unpack
 from lightning_fasttrain.run.checkpoint.loaders.loader_rng import generators_of, set_generator_state
 from lightning_fasttrain.run.checkpoint.loaders.resumable_loader import ResumableLoader
+from lightning_fasttrain.run.checkpoint.loop_progress import SavePoint, end_epoch_of_plateau_schedules
 from lightning_fasttrain.run.checkpoint.other_ranks import divide_states
 from lightning_fasttrain.run.checkpoint.run_fingerprint import (
     describe_loader,

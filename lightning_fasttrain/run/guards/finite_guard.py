@@ -18,7 +18,7 @@ from lightning_fasttrain.core.messages import explain, list_some
 from lightning_fasttrain.core.modules.parameters import gradients_of, parameters_of
 from lightning_fasttrain.core.modules.select import modules_of
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
-from lightning_fasttrain.run.checkpoint._gathered_states import gather_values
+from lightning_fasttrain.run.checkpoint.gathered_states import gather_values
 from lightning_fasttrain.run.guards.judged_steps import JudgedSteps
 from lightning_fasttrain.run.guards.locate_nan import first_layer_in_forward, is_unfinite, last_bad_gradient
 from lightning_fasttrain.run.guards.step_guard import (

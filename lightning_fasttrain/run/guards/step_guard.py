@@ -35,7 +35,7 @@ from lightning_fasttrain.core.host.zero_steps import (
 from lightning_fasttrain.core.messages import explain, number_of
 from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch, undo_all
-from lightning_fasttrain.run.checkpoint._gathered_states import gather_values
+from lightning_fasttrain.run.checkpoint.gathered_states import gather_values
 from lightning_fasttrain.run.guards.judged_steps import JudgedSteps
 from lightning_fasttrain.technique import Capability, Conflict, Technique
 

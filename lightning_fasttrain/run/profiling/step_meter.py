@@ -19,7 +19,7 @@ from lightning_fasttrain.core.distributed import is_sharded
 from lightning_fasttrain.core.host.lightning import is_time_to_log, log_to_all
 from lightning_fasttrain.core.messages import say, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
-from lightning_fasttrain.run.checkpoint._gathered_states import gather_values
+from lightning_fasttrain.run.checkpoint.gathered_states import gather_values
 from lightning_fasttrain.run.profiling.step_timer import StepTimer, TimedPhase
 from lightning_fasttrain.technique import Technique
 

@@ -2,7 +2,7 @@
 
 Checkpoints are written by all ranks and load on any number of ranks.
 
-From the bottom up: ``_shard_index``, ``_sharded_optimizer``, ``_packed_weights``, ``replicated_scalars``,
-``separate_groups``, ``shard_blocks``, ``sharded_checkpoint``, ``broadcast_weights``, ``sharding``, ``fsdp2_fabric``,
+From the bottom up: ``replicated_scalars``, ``separate_groups``, ``packed_weights``, ``shard_blocks``,
+``sharded_optimizer``, ``sharded_checkpoint``, ``broadcast_weights``, ``sharding``, ``fsdp2_fabric``,
 ``fsdp2_strategy``.
 """

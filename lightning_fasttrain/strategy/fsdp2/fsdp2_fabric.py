@@ -22,7 +22,6 @@ from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.blocks import Blocks
 from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.core.state.select_entries import without
-from lightning_fasttrain.strategy.fsdp2._sharded_optimizer import named_state
 from lightning_fasttrain.strategy.fsdp2.broadcast_weights import share_buffers_
 from lightning_fasttrain.strategy.fsdp2.shard_blocks import (
     check_sharded,
@@ -30,6 +29,7 @@ from lightning_fasttrain.strategy.fsdp2.shard_blocks import (
     refuse_unfit_optimizer,
     without_gradient_reduction,
 )
+from lightning_fasttrain.strategy.fsdp2.sharded_optimizer import named_state
 from lightning_fasttrain.strategy.fsdp2.sharding import STEPS, FSDP2Host, Sharding
 from lightning_fasttrain.strategy.tensor_parallel.plan import TensorPlan
 

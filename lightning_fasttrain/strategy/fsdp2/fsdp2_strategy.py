@@ -27,9 +27,9 @@ from lightning_fasttrain.core.modules.blocks import Blocks
 from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.core.modules.select import has_parameters
 from lightning_fasttrain.run.checkpoint.atomic_checkpoints import probe_folders
-from lightning_fasttrain.strategy.fsdp2._sharded_optimizer import named_state
 from lightning_fasttrain.strategy.fsdp2.broadcast_weights import share_buffers_
 from lightning_fasttrain.strategy.fsdp2.shard_blocks import check_sharded, reshard_, without_gradient_reduction
+from lightning_fasttrain.strategy.fsdp2.sharded_optimizer import named_state
 from lightning_fasttrain.strategy.fsdp2.sharding import STEPS, FSDP2Host, Sharding, scale_gradients_
 from lightning_fasttrain.strategy.tensor_parallel.plan import TensorPlan
 from lightning_fasttrain.technique import Conflict

@@ -25,13 +25,13 @@ from lightning_fasttrain.core.host.unfit_models import refuse_earlier_shards
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.blocks import Blocks
 from lightning_fasttrain.core.modules.parameters import local_part
-from lightning_fasttrain.strategy.fsdp2._packed_weights import is_opaque
 from lightning_fasttrain.strategy.fsdp2.broadcast_weights import (
     any_meta,
     leave_to_rank_zero,
     send_from_rank_zero_,
     whole_on_rank_zero,
 )
+from lightning_fasttrain.strategy.fsdp2.packed_weights import is_opaque
 from lightning_fasttrain.strategy.fsdp2.replicated_scalars import replicate_scalars_
 from lightning_fasttrain.strategy.fsdp2.shard_blocks import (
     OFFLOADS,

@@ -15,8 +15,8 @@ from lightning_fasttrain.core.checks import NonNegativeFloat, PositiveFloat, che
 from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.host.lightning import BackwardSyncControl
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.strategy.zero._zero_engine import Engine
 from lightning_fasttrain.strategy.zero.zero_checkpoint import folder_to_load, save_whole
+from lightning_fasttrain.strategy.zero.zero_engine import Engine
 from lightning_fasttrain.strategy.zero.zero_host import ZeROHost, fit_buckets, refuse_unfit_optimizer
 
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_fasttrain.core.checks import NonNegativeInt, PositiveInt, check_arguments, one_of
 from lightning_fasttrain.core.modules.parameters import bytes_of, count_uses
 from lightning_fasttrain.core.state.select_entries import without
-from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized, quantization_of
+from lightning_fasttrain.finetune.quantized.quantized_layer import is_quantized, quantization_of
 from lightning_fasttrain.optim.named.state_bytes import Group, groups_of, state_bytes
 from lightning_fasttrain.predict.fake_model import fake_module
 from lightning_fasttrain.predict.one_rank import RankStates

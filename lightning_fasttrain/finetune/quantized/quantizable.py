@@ -11,7 +11,7 @@ from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.heads import find_heads
 from lightning_fasttrain.core.modules.layer_kinds import PROMPT_ENCODER, TUNER, WRAPPER, is_a, walk_around
 from lightning_fasttrain.core.modules.select import Blocks, find_skipped
-from lightning_fasttrain.finetune.quantized._quantized_layer import FLOATS, is_quantized, is_transposed
+from lightning_fasttrain.finetune.quantized.quantized_layer import FLOATS, is_quantized, is_transposed
 from lightning_fasttrain.finetune.selection.base_fingerprint import is_torchaos
 from lightning_fasttrain.finetune.selection.targets import find_tied_modules
 from lightning_fasttrain.finetune.selection.uncovered_weights import is_matrix, out_of_reach, read_past

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from lightning_fasttrain.core.modules.layer_kinds import is_a, stands_for
 from lightning_fasttrain.core.modules.recomputation import without_graph
 from lightning_fasttrain.core.modules.wrapped_forward import Replacement, WrappedForward, wrappers_on
-from lightning_fasttrain.finetune.quantized._quantized_layer import dequantized_weight, quantize_layer_
+from lightning_fasttrain.finetune.quantized.quantized_layer import dequantized_weight, quantize_layer_
 from lightning_fasttrain.finetune.quantized.quantized_state import keep_quantized_
-from lightning_fasttrain.finetune.selection._search import names_in
+from lightning_fasttrain.finetune.selection.qualified_names import names_in
 
 StateDict = MutableMapping[str, Any]
 _PARAMETER_WRAPPER = "peft.tuners.lora.layer.ParamWrapper"

@@ -19,7 +19,7 @@ from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import gradients_of, trained_parameters
 from lightning_fasttrain.core.modules.wrapped_forward import patch, patched
 from lightning_fasttrain.core.state.select_entries import only
-from lightning_fasttrain.finetune.selection._float32_adapters import let_round_
+from lightning_fasttrain.finetune.selection.float32_adapters import let_round_
 from lightning_fasttrain.optim.schedule.build_schedule import Schedule, count_by_engine
 from lightning_fasttrain.strategy.zero.optimizer_fixes import leave_out_idle_groups, without_phantom_step
 

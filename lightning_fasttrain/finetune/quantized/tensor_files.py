@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_fasttrain.core.files.safe_load import local_path, open_safetensors, read_json
 from lightning_fasttrain.core.messages import explain, list_some
-from lightning_fasttrain.finetune.selection._search import names_not_in
+from lightning_fasttrain.finetune.selection.qualified_names import names_not_in
 
 Where = str | os.PathLike[str]
 Original = nn.Module | Mapping[str, Tensor] | Where

@@ -10,8 +10,7 @@ from torch import nn
 
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.select import is_inside, list_names_above
-from lightning_fasttrain.finetune.files._adapter_folder import WEIGHTS
-from lightning_fasttrain.finetune.selection._search import names_not_in, names_outside, prefix_of
+from lightning_fasttrain.finetune.files.adapter_folder import WEIGHTS
 from lightning_fasttrain.finetune.selection.base_fingerprint import (
     Fingerprint,
     adapter_holders,
@@ -21,6 +20,7 @@ from lightning_fasttrain.finetune.selection.base_fingerprint import (
     plain_name,
     refuse_other_base,
 )
+from lightning_fasttrain.finetune.selection.qualified_names import names_not_in, names_outside, prefix_of
 from lightning_fasttrain.finetune.selection.targets import find_target_parameters, has_ending, method_of, require_peft
 
 if TYPE_CHECKING:

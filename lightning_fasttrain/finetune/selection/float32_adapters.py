@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lightning_fasttrain.core.modules.layer_kinds import is_a, is_tuner
 from lightning_fasttrain.core.modules.wrapped_forward import Replacement
-from lightning_fasttrain.finetune.selection._adapter_switches import trained_copies
+from lightning_fasttrain.finetune.selection.adapter_switches import trained_copies
 
 _LOW = (torch.bfloat16, torch.float16)
 _DICTS = (nn.ModuleDict, nn.ParameterDict)

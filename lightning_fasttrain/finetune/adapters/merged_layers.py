@@ -8,10 +8,10 @@ from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.layer_kinds import find_tuners, is_tuner, walk_around
 from lightning_fasttrain.core.modules.wrapped_forward import Replacement
 from lightning_fasttrain.finetune.adapters.add_adapter import adapted_modules
-from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized
-from lightning_fasttrain.finetune.quantized._quantized_tensor import held_tensors, hold_
-from lightning_fasttrain.finetune.selection._adapter_switches import trained_copies
-from lightning_fasttrain.finetune.selection._search import find_modules
+from lightning_fasttrain.finetune.quantized.quantized_layer import is_quantized
+from lightning_fasttrain.finetune.quantized.quantized_tensor import held_tensors, hold_
+from lightning_fasttrain.finetune.selection.adapter_switches import trained_copies
+from lightning_fasttrain.finetune.selection.qualified_names import find_modules
 
 
 def tuner_layers(model: nn.Module) -> dict[str, Any]:
