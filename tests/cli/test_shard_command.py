@@ -113,9 +113,9 @@ def test_it_prints_a_table(capsys, monkeypatch):
 
 
 def test_any_number_of_devices_without_the_memory(tmp_path):
-    """A thousand GPUs and 355 million parameters, in a process that may not have 1.5 GiB of data."""
+    """A thousand GPUs and 355 million parameters, whose states take 5.3 GiB, in a process that may not have 4 GiB."""
     code = (
-        "import resource; resource.setrlimit(resource.RLIMIT_DATA, (3 * 2**29, 3 * 2**29))\n"
+        "import resource; resource.setrlimit(resource.RLIMIT_DATA, (4 * 2**30, 4 * 2**30))\n"
         "from lightning_fasttrain.cli.main import main\n"
         "raise SystemExit(main(['shard', '--size', 'gpt2-medium', '--devices', '1024', '--memory', '80', '--json']))"
     )
