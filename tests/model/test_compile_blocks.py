@@ -269,7 +269,7 @@ def test_compiled_save_eager_load_and_the_reverse(tmp_path):
 
 @pytest.mark.slow
 def test_inductor_compiles_close_to_eager_and_torch_packs_its_code():
-    plain, net, technique = fit(TinyLM(), lm_batches(2)), TinyLM(), ft.CompileBlocks()
+    plain, net, technique = fit(TinyLM(depth=1), lm_batches(2)), TinyLM(depth=1), ft.CompileBlocks(blocks="blocks.*")
     fit(net, lm_batches(2), [technique])
     assert not technique.report.fallbacks
     assert "1 kind of block compared with eager code" in str(technique.report)
@@ -523,7 +523,7 @@ def test_head_compiles_the_fused_loss_with_a_fallback(monkeypatch):
     net, loss_of = speaker_and_loss()
     expected = gradients(net, loss_of(net))
     (fused,) = ft.fuse_loss_head_(net).values()
-    compiled = compile_blocks_(net, head=True)
+    compiled = compile_blocks_(net, backend="aot_eager", head=True)  # the loss is compiled by inductor
     assert fused.compiled
     watch = CompileWatch()
     for a, b in zip(expected, gradients(net, loss_of(net)), strict=True):
@@ -537,7 +537,7 @@ def test_head_compiles_the_fused_loss_with_a_fallback(monkeypatch):
 
     use = sys.modules["lightning_fasttrain.loss.logit_losses"]
     monkeypatch.setattr(use, "_compiled_use", lambda: torch.compile(use._use_logits_in_two_passes, backend=broken))
-    again = compile_blocks_(net, head=True)["top.head"]
+    again = compile_blocks_(net, backend="aot_eager", head=True)["top.head"]
     with pytest.warns(ft.FastTrainWarning, match="the loss of a head.*no loss here"):
         seen = gradients(net, loss_of(net))
     for a, b in zip(expected, seen, strict=True):
@@ -583,7 +583,7 @@ def test_a_loss_that_is_compiled_wrongly_runs_uncompiled(monkeypatch):
     assert "another loss or gradient" in fused.failure
 
 
-@pytest.mark.parametrize("backend", ["inductor", "aot_eager", "eager"])
+@pytest.mark.parametrize("backend", ["aot_eager", "eager"])
 def test_a_second_derivative_is_refused_where_the_compiler_has_none(backend):
     net = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)])
     x = torch.randn(3, 4, requires_grad=True)
