@@ -139,8 +139,8 @@ def difference_or_refusal(case, seed):
 
 
 FIRST_SEEDS = [
-    *range(0, 200, SEEDS_A_TEST),  # between them, they draw every reduction
-    *(pytest.param(first, marks=pytest.mark.benchmark) for first in range(200, 500, SEEDS_A_TEST)),
+    *range(0, 100, SEEDS_A_TEST),  # between them, they draw every reduction
+    *(pytest.param(first, marks=pytest.mark.benchmark) for first in range(100, 500, SEEDS_A_TEST)),
 ]
 
 

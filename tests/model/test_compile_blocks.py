@@ -523,7 +523,7 @@ def test_head_compiles_the_fused_loss_with_a_fallback(monkeypatch):
     net, loss_of = speaker_and_loss()
     expected = gradients(net, loss_of(net))
     (fused,) = ft.fuse_loss_head_(net).values()
-    compiled = compile_blocks_(net, backend="aot_eager", head=True)  # the loss is compiled by inductor
+    compiled = compile_blocks_(net, head=True)
     assert fused.compiled
     watch = CompileWatch()
     for a, b in zip(expected, gradients(net, loss_of(net)), strict=True):
@@ -537,7 +537,7 @@ def test_head_compiles_the_fused_loss_with_a_fallback(monkeypatch):
 
     use = sys.modules["lightning_fasttrain.loss.logit_losses"]
     monkeypatch.setattr(use, "_compiled_use", lambda: torch.compile(use._use_logits_in_two_passes, backend=broken))
-    again = compile_blocks_(net, backend="aot_eager", head=True)["top.head"]
+    again = compile_blocks_(net, head=True)["top.head"]
     with pytest.warns(ft.FastTrainWarning, match="the loss of a head.*no loss here"):
         seen = gradients(net, loss_of(net))
     for a, b in zip(expected, seen, strict=True):
