@@ -1,11 +1,10 @@
-"""Memory of one rank at 2 to 1,024 ranks: predicted, by formula, and measured on 2 and 4 processes with gloo.
+"""Memory of one rank at 2 to 1,024 ranks: predicted, and measured on 2 and 4 processes with gloo.
 
     python examples/scale_memory.py [--models GPT,Llama] [--out RESULTS.json]
 
-The prediction runs the strategies' code on one process, for rank 0. The formula is that of ``choose_strategy``: states
-and buffers, and the activations of one device. Measured is the smallest of three steps of a Fabric loop, by PeakMemory,
-on the rank that needs most; under FSDP2 with collectives in place, as NCCL's are, since gloo copies what it gathers and
-reduces.
+The prediction runs the code of FSDP2 on one process, for rank 0; ZeRO's states are formulas. Measured is the smallest
+of three steps of a Fabric loop, by PeakMemory, on the rank that needs most; under FSDP2 with collectives in place, as
+NCCL's are, since gloo copies what it gathers and reduces.
 """
 
 import argparse
@@ -42,26 +41,19 @@ from lightning_fasttrain.core.machine import hardware, versions
 WORLDS, MEASURED = (2, 4, 8, 64, 1024), (2, 4)
 STEPS = 3  # measured, after two others
 BATCH, LENGTH, WIDTH = 2, 64, 512
-# Label → (strategy of the formula, precision, numbers of ranks, maker of the Trainer's strategy, of Fabric's)
+# Label → (precision, maker of the Trainer's strategy, of Fabric's)
 WAYS = {
-    "FSDP2": ("fsdp2", "32-true", WORLDS, ft.FSDP2Strategy, ft.FabricFSDP2Strategy),
-    "FSDP2, bf16-mixed": ("fsdp2", "bf16-mixed", WORLDS, ft.FSDP2Strategy, ft.FabricFSDP2Strategy),
+    "FSDP2": ("32-true", ft.FSDP2Strategy, ft.FabricFSDP2Strategy),
+    "FSDP2, bf16-mixed": ("bf16-mixed", ft.FSDP2Strategy, ft.FabricFSDP2Strategy),
     "FSDP2, tensor groups of 2": (
-        None,
         "32-true",
-        WORLDS,
         functools.partial(ft.FSDP2Strategy, tensor_parallel=2),
         functools.partial(ft.FabricFSDP2Strategy, tensor_parallel=2),
     ),
 }
-for stage in (2, 3):
-    WAYS[f"ZeRO-{stage}"] = (
-        f"zero-{stage}",
-        "32-true",
-        WORLDS,
-        functools.partial(ft.ZeROStrategy, stage),
-        functools.partial(ft.FabricZeROStrategy, stage),
-    )
+for stage in (1, 2, 3):
+    makers = (functools.partial(ft.ZeROStrategy, stage), functools.partial(ft.FabricZeROStrategy, stage))
+    WAYS[f"ZeRO-{stage}"] = ("32-true", *makers)
 
 
 def gpt(layers=4):
@@ -102,20 +94,8 @@ class InPlaceCollectives(TorchDispatchMode):
         return output, func(*small, group, *rest)[1]
 
 
-def formula(specimen, world):
-    """Return what ``choose_strategy`` says: strategy and precision → bytes."""
-    found = {}
-    for precision in ("32-true", "bf16-mixed"):
-        choice = ft.choose_strategy(
-            specimen.module, devices=world, memory_gib=1000, batch=specimen.batch(), precision=precision
-        )
-        for candidate in choice.candidates:
-            found[candidate.name, precision] = candidate.states.device + choice.activation_bytes
-    return found
-
-
 def predict(specimen, way, world):
-    _, precision, _, make, _ = WAYS[way]
+    precision, make, _ = WAYS[way]
     report = ft.predict_memory(
         specimen.module, specimen.batch(), precision=precision, device="cpu", strategy=make(), world=world
     )
@@ -127,7 +107,7 @@ def measure(rank, world, name, way, folder):
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "scale"}
     os.environ |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     torch.set_num_threads(1)
-    _, precision, _, _, make = WAYS[way]
+    precision, _, make = WAYS[way]
     Path(folder, f"{rank}").write_text(str(peak_of(MODELS[name](), make(), precision, world)))
     dist.barrier()
     time.sleep(1)
@@ -185,9 +165,9 @@ def measured_bytes(name, way, world):
 
 
 def as_lines(rows):
-    """Return the table of the results: MiB, with the error where it was measured, and the formula's."""
+    """Return the table of the results: MiB, with the error where it was measured."""
     header = [f"{world:,} ranks" for world in WORLDS]
-    lines = [f"| | {' | '.join(header)} | formula, 4 and 1,024 ranks |", "| --- |" + " --- |" * (len(WORLDS) + 1)]
+    lines = [f"| | {' | '.join(header)} |", "| --- |" + " --- |" * len(WORLDS)]
     by_way = {}
     for row in rows:
         by_way.setdefault((row["model"], row["way"]), {})[row["world"]] = row
@@ -197,8 +177,6 @@ def as_lines(rows):
             row = found[world]
             error = f", {row['predicted_bytes'] / row['measured_bytes'] - 1:+.1%}" if row["measured_bytes"] else ""
             cells.append(f"{row['predicted_bytes'] / 2**20:.1f}{error}")
-        formulas = [found[world]["formula_bytes"] for world in (4, 1024)]
-        cells.append(" and ".join(f"{nbytes / 2**20:.1f}" for nbytes in formulas) if None not in formulas else "–")
         lines.append(f"| {model}, {way} | {' | '.join(cells)} |")
     return lines
 
@@ -217,14 +195,11 @@ def main():
     rows = []
     for name in names:
         specimen = MODELS[name]()
-        formulas = {world: formula(specimen, world) for world in WORLDS}
-        for way, (known_as, precision, worlds, _, _) in WAYS.items():
-            for world in worlds:
-                row = {"model": name, "way": way, "world": world, "predicted_bytes": predict(specimen, way, world)}
-                row["formula_bytes"] = formulas[world].get((known_as, precision))
-                row["measured_bytes"] = measured.get((name, way, world))
-                rows.append(row)
-                print(row, flush=True)
+        for way, world in itertools.product(WAYS, WORLDS):
+            row = {"model": name, "way": way, "world": world, "predicted_bytes": predict(specimen, way, world)}
+            row["measured_bytes"] = measured.get((name, way, world))
+            rows.append(row)
+            print(row, flush=True)
     errors = [abs(r["predicted_bytes"] / r["measured_bytes"] - 1) for r in rows if r["measured_bytes"]]
     print(f"largest error {max(errors):.1%}")
     if options.out is not None:

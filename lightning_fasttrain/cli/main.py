@@ -192,7 +192,7 @@ COMMANDS = (
         "shard",
         "compare DDP, FSDP2 and ZeRO for a model on any number of devices, without them",
         [
-            *model_options("with --size: sequences on each device, to predict activations from"),
+            *model_options("with --size: sequences on each device; default: 1"),
             option("--devices", type=int, required=True, metavar="N", help="devices, on all nodes together"),
             _NODES,
             option("--memory", type=float, required=True, metavar="GIB", help="GiB of each device"),
@@ -203,7 +203,6 @@ COMMANDS = (
                 metavar="NAME",
                 help="known to ft.build_optimizer: adamw, muon, adamw8bit; default: TARGET's own",
             ),
-            option("--activations", type=float, metavar="GIB", help="GiB of activations, instead of a prediction"),
             _JSON,
         ],
         model_commands.compare_strategies,

@@ -86,26 +86,26 @@ def list_unused(options: argparse.Namespace) -> None:
 
 def compare_strategies(options: argparse.Namespace) -> None:
     """Run ``fasttrain shard``: DDP, FSDP2 and ZeRO for a model on any number of devices, without them."""
-    from lightning_fasttrain.strategy.choose._optimizer_state import optimizer_named
     from lightning_fasttrain.strategy.choose_strategy import choose_strategy
+    from lightning_fasttrain.strategy.shardable_optimizer import optimizer_named
 
     if options.size is None and options.batch is not None:
         raise CommandError("--batch goes with --size; TARGET brings its own batch.")
-    with working("Predicting…"):
+    if options.size is not None and options.batch is None:
+        options.batch = 1
+    with working("Predicting…") as status:
         optimizer = optimizer_named(options.optimizer) if options.optimizer else None
         module, batch = load_model_without_memory(options)
-        # Of a reference GPT activations are counted only if --batch asks for them.
-        counted = options.activations is None and (options.size is None or options.batch is not None)
         choice = choose_strategy(
             module,
-            optimizer,
+            batch,
             options.devices,
             memory_gib=options.memory,
-            batch=batch if counted else None,
+            optimizer=optimizer,
             nodes=options.nodes,
             precision=options.precision,
-            activation_gib=options.activations,
             host_gib=options.host,
+            tell=lambda text: status.update(f"Predicting: {text}…"),
         )
     show_report(choice, options.json)
 

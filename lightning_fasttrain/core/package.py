@@ -24,7 +24,11 @@ REMOVED = {
     "model.save_compile_cache": "Use torch.compiler.save_cache_artifacts, or keep the folder TORCHINDUCTOR_CACHE_DIR",
     "run.PeerMemory": "It gained nothing where it was measured; use checkpoints, or torchft or NVRx",
     "run.PeerSnapshots": "It gained nothing where it was measured; use AtomicCheckpoints, or torchft or NVRx",
+    "strategy.ModelStates": "Use MemoryReport, which predict_memory(..., strategy=, world=) returns",
+    "strategy.StageChoice": "Use StrategyChoice, which choose_strategy returns",
     "strategy.check_cluster": "Use nccl-tests and PyTorch's flight recorder; docs/cluster.md shows how",
+    "strategy.choose_stage": "Use choose_strategy(..., strategies=('zero-1', 'zero-2', 'zero-3'))",
+    "strategy.predict_model_states": "Use predict_memory(..., strategy=ZeROStrategy(stage), world=ranks)",
 }
 
 try:

@@ -130,7 +130,7 @@ def make_plan(
     if allowed_s == 0:
         watch = None
     # Strategies shard the states of a model, so whether a choice fits depends on them.
-    several = SeveralDevices(plain, devices, nodes, usable) if devices > 1 else None
+    several = SeveralDevices(plain, batch, devices, nodes, usable, device) if devices > 1 else None
     if several is not None:
         axes.drop("adapter", "states of adapters on several devices are not predicted: plan on one device first")
     search = Search(
@@ -154,7 +154,7 @@ def make_plan(
         search.notes += filter(None, [suggest_leaner_optimizer(plain)])
     strategy = None
     if several is not None:
-        strategy = several.choose(chosen.choice, chosen.predicted_bytes)
+        strategy = several.choose(chosen.choice)
     # The chosen one alone has no reason why not, so it comes first.
     tried = sorted(search.tried.values(), key=lambda t: (bool(t.why_not), t.ms))
     return Plan(

@@ -1,15 +1,23 @@
 """Predict the memory of choices on each of several devices, and choose the strategy."""
 
-import math
 from dataclasses import replace
 from typing import Any
 
 import lightning as L
 
+from lightning_fasttrain.dry_run.verification.short_run import quietly
 from lightning_fasttrain.planner.candidates.configuration import Choice
-from lightning_fasttrain.strategy.choose_strategy import Candidate, StrategyChoice, choose_strategy
+from lightning_fasttrain.strategy.choose_strategy import (
+    CANDIDATES,
+    Candidate,
+    StrategyChoice,
+    choose_strategy,
+    pick_best,
+)
 
 _ANYTHING = 1e9  # GiB: all strategies fit
+_FSDP2 = tuple(name for name in CANDIDATES if name.startswith("fsdp2"))
+_OTHERS = tuple(name for name in CANDIDATES if not name.startswith("fsdp2"))  # they share a trace
 
 
 class SeveralDevices:
@@ -17,14 +25,19 @@ class SeveralDevices:
 
     Args:
         module: the model.
+        batch: the batch of one device.
         devices: total number of devices.
         nodes: number of machines.
         usable: usable bytes of each device.
+        device: type of the devices.
     """
 
-    def __init__(self, module: L.LightningModule, devices: int, nodes: int, usable: float) -> None:
-        self.module, self.devices, self.nodes, self.usable = module, devices, nodes, usable
-        self.known: dict[str, StrategyChoice] = {}
+    def __init__(
+        self, module: L.LightningModule, batch: object, devices: int, nodes: int, usable: float, device: str
+    ) -> None:
+        self.module, self.batch, self.device = module, batch, device
+        self.devices, self.nodes, self.usable = devices, nodes, usable
+        self.known: dict[tuple[Choice, tuple[str, ...]], StrategyChoice] = {}
 
     def fits(self, choice: Choice, needed: float) -> bool:
         """Whether a choice fits under any strategy.
@@ -33,45 +46,44 @@ class SeveralDevices:
             choice: the techniques and the precision.
             needed: peak memory in bytes on a single device.
         """
-        return self._find_least(choice, needed) <= self.usable
+        # First those that are likely to fit, since a strategy that fits spares the other trace.
+        families = (_FSDP2, _OTHERS) if needed > self.usable else (_OTHERS, _FSDP2)
+        return any(self._fitting(choice, family) for family in families)
 
-    def choose(self, choice: Choice, needed: float) -> StrategyChoice:
+    def choose(self, choice: Choice) -> StrategyChoice:
         """Return the strategy that fits and moves the fewest bytes in a step."""
-        activations = self._activations(choice, needed)
-        fitting = [one for one in self._candidates(choice) if one.states.device + activations <= self.usable]
-        best = min(fitting, key=lambda candidate: candidate.traffic.total)
-        compared = self._compare(choice.precision)
-        return replace(compared, name=best.name, activation_bytes=int(activations), usable_bytes=int(self.usable))
+        best = pick_best(self._fitting(choice, CANDIDATES))
+        compared = self._compare(choice, CANDIDATES)
+        assert best is not None
+        return replace(compared, name=best.name, usable_bytes=int(self.usable))
 
-    def _find_least(self, choice: Choice, needed: float) -> float:
-        sizes = [one.states.device for one in self._candidates(choice)]
-        return min(sizes, default=math.inf) + self._activations(choice, needed)
+    def _fitting(self, choice: Choice, names: tuple[str, ...]) -> list[Candidate]:
+        fitting = []
+        for one in self._compare(choice, names).candidates:
+            # ZeRO counts micro-batches by itself.
+            joins = choice.parts == 1 or not one.name.startswith("zero")
+            if joins and not one.rounds and one.device_bytes <= self.usable:
+                fitting.append(one)
+        return fitting
 
-    def _candidates(self, choice: Choice) -> list[Candidate]:
-        candidates = self._compare(choice.precision).candidates
-        return [one for one in candidates if self._goes_with(choice, one.name) and not one.rounds]
-
-    def _activations(self, choice: Choice, needed: float) -> float:
-        """Return the memory of a step on one device without the model states, which DDP replicates."""
-        whole = next(c for c in self._compare(choice.precision).candidates if c.name == "ddp")
-        return max(0.0, needed - whole.states.device)
-
-    def _goes_with(self, choice: Choice, strategy: str) -> bool:
-        return choice.parts == 1 or not strategy.startswith("zero")  # ZeRO counts micro-batches by itself
-
-    def _compare(self, precision: str) -> StrategyChoice:
-        if precision not in self.known:
-            self.known[precision] = choose_strategy(
-                self.module,
-                None,
-                self.devices,
-                memory_gib=_ANYTHING,
-                nodes=self.nodes,
-                precision=precision,
-                activation_gib=0.0,
-                headroom=0.0,
-            )
-        return self.known[precision]
+    def _compare(self, choice: Choice, names: tuple[str, ...]) -> StrategyChoice:
+        # Compiled blocks count as eager ones, which take more.
+        key = replace(choice, compile=""), names
+        if key not in self.known:
+            with quietly():
+                self.known[key] = choose_strategy(
+                    self.module,
+                    self.batch,
+                    self.devices,
+                    memory_gib=_ANYTHING,
+                    techniques=key[0].techniques(),
+                    nodes=self.nodes,
+                    precision=choice.precision,
+                    device=self.device,
+                    strategies=names,
+                    headroom=0.0,
+                )
+        return self.known[key]
 
 
 def strategy_code(name: str) -> tuple[str, Any]:

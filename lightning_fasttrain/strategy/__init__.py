@@ -1,6 +1,6 @@
 """Sharding of parameters, gradients and optimizer state: FSDP2, ZeRO, and the choice among them.
 
-From the bottom up: ``choose``, ``tensor_parallel``, ``fsdp2``, ``_sharded_groups``, ``zero``, ``traffic``,
+From the bottom up: ``shardable_optimizer``, ``memory_limits``, ``tensor_parallel``, ``fsdp2``, ``zero``, ``traffic``,
 ``consolidate``, ``choose_strategy``.
 """
 
@@ -10,9 +10,6 @@ from lightning_fasttrain.core.package import import_names_when_used
 
 import_names_when_used(__name__)
 if TYPE_CHECKING:
-    from lightning_fasttrain.strategy.choose._model_sizes import ZeROSizes
-    from lightning_fasttrain.strategy.choose.choose_stage import StageChoice, choose_stage
-    from lightning_fasttrain.strategy.choose.model_states import STAGES, ModelStates, predict_model_states
     from lightning_fasttrain.strategy.choose_strategy import StrategyChoice, choose_strategy
     from lightning_fasttrain.strategy.consolidate import Consolidated, consolidate
     from lightning_fasttrain.strategy.fsdp2.fsdp2_fabric import FabricFSDP2Strategy
@@ -27,6 +24,7 @@ if TYPE_CHECKING:
     from lightning_fasttrain.strategy.tensor_parallel.plan import plan_tensor_parallel
     from lightning_fasttrain.strategy.traffic import Traffic, predict_traffic
     from lightning_fasttrain.strategy.zero.zero_fabric import FabricZeROStrategy
+    from lightning_fasttrain.strategy.zero.zero_states import STAGES, ZeROSizes
     from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy
 
 __all__ = [
@@ -35,14 +33,11 @@ __all__ = [
     "FSDP2Strategy",
     "FabricFSDP2Strategy",
     "FabricZeROStrategy",
-    "ModelStates",
-    "StageChoice",
     "StrategyChoice",
     "Traffic",
     "ZeROSizes",
     "ZeROStrategy",
     "check_sharded",
-    "choose_stage",
     "choose_strategy",
     "consolidate",
     "full_checkpoint",
@@ -50,7 +45,6 @@ __all__ = [
     "load_sharded_",
     "plan_tensor_parallel",
     "precision_policy",
-    "predict_model_states",
     "predict_traffic",
     "save_sharded",
     "shard_blocks_",

@@ -1,7 +1,8 @@
 """Choice among DDP, FSDP2 and the stages of ZeRO: the strategy that fits and moves the fewest bytes."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,20 +12,32 @@ from rich.table import Table
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_fasttrain.core.checks import NonNegativeFloat, PositiveFloat, PositiveInt, check_arguments
+from lightning_fasttrain.core.checks import PositiveFloat, PositiveInt, check_arguments, one_of
 from lightning_fasttrain.core.device import GIB
-from lightning_fasttrain.core.messages import Report, explain, titled_table
-from lightning_fasttrain.strategy._sharded_groups import ddp_states, fsdp2_states
-from lightning_fasttrain.strategy.choose._limits import Fit, Limits, check_headroom, find_nearest, gib, name_leaner_ways
-from lightning_fasttrain.strategy.choose._model_sizes import Held, ZeROSizes, held_by, predict_activations
-from lightning_fasttrain.strategy.choose._optimizer_state import MakeOptimizer, unfit_family
-from lightning_fasttrain.strategy.choose.model_states import ModelStates, states_of, usual_sizes
+from lightning_fasttrain.core.messages import Report, explain
+from lightning_fasttrain.core.modules.parameters import quantized_tensors
+from lightning_fasttrain.predict.fake_model import fake_model
 from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
+from lightning_fasttrain.strategy.memory_limits import (
+    Fit,
+    Limits,
+    check_headroom,
+    find_nearest,
+    fits_table,
+    gib,
+    name_leaner_ways,
+    predict_fits,
+)
+from lightning_fasttrain.strategy.shardable_optimizer import MakeOptimizer, make_optimizer, unfit_family
 from lightning_fasttrain.strategy.traffic import Moved, Traffic
+from lightning_fasttrain.strategy.zero.zero_states import Held, ZeROSizes, ZeROStage, held_by, usual_sizes
 from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy
+from lightning_fasttrain.technique import Surgery, Technique
+from lightning_fasttrain.technique.predicted_step import PredictedStep
 
 # The simplest strategy first, which decides between those that move about as many bytes. Stage 0 of ZeRO is DDP.
 CANDIDATES = ("ddp", "fsdp2", "zero-1", "zero-2", "zero-3", "fsdp2+offload", "zero-2+offload", "zero-3+offload")
+"""Names of the strategies among which :func:`choose_strategy` chooses."""
 _ABOUT = 1.1  # traffic within this factor counts as equal
 
 
@@ -40,9 +53,20 @@ class Candidate(Fit):
     traffic: Traffic
     rounds: bool
 
-    @property
-    def name(self) -> str:
-        return self.traffic.strategy
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values, in bytes, for JSON."""
+        return {
+            "name": self.name,
+            "fits": self.fits,
+            "device_bytes": self.device_bytes,
+            "host_bytes": self.memory.host_bytes,
+            "at_peak": self.memory.at_peak,
+            "phase": self.memory.phase,
+            "short": self.short,
+            "short_of_host": self.short_of_host,
+            "traffic": asdict(self.traffic),
+            "rounds": self.rounds,
+        }
 
 
 @dataclass(frozen=True)
@@ -56,7 +80,6 @@ class StrategyChoice(Report):
         devices: total number of devices.
         nodes: number of machines.
         precision: Lightning's name of the precision.
-        activation_bytes: bytes of activations on each device; None if unknown.
         usable_bytes: usable bytes of each device, without ``headroom``.
         sizes: DeepSpeed's bucket sizes, as assumed in the prediction.
         notes: assumptions, and strategies that were left out.
@@ -68,7 +91,6 @@ class StrategyChoice(Report):
     devices: int
     nodes: int
     precision: str
-    activation_bytes: int | None
     usable_bytes: int
     sizes: ZeROSizes
     notes: tuple[str, ...] = ()
@@ -102,40 +124,39 @@ class StrategyChoice(Report):
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, in bytes, for JSON."""
-        told = asdict(self)
-        told["chosen"] = told.pop("name")
-        for candidate, entry in zip(self.candidates, told["candidates"], strict=True):
-            entry.update(name=candidate.name, fits=candidate.fits)
-        return told
+        return {
+            "chosen": self.name,
+            "why": self.why,
+            "devices": self.devices,
+            "nodes": self.nodes,
+            "precision": self.precision,
+            "usable_bytes": self.usable_bytes,
+            "sizes": asdict(self.sizes),
+            "notes": list(self.notes),
+            "candidates": [candidate.as_dict() for candidate in self.candidates],
+        }
 
     def as_table(self) -> Table:
         """Return a ``rich`` table of each candidate's memory on one rank and traffic per step, in GiB."""
-        activations = self.activation_bytes or 0
         where = f"{self.devices} devices"
         if self.nodes > 1:
             where = f"{where} in {self.nodes} nodes"
-        usable = f"On each device {gib(self.usable_bytes)} GiB are usable; activations take {gib(activations)} GiB."
-        title = f"{where}, {self.precision}: GiB on one rank, and GiB that it moves in a step"
-        table = titled_table(title, [self.why, usable, *self.notes])
-        table.add_column("strategy")
-        headings = ("params", "grads", "optimizer", "buffers", "device", "host", "to ranks")
-        for heading in (*headings, "to host"):
-            table.add_column(heading, justify="right")
-        table.add_column("fits")
+        usable = f"On each device {gib(self.usable_bytes)} GiB are usable."
+        title = f"{where}, {self.precision}: GiB at the peak of one rank, and GiB that it moves in a step"
+        verdicts = []
         for row in self.candidates:
-            states, moved = row.states, row.traffic
-            figures = (states.parameters, states.gradients, states.optimizer, states.buffers)
-            figures = (*figures, states.device + activations, states.host, moved.ranks, moved.host)
             verdict = "yes"
             if row.short:
                 verdict = f"no, {gib(row.short)} over"
             elif not row.fits:
                 verdict = f"no, {gib(row.short_of_host)} over in host"
-            name, style = row.name, None
-            if row.name == self.name:
-                name, style = f"{row.name} ←", "bold"
-            table.add_row(name, *map(gib, figures), verdict, style=style)
-        return table
+            verdicts.append(verdict)
+        columns = {
+            "to ranks": [gib(row.traffic.ranks) for row in self.candidates],
+            "to host": [gib(row.traffic.host) for row in self.candidates],
+            "fits": verdicts,
+        }
+        return fits_table(title, [self.why, usable, *self.notes], self.candidates, self.name, columns)
 
 
 def _meet(strategy: ParallelStrategy, name: str, devices: int) -> None:
@@ -152,117 +173,145 @@ def _meet(strategy: ParallelStrategy, name: str, devices: int) -> None:
 @check_arguments
 def choose_strategy(
     module: nn.Module | Callable[[], nn.Module],
-    optimizer: Optimizer | MakeOptimizer | None = None,
+    batch: object,
     devices: PositiveInt = 1,
     *,
     memory_gib: PositiveFloat | None = None,
-    batch: object = None,
     loss: Callable[[Any, Any], object] | None = None,
+    optimizer: Optimizer | MakeOptimizer | None = None,
+    techniques: Sequence[Technique] = (),
     nodes: PositiveInt = 1,
     precision: str = "32-true",
-    activation_gib: NonNegativeFloat | None = None,
+    device: str = "cuda",
+    strategies: Sequence[str] = CANDIDATES,
     host_gib: PositiveFloat | None = None,
     headroom: float = 0.1,
+    tell: Callable[[str], object] | None = None,
 ) -> StrategyChoice:
     """Choose a strategy for training on several devices: DDP, FSDP2, or a stage of ZeRO, with or without offload.
 
     Among the strategies that fit, the one that moves the fewest bytes in a step is chosen; strategies within 10% of
     it count as equal, and the simplest of them is chosen. A strategy that reduces gradients in lower precision is
     chosen only if no other fits: ZeRO under "bf16-mixed" reduces in bfloat16, where DDP and FSDP2 reduce in float32.
-    A byte to the host counts like a byte to another rank; the speed of the links is not considered.
+    A byte to the host counts like a byte to another rank; the speed of the links is not considered. The memory of each
+    is that of :func:`~lightning_fasttrain.predict_memory` with ``strategy=`` and ``world=devices``.
 
     Args:
         module: the model (real, on ``"meta"``, or of fake tensors), or a function that builds it; nothing is
             allocated.
-        optimizer: the optimizer in use, or a function of the parameters that makes it; by default the
-            LightningModule's.
+        batch: one rank's batch, as the loader yields it; only shapes and dtypes matter.
         devices: total number of devices, over all nodes.
         memory_gib: memory of each device; by default the free memory of the current GPU.
-        batch: one rank's batch, as the loader yields it; activations are then predicted from it.
         loss: (module, batch) → loss, instead of ``training_step``.
+        optimizer: the optimizer in use, or a function of the parameters that makes it; by default the
+            LightningModule's.
+        techniques: the techniques, as for the Trainer.
         nodes: number of machines, with equally many devices in each.
         precision: ``"32-true"``, ``"bf16-mixed"`` or ``"bf16-true"``.
-        activation_gib: activations on each device, instead of ``batch``. Without either, activations are not counted.
+        device: the device whose allocator and kernels are assumed, ``"cuda"`` or ``"cpu"``; neither is used.
+        strategies: the names to choose among, the simplest first.
         host_gib: host memory of a node that training may use; None means enough.
         headroom: fraction of each device's memory that is left for usage that is not predicted.
+        tell: called with the progress, in words; traces of large models take seconds.
 
     Returns:
         The choice. Its ``strategy()`` makes a strategy for the Trainer; its ``as_table()`` shows the comparison.
 
     Raises:
-        ValueError: nothing fits (with the shortfall), ``devices`` is not a multiple of ``nodes``, memory is not
-            positive or is missing without a GPU, or the optimizer cannot be sharded.
+        ValueError: nothing fits (with the shortfall), a strategy is unknown, ``devices`` is not a multiple of
+            ``nodes``, memory is not positive or is missing without a GPU, or the optimizer cannot be sharded.
 
     Example:
         >>> net = nn.Sequential(*[nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(8)])
         >>> adam = torch.optim.AdamW(net.parameters())
-        >>> choose_strategy(net, adam, 4, memory_gib=1).name
+        >>> step = {"loss": lambda net, batch: net(batch).sum(), "optimizer": adam, "device": "cpu"}
+        >>> choose_strategy(net, torch.zeros(2, 512), 4, memory_gib=1, **step).name
         'ddp'
-        >>> choice = choose_strategy(net, adam, 4, memory_gib=0.02)
-        >>> choice.name, choice.chosen.states.device < 0.02 * 2**30
+        >>> choice = choose_strategy(net, torch.zeros(2, 512), 4, memory_gib=0.025, **step)
+        >>> choice.name, choice.chosen.device_bytes < 0.025 * 2**30
         ('fsdp2', True)
         >>> print(choice.why)
         fsdp2 fits with ... GiB of ... GiB on each device and moves ... MiB a step; ddp would ...
 
     Source:
-        Ours; see :func:`~lightning_fasttrain.strategy.predict_model_states` and
+        Ours; see :func:`~lightning_fasttrain.predict_memory` and
         :func:`~lightning_fasttrain.strategy.predict_traffic`.
     """
     _check_devices(devices, nodes)
     check_headroom(headroom)
-    _check_activations(activation_gib, batch)
+    for name in strategies:
+        one_of("strategies", name, CANDIDATES)
     usable = int(_memory_of(memory_gib) * (1 - headroom))
-    activations = _in_bytes(activation_gib)
-    if batch is not None:
-        activations = predict_activations(module, batch, precision, loss=loss)
-    limits = Limits(usable, activations or 0, _in_bytes(host_gib), ranks=devices // nodes)
-    held = held_by(module, optimizer, devices, precision)
-    left_out, note = unfit_family(held.optimizer)
-    sizes = usual_sizes(held)
-    names = [name for name in CANDIDATES if not (left_out and name.startswith(left_out))]
+    limits = Limits(usable, _in_bytes(host_gib), devices // nodes)
+    step = {"optimizer": optimizer, "precision": precision, "device": device, "world": devices, "loss": loss}
+    with _measure(module, optimizer, devices, precision, techniques) as held:
+        left_out = dict([unfit_family(held.optimizer)])
+        if next(quantized_tensors(held.net), None) is not None:
+            left_out["fsdp2"] = "FSDP2 is left out: its memory with quantised weights cannot be predicted."
+        left_out.pop("", None)
+        sizes = usual_sizes(held)
+        names = [name for name in strategies if not name.startswith(tuple(left_out))]
+        own = held.as_torch_does(precision)
+        moved = Moved(held, own, precision, _count_micro_batches(techniques, batch), sizes)
+        traffic = {name: moved.predict(name) for name in names}
+    named = {name: _make(name, sizes) for name in names}
+    fits = predict_fits(named, limits, module, batch, **step, techniques=techniques, tell=tell or _say_nothing)
     candidates = []
-    for states, traffic in _predict(held, names, precision, sizes):
-        fit = limits.check(states)
-        rounds = precision == "bf16-mixed" and traffic.strategy.startswith("zero") and devices > 1
-        candidates.append(Candidate(states, fit.short, fit.short_of_host, traffic, rounds))
-    best = _pick_best(candidates)
+    for fit in fits:
+        rounds = precision == "bf16-mixed" and fit.name.startswith("zero") and devices > 1
+        candidates.append(Candidate(**vars(fit), traffic=traffic[fit.name], rounds=rounds))
+    best = pick_best(candidates)
     if best is None:
         raise ValueError(_nothing_fits(candidates, limits, devices, precision))
     why = _explain_choice(best, candidates, limits)
-    notes = []
-    if activations is None:
-        notes.append("Activations are not counted: give batch= or activation_gib=.")
-    if note:
-        notes.append(note)
     return StrategyChoice(
-        best.name, tuple(candidates), why, devices, nodes, precision, activations, usable, sizes, tuple(notes)
+        best.name, tuple(candidates), why, devices, nodes, precision, usable, sizes, tuple(left_out.values())
     )
+
+
+@contextmanager
+def _measure(
+    module: nn.Module | Callable[[], nn.Module],
+    optimizer: Optimizer | MakeOptimizer | None,
+    devices: int,
+    precision: str,
+    techniques: Sequence[Technique],
+) -> Iterator[Held]:
+    """Yield the sizes of the model that is trained: with its adapters, if techniques add some."""
+    adding = [technique for technique in techniques if technique.surgery in (Surgery.QUANTIZE, Surgery.ADAPT)]
+    if isinstance(optimizer, Optimizer) or not adding:
+        yield held_by(module, optimizer, devices, precision)
+        return
+    with fake_model(module, adding) as net:
+        yield Held(net, make_optimizer(net, optimizer), devices, precision != "32-true")
+
+
+def _count_micro_batches(techniques: Sequence[Technique], batch: object) -> int:
+    """Return how many forward and backward passes an optimizer step has."""
+    planned = PredictedStep()
+    for technique in techniques:
+        technique.predict(planned)
+    return len(planned.split(batch)) * planned.window
+
+
+def _make(name: str, sizes: ZeROSizes) -> object:
+    """Return what stands for a strategy in a prediction."""
+    kind, _, stage = name.partition("-")
+    if kind == "zero":
+        return ZeROStage(stage, sizes)
+    if kind == "ddp":
+        return DDPStrategy()
+    return FSDP2Strategy(offload="cpu" if kind.endswith("offload") else None)
+
+
+def _say_nothing(_: str) -> None:
+    pass
 
 
 def _check_devices(devices: int, nodes: int) -> None:
     if devices % nodes:
         why = "every node must have the same number of devices"
         raise ValueError(explain(f"devices={devices} in nodes={nodes}", why, f"Use a multiple of {nodes} devices"))
-
-
-def _check_activations(activation_gib: float | None, batch: object) -> None:
-    if batch is not None and activation_gib is not None:
-        raise ValueError(explain("batch= and activation_gib=", "both give the memory of activations", "Leave one out"))
-
-
-def _predict(held: Held, names: list[str], precision: str, sizes: ZeROSizes) -> Iterator[tuple[ModelStates, Traffic]]:
-    """Yield each strategy's memory on a device and traffic per step."""
-    own = held.as_torch_does(precision)
-    moved = Moved(held, own, precision, micro_batches=1, sizes=sizes)
-    by_name = {"ddp": ddp_states(own)}
-    for offload in (False, True):
-        states = fsdp2_states(own, moved.groups, precision, offload=offload)
-        by_name[states.stage] = states
-    stages = [name.removeprefix("zero-") for name in names if name.startswith("zero")]
-    for states in states_of(held, stages, sizes):
-        by_name[f"zero-{states.stage}"] = states
-    for name in names:
-        yield by_name[name], moved.predict(name)
 
 
 def _memory_of(memory_gib: float | None) -> float:
@@ -274,7 +323,8 @@ def _memory_of(memory_gib: float | None) -> float:
     return torch.cuda.mem_get_info()[0]
 
 
-def _pick_best(candidates: list[Candidate]) -> Candidate | None:
+def pick_best(candidates: Iterable[Candidate]) -> Candidate | None:
+    """Return the simplest of those that fit and move the fewest bytes; None if none fits."""
     fitting = [candidate for candidate in candidates if candidate.fits]
     fitting = [candidate for candidate in fitting if not candidate.rounds] or fitting
     least = min((candidate.traffic.total for candidate in fitting), default=0)
@@ -285,7 +335,7 @@ def _explain_choice(best: Candidate, candidates: list[Candidate], limits: Limits
     moves = "moves nothing"
     if best.traffic.total:
         moves = f"moves {_size(best.traffic.total)} a step"
-    why = f"{best.name} fits with {limits.describe(best.states)} and {moves}"
+    why = f"{best.name} fits with {limits.describe(best)} and {moves}"
     less = [c for c in candidates if c.traffic.total * _ABOUT < best.traffic.total]
     large = [c for c in less if not c.fits]
     if not less:

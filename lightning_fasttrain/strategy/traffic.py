@@ -1,18 +1,20 @@
 """Prediction of the bytes that each rank moves in one optimizer step: to other ranks, to its host, to disk."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import PositiveInt, check_arguments, one_of
 from lightning_fasttrain.core.modules.parameters import bytes_of
-from lightning_fasttrain.strategy._sharded_groups import ShardedGroup, sharded_groups
-from lightning_fasttrain.strategy.choose._model_sizes import MASTER, Held, ZeROSizes, held_by
-from lightning_fasttrain.strategy.choose._optimizer_state import MakeOptimizer
-from lightning_fasttrain.strategy.choose.model_states import STAGES
+from lightning_fasttrain.strategy.fsdp2._packed_weights import whole_parameters
+from lightning_fasttrain.strategy.fsdp2.shard_blocks import own_groups, precision_policy
+from lightning_fasttrain.strategy.shardable_optimizer import MakeOptimizer
+from lightning_fasttrain.strategy.zero.zero_states import MASTER, STAGES, Held, ZeROSizes, ceil_div, held_by
 
 FSDP2 = ("fsdp2", "fsdp2+offload")
 STRATEGIES = ("ddp", *FSDP2, *(f"zero-{stage}" for stage in STAGES))
@@ -88,8 +90,9 @@ def predict_traffic(
     float32.
 
     Args:
-        module: as for :func:`~lightning_fasttrain.strategy.predict_model_states`.
-        optimizer: likewise; it decides which parameters train, and for disk the size of the optimizer state.
+        module: the model, or a function that builds it; nothing is allocated, and the model is not changed.
+        optimizer: the optimizer in use, or a function of the parameters that makes it; by default that of
+            ``configure_optimizers``. It decides which parameters train, and for disk the size of the optimizer state.
         world_size: number of ranks.
         precision: ``"32-true"``, ``"bf16-mixed"`` or ``"bf16-true"``.
         strategies: the strategies to predict.
@@ -124,6 +127,62 @@ def predict_traffic(
 
 
 @dataclass(frozen=True)
+class _Group:
+    """Sizes of a group of parameters that are gathered and freed together.
+
+    Args:
+        shard: bytes of one rank's shard.
+        trained_shard: bytes of the trained parameters in that shard.
+        gathered: bytes of the gathered parameters, padding included, in the dtype they compute in.
+        reduced: bytes of the gradients, padding included, in the dtype they are reduced in.
+        gathers: number of times that the group is gathered in a forward with its backward.
+    """
+
+    shard: int
+    trained_shard: int
+    gathered: int
+    reduced: int
+    gathers: int
+
+
+def _find_groups(held: Held, precision: str) -> list[_Group]:
+    """Return the sharded groups of ``held.net``, the root last."""
+    policy = precision_policy(precision)
+    whole = whole_parameters(held.net, policy)
+    inside: set[nn.Parameter] = set()
+    groups = []
+    for block in own_groups(held.net).values():
+        parameters = [p for p in block.parameters() if p not in whole]
+        inside.update(parameters)
+        # A block is gathered in forward, and again in backward.
+        groups.append(_measure_group(held, policy, parameters, gathers=2))
+    rest = [p for p in held.parameters if p not in whole and p not in inside]
+    # The root stays gathered until its backward is done.
+    return [*groups, _measure_group(held, policy, rest, gathers=1)]
+
+
+def _measure_group(
+    held: Held, policy: MixedPrecisionPolicy, parameters: Sequence[nn.Parameter], gathers: int
+) -> _Group:
+    assert policy.reduce_dtype is not None
+    shard = trained = gathered = reduced = 0
+    for parameter in parameters:
+        first, *others = parameter.shape or (1,)
+        # The first rank has the largest part of the rows.
+        part, size = ceil_div(first, held.ranks) * math.prod(others), held.itemsize(parameter)
+        shard += part * size
+        # FSDP2 casts floating-point parameters alone.
+        used = size
+        if policy.param_dtype is not None and parameter.is_floating_point():
+            used = policy.param_dtype.itemsize
+        gathered += part * held.ranks * used
+        if parameter.requires_grad:
+            trained += part * size
+            reduced += part * held.ranks * policy.reduce_dtype.itemsize
+    return _Group(shard, trained, gathered, reduced, gathers)
+
+
+@dataclass(frozen=True)
 class Moved:
     """Traffic predictor for a model whose sizes are measured already.
 
@@ -142,9 +201,9 @@ class Moved:
     sizes: ZeROSizes
 
     @cached_property
-    def groups(self) -> list[ShardedGroup]:
+    def groups(self) -> list[_Group]:
         """Groups of parameters that FSDP2 gathers together."""
-        return sharded_groups(self.own, self.precision)
+        return _find_groups(self.own, self.precision)
 
     def predict(self, strategy: str) -> Traffic:
         """Predict the bytes that one rank moves in a step under ``strategy``."""
@@ -162,7 +221,7 @@ def _ddp(held: Held) -> Traffic:
     return Traffic("ddp", gradients + gather_bytes(buffers, held.ranks))
 
 
-def _fsdp2(groups: Sequence[ShardedGroup], strategy: str, ranks: int, micro_batches: int) -> Traffic:
+def _fsdp2(groups: Sequence[_Group], strategy: str, ranks: int, micro_batches: int) -> Traffic:
     gathered = reduced = host = 0
     for group in groups:
         gathers = group.gathers * micro_batches

@@ -49,8 +49,8 @@ def chosen(capsys, *arguments):
     return json.loads(capsys.readouterr().out)
 
 
-def states(found, name):
-    return next(row["states"] for row in found["candidates"] if row["name"] == name)
+def at_peak(found, name):
+    return next(row["at_peak"] for row in found["candidates"] if row["name"] == name)
 
 
 def refusal(capsys, command, *arguments):
@@ -63,44 +63,49 @@ def refusal(capsys, command, *arguments):
 
 
 def test_a_reference_size_is_what_the_function_finds(capsys):
-    found = chosen(capsys, "--size", "gpt2-small", "--devices", "4", "--memory", "2")
+    found = chosen(capsys, "--size", "nano", "--batch", "4", "--devices", "4", "--memory", "2")
+    specimen = gpt("nano", batch=4)
     with torch.device("meta"):
-        net = gpt("gpt2-small").module()
-    assert found == json.loads(json.dumps(choose_strategy(net, None, 4, memory_gib=2).as_dict()))
-    assert found["activation_bytes"] is None
+        net = specimen.module()
+    assert found == json.loads(json.dumps(choose_strategy(net, specimen.batch(), 4, memory_gib=2).as_dict()))
 
 
 def test_a_class_with_arguments_its_optimizer_and_its_batch(module, capsys):
     found = chosen(capsys, f"{module}:Net", "--arg", "width=32", "--devices", "2", "--memory", "1")
-    assert states(found, "ddp")["parameters"] == 3 * 32 * 32 * 4
-    assert states(found, "ddp")["optimizer"] == 0
-    assert found["activation_bytes"] > 4 * 32 * 4
+    assert at_peak(found, "ddp")["parameters"] == 3 * 32 * 32 * 4
+    assert at_peak(found, "ddp")["optimizer state"] == 0
+    assert at_peak(found, "ddp")["inputs"] == 512  # four rows of 32 numbers
 
 
 def test_another_optimizer(module, capsys):
     arguments = [f"{module}:Net", "--arg", "width=64", "--devices", "2", "--memory", "1", "--optimizer"]
     numbers = 3 * 64 * 64
-    assert states(chosen(capsys, *arguments, "AdamW"), "ddp")["optimizer"] == 8 * numbers + 12
-    assert states(chosen(capsys, *arguments, "sgd-momentum"), "ddp")["optimizer"] == 4 * numbers
+
+    def state(found, name="ddp"):
+        # CUDA's allocator rounds up to 512 bytes, for a count of steps too.
+        return pytest.approx(at_peak(found, name)["optimizer state"], abs=3 * 512)
+
+    assert state(chosen(capsys, *arguments, "AdamW")) == 8 * numbers
+    assert state(chosen(capsys, *arguments, "sgd-momentum")) == 4 * numbers
     muon = chosen(capsys, *arguments, "muon")
-    assert states(muon, "ddp")["optimizer"] == 4 * numbers
-    assert states(muon, "fsdp2")["optimizer"] == 4 * numbers / 2
+    assert state(muon) == 4 * numbers
+    assert state(muon, "fsdp2") == 4 * numbers / 2
     assert {row["name"] for row in muon["candidates"]} == {"ddp", "fsdp2", "fsdp2+offload"}
     assert any("ZeRO is left out: MuonAdamW needs whole matrices" in note for note in muon["notes"])
     pytest.importorskip("bitsandbytes")
-    eight = states(chosen(capsys, *arguments, "adamw8bit"), "ddp")["optimizer"]
+    eight = at_peak(chosen(capsys, *arguments, "adamw8bit"), "ddp")["optimizer state"]
     assert 2 * numbers < eight < 3 * numbers
 
 
-def test_activations_of_a_batch_or_as_given(capsys):
+def test_a_reference_gpt_is_predicted_on_one_sequence_unless_told_otherwise(capsys):
     size = ["--size", "nano", "--devices", "2", "--memory", "8"]
-    assert chosen(capsys, *size, "--batch", "4")["activation_bytes"] > 2**20
-    assert chosen(capsys, *size, "--activations", "0.5")["activation_bytes"] == 2**29
+    one, four = chosen(capsys, *size), chosen(capsys, *size, "--batch", "4")
+    assert 3 < at_peak(four, "ddp")["activations"] / at_peak(one, "ddp")["activations"] < 5
 
 
 def test_it_prints_a_table(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "170")
-    size = ["--size", "gpt2-small", "--devices", "16", "--nodes", "2", "--memory", "24", "--precision", "bf16-mixed"]
+    size = ["--size", "tiny", "--devices", "16", "--nodes", "2", "--memory", "24", "--precision", "bf16-mixed"]
     assert main(["shard", *size]) == 0
     printed = capsys.readouterr().out
     assert "16 devices in 2 nodes, bf16-mixed" in printed
@@ -108,22 +113,17 @@ def test_it_prints_a_table(capsys, monkeypatch):
 
 
 def test_any_number_of_devices_without_the_memory(tmp_path):
-    """A thousand GPUs and 1.5 billion parameters, in a process that may not have 4 GiB."""
+    """A thousand GPUs and 355 million parameters, in a process that may not have 1.5 GiB of data."""
     code = (
-        "import resource; resource.setrlimit(resource.RLIMIT_DATA, (4 * 2**30, 4 * 2**30))\n"
+        "import resource; resource.setrlimit(resource.RLIMIT_DATA, (3 * 2**29, 3 * 2**29))\n"
         "from lightning_fasttrain.cli.main import main\n"
-        "raise SystemExit(main(['shard', '--size', 'gpt2-xl', '--devices', '1024', '--memory', '8', '--json']))"
+        "raise SystemExit(main(['shard', '--size', 'gpt2-medium', '--devices', '1024', '--memory', '80', '--json']))"
     )
     found = json.loads(run_code(code, folder=tmp_path))
     assert found["devices"] == 1024
-    numbers = states(found, "ddp")["parameters"] // 4
-    assert numbers > 1_500_000_000
-    assert states(found, "zero-2")["optimizer"] == pytest.approx(12 * numbers / 1024, rel=0.01)
-
-
-def test_the_stored_table_is_what_the_command_prints(capsys):
-    stored = json.loads((ROOT / "examples" / "results" / "shard_gpt2_xl.json").read_text())
-    assert chosen(capsys, "--size", "gpt2-xl", "--devices", "8", "--memory", "24") == stored
+    numbers = at_peak(found, "ddp")["parameters"] // 4
+    assert numbers > 350_000_000
+    assert at_peak(found, "zero-2")["optimizer state"] == pytest.approx(12 * numbers / 1024, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_the_stored_table_is_what_the_command_prints(capsys):
         (["--size", "nano", "--precision", "fp8"], "precision='fp8'"),
         (["--size", "nano", "--optimizer", "magic"], "optimizer='magic'"),
         (["--size", "nano", "--optimizer", "adafactor"], "Adafactor with ZeRO"),
-        (["--size", "gpt2-small", "--memory", "0.01"], "Nothing fits, the nearest is"),
+        (["--size", "nano", "--memory", "0.01"], "Nothing fits, the nearest is"),
         (["{module}:Absent"], "has no attribute 'Absent'"),
         (["{module}:Net", "--arg", "width"], "not of the form key=value"),
         (["{module}:Net", "--arg", "kind=LBFGS"], "LBFGS with ZeRO"),

@@ -155,7 +155,7 @@ def test_several_devices_get_a_strategy_that_shards_what_does_not_fit():
     assert roomy.strategy.name == "ddp"
     found = plan(0.6 * states, net, batch, devices=4, nodes=2, **settings)
     assert found.strategy.name in ("fsdp2", "zero-3")
-    assert found.strategy.chosen.states.device < 0.6 * states * GIB
+    assert found.strategy.chosen.device_bytes < 0.6 * states * GIB
     assert "devices=2,\n    num_nodes=2," in found.code()
     assert yaml.safe_load(found.yaml())["trainer"]["devices"] == 2
     assert found.as_dict()["strategy"]["chosen"] == found.strategy.name

@@ -14,8 +14,6 @@ from torch import nn
 from torch.torch_version import TorchVersion
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.strategy._sharded_groups import fsdp2_states, sharded_groups
-from lightning_fasttrain.strategy.choose._model_sizes import held_by
 from lightning_fasttrain.strategy.fsdp2._shard_index import ShardReader
 from lightning_fasttrain.strategy.fsdp2._sharded_optimizer import named_state
 from lightning_fasttrain.strategy.fsdp2.broadcast_weights import list_shared_buffers
@@ -258,14 +256,6 @@ def test_sharded_4_bit_base_trains_bitwise_like_an_unsharded_one(found, run):
         assert seen["moved"] > 1e-3
         whole, part = seen["packed"]
         assert part == (whole if run == "bf16-mixed" and CASTS_BYTES else whole / 2)
-
-
-def test_memory_of_a_sharded_4_bit_base_is_predicted(found):
-    net = WideLM()
-    ft.apply(net, [ft.QLoRA(rank=2)])
-    held = held_by(net, torch.optim.AdamW([p for p in net.parameters() if p.requires_grad]), 2, "32-true")
-    states = fsdp2_states(held, sharded_groups(held, "32-true"), "32-true")
-    assert states.parameters == largest(found, "4 bits wide", "held")
 
 
 def test_a_whole_checkpoint_of_a_4_bit_base_resumes_exactly_and_loads_in_a_plain_model(found, single):

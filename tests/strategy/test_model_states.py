@@ -9,9 +9,8 @@ from torch import nn
 import lightning_fasttrain as ft
 from lightning_fasttrain.bench.gpt import reference_gpt as gpt
 from lightning_fasttrain.optim.named.state_bytes import groups_of, state_bytes
-from lightning_fasttrain.strategy.choose._model_sizes import ZeROSizes
-from lightning_fasttrain.strategy.choose._optimizer_state import refuse_unshardable
-from lightning_fasttrain.strategy.choose.model_states import STAGES, predict_model_states
+from lightning_fasttrain.strategy.shardable_optimizer import refuse_unshardable
+from lightning_fasttrain.strategy.zero.zero_states import STAGES, ZeROSizes, predict_model_states
 from tests.support.nets import LazyLM, TinyLM
 
 NO_BUFFERS = ZeROSizes(reduce_bucket=0, prefetch=0, persistence=0, reuse=0)

@@ -9,6 +9,7 @@ from torch import nn
 
 import lightning_fasttrain as ft
 from lightning_fasttrain import predict_memory
+from lightning_fasttrain.strategy.zero.zero_states import predict_model_states
 from tests.strategy.scale_scenarios import URL, WAYS, batch, gpt
 from tests.support.ranks import run_ranks
 from tests.support.s3_server import s3_server
@@ -98,7 +99,7 @@ def test_the_process_is_as_it_was():
     [
         ({"world": 8}, ValueError, "world=8 without strategy=: the strategy decides what each rank holds"),
         ({"world": 2, "rank": 2}, ValueError, "rank=2 of world=2: ranks are counted from 0"),
-        ({"strategy": "ddp", "world": 2}, TypeError, "strategy='ddp': it cannot be predicted on a rank"),
+        ({"strategy": "fsdp", "world": 2}, TypeError, "strategy='fsdp': its ranks cannot be predicted"),
         ({"strategy": ft.FSDP2Strategy(replicas=3), "world": 4}, ValueError, "replicas=3 over 4 processes"),
         ({"strategy": ft.ZeROStrategy(), "world": 4}, ValueError, "a prediction with stage='auto'"),
     ],
@@ -121,7 +122,7 @@ def test_a_rank_of_a_launch_is_refused(tmp_path):
 def test_states_under_zero_are_those_of_the_formulas():
     for stage in (1, 3):
         report = predict_memory(gpt, batch(), device="cpu", strategy=ft.ZeROStrategy(stage), world=4)
-        (states,) = ft.strategy.predict_model_states(gpt(), world_size=4, stages=[str(stage)])
+        (states,) = predict_model_states(gpt(), world_size=4, stages=[str(stage)])
         assert report.peaks["parameters"] == pytest.approx(states.parameters, abs=200)
         assert report.peaks["optimizer state"] == pytest.approx(states.optimizer, abs=200)
         assert report.peaks["gradients"] == pytest.approx(states.gradients, rel=0.01)

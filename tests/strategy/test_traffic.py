@@ -6,11 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_fasttrain.strategy._sharded_groups import ddp_states, fsdp2_states, sharded_groups
-from lightning_fasttrain.strategy.choose._model_sizes import ZeROSizes, held_by
-from lightning_fasttrain.strategy.choose.model_states import predict_model_states
 from lightning_fasttrain.strategy.traffic import STRATEGIES, all_reduce_bytes, predict_traffic
-from tests.strategy.traffic_scenarios import ZERO, Net, adam, optimizer_for
+from lightning_fasttrain.strategy.zero.zero_states import ZeROSizes, predict_model_states
+from tests.strategy.traffic_scenarios import ZERO, Net, optimizer_for
 from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -70,43 +68,28 @@ def test_bytes_sent_equal_the_prediction(found, name):
 
 
 def states(name):
-    strategy, precision, sizes, micro_batches = asked(name)
+    strategy, precision, sizes, _ = asked(name)
     net = Net()
-    if strategy == "ddp":
-        net.register_buffer("seen", torch.zeros(500))
-        return ddp_states(held_by(net, adam(net), 2, precision))
-    if strategy == "fsdp2":
-        held = held_by(net, adam(net), 2, precision).as_torch_does(precision)
-        return fsdp2_states(held, sharded_groups(held, precision), precision, micro_batches=micro_batches)
     stage = strategy.removeprefix("zero-")
     return predict_model_states(
         net, optimizer_for(name, net), world_size=2, precision=precision, stages=[stage], sizes=sizes
     )[0]
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if "offload" not in name])
+@pytest.mark.parametrize("name", [name for name in ZERO if "offload" not in name])
 def test_parameters_and_optimizer_memory_equals_the_prediction(found, name):
     most = {key: max(rank[name][key] for rank in found) for key in ("parameters", "optimizer")}
-    whole = max(rank[name].get("whole", 0) for rank in found)
-    assert states(name).parameters == pytest.approx(most["parameters"] + whole, abs=16)
+    assert states(name).parameters == pytest.approx(most["parameters"], abs=16)
     assert states(name).optimizer == most["optimizer"]
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if "offload" not in name])
+@pytest.mark.parametrize("name", [name for name in ZERO if "offload" not in name])
 def test_gradient_memory_equals_the_prediction(found, name):
     most = max(max(rank[name]["gradients"], rank[name].get("first gradients", 0)) for rank in found)
     if name in ("zero-1 32-true", "zero-1 bf16-true"):  # what several micro-batches would take
         assert states(name).gradients > most
-    elif name == "fsdp2 twice":
-        assert states(name).gradients == most + 4 * sum(_padded(p) for p in Net().parameters() if p.requires_grad)
     else:
         assert states(name).gradients == most
-
-
-def _padded(parameter):
-    """Return the number of elements, with dimension 0 rounded up to a multiple of two."""
-    rows = -(-len(parameter) // 2) * 2
-    return rows * parameter[0].numel()
 
 
 @pytest.mark.parametrize("name", ["zero-2+offload 32-true", "zero-2+offload bf16-true"])

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from lightning_fasttrain.strategy.choose._model_sizes import ZeROSizes
+from lightning_fasttrain.strategy.zero.zero_states import ZeROSizes
 
 VOCAB, WIDTH, HIDDEN = 211, 60, 133  # the number of parameters is odd
 

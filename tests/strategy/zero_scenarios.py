@@ -24,9 +24,9 @@ from torch import nn
 from torch.nn import functional
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.strategy.choose.model_states import predict_model_states
 from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
 from lightning_fasttrain.strategy.zero.zero_fabric import FabricZeROStrategy
+from lightning_fasttrain.strategy.zero.zero_states import predict_model_states
 from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy
 from tests.strategy import zero_guards, zero_steps
 from tests.strategy.zero_launches import DEPTH, EQUAL, IN_FABRIC, WEIGHED

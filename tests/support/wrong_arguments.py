@@ -67,7 +67,7 @@ MADE_HERE = {
     "model.CheckpointPlan",
     *("model.CompileReport", "model.LowPrecisionReport", "optim.Schedule", "planner.Choice", "planner.Plan"),
     *("planner.Tried", "planner.Unused", "planner.UnusedReport", "predict.MemoryReport", "run.MemoryRecord"),
-    *("run.ResumableLoader", "strategy.Consolidated", "strategy.ModelStates", "strategy.StageChoice"),
+    *("run.ResumableLoader", "strategy.Consolidated"),
     *(
         "strategy.StrategyChoice",
         "strategy.Traffic",

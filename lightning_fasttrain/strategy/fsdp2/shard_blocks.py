@@ -19,7 +19,6 @@ from lightning_fasttrain.core.messages import explain, list_some, note_once
 from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
 from lightning_fasttrain.core.modules.parameters import bytes_of, count_uses, parameters_of
 from lightning_fasttrain.predict.predict_memory import PRECISIONS
-from lightning_fasttrain.strategy.choose._optimizer_state import has_own_kernels
 from lightning_fasttrain.strategy.fsdp2._packed_weights import (
     is_opaque,
     keep_packed_,
@@ -28,6 +27,7 @@ from lightning_fasttrain.strategy.fsdp2._packed_weights import (
 )
 from lightning_fasttrain.strategy.fsdp2.replicated_scalars import is_replicated, replicate_scalars_
 from lightning_fasttrain.strategy.fsdp2.separate_groups import refuse_mixed, shard_norms_, shard_other_dtypes_
+from lightning_fasttrain.strategy.shardable_optimizer import has_own_kernels
 from lightning_fasttrain.strategy.tensor_parallel.parallelize import shard_axis
 
 REDUCE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

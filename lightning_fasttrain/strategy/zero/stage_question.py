@@ -1,4 +1,4 @@
-"""Settings for the choice of a ZeRO stage, and the activations of a step, on which it depends too."""
+"""Settings for the choice of a ZeRO stage, and the step for which it is chosen."""
 
 import inspect
 from collections.abc import Mapping
@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -15,10 +14,9 @@ from lightning_fasttrain.core.host.lightning import training_loader
 from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.state.rng import random_state, set_random_state
 from lightning_fasttrain.core.state.select_entries import without
-from lightning_fasttrain.strategy.choose._limits import check_headroom
-from lightning_fasttrain.strategy.choose._model_sizes import predict_activations
-from lightning_fasttrain.strategy.choose.model_states import STAGES
 from lightning_fasttrain.strategy.fsdp2.sharding import Sharding
+from lightning_fasttrain.strategy.memory_limits import check_headroom
+from lightning_fasttrain.strategy.zero.zero_states import STAGES
 from lightning_fasttrain.technique import Technique
 
 _KNOWN = inspect.signature(DeepSpeedStrategy.__init__).parameters
@@ -131,35 +129,28 @@ class StageQuestion:
         return settings
 
 
-def predicted_activations(trainer: L.Trainer, module: L.LightningModule, device: torch.device) -> int:
-    """Predict the bytes of activations of a step on one training batch; report it and return 0 if that fails."""
+def step_to_predict(trainer: L.Trainer) -> dict[str, Any]:
+    """Return the batch and the techniques of a step as ``predict_strategies`` takes them; no batch if none can be read.
+
+    The batch is collated from the loader's dataset directly, so that its sampler and workers do not change.
+    """
     loader = training_loader(trainer)
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         say("ZeRO stage: chosen without activations, since a batch of this loader cannot be read without consuming it")
-        return 0
+        return {}
+    # Techniques that change the model are applied already.
+    techniques = [c for c in trainer.callbacks if isinstance(c, Technique) and c.surgery is None]
     before = random_state()
     try:
-        batch = _a_batch(loader)
-        # Techniques that change the model are applied already.
-        techniques = [c for c in trainer.callbacks if isinstance(c, Technique) and c.surgery is None]
-        # DeepSpeed casts the model under "mixed" too.
-        precision = "32-true" if trainer.precision == "32-true" else "bf16-true"
-        return predict_activations(module, batch, precision, techniques=techniques, device=device.type)
+        dataset: Any = loader.dataset
+        if loader.batch_sampler is None:
+            return {"batch": loader.collate_fn(dataset[0]), "techniques": techniques}
+        size: Any = loader.batch_size or vars(loader.batch_sampler)["batch_size"]
+        samples = [dataset[i % len(dataset)] for i in range(size)]
+        return {"batch": loader.collate_fn(samples), "techniques": techniques}
     except Exception as error:
-        # A user's step may do anything; the choice continues without activations.
-        say("ZeRO stage: chosen without activations, since they cannot be predicted: %s", error)
-        return 0
+        # A user's dataset may do anything; the choice continues without activations.
+        say("ZeRO stage: chosen without activations, since a batch cannot be read: %s", error)
+        return {}
     finally:
         set_random_state(before)
-
-
-def _a_batch(loader: DataLoader) -> Any:
-    """Read one batch from the loader's dataset directly, and collate it as the loader does.
-
-    The loader's sampler and workers are not used, so their state does not change.
-    """
-    dataset: Any = loader.dataset  # map-style, as the caller has checked
-    if loader.batch_sampler is None:
-        return loader.collate_fn(dataset[0])
-    size: Any = loader.batch_size or vars(loader.batch_sampler)["batch_size"]
-    return loader.collate_fn([dataset[i % len(dataset)] for i in range(size)])

@@ -95,7 +95,7 @@ class FabricZeROStrategy(ZeROHost, DeepSpeedStrategy):
         """
         optimizer = pick_only_optimizer(optimizers)
         if self.question.open:
-            self._choose_stage(module, optimizer, int(self.activation_gib * GIB))
+            self._choose_stage(module, optimizer, {}, int(self.activation_gib * GIB))
         refuse_unfit_optimizer(optimizer, self.stage)
         fit_buckets(self._given_config, module, self.question.settings)
         return super().setup_module_and_optimizers(module, optimizers, scheduler)

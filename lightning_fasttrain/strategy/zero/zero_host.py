@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,17 +20,23 @@ from lightning_fasttrain.core.checks import PositiveFloat, require
 from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.distributed import rank_count, rank_here, smallest_over_ranks
 from lightning_fasttrain.core.host.unfit_models import refuse_earlier_shards
-from lightning_fasttrain.core.messages import explain, wide_enough
+from lightning_fasttrain.core.messages import explain, say, wide_enough
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.core.state.select_entries import only
 from lightning_fasttrain.predict.one_rank import RankStates
-from lightning_fasttrain.strategy.choose._model_sizes import Held, held_by
-from lightning_fasttrain.strategy.choose._optimizer_state import refuse_unshardable
-from lightning_fasttrain.strategy.choose.choose_stage import choose_stage
-from lightning_fasttrain.strategy.choose.model_states import ZeROSizes, split_buffers, states_of, usual_sizes
+from lightning_fasttrain.strategy.memory_limits import (
+    Fit,
+    Limits,
+    find_nearest,
+    fits_table,
+    name_leaner_ways,
+    predict_fits,
+)
+from lightning_fasttrain.strategy.shardable_optimizer import refuse_unshardable
 from lightning_fasttrain.strategy.zero._zero_engine import Engine, import_deepspeed
 from lightning_fasttrain.strategy.zero.optimizer_fixes import refuse_replaced
 from lightning_fasttrain.strategy.zero.stage_question import StageQuestion, without_defaults
+from lightning_fasttrain.strategy.zero.zero_states import STAGES, Held, ZeROSizes, ZeROStage, held_by, usual_sizes
 
 _CONFIGURED = {
     "prefetch": "stage3_prefetch_bucket_size",
@@ -92,32 +99,9 @@ class ZeROHost:
         if self.question.open:
             why = "the stage decides what each rank holds"
             raise ValueError(explain("a prediction with stage='auto'", why, "Give a stage, such as ZeROStrategy(3)"))
-        held = held_by(model, optimizer, world, precision)
-        sizes = self._configured_sizes(held)
         stage = str(self.question.stage) if self.question.config is None else str(self.stage)
-        (states,) = states_of(held, [stage], sizes)
-        in_backward, in_step = split_buffers(held, states, sizes)
-        gradients = states.gradients
-        # Unsharded gradients in the bucket that is being filled, which are freed when it is reduced.
-        waiting = min(held.trained, sizes.reduce_bucket) * held.size
-        if stage == "2":
-            gradients = min(held.trained * held.size, gradients + waiting)
-        elif stage == "3":
-            in_backward += waiting
-        share = 1 / world
-        if stage == "0":
-            share = 1.0
-        elif "+" in stage:
-            share = 0.0  # the step runs in host memory
-        return RankStates(
-            states.parameters,
-            gradients,
-            states.optimizer,
-            in_backward,
-            in_step,
-            step_share=share,
-            gathers=stage.startswith("3"),
-        )
+        sizes = self._configured_sizes(held_by(model, optimizer, world, precision))
+        return ZeROStage(stage, sizes).predict_rank_states(model, optimizer, world, precision)
 
     def _configured_sizes(self, held: Held) -> ZeROSizes:
         config, usual = self._given_config.get("zero_optimization", {}), usual_sizes(held)
@@ -152,13 +136,16 @@ class ZeROHost:
 
     # Engine.
 
-    def _choose_stage(self, module: nn.Module, optimizer: Optimizer, activation_bytes: int) -> None:
-        """Choose the stage by the least memory of all ranks, with the same result on all; rank zero prints the table.
+    def _choose_stage(
+        self, module: nn.Module, optimizer: Optimizer, step: Mapping[str, Any], activation_bytes: int = 0
+    ) -> None:
+        """Choose the first stage that fits the least memory of all ranks, the same on all; rank zero prints the table.
 
         Args:
             module: the model, with adapters and quantised layers in place.
             optimizer: the user's optimizer.
-            activation_bytes: bytes of activations that this rank expects; the maximum over all ranks is used.
+            step: ``batch`` and ``techniques`` of the step to predict; if empty, the states alone.
+            activation_bytes: bytes of activations, where the step is unknown.
 
         Raises:
             ValueError: no stage fits; raised on all ranks, with the shortfall.
@@ -171,35 +158,43 @@ class ZeROHost:
         elif device.type == "cpu":
             # Host memory is the device's memory, so offload has no effect.
             host = 0
-        # Negated, so that the minimum yields the maximum.
-        free, host, activations = smallest_over_ranks([free, host, -activation_bytes])
+        free, host = smallest_over_ranks([free, host])
+        refuse_unshardable(optimizer)
+        # float16 takes as many bytes as bfloat16.
+        precision = self._precision_name
+        if precision.startswith("16-"):
+            precision = f"bf{precision}"
+        sizes = usual_sizes(held_by(module, optimizer, rank_count(), precision))
         bucket = question.settings.get("reduce_bucket_size")
-        sizes = None
         if bucket is not None:
             sizes = ZeROSizes(reduce_bucket=bucket)
-        precision = self._precision_name
-        choice = choose_stage(
-            module,
-            optimizer,
-            world_size=rank_count(),
-            free_bytes=free,
-            host_bytes=host,
-            nvme_path=question.nvme_path,
-            activation_bytes=-activations,
-            # float16 takes as many bytes as bfloat16.
-            precision=f"bf{precision}" if precision.startswith("16-") else precision,
-            headroom=question.headroom,
-            sizes=sizes,
-        )
-        question.stage = choice.stage
+        usable = 1 - question.headroom
+        limits = Limits(int(free * usable), int(host * usable), activations=activation_bytes)
+        stages = {stage: ZeROStage(stage, sizes) for stage in STAGES if question.nvme_path or stage != "3+nvme"}
+        settings = {"optimizer": optimizer, "precision": precision, "device": device.type, "world": rank_count()}
+        try:
+            fits = predict_fits(stages, limits, module, **settings, **step)
+        except Exception as error:
+            if not step:
+                raise
+            # A user's step may do anything; the choice continues without activations.
+            say("ZeRO stage: chosen without activations, since they cannot be predicted: %s", error)
+            fits = predict_fits(stages, limits, module, **settings)
+        fits = _agree(fits, limits)
+        best = next((fit for fit in fits if fit.fits), None)
+        if best is None:
+            raise ValueError(_nothing_fits(fits, limits, precision))
+        question.stage = best.name
         if rank_here() == 0:
-            wide_enough(Console()).print(choice.as_table())
+            before = fits[fits.index(best) - 1] if best is not fits[0] else None
+            table = fits_table("ZeRO, GiB on one rank", [_explain(best, before, limits)], fits, best.name)
+            wide_enough(Console()).print(table)
         # Lightning builds the config, which has its own defaults.
         made = DeepSpeedStrategy(**question.arguments(), **question.settings).config
         assert made is not None
         given = only(question.settings, ["reduce_bucket_size", "sub_group_size"])
         # The sizes assumed in the prediction, and the user's before them.
-        self._given_config["zero_optimization"] = {**made["zero_optimization"], **choice.sizes.as_config(), **given}
+        self._given_config["zero_optimization"] = {**made["zero_optimization"], **sizes.as_config(), **given}
 
     def _make_engine(
         self,
@@ -326,3 +321,34 @@ def enter(device_type: str) -> Undo:
         if name not in os.environ:
             undo.callback(os.environ.pop, name, None)
     return undo.close
+
+
+def _agree(fits: list[Fit], limits: Limits) -> list[Fit]:
+    """Return the fits of the rank whose batch needs most, on all ranks."""
+    # Negated, so that the minimum yields the maximum.
+    most = smallest_over_ranks([-fit.device_bytes for fit in fits])
+    agreed = []
+    for fit, nbytes in zip(fits, most, strict=True):
+        agreed.append(replace(fit, device_bytes=-nbytes, short=max(0, -nbytes - limits.usable)))
+    return agreed
+
+
+def _explain(best: Fit, before: Fit | None, limits: Limits) -> str:
+    takes = limits.describe(best)
+    if before is None:
+        return f"Stage {best.name} fits, and sends least: {takes}."
+    return f"Stage {best.name} is the first that fits: {takes}; stage {before.name} would be {before.over}."
+
+
+def _nothing_fits(fits: list[Fit], limits: Limits, precision: str) -> str:
+    nearest = find_nearest(fits)
+    parameters, _, state = nearest.states
+    if not nearest.short and fits[-1].name != "3+nvme" and limits.host is not None:
+        way_out = "Give nvme_path=, a folder on a fast disk"
+    # DeepSpeed's default buckets can be larger than a small model.
+    elif nearest.memory.at_peak["temporaries"] > nearest.device_bytes // 2:
+        way_out = "Use smaller buckets: reduce_bucket_size= in ZeROStrategy"
+    else:
+        leaner = ["AdamW8bit"] if state > parameters else []
+        way_out = name_leaner_ways(leaner, precision, rank_count())
+    return limits.explain_shortage(f"No stage fits, the nearest is {nearest.name}", nearest, "for each rank", way_out)

@@ -19,7 +19,7 @@ from lightning_fasttrain.core.messages import explain, note_once, warn
 from lightning_fasttrain.core.modules.wrapped_forward import patch
 from lightning_fasttrain.core.state.select_entries import only
 from lightning_fasttrain.run.checkpoint.atomic_checkpoints import probe_folders
-from lightning_fasttrain.strategy.zero.stage_question import predicted_activations
+from lightning_fasttrain.strategy.zero.stage_question import step_to_predict
 from lightning_fasttrain.strategy.zero.zero_checkpoint import folder_to_load, save_whole
 from lightning_fasttrain.strategy.zero.zero_host import ZeROHost, fit_buckets, refuse_unfit_optimizer
 from lightning_fasttrain.technique import Conflict, Surgery, Technique, check_together
@@ -129,7 +129,7 @@ class ZeROStrategy(ZeROHost, DeepSpeedStrategy):
             optimizer = self._made[0]
         if self.question.open:
             assert optimizer is not None
-            self._choose_stage(module, optimizer, predicted_activations(trainer, module, self.root_device))
+            self._choose_stage(module, optimizer, step_to_predict(trainer))
         if optimizer is not None:
             refuse_unfit_optimizer(optimizer, self.stage)
         # Checked once more, since "auto" has chosen a stage only now.
