@@ -17,7 +17,7 @@ adapter_nets = pytest.importorskip("tests.support.adapter_nets")
 adapter_cases = pytest.importorskip("tests.support.adapter_cases")
 pytestmark = pytest.mark.filterwarnings("ignore")
 CASES = list(adapter_nets.every_case())
-EXTRACT = random.Random(11).sample(CASES, 80)
+EXTRACT = random.Random(11).sample(CASES, 48)
 
 
 def wrong_in(cases, folder):
@@ -35,7 +35,7 @@ def wrong_in(cases, folder):
 def test_an_extract_of_all_cases_is_equal_after_each_round_trip_or_refused(tmp_path):
     wrong, added = wrong_in(EXTRACT, tmp_path)
     assert wrong == {}
-    assert added >= 20
+    assert added >= 12
     said = run_ranks("tests.support.adapter_cases", tmp_path, log=tmp_path / "log", count=None)
     assert said.strip() == "loaded all"
 

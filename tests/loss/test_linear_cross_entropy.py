@@ -130,7 +130,10 @@ def test_a_tied_weight_has_the_whole_gradient_under_all_options(reduction):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("reduction", "smoothing", "z_loss", "softcap", "dtype"),
-    [("mean", 0.1, 1e-2, 3.0, torch.float64), ("none", 0.0, 0.0, None, torch.float32)],
+    [
+        ("mean", 0.1, 1e-2, 3.0, torch.float64),
+        pytest.param("none", 0.0, 0.0, None, torch.float32, marks=pytest.mark.benchmark),
+    ],
 )
 def test_the_compiled_backend_gives_the_same_result(reduction, smoothing, z_loss, softcap, dtype):
     tensors = inputs(dtype)

@@ -269,7 +269,7 @@ def test_compiled_save_eager_load_and_the_reverse(tmp_path):
 
 @pytest.mark.slow
 def test_inductor_compiles_close_to_eager_and_torch_packs_its_code():
-    plain, net, technique = fit(TinyLM(), lm_batches(2)), TinyLM(), ft.CompileBlocks()
+    plain, net, technique = fit(TinyLM(depth=1), lm_batches(2)), TinyLM(depth=1), ft.CompileBlocks(blocks="blocks.*")
     fit(net, lm_batches(2), [technique])
     assert not technique.report.fallbacks
     assert "1 kind of block compared with eager code" in str(technique.report)
@@ -583,7 +583,7 @@ def test_a_loss_that_is_compiled_wrongly_runs_uncompiled(monkeypatch):
     assert "another loss or gradient" in fused.failure
 
 
-@pytest.mark.parametrize("backend", ["inductor", "aot_eager", "eager"])
+@pytest.mark.parametrize("backend", ["aot_eager", "eager"])
 def test_a_second_derivative_is_refused_where_the_compiler_has_none(backend):
     net = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)])
     x = torch.randn(3, 4, requires_grad=True)

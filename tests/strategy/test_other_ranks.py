@@ -1,4 +1,4 @@
-"""A run of global batches that is saved on one number of ranks resumes on another: all pairs of 1, 2, 3 and 4."""
+"""A run of global batches that is saved on one number of ranks resumes on another: all pairs of 1, 2 and 3."""
 
 import pytest
 import torch
