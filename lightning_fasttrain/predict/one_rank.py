@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_fasttrain.core.host.lightning import has_buckets_beside_gradients
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import bytes_of, trained_parameters
 from lightning_fasttrain.predict.allocation_trace import FOR_EVER, Allocation
@@ -131,8 +132,7 @@ class OneRank:
         if isinstance(self.strategy, KnowsRankStates):
             self._states = self.strategy.predict_rank_states(model, optimizer, self.world, precision)
         elif isinstance(self.strategy, DDPStrategy):
-            views = self.strategy._ddp_kwargs.get("gradient_as_bucket_view", False)
-            if self.world > 1 and not views:
+            if self.world > 1 and has_buckets_beside_gradients(self.strategy):
                 self._buckets = bytes_of(trained_parameters(model))
         elif isinstance(self.strategy, ShardsFakeModel):
             for name, parameter in model.named_parameters():

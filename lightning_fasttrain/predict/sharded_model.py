@@ -33,7 +33,7 @@ class ShardsFakeModel(Protocol):
 
     @property
     def sharding_on_device(self) -> object:
-        """How a model is sharded, whether or not its shards are offloaded; strategies with equal ones share a trace."""
+        """The sharding without its offload; strategies with equal ones share a trace."""
         ...
 
     @property

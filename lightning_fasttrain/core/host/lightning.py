@@ -295,6 +295,11 @@ def replicates(strategy: Strategy) -> bool:
     return whole and not isinstance(strategy, DeepSpeedStrategy | XLAStrategy)
 
 
+def has_buckets_beside_gradients(strategy: DDPStrategy) -> bool:
+    """Whether DDP holds a second copy of the gradients, in its buckets."""
+    return not strategy._ddp_kwargs.get("gradient_as_bucket_view", False)
+
+
 def wrap_again(strategy: DDPStrategy) -> None:
     """DDP averages the gradients of the parameters that train when it is made, and waits for all of them."""
     strategy.model = strategy.lightning_module

@@ -33,9 +33,9 @@ from lightning_fasttrain.strategy.memory_limits import (
     predict_fits,
 )
 from lightning_fasttrain.strategy.shardable_optimizer import refuse_unshardable
-from lightning_fasttrain.strategy.zero.zero_engine import Engine, import_deepspeed
 from lightning_fasttrain.strategy.zero.optimizer_fixes import refuse_replaced
 from lightning_fasttrain.strategy.zero.stage_question import StageQuestion, without_defaults
+from lightning_fasttrain.strategy.zero.zero_engine import Engine, import_deepspeed
 from lightning_fasttrain.strategy.zero.zero_states import STAGES, Held, ZeROSizes, ZeROStage, held_by, usual_sizes
 
 _CONFIGURED = {

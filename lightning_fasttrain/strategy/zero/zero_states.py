@@ -1,4 +1,4 @@
-"""What each rank holds under DeepSpeed's ZeRO, by formulas: its engine cannot run on tensors without memory."""
+"""Formulas of each rank's memory under DeepSpeed's ZeRO, whose engine cannot run on tensors without memory."""
 
 import math
 from collections.abc import Callable, Sequence
