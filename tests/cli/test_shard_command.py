@@ -123,7 +123,9 @@ def test_any_number_of_devices_without_the_memory(tmp_path):
     assert found["devices"] == 1024
     numbers = at_peak(found, "ddp")["parameters"] // 4
     assert numbers > 350_000_000
-    assert at_peak(found, "zero-2")["optimizer state"] == pytest.approx(12 * numbers / 1024, rel=0.02)
+    assert at_peak(found, "zero-2")["optimizer state"] == pytest.approx(
+        12 * numbers / 1024, rel=0.06
+    )  # in blocks of 512 bytes
 
 
 @pytest.mark.parametrize(
