@@ -26,7 +26,7 @@ from lightning_fasttrain.core.messages import log
 from lightning_fasttrain.planner.candidates.search_space import find_axes
 from lightning_fasttrain.planner.timing import Stopwatch
 from lightning_fasttrain.technique import Exactness
-from lightning_fasttrain.technique.facts import facts_of_machine
+from lightning_fasttrain.technique.declarations import facts_of_machine
 
 MODELS = {
     "GPT": reference_models.gpt("nano", batch=4),

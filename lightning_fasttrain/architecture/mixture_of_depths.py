@@ -25,13 +25,11 @@ from lightning_fasttrain.architecture.token_arguments import gather_tokens, take
 from lightning_fasttrain.core.checks import PositiveInt, PositiveShare, check_arguments
 from lightning_fasttrain.core.host.late_parameters import notices_late_parameters
 from lightning_fasttrain.core.messages import explain, note_once
-from lightning_fasttrain.core.modules.blocks import Blocks
-from lightning_fasttrain.core.modules.key_value_cache import disable_cache_
+from lightning_fasttrain.core.modules.blocks import Blocks, disable_cache_
 from lightning_fasttrain.core.modules.select import as_list
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, count_wrapped, first_line, list_wrapped, why_none_ran
 from lightning_fasttrain.technique import Capability, Conflict, Exactness, Surgery, Technique
-from lightning_fasttrain.technique.facts import Facts, why_no_blocks
-from lightning_fasttrain.technique.predicted_step import PredictedStep
+from lightning_fasttrain.technique.declarations import Facts, PredictedStep, why_no_blocks
 from lightning_fasttrain.technique.weight_averages import conflict_with_early_averages, refuse_average_before
 
 Sampling = Literal["predictor", "top_k"]

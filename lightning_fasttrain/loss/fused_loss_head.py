@@ -29,8 +29,7 @@ from lightning_fasttrain.loss.linear_cross_entropy import BACKENDS, linear_cross
 from lightning_fasttrain.loss.logit_losses import MiscompiledError
 from lightning_fasttrain.loss.watched_logits import HeadEvidence, HeadSearch, watch_logits
 from lightning_fasttrain.technique import Exactness, Setting, Surgery, Technique
-from lightning_fasttrain.technique.facts import Facts
-from lightning_fasttrain.technique.predicted_step import PredictedStep
+from lightning_fasttrain.technique.declarations import Facts, PredictedStep
 
 
 @check_arguments

@@ -14,8 +14,7 @@ from torch.utils.checkpoint import SelectiveCheckpointContext
 
 from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.core.messages import explain, note_once
-from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
-from lightning_fasttrain.core.modules.key_value_cache import disable_cache_
+from lightning_fasttrain.core.modules.blocks import Blocks, disable_cache_, find_blocks
 from lightning_fasttrain.core.modules.wrapped_forward import (
     Undo,
     count_wrapped,
@@ -25,8 +24,7 @@ from lightning_fasttrain.core.modules.wrapped_forward import (
 )
 from lightning_fasttrain.model.checkpointed_forward import CheckpointedForward
 from lightning_fasttrain.technique import Setting, Surgery, Technique
-from lightning_fasttrain.technique.facts import Facts, why_no_blocks
-from lightning_fasttrain.technique.predicted_step import PredictedStep
+from lightning_fasttrain.technique.declarations import Facts, PredictedStep, why_no_blocks
 
 
 class CheckpointPolicy(ABC):

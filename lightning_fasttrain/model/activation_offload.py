@@ -20,8 +20,7 @@ from lightning_fasttrain.core.modules.wrapped_forward import (
 )
 from lightning_fasttrain.model.offloaded_tensors import Offload
 from lightning_fasttrain.technique import Setting, Surgery, Technique
-from lightning_fasttrain.technique.facts import Facts, why_no_blocks
-from lightning_fasttrain.technique.predicted_step import PredictedStep
+from lightning_fasttrain.technique.declarations import Facts, PredictedStep, why_no_blocks
 
 
 @check_arguments

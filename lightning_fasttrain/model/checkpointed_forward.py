@@ -12,8 +12,13 @@ from torch.utils.checkpoint import CheckpointPolicy as Keep
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.recomputation import Contexts, recompute_in_backward
-from lightning_fasttrain.core.modules.recomputed_forward import Again, RecomputedForward, recomputed_outside
+from lightning_fasttrain.core.modules.recomputation import (
+    Again,
+    Contexts,
+    RecomputedForward,
+    recompute_in_backward,
+    recomputed_outside,
+)
 from lightning_fasttrain.core.modules.select import class_name
 
 

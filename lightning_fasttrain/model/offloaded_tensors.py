@@ -1,4 +1,4 @@
-"""Decide which saved tensors move from the device, in which order, and when they come back."""
+"""Decide which saved tensors move from the device, where they are stored, and when they come back."""
 
 import functools
 import itertools

@@ -9,7 +9,7 @@ from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.messages import note_once
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.technique import Technique
-from lightning_fasttrain.technique.facts import Facts
+from lightning_fasttrain.technique.declarations import Facts
 
 
 @check_arguments

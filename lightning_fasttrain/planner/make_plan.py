@@ -25,7 +25,7 @@ from lightning_fasttrain.planner.suggestions import suggest_leaner_optimizer, su
 from lightning_fasttrain.planner.timing import Costs, Stopwatch, assume_costs
 from lightning_fasttrain.predict.predict_memory import DEVICES, PRECISIONS
 from lightning_fasttrain.technique import Exactness
-from lightning_fasttrain.technique.facts import Facts, describe_clipping, facts_of_machine
+from lightning_fasttrain.technique.declarations import Facts, describe_clipping, facts_of_machine
 
 _SHARE, _MOST_SECONDS = 0.02, 30.0  # of a run's time that measuring may take by default
 _ROOM = 0.95  # of the limit on a GPU: fragmentation and libraries are not predicted

@@ -31,7 +31,7 @@ from lightning_fasttrain.planner.catalogue import code_of, config_of
 from lightning_fasttrain.planner.plan import is_decided, is_slower
 from lightning_fasttrain.planner.search import Search
 from lightning_fasttrain.planner.timing import Costs, Stopwatch, Timed, assume_costs, compare_times
-from lightning_fasttrain.technique.facts import facts_of_machine
+from lightning_fasttrain.technique.declarations import facts_of_machine
 from lightning_fasttrain.technique.technique import techniques_of
 from tests.support.nets import TinyLM, as_loader, lm_batches, trainer, weights
 

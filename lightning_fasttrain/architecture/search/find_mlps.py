@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lightning_fasttrain.core.modules.layer_kinds import CONV1D, is_a, is_linear
+from lightning_fasttrain.core.modules.select import CONV1D, is_a, is_linear
 
 ATTENTION = re.compile("attn|attention", re.IGNORECASE)
 

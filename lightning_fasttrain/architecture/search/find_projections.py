@@ -9,8 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from lightning_fasttrain.architecture.search.find_mlps import ATTENTION, find_mlps, sizes_of
-from lightning_fasttrain.core.modules.layer_kinds import CONV1D, is_a, is_linear
-from lightning_fasttrain.core.modules.select import has_parameters, is_inside
+from lightning_fasttrain.core.modules.select import CONV1D, has_parameters, is_a, is_inside, is_linear
 
 _CROSS = re.compile("cross|encoder_attn|encdec|multihead_attn", re.IGNORECASE)
 _SHORTCUT = re.compile("downsample|shortcut|skip", re.IGNORECASE)

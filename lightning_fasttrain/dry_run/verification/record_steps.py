@@ -20,7 +20,7 @@ from lightning_fasttrain.core.modules.without_dropout import without_dropout
 from lightning_fasttrain.core.modules.wrapped_forward import patch
 from lightning_fasttrain.core.state.restore import remember
 from lightning_fasttrain.core.state.rng import random_state
-from lightning_fasttrain.data.normalizer.trial.step_function import loss_of
+from lightning_fasttrain.data.normalizer.trial.runs import loss_of
 from lightning_fasttrain.dry_run.verification.digest import Digest, take_digest
 from lightning_fasttrain.dry_run.verification.short_run import Steps, copy_batch, run_steps, say_nothing, seed_step
 from lightning_fasttrain.dry_run.verification.step_record import Digests, StepRecord

@@ -17,9 +17,8 @@ from lightning_fasttrain.core.files.safe_load import first_line
 from lightning_fasttrain.core.host.late_parameters import notices_late_parameters
 from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.modules.heads import find_heads
-from lightning_fasttrain.core.modules.layer_kinds import TUNER, WRAPPER, find_tuners, is_a
 from lightning_fasttrain.core.modules.parameters import count_parameters
-from lightning_fasttrain.core.modules.select import as_list, is_part_of
+from lightning_fasttrain.core.modules.select import TUNER, WRAPPER, as_list, find_tuners, is_a, is_part_of
 from lightning_fasttrain.core.modules.wrapped_forward import patch
 from lightning_fasttrain.finetune.adapters.adapter_checks import (
     check_config,

@@ -7,8 +7,7 @@ from torch import nn
 
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.messages import explain, warn
-from lightning_fasttrain.core.modules.layer_kinds import TUNER, WRAPPER, is_a, is_tuner, walk_around
-from lightning_fasttrain.core.modules.select import is_part_of
+from lightning_fasttrain.core.modules.select import TUNER, WRAPPER, is_a, is_part_of, is_tuner, walk_around
 from lightning_fasttrain.finetune.adapters.adapter_checks import refuse_merged
 from lightning_fasttrain.finetune.adapters.add_adapter import adapted_modules, adapter_parameters
 from lightning_fasttrain.finetune.adapters.fast_path_weights import forget_adapters_

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_fasttrain.core.modules.layer_kinds import find_tuners, is_a
+from lightning_fasttrain.core.modules.select import find_tuners, is_a
 from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, patched, wrapper_on, wrappers_in
 
 _ATTENTION = "peft.tuners.lora.layer.MultiheadAttention"

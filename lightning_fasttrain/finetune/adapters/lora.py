@@ -14,8 +14,7 @@ from lightning_fasttrain.core.checks import PositiveInt, one_of
 from lightning_fasttrain.core.files.guarded_loading import guard_loading
 from lightning_fasttrain.core.host.lightning import replicates
 from lightning_fasttrain.core.messages import explain, list_some, note_once, number_of, warn
-from lightning_fasttrain.core.modules.layer_kinds import find_tuners
-from lightning_fasttrain.core.modules.select import as_list
+from lightning_fasttrain.core.modules.select import as_list, find_tuners
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, undo_all
 from lightning_fasttrain.core.state.rng import random_state, set_random_state
 from lightning_fasttrain.finetune.adapters.adapter_checkpoints import checkpoint_what_trains_, keep_what_trains_

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.layer_kinds import find_tuners, is_tuner, walk_around
+from lightning_fasttrain.core.modules.select import find_tuners, is_tuner, walk_around
 from lightning_fasttrain.core.modules.wrapped_forward import Replacement
 from lightning_fasttrain.finetune.adapters.add_adapter import adapted_modules
 from lightning_fasttrain.finetune.quantized.quantized_layer import is_quantized

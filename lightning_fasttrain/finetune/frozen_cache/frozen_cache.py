@@ -17,8 +17,7 @@ from lightning_fasttrain.finetune.frozen_cache.cached_forward import CachedForwa
 from lightning_fasttrain.finetune.frozen_cache.examination import why_not_frozen
 from lightning_fasttrain.finetune.selection.gradual_unfreezing import GradualUnfreezing
 from lightning_fasttrain.technique import Conflict, Surgery, Technique
-from lightning_fasttrain.technique.facts import Facts
-from lightning_fasttrain.technique.predicted_step import PredictedStep
+from lightning_fasttrain.technique.declarations import Facts, PredictedStep
 
 
 @check_arguments

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from lightning_fasttrain.core.checks import check_arguments, positive_int
 from lightning_fasttrain.core.host.late_parameters import notices_late_parameters
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.layer_kinds import is_a
+from lightning_fasttrain.core.modules.select import is_a
 from lightning_fasttrain.core.modules.wrapped_forward import Replacement
 from lightning_fasttrain.finetune.adapters.adapter_checks import check_name, is_there, without_namesakes
 from lightning_fasttrain.finetune.adapters.add_adapter import report_added, train_mode, use_prompt_

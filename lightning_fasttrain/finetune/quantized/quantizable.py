@@ -9,8 +9,15 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.heads import find_heads
-from lightning_fasttrain.core.modules.layer_kinds import PROMPT_ENCODER, TUNER, WRAPPER, is_a, walk_around
-from lightning_fasttrain.core.modules.select import Blocks, find_skipped
+from lightning_fasttrain.core.modules.select import (
+    PROMPT_ENCODER,
+    TUNER,
+    WRAPPER,
+    Blocks,
+    find_skipped,
+    is_a,
+    walk_around,
+)
 from lightning_fasttrain.finetune.quantized.quantized_layer import FLOATS, is_quantized, is_transposed
 from lightning_fasttrain.finetune.selection.base_fingerprint import is_torchaos
 from lightning_fasttrain.finetune.selection.targets import find_tied_modules

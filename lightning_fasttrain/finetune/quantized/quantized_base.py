@@ -26,8 +26,7 @@ from lightning_fasttrain.finetune.quantized.quantized_state import keep_quantize
 from lightning_fasttrain.finetune.quantized.quantized_tensor import quantize_tensor_
 from lightning_fasttrain.finetune.selection.uncovered_weights import shares_of, warn_of_what_is_out_of_reach
 from lightning_fasttrain.technique import Capability, Conflict, Exactness, Surgery, Technique
-from lightning_fasttrain.technique.facts import Facts
-from lightning_fasttrain.technique.predicted_step import PredictedStep
+from lightning_fasttrain.technique.declarations import Facts, PredictedStep
 
 NONE_LEFT = "bitsandbytes computes the products of quantised layers, so only the head would be left for it"
 ALL_OR_SKIP = "Remove LowPrecisionProducts, or name with skip= the layers to leave unquantised, for its 8-bit products"

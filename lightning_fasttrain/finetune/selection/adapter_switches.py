@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_fasttrain.core.modules.layer_kinds import TUNER, WRAPPER, is_a
+from lightning_fasttrain.core.modules.select import TUNER, WRAPPER, is_a
 from lightning_fasttrain.finetune.selection.base_fingerprint import PEFT_MODEL, adapters_on
 
 

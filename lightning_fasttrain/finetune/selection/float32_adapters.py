@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fasttrain.core.modules.layer_kinds import is_a, is_tuner
+from lightning_fasttrain.core.modules.select import is_a, is_tuner
 from lightning_fasttrain.core.modules.wrapped_forward import Replacement
 from lightning_fasttrain.finetune.selection.adapter_switches import trained_copies
 

@@ -10,8 +10,18 @@ from torch import nn
 from lightning_fasttrain.core.checks import check_arguments, require
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.heads import find_heads
-from lightning_fasttrain.core.modules.layer_kinds import HUGGING_FACE_MODEL, is_a, is_linear, layers_of, stands_for
-from lightning_fasttrain.core.modules.select import as_list, has_parameters, is_wanted, keep_outermost, select
+from lightning_fasttrain.core.modules.select import (
+    HUGGING_FACE_MODEL,
+    as_list,
+    has_parameters,
+    is_a,
+    is_linear,
+    is_wanted,
+    keep_outermost,
+    layers_of,
+    select,
+    stands_for,
+)
 from lightning_fasttrain.finetune.selection.qualified_names import names_in, names_not_in
 from lightning_fasttrain.finetune.selection.uncovered_weights import read_past
 

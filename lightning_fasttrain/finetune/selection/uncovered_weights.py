@@ -5,9 +5,8 @@ from collections.abc import Collection
 from torch import nn
 
 from lightning_fasttrain.core.messages import explain, list_some, warn
-from lightning_fasttrain.core.modules.layer_kinds import find_tuners, is_linear, stands_for
 from lightning_fasttrain.core.modules.parameters import bytes_of
-from lightning_fasttrain.core.modules.select import is_inside
+from lightning_fasttrain.core.modules.select import find_tuners, is_inside, is_linear, stands_for
 from lightning_fasttrain.finetune.selection.freezing import can_train
 from lightning_fasttrain.finetune.selection.qualified_names import (
     find_modules,

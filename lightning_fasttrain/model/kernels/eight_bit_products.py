@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from lightning_fasttrain.core.modules.first_derivatives import refuse_second_derivative
+from lightning_fasttrain.core.modules.recomputation import refuse_second_derivative
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,11 @@ from lightning_fasttrain.core.checks import PositiveInt, check_arguments, one_of
 from lightning_fasttrain.core.host.lightning import trainer_of
 from lightning_fasttrain.core.messages import explain, list_some, note_once, say
 from lightning_fasttrain.core.modules.heads import find_heads
-from lightning_fasttrain.core.modules.layer_kinds import is_linear, layers_of
-from lightning_fasttrain.core.modules.select import Blocks, as_list, find_skipped, group_by_reason
+from lightning_fasttrain.core.modules.select import Blocks, as_list, find_skipped, group_by_reason, is_linear, layers_of
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, WrappedForward, count_wrapped, undo_all, wrapper_on
 from lightning_fasttrain.model.kernels.eight_bit_products import FORMATS, linear_in_8_bits
 from lightning_fasttrain.technique import Capability, Exactness, Surgery, Technique
-from lightning_fasttrain.technique.facts import Facts
-from lightning_fasttrain.technique.predicted_step import PredictedStep
+from lightning_fasttrain.technique.declarations import Facts, PredictedStep
 from lightning_fasttrain.technique.technique import techniques_of
 
 KINDS = tuple(FORMATS)

@@ -10,9 +10,12 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.first_derivatives import refuse_second_derivative, refuse_transforms
-from lightning_fasttrain.core.modules.recomputed_forward import RecomputedForward
-from lightning_fasttrain.core.state.surroundings import Surroundings
+from lightning_fasttrain.core.modules.recomputation import (
+    RecomputedForward,
+    refuse_second_derivative,
+    refuse_transforms,
+)
+from lightning_fasttrain.core.state.restore import Surroundings
 from lightning_fasttrain.model.tiling.own_parameters import Places, find_trainable, in_place_of
 from lightning_fasttrain.model.tiling.token_trial import can_run, why_tokens_mix
 

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from lightning_fasttrain.core.distributed import is_sharded
-from lightning_fasttrain.core.modules.layer_kinds import layers_of
-from lightning_fasttrain.core.modules.recomputed_forward import RecomputedForward
+from lightning_fasttrain.core.modules.recomputation import RecomputedForward
+from lightning_fasttrain.core.modules.select import layers_of
 from lightning_fasttrain.core.state.rng import keep_random_state
 from lightning_fasttrain.model.tiling.own_parameters import find_trainable, in_place_of
 

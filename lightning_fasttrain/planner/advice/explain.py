@@ -14,8 +14,8 @@ from lightning_fasttrain.planner.advice.training_setup import TrainingSetup, fin
 from lightning_fasttrain.predict.fake_model import Factory, fake_model
 from lightning_fasttrain.predict.predict_memory import Loss
 from lightning_fasttrain.technique import Technique
+from lightning_fasttrain.technique.declarations import PredictedStep
 from lightning_fasttrain.technique.explanation import Explanation, explain_model, explain_run, padding_of
-from lightning_fasttrain.technique.predicted_step import PredictedStep
 from lightning_fasttrain.technique.technique import find_surgeons
 
 

@@ -25,9 +25,14 @@ from lightning_fasttrain.planner.catalogue import known_techniques
 from lightning_fasttrain.predict.fake_model import Factory, fake_model
 from lightning_fasttrain.predict.predict_memory import Loss
 from lightning_fasttrain.technique import Technique, check_together
+from lightning_fasttrain.technique.declarations import (
+    Facts,
+    PredictedStep,
+    add_model,
+    describe_clipping,
+    facts_of_machine,
+)
 from lightning_fasttrain.technique.explanation import padding_of
-from lightning_fasttrain.technique.facts import Facts, add_model, describe_clipping, facts_of_machine
-from lightning_fasttrain.technique.predicted_step import PredictedStep
 from lightning_fasttrain.technique.technique import find_surgeons
 
 

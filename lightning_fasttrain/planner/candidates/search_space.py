@@ -12,7 +12,7 @@ from lightning_fasttrain.core.batch.leaves import batch_size
 from lightning_fasttrain.planner.candidates.configuration import SWITCHES, Budget, Choice, Switch
 from lightning_fasttrain.predict.fake_model import fake_model
 from lightning_fasttrain.technique import Exactness, Technique, check_together
-from lightning_fasttrain.technique.facts import Facts, add_model
+from lightning_fasttrain.technique.declarations import Facts, add_model
 
 _ORDER = list(Exactness)
 

@@ -12,7 +12,7 @@ from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.predict.allocation_trace import Allocation
 from lightning_fasttrain.predict.ranks.rank_states import NOTE, KnowsRankStates, RankStates, with_states_of_rank
 from lightning_fasttrain.predict.ranks.sharded_model import ShardsFakeModel, sharded
-from lightning_fasttrain.technique.predicted_step import PredictedStep
+from lightning_fasttrain.technique.declarations import PredictedStep
 
 STREAMS = "Gathers and computation are assumed to share memory, as on one CUDA stream."
 

@@ -18,12 +18,10 @@ from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import check_arguments, one_of
 from lightning_fasttrain.core.device import GIB
-from lightning_fasttrain.core.files.atomic_write import free_disk_bytes, write_atomic
-from lightning_fasttrain.core.files.background_save import BackgroundSave
+from lightning_fasttrain.core.files.atomic_write import BackgroundSave, free_disk_bytes, write_atomic
 from lightning_fasttrain.core.files.guarded_loading import guard_loading
-from lightning_fasttrain.core.files.newest_checkpoint import whole_or_older
+from lightning_fasttrain.core.files.newest_checkpoint import KEY, RunMark, step_in, whole_or_older
 from lightning_fasttrain.core.files.remote_checkpoint import fetched, remove_remote, upload_file
-from lightning_fasttrain.core.files.run_mark import KEY, RunMark, step_in
 from lightning_fasttrain.core.files.safe_load import is_object_storage, local_path, read_archive, refuse_unreadable
 from lightning_fasttrain.core.host.lightning import replicates
 from lightning_fasttrain.core.messages import explain, warn

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fasttrain.core.state.rng import random_state
-from lightning_fasttrain.core.state.seeded_samples import seeded
+from lightning_fasttrain.core.state.rng import random_state, seeded
 from lightning_fasttrain.run.checkpoint.gathered_states import unpack
 
 _NOTHING = {"max": -math.inf, "min": math.inf}  # by Lightning's reduce_fx; otherwise 0

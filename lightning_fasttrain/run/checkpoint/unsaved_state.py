@@ -12,7 +12,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_fasttrain.core.host.lightning import last_save, set_last_save
-from lightning_fasttrain.core.state.metrics import MetricState, add_to_metric_, read_metric, write_metric_
+from lightning_fasttrain.core.state.restore import MetricState, add_to_metric_, read_metric, write_metric_
 from lightning_fasttrain.run.checkpoint.loop_progress import SavePoint
 
 # Lightning's metadata that a checkpoint can hold. Reductions and syncs are functions, saved as names and flags.

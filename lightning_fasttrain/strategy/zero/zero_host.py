@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightning_fasttrain.core.checks import PositiveFloat, require
 from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.distributed import rank_count, rank_here, smallest_over_ranks
-from lightning_fasttrain.core.host.unfit_models import refuse_earlier_shards
+from lightning_fasttrain.core.host.late_parameters import refuse_earlier_shards
 from lightning_fasttrain.core.messages import explain, wide_enough
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.core.state.select_entries import only

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.state.seeded_samples import SeededSamples
+from lightning_fasttrain.core.state.rng import SeededSamples
 from lightning_fasttrain.run.checkpoint.loaders.loader_rng import generators_of
 
 
