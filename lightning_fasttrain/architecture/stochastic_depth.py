@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 
+from lightning_fasttrain.architecture.find_mlps import choose_blocks
 from lightning_fasttrain.architecture.residual_form import (
     ResidualForm,
     find_hidden,
@@ -14,7 +15,6 @@ from lightning_fasttrain.architecture.residual_form import (
     first_output,
     replace_output,
 )
-from lightning_fasttrain.architecture.search.chosen_blocks import choose_blocks
 from lightning_fasttrain.core.checks import PositiveShare, check_arguments
 from lightning_fasttrain.core.modules.blocks import Blocks, disable_cache_
 from lightning_fasttrain.core.modules.select import as_list

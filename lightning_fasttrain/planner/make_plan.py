@@ -14,9 +14,7 @@ from lightning_fasttrain.core.device import GIB, free_bytes
 from lightning_fasttrain.core.machine import bf16_units
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.dry_run.verification.verify import as_lightning_module
-from lightning_fasttrain.planner.candidates.configuration import Choice, switch_of
-from lightning_fasttrain.planner.candidates.predicted_memory import PredictedMemory
-from lightning_fasttrain.planner.candidates.search_space import find_axes
+from lightning_fasttrain.planner.candidates import Choice, PredictedMemory, find_axes, switch_of
 from lightning_fasttrain.planner.catalogue import code_of
 from lightning_fasttrain.planner.plan import Plan, Tried
 from lightning_fasttrain.planner.search import Search

@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning as L
 
-from lightning_fasttrain.planner.candidates.configuration import Choice
+from lightning_fasttrain.planner.candidates import Choice
 from lightning_fasttrain.strategy.choose_strategy import Candidate, StrategyChoice, choose_strategy
 
 _ANYTHING = 1e9  # GiB: all strategies fit

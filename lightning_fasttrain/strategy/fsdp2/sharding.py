@@ -31,10 +31,10 @@ from lightning_fasttrain.strategy.fsdp2.broadcast_weights import (
     whole_on_rank_zero,
 )
 from lightning_fasttrain.strategy.fsdp2.packed_weights import is_opaque
-from lightning_fasttrain.strategy.fsdp2.replicated_scalars import replicate_scalars_
 from lightning_fasttrain.strategy.fsdp2.shard_blocks import (
     OFFLOADS,
     precision_policy,
+    replicate_scalars_,
     shard_blocks_,
     without_gradient_reduction,
 )

@@ -2,6 +2,6 @@
 
 They also fix errors of Lightning's and DeepSpeed's own integration.
 
-From the bottom up: ``optimizer_fixes``, ``stage_question``, ``zero_engine``, ``zero_host``, ``zero_files``,
-``zero_checkpoint``, ``zero_fabric``, ``zero_strategy``.
+From the bottom up: ``stage_question``, ``zero_engine``, ``zero_host``, ``zero_files``, ``zero_checkpoint``,
+``zero_fabric``, ``zero_strategy``.
 """

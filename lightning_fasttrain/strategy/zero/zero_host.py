@@ -27,9 +27,8 @@ from lightning_fasttrain.strategy.choose._model_sizes import Held, held_by
 from lightning_fasttrain.strategy.choose._optimizer_state import refuse_unshardable
 from lightning_fasttrain.strategy.choose.choose_stage import choose_stage
 from lightning_fasttrain.strategy.choose.model_states import ZeROSizes, split_buffers, states_of, usual_sizes
-from lightning_fasttrain.strategy.zero.optimizer_fixes import refuse_replaced
 from lightning_fasttrain.strategy.zero.stage_question import StageQuestion, without_defaults
-from lightning_fasttrain.strategy.zero.zero_engine import Engine, import_deepspeed
+from lightning_fasttrain.strategy.zero.zero_engine import Engine, import_deepspeed, refuse_replaced
 
 _CONFIGURED = {
     "prefetch": "stage3_prefetch_bucket_size",
