@@ -2,7 +2,8 @@
 
 A technique bases its advice on :class:`Facts` and describes its effect on memory in a :class:`PredictedStep`.
 
-From the bottom up: ``declarations``, ``explanation``, ``technique``, ``duration``, ``weight_averages``.
+From the bottom up: ``declarations``, ``explanation``, ``technique``, ``duration``, ``weight_averages``,
+``run_length``.
 """
 
 from typing import TYPE_CHECKING

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.core.files.atomic_write import BackgroundSave, to_host
+from lightning_fasttrain.core.files.background_save import BackgroundSave, to_host
 from lightning_fasttrain.core.files.checkpoint_folder import verify_checkpoint
 from lightning_fasttrain.core.files.newest_checkpoint import KEY, RunMark, whole_or_older
 from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint

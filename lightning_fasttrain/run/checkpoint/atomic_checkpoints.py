@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import check_arguments, one_of
 from lightning_fasttrain.core.device import GIB
-from lightning_fasttrain.core.files.atomic_write import BackgroundSave, free_disk_bytes, why_unwritable, write_atomic
+from lightning_fasttrain.core.files.atomic_write import free_disk_bytes, why_unwritable, write_atomic
+from lightning_fasttrain.core.files.background_save import BackgroundSave
 from lightning_fasttrain.core.files.newest_checkpoint import KEY, RunMark, guard_loading, step_in, sweep, whole_or_older
 from lightning_fasttrain.core.files.remote_checkpoint import fetched, remove_remote, upload_file, why_unwritable_storage
 from lightning_fasttrain.core.files.safe_load import (

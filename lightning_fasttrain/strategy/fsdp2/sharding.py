@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import one_of, positive_int
 from lightning_fasttrain.core.distributed import from_rank_zero
-from lightning_fasttrain.core.files.atomic_write import BackgroundSave
+from lightning_fasttrain.core.files.background_save import BackgroundSave
 from lightning_fasttrain.core.files.newest_checkpoint import KEY, mark_of, step_in, whole_or_older
 from lightning_fasttrain.core.files.remote_checkpoint import fetched_on_each_node
 from lightning_fasttrain.core.files.safe_load import is_object_storage, local_path
